@@ -1,0 +1,1 @@
+"""Named, versioned, reversible replacements in megatron-core, applied inside the worker."""

@@ -1,0 +1,37 @@
+"""Frozen facts, and the one file format."""
+
+from pipette_launch.facts.cluster import Cluster, Device, Host, Links
+from pipette_launch.facts.job import Batch, Job
+from pipette_launch.facts.layout import Cell, Layout, Recompute
+from pipette_launch.facts.measurements import (
+    CollectiveTime,
+    ComputeCase,
+    ComputeTime,
+    Measurements,
+    MemoryReading,
+    Samples,
+)
+from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.plan import Choice, Plan, Provenance
+
+__all__ = [
+    "Batch",
+    "Cell",
+    "Choice",
+    "Cluster",
+    "CollectiveTime",
+    "ComputeCase",
+    "ComputeTime",
+    "Device",
+    "Host",
+    "Job",
+    "Layout",
+    "Links",
+    "Measurements",
+    "MemoryReading",
+    "ModelSpec",
+    "Plan",
+    "Provenance",
+    "Recompute",
+    "Samples",
+]

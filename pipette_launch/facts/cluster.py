@@ -1,0 +1,162 @@
+"""Hosts, slots, device memory and link matrices in bytes/s and seconds, as measured, never as advertised."""
+
+# H = hosts, D = devices of one host, S = slots (all devices of all hosts, host by host).
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.errors import FactError
+
+Matrix = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One GPU, or one process's share of a host's cores and memory."""
+
+    kind: Literal["cuda", "cpu"]
+    uuid: str
+    """NVML's UUID; on CPU `cpu-<index>`."""
+    name: str
+    memory_total_bytes: int
+    memory_free_bytes: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.memory_free_bytes <= self.memory_total_bytes:
+            raise FactError(
+                f"device {self.uuid}: memory_free_bytes={self.memory_free_bytes} is not between 0 and "
+                f"memory_total_bytes={self.memory_total_bytes}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """One node of the job and the devices it lends to it, in the order of its local ranks under torchrun."""
+
+    name: str
+    address: str
+    cores: int
+    devices: tuple[Device, ...]
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise FactError(f"host {self.name} has no devices")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """Latency and bandwidth between n places; row sends to column. The diagonal is no link and is stored as 0."""
+
+    latency_s: Matrix
+    bandwidth_bytes_per_s: Matrix
+
+    def __post_init__(self) -> None:
+        size = len(self.latency_s)
+        for matrix in (self.latency_s, self.bandwidth_bytes_per_s):
+            if len(matrix) != size or any(len(row) != size for row in matrix):
+                raise FactError(f"links: both matrices must be {size} x {size}")
+        for i in range(size):
+            for j in range(size):
+                if i != j and not (self.latency_s[i][j] >= 0 and self.bandwidth_bytes_per_s[i][j] > 0):
+                    raise FactError(
+                        f"links: {i} -> {j} has latency {self.latency_s[i][j]} s and bandwidth "
+                        f"{self.bandwidth_bytes_per_s[i][j]} bytes/s"
+                    )
+
+    @property
+    def size(self) -> int:
+        """How many places there are."""
+        return len(self.latency_s)
+
+    @classmethod
+    def uniform(cls, size: int, *, latency_s: float, bandwidth_bytes_per_s: float) -> Links:
+        """Give every pair the same link."""
+
+        def matrix(value: float) -> Matrix:
+            return tuple(tuple(0.0 if i == j else value for j in range(size)) for i in range(size))
+
+        return cls(latency_s=matrix(latency_s), bandwidth_bytes_per_s=matrix(bandwidth_bytes_per_s))
+
+    def seconds_per_byte(self) -> NDArray[np.float64]:
+        """1 / bandwidth, with 0 on the diagonal."""
+        inverse = np.zeros((self.size, self.size))
+        np.divide(1.0, np.array(self.bandwidth_bytes_per_s), out=inverse, where=~np.eye(self.size, dtype=bool))
+        return inverse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The allocation: its hosts in torchrun's own order, and what lies between and inside them."""
+
+    hosts: tuple[Host, ...]
+    between_hosts: Links
+    """H x H, one device of each host."""
+    within_host: tuple[Links, ...]
+    """For each host, D x D between its devices."""
+    slot_speed: tuple[float, ...]
+    """Compute speed of each slot relative to the median slot, 1.0 = as fast as the median."""
+
+    def __post_init__(self) -> None:
+        sizes = {len(host.devices) for host in self.hosts}
+        if len(sizes) != 1:
+            counts = ", ".join(f"{host.name}: {len(host.devices)}" for host in self.hosts)
+            raise FactError(f"hosts must have equally many devices, got {counts or 'no hosts'}")
+        if len({host.name for host in self.hosts}) != len(self.hosts):
+            raise FactError(f"host names must differ, got {', '.join(host.name for host in self.hosts)}")
+        if self.between_hosts.size != len(self.hosts):
+            raise FactError(f"between_hosts is {self.between_hosts.size} wide for {len(self.hosts)} hosts")
+        if [links.size for links in self.within_host] != [self.devices_per_host] * len(self.hosts):
+            raise FactError("within_host needs one matrix for each host, as wide as the host has devices")
+        if len(self.slot_speed) != self.num_slots or not all(speed > 0 for speed in self.slot_speed):
+            raise FactError(f"slot_speed needs {self.num_slots} positive values, got {self.slot_speed}")
+
+    @property
+    def devices_per_host(self) -> int:
+        """D: how many devices each host lends."""
+        return len(self.hosts[0].devices)
+
+    @property
+    def num_slots(self) -> int:
+        """S: how many ranks the job has."""
+        return len(self.hosts) * self.devices_per_host
+
+    @property
+    def device_kind(self) -> Literal["cuda", "cpu"]:
+        """What the slots are."""
+        return self.hosts[0].devices[0].kind
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that every slot has at least."""
+        return min(device.memory_total_bytes for host in self.hosts for device in host.devices)
+
+    def host_of(self, slot: int) -> int:
+        """Index of the host of a slot."""
+        return slot // self.devices_per_host
+
+    def slot_name(self, slot: int) -> str:
+        """A slot as people write it: `node17:3`."""
+        return f"{self.hosts[self.host_of(slot)].name}:{slot % self.devices_per_host}"
+
+    def latency_s_SS(self) -> NDArray[np.float64]:
+        """Seconds before the first byte arrives, from slot (row) to slot (column)."""
+        within = [np.array(links.latency_s) for links in self.within_host]
+        return self._expand(np.array(self.between_hosts.latency_s), within)
+
+    def seconds_per_byte_SS(self) -> NDArray[np.float64]:
+        """1 / bandwidth from slot (row) to slot (column); 0 on the diagonal."""
+        within = [links.seconds_per_byte() for links in self.within_host]
+        return self._expand(self.between_hosts.seconds_per_byte(), within)
+
+    def _expand(self, between: NDArray[np.float64], within: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+        size = self.devices_per_host
+        full = np.repeat(np.repeat(between, size, axis=0), size, axis=1)
+        for host, block in enumerate(within):
+            place = slice(host * size, (host + 1) * size)
+            full[place, place] = block
+        return full

@@ -1,0 +1,180 @@
+"""The one file format: strict JSON of frozen dataclasses, written atomically.
+
+A document is a dataclass with two class variables, `KIND` and `SCHEMA_VERSION`. Reading refuses an unknown kind,
+version, field or type, and names file and field; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+import types
+import typing
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from pipette_launch.errors import FactError, FileFormatError
+
+
+class Document(Protocol):
+    """A dataclass that has a file of its own."""
+
+    KIND: ClassVar[str]
+    SCHEMA_VERSION: ClassVar[int]
+
+
+T = TypeVar("T")
+D = TypeVar("D", bound=Document)
+
+
+def to_plain(value: Any) -> Any:
+    """Turn a fact into JSON's own types: dataclasses become objects, tuples become lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return value
+
+
+def from_plain(kind: Any, value: Any, where: str) -> Any:
+    """Build a `kind` from JSON's own types.
+
+    Args:
+        kind: a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]` or a Literal.
+        value: what `json.loads` returned.
+        where: the path of the field, for the error.
+
+    Raises:
+        FileFormatError: the value is not of that kind; the message names `where`.
+
+    """
+    if dataclasses.is_dataclass(kind):
+        return _fact(kind, value, where)
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _optional(kind, value, where)
+    if origin is tuple:
+        return _tuple(kind, value, where)
+    if origin is dict:
+        return _mapping(kind, value, where)
+    if origin is typing.Literal:
+        if value in typing.get_args(kind):
+            return value
+        raise FileFormatError(f"{where}: {value!r} is none of {', '.join(map(repr, typing.get_args(kind)))}")
+    return _scalar(kind, value, where)
+
+
+def dumps(document: Document) -> str:
+    """Write a document as JSON text."""
+    head = {"kind": document.KIND, "schema_version": document.SCHEMA_VERSION}
+    return json.dumps({**head, **to_plain(document)}, indent=1, allow_nan=False)
+
+
+def loads(kind: type[D], text: str | bytes, source: str) -> D:
+    """Read a document from JSON text; `source` names it in errors."""
+    try:
+        plain = json.loads(text)
+    except ValueError as error:
+        raise FileFormatError(f"{source}: not JSON ({error}); delete the file to have it made anew") from error
+    if not isinstance(plain, dict) or plain.get("kind") != kind.KIND:
+        found = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
+        raise FileFormatError(f"{source}: expected a {kind.KIND!r} document, found {found!r}")
+    if plain.get("schema_version") != kind.SCHEMA_VERSION:
+        raise FileFormatError(
+            f"{source}: schema_version {plain.get('schema_version')!r} is not {kind.SCHEMA_VERSION}, "
+            f"the version that this pipette-launch reads; delete the file to have it made anew"
+        )
+    body = {key: item for key, item in plain.items() if key not in ("kind", "schema_version")}
+    document: D = from_plain(kind, body, source)
+    return document
+
+
+def write(path: Path, document: Document) -> None:
+    """Write a document so that a reader sees the old file or the new one, never half of it."""
+    write_text(path, dumps(document) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text by a temporary file, fsync and rename; raises OSError, and then leaves nothing behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path, kind: type[D]) -> D:
+    """Read a document from a file; raises FileFormatError for a bad one and for one that is not there."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise FileFormatError(f"{path}: cannot be read ({error.strerror})") from error
+    return loads(kind, text, str(path))
+
+
+def digest(*facts: Any) -> str:
+    """Sixteen hexadecimal digits that change whenever one of the facts does."""
+    text = json.dumps([to_plain(fact) for fact in facts], sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _fact(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise FileFormatError(f"{where}: expected an object, found {type(value).__name__}")
+    hints = {
+        name: hint for name, hint in typing.get_type_hints(kind).items() if typing.get_origin(hint) is not ClassVar
+    }
+    unknown = sorted(set(value) - set(hints))
+    if unknown:
+        raise FileFormatError(f"{where}: unknown field {unknown[0]!r}")
+    missing = sorted(set(hints) - set(value))
+    if missing:
+        raise FileFormatError(f"{where}: field {missing[0]!r} is missing")
+    fields = {name: from_plain(hint, value[name], f"{where}: {name}") for name, hint in hints.items()}
+    try:
+        return kind(**fields)
+    except FactError as error:
+        raise FileFormatError(f"{where}: {error}") from error
+
+
+def _optional(kind: Any, value: Any, where: str) -> Any:
+    inner = [option for option in typing.get_args(kind) if option is not type(None)]
+    if len(inner) != 1:
+        raise TypeError(f"only X | None can be read, not {kind}")
+    return None if value is None else from_plain(inner[0], value, where)
+
+
+def _tuple(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise FileFormatError(f"{where}: expected a list, found {type(value).__name__}")
+    inner, *rest = typing.get_args(kind)
+    if rest != [Ellipsis]:
+        raise TypeError(f"only tuple[X, ...] can be read, not {kind}")
+    return tuple(from_plain(inner, item, f"{where}[{index}]") for index, item in enumerate(value))
+
+
+def _mapping(kind: Any, value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FileFormatError(f"{where}: expected an object, found {type(value).__name__}")
+    _, inner = typing.get_args(kind)
+    return {key: from_plain(inner, item, f"{where}: {key}") for key, item in value.items()}
+
+
+def _scalar(kind: Any, value: Any, where: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        raise FileFormatError(f"{where}: expected {kind.__name__}, found {value!r}")
+    return value

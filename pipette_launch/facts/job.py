@@ -1,0 +1,42 @@
+"""What the user asked for: the model, the batch, and the configuration that torchrun would have run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Samples of one optimizer step, the same whatever the layout."""
+
+    global_batch_size: int
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1:
+            raise FactError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A Megatron training job, read from its command line for a given world size."""
+
+    model: ModelSpec
+    batch: Batch
+    own: Layout
+    """The user's own configuration."""
+    pinned: tuple[str, ...]
+    """Layout fields that no plan may change, `--pipette-fix` and a checkpoint's demands together, sorted."""
+    notes: tuple[str, ...]
+    """Why something is pinned or assumed, one sentence each, for the screen and the plan file."""
+    megatron_version: str
+    """The release whose flags the script takes, as `0.16.1`."""
+    grad_reduce_in_bf16: bool
+    optimizer: str
+    log_interval: int
+    train_iters: int | None
+    performance_flags: tuple[str, ...]
+    """Flags that change time or memory and have no field of their own here, sorted, as `--flag value`."""

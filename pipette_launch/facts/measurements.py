@@ -1,0 +1,122 @@
+"""What the warm-up measured: values, warm-ups, spread and conditions, so that a result can be doubted later."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts.cluster import Cluster
+
+UNSTABLE_SPREAD = 0.10
+"""A spread above this makes a value unstable (pyperf's rule)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Repeated timings of one thing; warm-ups are kept, and kept apart."""
+
+    values_s: tuple[float, ...]
+    warmup_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.values_s or not all(value >= 0 for value in self.values_s):
+            raise FactError(f"samples need at least one value and none below 0, got {self.values_s}")
+
+    @property
+    def median_s(self) -> float:
+        """The value that stands for the rest."""
+        return statistics.median(self.values_s)
+
+    @property
+    def spread(self) -> float:
+        """Median absolute deviation over the median; 0 for a single value."""
+        middle = self.median_s
+        return statistics.median(abs(value - middle) for value in self.values_s) / middle if middle else 0.0
+
+    @property
+    def is_unstable(self) -> bool:
+        """Whether the spread is too large to trust the median."""
+        return self.spread > UNSTABLE_SPREAD
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class ComputeCase:
+    """One shape of computation that a layout would run on a slot."""
+
+    tp: int
+    cp: int
+    micro_batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeTime:
+    """How long one part of the model takes on one slot, for one micro-batch, without communication."""
+
+    case: ComputeCase
+    part: Literal["layer", "moe_layer", "embedding", "head"]
+    slot: int
+    forward: Samples
+    input_grad: Samples
+    """Backward with respect to the input only."""
+    weight_grad: Samples
+    """What the full backward takes beyond `input_grad`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveTime:
+    """Seconds = latency_s + bytes * seconds_per_byte, fitted over several sizes on one kind of group.
+
+    `bytes` is the size of the full tensor on one rank (before a reduce-scatter, after an all-gather).
+    """
+
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+    slots: tuple[int, ...]
+    """One group for which this was measured; groups of equal shape were measured at the same time."""
+    latency_s: float
+    seconds_per_byte: float
+    spread: float
+    sizes_bytes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.seconds_per_byte < 0:
+            raise FactError(f"{self.kind}: negative fit, latency {self.latency_s} s, {self.seconds_per_byte} s/byte")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReading:
+    """Peak memory of one layer's forward and backward on one slot."""
+
+    case: ComputeCase
+    slot: int
+    allocator_peak_bytes: int
+    """torch's allocator on CUDA; growth of the resident set on CPU."""
+    device_peak_bytes: int
+    """NVML's used bytes on CUDA; the resident set on CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurements:
+    """The file cluster.json: the allocation and everything that was measured on it."""
+
+    KIND: ClassVar[str] = "cluster"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    cluster: Cluster
+    compute: tuple[ComputeTime, ...]
+    collectives: tuple[CollectiveTime, ...]
+    memory: tuple[MemoryReading, ...]
+    overhead_bytes: int
+    """Device memory outside the allocator (context, communicators, workspaces), the largest slot's; 0 on CPU."""
+    versions: dict[str, str]
+    taken_at: str
+    """UTC, ISO 8601."""
+    phase_s: dict[str, float]
+    """Seconds that each phase of the warm-up took."""
+    notes: tuple[str, ...]
+    """What was skipped, looks unstable, or was assumed, one sentence each."""
+
+    def compute_cases(self) -> tuple[ComputeCase, ...]:
+        """The cases that were measured, sorted."""
+        return tuple(sorted({time.case for time in self.compute}))

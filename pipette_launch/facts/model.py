@@ -1,0 +1,117 @@
+"""The shape of a transformer as Megatron's flags give it, and the parameters and FLOPs of its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pipette_launch.errors import FactError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """A decoder-only transformer. Field names are Megatron's; sizes are of the whole model, before any cut."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    """Equal to `num_attention_heads` without grouped queries."""
+    kv_channels: int
+    """Channels of one head."""
+    seq_length: int
+    max_position_embeddings: int
+    vocab_size: int
+    """Tokens the tokenizer knows; see `padded_vocab_size`."""
+    make_vocab_size_divisible_by: int
+    gated_linear_unit: bool
+    """SwiGLU and its kin: the first MLP matrix is twice as wide."""
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    add_bias_linear: bool
+    add_qkv_bias: bool
+    position_embedding_type: Literal["learned_absolute", "rope", "none"]
+    untie_embeddings_and_output_weights: bool
+    attention_dropout: float
+    hidden_dropout: float
+    params_dtype: Literal["fp32", "fp16", "bf16"]
+    transformer_impl: Literal["local", "transformer_engine"]
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"]
+    num_experts: int | None
+    moe_layer_freq: tuple[int, ...]
+    """One entry for each layer: 1 has experts, 0 is dense. Empty without experts."""
+    moe_router_topk: int
+    moe_ffn_hidden_size: int
+    moe_shared_expert_intermediate_size: int
+    """0 without a shared expert."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "seq_length",
+            "vocab_size",
+            "make_vocab_size_divisible_by",
+        ):
+            if getattr(self, name) < 1:
+                raise FactError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_attention_heads % self.num_query_groups:
+            raise FactError(
+                f"num_query_groups={self.num_query_groups} does not divide "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if len(self.moe_layer_freq) != (self.num_layers if self.num_experts else 0):
+            raise FactError(f"moe_layer_freq has {len(self.moe_layer_freq)} entries for {self.num_layers} layers")
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one parameter or activation element."""
+        return 4 if self.params_dtype == "fp32" else 2
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer `layer` (from 0) has experts."""
+        return bool(self.moe_layer_freq) and self.moe_layer_freq[layer] == 1
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Rows of the embedding: the vocabulary padded to a multiple of `make_vocab_size_divisible_by * tp`."""
+        multiple = self.make_vocab_size_divisible_by * tp
+        return -(-self.vocab_size // multiple) * multiple
+
+    def attention_parameters(self) -> int:
+        """Weights and biases of one layer's attention: query, key, value and output projections."""
+        query = self.kv_channels * self.num_attention_heads
+        qkv = query + 2 * self.kv_channels * self.num_query_groups
+        bias = (qkv if self.add_bias_linear or self.add_qkv_bias else 0) + (
+            self.hidden_size if self.add_bias_linear else 0
+        )
+        return self.hidden_size * (qkv + query) + bias
+
+    def mlp_parameters(self, ffn_hidden_size: int | None = None) -> int:
+        """Weights and biases of one dense MLP (or of one expert of the given width)."""
+        ffn = self.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
+        first = ffn * (2 if self.gated_linear_unit else 1)
+        bias = first + self.hidden_size if self.add_bias_linear else 0
+        return self.hidden_size * (first + ffn) + bias
+
+    def norm_parameters(self) -> int:
+        """Parameters of one normalisation."""
+        return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
+
+    def forward_flops_per_token(self, *, moe: bool = False) -> float:
+        """Multiply-adds counted as 2, of one layer's forward for one token (causal mask not discounted).
+
+        Narayanan et al. 2021 (PTD-P), appendix: projections 2 per weight, attention scores and context 4*s*a*d.
+        """
+        matrices = self.attention_parameters()
+        if moe:
+            matrices += self.moe_router_topk * self.mlp_parameters(self.moe_ffn_hidden_size)
+            matrices += self.hidden_size * (self.num_experts or 0)
+            if self.moe_shared_expert_intermediate_size:
+                matrices += self.mlp_parameters(self.moe_shared_expert_intermediate_size)
+        else:
+            matrices += self.mlp_parameters()
+        return 2.0 * matrices + 4.0 * self.seq_length * self.num_attention_heads * self.kv_channels

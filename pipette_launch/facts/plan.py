@@ -1,0 +1,95 @@
+"""The result file: layout, placement, predictions, evidence and provenance."""
+
+# schema_version history of plan.json
+# 1  2026-11-21  first version
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One way to run the job, with what was predicted for it."""
+
+    layout: Layout
+    placement: tuple[int, ...]
+    """RANK of each slot, slots host by host as in `Plan.hosts`."""
+    schedule: str
+    """Name of the pipeline schedule: `1f1b`, `interleaved-1f1b` or `no-pipelining`."""
+    step_time_s: float
+    breakdown_s: dict[str, float]
+    """Parts of the step time by name; they sum to it."""
+    peak_memory_bytes: tuple[int, ...]
+    """Predicted peak on each pipeline rank."""
+    memory_limit_bytes: int
+    bound_s: float
+    """No placement of this layout can be faster than this under the same model."""
+
+    def __post_init__(self) -> None:
+        if sorted(self.placement) != list(range(self.layout.world_size)):
+            raise FactError(
+                f"placement must hold every rank from 0 to {self.layout.world_size - 1} once, got {self.placement}"
+            )
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage stays below the limit."""
+        return max(self.peak_memory_bytes) <= self.memory_limit_bytes
+
+    @property
+    def is_host_order(self) -> bool:
+        """Whether the placement is torchrun's own."""
+        return self.placement == tuple(range(len(self.placement)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Where a plan comes from, and to which job it belongs."""
+
+    key: str
+    """Digest of hosts, devices, model, batch, pins and versions; a plan is reused only where it agrees."""
+    made_at: str
+    versions: dict[str, str]
+    source: Literal["measured", "cached", "file"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The choice, the runners-up in the order to try them, and the last resort: the user's own configuration."""
+
+    KIND: ClassVar[str] = "plan"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    hosts: tuple[str, ...]
+    devices_per_host: int
+    device_kind: Literal["cuda", "cpu"]
+    chosen: Choice
+    alternatives: tuple[Choice, ...]
+    own: Choice
+    keeps_own: bool
+    """The chosen one is the user's own: nothing else was better by the margin."""
+    reasons: tuple[str, ...]
+    """Why this was chosen, one sentence each."""
+    notes: tuple[str, ...]
+    """What was measured badly, assumed, pinned or not modelled, one sentence each."""
+    num_layouts: int
+    """Legal layouts that were looked at."""
+    dropped: dict[str, int]
+    """Layouts that fell out, by reason."""
+    solve_s: float
+    provenance: Provenance
+
+    def __post_init__(self) -> None:
+        slots = len(self.hosts) * self.devices_per_host
+        for choice in (self.chosen, *self.alternatives, self.own):
+            if choice.layout.world_size != slots:
+                raise FactError(f"a layout of {choice.layout.world_size} ranks for {slots} slots")
+
+    def candidates(self) -> tuple[Choice, ...]:
+        """What to try, in order, before the user's own configuration."""
+        return () if self.keeps_own else (self.chosen, *self.alternatives)

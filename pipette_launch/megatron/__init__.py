@@ -1,0 +1,1 @@
+"""Megatron's command line read into facts, and facts written back."""

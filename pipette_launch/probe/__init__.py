@@ -1,0 +1,1 @@
+"""Short benchmarks on every slot of the job."""

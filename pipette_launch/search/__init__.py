@@ -1,0 +1,1 @@
+"""The best layout and placement that fit."""

@@ -1,0 +1,32 @@
+"""How bytes, seconds and rates are printed; inside the product everything is SI."""
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+
+
+def bytes_text(count: float) -> str:
+    """Print a byte count in binary units, as memory is sold: `1.50 GiB`."""
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def seconds_text(seconds: float) -> str:
+    """Print a duration with three or four significant digits: `12.3 ms`."""
+    if seconds >= 100:
+        return f"{seconds:.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """Print a bandwidth in decimal units, as links are sold: `11.8 GB/s`."""
+    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if bytes_per_s >= size:
+            return f"{bytes_per_s / size:.3g} {unit}"
+    return f"{bytes_per_s:.0f} B/s"

@@ -1,0 +1,5 @@
+"""Hand the whole of setup.cfg to setuptools."""
+
+from setuptools import setup
+
+setup()

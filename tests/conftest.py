@@ -1,0 +1,18 @@
+"""What all tests share: the GPU switch, and small facts to build on."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the switch that lets GPU tests run."""
+    parser.addoption("--run-gpu", action="store_true", help="run the tests that need a CUDA device")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip GPU tests, with the reason, unless they were asked for."""
+    if config.getoption("--run-gpu"):
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; run with --run-gpu on a machine that has one")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,132 @@
+"""Small clusters, models and measurements for tests, built from the real facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipette_launch.facts import (
+    Batch,
+    Cluster,
+    ComputeCase,
+    ComputeTime,
+    Device,
+    Host,
+    Job,
+    Layout,
+    Links,
+    Measurements,
+    ModelSpec,
+    Samples,
+)
+
+
+def tiny_model(**changes: object) -> ModelSpec:
+    """A GPT of 4 layers and hidden size 64."""
+    model = ModelSpec(
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=256,
+        num_attention_heads=4,
+        num_query_groups=4,
+        kv_channels=16,
+        seq_length=32,
+        max_position_embeddings=32,
+        vocab_size=256,
+        make_vocab_size_divisible_by=128,
+        gated_linear_unit=False,
+        normalization="LayerNorm",
+        add_bias_linear=True,
+        add_qkv_bias=False,
+        position_embedding_type="learned_absolute",
+        untie_embeddings_and_output_weights=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype="fp32",
+        transformer_impl="local",
+        attention_backend="auto",
+        num_experts=None,
+        moe_layer_freq=(),
+        moe_router_topk=2,
+        moe_ffn_hidden_size=256,
+        moe_shared_expert_intermediate_size=0,
+    )
+    return replace(model, **changes)  # type: ignore[arg-type]
+
+
+def tiny_job(world_size: int = 4, **changes: object) -> Job:
+    """A job whose own configuration is plain data parallelism."""
+    job = Job(
+        model=tiny_model(),
+        batch=Batch(global_batch_size=2 * world_size),
+        own=Layout(dp=world_size),
+        pinned=(),
+        notes=(),
+        megatron_version="0.16.1",
+        grad_reduce_in_bf16=False,
+        optimizer="adam",
+        log_interval=1,
+        train_iters=10,
+        performance_flags=(),
+    )
+    return replace(job, **changes)  # type: ignore[arg-type]
+
+
+def tiny_cluster(
+    hosts: int = 2,
+    devices: int = 2,
+    *,
+    latency_s: float = 1e-4,
+    bandwidth_bytes_per_s: float = 1e8,
+    memory_bytes: int = 8 << 30,
+) -> Cluster:
+    """Equal CPU hosts, ten times slower between than within."""
+    return Cluster(
+        hosts=tuple(
+            Host(
+                name=f"node{h}",
+                address=f"10.0.0.{h + 1}",
+                cores=devices,
+                devices=tuple(
+                    Device(
+                        kind="cpu",
+                        uuid=f"cpu-{d}",
+                        name="test cpu",
+                        memory_total_bytes=memory_bytes,
+                        memory_free_bytes=memory_bytes,
+                    )
+                    for d in range(devices)
+                ),
+            )
+            for h in range(hosts)
+        ),
+        between_hosts=Links.uniform(hosts, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s),
+        within_host=tuple(
+            Links.uniform(devices, latency_s=latency_s / 10, bandwidth_bytes_per_s=bandwidth_bytes_per_s * 10)
+            for _ in range(hosts)
+        ),
+        slot_speed=(1.0,) * (hosts * devices),
+    )
+
+
+def tiny_measurements(cluster: Cluster, cases: tuple[ComputeCase, ...] | None = None) -> Measurements:
+    """Compute times proportional to micro-batch over tp, on slot 0; no collectives, no memory readings."""
+    cases = cases or tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=mbs) for tp in (1, 2, 4) for mbs in (1, 2, 4))
+    compute = []
+    for case in cases:
+        for part, unit_s in (("layer", 1e-3), ("embedding", 1e-4), ("head", 5e-4)):
+            seconds = unit_s * case.micro_batch_size / (case.tp * case.cp)
+            sample = Samples(values_s=(seconds,))
+            compute.append(
+                ComputeTime(case=case, part=part, slot=0, forward=sample, input_grad=sample, weight_grad=sample)  # type: ignore[arg-type]
+            )
+    return Measurements(
+        cluster=cluster,
+        compute=tuple(compute),
+        collectives=(),
+        memory=(),
+        overhead_bytes=0,
+        versions={"torch": "2.13.0", "megatron-core": "0.16.1"},
+        taken_at="2026-11-21T00:00:00Z",
+        phase_s={},
+        notes=(),
+    )

@@ -116,6 +116,8 @@ class Measurements:
     """Seconds that each phase of the warm-up took."""
     notes: tuple[str, ...]
     """What was skipped, looks unstable, or was assumed, one sentence each."""
+    optimizer_s_per_parameter: float | None = None
+    """Seconds of an optimizer step for each parameter whose state a slot holds; None = not measured."""
 
     def compute_cases(self) -> tuple[ComputeCase, ...]:
         """The cases that were measured, sorted."""

@@ -60,9 +60,9 @@ def faults(module: str, text: str) -> list[str]:
     room = room_of(module)
     found = []
     for target in imported(ast.parse(text)):
-        there = room_of(target)
-        if there in PERMITTED and there != room and room not in PERMITTED[there]:
-            found.append(f"{room} must not see {there} ({target})")
+        there, package = room_of(target), target.split(".")[0]
+        if package in PERMITTED and package != room and room not in PERMITTED[package]:
+            found.append(f"{room} must not see {package} ({target})")
         elif there in FLOOR_OF and there != room and FLOOR_OF[there] >= FLOOR_OF[room]:
             found.append(f"{room} (floor {FLOOR_OF[room]}) imports {target} (floor {FLOOR_OF[there]})")
     return found

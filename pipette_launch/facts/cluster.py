@@ -25,6 +25,7 @@ class Device:
     name: str
     memory_total_bytes: int
     memory_free_bytes: int
+    """What others leave free, read before the job's own processes started."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.memory_free_bytes <= self.memory_total_bytes:
@@ -132,8 +133,8 @@ class Cluster:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that every slot has at least."""
-        return min(device.memory_total_bytes for host in self.hosts for device in host.devices)
+        """The memory that every slot has at least, less what other processes hold."""
+        return min(device.memory_free_bytes for host in self.hosts for device in host.devices)
 
     def host_of(self, slot: int) -> int:
         """Index of the host of a slot."""

@@ -1,0 +1,56 @@
+"""What the agent needs from above: who decides, and what is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pipette_launch.facts.round import Decision, NodeRecord, Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """What to start on every slot of this node."""
+
+    entrypoint: str | Callable[..., Any]
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    """Variables added to the agent's own."""
+
+
+class Conductor(Protocol):
+    """Decides for the job; the agent acts."""
+
+    def begin(
+        self, *, entrypoint: str | Callable[..., Any] | None, arguments: Sequence[str], num_slots: int, address: str
+    ) -> str:
+        """Take torchrun's own command and this node's slots and address; return the token that names the agent."""
+
+    def record(self, *, attempt: int, verdict: Verdict, failure: str, has_plan: bool) -> NodeRecord:
+        """Introduce this node to the others."""
+
+    def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
+        """Decide for all nodes what a new round does (called on the chief only)."""
+
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+        """Turn what the warm-up measured into a plan (called on the chief only)."""
+
+    def show(self, decision: Decision, *, speaks: bool) -> None:
+        """Take note of what was decided; `speaks` is true on the one node that tells the user."""
+
+    def command(self, decision: Decision) -> Command:
+        """Return what this node's workers run under a decision."""
+
+    def saw_line(self, line: str) -> bool:
+        """Read one line of the last rank's stdout; true when it is an iteration."""
+
+    def explain(self, text: str) -> str:
+        """Say in one sentence why a worker died, from the end of its stderr; empty when the text does not tell."""
+
+    def warmup_report(self, processes: dict[int, int]) -> str:
+        """Say what went wrong with local warm-up workers, or what they were doing (local rank -> pid)."""
+
+    @property
+    def warmup_deadline_s(self) -> float:
+        """After how long a warm-up counts as hung."""

@@ -1,0 +1,343 @@
+"""A LocalElasticAgent that measures before it trains, and takes ranks and arguments from the current plan.
+
+It wraps the hooks of torch's agent and never copies them: each calls the original. Warm-up and training are two phases
+of ONE rendezvous round, because a second rendezvous would let spare nodes take the place of healthy ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
+
+from pipette_launch.agent.exchange import Exchange
+from pipette_launch.agent.handler import AgentStoreHandler
+from pipette_launch.agent.meeting import Meeting
+from pipette_launch.agent.seats import Seat, seats, visible_devices
+from pipette_launch.agent.streams import Streams, WatchedLogs
+from pipette_launch.errors import ClusterError, PipetteError
+from pipette_launch.facts import files
+from pipette_launch.facts.round import Decision, NodeRecord
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+    from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+    from pipette_launch.agent.conductor import Conductor
+    from pipette_launch.facts.round import Verdict
+
+logger = logging.getLogger(__name__)
+
+MEETING_S = 120.0
+"""How long agents of one round wait for each other's word."""
+GOODBYE_S = 10.0
+"""How long the agent that hosts the rendezvous store waits for the others to leave first."""
+
+
+class _NothingToRun(Exception):  # noqa: N818
+    """The decision is to stop: unwinds torch's own loop, which knows no such end."""
+
+
+class PipetteAgent(LocalElasticAgent):
+    """The agent of one node. Everything that is a judgement is the conductor's."""
+
+    def __init__(
+        self, spec: WorkerSpec, logs_specs: LogsSpecs, *args: Any, conductor: Conductor, meeting: Meeting, **kwargs: Any
+    ) -> None:
+        # The fast path of rank assignment takes all nodes to be equal without asking them.
+        os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
+        self._handler = AgentStoreHandler(spec.rdzv_handler)
+        spec.rdzv_handler = self._handler
+        super().__init__(spec, logs_specs, *args, **kwargs)
+        self._conductor = conductor
+        self._meeting = meeting
+        self._user_logs = logs_specs
+        self._base_environment = dict(os.environ)
+        self._address = spec.local_addr or meeting.own_address()
+        self._exchange: Exchange | None = None
+        self._decision: Decision | None = None
+        self._seats: tuple[Seat, ...] = ()
+        self._store_of_phase: TCPStore | None = None
+        self._streams: Streams | None = None
+        self._same_round = False
+        self._rejoin = False
+        self._attempt = -1
+        self._starts = 0
+        self._phase_began_s = 0.0
+        self._saw_iteration = False
+        self._warmup_failure = ""
+        self._verdict: Verdict = "none"
+        self._failure = ""
+        self._charged = False
+        self._token = conductor.begin(
+            entrypoint=spec.entrypoint, arguments=spec.args, num_slots=spec.local_world_size, address=self._address
+        )
+
+    # -- one round: agree on what to do ---------------------------------------------------------------------------
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        # Static rendezvous promises the order of --node-rank; group ranks follow the addresses.
+        first = group_rank if self._meeting.node_rank < 0 else self._meeting.node_rank
+        self._exchange = Exchange(store, group_rank, group_world_size, is_chief=first == 0)
+        self._decision = self._agree(self._exchange)
+        return workers
+
+    def _agree(self, exchange: Exchange) -> Decision:
+        """Introduce this node, and hear what the chief decides for all."""
+        held = self._decision
+        record = self._conductor.record(
+            attempt=self._attempt, verdict=self._verdict, failure=self._failure, has_plan=held is not None
+        )
+        if held is not None:
+            exchange.put(f"held/{exchange.group_rank}", files.dumps(held))
+        texts = exchange.gather("node", files.dumps(record), deadline_s=MEETING_S)
+        if texts:
+            records = [files.loads(NodeRecord, text, f"record of node {i}") for i, text in enumerate(texts)]
+            exchange.put("decision", files.dumps(self._conductor.decide(records, held or _held(exchange, records))))
+        text = exchange.take("decision", what="the decision of the first node", deadline_s=MEETING_S)
+        decision = files.loads(Decision, text, "decision of the first node")
+        if decision.free and self._charged:
+            # A plan of ours could not start: that is no failure of the user's job.
+            self._remaining_restarts += 1
+        self._charged, self._verdict, self._failure = False, "none", ""
+        return decision
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self._same_round:
+            self._same_round = False
+        else:
+            super()._rendezvous(worker_group)
+        self._apply(worker_group)
+
+    def _apply(self, worker_group: Any) -> None:
+        """Give each worker the RANK of its slot, and the job a store of its own at the node of RANK 0."""
+        decision, exchange = self._current()
+        ranks = decision.ranks_of(self._token)
+        self._seats = seats(ranks)
+        world_size = sum(decision.num_slots)
+        for worker, seat in zip(worker_group.workers, self._seats, strict=True):
+            worker.global_rank = worker.role_rank = seat.rank
+            worker.world_size = worker.role_world_size = world_size
+        # Static rendezvous promises GROUP_RANK == --node-rank; the decision lists the agents in that order.
+        worker_group.group_rank = decision.tokens.index(self._token)
+        key = f"store/{decision.phase}"
+        if 0 in ranks:
+            self._store_of_phase = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            exchange.put(key, f"{self._address} {self._store_of_phase.port}")
+        else:
+            self._store_of_phase = None
+        place = exchange.take(key, what="the store of RANK 0", deadline_s=MEETING_S)
+        worker_group.master_addr, port = place.split()
+        worker_group.master_port = int(port)
+        logger.info("%s: ranks %s, store %s:%s", decision.phase, ranks, worker_group.master_addr, port)
+
+    # -- workers --------------------------------------------------------------------------------------------------
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        decision, exchange = self._current()
+        if decision.phase == "stop":
+            raise _NothingToRun
+        command = self._conductor.command(decision)
+        worker_group.spec.entrypoint = command.entrypoint
+        worker_group.spec.args = command.arguments
+        os.environ.clear()
+        os.environ.update({**self._base_environment, **command.environment, **self._device_order()})
+        self._starts += 1
+        self._open_logs(decision)
+        self._phase_began_s = time.monotonic()
+        self._saw_iteration = False
+        self._warmup_failure = ""
+        self._attempt = decision.attempt if decision.phase == "train" else -1
+        self._conductor.show(decision, speaks=exchange.is_chief)
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _open_logs(self, decision: Decision) -> None:
+        self._close_streams()
+        if decision.phase == "warmup":
+            self._logs_specs = DefaultLogsSpecs(redirects=Std.ALL)
+            return
+        self._streams = Streams(self._on_line)
+        self._logs_specs = WatchedLogs(self._user_logs, self._streams, self._starts - 1)
+        self._streams.start()
+
+    def _device_order(self) -> dict[str, str]:
+        """Order the visible devices so that the worker with LOCAL_RANK i finds its slot's device at i."""
+        order = [seat.device for seat in self._seats]
+        if order == list(range(len(order))):
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), order)}
+
+    def _close_streams(self) -> None:
+        if self._streams is not None:
+            self._streams.close()
+            self._streams = None
+
+    def _on_line(self, line: str) -> None:
+        if self._conductor.saw_line(line):
+            self._saw_iteration = True
+
+    def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
+        super()._stop_workers(*args, **kwargs)
+        self._close_streams()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        decision, exchange = self._current()
+        result: RunResult = super()._monitor_workers(worker_group)
+        if decision.phase == "warmup":
+            return self._monitor_warmup(result, exchange, worker_group)
+        if self._saw_iteration and not exchange.has("iterated"):
+            exchange.put("iterated", "yes")
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._note_failure(result, exchange)
+        return result
+
+    def _monitor_warmup(self, result: RunResult, exchange: Exchange, worker_group: WorkerGroup) -> RunResult:
+        """A warm-up that fails or hangs ends the phase on every node; training goes on without it."""
+        waited_s = time.monotonic() - self._phase_began_s
+        if result.state == WorkerState.SUCCEEDED:
+            return result
+        if result.state == WorkerState.HEALTHY and not exchange.has("warmup-failed"):
+            if waited_s < self._conductor.warmup_deadline_s:
+                return result
+            hanging = {worker.local_rank: worker.id for worker in worker_group.workers}
+            report = f"the warm-up hangs after {waited_s:.0f} s: {self._conductor.warmup_report(hanging)}"
+        else:
+            died = {failure.local_rank: failure.pid for failure in result.failures.values()}
+            report = f"a warm-up worker died: {self._conductor.warmup_report(died)}"
+        self._warmup_failure = exchange.settle("warmup-failed", report, deadline_s=MEETING_S)
+        super()._stop_workers(worker_group)
+        return self._succeeded(worker_group)
+
+    def _note_failure(self, result: RunResult, exchange: Exchange) -> None:
+        """Settle with all nodes whether the job died before its first iteration, and keep the reason."""
+        before = not (self._saw_iteration or exchange.has("iterated"))
+        mine: Verdict = "before-first-iteration" if before else "after-first-iteration"
+        settled = exchange.settle("verdict", mine, deadline_s=MEETING_S)
+        self._verdict = "before-first-iteration" if settled == "before-first-iteration" else "after-first-iteration"
+        self._charged = self._remaining_restarts > 0
+        self._failure = self._describe(result)
+        self._close_streams()
+
+    def _describe(self, result: RunResult) -> str:
+        first = min(result.failures.values(), key=lambda failure: failure.timestamp, default=None)
+        if first is None:
+            return ""
+        rank = self._seats[first.local_rank].rank
+        how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+        why = self._conductor.explain(self._streams.tail() if self._streams else "") or _first_line(first.message)
+        return f"rank {rank} ended with {how}" + (f": {why}" if why else "")
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:
+        try:
+            return self._phases(*args, **kwargs)
+        finally:
+            self._close_streams()
+            self._say_goodbye()
+
+    def _phases(self, *args: Any, **kwargs: Any) -> RunResult:
+        while True:
+            try:
+                result: RunResult = super()._invoke_run(*args, **kwargs)
+            except _NothingToRun:
+                return self._end(*self._current())
+            decision, exchange = self._current()
+            if self._rejoin:
+                self._rejoin = False
+                continue
+            if result.state != WorkerState.SUCCEEDED:
+                if self._has_next(decision):
+                    continue
+                return result
+            if decision.phase != "warmup":
+                return result
+            self._decision = self._plan(decision, exchange)
+            self._same_round = True
+
+    def _end(self, decision: Decision, exchange: Exchange) -> RunResult:
+        """End the job without training: a dry run, or an error that the user wants to stop at."""
+        if decision.failed:
+            raise PipetteError(decision.reason)
+        self._conductor.show(decision, speaks=exchange.is_chief)
+        return self._succeeded(self._worker_group)
+
+    def _has_next(self, decision: Decision) -> bool:
+        """Whether a new round would run another candidate instead of ending the job."""
+        return self._verdict == "before-first-iteration" and decision.choice is not None
+
+    def _plan(self, decision: Decision, exchange: Exchange) -> Decision:
+        if exchange.is_chief:
+            exchange.put("plan", files.dumps(self._conductor.after_warmup(decision, self._warmup_failure)))
+        text = exchange.take(
+            "plan", what="the plan of the first node", deadline_s=MEETING_S + self._conductor.warmup_deadline_s
+        )
+        return files.loads(Decision, text, "plan of the first node")
+
+    def _exit_barrier(self) -> None:
+        """Wait for all nodes to finish the phase; a node that failed and waits to rejoin ends the wait."""
+        decision, exchange = self._current()
+        self._in_exit_barrier = True
+        try:
+            exchange.count(f"done/{decision.phase}")
+            end = time.monotonic() + self._exit_barrier_timeout
+            while exchange.count(f"done/{decision.phase}", 0) < exchange.group_size and time.monotonic() < end:
+                if self._handler.num_nodes_waiting() > 0:
+                    self._rejoin = True
+                    return
+                time.sleep(0.1)
+        except RuntimeError as error:
+            # The store went with its host, whose work was done too: nothing is left to wait for.
+            logger.info("exit barrier ended early: %s", error)
+        finally:
+            self._in_exit_barrier = False
+
+    def _say_goodbye(self) -> None:
+        """Leave the store's host for last: the others still read from it."""
+        if self._exchange is None:
+            return
+        try:
+            self._exchange.count("bye")
+            end = time.monotonic() + GOODBYE_S
+            while (
+                self._meeting.may_host_store
+                and self._exchange.count("bye", 0) < self._exchange.group_size
+                and time.monotonic() < end
+            ):
+                time.sleep(0.05)
+        except RuntimeError as error:
+            logger.info("the rendezvous store is gone: %s", error)
+
+    def _succeeded(self, worker_group: WorkerGroup) -> RunResult:
+        return RunResult(
+            state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
+        )
+
+    def _current(self) -> tuple[Decision, Exchange]:
+        if self._decision is None or self._exchange is None:
+            raise ClusterError("no rendezvous has taken place yet")
+        return self._decision, self._exchange
+
+
+def _held(exchange: Exchange, records: list[NodeRecord]) -> Decision | None:
+    """Ask an agent that was here before for the plan, when the new chief was not."""
+    for group_rank, record in enumerate(records):
+        if record.has_plan:
+            text = exchange.take(f"held/{group_rank}", what=f"the plan of node {group_rank}", deadline_s=MEETING_S)
+            return files.loads(Decision, text, f"decision of node {group_rank}")
+    return None
+
+
+def _first_line(message: str) -> str:
+    lines = [line for line in message.splitlines() if line.strip()]
+    return lines[0].strip() if lines and not message.startswith("Signal") else ""

@@ -1,0 +1,71 @@
+"""What agents say to each other through the rendezvous store; every wait polls, so that signals get through."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from pipette_launch.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import Store
+
+POLL_S = 0.02
+
+
+class Exchange:
+    """The keys of one rendezvous round; every backend that is used here gives each round a prefix of its own."""
+
+    def __init__(self, store: Store, group_rank: int, group_size: int, *, is_chief: bool) -> None:
+        self.group_rank = group_rank
+        self.group_size = group_size
+        self.is_chief = is_chief
+        """Whether this node decides for all: the first in torchrun's own order."""
+        self._store = store
+
+    def put(self, key: str, text: str) -> None:
+        """Publish a text once."""
+        self._store.set(f"pipette/{key}", text)
+
+    def has(self, key: str) -> bool:
+        """Whether a text was published; never blocks."""
+        return bool(self._store.check([f"pipette/{key}"]))
+
+    def take(self, key: str, *, what: str, deadline_s: float, give_up: Callable[[], bool] = lambda: False) -> str:
+        """Wait for a text.
+
+        Raises:
+            ClusterError: it did not come in time, or `give_up` said that it never will.
+
+        """
+        end = time.monotonic() + deadline_s
+        while not self.has(key):
+            if give_up():
+                raise ClusterError(f"no longer waiting for {what}: the nodes of the job changed")
+            if time.monotonic() > end:
+                raise ClusterError(f"waited {deadline_s:.0f} s in vain for {what}; look at the log of that node")
+            time.sleep(POLL_S)
+        return self._store.get(f"pipette/{key}").decode()
+
+    def gather(self, key: str, text: str, *, deadline_s: float) -> list[str]:
+        """Give one's own text; the chief gets everybody's, in group order, the others an empty list."""
+        self.put(f"{key}/{self.group_rank}", text)
+        if not self.is_chief:
+            return []
+        return [
+            self.take(f"{key}/{rank}", what=f"the record of node {rank} of {self.group_size}", deadline_s=deadline_s)
+            for rank in range(self.group_size)
+        ]
+
+    def settle(self, key: str, text: str, *, deadline_s: float) -> str:
+        """Return what the first agent to call this said, whoever it was."""
+        if self._store.add(f"pipette/{key}/claims", 1) == 1:
+            self.put(key, text)
+            return text
+        return self.take(key, what=f"the first word on {key}", deadline_s=deadline_s)
+
+    def count(self, key: str, amount: int = 1) -> int:
+        """Add to a counter and return it; 0 reads it."""
+        return int(self._store.add(f"pipette/{key}", amount))

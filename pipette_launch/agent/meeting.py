@@ -1,0 +1,96 @@
+"""Where the nodes meet: torchrun's rendezvous flags, with what torch would otherwise guess said outright."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+STATIC_JOIN_S = 900
+"""How long torchrun's static rendezvous waits for the nodes."""
+STATIC_READ_S = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """The rendezvous as this node sees it."""
+
+    endpoint: str
+    node_rank: int
+    """Under static rendezvous; -1 elsewhere."""
+    may_host_store: bool
+    """Whether the rendezvous store may live in this agent."""
+
+    def own_address(self) -> str:
+        """Return the address at which the other nodes reach this one: that of the interface towards the endpoint."""
+        host, port = parse_rendezvous_endpoint(self.endpoint, default_port=29400)
+        if _is_loopback(host):
+            return "127.0.0.1"
+        try:
+            family, _, _, _, target = socket.getaddrinfo(host, port or 1, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                # Nothing is sent: connecting a datagram socket only asks the kernel for the route.
+                probe.connect(target)
+                address = str(probe.getsockname()[0])
+        except OSError:
+            return socket.getfqdn()
+        # The endpoint's own host may resolve its name to 127.0.1.1, which no other node can use.
+        return socket.getfqdn() if _is_loopback(address) else address
+
+
+def settle(args: Namespace) -> Meeting:
+    """Say outright what torch would guess, in `args`, and return what this node needs to know.
+
+    Static rendezvous cannot form a second round and reuses its keys at every restart, so it is run as c10d with the
+    store on node 0; the agents are then ordered by --node-rank, as static promises.
+    """
+    node_rank = -1
+    if args.rdzv_backend == "static" and not _becomes_standalone(args):
+        node_rank = int(args.node_rank)
+        if not args.rdzv_endpoint:
+            args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 29500}"
+        args.rdzv_backend = "c10d"
+        _set(args, is_host=str(node_rank == 0).lower(), join_timeout=STATIC_JOIN_S, read_timeout=STATIC_READ_S)
+    endpoint = "localhost:0" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
+    here = _is_here(parse_rendezvous_endpoint(endpoint, default_port=0)[0])
+    return Meeting(endpoint=endpoint, node_rank=node_rank, may_host_store=node_rank == 0 or (node_rank < 0 and here))
+
+
+def _becomes_standalone(args: Namespace) -> bool:
+    """Whether torchrun turns static on one node into a rendezvous on localhost of its own accord."""
+    nodes = str(args.nnodes).split(":")[-1]
+    return bool(args.standalone) or (not args.rdzv_endpoint and args.master_port is None and nodes == "1")
+
+
+def _set(args: Namespace, **settings: object) -> None:
+    """Add settings to --rdzv-conf; what the user set there stays."""
+    given = [pair for pair in (args.rdzv_conf or "").split(",") if pair]
+    names = {pair.split("=")[0].strip() for pair in given}
+    args.rdzv_conf = ",".join(given + [f"{name}={value}" for name, value in settings.items() if name not in names])
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host name or address is this machine's; torch's own guess only looks at the host name."""
+    if _is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
+        return True
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    try:
+        return any(info[4][0] in own for info in socket.getaddrinfo(host, None))
+    except OSError:
+        return False

@@ -1,0 +1,37 @@
+"""Which worker of a node sits on which device, so that every library finds the right one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Seat(NamedTuple):
+    """The worker with LOCAL_RANK i (the i-th seat) has this RANK and this device of the node."""
+
+    rank: int
+    device: int
+
+
+def seats(ranks: Sequence[int]) -> tuple[Seat, ...]:
+    """Seat the ranks of a node's devices (in device order) on its workers.
+
+    Parts of Megatron, Transformer Engine and DeepEP take `RANK % devices` for the device. Where the node's ranks are
+    distinct modulo their number, LOCAL_RANK is made equal to that, and the devices are reordered underneath; elsewhere
+    the worker with LOCAL_RANK i keeps device i.
+    """
+    size = len(ranks)
+    if len({rank % size for rank in ranks}) < size:
+        return tuple(Seat(rank=rank, device=device) for device, rank in enumerate(ranks))
+    by_residue = {rank % size: Seat(rank=rank, device=device) for device, rank in enumerate(ranks)}
+    return tuple(by_residue[residue] for residue in range(size))
+
+
+def visible_devices(inherited: str | None, order: Sequence[int]) -> str:
+    """CUDA_VISIBLE_DEVICES with the devices in this order; the inherited list gives them their names."""
+    names = inherited.split(",") if inherited else [str(index) for index in range(max(order) + 1)]
+    return ",".join(names[index].strip() for index in order) + "".join(
+        f",{name.strip()}" for index, name in enumerate(names) if index not in order
+    )

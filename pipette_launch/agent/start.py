@@ -1,0 +1,43 @@
+"""Runs torchrun's own `run`, with our agent in the place of its agent."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.launcher import api as launcher
+
+from pipette_launch.agent import meeting
+from pipette_launch.agent.elastic import PipetteAgent
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Iterator
+
+    from pipette_launch.agent.conductor import Conductor
+    from pipette_launch.agent.meeting import Meeting
+
+
+def run(args: Namespace, conduct: Callable[[Meeting], Conductor]) -> None:
+    """Run a job as torchrun would, with a conductor.
+
+    Everything that torchrun does between its parser and its agent (and after it: error files, the rendezvous' end,
+    exit codes) is torch's own code, of whatever version is installed.
+    """
+    place = meeting.settle(args)
+    with _agent_class(partial(PipetteAgent, conductor=conduct(place), meeting=place)):
+        torchrun.run(args)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _agent_class(make: Callable[..., PipetteAgent]) -> Iterator[None]:
+    """Put our agent where `launch_agent` looks for torch's; the class is named there and nowhere else."""
+    module: Any = launcher
+    stock = module.LocalElasticAgent
+    module.LocalElasticAgent = make
+    try:
+        yield
+    finally:
+        module.LocalElasticAgent = stock

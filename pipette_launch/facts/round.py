@@ -1,0 +1,93 @@
+"""What agents tell each other when a rendezvous round begins, and what is then decided for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts.cluster import Host
+from pipette_launch.facts.plan import Choice, Plan
+
+Verdict = Literal["none", "before-first-iteration", "after-first-iteration"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRecord:
+    """One agent's introduction: its machine, and how its last attempt at training ended."""
+
+    KIND: ClassVar[str] = "node"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    token: str
+    """Names the agent for as long as it lives; host names may be equal."""
+    host: Host | None
+    """None where the inventory failed; `trouble` then says why."""
+    trouble: str
+    warnings: tuple[str, ...]
+    """What is amiss with the machine and does not stop the job, one sentence each."""
+    num_slots: int
+    node_rank: int
+    """What `--node-rank` said under static rendezvous, else -1."""
+    script_digest: str
+    """Of the script's path and arguments: all nodes must have been given the same."""
+    versions: dict[str, str]
+    attempt: int
+    """Index of the last attempt at training, -1 before the first."""
+    verdict: Verdict
+    failure: str
+    """Why that attempt ended, one sentence; empty when it did not fail on this node."""
+    has_plan: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What all agents of a round do next."""
+
+    KIND: ClassVar[str] = "decision"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    phase: Literal["warmup", "train", "stop"]
+    tokens: tuple[str, ...]
+    """The agents in torchrun's own order."""
+    hosts: tuple[str, ...]
+    """Their host names, made unique."""
+    num_slots: tuple[int, ...]
+    plan: Plan | None
+    attempt: int
+    """Which of the plan's candidates to run; past the last one, the user's own configuration."""
+    script_arguments: tuple[str, ...] | None
+    """What the script is given; None for the user's own words, untouched."""
+    environment: dict[str, str]
+    """Variables that the workers get beside torchrun's own."""
+    patches: tuple[str, ...]
+    """Replacements in megatron-core that the script runs under, by name."""
+    reason: str
+    """What to tell the user about this step; empty when there is nothing to tell."""
+    failed: bool
+    """`stop` because something went wrong, not because the user asked for no more."""
+    free: bool
+    """The step is our own doing and is not charged to `--max-restarts`."""
+    probe_options: str
+    """The warm-up's orders, a document of the probe; empty in other phases."""
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.hosts) == len(self.num_slots):
+            raise FactError(f"{len(self.tokens)} agents, {len(self.hosts)} hosts, {len(self.num_slots)} slot counts")
+
+    @property
+    def choice(self) -> Choice | None:
+        """The candidate to run; None for the user's own configuration in torchrun's order."""
+        candidates = self.plan.candidates() if self.plan else ()
+        return candidates[self.attempt] if self.attempt < len(candidates) else None
+
+    def ranks_of(self, token: str) -> tuple[int, ...]:
+        """RANK of each local device of an agent, under this decision."""
+        here = self.tokens.index(token)
+        choice = self.choice if self.phase == "train" else None
+        if choice is None or self.plan is None:
+            first = sum(self.num_slots[:here])
+            return tuple(range(first, first + self.num_slots[here]))
+        size = self.plan.devices_per_host
+        host = self.plan.hosts.index(self.hosts[here])
+        return choice.placement[host * size : (host + 1) * size]

@@ -1,0 +1,73 @@
+"""A pure decision from what the agents report to what happens to the plan: keep it, try the next, or measure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipette_launch.facts.round import Decision, NodeRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Keep:
+    """Go on with the same candidate: same ranks, same arguments, fresh store."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TryNext:
+    """The candidate cannot start: run the next one, at last the user's own configuration."""
+
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measure:
+    """There is no plan for these hosts yet."""
+
+    reason: str
+
+
+def decide(records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision | None) -> Keep | TryNext | Measure:
+    """Decide what a new round does with the plan of the round before.
+
+    Args:
+        records: one for each agent of the new round.
+        hosts: their host names, made unique.
+        held: what the round before had decided; None in the first round.
+
+    """
+    if held is None or held.phase != "train":
+        return Measure(reason="")
+    if Counter(hosts) != Counter(held.hosts):
+        return Measure(reason=f"the hosts changed from {', '.join(sorted(held.hosts))} to {', '.join(sorted(hosts))}")
+    if held.choice is not None:
+        died = [record for record in records if record.attempt == held.attempt and _died_early(record)]
+        if died:
+            named = sorted({record.failure for record in died if record.failure})
+            return TryNext(attempt=held.attempt + 1, reason=named[0] if named else "the job died")
+    return Keep()
+
+
+def unique_names(records: Sequence[NodeRecord]) -> tuple[str, ...]:
+    """Name the hosts of a round: by name, with the address or a number where names are equal."""
+    plain = [record.host.name if record.host else record.token for record in records]
+    shared = {name for name, count in Counter(plain).items() if count > 1}
+    named = [
+        f"{name}@{record.host.address}" if name in shared and record.host else name
+        for name, record in zip(plain, records, strict=True)
+    ]
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in named:
+        seen[name] += 1
+        unique.append(f"{name}#{seen[name]}" if named.count(name) > 1 else name)
+    return tuple(unique)
+
+
+def _died_early(record: NodeRecord) -> bool:
+    return record.verdict == "before-first-iteration"

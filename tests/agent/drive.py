@@ -1,0 +1,146 @@
+"""A driver for agent tests: runs the real agent with a conductor that follows a script of its own.
+
+`python drive.py PLAN.json [torchrun flags] worker.py`: PLAN.json says what to decide.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.run import get_args_parser
+
+from pipette_launch import replan
+from pipette_launch.agent import start
+from pipette_launch.agent.conductor import Command
+from pipette_launch.facts import Choice, Layout, Plan, Provenance
+from pipette_launch.facts.round import Decision, NodeRecord
+
+
+class ScriptedConductor:
+    """Decides by a small table: warm-up command, placements to try, what counts as an iteration."""
+
+    def __init__(self, table: dict[str, Any], node_rank: int) -> None:
+        self.table = table
+        self.node_rank = node_rank
+        self.warmup_deadline_s = table.get("deadline_s", 60.0)
+
+    def begin(self, *, entrypoint: Any, arguments: Any, num_slots: int, address: str) -> str:
+        self.entrypoint, self.arguments, self.num_slots = entrypoint, tuple(arguments), num_slots
+        self.token = uuid.uuid4().hex
+        return self.token
+
+    def record(self, **state: Any) -> NodeRecord:
+        return NodeRecord(
+            token=self.token,
+            host=None,
+            trouble="",
+            warnings=(),
+            num_slots=self.num_slots,
+            node_rank=self.node_rank,
+            script_digest="",
+            versions={},
+            **state,
+        )
+
+    def decide(self, records: Any, held: Decision | None) -> Decision:
+        records = sorted(records, key=lambda record: record.node_rank)
+        hosts = replan.unique_names(records)
+        step = replan.decide(records, [*hosts], held)
+        if held is not None and isinstance(step, replan.Keep):
+            return replace(held, free=False, reason="")
+        if held is not None and isinstance(step, replan.TryNext):
+            return replace(held, attempt=step.attempt, free=True, reason=step.reason)
+        return Decision(
+            phase="warmup" if "warmup" in self.table else "train",
+            tokens=tuple(record.token for record in records),
+            hosts=hosts,
+            num_slots=tuple(record.num_slots for record in records),
+            plan=self.plan(hosts),
+            attempt=0,
+            script_arguments=None,
+            environment={"PLANNED": "yes"},
+            patches=(),
+            reason="",
+            failed=False,
+            free=False,
+            probe_options="",
+        )
+
+    def plan(self, hosts: Any) -> Plan | None:
+        if not self.table.get("placements"):
+            return None
+        slots = self.num_slots * len(hosts)
+
+        def choice(placement: Any) -> Choice:
+            return Choice(
+                layout=Layout(dp=slots),
+                placement=tuple(placement),
+                schedule="1f1b",
+                step_time_s=1.0,
+                breakdown_s={},
+                peak_memory_bytes=(1,),
+                memory_limit_bytes=2,
+                bound_s=1.0,
+            )
+
+        chosen, *others = [choice(placement) for placement in self.table["placements"]]
+        return Plan(
+            hosts=tuple(hosts),
+            devices_per_host=self.num_slots,
+            device_kind="cpu",
+            chosen=chosen,
+            alternatives=tuple(others),
+            own=choice(range(slots)),
+            keeps_own=False,
+            reasons=(),
+            notes=(),
+            num_layouts=1,
+            dropped={},
+            solve_s=0.0,
+            provenance=Provenance(key="k", made_at="", versions={}, source="measured"),
+        )
+
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+        phase = "stop" if self.table.get("dry_run") else "train"
+        return replace(decision, phase=phase, reason=failure, plan=None if failure else decision.plan)
+
+    def show(self, decision: Decision, *, speaks: bool) -> None:
+        if speaks:
+            attempt = decision.attempt if decision.plan else "own"
+            sys.stderr.write(f"SHOW {decision.phase} attempt={attempt} reason={decision.reason}\n")
+
+    def command(self, decision: Decision) -> Command:
+        if decision.phase == "warmup":
+            return Command(
+                entrypoint=sys.executable, arguments=("-u", "-c", self.table["warmup"]), environment={"PHASE": "warmup"}
+            )
+        return Command(
+            entrypoint=self.entrypoint,
+            arguments=self.arguments,
+            environment={"PHASE": "train", "ATTEMPT": str(decision.attempt)},
+        )
+
+    def saw_line(self, line: str) -> bool:
+        return line.startswith("iteration")
+
+    def explain(self, text: str) -> str:
+        return "it was refused" if "REFUSED" in text else ""
+
+    def warmup_report(self, processes: dict[int, int]) -> str:
+        return f"local ranks {sorted(processes)}"
+
+
+def main() -> None:
+    """Run one agent."""
+    table = json.loads(Path(sys.argv[1]).read_text())
+    args = get_args_parser().parse_args(sys.argv[2:])
+    start.run(args, lambda meeting: ScriptedConductor(table, meeting.node_rank))
+
+
+if __name__ == "__main__":
+    main()

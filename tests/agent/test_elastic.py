@@ -1,0 +1,191 @@
+"""The agent with real processes over gloo: two phases in one round, permuted ranks, restarts, bad plans."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+pytestmark = pytest.mark.timeout(110)
+
+WARMUP = "import os; open(os.environ['OUT'] + '/warmup-' + os.environ['RANK'], 'w').write(os.environ['MASTER_PORT'])"
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(
+    folder: Path, table: dict[str, Any], orders: dict[str, Any], *flags: str, node: str = "a"
+) -> subprocess.Popen[str]:
+    """Start one agent."""
+    (folder / "table.json").write_text(json.dumps(table))
+    command = [sys.executable, str(HERE / "drive.py"), str(folder / "table.json"), *flags]
+    command += [str(HERE / "worker.py"), str(folder), json.dumps(orders)]
+    environment = {
+        **os.environ,
+        "OUT": str(folder),
+        "NODE": node,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}",
+        "CUDA_VISIBLE_DEVICES": "4,5",
+    }
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(*agents: subprocess.Popen[str]) -> tuple[list[int], str]:
+    """Wait for agents; returns exit codes and all that they wrote."""
+    outputs = [agent.communicate(timeout=100) for agent in agents]
+    return [agent.returncode for agent in agents], "".join(text for pair in outputs for text in pair)
+
+
+def seen(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the training workers wrote, by `rank-start`."""
+    return {path.name.removeprefix("train-"): json.loads(path.read_text()) for path in folder.glob("train-*")}
+
+
+def two_nodes(port: int) -> list[str]:
+    """Flags of two agents on this machine."""
+    return ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+
+
+def test_warms_up_then_trains_with_permuted_ranks(tmp_path: Path) -> None:
+    """Both phases run in one round, and each slot gets the RANK of the plan, RANK 0 wherever it lies."""
+    agent = start(tmp_path, {"warmup": WARMUP, "placements": [[1, 0]]}, {}, "--nproc-per-node=2")
+
+    codes, text = finish(agent)
+
+    assert [0] == codes, text
+    assert ["warmup-0", "warmup-1"] == sorted(path.name for path in tmp_path.glob("warmup-*"))
+    assert {"0-0", "1-0"} == set(seen(tmp_path))
+    # LOCAL_RANK follows RANK, and the devices are reordered underneath: rank 0 sits on the second device.
+    assert ("0", "5,4") == (seen(tmp_path)["0-0"]["LOCAL_RANK"], seen(tmp_path)["0-0"]["CUDA_VISIBLE_DEVICES"])
+    assert "iteration 0" in text
+
+
+def test_two_nodes_with_rank_0_on_the_second(tmp_path: Path) -> None:
+    """Two agents meet over c10d, and the store of training follows RANK 0 to its node."""
+    flags = two_nodes(free_port())
+    table = {"warmup": WARMUP, "placements": [[3, 2, 1, 0]]}
+    agents = [start(tmp_path, table, {}, *flags, node=node) for node in "ab"]
+
+    codes, text = finish(*agents)
+
+    assert [0, 0] == codes, text
+    got = seen(tmp_path)
+    assert {"0-0", "1-0", "2-0", "3-0"} == set(got)
+    assert got["0-0"]["node"] == got["1-0"]["node"] != got["2-0"]["node"] == got["3-0"]["node"]
+    assert {6} == {entry["sum"] for entry in got.values()}
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_plan_that_cannot_start_gives_way(tmp_path: Path, num_nodes: int) -> None:
+    """Without restarts to spend, the next plan and at last the user's own configuration are started."""
+    flags = two_nodes(free_port()) if num_nodes == 2 else ["--nproc-per-node=2"]
+    slots = 2 * num_nodes
+    placements = [list(range(slots))[::-1], list(range(slots))]
+    agents = [
+        start(tmp_path, {"placements": placements}, {"refuse": ["0", "1"]}, *flags, node=node)
+        for node in "ab"[:num_nodes]
+    ]
+
+    codes, text = finish(*agents)
+
+    assert [0] * num_nodes == codes, text
+    assert {f"{rank}-0" for rank in range(slots)} == set(seen(tmp_path))
+    assert {"2"} == {entry["ATTEMPT"] for entry in seen(tmp_path).values()}
+    assert "SHOW train attempt=2 reason=rank 0 ended with exit code 1: it was refused" in text
+
+
+def test_a_killed_worker_comes_back_under_the_same_plan(tmp_path: Path) -> None:
+    """A restart keeps placement and plan, on a fresh store."""
+    agent = start(
+        tmp_path, {"placements": [[1, 0]]}, {"die_once": 0, "iterations": 5}, "--nproc-per-node=2", "--max-restarts=2"
+    )
+
+    codes, text = finish(agent)
+
+    assert [0] == codes, text
+    got = seen(tmp_path)
+    assert {"0-0", "1-0", "0-1", "1-1"} == set(got)
+    assert {"0"} == {entry["ATTEMPT"] for entry in got.values()}
+    assert {"5,4"} == {entry["CUDA_VISIBLE_DEVICES"] for entry in got.values()}
+
+
+def test_a_failure_after_the_first_iteration_ends_as_under_torchrun(tmp_path: Path) -> None:
+    """Once training has begun, a dead worker without restarts ends the job with exit code 1."""
+    agent = start(tmp_path, {"placements": [[1, 0]]}, {"die_once": 0, "iterations": 5}, "--nproc-per-node=2")
+
+    codes, text = finish(agent)
+
+    assert [1] == codes
+    assert "ChildFailedError" in text
+
+
+@pytest.mark.parametrize(
+    ("warmup", "report"),
+    [
+        ("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)", "a warm-up worker died: local ranks [1]"),
+        ("import time; time.sleep(600)", "the warm-up hangs after"),
+    ],
+    ids=["dies", "hangs"],
+)
+def test_a_bad_warmup_does_not_cost_the_job(tmp_path: Path, warmup: str, report: str) -> None:
+    """A warm-up worker that dies or hangs is named, and training goes on without a plan."""
+    table = {"warmup": warmup, "placements": [[1, 0]], "deadline_s": 3.0}
+    agent = start(tmp_path, table, {}, "--nproc-per-node=2")
+
+    codes, text = finish(agent)
+
+    assert [0] == codes, text
+    assert f"SHOW train attempt=own reason={report}" in text
+    assert {"0-0", "1-0"} == set(seen(tmp_path))
+
+
+def test_a_bad_warmup_ends_on_every_node(tmp_path: Path) -> None:
+    """One dead warm-up worker ends the phase on the other node too, within the same round."""
+    warmup = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '3' else time.sleep(600)"
+    flags = two_nodes(free_port())
+    began_s = time.monotonic()
+    agents = [start(tmp_path, {"warmup": warmup, "placements": [[3, 2, 1, 0]]}, {}, *flags) for _ in range(2)]
+
+    codes, text = finish(*agents)
+
+    assert [0, 0] == codes, text
+    assert {"0-0", "1-0", "2-0", "3-0"} == set(seen(tmp_path))
+    assert time.monotonic() - began_s < 60
+
+
+def test_a_dry_run_stops_before_training(tmp_path: Path) -> None:
+    """The job ends well after the warm-up, and no training worker was started."""
+    agent = start(tmp_path, {"warmup": WARMUP, "placements": [[1, 0]], "dry_run": True}, {}, "--nproc-per-node=2")
+
+    codes, text = finish(agent)
+
+    assert [0] == codes, text
+    assert {} == seen(tmp_path)
+
+
+def test_static_rendezvous_keeps_its_order(tmp_path: Path) -> None:
+    """`--node-rank` orders the nodes, whatever their addresses."""
+    port = free_port()
+    flags = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    agents = [start(tmp_path, {}, {}, *flags, f"--node-rank={rank}", node=f"n{rank}") for rank in (1, 0)]
+
+    codes, text = finish(*agents)
+
+    assert [0, 0] == codes, text
+    assert ["n0", "n0", "n1", "n1"] == [seen(tmp_path)[f"{rank}-0"]["node"] for rank in range(4)]
+    assert ["0", "0", "1", "1"] == [seen(tmp_path)[f"{rank}-0"]["GROUP_RANK"] for rank in range(4)]

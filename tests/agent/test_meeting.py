@@ -1,0 +1,51 @@
+"""Rendezvous flags: what torch would guess is said outright, what the user said stays."""
+
+from argparse import Namespace
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from pipette_launch.agent.meeting import settle
+
+
+def parsed(*flags: str) -> Namespace:
+    """Flags as torchrun's parser reads them."""
+    args: Namespace = get_args_parser().parse_args([*flags, "script.py"])
+    return args
+
+
+def test_static_runs_as_c10d_on_node_0() -> None:
+    """Static rendezvous becomes c10d with an explicit host, at the master's address."""
+    args = parsed("--nnodes=2", "--node-rank=1", "--master-addr=10.1.2.3", "--master-port=4711")
+
+    meeting = settle(args)
+
+    assert ("c10d", "10.1.2.3:4711") == (args.rdzv_backend, args.rdzv_endpoint)
+    assert "is_host=false" in args.rdzv_conf
+    assert (1, False) == (meeting.node_rank, meeting.may_host_store)
+
+
+def test_one_node_stays_torchruns_affair() -> None:
+    """Torchrun turns a single static node into a local rendezvous itself."""
+    args = parsed("--nproc-per-node=2")
+
+    meeting = settle(args)
+
+    assert ("static", -1, "127.0.0.1") == (args.rdzv_backend, meeting.node_rank, meeting.own_address())
+
+
+def test_the_users_settings_win() -> None:
+    """A value in --rdzv-conf is not overwritten."""
+    args = parsed("--nnodes=2", "--node-rank=0", "--rdzv-conf=join_timeout=7,is_host=false")
+
+    settle(args)
+
+    assert args.rdzv_conf.startswith("join_timeout=7,is_host=false,read_timeout=")
+
+
+@pytest.mark.parametrize(("endpoint", "hosts"), [("localhost:1234", True), ("192.0.2.1:1234", False)])
+def test_knows_whether_the_store_may_live_here(endpoint: str, hosts: bool) -> None:
+    """An endpoint is here when it names this machine or one of its addresses."""
+    args = parsed("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+
+    assert hosts == settle(args).may_host_store

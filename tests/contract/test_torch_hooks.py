@@ -1,0 +1,84 @@
+"""Borrowed ground: the private hooks of torch's elastic agent that ours wraps are still there."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server import api, local_elastic_agent
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.launcher import api as launcher
+
+AGENT = local_elastic_agent.LocalElasticAgent
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("_assign_worker_ranks", ["self", "store", "group_rank", "group_world_size", "spec"]),
+        ("_rendezvous", ["self", "worker_group"]),
+        ("_start_workers", ["self", "worker_group"]),
+        ("_stop_workers", ["self", "worker_group"]),
+        ("_monitor_workers", ["self", "worker_group"]),
+        ("_initialize_workers", ["self", "worker_group"]),
+        ("_restart_workers", ["self", "worker_group"]),
+        ("_invoke_run", ["self", "role"]),
+        ("_exit_barrier", ["self"]),
+    ],
+)
+def test_agent_hooks(name: str, parameters: list[str]) -> None:
+    """Each hook exists with the parameters that we take or pass on."""
+    found = list(inspect.signature(inspect.unwrap(getattr(AGENT, name))).parameters)
+
+    assert parameters == found[: len(parameters)]
+
+
+def test_the_agent_is_named_once() -> None:
+    """launch_agent looks the agent's class up in its own module, where ours is put in its place."""
+    assert launcher.LocalElasticAgent is AGENT
+    assert inspect.getsource(launcher.launch_agent).count("LocalElasticAgent(") == 1
+
+
+def test_run_ends_in_elastic_launch() -> None:
+    """Torchrun's run hands the job to elastic_launch, and elastic_launch to launch_agent."""
+    assert "elastic_launch(" in inspect.getsource(torchrun.run)
+    assert "launch_agent(" in inspect.getsource(launcher.elastic_launch)
+
+
+@pytest.mark.parametrize(
+    ("owner", "attributes"),
+    [
+        (api.Worker(local_rank=0), ["global_rank", "role_rank", "world_size", "role_world_size"]),
+        (LogsDest(), ["stdouts", "stderrs"]),
+    ],
+    ids=["Worker", "LogsDest"],
+)
+def test_fields_that_are_set(owner: Any, attributes: list[str]) -> None:
+    """The fields that we overwrite exist."""
+    assert [name for name in attributes if hasattr(owner, name)] == attributes
+
+
+def test_state_that_is_used() -> None:
+    """The agent's own state that we read or correct is set in its constructor."""
+    source = inspect.getsource(api.SimpleElasticAgent.__init__) + inspect.getsource(AGENT.__init__)
+
+    for name in ("_remaining_restarts", "_worker_group", "_exit_barrier_timeout", "_logs_specs"):
+        assert f"self.{name}" in source
+
+
+def test_abstract_methods_are_all_passed_on() -> None:
+    """Our proxies implement exactly what torch's interfaces ask for."""
+    assert RendezvousHandler.__abstractmethods__ == {
+        "get_backend",
+        "next_rendezvous",
+        "is_closed",
+        "set_closed",
+        "num_nodes_waiting",
+        "get_run_id",
+        "shutdown",
+    }
+    assert LogsSpecs.__abstractmethods__ == {"reify", "root_log_dir"}
+    assert issubclass(DefaultLogsSpecs, LogsSpecs)

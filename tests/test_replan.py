@@ -1,0 +1,142 @@
+"""What a new round does with the plan of the round before, decided from records alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from facts_for_tests import tiny_cluster
+
+from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
+from pipette_launch.facts.round import Decision, NodeRecord
+from pipette_launch.replan import Keep, Measure, TryNext, decide, unique_names
+
+
+def record(name: str, address: str = "10.0.0.1", **changes: Any) -> NodeRecord:
+    """An agent that has not trained yet."""
+    host: Host = replace(tiny_cluster().hosts[0], name=name, address=address)
+    plain = NodeRecord(
+        token=f"token-{name}-{address}",
+        host=host,
+        trouble="",
+        warnings=(),
+        num_slots=2,
+        node_rank=-1,
+        script_digest="",
+        versions={},
+        attempt=-1,
+        verdict="none",
+        failure="",
+        has_plan=False,
+    )
+    return replace(plain, **changes)
+
+
+def decision(*hosts: str, attempt: int = 0, phase: Any = "train") -> Decision:
+    """A decision to run one of two candidates on hosts of two slots."""
+    slots = 2 * len(hosts)
+    choice = Choice(
+        layout=Layout(dp=slots),
+        placement=tuple(range(slots))[::-1],
+        schedule="1f1b",
+        step_time_s=1.0,
+        breakdown_s={},
+        peak_memory_bytes=(1,),
+        memory_limit_bytes=2,
+        bound_s=1.0,
+    )
+    plan = Plan(
+        hosts=hosts,
+        devices_per_host=2,
+        device_kind="cpu",
+        chosen=choice,
+        alternatives=(choice,),
+        own=choice,
+        keeps_own=False,
+        reasons=(),
+        notes=(),
+        num_layouts=1,
+        dropped={},
+        solve_s=0.0,
+        provenance=Provenance(key="k", made_at="", versions={}, source="measured"),
+    )
+    return Decision(
+        phase=phase,
+        tokens=tuple(f"token-{host}" for host in hosts),
+        hosts=hosts,
+        num_slots=(2,) * len(hosts),
+        plan=plan,
+        attempt=attempt,
+        script_arguments=None,
+        environment={},
+        patches=(),
+        reason="",
+        failed=False,
+        free=False,
+        probe_options="",
+    )
+
+
+def test_the_first_round_measures() -> None:
+    """Without a plan there is nothing to keep."""
+    assert Measure(reason="") == decide([record("a")], ["a"], None)
+
+
+def test_a_round_that_broke_off_in_warmup_measures_again() -> None:
+    """A warm-up is no plan."""
+    assert Measure(reason="") == decide([record("a")], ["a"], decision("a", phase="warmup"))
+
+
+def test_a_restart_keeps_the_plan() -> None:
+    """A worker that dies after the first iteration changes nothing."""
+    died = record("a", attempt=0, verdict="after-first-iteration", failure="rank 0 ended with signal 9")
+
+    assert Keep() == decide([died, record("b")], ["a", "b"], decision("b", "a"))
+
+
+def test_a_plan_that_cannot_start_gives_way() -> None:
+    """A death before the first iteration moves on to the next candidate, with the reason."""
+    died = record("a", attempt=0, verdict="before-first-iteration", failure="rank 0 ended with exit code 1")
+
+    assert TryNext(attempt=1, reason="rank 0 ended with exit code 1") == decide([died], ["a"], decision("a"))
+
+
+def test_the_users_own_configuration_is_the_last_resort() -> None:
+    """Past the last candidate a death is an ordinary failure."""
+    died = record("a", attempt=2, verdict="before-first-iteration", failure="rank 0 ended with exit code 1")
+
+    assert Keep() == decide([died], ["a"], decision("a", attempt=2))
+
+
+def test_a_stale_verdict_counts_no_more() -> None:
+    """The death of an earlier candidate says nothing of the one that runs now."""
+    died = record("a", attempt=0, verdict="before-first-iteration", failure="x")
+
+    assert Keep() == decide([died], ["a"], decision("a", attempt=1))
+
+
+def test_other_hosts_are_measured() -> None:
+    """A plan is for its hosts; the reason names both sets."""
+    step = decide([record("a"), record("c")], ["a", "c"], decision("a", "b"))
+
+    assert Measure(reason="the hosts changed from a, b to a, c") == step
+
+
+def test_equal_host_names_are_told_apart() -> None:
+    """By address where that helps, by number where it does not."""
+    records = [record("a"), record("a", "10.0.0.2"), record("b"), record("b")]
+
+    assert ("a@10.0.0.1", "a@10.0.0.2", "b@10.0.0.1#1", "b@10.0.0.1#2") == unique_names(records)
+
+
+def test_ranks_follow_the_plans_own_host_order() -> None:
+    """A plan names hosts: in a round that lists them otherwise each still gets its own ranks."""
+    made = decision("a", "b")
+    turned = replace(made, hosts=("b", "a"), tokens=("token-b", "token-a"))
+
+    assert made.ranks_of("token-a") == turned.ranks_of("token-a") == (3, 2)
+
+
+def test_own_configuration_takes_torchruns_order() -> None:
+    """Past the candidates the ranks are those that torchrun would give."""
+    assert (2, 3) == decision("a", "b", attempt=2).ranks_of("token-b")

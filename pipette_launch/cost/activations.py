@@ -1,0 +1,173 @@
+"""Bytes that autograd keeps for one micro-batch, part by part.
+
+Facts: memory.md section 4 (coefficients confirmed by executing megatron-core) and megatron.md section 8.3. There they
+are written for 2-byte elements as bytes = s * b * h * coefficient; here each saved tensor is counted by itself, so that
+fp32 training and any head size come out too. T = s * b / cp tokens of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.model import ModelSpec
+
+_LOG_SUM_EXP_BYTES = 4
+_MASK_BYTES = 1
+_FP32_BYTES = 4
+_TOKEN_ID_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerActivations:
+    """What one layer keeps for one micro-batch, by who can recompute it."""
+
+    layer_input: int
+    """The input of the layer: all that full recompute keeps."""
+    norm_outputs: int
+    """Outputs of the two norms."""
+    attention: int
+    """Query, key, value and the context that the projection needs."""
+    core_attention: int
+    """Softmax statistics with flash or fused attention; probabilities, mask and dropped copy without."""
+    mlp_input: int
+    """Input of the second norm."""
+    mlp: int
+    """Outputs of the first matrix (and of the dispatch to experts)."""
+    mlp_activation: int
+    """Input of the second matrix."""
+    shared_experts: int
+    dropout_masks: int
+
+    @property
+    def total(self) -> int:
+        """Everything, without recompute."""
+        return sum(getattr(self, name) for name in self.__slots__)
+
+    def recomputed(self, modules: tuple[str, ...], *, moe: bool) -> int:
+        """Bytes that selective recompute of these modules does not keep (Megatron's words; megatron.md 8.3)."""
+        whole_mlp = self.mlp + self.mlp_activation
+        saved_by_module = {
+            "core_attn": self.core_attention,
+            "layernorm": self.norm_outputs,
+            "moe_act": self.mlp_activation if moe else 0,
+            "mlp": 0 if moe else whole_mlp,
+            "moe": whole_mlp + self.shared_experts if moe else 0,
+            "shared_experts": self.shared_experts,
+        }
+        names = set(modules) - ({"shared_experts", "moe_act"} if "moe" in modules else set())
+        return sum(saved_by_module.get(name, 0) for name in names)
+
+
+def recompute_modules(layout: Layout) -> tuple[str, ...]:
+    """Return the modules of selective recompute; Megatron's default is the attention core (TC:1198-1240)."""
+    if layout.recompute.granularity != "selective":
+        return ()
+    return layout.recompute.modules or ("core_attn",)
+
+
+def tokens(model: ModelSpec, layout: Layout) -> int:
+    """T = s * b / cp: tokens of one micro-batch on one rank, before sequence parallelism."""
+    return model.seq_length * layout.micro_batch_size // layout.cp
+
+
+def residual_bytes(model: ModelSpec, layout: Layout) -> int:
+    """One tensor of T x h; sequence parallelism splits it over tp (Korthikanti et al. 2022, section 4.2)."""
+    shards = layout.tp if layout.sequence_parallel else 1
+    return model.dtype_bytes * tokens(model, layout) * model.hidden_size // shards
+
+
+def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivations:
+    """Count what one layer keeps for one micro-batch.
+
+    Llama with fused attention comes to s*b*h*(12 + 4k/a + 6f/h)/t with sequence parallelism and to 8 + (...)/t without;
+    a GPT with dropout to 34, and to 10 + 24/t without (memory.md section 4, measured and Korthikanti 2022).
+    """
+    model = job.model
+    residual = residual_bytes(model, layout)
+    element = model.dtype_bytes * tokens(model, layout)
+    heads = model.num_attention_heads * model.kv_channels // layout.tp
+    groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
+    fc1, act = _experts(job, layout) if moe else _mlp(job, layout, model.ffn_hidden_size)
+    shared = sum(_mlp(job, layout, model.moe_shared_expert_intermediate_size)) if moe else 0
+    masks = 2 * (residual // model.dtype_bytes) * _MASK_BYTES if model.hidden_dropout > 0 else 0
+    return LayerActivations(
+        layer_input=residual,
+        norm_outputs=2 * residual,
+        attention=element * (heads + 2 * groups) + element * heads,
+        core_attention=core_attention_bytes(model, layout),
+        mlp_input=residual,
+        mlp=fc1,
+        mlp_activation=act,
+        shared_experts=shared,
+        dropout_masks=masks,
+    )
+
+
+def core_attention_bytes(model: ModelSpec, layout: Layout) -> int:
+    """Count what the attention core keeps, by backend (memory.md section 4, rows fused, TE unfused and local).
+
+    Flash and fused: the log-sum-exp in fp32. TE unfused: probabilities, and with dropout a mask and the dropped
+    probabilities: 5as/(h*t) in bf16. Megatron's local implementation: one more copy, 7as/(h*t).
+    """
+    heads = model.num_attention_heads // layout.tp
+    rows = heads * tokens(model, layout)
+    is_local = model.transformer_impl == "local" or model.attention_backend == "local"
+    if not is_local and model.attention_backend != "unfused":
+        return _LOG_SUM_EXP_BYTES * rows
+    copies = 1 + (1 if is_local else 0) + (1 if model.attention_dropout > 0 else 0)
+    mask = _MASK_BYTES if model.attention_dropout > 0 else 0
+    return rows * model.seq_length * (copies * model.dtype_bytes + mask)
+
+
+def kept_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
+    """What a layer keeps for one micro-batch when it is not fully recomputed."""
+    activations = layer_activations(job, layout, moe=moe)
+    return activations.total - activations.recomputed(recompute_modules(layout), moe=moe)
+
+
+def embedding_bytes(job: Job, layout: Layout) -> int:
+    """Count token ids of one micro-batch and the embedding's dropout mask (memory.md section 3: 8*s*b + s*b*h)."""
+    model = job.model
+    mask = residual_bytes(model, layout) // model.dtype_bytes * _MASK_BYTES if model.hidden_dropout > 0 else 0
+    return _TOKEN_ID_BYTES * tokens(model, layout) + mask
+
+
+def head_bytes(job: Job, layout: Layout) -> int:
+    """Count final norm, logits and vocabulary-parallel cross-entropy: 4*s*b*h/c (/t) + 6*s*b*V/(t*c) in bf16.
+
+    The loss works on an fp32 copy of 2-byte logits, and in place on fp32 ones (memory.md section 4, measured;
+    cross_entropy.py:24-33).
+    """
+    model = job.model
+    copy = 0 if model.dtype_bytes == _FP32_BYTES else _FP32_BYTES
+    vocabulary = model.padded_vocab_size(layout.tp) // layout.tp
+    return 2 * residual_bytes(model, layout) + tokens(model, layout) * vocabulary * (model.dtype_bytes + copy)
+
+
+def _mlp(job: Job, layout: Layout, ffn_hidden_size: int) -> tuple[int, int]:
+    """Outputs of the first matrix, input of the second: fused SwiGLU 6f/h, unfused 8f/h, GELU 4f/h (memory.md 4)."""
+    one = job.model.dtype_bytes * tokens(job.model, layout) * ffn_hidden_size // layout.tp
+    return _first_matrices(job) * one, one
+
+
+def _experts(job: Job, layout: Layout) -> tuple[int, int]:
+    """Count dispatched tokens, first matrix and its activation under balanced routing, and the router in fp32.
+
+    Each rank works on topk times its own tokens whatever ep is (Fujii et al. 2024, author's script: balanced routing);
+    etp gathers tokens and splits the width, which cancels but for the gathered input.
+    """
+    model = job.model
+    local_tokens = tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
+    routed = model.moe_router_topk * local_tokens
+    dispatched = model.dtype_bytes * routed * layout.etp * model.hidden_size
+    one = model.dtype_bytes * routed * model.moe_ffn_hidden_size
+    router = 2 * _FP32_BYTES * local_tokens * (model.num_experts or 0)
+    return dispatched + router + _first_matrices(job) * one, one
+
+
+def _first_matrices(job: Job) -> int:
+    if not job.model.gated_linear_unit:
+        return 1
+    return 3 if "--no-bias-swiglu-fusion" in job.performance_flags else 2

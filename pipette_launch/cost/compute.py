@@ -1,0 +1,186 @@
+"""Seconds that a stage computes for one micro-batch, from the warm-up's times of its parts, on a slot of speed 1."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pipette_launch.cost.activations import recompute_modules
+from pipette_launch.errors import PlanError
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import ComputeCase, ComputeTime, Measurements
+from pipette_launch.facts.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """Seconds of the passes of one micro-batch."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recompute_s: float = 0.0
+    """Forward passes run again inside the backward; not in `backward_s`."""
+
+    def __add__(self, other: Passes) -> Passes:
+        """Add the passes of two parts that run one after the other."""
+        return Passes(
+            forward_s=self.forward_s + other.forward_s,
+            backward_s=self.backward_s + other.backward_s,
+            recompute_s=self.recompute_s + other.recompute_s,
+        )
+
+    def __mul__(self, factor: float) -> Passes:
+        """Scale all passes."""
+        return Passes(
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            recompute_s=self.recompute_s * factor,
+        )
+
+    def again(self, share: float) -> Passes:
+        """Run a share of the forward once more in the backward."""
+        return Passes(forward_s=self.forward_s, backward_s=self.backward_s, recompute_s=self.forward_s * share)
+
+
+def case_of(layout: Layout) -> ComputeCase:
+    """Return the shape of computation that a layout runs on each slot."""
+    return ComputeCase(tp=layout.tp, cp=layout.cp, micro_batch_size=layout.micro_batch_size)
+
+
+class ComputeTable:
+    """The measured compute times of a job, and the stated way to get one that was not measured.
+
+    A case that was not measured is taken from the measured one of equal tp that is nearest in tokens, in proportion to
+    the tokens (micro-batch over cp). No time is carried over to another tp: kernels of other widths were not seen.
+    """
+
+    def __init__(self, job: Job, measurements: Measurements) -> None:
+        self._job = job
+        self._passes = _median_passes(measurements)
+        kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
+        self._parts = ("embedding", "head", *(("moe_layer",) if True in kinds else ()))
+        self._parts += ("layer",) if False in kinds else ()
+
+    def source(self, case: ComputeCase) -> ComputeCase | None:
+        """Return the measured case that prices `case`: itself, the nearest of equal tp, or None."""
+        full = [
+            measured
+            for measured in sorted({measured for measured, _ in self._passes})
+            if measured.tp == case.tp and all((measured, part) in self._passes for part in self._parts)
+        ]
+        return min(full, key=lambda measured: (abs(math.log(_tokens(case, measured))), measured), default=None)
+
+    def note(self, case: ComputeCase) -> str | None:
+        """Say in a sentence how the time of a case came about, where it was not measured."""
+        source = self.source(case)
+        if source is None or source == case:
+            return None
+        return (
+            f"Compute time of {_words(case)} was not measured; it is that of {_words(source)} times "
+            f"{_tokens(case, source):g}, in proportion to the tokens."
+        )
+
+    def chunk_passes(self, layout: Layout) -> tuple[Passes, ...]:
+        """Seconds of one micro-batch on each chunk in model order, without communication, with recompute.
+
+        Raises:
+            PlanError: no case of this tp was measured.
+
+        """
+        return tuple(self._chunks(layout, self._part_passes(layout)))
+
+    def layer_forward_s(self, layout: Layout, *, moe: bool) -> float:
+        """Seconds of one layer's forward for one micro-batch."""
+        return self._part_passes(layout)["moe_layer" if moe else "layer"].forward_s
+
+    def _part_passes(self, layout: Layout) -> dict[str, Passes]:
+        case = case_of(layout)
+        source = self.source(case)
+        if source is None:
+            raise PlanError(
+                f"compute time of {_words(case)} is unknown, and nothing with tp={case.tp} was measured; "
+                f"let the warm-up measure it"
+            )
+        factor = _tokens(case, source)
+        return {name: self._passes[source, name] * factor for name in self._parts}
+
+    def _chunks(self, layout: Layout, part: dict[str, Passes]) -> Iterable[Passes]:
+        model = self._job.model
+        first = 0
+        for chunk, layers in enumerate(layout.chunk_layers(model.num_layers)):
+            total = Passes()
+            for index in range(layers):
+                moe = model.is_moe_layer(first + index)
+                share = recompute_share(model, layout, index, moe=moe)
+                total += part["moe_layer" if moe else "layer"].again(share)
+            first += layers
+            if chunk == 0:
+                total += part["embedding"]
+            if chunk == layout.num_chunks - 1:
+                total += part["head"]
+            yield total
+
+
+def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, *, moe: bool) -> float:
+    """Part of a layer's forward that its backward runs again.
+
+    Full recompute runs the whole layer again: all with method uniform, the first `num_layers` of each chunk with block
+    (megatron.md 8.3). Selective recompute runs its modules, priced by their share of the layer's FLOPs; norms and
+    activation functions count as nothing.
+    """
+    recompute = layout.recompute
+    if recompute.granularity == "full":
+        return 1.0 if recompute.method == "uniform" or index_in_chunk < recompute.num_layers else 0.0
+    if recompute.granularity == "none":
+        return 0.0
+    flops = _module_flops(model, moe=moe)
+    names = set(recompute_modules(layout))
+    names -= {"shared_experts"} if "moe" in names else set()
+    return sum(flops.get(name, 0.0) for name in names) / model.forward_flops_per_token(moe=moe)
+
+
+def attention_core_share(model: ModelSpec, *, moe: bool = False) -> float:
+    """Part of a layer's FLOPs that is attention scores and context."""
+    return _module_flops(model, moe=moe)["core_attn"] / model.forward_flops_per_token(moe=moe)
+
+
+def _module_flops(model: ModelSpec, *, moe: bool) -> dict[str, float]:
+    """Forward FLOPs for each token, 2 for each weight (Narayanan et al. 2021, appendix)."""
+    core = {"core_attn": 4.0 * model.seq_length * model.num_attention_heads * model.kv_channels}
+    if not moe:
+        return core | {"mlp": 2.0 * model.mlp_parameters()}
+    shared_width = model.moe_shared_expert_intermediate_size
+    shared = 2.0 * model.mlp_parameters(shared_width) if shared_width else 0.0
+    routed = 2.0 * model.moe_router_topk * model.mlp_parameters(model.moe_ffn_hidden_size)
+    return core | {"moe": routed + shared, "shared_experts": shared}
+
+
+def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str], Passes]:
+    """Median over the slots that measured a part, each brought to speed 1 first."""
+    times: dict[tuple[ComputeCase, str], list[ComputeTime]] = {}
+    for time in measurements.compute:
+        times.setdefault((time.case, time.part), []).append(time)
+    speed = measurements.cluster.slot_speed
+
+    def median(group: Sequence[ComputeTime], seconds: Callable[[ComputeTime], float]) -> float:
+        return statistics.median(speed[time.slot] * seconds(time) for time in group)
+
+    return {
+        key: Passes(
+            forward_s=median(group, lambda time: time.forward.median_s),
+            backward_s=median(group, lambda time: time.input_grad.median_s + time.weight_grad.median_s),
+        )
+        for key, group in times.items()
+    }
+
+
+def _tokens(case: ComputeCase, source: ComputeCase) -> float:
+    """How many times the tokens of `source` a case has on each slot."""
+    return (case.micro_batch_size * source.cp) / (case.cp * source.micro_batch_size)
+
+
+def _words(case: ComputeCase) -> str:
+    return f"tp={case.tp} cp={case.cp} micro-batch {case.micro_batch_size}"

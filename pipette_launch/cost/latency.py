@@ -1,0 +1,234 @@
+"""Seconds per step: simulated pipeline plus exposed data-parallel and optimizer time."""
+
+# S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, W = ranks = slots.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.assemble import Prices, Work, step_parts, total_s
+from pipette_launch.cost.collectives import Fabric, Kind
+from pipette_launch.cost.compute import ComputeTable, case_of
+from pipette_launch.cost.groups import Groups
+from pipette_launch.errors import PlanError
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import Measurements
+
+NOT_MODELLED = (
+    "What waiting slots give back: compute is measured on all slots of a host at once, so shared cores are in it.",
+    "Contention for one link or network card between groups or pipelines, beyond what was measured with all at work.",
+    "Sends that block the sender or delay each other: a send takes its link's time and no time of the rank.",
+    "Overlap of tensor-parallel collectives with the weight gradient, and of all-to-all with experts.",
+    "Uneven routing: every expert is given equally many tokens.",
+    "Aligned starts of overlapped gradient reduction and parameter gathers over the pipeline ranks.",
+    "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
+    "Collectives that selective recompute of mlp or moe runs again.",
+    "Data loading, logging, evaluation and checkpoints.",
+)
+"""What the predicted step time leaves out, one sentence each."""
+
+_CACHED_LAYOUTS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Predicted seconds of one optimizer step."""
+
+    total_s: float
+    breakdown_s: dict[str, float]
+    """Parts along the slowest pipeline rank; they sum to the total."""
+
+
+class Predictor:
+    """Prices the layouts of one job on one allocation."""
+
+    def __init__(self, job: Job, measurements: Measurements) -> None:
+        self._job = job
+        self._measurements = measurements
+        self._compute = ComputeTable(job, measurements)
+        self._fabric = Fabric(measurements.cluster, measurements.collectives)
+        self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)
+        self._works: dict[Layout, Work] = {}
+        self._objectives: dict[Layout, PlacementCost] = {}
+
+    def can_price(self, layout: Layout) -> bool:
+        """Whether compute times for this layout were measured, or can be scaled from measured ones as `notes` says."""
+        return self._compute.source(case_of(layout)) is not None
+
+    def notes(self, layout: Layout) -> tuple[str, ...]:
+        """What was assumed for this layout, one sentence each."""
+        case = self._compute.note(case_of(layout))
+        assumed = [case] if case else []
+        if self._measurements.optimizer_s_per_parameter is None:
+            assumed.append("The optimizer step was not measured and counts as 0 s.")
+        if not self._measurements.collectives:
+            assumed.append("No collective was measured; they are priced as rings over the measured links.")
+        return tuple(assumed)
+
+    def step_time(self, layout: Layout, placement: Sequence[int]) -> StepTime:
+        """Predict the step of a layout on given slots.
+
+        Args:
+            layout: one for which `can_price` holds.
+            placement: RANK of each slot.
+
+        Raises:
+            PlanError: the placement is not one of this layout on this cluster, or compute times are missing.
+            LayoutError: the layout divides layers or batch unevenly.
+
+        """
+        ranks = [int(rank) for rank in placement]
+        if sorted(ranks) != list(range(self._slots_of(layout))):
+            raise PlanError(f"a placement holds every RANK from 0 to {layout.world_size - 1} once, got {ranks}")
+        work = self._work(layout)
+        parts = step_parts(work, self._objective(layout).prices(ranks))
+        return StepTime(total_s=parts.total_s, breakdown_s=parts.breakdown_s)
+
+    def objective(self, layout: Layout) -> Callable[[Sequence[int]], float]:
+        """Return a cheap function of the placement that equals `step_time(layout, placement).total_s` to the digit."""
+        self._slots_of(layout)
+        return self._objective(layout).cost
+
+    def bound_s(self, layout: Layout) -> float:
+        """No placement of this layout is faster: the same model with the best link everywhere.
+
+        All slots are in use, so some pipeline rank has the slowest one; it is tried on each.
+        """
+        self._slots_of(layout)
+        work = self._work(layout)
+        fastest, slowest = float(self._slowness_W.min()), float(self._slowness_W.max())
+        grids = np.full((layout.pp, layout.pp), fastest)
+        np.fill_diagonal(grids, slowest)
+        tried = grids if slowest > fastest else grids[:1]
+        return min(total_s(work, self._bound_prices(work, slowness_P[:, None])) for slowness_P in tried)
+
+    def _slots_of(self, layout: Layout) -> int:
+        if layout.world_size != self._measurements.cluster.num_slots:
+            raise PlanError(
+                f"a layout of {layout.world_size} ranks for the {self._measurements.cluster.num_slots} slots of this "
+                f"cluster"
+            )
+        return layout.world_size
+
+    def _work(self, layout: Layout) -> Work:
+        if layout not in self._works:
+            _make_room(self._works)
+            optimizer_s = self._measurements.optimizer_s_per_parameter or 0.0
+            self._works[layout] = Work.of(self._job, layout, self._compute, optimizer_s)
+        return self._works[layout]
+
+    def _objective(self, layout: Layout) -> PlacementCost:
+        if layout not in self._objectives:
+            _make_room(self._objectives)
+            self._objectives[layout] = PlacementCost(self._work(layout), self._fabric, self._slowness_W)
+        return self._objectives[layout]
+
+    def _bound_prices(self, work: Work, slowness_PD: NDArray[np.float64]) -> Prices:
+        """Every group at its best (`Fabric.bound_s`), one replica."""
+        layout, fabric = work.layout, self._fabric
+        sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
+        shape = (layout.pp, 1)
+        hop_PD = np.full(shape, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
+        exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
+        traffic = work.traffic
+        return Prices(
+            slowness_PD=slowness_PD,
+            exchange_s_PD=tuple(np.full(shape, seconds) for seconds in exchange_s),
+            forward_hop_s_PD=hop_PD,
+            backward_hop_s_PD=hop_PD,
+            reduce_s_S=self._bound_once_a_step(work, work.reduce_kind, traffic.gradient_bytes),
+            gather_s_S=self._bound_once_a_step(work, work.gather_kind, traffic.parameter_bytes),
+            embedding_s=fabric.bound_s("all_reduce", 2, traffic.embedding_bytes) if traffic.embedding_bytes else 0.0,
+        )
+
+    def _bound_once_a_step(self, work: Work, kind: Kind, sizes: tuple[tuple[int, int], ...]) -> NDArray[np.float64]:
+        groups = (work.layout.dp * work.layout.cp, work.expert_dp)
+        return np.array(
+            [
+                sum(self._fabric.bound_s(kind, size, count) for size, count in zip(groups, pair, strict=True) if count)
+                for pair in sizes
+            ]
+        )
+
+
+class PlacementCost:
+    """The step time of one layout as a function of the placement alone: everything else is worked out once."""
+
+    def __init__(self, work: Work, fabric: Fabric, slowness_W: NDArray[np.float64]) -> None:
+        self._work = work
+        self._fabric = fabric
+        self._slowness_W = slowness_W
+        self._groups = Groups.of(work.layout)
+        self._slots = np.arange(work.layout.world_size)
+
+    def cost(self, placement: Sequence[int]) -> float:
+        """Predicted seconds per step; `placement` is the RANK of each slot."""
+        return total_s(self._work, self.prices(placement))
+
+    def prices(self, placement: Sequence[int]) -> Prices:
+        """Price every group on the slots that the placement gives it."""
+        slot_W = np.empty_like(self._slots)
+        slot_W[np.asarray(placement)] = self._slots
+        work, groups, layout = self._work, self._groups, self._work.layout
+        exchange_s = []
+        for item in work.exchanges:
+            ranks_GK = getattr(groups, item.group)
+            seconds_G = self._fabric.seconds_G(item.kind, slot_W[ranks_GK], item.size_bytes)
+            exchange_s.append(groups.lanes_PD(ranks_GK, seconds_G))
+        embedding_s = 0.0
+        if work.traffic.embedding_bytes:
+            lanes = slot_W[groups.embedding]
+            embedding_s = float(self._fabric.seconds_G("all_reduce", lanes, work.traffic.embedding_bytes).max())
+        forward_s, backward_s = self._hops(slot_W)
+        return Prices(
+            slowness_PD=groups.slowest_PD(self._slowness_W[slot_W]),
+            exchange_s_PD=tuple(exchange_s),
+            forward_hop_s_PD=forward_s,
+            backward_hop_s_PD=backward_s,
+            reduce_s_S=self._once_a_step(slot_W, gathers=False),
+            gather_s_S=self._once_a_step(slot_W, gathers=True) if layout.use_distributed_optimizer else work.zero_S,
+            embedding_s=embedding_s,
+        )
+
+    def _hops(self, slot_W: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """From each pipeline rank to the next and back, slowest lane of each replica: its lanes wait for each other."""
+        layout = self._work.layout
+        if layout.pp == 1:
+            nothing = np.zeros((1, layout.dp))
+            return nothing, nothing
+        pairs = slot_W[self._groups.forward_hop]
+        shape = (layout.pp, layout.dp, layout.cp * layout.tp)
+        both = [
+            self._fabric.seconds_G("send", way, self._work.hop_bytes).reshape(shape).max(axis=2)
+            for way in (pairs, pairs[:, ::-1])
+        ]
+        return both[0], both[1]
+
+    def _once_a_step(self, slot_W: NDArray[np.int64], *, gathers: bool) -> NDArray[np.float64]:
+        """Reduce every stage's gradients, or gather its parameters: slowest group of the pipeline rank."""
+        work, layout = self._work, self._work.layout
+        kind = work.gather_kind if gathers else work.reduce_kind
+        sizes_S2 = work.parameter_bytes_S2 if gathers else work.gradient_bytes_S2
+        seconds_S = np.zeros(layout.num_chunks)
+        for ranks_GK, column in ((self._groups.dp_cp, 0), (self._groups.expert_dp, 1)):
+            if ranks_GK.shape[1] == 1 or not sizes_S2[:, column].any():
+                continue
+            slots_GK = slot_W[ranks_GK]
+            lanes = len(ranks_GK) // layout.pp
+            for first in range(0, layout.num_chunks, layout.pp):
+                place = slice(first, first + layout.pp)
+                size_G = np.repeat(sizes_S2[place, column], lanes)
+                seconds_G = self._fabric.seconds_G(kind, slots_GK, size_G) * (size_G > 0)
+                seconds_S[place] += seconds_G.reshape(-1, lanes).max(axis=1)
+        return seconds_S
+
+
+def _make_room(cache: dict[Layout, Work] | dict[Layout, PlacementCost]) -> None:
+    """Forget the layout that was met first once the cache is full."""
+    if len(cache) >= _CACHED_LAYOUTS:
+        del cache[next(iter(cache))]

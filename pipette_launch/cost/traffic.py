@@ -1,0 +1,223 @@
+"""What a layout makes its ranks send each other: how often in a micro-batch, how much once a step."""
+
+# S = stages (model chunks) in model order.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pipette_launch.cost import activations
+from pipette_launch.cost.collectives import Kind
+from pipette_launch.cost.memory import gradient_bytes_per_parameter
+from pipette_launch.cost.parameters import chunk_parameters, word_embedding_parameters
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+
+BUCKET_PARAMETERS = 40_000_000
+"""Megatron's least bucket of overlapped gradients; it grows with 1M * dp * cp (megatron.md 8.2)."""
+
+_FP32_BYTES = 4
+_CROSS_ENTROPY_REDUCTIONS = 3
+"""Largest logit, logit of the target, sum of exponentials (cross_entropy.py)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """One collective inside the passes of a micro-batch."""
+
+    part: Literal["tensor_parallel", "context_parallel", "expert_parallel"]
+    kind: Kind
+    group: Literal["tp", "cp", "ep", "etp", "ep_etp"]
+    size_bytes: float
+    """The full tensor on one rank, as in `CollectiveTime`."""
+    forward: tuple[float, ...]
+    """How many of them the forward of each stage runs."""
+    backward: tuple[float, ...]
+    hidden_s: float = 0.0
+    """Seconds of each that pass behind compute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTraffic:
+    """What is exchanged once a step, in bytes on one rank."""
+
+    gradient_bytes: tuple[tuple[int, int], ...]
+    """Of each stage: dense, expert."""
+    parameter_bytes: tuple[tuple[int, int], ...]
+    """What the distributed optimizer gathers; zeros without it."""
+    num_buckets: tuple[int, ...]
+    """Parts of each stage's gradients that can leave one by one."""
+    embedding_bytes: int
+    """Gradient of the tied word embedding, summed over first and last pipeline rank; 0 when there is one copy."""
+
+
+def hop_bytes(job: Job, layout: Layout) -> int:
+    """One activation between neighbouring stages: s*b*h/c, over t with sequence parallelism (schedules.py)."""
+    return activations.residual_bytes(job.model, layout)
+
+
+def exchanges(job: Job, layout: Layout, attention_core_s: float) -> tuple[Exchange, ...]:
+    """List the collectives of a micro-batch; `attention_core_s` is one layer's forward attention, which hides CP."""
+    counts = _Counts.of(job, layout)
+    found = [
+        *_tensor_parallel(job, layout, counts),
+        *_context_parallel(job, layout, counts, attention_core_s),
+        *_expert_parallel(job, layout, counts),
+    ]
+    return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
+
+
+def step_traffic(job: Job, layout: Layout) -> StepTraffic:
+    """Count gradients to reduce and parameters to gather of each stage, by who shares them."""
+    gradient, element = gradient_bytes_per_parameter(job), job.model.dtype_bytes
+    chunks = chunk_parameters(job.model, layout)
+    gathers = element if layout.use_distributed_optimizer else 0
+    tied = not job.model.untie_embeddings_and_output_weights and layout.pp > 1
+    return StepTraffic(
+        gradient_bytes=tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
+        parameter_bytes=tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
+        num_buckets=tuple(_num_buckets(layout, stage, chunk.count) for stage, chunk in enumerate(chunks)),
+        embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if tied else 0,
+    )
+
+
+def _num_buckets(layout: Layout, stage: int, parameters: int) -> int:
+    """Only the first chunk of pipeline rank 0 is split, and only to overlap (megatron.md 8.2)."""
+    if stage or not layout.overlap_grad_reduce:
+        return 1
+    return -(-parameters // max(BUCKET_PARAMETERS, 1_000_000 * layout.dp * layout.cp))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counts:
+    """Layers of each stage that run a forward, and that run it again in the backward."""
+
+    attention: tuple[int, ...]
+    attention_again: tuple[int, ...]
+    dense_mlp: tuple[int, ...]
+    """Tensor-parallel MLPs: dense layers, and shared experts of the others."""
+    dense_mlp_again: tuple[int, ...]
+    moe: tuple[int, ...]
+    moe_again: tuple[int, ...]
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout) -> _Counts:
+        model = job.model
+        rows: list[tuple[int, ...]] = []
+        first = 0
+        for layers in layout.chunk_layers(model.num_layers):
+            again = _recomputed_layers(layout, layers)
+            moe = [model.is_moe_layer(first + index) for index in range(layers)]
+            mlp = [not is_moe or model.moe_shared_expert_intermediate_size > 0 for is_moe in moe]
+            rows.append((layers, again, sum(mlp), sum(mlp[:again]), sum(moe), sum(moe[:again])))
+            first += layers
+        names = ("attention", "attention_again", "dense_mlp", "dense_mlp_again", "moe", "moe_again")
+        return cls(**dict(zip(names, zip(*rows, strict=True), strict=True)))
+
+
+def _recomputed_layers(layout: Layout, layers: int) -> int:
+    recompute = layout.recompute
+    if recompute.granularity != "full":
+        return 0
+    return layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
+
+
+def _tensor_parallel(job: Job, layout: Layout, counts: _Counts) -> Iterator[Exchange]:
+    """Attention and MLP each cost an all-reduce a pass (Shoeybi et al. 2019, section 3).
+
+    With sequence parallelism it is an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2), and
+    the backward gathers the input of each column-parallel matrix once more for the weight gradient (layers.py).
+    """
+    if layout.tp == 1:
+        return
+    size = job.model.dtype_bytes * activations.tokens(job.model, layout) * job.model.hidden_size
+    pairs = [attention + mlp for attention, mlp in zip(counts.attention, counts.dense_mlp, strict=True)]
+    again = [attention + mlp for attention, mlp in zip(counts.attention_again, counts.dense_mlp_again, strict=True)]
+    stages = range(layout.num_chunks)
+    embedding = [int(stage == 0) for stage in stages]
+    head = [int(stage == stages[-1]) for stage in stages]
+    if layout.sequence_parallel:
+        gathers = (_add(pairs, head), _add(pairs, pairs, again, embedding, head))
+        scatters = (_add(pairs, embedding), _add(pairs, again, head))
+        yield _over_tp("all_gather", size, gathers)
+        yield _over_tp("reduce_scatter", size, scatters)
+    else:
+        yield _over_tp("all_reduce", size, (_add(pairs, embedding), _add(pairs, again, head)))
+    losses = [_CROSS_ENTROPY_REDUCTIONS * last for last in head]
+    loss_bytes = _FP32_BYTES * activations.tokens(job.model, layout)
+    yield _over_tp("all_reduce", loss_bytes, (_add(losses), _add([0 for _ in stages])))
+
+
+def _over_tp(kind: Kind, size_bytes: float, passes: tuple[tuple[float, ...], tuple[float, ...]]) -> Exchange:
+    return Exchange(
+        part="tensor_parallel", kind=kind, group="tp", size_bytes=size_bytes, forward=passes[0], backward=passes[1]
+    )
+
+
+def _context_parallel(job: Job, layout: Layout, counts: _Counts, attention_core_s: float) -> Iterator[Exchange]:
+    """Ring attention: keys and values go once around in the forward; they and their gradients in the backward.
+
+    Each of the cp - 1 hops passes behind the attention of one of the cp blocks (Liu et al. 2023, Ring Attention,
+    section 3).
+    """
+    if layout.cp == 1:
+        return
+    model = job.model
+    groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
+    yield Exchange(
+        part="context_parallel",
+        kind="all_gather",
+        group="cp",
+        size_bytes=2 * model.dtype_bytes * groups * activations.tokens(model, layout) * layout.cp,
+        forward=_add(counts.attention),
+        backward=_add(counts.attention, counts.attention, counts.attention_again),
+        hidden_s=attention_core_s * (layout.cp - 1) / layout.cp,
+    )
+
+
+def _expert_parallel(job: Job, layout: Layout, counts: _Counts) -> Iterator[Exchange]:
+    """Tokens go to their experts and back, in both passes, under balanced routing.
+
+    `alltoall` (and `flex`) sends topk copies of each token over ep and gathers them over etp; `allgather`, Megatron's
+    default, gathers every token over ep * etp and scatters the sums (megatron-core, moe/token_dispatcher.py).
+    """
+    model = job.model
+    local = activations.tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
+    token_bytes = model.dtype_bytes * local * model.hidden_size
+    once, both = _add(counts.moe), _add(counts.moe, counts.moe)
+    once_back = _add(counts.moe, counts.moe_again)
+    kinds: tuple[Kind, Kind] = ("all_gather", "reduce_scatter")
+    if _dispatcher(job) == "allgather":
+        size = token_bytes * layout.ep * layout.etp
+        for kind in kinds if layout.ep * layout.etp > 1 else ():
+            yield _over_experts(kind, "ep_etp", size, (once, once_back))
+        return
+    routed = token_bytes * model.moe_router_topk
+    if layout.ep > 1:
+        yield _over_experts("all_to_all", "ep", routed, (both, _add(once_back, once_back)))
+    for kind in kinds if layout.etp > 1 else ():
+        yield _over_experts(kind, "etp", routed * layout.etp, (once, once_back))
+
+
+def _over_experts(
+    kind: Kind,
+    group: Literal["ep", "etp", "ep_etp"],
+    size_bytes: float,
+    passes: tuple[tuple[float, ...], tuple[float, ...]],
+) -> Exchange:
+    return Exchange(
+        part="expert_parallel", kind=kind, group=group, size_bytes=size_bytes, forward=passes[0], backward=passes[1]
+    )
+
+
+def _dispatcher(job: Job) -> str:
+    """`--moe-token-dispatcher-type`, of which Megatron's default is allgather."""
+    name = "--moe-token-dispatcher-type"
+    values = [flag.removeprefix(name).strip() for flag in job.performance_flags if flag.startswith(name)]
+    return values[-1] if values else "allgather"
+
+
+def _add(*counts: tuple[int, ...] | list[int] | tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(float(sum(values)) for values in zip(*counts, strict=True))

@@ -1,0 +1,59 @@
+"""Megatron-LM's own training programs without CUDA: their flags, their CUDA check and their fused kernels."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from pipette_patches.cpu_torch import say_once
+from pipette_patches.replacements import Replacement
+
+# dest of a flag -> the value with which it runs on a CPU; only kernels change, not what is computed.
+_ON_CPU = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "no_persist_layer_norm": True,
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "tp_comm_overlap": False,
+}
+
+
+def _for_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Change the flags that need CUDA, one line of warning for each, before Megatron checks them."""
+
+    @functools.wraps(original)
+    def validate(args: Any, *more: Any, **kwargs: Any) -> Any:
+        for name, value in _ON_CPU.items():
+            asked = getattr(args, name, value)
+            if asked != value:
+                say_once(f"{name} {asked} -> {value}")
+                setattr(args, name, value)
+        return original(args, *more, **kwargs)
+
+    return validate
+
+
+def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Start without CUDA, by Megatron's own switch."""
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **(kwargs | {"allow_no_cuda": True}))
+
+    return initialize
+
+
+def _build_no_kernels(_original: object) -> Callable[..., None]:
+    return lambda *_args, **_kwargs: None
+
+
+TRAINING = (
+    Replacement(module="megatron.training.arguments", path="validate_args", make=_for_cpu),
+    Replacement(module="megatron.training.initialize", path="validate_args", make=_for_cpu, versions="<0.18"),
+    Replacement(module="megatron.training.initialize", path="initialize_megatron", make=_allow_no_cuda),
+    Replacement(module="megatron.training.training", path="initialize_megatron", make=_allow_no_cuda),
+    Replacement(module="megatron.legacy.fused_kernels", path="load", make=_build_no_kernels, versions="<0.17"),
+)

@@ -1,0 +1,128 @@
+"""Find a patch by name, apply it once, take it back; refuse a megatron-core that it does not know."""
+
+import ast
+import contextlib
+import difflib
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from packaging.specifiers import SpecifierSet
+
+from pipette_patches.errors import PatchError
+
+
+class Patch(Protocol):
+    """A reversible change to megatron-core, which wraps named functions and nothing else."""
+
+    name: str
+    supports: SpecifierSet
+    """The megatron-core versions that the patch was written for."""
+
+    def apply(self) -> None:
+        """Put the change in force; it is not in force yet."""
+
+    def revert(self) -> None:
+        """Put every original object back; the change is in force."""
+
+
+# A name's module holds the patch as PATCH; it is imported when asked for, since it may import torch.
+_MODULES = {"cpu_backend": "pipette_patches.cpu_backend"}
+_applied: dict[str, Patch] = {}
+
+
+def names() -> tuple[str, ...]:
+    """Every patch there is."""
+    return tuple(sorted(_MODULES))
+
+
+def applied() -> tuple[str, ...]:
+    """The patches now in force, first applied first."""
+    return tuple(_applied)
+
+
+def find(name: str) -> Patch:
+    """Find a patch by its name."""
+    if name not in _MODULES:
+        near = difflib.get_close_matches(name, _MODULES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(names())}"
+        raise PatchError(f"unknown patch {name!r}; {hint}")
+    patch: Patch = importlib.import_module(_MODULES[name]).PATCH
+    return patch
+
+
+def apply(name: str) -> None:
+    """Put a patch in force; do nothing if it is already.
+
+    Safe before megatron-core is imported: the patch acts on each module when that is imported.
+    """
+    patch = find(name)
+    if name in _applied:
+        return
+    check(patch, megatron_core_version())
+    patch.apply()
+    _applied[name] = patch
+
+
+def revert(name: str) -> None:
+    """Take a patch back; do nothing if it is not in force."""
+    find(name)
+    if name in _applied:
+        _applied.pop(name).revert()
+
+
+@contextlib.contextmanager
+def use(name: str) -> Iterator[None]:
+    """Keep a patch in force for the length of a `with` block; one that was in force before stays so."""
+    before = name in applied()
+    apply(name)
+    try:
+        yield
+    finally:
+        if not before:
+            revert(name)
+
+
+def check(patch: Patch, version: str) -> None:
+    """Refuse a megatron-core that the patch was not written for."""
+    if not patch.supports.contains(version, prereleases=True):
+        raise PatchError(
+            f"patch {patch.name!r} supports megatron-core {patch.supports}, but version {version} would be imported; "
+            f"install a supported version, or leave the patch out"
+        )
+
+
+def megatron_core_version() -> str:
+    """The version that `import megatron.core` gives or would give here, found without importing it."""
+    loaded = sys.modules.get("megatron.core")
+    if loaded is not None and hasattr(loaded, "__version__"):
+        return str(loaded.__version__)
+    # A checkout beside the script comes before the installed package, so the path decides, not the metadata.
+    for folder in sys.path:
+        file = Path(folder or ".") / "megatron" / "core" / "package_info.py"
+        if file.is_file():
+            return _version_in(file)
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        raise PatchError(
+            "megatron-core is neither installed nor beside the script; install it (pip install megatron-core)"
+        ) from None
+
+
+def _version_in(file: Path) -> str:
+    """Read MAJOR, MINOR, PATCH and PRE_RELEASE of Megatron's package_info.py."""
+    values: dict[str, object] = {}
+    for node in ast.parse(file.read_text()).body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        ):
+            values[node.targets[0].id] = node.value.value
+    if not {"MAJOR", "MINOR", "PATCH"} <= values.keys():
+        raise PatchError(f"{file} names no MAJOR, MINOR and PATCH; is this megatron-core?")
+    return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"

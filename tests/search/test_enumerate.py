@@ -155,7 +155,14 @@ def test_pins_hold(case: tuple[Job, int, str], data: st.DataObject) -> None:
     found = layouts(replace(job, pinned=pinned), world_size=world_size, devices_per_host=2, device_kind=kind).layouts
 
     assert own == found[0]
-    assert [layout for layout in found for name in pinned if getattr(layout, name) != getattr(own, name)] == []
+    # Megatron itself switches sequence parallelism off where tp = 1.
+    differ = [
+        (layout, name)
+        for layout in found
+        for name in pinned
+        if getattr(layout, name) != getattr(own, name) and not (name == "sequence_parallel" and layout.tp == 1)
+    ]
+    assert differ == []
     assert [layout for layout in found[1:] if rules.fault(layout)] == []
 
 

@@ -1,0 +1,46 @@
+"""Small objectives that stand in for the cost model where only the search is tested."""
+
+from __future__ import annotations
+
+import random
+
+from pipette_launch.facts import Layout
+from pipette_launch.search.place import Cost, Placement
+
+Distances = tuple[tuple[float, ...], ...]
+
+
+def random_distances(size: int, rng: random.Random) -> Distances:
+    """Seconds from slot to slot, not symmetric, as measured ones are."""
+    return tuple(tuple(0.0 if i == j else rng.uniform(1.0, 10.0) for j in range(size)) for i in range(size))
+
+
+def link_cost(layout: Layout, distances: Distances) -> Cost:
+    """The slowest pipeline, plus the slowest ring of each other kind, as Pipette has it."""
+    pipelines = layout.groups("pp")
+    rings = [layout.groups("dp_cp"), layout.groups("tp")]
+
+    def cost(placement: Placement) -> float:
+        slot_of = {rank: slot for slot, rank in enumerate(placement)}
+
+        def hops(group: tuple[int, ...], closed: bool) -> list[float]:
+            slots = [slot_of[rank] for rank in group]
+            ends = slots[1:] + ([slots[0]] if closed else [])
+            return [distances[a][b] for a, b in zip(slots, ends, strict=closed)]
+
+        total = max(sum(hops(group, closed=False)) for group in pipelines)
+        return total + sum(max(max(hops(group, closed=True)) for group in kind) for kind in rings)
+
+    return cost
+
+
+class Ticks:
+    """A clock that advances by one each time it is read."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """Tick."""
+        self.now_s += 1
+        return self.now_s

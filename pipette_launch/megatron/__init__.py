@@ -1,1 +1,18 @@
-"""Megatron's command line read into facts, and facts written back."""
+"""Megatron's command line read into facts, and facts written back; the only room that knows a flag's name."""
+
+from pipette_launch.megatron.checkpoint import record_path
+from pipette_launch.megatron.environment import environment, script_version
+from pipette_launch.megatron.logs import Iteration, explain_failure, parse_iteration
+from pipette_launch.megatron.read import read_job
+from pipette_launch.megatron.write import write_arguments
+
+__all__ = [
+    "Iteration",
+    "environment",
+    "explain_failure",
+    "parse_iteration",
+    "read_job",
+    "record_path",
+    "script_version",
+    "write_arguments",
+]

@@ -1,0 +1,157 @@
+"""How the layers are cut into chunks: Megatron's five ways to say it, read into one, and one written back.
+
+A chunk is one model piece of one pipeline rank; chunk c, in model order, lies on pipeline rank c % pp.
+"""
+
+from __future__ import annotations
+
+import re
+
+from pipette_launch.errors import MegatronError
+from pipette_launch.megatron.flags import Arguments
+
+SPLIT_DESTS = (
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Every flag that says where the layers go, besides the pipeline size."""
+Chunks = tuple[int, ...]
+
+
+def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> tuple[int, Chunks]:
+    """Virtual stages and layers of each chunk; () where every chunk has equally many.
+
+    Raises:
+        MegatronError: the flags exclude each other or do not divide the layers.
+
+    """
+    _check_exclusive(arguments)
+    if arguments.get("pipeline_model_parallel_layout") is not None:
+        vpp, chunks = _from_layout(arguments, pp, num_layers)
+    else:
+        vpp = _virtual_stages(arguments, pp, num_layers)
+        chunks = _from_stages(arguments, _stage_layers(arguments, pp, num_layers), vpp)
+    if vpp > 1 and pp == 1:
+        raise MegatronError(
+            f"{vpp} virtual stages need --pipeline-model-parallel-size above 1; remove "
+            f"{' and '.join(arguments.shown(dest) for dest in SPLIT_DESTS[:3] if arguments.is_given(dest))}"
+        )
+    return vpp, () if len(set(chunks)) == 1 else chunks
+
+
+def write_chunks(arguments: Arguments, *, pp: int, vpp: int, chunks: Chunks, num_layers: int) -> Arguments:
+    """Say the same cut in flags, deleting whatever said another one."""
+    bare = arguments.without(*SPLIT_DESTS)
+    if not chunks:
+        if vpp == 1:
+            return bare
+        if arguments.is_given("num_virtual_stages_per_pipeline_rank"):
+            return bare.with_flag("--num-virtual-stages-per-pipeline-rank", str(vpp))
+        return bare.with_flag("--num-layers-per-virtual-pipeline-stage", str(num_layers // (pp * vpp)))
+    if vpp == 1 and _has_even_middle(chunks):
+        bare = bare.with_flag("--decoder-first-pipeline-num-layers", str(chunks[0]))
+        return bare.with_flag("--decoder-last-pipeline-num-layers", str(chunks[-1]))
+    stages = ["t" * layers if layers < 3 else f"t*{layers}" for layers in chunks]
+    return bare.with_flag("--pipeline-model-parallel-layout", f"E{'|'.join(stages)}L")
+
+
+def _has_even_middle(chunks: Chunks) -> bool:
+    """Whether the first and last stage's counts say everything, by Megatron's rules for them."""
+    return min(chunks) > 0 and len(set(chunks[1:-1])) <= 1
+
+
+def _check_exclusive(arguments: Arguments) -> None:
+    ways = [dest for dest in SPLIT_DESTS[:3] if arguments.get(dest) is not None]
+    if len(ways) > 1:
+        raise MegatronError(
+            f"{' and '.join(arguments.shown(dest) for dest in ways)} exclude each other; keep one of them"
+        )
+    ends = [dest for dest in SPLIT_DESTS[3:5] if arguments.get(dest) is not None]
+    accounts = [dest for dest in SPLIT_DESTS[5:] if arguments.get(dest)]
+    whole = ways if ways == ["pipeline_model_parallel_layout"] else []
+    if bool(ends) + bool(accounts) + bool(whole) > 1:
+        clash = " and ".join(arguments.shown(dest) for dest in (*whole, *ends, *accounts))
+        raise MegatronError(f"{clash} exclude each other; keep one way to split the layers")
+
+
+def _from_layout(arguments: Arguments, pp: int, num_layers: int) -> tuple[int, Chunks]:
+    stages = _expand(arguments.get("pipeline_model_parallel_layout"), arguments)
+    shown = arguments.shown("pipeline_model_parallel_layout")
+    if len(stages) % pp:
+        raise MegatronError(f"{shown}: {len(stages)} stages are no multiple of --pipeline-model-parallel-size {pp}")
+    if not stages[0].startswith("E") or not stages[-1].endswith("L"):
+        raise MegatronError(f"{shown}: needs E at the very front and L at the very end")
+    chunks = tuple(stage.count("t") for stage in stages)
+    if sum(chunks) != num_layers or sum(len(stage) for stage in stages) != num_layers + 2:
+        raise MegatronError(f"{shown}: names {sum(chunks)} layers (t) of --num-layers {num_layers}, one E and one L")
+    return len(stages) // pp, chunks
+
+
+def _expand(text: str, arguments: Arguments) -> list[str]:
+    """`Et*3|(tt|)*2,L` -> ["Ettt", "tt", "tt", "L"]; commas are cosmetic."""
+    text = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
+    strange = set(text) - set("EtL|")
+    if strange:
+        hint = "; multi-token prediction is not understood" if "m" in strange else ""
+        raise MegatronError(
+            f"{arguments.shown('pipeline_model_parallel_layout')}: {''.join(sorted(strange))!r} is no layer{hint}"
+        )
+    return text.split("|")
+
+
+def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:
+    per_rank = arguments.get("num_virtual_stages_per_pipeline_rank")
+    if per_rank is not None:
+        return arguments.size("num_virtual_stages_per_pipeline_rank")
+    if arguments.get("num_layers_per_virtual_pipeline_stage") is None:
+        return 1
+    shown = arguments.shown("num_layers_per_virtual_pipeline_stage")
+    if any(arguments.get(dest) is not None for dest in SPLIT_DESTS[3:5]):
+        raise MegatronError(
+            f"{shown}: with --decoder-first/last-pipeline-num-layers use --num-virtual-stages-per-pipeline-rank instead"
+        )
+    per_chunk = arguments.size("num_layers_per_virtual_pipeline_stage")
+    counted = num_layers + sum(bool(arguments.get(dest)) for dest in SPLIT_DESTS[5:])
+    if counted % pp or counted // pp % per_chunk:
+        raise MegatronError(
+            f"{shown}: {counted} layers on --pipeline-model-parallel-size {pp} are {counted / pp:g} a rank, "
+            f"not a multiple of {per_chunk}"
+        )
+    return counted // pp // per_chunk
+
+
+def _stage_layers(arguments: Arguments, pp: int, num_layers: int) -> list[int]:
+    """What each pipeline rank has to share among its chunks; embedding and loss count as layers where asked."""
+    ends = {place: arguments.get(dest) for place, dest in ((0, SPLIT_DESTS[3]), (pp - 1, SPLIT_DESTS[4]))}
+    given = {place: int(layers) for place, layers in ends.items() if layers is not None}
+    counted = num_layers + sum(bool(arguments.get(dest)) for dest in SPLIT_DESTS[5:])
+    left, ranks = counted - sum(given.values()), pp - len(given)
+    uneven = bool(ranks and left % ranks) or (ranks == 0 and left != 0) or (bool(given) and ranks > 0 and left <= 0)
+    if uneven or min(given.values(), default=1) < 1:
+        ends_shown = [arguments.shown(dest) for dest in SPLIT_DESTS[3:] if arguments.is_given(dest)]
+        raise MegatronError(
+            f"--num-layers {num_layers} does not divide over --pipeline-model-parallel-size {pp}"
+            f"{' with ' + ' and '.join(ends_shown) if ends_shown else ''}: {left} layers for {ranks} ranks; "
+            f"choose a pipeline size that divides them"
+        )
+    return [given.get(rank, left // ranks if ranks else 0) for rank in range(pp)]
+
+
+def _from_stages(arguments: Arguments, stages: list[int], vpp: int) -> Chunks:
+    for rank, layers in enumerate(stages):
+        if layers % vpp:
+            raise MegatronError(
+                f"{layers} layers of pipeline rank {rank} do not divide into {vpp} virtual stages; "
+                f"use --pipeline-model-parallel-layout for uneven chunks"
+            )
+    chunks = [layers // vpp for _ in range(vpp) for layers in stages]
+    chunks[0] -= bool(arguments.get(SPLIT_DESTS[5]))
+    chunks[-1] -= bool(arguments.get(SPLIT_DESTS[6]))
+    return tuple(chunks)

@@ -1,0 +1,93 @@
+"""What a training job says: its iteration line, and why it failed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
+STEP_TIME = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+) \|")
+LOSS = re.compile(r"lm loss: ([-+.\dE]+|INF) \|")
+"""Absent for NaN, and for a loss that is not positive (0.14 to 0.16) or negative (0.17 and later)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Iteration:
+    """One line of Megatron's training log; the last rank prints it."""
+
+    iteration: int
+    total: int
+    step_time_s: float
+    """Mean over the log interval."""
+    loss: str | None
+    """As printed, so that runs can be compared digit by digit; None for NaN."""
+
+
+def parse_iteration(line: str) -> Iteration | None:
+    """Read an iteration line of any release from 0.14 on; None for every other line.
+
+    Fields come and go between releases, so that each is searched for and none is taken by position.
+    """
+    iteration, step_time = ITERATION.search(line), STEP_TIME.search(line)
+    if not iteration or not step_time:
+        return None
+    loss = LOSS.search(line)
+    return Iteration(
+        iteration=int(iteration[1]),
+        total=int(iteration[2]),
+        step_time_s=float(step_time[1]) / 1e3,
+        loss=loss[1] if loss else None,
+    )
+
+
+OUT_OF_MEMORY = "out of memory"
+FAILURES: tuple[tuple[str, str], ...] = (
+    (
+        r"torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|cudaErrorMemoryAllocation",
+        f"{OUT_OF_MEMORY}: torch's allocator could not get the GPU memory it asked for",
+    ),
+    (
+        r"NCCL WARN Cuda failure.*out of memory|ncclUnhandledCudaError.*out of memory",
+        f"{OUT_OF_MEMORY}: NCCL's buffers",
+    ),
+    (r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED", f"{OUT_OF_MEMORY}: a CUDA library's workspace"),
+    (
+        r"DefaultCPUAllocator: can't allocate memory|\bMemoryError\b|Cannot allocate memory|std::bad_alloc",
+        f"{OUT_OF_MEMORY}: the host's memory is exhausted",
+    ),
+    (
+        r"Memory cgroup out of memory|oom-kill|oom_kill|Out of memory: Killed process|OOM Killed",
+        f"{OUT_OF_MEMORY}: the kernel or the batch system killed a process",
+    ),
+    (
+        r"\(TP, PP\) mismatch after resume",
+        "the plan does not fit the checkpoint: its optimizer state cannot change TP or PP; fix tp and pp",
+    ),
+    (
+        r"Number of unpadded elements in each bucket need to be the same",
+        "the plan does not fit the checkpoint: its optimizer state was saved with other gradient buckets",
+    ),
+    (
+        r"CUDA_DEVICE_MAX_CONNECTIONS to 1|FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_DEVICE_MAX_CONNECTIONS does not suit this configuration",
+    ),
+    (
+        r"not divisible by micro batch|contiguous micro-batches in a|dependency bubbles|without also enabling sequence",
+        "Megatron refuses this configuration: the plan is illegal, which is a defect of the planner",
+    ),
+    (r"torch distributed is already initialized", "torch.distributed was initialised before Megatron"),
+    (r"error: unrecognized arguments: (?P<what>.+)", "the script does not know the flags {what}"),
+    (r"error: argument (?P<what>.+)", "the script refuses a flag: {what}"),
+    (r"(?:NCCL|ncclSystemError|ncclRemoteError|ncclInternalError)[^\n]*(?:error|Error)", "NCCL failed"),
+    (r"Watchdog caught collective operation timeout", "a collective operation timed out"),
+)
+"""What to look for, most telling first, and what it means; `{what}` is filled from the text."""
+
+
+def explain_failure(text: str) -> str | None:
+    """Say in one sentence why a worker failed, from what it printed; None where nothing is recognised."""
+    for pattern, meaning in FAILURES:
+        found = re.search(pattern, text)
+        if found:
+            return meaning.format(**{name: value.strip() for name, value in found.groupdict().items()})
+    return None

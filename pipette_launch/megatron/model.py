@@ -1,0 +1,160 @@
+"""The model that a command line describes."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from pipette_launch.errors import FactError, MegatronError
+from pipette_launch.facts import ModelSpec
+from pipette_launch.megatron.flags import Arguments
+from pipette_launch.megatron.layout import num_layers_of
+from pipette_launch.megatron.vocabulary import Vocabulary
+
+REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "max_position_embeddings",
+    "micro_batch_size",
+)
+OLD_WORDS = {"num_layers": "encoder_num_layers", "seq_length": "encoder_seq_length"}
+POSITIONS = {"learned_absolute": "learned_absolute", "rope": "rope", "yarn": "rope", "none": "none"}
+"""Position embeddings, by what they cost; YaRN computes the same product as RoPE with other angles."""
+
+
+def check_required(arguments: Arguments) -> None:
+    """Raise MegatronError naming every missing flag at once."""
+    missing = [
+        dest
+        for dest in REQUIRED
+        if arguments.get(dest) is None and (dest not in OLD_WORDS or arguments.get(OLD_WORDS[dest]) is None)
+    ]
+    if missing:
+        flags = ", ".join(arguments.shown(dest) for dest in missing)
+        raise MegatronError(f"the command line lacks {flags}; add what is missing to the script's arguments")
+
+
+def read_model(arguments: Arguments, vocabulary: Vocabulary, *, device_kind: str) -> ModelSpec:
+    """Read the model's shape with Megatron's own defaults and derivations (`validate_args` of core_v0.16.1).
+
+    Raises:
+        MegatronError: a flag is missing, or the shape contradicts itself.
+
+    """
+    check_required(arguments)
+    hidden, heads = arguments.size("hidden_size"), arguments.size("num_attention_heads")
+    if arguments.get("kv_channels") is None and hidden % heads:
+        raise MegatronError(
+            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; or give --kv-channels"
+        )
+    seq_length = arguments.size("seq_length" if arguments.get("seq_length") is not None else "encoder_seq_length")
+    positions = arguments.size("max_position_embeddings")
+    if positions < seq_length:
+        raise MegatronError(f"--max-position-embeddings {positions} is less than --seq-length {seq_length}")
+    ffn = arguments.size("ffn_hidden_size", default=_default_ffn(arguments, hidden))
+    has_bias = bool(arguments.get("add_bias_linear"))
+    try:
+        return ModelSpec(
+            num_layers=num_layers_of(arguments),
+            hidden_size=hidden,
+            ffn_hidden_size=ffn,
+            num_attention_heads=heads,
+            num_query_groups=arguments.size("num_query_groups") if arguments.get("group_query_attention") else heads,
+            kv_channels=arguments.size("kv_channels", default=hidden // heads),
+            seq_length=seq_length,
+            max_position_embeddings=positions,
+            vocab_size=vocabulary.size,
+            make_vocab_size_divisible_by=vocabulary.divisible_by,
+            gated_linear_unit=bool(arguments.get("swiglu") or arguments.get("quick_geglu")),
+            normalization=_choice(arguments, "normalization", ("LayerNorm", "RMSNorm")),
+            add_bias_linear=has_bias,
+            add_qkv_bias=has_bias or bool(arguments.get("add_qkv_bias")),
+            position_embedding_type=_positions(arguments),
+            untie_embeddings_and_output_weights=bool(arguments.get("untie_embeddings_and_output_weights")),
+            attention_dropout=arguments.get("attention_dropout"),
+            hidden_dropout=arguments.get("hidden_dropout"),
+            params_dtype=_dtype(arguments),
+            # Transformer Engine needs CUDA: on CPU a layer can only be Megatron's own.
+            transformer_impl="local"
+            if device_kind == "cpu"
+            else _choice(arguments, "transformer_impl", ("local", "transformer_engine")),
+            attention_backend=_choice(arguments, "attention_backend", ("flash", "fused", "unfused", "local", "auto")),
+            **_experts(arguments, ffn),
+        )
+    except FactError as error:
+        raise MegatronError(f"the model's flags contradict each other: {error}") from error
+
+
+def _default_ffn(arguments: Arguments, hidden: int) -> int:
+    """Four times the hidden size; with SwiGLU two thirds of that, rounded down to a multiple of 64."""
+    return int((4 * hidden * 2 / 3) / 64) * 64 if arguments.get("swiglu") else 4 * hidden
+
+
+def _choice(arguments: Arguments, dest: str, known: tuple[str, ...]) -> Any:
+    value = arguments.get(dest)
+    if value not in known:
+        raise MegatronError(f"{arguments.shown(dest)}: {value!r} is not understood; known are {', '.join(known)}")
+    return value
+
+
+def _positions(arguments: Arguments) -> Any:
+    if arguments.get("use_rotary_position_embeddings"):
+        return "rope"
+    kind = arguments.get("position_embedding_type")
+    if kind not in POSITIONS:
+        raise MegatronError(f"{arguments.shown('position_embedding_type')}: {kind!r} is not understood")
+    return POSITIONS[kind]
+
+
+def _dtype(arguments: Arguments) -> Any:
+    if arguments.get("fp16") and arguments.get("bf16"):
+        raise MegatronError("--fp16 and --bf16 exclude each other; remove one")
+    return "fp16" if arguments.get("fp16") else "bf16" if arguments.get("bf16") else "fp32"
+
+
+def _experts(arguments: Arguments, ffn: int) -> dict[str, Any]:
+    num_experts = arguments.get("num_experts") or None
+    return {
+        "num_experts": num_experts,
+        "moe_layer_freq": _expert_layers(arguments) if num_experts else (),
+        "moe_router_topk": arguments.size("moe_router_topk", default=2),
+        "moe_ffn_hidden_size": arguments.size("moe_ffn_hidden_size", default=ffn),
+        "moe_shared_expert_intermediate_size": arguments.get("moe_shared_expert_intermediate_size") or 0,
+    }
+
+
+def _expert_layers(arguments: Arguments) -> tuple[int, ...]:
+    """One entry for each layer, from `--moe-layer-freq N` or `--moe-layer-freq ([0]*1+[1]*23)`."""
+    value, num_layers = arguments.get("moe_layer_freq"), num_layers_of(arguments)
+    try:
+        pattern = _pattern(ast.parse(str(value), mode="eval").body)
+    except (SyntaxError, ValueError):
+        raise MegatronError(
+            f"{arguments.shown('moe_layer_freq')}: neither a number nor a list such as ([0]*1+[1]*23)"
+        ) from None
+    if isinstance(pattern, int):
+        every = max(pattern, 1)
+        return tuple(int(layer % every == 0) for layer in range(num_layers))
+    if len(pattern) != num_layers or set(pattern) - {0, 1}:
+        raise MegatronError(
+            f"{arguments.shown('moe_layer_freq')}: has {len(pattern)} entries for --num-layers {num_layers}; "
+            f"each must be 0 or 1"
+        )
+    return tuple(pattern)
+
+
+def _pattern(node: ast.expr) -> Any:
+    """Evaluate numbers, lists, + and *, and nothing else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_pattern(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _pattern(node.left), _pattern(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and {type(left), type(right)} == {list, int}:
+            return left * right
+    raise ValueError(ast.dump(node))

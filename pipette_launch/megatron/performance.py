@@ -1,0 +1,106 @@
+"""Flags that change time, memory or legality and have no field of their own in a job."""
+
+from __future__ import annotations
+
+from pipette_launch.megatron.flags import Arguments
+
+DESTS = frozenset(
+    {
+        "__future__",
+        "accumulate_allreduce_grads_in_fp32",
+        "apply_query_key_layer_scaling",
+        "apply_rope_fusion",
+        "async_tensor_model_parallel_allreduce",
+        "attention_output_gate",
+        "attention_softmax_in_fp32",
+        "bias_dropout_fusion",
+        "bias_gelu_fusion",
+        "bias_swiglu_fusion",
+        "calculate_per_token_loss",
+        "check_for_nan_in_loss_and_grad",
+        "cp_comm_type",
+        "cpu_offloading_num_layers",
+        "cross_entropy_fusion_impl",
+        "cross_entropy_loss_fusion",
+        "cuda_graph_impl",
+        "cuda_graph_modules",
+        "cuda_graph_scope",
+        "ddp_average_in_collective",
+        "ddp_bucket_size",
+        "ddp_num_buckets",
+        "ddp_pad_buckets_for_high_nccl_busbw",
+        "ddp_reduce_scatter_with_fp32_accumulation",
+        "defer_embedding_wgrad_compute",
+        "delay_wgrad_compute",
+        "deterministic_mode",
+        "distribute_saved_activations",
+        "enable_cuda_graph",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+        "external_cuda_graph",
+        "fine_grained_activation_offloading",
+        "first_last_layers_bf16",
+        "fp32_residual_connection",
+        "fp4",
+        "fp4_param",
+        "fp8",
+        "fp8_param_gather",
+        "fp8_recipe",
+        "gradient_accumulation_fusion",
+        "hierarchical_context_parallel_sizes",
+        "high_priority_stream_groups",
+        "main_grads_dtype",
+        "main_params_dtype",
+        "masked_softmax_fusion",
+        "mlp_chunks_for_training",
+        "moe_enable_deepep",
+        "moe_expert_capacity_factor",
+        "moe_flex_dispatcher_backend",
+        "moe_grouped_gemm",
+        "moe_layer_recompute",
+        "moe_pad_expert_input_to_capacity",
+        "moe_permute_fusion",
+        "moe_router_dtype",
+        "moe_router_force_load_balancing",
+        "moe_router_fusion",
+        "moe_shared_expert_overlap",
+        "moe_token_dispatcher_type",
+        "moe_use_legacy_grouped_gemm",
+        "nccl_ub",
+        "no_persist_layer_norm",
+        "num_distributed_optimizer_instances",
+        "offload_modules",
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "overlap_moe_expert_parallel_comm",
+        "overlap_p2p_comm",
+        "overlap_p2p_comm_warmup_flush",
+        "overlap_param_gather_with_optimizer_step",
+        "padded_vocab_size",
+        "qk_layernorm",
+        "rampup_batch_size",
+        "reset_attention_mask",
+        "reset_position_ids",
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        "softmax_type",
+        "symmetric_ar_type",
+        "tp_comm_overlap",
+        "use_flash_attn",
+        "use_precision_aware_optimizer",
+        "use_ring_exchange_p2p",
+        "use_sharp",
+        "wgrad_deferral_limit",
+        "window_size",
+    }
+)
+
+
+def performance_flags(arguments: Arguments) -> tuple[str, ...]:
+    """Each such flag as `--flag value`, as it counts (the last of several), sorted."""
+    last = {
+        token.flag.dest: " ".join((token.flag.option, *token.values))
+        for token in arguments.tokens
+        if token.flag and token.flag.dest in DESTS
+    }
+    return tuple(sorted(last.values()))

@@ -1,0 +1,102 @@
+"""A Megatron command line, read into a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipette_launch.errors import MegatronError
+from pipette_launch.facts import Batch, Job, Layout
+from pipette_launch.megatron import checkpoint
+from pipette_launch.megatron.flags import Arguments, known_release, release_of
+from pipette_launch.megatron.layout import check_device, check_layout, read_layout
+from pipette_launch.megatron.model import check_required, read_model
+from pipette_launch.megatron.performance import performance_flags
+from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
+from pipette_launch.megatron.vocabulary import read_vocabulary
+
+
+def read_job(
+    arguments: Sequence[str],
+    *,
+    world_size: int,
+    megatron_version: str,
+    device_kind: str,
+    fix: Sequence[str] = (),
+) -> Job:
+    """Read what the user asked for, and what a plan must leave as it is.
+
+    Where a checkpoint dictates the layout it is loaded with, `own` has the checkpoint's values, whatever the flags say.
+
+    Args:
+        arguments: the words after the script's name.
+        world_size: ranks of the job.
+        megatron_version: the release whose flags the script takes, as `0.16.1`.
+        device_kind: `cuda` or `cpu`.
+        fix: names from `--pipette-fix`.
+
+    Raises:
+        MegatronError: a flag is missing, contradicts another, or makes a job that is not planned.
+        UsageError: `fix` names what is no part of a layout.
+
+    """
+    fixed = fixed_fields(fix)
+    given = Arguments.parse(arguments, megatron_version)
+    check_planned(given, device_kind)
+    check_required(given)
+    vocabulary = read_vocabulary(given)
+    model = read_model(given, vocabulary, device_kind=device_kind)
+    flags_layout = read_layout(given, world_size=world_size)
+    batch = Batch(global_batch_size=_global_batch_size(given, flags_layout))
+    demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)
+    own = demands.applied(flags_layout)
+    check_device(own, device_kind)
+    check_layout(own, model, given, global_batch_size=batch.global_batch_size)
+    held = (*pins(given, own, device_kind), *demands.pins)
+    notes = [vocabulary.note, *demands.notes, *(pin.note for pin in held), *_notes(given, own, flags_layout)]
+    if fixed:
+        notes.append(f"--pipette-fix: {', '.join(fixed)} stay")
+    return Job(
+        model=model,
+        batch=batch,
+        own=own,
+        pinned=tuple(sorted({*fixed, *(name for pin in held for name in pin.fields)})),
+        notes=tuple(dict.fromkeys(note for note in notes if note)),
+        megatron_version=megatron_version,
+        grad_reduce_in_bf16=bool(given.get("grad_reduce_in_bf16")),
+        optimizer=given.get("optimizer"),
+        log_interval=given.size("log_interval"),
+        train_iters=_train_iters(given, batch),
+        performance_flags=performance_flags(given),
+    )
+
+
+def _global_batch_size(given: Arguments, own: Layout) -> int:
+    """Megatron's default is one micro-batch on each replica of the user's own layout."""
+    return given.size("global_batch_size", default=own.micro_batch_size * own.dp)
+
+
+def _train_iters(given: Arguments, batch: Batch) -> int:
+    iterations, samples = given.get("train_iters"), given.get("train_samples")
+    if iterations and samples:
+        raise MegatronError(
+            f"{given.shown('train_iters')} and {given.shown('train_samples')} exclude each other; remove one"
+        )
+    if iterations is None and samples is None:
+        raise MegatronError("the command line lacks --train-iters (or --train-samples); add one")
+    if given.get("rampup_batch_size") and not samples:
+        raise MegatronError(f"{given.shown('rampup_batch_size')} works only with --train-samples; remove one")
+    return int(iterations or 0) or -(-int(samples or 0) // batch.global_batch_size)
+
+
+def _notes(given: Arguments, own: Layout, flags_layout: Layout) -> list[str]:
+    notes = []
+    if not given.is_given("global_batch_size"):
+        notes.append("--global-batch-size is not given: pinned to one micro-batch on each replica of your own layout")
+    if own != flags_layout:
+        notes.append(f"your own configuration is taken as {own.words()}, as the checkpoint demands")
+    if given.get("use_checkpoint_args") and checkpoint.checkpoint_folder(given):
+        notes.append("--use-checkpoint-args: assumed that the model's flags agree with the checkpoint")
+    newest = known_release(given.version)
+    if release_of(given.version) > release_of(newest):
+        notes.append(f"Megatron {given.version} is newer than {newest}, the newest release whose flags are known")
+    return notes

@@ -1,0 +1,147 @@
+"""How many tokens the tokenizer knows, found without loading it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipette_launch.errors import MegatronError
+from pipette_launch.megatron.flags import Arguments, release_of
+
+GPT2_TOKENS = 50257
+TIKTOKEN_DEFAULT_TOKENS = 2**17
+SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+NOT_GPT = ("BertWordPieceLowerCase", "BertWordPieceCase", "MultimodalTokenizer", "NullMultimodalTokenizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """Tokens before padding, and what they are padded to a multiple of (times TP)."""
+
+    size: int
+    divisible_by: int
+    is_certain: bool
+    """Whether Megatron's tokenizer is known to count exactly this many."""
+    note: str = ""
+    """What was assumed, for the user."""
+
+    def padded(self, tp: int) -> int:
+        """Rows of the embedding at this tensor parallel size."""
+        multiple = self.divisible_by * tp
+        return -(-self.size // multiple) * multiple
+
+
+def read_vocabulary(arguments: Arguments) -> Vocabulary:
+    """Read the vocabulary from flags, from the tokenizer's files, or from what the tokenizer is known to have.
+
+    Raises:
+        MegatronError: the tokenizer is unknown and no flag gives a size.
+
+    """
+    padded = arguments.get("padded_vocab_size")
+    if padded is not None:
+        return Vocabulary(size=arguments.size("padded_vocab_size"), divisible_by=1, is_certain=True)
+    divisible_by = arguments.size("make_vocab_size_divisible_by", default=128)
+    if arguments.get("pad_vocab_size") is False:
+        divisible_by = 1
+    kind = arguments.get("tokenizer_type")
+    if kind is None and arguments.get("vocab_file") is None and arguments.get("vocab_size") is not None:
+        # A script with a tokenizer of its own: the flag is all there is to go by.
+        return Vocabulary(size=arguments.size("vocab_size"), divisible_by=divisible_by, is_certain=True)
+    # NVIDIA's pretrain_gpt.py names this tokenizer where the user names none.
+    kind = kind or "GPT2BPETokenizer"
+    size, is_certain = _count(arguments, kind)
+    note = (
+        "" if is_certain else f"assumed a vocabulary of {size} tokens for {kind}; --padded-vocab-size says it exactly"
+    )
+    return Vocabulary(size=size, divisible_by=divisible_by, is_certain=is_certain, note=note)
+
+
+def _count(arguments: Arguments, kind: str) -> tuple[int, bool]:
+    """Tokens, and whether that is certain."""
+    if kind in NOT_GPT:
+        raise MegatronError(
+            f"{arguments.shown('tokenizer_type')}: not a decoder-only language model; it is not planned"
+        )
+    given = arguments.get("vocab_size")
+    if kind == "NullTokenizer":
+        if given is None:
+            raise MegatronError("--tokenizer-type NullTokenizer needs --vocab-size")
+        # One id for the end of a document on top, until the flag came to include it.
+        return int(given) + (1 if release_of(arguments.version) < (0, 18) else 0), True
+    if kind == "TikTokenizer":
+        return int(given or TIKTOKEN_DEFAULT_TOKENS), True
+    counted = _count_file(arguments, kind)
+    if counted is not None:
+        return counted
+    if given is not None:
+        return int(given), False
+    raise MegatronError(
+        f"{arguments.shown('tokenizer_type')} with {arguments.shown('tokenizer_model')}: its vocabulary cannot be "
+        f"counted without loading it; add --padded-vocab-size N, as Megatron prints it at the start"
+    )
+
+
+def _count_file(arguments: Arguments, kind: str) -> tuple[int, bool] | None:
+    if kind == "GPT2BPETokenizer":
+        counted = _json_entries(arguments.get("vocab_file"))
+        return (GPT2_TOKENS, False) if counted is None else (counted, True)
+    model = arguments.get("tokenizer_model")
+    if model is None:
+        return None
+    if kind in SENTENCEPIECE:
+        pieces = _sentencepiece_pieces(Path(model))
+        # Only this one adds tokens of its own, which depend on what the model lacks.
+        return None if not pieces else (pieces, kind != "SentencePieceTokenizer")
+    entries = _tokenizer_json_tokens(Path(model))
+    return None if entries is None else (entries, kind == "HuggingFaceTokenizer")
+
+
+def _json_entries(path: str | None) -> int | None:
+    try:
+        return len(json.loads(Path(path).read_text(encoding="utf-8"))) if path else None
+    except (OSError, ValueError):
+        return None
+
+
+def _tokenizer_json_tokens(path: Path) -> int | None:
+    """Distinct tokens of a Hugging Face tokenizer that lies on disk."""
+    try:
+        text = (path / "tokenizer.json" if path.is_dir() else path).read_text(encoding="utf-8")
+        tokenizer = json.loads(text)
+        vocabulary = tokenizer["model"]["vocab"]
+        # Unigram models list [token, score] pairs; the others map tokens to ids.
+        tokens = set(vocabulary) if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}
+        return len(tokens | {added["content"] for added in tokenizer.get("added_tokens", ())})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _sentencepiece_pieces(path: Path) -> int | None:
+    """Count the pieces of a SentencePiece model: field 1 of its protobuf message, repeated."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    place, pieces = 0, 0
+    while place < len(data):
+        tag, place = _varint(data, place)
+        if tag & 7 != 2:  # the pieces come first, and every field up to them is length-delimited
+            break
+        length, place = _varint(data, place)
+        place += length
+        pieces += tag >> 3 == 1
+    return pieces if place <= len(data) else None
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    """One protobuf number and the place behind it."""
+    number, shift = 0, 0
+    while place < len(data):
+        byte = data[place]
+        number |= (byte & 0x7F) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 0x80:
+            break
+    return number, place

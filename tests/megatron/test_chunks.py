@@ -1,0 +1,112 @@
+"""Every way to cut the layers is read as Megatron reads it."""
+
+from __future__ import annotations
+
+import pytest
+from megatron_lines import SMALL
+
+from pipette_launch.errors import MegatronError
+from pipette_launch.megatron.chunks import read_chunks, write_chunks
+from pipette_launch.megatron.flags import Arguments
+
+
+def chunks(words: str, *, pp: int, num_layers: int) -> tuple[int, tuple[int, ...]]:
+    """Virtual stages and chunk sizes of some flags."""
+    return read_chunks(Arguments.parse(words.split(), "0.16.1"), pp=pp, num_layers=num_layers)
+
+
+@pytest.mark.parametrize(
+    ("words", "pp", "num_layers", "expected"),
+    [
+        ("", 4, 8, (1, ())),
+        ("--num-layers-per-virtual-pipeline-stage 2", 2, 8, (2, ())),
+        ("--num-layers-per-virtual-pipeline-stage 4", 2, 8, (1, ())),
+        ("--num-virtual-stages-per-pipeline-rank 2", 2, 8, (2, ())),
+        ("--num-virtual-stages-per-pipeline-rank 1", 1, 8, (1, ())),
+        ("--decoder-first-pipeline-num-layers 1", 4, 10, (1, (1, 3, 3, 3))),
+        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2", 4, 8, (1, ())),
+        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 6", 2, 8, (1, (2, 6))),
+        (
+            "--decoder-last-pipeline-num-layers 2 --num-virtual-stages-per-pipeline-rank 2",
+            3,
+            10,
+            (2, (2, 2, 1, 2, 2, 1)),
+        ),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", 4, 10, (1, (2, 3, 3, 2))),
+        (
+            "--account-for-embedding-in-pipeline-split --num-layers-per-virtual-pipeline-stage 2",
+            2,
+            7,
+            (2, (1, 2, 2, 2)),
+        ),
+        ("--pipeline-model-parallel-layout Et|t|t|tL", 2, 4, (2, ())),
+        ("--pipeline-model-parallel-layout E|(tt|)*3,tL", 5, 7, (1, (0, 2, 2, 2, 1))),
+        ("--pipeline-model-parallel-layout Et*3|t*5L", 2, 8, (1, (3, 5))),
+    ],
+)
+def test_cuts_are_read(words: str, pp: int, num_layers: int, expected: tuple[int, tuple[int, ...]]) -> None:
+    """Megatron's examples, worked by hand."""
+    assert expected == chunks(words, pp=pp, num_layers=num_layers)
+
+
+@pytest.mark.parametrize(
+    ("words", "pp", "num_layers", "message"),
+    [
+        ("", 3, 8, "does not divide over --pipeline-model-parallel-size 3"),
+        ("--num-layers-per-virtual-pipeline-stage 3", 2, 8, "not a multiple of 3"),
+        ("--num-virtual-stages-per-pipeline-rank 3", 2, 8, "do not divide into 3 virtual stages"),
+        ("--num-virtual-stages-per-pipeline-rank 2", 1, 8, "above 1"),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 2",
+            2,
+            8,
+            "exclude each other",
+        ),
+        (
+            "--pipeline-model-parallel-layout Et|tL --decoder-first-pipeline-num-layers 1",
+            2,
+            2,
+            "exclude each other",
+        ),
+        (
+            "--account-for-loss-in-pipeline-split --decoder-first-pipeline-num-layers 1",
+            2,
+            2,
+            "exclude each other",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 2",
+            2,
+            8,
+            "use --num-virtual-stages-per-pipeline-rank",
+        ),
+        ("--decoder-first-pipeline-num-layers 8", 2, 8, "does not divide"),
+        ("--pipeline-model-parallel-layout Et|t|tL", 2, 3, "3 stages are no multiple"),
+        ("--pipeline-model-parallel-layout Et|tL", 2, 3, "names 2 layers"),
+        ("--pipeline-model-parallel-layout t|EtL", 2, 2, "E at the very front"),
+        ("--pipeline-model-parallel-layout Et|mL", 2, 1, "multi-token prediction"),
+        ("--pipeline-model-parallel-layout Et|xL", 2, 1, "'x' is no layer"),
+    ],
+)
+def test_contradictions_are_named(words: str, pp: int, num_layers: int, message: str) -> None:
+    """What Megatron refuses is refused with flag, value and remedy."""
+    with pytest.raises(MegatronError, match=message):
+        chunks(words, pp=pp, num_layers=num_layers)
+
+
+@pytest.mark.parametrize(
+    ("vpp", "cut", "expected"),
+    [
+        (1, (), ""),
+        (2, (), "--num-layers-per-virtual-pipeline-stage 2"),
+        (1, (1, 7), "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 7"),
+        (1, (0, 8), "--pipeline-model-parallel-layout E|t*8L"),
+        (2, (1, 3, 2, 2), "--pipeline-model-parallel-layout Et|t*3|tt|ttL"),
+    ],
+)
+def test_cuts_are_written(vpp: int, cut: tuple[int, ...], expected: str) -> None:
+    """The plainest flags that say it, and nothing of what said another cut before."""
+    before = Arguments.parse([*SMALL, "--account-for-loss-in-pipeline-split"], "0.16.1")
+    after = write_chunks(before, pp=2, vpp=vpp, chunks=cut, num_layers=8)
+
+    assert " ".join([*SMALL, *expected.split()]) == " ".join(after.words)

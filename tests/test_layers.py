@@ -29,8 +29,10 @@ SOURCES = sorted((ROOT / "pipette_launch").rglob("*.py")) + sorted((ROOT / "patc
 
 
 def room_of(module: str) -> str:
-    """`pipette_launch.facts.plan` -> `facts`, `pipette_patches.run` -> `pipette_patches`."""
+    """`pipette_launch.facts.plan` -> `facts`, `megatron.core` -> `megatron-core`, which is not our room `megatron`."""
     parts = module.split(".")
+    if parts[0] == "megatron":
+        return "megatron-core"
     if parts[0] == "pipette_launch":
         return parts[1] if len(parts) > 1 else "pipette_launch"
     return parts[0]

@@ -1,0 +1,324 @@
+"""Build the user's own layers with megatron-core on one device, with no peer: communication costs nothing here.
+
+A fake process group of tp*cp ranks lets megatron-core cut its weights and activations as in the real job, while every
+collective returns at once (what it would have received stays uninitialised, which changes no time). So each device
+measures alone, and all devices of a job measure different shapes at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from pipette_launch.errors import PipetteError
+from pipette_launch.facts import ComputeCase, Job, ModelSpec
+from pipette_patches import registry
+
+PartName = Literal["layer", "moe_layer", "embedding", "head"]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SEED = 1234
+
+
+class WorkloadError(PipetteError):
+    """megatron-core cannot run this case on this device."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of the model that can be run forward and backward by itself."""
+
+    name: PartName
+    parameters: tuple[torch.nn.Parameter, ...]
+    source: torch.Tensor | None
+    """The input that a pipeline would send a gradient back for; the embedding has none."""
+    forward: Callable[[int], torch.Tensor]
+    """Run the part so many times in a row, each on the output of the one before (once if it has no such chain)."""
+    chains: bool
+    main_grad_dtype: torch.dtype
+
+    def backward(self, output: torch.Tensor) -> None:
+        """Run the backward of an output, down to the input and to whatever parameters are not frozen."""
+        if self.source is not None:
+            self.source.grad = None
+        if output.requires_grad:
+            torch.autograd.backward(output, torch.ones_like(output))
+
+    def freeze(self, frozen: bool) -> None:
+        """Ask for no weight gradients in what runs forward from now on: its backward is then the input's alone."""
+        for parameter in self.parameters:
+            parameter.requires_grad_(not frozen)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Add each weight gradient to a main gradient as soon as it is there, as Megatron's data parallelism does."""
+        hooks = [_give_main_grad(parameter, self.main_grad_dtype) for parameter in self.parameters]
+        try:
+            yield
+        finally:
+            for take_back in hooks:
+                take_back()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The parts of one compute case."""
+
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...]
+    """In what this differs from the real job, one sentence each."""
+
+
+@contextlib.contextmanager
+def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workload]:
+    """Build the parts of a case, and take everything down afterwards.
+
+    No process group may exist in this process. On CPU the patch `cpu_backend` is in force meanwhile.
+
+    Raises:
+        WorkloadError: megatron-core refuses the case; running out of memory is left as torch raises it.
+
+    """
+    patch = registry.use("cpu_backend") if device_kind == "cpu" else contextlib.nullcontext()
+    with patch, _fake_group(case):
+        try:
+            built = _build(job, case, device_kind)
+        except (AssertionError, ValueError, TypeError, RuntimeError, ImportError) as error:
+            if is_out_of_memory(error):
+                raise
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise WorkloadError(f"megatron-core refuses {case_words(case)}: {reason[0]}") from error
+        yield built
+
+
+def case_words(case: ComputeCase) -> str:
+    """A case as people write it."""
+    return f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host has no memory left."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def _give_main_grad(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:
+    """Prepare a parameter as Megatron's data parallelism does; call the result to undo that."""
+    parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
+    parameter.grad_added_to_main_grad = False
+    hook = parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+
+    def take_back() -> None:
+        hook.remove()
+        parameter.grad = None
+        del parameter.main_grad
+
+    return take_back
+
+
+def _add_to_main_grad(parameter: Any) -> None:
+    # Transformer Engine may have added it inside its own kernel.
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+@contextlib.contextmanager
+def _fake_group(case: ComputeCase) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with warnings.catch_warnings():
+        # Importing megatron-core warns of each optional library that is absent.
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state, tensor_parallel
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.tp * case.cp)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp,
+            context_parallel_size=case.cp,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.models.gpt import gpt_layer_specs
+        from megatron.core.models.gpt.gpt_model import GPTModel
+    model = job.model
+    kinds = _layer_kinds(model)
+    wants_te = device_kind == "cuda" and model.transformer_impl == "transformer_engine"
+    has_te = bool(getattr(gpt_layer_specs, "HAVE_TE", False))
+    uses_te = wants_te and has_te
+    notes = []
+    if wants_te and not has_te:
+        notes.append("compute was measured with megatron-core's local layers: transformer-engine is not installed")
+    config, config_notes = _config(job, case, kinds, device_kind=device_kind, uses_te=uses_te)
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=uses_te, normalization=None if uses_te else model.normalization
+    )
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=model.padded_vocab_size(case.tp),
+        max_sequence_length=model.max_position_embeddings,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+    )
+    # As Megatron's Float16Module does: norms too are kept in the training type.
+    gpt = gpt.to(device=device_kind, dtype=DTYPES[model.params_dtype]).train()
+    parts = _parts(gpt, job, case, kinds=kinds, device_kind=device_kind)
+    return Workload(parts=parts, notes=(*notes, *config_notes))
+
+
+def _layer_kinds(model: ModelSpec) -> tuple[PartName, ...]:
+    """The kinds of layers that the model has; one of each is built."""
+    dense: tuple[PartName, ...] = ("layer",) if 0 in model.moe_layer_freq or not model.num_experts else ()
+    moe: tuple[PartName, ...] = ("moe_layer",) if 1 in model.moe_layer_freq else ()
+    return dense + moe
+
+
+def _config(
+    job: Job, case: ComputeCase, kinds: tuple[PartName, ...], *, device_kind: str, uses_te: bool
+) -> tuple[Any, tuple[str, ...]]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model = job.model
+    dtype = DTYPES[model.params_dtype]
+    on_cuda = device_kind == "cuda"
+    experts, notes = _expert_fields(job, kinds, uses_te=uses_te)
+    fields: dict[str, Any] = {
+        "num_layers": len(kinds),
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "gated_linear_unit": model.gated_linear_unit,
+        "activation_func": torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu,
+        "normalization": model.normalization,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "bf16": model.params_dtype == "bf16",
+        "fp16": model.params_dtype == "fp16",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": case.tp,
+        "context_parallel_size": case.cp,
+        # Nobody trains with tensor parallelism on GPUs without it, and experts demand it everywhere.
+        "sequence_parallel": case.tp > 1 and (on_cuda or job.own.sequence_parallel or "moe_layer" in kinds),
+        "use_cpu_initialization": not on_cuda,
+        **_fusions(job, on_cuda=on_cuda, uses_te=uses_te),
+        **_attention_backend(model, on_cuda=on_cuda),
+        **experts,
+    }
+    known = inspect.signature(TransformerConfig).parameters
+    return TransformerConfig(**{name: value for name, value in fields.items() if name in known}), notes
+
+
+def _fusions(job: Job, *, on_cuda: bool, uses_te: bool) -> dict[str, bool]:
+    """Megatron's own defaults, unless the user's flags say no."""
+    flags = {flag.split()[0] for flag in job.performance_flags}
+    model = job.model
+    activation_flag = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
+    return {
+        "bias_activation_fusion": on_cuda
+        and activation_flag not in flags
+        and (model.gated_linear_unit or model.add_bias_linear),
+        "bias_dropout_fusion": on_cuda and "--no-bias-dropout-fusion" not in flags,
+        "masked_softmax_fusion": on_cuda and "--no-masked-softmax-fusion" not in flags,
+        "apply_rope_fusion": uses_te and "--no-rope-fusion" not in flags,
+        "gradient_accumulation_fusion": uses_te and "--no-gradient-accumulation-fusion" not in flags,
+        "persist_layer_norm": on_cuda and "--no-persist-layer-norm" not in flags,
+    }
+
+
+def _attention_backend(model: ModelSpec, *, on_cuda: bool) -> dict[str, Any]:
+    if not on_cuda:
+        return {}
+    from megatron.core.transformer.enums import AttnBackend
+
+    return {"attention_backend": AttnBackend[model.attention_backend]}
+
+
+def _expert_fields(job: Job, kinds: tuple[PartName, ...], *, uses_te: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """One rank's share of the experts, fed by as many tokens as it would get from its expert-parallel peers."""
+    model = job.model
+    if not model.num_experts:
+        return {}, ()
+    local = max(model.num_experts // job.own.ep, model.moe_router_topk)
+    share = f"MoE layers were measured with {local} of {model.num_experts} experts, one rank's share at ep{job.own.ep}"
+    notes = () if local == model.num_experts else (share,)
+    return {
+        "num_moe_experts": local,
+        "moe_layer_freq": [int(kind == "moe_layer") for kind in kinds],
+        "moe_router_topk": model.moe_router_topk,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": uses_te,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+    }, notes
+
+
+def _parts(gpt: Any, job: Job, case: ComputeCase, *, kinds: tuple[PartName, ...], device_kind: str) -> tuple[Part, ...]:
+    model = job.model
+    tokens = model.seq_length // case.cp
+    rows = tokens // (case.tp if gpt.config.sequence_parallel else 1)
+    dtype = DTYPES[model.params_dtype]
+    main_grad_dtype = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
+    shape = (rows, case.micro_batch_size, model.hidden_size)
+    hidden = torch.randn(shape, dtype=dtype, device=device_kind, requires_grad=True)
+    ids = torch.randint(model.vocab_size, (case.micro_batch_size, tokens), device=device_kind)
+    positions = torch.arange(tokens, device=device_kind).expand_as(ids)
+    rope = gpt.rotary_pos_emb(model.seq_length) if model.position_embedding_type == "rope" else None
+    tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
+
+    def run_layer(layer: Any) -> Callable[[int], torch.Tensor]:
+        def forward(times: int) -> torch.Tensor:
+            flow = hidden
+            for _ in range(times):
+                flow, _ = layer(flow, attention_mask=None, rotary_pos_emb=rope)
+            return flow
+
+        return forward
+
+    def embed(_: int) -> torch.Tensor:
+        output: torch.Tensor = gpt.embedding(input_ids=ids, position_ids=positions)
+        return output
+
+    def head(_: int) -> torch.Tensor:
+        normed = gpt.decoder.final_layernorm(hidden)
+        logits, _bias = gpt.output_layer(normed, weight=tied)
+        loss: torch.Tensor = gpt.compute_language_model_loss(ids, logits)
+        return loss.mean()
+
+    def part(name: PartName, module: Any, forward: Callable[[int], torch.Tensor], **options: Any) -> Part:
+        parameters = tuple(module.parameters())
+        return Part(name=name, parameters=parameters, forward=forward, main_grad_dtype=main_grad_dtype, **options)
+
+    layers = [
+        part(kind, layer, run_layer(layer), source=hidden, chains=True)
+        for kind, layer in zip(kinds, gpt.decoder.layers, strict=True)
+    ]
+    output = torch.nn.ModuleList([gpt.decoder.final_layernorm, gpt.embedding if tied is not None else gpt.output_layer])
+    return (
+        *layers,
+        part("embedding", gpt.embedding, embed, source=None, chains=False),
+        part("head", output, head, source=hidden, chains=False),
+    )

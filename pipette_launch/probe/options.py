@@ -1,0 +1,162 @@
+"""What one warm-up worker is asked to measure, and what it sends to rank 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts import ComputeCase, ComputeTime, Host, Job, MemoryReading, Samples
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+MIN_SIZES = 3
+DEFAULT_SIZES_BYTES = {"cpu": (8, 64 << 10, 1 << 20), "cuda": (8, 1 << 20, 16 << 20, 64 << 20)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class GroupShape:
+    """Equal groups that cover all slots: each holds `size` slots, `stride` apart."""
+
+    size: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        if self.size < 2 or self.stride < 1:
+            raise FactError(f"a group needs size >= 2 and stride >= 1, got size={self.size}, stride={self.stride}")
+
+    def groups(self, num_slots: int) -> tuple[tuple[int, ...], ...]:
+        """Cut the slots into groups of this shape; each slot is in exactly one."""
+        block = self.size * self.stride
+        if num_slots % block:
+            raise FactError(f"groups of {self.size} slots, {self.stride} apart, do not divide {num_slots} slots")
+        return tuple(
+            tuple(range(start + offset, start + block, self.stride))
+            for start in range(0, num_slots, block)
+            for offset in range(self.stride)
+        )
+
+
+def group_shapes(*, num_hosts: int, devices_per_host: int) -> tuple[GroupShape, ...]:
+    """Shapes that plans use: neighbours within a host, one device of each of several hosts, and everyone."""
+    within = [GroupShape(size=size, stride=1) for size in divisors(devices_per_host) if size > 1]
+    across = [GroupShape(size=size, stride=devices_per_host) for size in divisors(num_hosts) if size > 1]
+    world = num_hosts * devices_per_host
+    everyone = [GroupShape(size=world, stride=1)] if world > 1 else []
+    # Largest first: they carry the gradients, and a budget that runs out must not cost them.
+    return tuple(sorted({*within, *across, *everyone}, key=lambda shape: (-shape.size, shape.stride)))
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    return tuple(candidate for candidate in range(1, number + 1) if number % candidate == 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProbeOptions:
+    """The order that the agent writes for its warm-up workers; ranks are slots, host by host."""
+
+    KIND: ClassVar[str] = "probe-options"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    job: Job
+    hosts: tuple[Host, ...]
+    """In the order of torchrun's ranks, with equally many devices each."""
+    cases: tuple[ComputeCase, ...]
+    """Most promising first; the first is the reference that every slot measures."""
+    output: str
+    """Where rank 0 writes its Measurements."""
+    progress_dir: str
+    """Each worker keeps the name of its phase in the file `<progress_dir>/<local rank>`."""
+    shapes: tuple[GroupShape, ...] = ()
+    """Groups for collectives; empty = `group_shapes` of the hosts."""
+    message_sizes_bytes: tuple[int, ...] = ()
+    """At least three, ascending; empty = the device kind's own."""
+    budget_s: float = 60.0
+    """No phase begins another case once this has passed since the worker's start."""
+    timeout_s: float = 60.0
+    """Longest wait for another worker beyond what the budget explains."""
+    repeats: int = 5
+    """Timed messages or collectives of each size."""
+    warmups: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.hosts or len({len(host.devices) for host in self.hosts}) != 1:
+            counts = ", ".join(f"{host.name}: {len(host.devices)}" for host in self.hosts)
+            raise FactError(f"the warm-up needs hosts with equally many devices, got {counts or 'no hosts'}")
+        if not self.cases:
+            raise FactError("the warm-up needs at least one compute case, its reference")
+        sizes = self.message_sizes_bytes
+        if sizes and (len(set(sizes)) < MIN_SIZES or list(sizes) != sorted(sizes) or sizes[0] < 1):
+            raise FactError(f"message_sizes_bytes needs at least {MIN_SIZES} sizes, ascending, got {sizes}")
+        if not (self.budget_s > 0 and self.timeout_s > 0 and self.repeats > 0 and self.warmups >= 0):
+            raise FactError(
+                f"budget_s={self.budget_s}, timeout_s={self.timeout_s}, repeats={self.repeats} must be above 0 "
+                f"and warmups={self.warmups} not below"
+            )
+
+    @property
+    def devices_per_host(self) -> int:
+        """D: how many devices each host lends."""
+        return len(self.hosts[0].devices)
+
+    @property
+    def num_slots(self) -> int:
+        """S: one worker each."""
+        return len(self.hosts) * self.devices_per_host
+
+    @property
+    def device_kind(self) -> Literal["cuda", "cpu"]:
+        """What the slots are."""
+        return self.hosts[0].devices[0].kind
+
+    def sizes_bytes(self) -> tuple[int, ...]:
+        """Message sizes to time."""
+        return self.message_sizes_bytes or DEFAULT_SIZES_BYTES[self.device_kind]
+
+    def all_shapes(self) -> tuple[GroupShape, ...]:
+        """Groups to time."""
+        if self.shapes:
+            return self.shapes
+        return group_shapes(num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
+
+    def slot_name(self, slot: int) -> str:
+        """A slot as people write it: `node17:3`."""
+        host, local = divmod(slot, self.devices_per_host)
+        return f"{self.hosts[host].name}:{local}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkSamples:
+    """One-way times from one slot to another, one entry of `samples` for each size."""
+
+    source: int
+    target: int
+    sizes_bytes: tuple[int, ...]
+    samples: tuple[Samples, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSamples:
+    """Times of one collective as one member of a group saw them, one entry of `samples` for each size."""
+
+    kind: CollectiveKind
+    shape: GroupShape
+    sizes_bytes: tuple[int, ...]
+    samples: tuple[Samples, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerResult:
+    """All that one worker found out."""
+
+    KIND: ClassVar[str] = "probe-result"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    slot: int
+    links: tuple[LinkSamples, ...]
+    collectives: tuple[GroupSamples, ...]
+    compute: tuple[ComputeTime, ...]
+    memory: tuple[MemoryReading, ...]
+    overhead_bytes: int
+    phase_s: dict[str, float]
+    notes: tuple[str, ...]

@@ -1,0 +1,169 @@
+"""One warm-up worker: `python -m pipette_launch.probe.run OPTIONS.json`, in torchrun's environment.
+
+Phases: links, collectives, compute, memory. All workers walk through them together; rank 0 decides when a phase ends,
+gathers what the others found through the agent's store, and writes the Measurements.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pipette_launch.errors import ProbeError
+from pipette_launch.facts import files
+from pipette_launch.probe import inventory
+from pipette_launch.probe.assemble import assemble
+from pipette_launch.probe.harness import START, Budget, Conductor, Progress, Seat, seat_of
+from pipette_launch.probe.options import GroupShape, ProbeOptions, WorkerResult, group_shapes
+
+__all__ = ["GroupShape", "ProbeOptions", "group_shapes", "main"]
+
+logger = logging.getLogger(__name__)
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Be one warm-up worker; returns the exit code, and says on stderr in one line why it failed."""
+    started_s = time.perf_counter()
+    progress: Progress | None = None
+    try:
+        (path,) = arguments
+        seat = seat_of(os.environ)
+        options = files.read(Path(path), ProbeOptions)
+        progress = Progress(folder=Path(options.progress_dir), local_rank=seat.local_rank)
+        progress.announce(progress.phase)
+        _work(options, seat, progress, started_s)
+    except Exception as error:
+        # Whatever it is, the agent needs one line and an exit code.
+        phase = progress.phase if progress else "start"
+        reason = f"warm-up worker {os.environ.get('RANK', '?')} failed in phase {phase}: {_one_line(error)}"
+        logger.debug("%s", reason, exc_info=True)
+        sys.stderr.write(f"pipette: {reason}\n")
+        if progress is not None:
+            progress.fail(reason)
+        return 1
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if not isinstance(error, ProbeError) else text
+
+
+def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: float) -> None:
+    _check(options, seat)
+    device = options.hosts[seat.rank // options.devices_per_host].devices[seat.local_rank]
+    budget = Budget(started_s=started_s, budget_s=options.budget_s, clock=time.perf_counter)
+    # Only now torch: a bad order is answered at once.
+    import torch
+
+    from pipette_launch.probe import collectives, links
+    from pipette_launch.probe.memory import meter as meter_of
+
+    meter = meter_of(device.kind, device.uuid)
+    if device.kind == "cuda":
+        torch.cuda.set_device(seat.local_rank)
+    store = _store(seat, options)
+    conductor = Conductor(store=store, rank=seat.rank, world_size=seat.world_size, timeout_s=options.timeout_s)
+    with _process_group(store, conductor, seat, options):
+        progress.phase_s[START] = budget.clock() - started_s
+        with progress.during("links"):
+            linked = links.measure(options, rank=seat.rank, conductor=conductor, budget=budget)
+        with progress.during("collectives"):
+            grouped = collectives.measure(options, rank=seat.rank, conductor=conductor, budget=budget)
+        # With the communicators still open: they are most of what NVML sees beyond the allocator.
+        overhead_bytes = meter.overhead_bytes()
+    with progress.during("compute"):
+        # Its import of megatron-core is the most expensive part of a warm-up on CPU, so it waits until here.
+        from pipette_launch.probe import compute
+
+        conductor.meet(max(budget.left_s(), 0.0))
+        computed = compute.measure(options, slot=seat.rank, budget=budget, progress=progress, meter=meter)
+    result = WorkerResult(
+        slot=seat.rank,
+        links=linked.links,
+        collectives=grouped.groups,
+        compute=computed.times,
+        memory=computed.memory,
+        overhead_bytes=max(overhead_bytes, meter.overhead_bytes()),
+        phase_s=progress.phase_s,
+        notes=(*linked.notes, *grouped.notes, *computed.notes),
+    )
+    progress.announce("report")
+    _report(options, conductor, result, budget)
+    progress.announce("done")
+
+
+def _check(options: ProbeOptions, seat: Seat) -> None:
+    """The agent's environment and its order must speak of the same job."""
+    if seat.world_size != options.num_slots or seat.rank % options.devices_per_host != seat.local_rank:
+        raise ProbeError(
+            f"RANK={seat.rank} LOCAL_RANK={seat.local_rank} WORLD_SIZE={seat.world_size} do not fit "
+            f"{len(options.hosts)} hosts of {options.devices_per_host} devices in host order"
+        )
+
+
+def _store(seat: Seat, options: ProbeOptions) -> Any:
+    """The agent's store; without an agent's, rank 0 hosts one."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    store = TCPStore(
+        seat.master_addr,
+        seat.master_port,
+        seat.world_size,
+        is_master=seat.rank == 0 and not seat.agent_hosts_store,
+        timeout=timedelta(seconds=options.timeout_s),
+        wait_for_workers=False,
+    )
+    return PrefixStore("pipette/warm-up", store)
+
+
+@contextmanager
+def _process_group(store: Any, conductor: Conductor, seat: Seat, options: ProbeOptions) -> Iterator[None]:
+    """The world's communicator, for links and collectives; compute needs the process to itself."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import PrefixStore
+
+    # Imports end at different times; the deadline of a connection should not have to cover that.
+    conductor.meet()
+    dist.init_process_group(
+        BACKENDS[options.device_kind],
+        store=PrefixStore("world", store),
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=timedelta(seconds=options.timeout_s),
+        device_id=torch.device("cuda", seat.local_rank) if options.device_kind == "cuda" else None,
+    )
+    yield
+    # Not on failure: peers may be gone, and NCCL would wait for them; the process ends anyway.
+    dist.destroy_process_group()
+
+
+def _report(options: ProbeOptions, conductor: Conductor, result: WorkerResult, budget: Budget) -> None:
+    """Bring all results to rank 0, which writes the file; the others leave as soon as theirs is delivered."""
+    texts = conductor.gather(files.dumps(result), extra_s=max(budget.left_s(), 0.0))
+    if texts is None:
+        return
+    results = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
+    now = dt.datetime.now(dt.timezone.utc)
+    measurements = assemble(options, results, versions=inventory.versions(), taken_at=now.isoformat(timespec="seconds"))
+    files.write(Path(options.output), measurements)
+
+
+if __name__ == "__main__":
+    # torch and megatron-core warn of optional libraries and of deprecations; nothing of it concerns a measurement.
+    warnings.simplefilter("ignore")
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # After a failure, destructors of communicators would wait for peers that are gone.
+    os._exit(code)

@@ -1,0 +1,172 @@
+"""Tests of how the workers' results become one file."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from probe.workers import REFERENCE, tiny_options
+
+from pipette_launch.errors import ProbeError
+from pipette_launch.facts import ComputeTime, Samples
+from pipette_launch.probe.assemble import assemble, slot_speeds
+from pipette_launch.probe.options import GroupSamples, GroupShape, LinkSamples, ProbeOptions, WorkerResult
+
+SIZES = (8, 4096, 65536)
+
+
+def link(source: int, target: int, bandwidth: float, jitter: float = 0.0) -> LinkSamples:
+    """Samples of a link with 1 ms latency."""
+    return LinkSamples(
+        source=source,
+        target=target,
+        sizes_bytes=SIZES,
+        samples=tuple(
+            Samples(values_s=tuple((1e-3 + size / bandwidth) * (1 + sign * jitter) for sign in (-1, 0, 1)))
+            for size in SIZES
+        ),
+    )
+
+
+def layer(slot: int, seconds: float, jitter: float = 0.0) -> ComputeTime:
+    """A layer's times, a third each."""
+    sample = Samples(values_s=tuple(seconds / 3 * (1 + sign * jitter) for sign in (-1, 0, 1)))
+    return ComputeTime(case=REFERENCE, part="layer", slot=slot, forward=sample, input_grad=sample, weight_grad=sample)
+
+
+def result(slot: int, **changes: object) -> WorkerResult:
+    """A worker that found nothing yet."""
+    empty = WorkerResult(
+        slot=slot,
+        links=(),
+        collectives=(),
+        compute=(layer(slot, 3.0),),
+        memory=(),
+        overhead_bytes=slot,
+        phase_s={"links": float(slot)},
+        notes=(),
+    )
+    return replace(empty, **changes)  # type: ignore[arg-type]
+
+
+def three_hosts(tmp_path: Path) -> ProbeOptions:
+    """Three hosts with a device each."""
+    return tiny_options(tmp_path, hosts=3, devices=1, message_sizes_bytes=SIZES)
+
+
+def test_links_become_a_matrix_with_the_sender_in_the_row(tmp_path: Path) -> None:
+    """Each direction has its own bandwidth, and each pair an entry with its spread."""
+    options = tiny_options(tmp_path, hosts=2, devices=1, message_sizes_bytes=SIZES)
+    found = assemble(
+        options,
+        [result(0, links=(link(0, 1, 1e6),)), result(1, links=(link(1, 0, 2e6, jitter=0.01),))],
+        versions={"torch": "2"},
+        taken_at="now",
+    )
+
+    between = found.cluster.between_hosts
+    assert pytest.approx(1e6) == between.bandwidth_bytes_per_s[0][1]
+    assert pytest.approx(2e6) == between.bandwidth_bytes_per_s[1][0]
+    assert pytest.approx(1e-3) == between.latency_s[0][1]
+    assert [("send", (0, 1), 0.0), ("send", (1, 0), 0.01)] == [
+        (entry.kind, entry.slots, round(entry.spread, 6)) for entry in found.collectives
+    ]
+    assert found.overhead_bytes == 1
+    assert found.phase_s["links"] == 1.0
+    assert found.notes == ()
+
+
+def test_what_nobody_measured_is_as_slow_as_its_slower_end(tmp_path: Path) -> None:
+    """Host 2 is slow to reach; the unmeasured 1 -> 2 is taken as slow as 0 -> 2, and a note says so."""
+    links = [(link(0, 1, 9e6), link(0, 2, 1e6)), (link(1, 0, 9e6),), (link(2, 0, 1e6),)]
+    found = assemble(
+        three_hosts(tmp_path),
+        [result(slot, links=mine) for slot, mine in enumerate(links)],
+        versions={},
+        taken_at="now",
+    )
+
+    assert pytest.approx(1e6) == found.cluster.between_hosts.bandwidth_bytes_per_s[1][2]
+    assert "links: 2 of 6 pairs between hosts were assumed from the others" in found.notes
+
+
+def test_no_link_at_all_is_an_error(tmp_path: Path) -> None:
+    """Inventing a network would be worse than none."""
+    with pytest.raises(ProbeError, match="no link between hosts was measured"):
+        assemble(three_hosts(tmp_path), [result(slot) for slot in range(3)], versions={}, taken_at="now")
+
+
+def test_unstable_links_are_counted_and_the_worst_is_named(tmp_path: Path) -> None:
+    """One of two links scatters by 30 %."""
+    options = tiny_options(tmp_path, hosts=2, devices=1, message_sizes_bytes=SIZES)
+    found = assemble(
+        options,
+        [result(0, links=(link(0, 1, 1e9),)), result(1, links=(link(1, 0, 1.5e6, jitter=0.3),))],
+        versions={},
+        taken_at="now",
+    )
+
+    assert ("links: 1 of 2 scatter by more than 10%, most of all node1:0 -> node0:0 (1.5 MB/s +- 30%)",) == found.notes
+
+
+def test_slow_slots_are_found_and_named(tmp_path: Path) -> None:
+    """Twice the time is half the speed; 2 % more is noise."""
+    times = [layer(0, 1.0), layer(1, 1.02), layer(2, 2.0)]
+    speeds, notes = slot_speeds(three_hosts(tmp_path), times)
+
+    assert (1.0, 1.0, 0.51) == speeds
+    assert ("slot node2:0 computes at 0.51 of the median slot's speed",) == notes
+
+
+def test_a_difference_within_the_scatter_is_none(tmp_path: Path) -> None:
+    """A slot that scatters by 20 % is not called slow for being 40 % off."""
+    speeds, notes = slot_speeds(three_hosts(tmp_path), [layer(0, 1.0), layer(1, 1.0), layer(2, 1.4, jitter=0.2)])
+
+    assert ((1.0, 1.0, 1.0), ()) == (speeds, notes)
+
+
+def test_a_slot_without_the_reference_counts_as_usual(tmp_path: Path) -> None:
+    """It ran out of memory, say: its own note tells why."""
+    speeds, _ = slot_speeds(three_hosts(tmp_path), [layer(0, 1.0), layer(1, 1.0)])
+
+    assert (1.0, 1.0, 1.0) == speeds
+
+
+def test_no_compute_at_all_is_an_error(tmp_path: Path) -> None:
+    """There is nothing to plan with, and the workers' notes say why."""
+    options = tiny_options(tmp_path, hosts=1, devices=1)
+
+    with pytest.raises(ProbeError, match="no slot could measure a layer: out of luck"):
+        assemble(options, [result(0, compute=(), notes=("out of luck",))], versions={}, taken_at="now")
+
+
+def test_skipped_cases_are_counted(tmp_path: Path) -> None:
+    """Of two cases one was measured."""
+    other = replace(REFERENCE, micro_batch_size=2)
+    options = tiny_options(tmp_path, hosts=1, devices=1, cases=(REFERENCE, other))
+    found = assemble(options, [result(0)], versions={}, taken_at="now")
+
+    assert ("compute: 1 of 2 cases were not measured, first of them tp1 cp1 mbs2",) == found.notes
+
+
+def test_a_collective_is_done_when_its_last_member_is(tmp_path: Path) -> None:
+    """Of two groups the middle one by time stands for the shape; in it the slower member counts."""
+    options = tiny_options(tmp_path, hosts=1, devices=4, message_sizes_bytes=SIZES)
+    shape = GroupShape(size=2, stride=1)
+
+    def timed(bandwidth: float) -> tuple[GroupSamples, ...]:
+        samples = tuple(Samples(values_s=(1e-3 + size / bandwidth,)) for size in SIZES)
+        return (GroupSamples(kind="all_reduce", shape=shape, sizes_bytes=SIZES, samples=samples),)
+
+    everyone = tuple(tuple(link(a, b, 1e9) for b in range(4) if b != a) for a in range(4))
+    results = [
+        result(slot, links=everyone[slot], collectives=timed(bandwidth))
+        for slot, bandwidth in enumerate((4e6, 3e6, 9e5, 1e6))
+    ]
+    (found,) = [
+        entry
+        for entry in assemble(options, results, versions={}, taken_at="now").collectives
+        if entry.kind == "all_reduce"
+    ]
+
+    assert (0, 1) == found.slots
+    assert pytest.approx(1 / 3e6) == found.seconds_per_byte

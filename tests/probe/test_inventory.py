@@ -1,0 +1,232 @@
+"""Tests of what a host says of itself, with a stand-in for NVIDIA's library where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from pipette_launch.errors import ClusterError
+from pipette_launch.facts import Host
+from pipette_launch.probe import inventory
+
+GIB = 1 << 30
+ROOT = Path(__file__).parent.parent.parent
+
+
+class FakeNvml(types.ModuleType):
+    """NVML of a machine with so many GPUs, whose memory is partly in use."""
+
+    class NVMLError(Exception):
+        """Anything that NVML refuses."""
+
+    class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818 - NVML's own name
+        """No driver."""
+
+    class NVMLError_DriverNotLoaded(NVMLError):  # noqa: N801, N818 - NVML's own name
+        """No driver either."""
+
+    def __init__(self, num_gpus: int, processes: dict[int, list[SimpleNamespace]] | None = None) -> None:
+        super().__init__("pynvml")
+        self.num_gpus = num_gpus
+        self.processes = processes or {}
+        self.used = 2 * GIB
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        """Start."""
+        if not self.num_gpus:
+            raise self.NVMLError_LibraryNotFound
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        """End."""
+        self.open -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        """Some version."""
+        return "580.1"
+
+    def nvmlDeviceGetCount(self) -> int:
+        """All of them, whatever CUDA_VISIBLE_DEVICES says."""
+        return self.num_gpus
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        """An index is as good a handle as any."""
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        """The other way round."""
+        return int(uuid.rpartition("-")[2])
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        """The same letter twice, then the index."""
+        return f"GPU-{'ab'[handle % 2] * 4}-{handle}"
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        """Bytes, as old bindings answer."""
+        return b"Test GPU"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        """80 GiB."""
+        return SimpleNamespace(total=80 * GIB, free=80 * GIB - self.used, used=self.used)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        """Who computes there."""
+        return self.processes.get(handle, [])
+
+
+def install(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, visible: str | None = None) -> FakeNvml:
+    """Put the stand-in in place."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    return nvml
+
+
+def uuids(num_devices: int) -> list[str]:
+    """UUIDs of the devices that this host would lend."""
+    host = inventory.host(name="n", address="10.0.0.1", num_devices=num_devices, device="cuda")
+    return [device.uuid for device in host.devices]
+
+
+def test_a_cpu_host_shares_its_memory_equally() -> None:
+    """Two workers get half each of what the machine has, and all cores are counted once."""
+    host = inventory.host(name="n", address="10.0.0.1", num_devices=2, device="cpu")
+    first, second = host.devices
+
+    assert ("cpu-0", "cpu-1") == (first.uuid, second.uuid)
+    assert 0 < first.memory_total_bytes <= psutil.virtual_memory().total // 2
+    assert len(os.sched_getaffinity(0)) == host.cores
+
+
+def test_a_container_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    """A control group of 1 GiB leaves half of it for each of two workers; `max` means no limit."""
+    limit = tmp_path / "memory.max"  # type: ignore[operator]
+    monkeypatch.setattr(inventory, "CGROUP_LIMIT", limit)
+    limit.write_text(f"{GIB}\n")
+
+    assert GIB // 2 == _memory_of_a_share()
+    limit.write_text("max\n")
+    assert psutil.virtual_memory().total // 2 == _memory_of_a_share()
+
+
+def _memory_of_a_share() -> int:
+    host = inventory.host(name="n", address="10.0.0.1", num_devices=2, device="cpu")
+    return host.devices[0].memory_total_bytes
+
+
+def test_auto_takes_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU the host is a CUDA host, without it is a CPU host, and NVML is closed again."""
+    nvml = install(monkeypatch, FakeNvml(1))
+    with_gpu = inventory.host(name="n", address="a", num_devices=1)
+    install(monkeypatch, FakeNvml(0))
+    without = inventory.host(name="n", address="a", num_devices=1)
+
+    assert ("cuda", "Test GPU", 80 * GIB) == (
+        with_gpu.devices[0].kind,
+        with_gpu.devices[0].name,
+        with_gpu.devices[0].memory_total_bytes,
+    )
+    assert "cpu" == without.devices[0].kind
+    assert 0 == nvml.open
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["GPU-aaaa-0", "GPU-bbbb-1", "GPU-aaaa-2"]),
+        ("2,0", ["GPU-aaaa-2", "GPU-aaaa-0"]),
+        ("GPU-bbbb-1, 0", ["GPU-bbbb-1", "GPU-aaaa-0"]),
+        ("GPU-b", ["GPU-bbbb-1"]),
+        ("1,-1,2", ["GPU-bbbb-1"]),
+        ("1,9,2", ["GPU-bbbb-1"]),
+    ],
+)
+def test_visible_devices_are_taken_as_cuda_takes_them(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
+) -> None:
+    """Order, indices, UUIDs and their prefixes, and nothing after the first bad entry."""
+    install(monkeypatch, FakeNvml(3), visible)
+
+    assert expected == uuids(len(expected))
+
+
+@pytest.mark.parametrize("visible", ["", "GPU-a", "-1"])
+def test_no_visible_gpu_is_an_error_when_gpus_are_asked_for(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    """An empty list, an ambiguous prefix, or -1 hides all; the error shows the variable."""
+    install(monkeypatch, FakeNvml(3), visible)
+
+    with pytest.raises(ClusterError, match=f"CUDA_VISIBLE_DEVICES={visible!r}"):
+        uuids(1)
+
+
+def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four workers cannot share two GPUs."""
+    install(monkeypatch, FakeNvml(2))
+
+    with pytest.raises(ClusterError, match="n: 4 workers for 2 visible GPUs"):
+        uuids(4)
+
+
+def gpu_host(monkeypatch: pytest.MonkeyPatch, processes: dict[int, list[SimpleNamespace]], used: int) -> Host:
+    """A host of one GPU with these processes."""
+    nvml = install(monkeypatch, FakeNvml(1, processes))
+    nvml.used = used
+    return inventory.host(name="n", address="a", num_devices=1, device="cuda")
+
+
+def test_other_processes_on_a_device_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process, name and size; small holders and this very process do not count."""
+    processes = [
+        SimpleNamespace(pid=os.getppid(), usedGpuMemory=3 * GIB),
+        SimpleNamespace(pid=os.getppid(), usedGpuMemory=GIB // 4),
+        SimpleNamespace(pid=os.getpid(), usedGpuMemory=9 * GIB),
+    ]
+    (sentence,) = inventory.busy_devices(gpu_host(monkeypatch, {0: processes}, 12 * GIB))
+
+    name = psutil.Process(os.getppid()).name()
+    assert f"n: Test GPU GPU-aaaa-0: process {os.getppid()} ({name}) holds 3.00 GiB; end it" in sentence
+
+
+def test_memory_that_nobody_owns_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From inside a container NVML shows the use but not the user."""
+    (sentence,) = inventory.busy_devices(gpu_host(monkeypatch, {}, 3 * GIB))
+
+    assert "3.00 GiB are held by a process that NVML does not name" in sentence
+
+
+def test_an_idle_device_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A display's few megabytes are tolerated, and a CPU host is never busy."""
+    idle = gpu_host(monkeypatch, {}, GIB // 8)
+    cpu = inventory.host(name="n", address="a", num_devices=1, device="cpu")
+
+    assert ((), ()) == (inventory.busy_devices(idle), inventory.busy_devices(cpu))
+
+
+def test_versions_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages that are there with their versions, the driver where there is one, and nothing else."""
+    install(monkeypatch, FakeNvml(1))
+    found = inventory.versions()
+
+    assert {"pipette-launch", "torch", "megatron-core", "driver"} <= set(found)
+    assert "580.1" == found["driver"]
+    assert set(found) <= {"pipette-launch", "driver", *inventory.PACKAGES}
+
+
+def test_the_inventory_needs_no_torch() -> None:
+    """Agents take stock before anything heavy is imported."""
+    code = (
+        "import sys; from pipette_launch.probe import inventory, run; inventory.versions(); "
+        "inventory.host(name='n', address='a', num_devices=1); sys.exit('torch' in sys.modules)"
+    )
+
+    assert 0 == subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode

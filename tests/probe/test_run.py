@@ -1,0 +1,116 @@
+"""Whole warm-ups: real workers over gloo, as the agent starts them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from facts_for_tests import tiny_job, tiny_model
+from probe.workers import REFERENCE, run_workers, tiny_options
+
+from pipette_launch.facts import ComputeCase, Measurements, files
+from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.run import main
+
+pytestmark = pytest.mark.timeout(60)
+TP2 = ComputeCase(tp=2, cp=1, micro_batch_size=1)
+CP2 = ComputeCase(tp=1, cp=2, micro_batch_size=1)
+PARTS = {"layer", "moe_layer", "embedding", "head"}
+MIXED_MODEL = tiny_model(
+    num_experts=4,
+    moe_layer_freq=(0, 1, 0, 1),
+    params_dtype="bf16",
+    gated_linear_unit=True,
+    normalization="RMSNorm",
+    add_bias_linear=False,
+    num_query_groups=2,
+    position_embedding_type="rope",
+    untie_embeddings_and_output_weights=True,
+)
+
+
+def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
+    """Four workers bring home every link, collective and case of a model with dense and MoE layers."""
+    job = replace(tiny_job(4), model=MIXED_MODEL)
+    options = tiny_options(tmp_path, hosts=2, devices=2, job=job, cases=(REFERENCE, TP2, CP2))
+    outcome = run_workers(options, tmp_path)
+    assert [0, 0, 0, 0] == outcome.codes, outcome.errors
+
+    found = files.read(Path(options.output), Measurements)
+    kinds = {(entry.kind, len(entry.slots)) for entry in found.collectives}
+    wanted = {(kind, size) for kind in ("all_reduce", "all_gather", "all_to_all") for size in (2, 4)}
+    assert options.hosts == found.cluster.hosts
+    assert {("send", 2)} | wanted <= kinds
+    assert all(rate > 0 for links in found.cluster.within_host for rate in links.bandwidth_bytes_per_s[0][1:])
+    assert {(slot, REFERENCE) for slot in range(4)} <= {(time.slot, time.case) for time in found.compute}
+    assert {(part, case) for part in PARTS for case in (REFERENCE, TP2)} == {
+        (time.part, time.case) for time in found.compute
+    }
+    assert all(time.forward.median_s > 0 for time in found.compute)
+    assert {REFERENCE, TP2} == {reading.case for reading in found.memory}
+    assert 0 == found.overhead_bytes
+    assert ["start", "links", "collectives", "compute", "memory"] == list(found.phase_s)
+    assert all(seconds > 0 for seconds in found.phase_s.values())
+    # Megatron's local layers know no context parallelism: said, not hidden.
+    assert any(note.startswith("compute: megatron-core refuses tp1 cp2 mbs1") for note in found.notes)
+    assert ["done\n", "done\n"] == [(tmp_path / "progress" / name).read_text() for name in ("0", "1")]
+
+
+def test_a_spent_budget_leaves_the_least(tmp_path: Path) -> None:
+    """With no time at all: one round of links, one shape, the reference case, and notes on what is missing."""
+    options = tiny_options(tmp_path, hosts=3, devices=1, cases=(REFERENCE, TP2), budget_s=0.01)
+    outcome = run_workers(options, tmp_path)
+    assert [0, 0, 0] == outcome.codes, outcome.errors
+
+    found = files.read(Path(options.output), Measurements)
+    assert {REFERENCE} == set(found.compute_cases())
+    assert {"layer", "embedding", "head"} == {time.part for time in found.compute}
+    assert "links: 2 of 3 rounds were skipped, the budget was spent" in found.notes
+    assert "compute: 1 of 2 cases were not measured, first of them tp2 cp1 mbs1" in found.notes
+
+
+def test_a_missing_worker_ends_the_others_in_time(tmp_path: Path) -> None:
+    """Rank 1 never comes: rank 0 says so within its deadline, on stderr and in its progress file."""
+    options = tiny_options(tmp_path, hosts=1, devices=2, timeout_s=2.0)
+    outcome = run_workers(options, tmp_path, missing=(1,))
+
+    reason = (tmp_path / "progress" / "0.error").read_text()
+    assert [1] == outcome.codes
+    assert "failed in phase start: waited 2 s in vain for all workers to arrive" in reason
+    # torch's store adds lines of its own.
+    assert outcome.errors[0].endswith(f"pipette: {reason}")
+    assert not Path(options.output).exists()
+
+
+def test_an_order_for_another_job_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An environment that does not fit the order is an error before torch is imported."""
+    order = tmp_path / "options.json"
+    files.write(order, tiny_options(tmp_path, hosts=2, devices=2))
+    for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    assert 1 == main([str(order)])
+    assert "RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 do not fit 2 hosts of 2 devices" in capsys.readouterr().err
+
+
+def test_a_damaged_order_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file and its fault are in the one line on stderr."""
+    order = tmp_path / "options.json"
+    order.write_text("{")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    assert 1 == main([str(order)])
+    line = capsys.readouterr().err
+    assert f"{order}: not JSON" in line
+    assert 1 == len(line.splitlines())
+
+
+def test_the_front_door_gives_the_options() -> None:
+    """The agent finds ProbeOptions where the worker's main is."""
+    from pipette_launch.probe import run
+
+    assert ProbeOptions is run.ProbeOptions

@@ -1,0 +1,80 @@
+"""Real warm-up workers for tests: one process per slot, and a store that the test hosts as the agent does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from facts_for_tests import tiny_cluster, tiny_job
+
+from pipette_launch.facts import ComputeCase, files
+from pipette_launch.probe.options import ProbeOptions
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 60
+REFERENCE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
+
+
+def tiny_options(folder: Path, *, hosts: int, devices: int, **changes: object) -> ProbeOptions:
+    """Options for a tiny model on CPU hosts, with small messages."""
+    fields: dict[str, object] = {
+        "job": tiny_job(world_size=hosts * devices),
+        "hosts": tiny_cluster(hosts, devices).hosts,
+        "cases": (REFERENCE,),
+        "output": str(folder / "cluster.json"),
+        "progress_dir": str(folder / "progress"),
+        "message_sizes_bytes": (8, 4096, 65536),
+        "repeats": 3,
+        "timeout_s": 30.0,
+        "budget_s": 40.0,
+    }
+    return ProbeOptions(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the workers ended, by rank."""
+
+    codes: list[int]
+    errors: list[str]
+
+
+def run_workers(options: ProbeOptions, folder: Path, *, missing: tuple[int, ...] = ()) -> Outcome:
+    """Start one worker for each slot but the missing ones, and wait for all."""
+    order = folder / "options.json"
+    files.write(order, options)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pipette_launch.probe.run", str(order)],
+            env={**os.environ, **_environment(rank, options, store.port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(options.num_slots)
+        if rank not in missing
+    ]
+    try:
+        errors = [worker.communicate(timeout=LIMIT_S)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    return Outcome([worker.returncode for worker in workers], errors)
+
+
+def _environment(rank: int, options: ProbeOptions, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % options.devices_per_host),
+        "WORLD_SIZE": str(options.num_slots),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'patches'}",
+    }

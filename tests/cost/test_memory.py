@@ -1,0 +1,229 @@
+"""Every part of the peak by hand, and what must hold whatever the layout."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_job, tiny_model
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from pipette_launch.cost.memory import (
+    MemoryParts,
+    buffer_bytes,
+    chunk_activation_bytes,
+    gradient_bytes_per_parameter,
+    optimizer_bytes,
+    peak_live_bytes,
+    peak_memory_bytes,
+    recompute_working_set_bytes,
+)
+from pipette_launch.cost.parameters import Parameters
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts import Batch, Job, Layout, Recompute
+from pipette_launch.facts.schedule import schedule_of
+
+FULL_UNIFORM = Recompute(granularity="full", method="uniform", num_layers=1)
+KEPT = 32 * 2048 + 4 * 4 * 32
+"""What one layer of `job` keeps: see test_activations."""
+
+
+def job(**changes: object) -> Job:
+    """A bf16 GPT of four layers with fused attention, h 64, s 32."""
+    model = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "attention_backend": "fused"}
+    return tiny_job(model=tiny_model(**(model | changes)))
+
+
+def test_a_peak_by_hand() -> None:
+    """fp32, Adam, one rank: four layers of 49,984 parameters, embedding 16,384, positions 2,048, final norm 128."""
+    parameters = 4 * 49984 + 16384 + 2048 + 128
+    layer = 64 * 2048 + 16 * 2048
+
+    (parts,) = peak_memory_bytes(tiny_job(), Layout(dp=4))
+
+    assert parts == MemoryParts(
+        weights=4 * parameters,
+        gradients=4 * parameters,
+        optimizer=8 * parameters,
+        activations=4 * layer,
+        recompute=0,
+        embedding=8 * 32,
+        head=8 * 2048 + 4 * 32 * 256,
+        buffers=0,
+        optimizer_step=4 * parameters,
+    )
+    assert parts.static == 16 * parameters
+    assert parts.total == 16 * parameters + max(4 * layer + 8 * 32 + 8 * 2048 + 4 * 32 * 256, 4 * parameters)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "expected"),
+    [
+        # bf16 with fp32 gradients: 18 bytes, or 6 + 12/d.
+        ({}, Layout(dp=4), (2, 4, 12, 0)),
+        ({}, Layout(dp=4, use_distributed_optimizer=True), (2, 4, 3, 0)),
+        # dp * cp shards, not dp.
+        ({}, Layout(dp=2, cp=2, use_distributed_optimizer=True), (2, 4, 3, 0)),
+        # torch's own Adam holds 4 more for each parameter it steps.
+        ({"transformer_impl": "local"}, Layout(dp=4), (2, 4, 12, 4)),
+        ({"transformer_impl": "local"}, Layout(dp=4, use_distributed_optimizer=True), (2, 4, 3, 1)),
+        # fp16 gradients are copied to fp32 for the step: 20 bytes, or 4 + 16/d.
+        ({"params_dtype": "fp16"}, Layout(dp=4), (2, 2, 12, 4)),
+        ({"params_dtype": "fp32"}, Layout(dp=4), (4, 4, 8, 0)),
+        ({"params_dtype": "fp32"}, Layout(dp=4, use_distributed_optimizer=True), (4, 4, 2, 0)),
+    ],
+)
+def test_bytes_of_a_parameter(changes: dict[str, object], layout: Layout, expected: tuple[int, ...]) -> None:
+    """Weight, gradient, optimizer, step (memory.md section 3, by precision)."""
+    this = job(**changes)
+    states, step = optimizer_bytes(this, Parameters(dense=1000), layout)
+
+    assert (this.model.dtype_bytes, gradient_bytes_per_parameter(this), states / 1000, step / 1000) == expected
+
+
+def test_gradients_reduced_in_bf16() -> None:
+    """2 bytes in the buffer, 4 more for the step (megatron.md 8.2)."""
+    this = replace(job(), grad_reduce_in_bf16=True)
+
+    assert gradient_bytes_per_parameter(this) == 2
+    assert optimizer_bytes(this, Parameters(dense=10), Layout()) == (120, 40)
+
+
+def test_sgd_keeps_one_momentum() -> None:
+    """4 bytes and the fp32 copy, no temporaries."""
+    assert optimizer_bytes(replace(job(), optimizer="sgd"), Parameters(dense=10), Layout()) == (80, 0)
+
+
+def test_experts_shard_over_their_own_group() -> None:
+    """dp 4, ep 2: dense states over four ranks, experts over two; a rest is rounded up."""
+    layout = Layout(dp=4, ep=2, use_distributed_optimizer=True)
+
+    assert optimizer_bytes(job(), Parameters(dense=10, expert=10), layout)[0] == 12 * (3 + 5)
+
+
+def test_live_microbatches_of_1f1b() -> None:
+    """min(m, p - r)."""
+    layout = Layout(pp=4)
+
+    assert [peak_live_bytes(layout, rank, 8, (10,)) for rank in range(4)] == [40, 30, 20, 10]
+    assert [peak_live_bytes(layout, rank, 2, (10,)) for rank in range(4)] == [20, 20, 20, 10]
+
+
+def test_live_chunks_of_an_interleaved_schedule() -> None:
+    """p 2, v 2, g 2: five chunk passes on rank 0, three on rank 1, as many as (p(v + 1) - 1)/v micro-batches."""
+    layout = Layout(pp=2, vpp=2)
+
+    assert [peak_live_bytes(layout, rank, 4, (10, 10)) for rank in range(2)] == [50, 30]
+
+
+@given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.randoms())
+def test_live_bytes_are_those_of_the_schedule(pp: int, vpp: int, rounds: int, extra: int, rng: random.Random) -> None:
+    """Walking the actions with each chunk's own bytes gives the same peak."""
+    group = pp + extra
+    layout = Layout(pp=pp, vpp=vpp, microbatch_group_size=group if vpp > 1 else 0)
+    schedule = schedule_of(layout, rounds * group)
+    sizes = [rng.randint(0, 9) for _ in range(layout.num_chunks)]
+    for rank in range(pp):
+        live = peak = 0
+        for action in schedule.ranks[rank]:
+            live += sizes[action.stage] if action.kind == "F" else -sizes[action.stage]
+            peak = max(peak, live)
+
+        assert peak == peak_live_bytes(layout, rank, rounds * group, tuple(sizes[rank::pp]))
+
+
+def test_activations_of_chunks() -> None:
+    """Each chunk keeps its own layers."""
+    layout = Layout(pp=2, layers_per_chunk=(3, 1))
+
+    assert chunk_activation_bytes(job(), layout) == (3 * KEPT, KEPT)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept", "working_set"),
+    [
+        (Recompute(granularity="none"), 4 * KEPT, 0),
+        # 2*s*b*h for each unit, and one unit's layers for a while.
+        (FULL_UNIFORM, 4 * 4096, KEPT),
+        (Recompute(granularity="full", method="uniform", num_layers=2), 2 * 4096, 2 * KEPT),
+        (Recompute(granularity="full", method="uniform", num_layers=3), 2 * 4096, 3 * KEPT),
+        (Recompute(granularity="full", method="block", num_layers=1), 4096 + 3 * KEPT, KEPT),
+        (Recompute(granularity="full", method="block", num_layers=9), 4 * 4096, KEPT),
+        (Recompute(granularity="selective", modules=("mlp",)), 4 * (KEPT - 16 * 2048), 16 * 2048),
+    ],
+)
+def test_recompute(recompute: Recompute, kept: int, working_set: int) -> None:
+    """What stays for every micro-batch, and what comes back for a while."""
+    layout = Layout(recompute=recompute)
+
+    assert chunk_activation_bytes(job(), layout) == (kept,)
+    assert recompute_working_set_bytes(job(), layout, moe=False) == working_set
+
+
+def test_buffers() -> None:
+    """A receive and a send tensor with a pipeline, the gathered input with sequence parallelism."""
+    assert buffer_bytes(job(), Layout()) == 0
+    assert buffer_bytes(job(), Layout(pp=2)) == 2 * 4096
+    assert buffer_bytes(job(), Layout(tp=2)) == 0
+    assert buffer_bytes(job(), Layout(tp=2, pp=2, sequence_parallel=True)) == 2 * 2048 + 4096
+
+
+def test_ends_of_the_pipeline() -> None:
+    """The first rank holds inputs of its live micro-batches, the last one the head, the middle neither."""
+    parts = peak_memory_bytes(job(), Layout(pp=4))
+
+    assert [part.embedding for part in parts] == [4 * 8 * 32, 0, 0, 0]
+    assert [part.head for part in parts] == [0, 0, 0, 4 * 2048 + 6 * 32 * 256]
+
+
+def test_the_peak_may_be_the_optimizer_step() -> None:
+    """Activations are gone by then: the larger of the two counts."""
+    parts = MemoryParts(
+        weights=1,
+        gradients=2,
+        optimizer=3,
+        activations=10,
+        recompute=1,
+        embedding=1,
+        head=1,
+        buffers=1,
+        optimizer_step=20,
+    )
+
+    assert parts.total == 26
+    assert replace(parts, optimizer_step=13).total == 20
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    """The error names the numbers."""
+    with pytest.raises(LayoutError, match="micro_batch_size"):
+        peak_memory_bytes(job(), Layout(dp=4, micro_batch_size=3))
+
+
+@given(
+    st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2)]),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+    st.sampled_from([Recompute(granularity="none"), Recompute(granularity="selective"), FULL_UNIFORM]),
+    st.sampled_from([1, 2, 3, 4, 6]),
+)
+def test_memory_never_falls_as_the_microbatch_grows(
+    pipeline: tuple[int, int], tp: int, sequence_parallel: bool, recompute: Recompute, micro_batch_size: int
+) -> None:
+    """More samples at once, more bytes on every rank, although fewer micro-batches are alive."""
+    pp, vpp = pipeline
+    this = replace(job(num_layers=4), batch=Batch(global_batch_size=24))
+    sizes = []
+    for size in (micro_batch_size, 2 * micro_batch_size):
+        assume(24 % size == 0 and (vpp == 1 or (24 // size) % pp == 0))
+        layout = Layout(
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            micro_batch_size=size,
+            sequence_parallel=sequence_parallel and tp > 1,
+            recompute=recompute,
+        )
+        sizes.append([parts.total for parts in peak_memory_bytes(this, layout)])
+
+    assert all(small <= large for small, large in zip(*sizes, strict=True))

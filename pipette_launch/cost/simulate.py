@@ -220,19 +220,20 @@ def one_forward_one_backward_s(
 def _graph(schedule: Schedule) -> tuple[list[int], list[int]]:
     """For each action, the rank's action before it and the action whose result it needs."""
     actions = [action for rank in schedule.ranks for action in rank]
-    index = {action: number for number, action in enumerate(actions)}
+    n, last_stage = schedule.num_microbatches, schedule.num_stages - 1
+    # Where each action stands, by (stage, kind, micro-batch) as one number: forwards of a stage, then its backwards.
+    position = [_NO_ACTION] * (2 * n * schedule.num_stages)
+    for number, (stage, kind, microbatch) in enumerate(actions):
+        position[(2 * stage + (kind == "B")) * n + microbatch] = number
     per_rank = len(actions) // schedule.pp
     previous = [number - 1 if number % per_rank else _NO_ACTION for number in range(len(actions))]
-    last_stage = schedule.num_stages - 1
     cause = []
     for stage, kind, microbatch in actions:
         if kind == "F":
-            needed = Action(stage - 1, "F", microbatch)
-        elif stage == last_stage:
-            needed = Action(stage, "F", microbatch)
+            cause.append(position[2 * (stage - 1) * n + microbatch] if stage else _NO_ACTION)
         else:
-            needed = Action(stage + 1, "B", microbatch)
-        cause.append(index.get(needed, _NO_ACTION))
+            needed = 2 * stage if stage == last_stage else 2 * stage + 3
+            cause.append(position[needed * n + microbatch])
     return previous, cause
 
 

@@ -33,7 +33,7 @@ def test_groups_are_those_of_the_layout(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.words)
 def test_members_are_sorted_by_rank(layout: Layout) -> None:
-    """torch sorts the ranks of every group, so rings run upwards."""
+    """As torch sorts the ranks of every group, rings run upwards."""
     groups = Groups.of(layout)
 
     for name in ("tp", "cp", "ep", "etp", "ep_etp", "dp_cp", "expert_dp", "embedding"):
@@ -51,7 +51,7 @@ def test_expert_groups_cover_every_rank_once(layout: Layout) -> None:
 
 
 def test_expert_data_parallel_groups_by_hand() -> None:
-    """tp 2, dp 4, ep 2, etp 2: each expert slice lies on two ranks, four apart."""
+    """With tp 2, dp 4, ep 2, etp 2: each expert slice lies on two ranks, four apart."""
     groups = Groups.of(Layout(tp=2, dp=4, ep=2, etp=2))
 
     assert groups.expert_dp.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]

@@ -95,7 +95,7 @@ def test_sgd_keeps_one_momentum() -> None:
 
 
 def test_experts_shard_over_their_own_group() -> None:
-    """dp 4, ep 2: dense states over four ranks, experts over two; a rest is rounded up."""
+    """With dp 4, ep 2: dense states over four ranks, experts over two; a rest is rounded up."""
     layout = Layout(dp=4, ep=2, use_distributed_optimizer=True)
 
     assert optimizer_bytes(job(), Parameters(dense=10, expert=10), layout)[0] == 12 * (3 + 5)
@@ -110,7 +110,7 @@ def test_live_microbatches_of_1f1b() -> None:
 
 
 def test_live_chunks_of_an_interleaved_schedule() -> None:
-    """p 2, v 2, g 2: five chunk passes on rank 0, three on rank 1, as many as (p(v + 1) - 1)/v micro-batches."""
+    """With p 2, v 2, g 2: five chunk passes on rank 0, three on rank 1, as many as (p(v + 1) - 1)/v micro-batches."""
     layout = Layout(pp=2, vpp=2)
 
     assert [peak_live_bytes(layout, rank, 4, (10, 10)) for rank in range(2)] == [50, 30]

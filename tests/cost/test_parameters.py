@@ -10,7 +10,7 @@ MOE = {"num_experts": 4, "moe_layer_freq": (0, 1, 0, 1), "moe_ffn_hidden_size": 
 
 
 def test_a_gpt_layer() -> None:
-    """h 64, f 256: QKV 64*192+192, projection 64*64+64, MLP 64*256+256 and 256*64+64, two norms of 128."""
+    """With h 64, f 256: QKV 64*192+192, projection 64*64+64, MLP 64*256+256 and 256*64+64, two norms of 128."""
     assert layer_parameters(tiny_model(), Layout(), moe=False) == Parameters(dense=12480 + 4160 + 16640 + 16448 + 256)
 
 
@@ -29,7 +29,7 @@ def test_a_llama_layer() -> None:
 
 
 def test_a_query_group_is_never_split() -> None:
-    """tp 4 over two groups: each rank holds one whole group of 16 channels."""
+    """With tp 4 over two groups: each rank holds one whole group of 16 channels."""
     model = tiny_model(num_query_groups=2, add_bias_linear=False)
 
     assert layer_parameters(model, Layout(tp=4), moe=False) == Parameters(dense=64 * (16 + 32 + 16) + 8192 + 256)

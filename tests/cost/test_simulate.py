@@ -54,48 +54,61 @@ def drawn_stages(stages: int, rng: random.Random) -> StageTimes:
     )
 
 
-def event_loop_ends(schedule: Schedule, times: StageTimes) -> dict[Action, float]:
+class EventLoop:
     """A clock, a heap and messages: each rank runs its next action as soon as it is free and the input is there."""
-    last = schedule.num_stages - 1
-    queues = [list(actions) for actions in schedule.ranks]
-    inputs = {Action(0, "F", m) for m in range(schedule.num_microbatches)}
-    free = [True] * schedule.pp
-    ends: dict[Action, float] = {}
-    ticket = itertools.count()
-    events: list[tuple[float, int, str, Action]] = []
 
-    def try_start(now: float) -> None:
-        for rank, queue in enumerate(queues):
-            if free[rank] and queue and queue[0] in inputs:
+    def __init__(self, schedule: Schedule, times: StageTimes) -> None:
+        self.times = times
+        self.last = schedule.num_stages - 1
+        self.queues = [list(actions) for actions in schedule.ranks]
+        self.free = [True] * schedule.pp
+        self.inputs = {Action(0, "F", m) for m in range(schedule.num_microbatches)}
+        self.ends: dict[Action, float] = {}
+        self.ticket = itertools.count()
+        self.events: list[tuple[float, int, str, Action]] = []
+
+    def run(self) -> dict[Action, float]:
+        """When each action ends."""
+        self.start_what_can(0.0)
+        while self.events:
+            now, _, what, action = heapq.heappop(self.events)
+            if what == "done":
+                self.ends[action] = now
+                self.free[action.stage % len(self.free)] = True
+                self.send(now, action)
+            else:
+                self.inputs.add(action)
+            self.start_what_can(now)
+        return self.ends
+
+    def start_what_can(self, now: float) -> None:
+        """Start the next action of every rank that is free and has its input."""
+        for rank, queue in enumerate(self.queues):
+            if self.free[rank] and queue and queue[0] in self.inputs:
                 action = queue.pop(0)
-                free[rank] = False
-                seconds = times.forward_s if action.kind == "F" else times.backward_s
-                if action.kind == "F" and action.microbatch == 0 and times.first_forward_s:
-                    seconds = times.first_forward_s
-                heapq.heappush(events, (now + seconds[action.stage], next(ticket), "done", action))
+                self.free[rank] = False
+                self.push(now + self.seconds_of(action), "done", action)
 
-    def send(now: float, action: Action) -> None:
-        if action.kind == "F" and action.stage < last:
-            arrival, receiver = now + times.forward_hop_s[action.stage], action._replace(stage=action.stage + 1)
+    def seconds_of(self, action: Action) -> float:
+        """How long the action takes."""
+        if action.kind == "B":
+            return self.times.backward_s[action.stage]
+        first = self.times.first_forward_s or self.times.forward_s
+        return (self.times.forward_s if action.microbatch else first)[action.stage]
+
+    def send(self, now: float, action: Action) -> None:
+        """Send the result to whoever needs it."""
+        if action.kind == "F" and action.stage == self.last:
+            hop_s, receiver = 0.0, action._replace(kind="B")
         elif action.kind == "F":
-            arrival, receiver = now, action._replace(kind="B")
-        elif action.stage > 0:
-            arrival, receiver = now + times.backward_hop_s[action.stage - 1], action._replace(stage=action.stage - 1)
+            hop_s, receiver = self.times.forward_hop_s[action.stage], action._replace(stage=action.stage + 1)
         else:
-            return
-        heapq.heappush(events, (arrival, next(ticket), "arrived", receiver))
+            hop_s, receiver = (0.0, *self.times.backward_hop_s)[action.stage], action._replace(stage=action.stage - 1)
+        self.push(now + hop_s, "arrived", receiver)
 
-    try_start(0.0)
-    while events:
-        now, _, what, action = heapq.heappop(events)
-        if what == "done":
-            ends[action] = now
-            free[action.stage % schedule.pp] = True
-            send(now, action)
-        else:
-            inputs.add(action)
-        try_start(now)
-    return ends
+    def push(self, at: float, what: str, action: Action) -> None:
+        """Put an event on the heap."""
+        heapq.heappush(self.events, (at, next(self.ticket), what, action))
 
 
 def test_two_stages_by_hand() -> None:
@@ -155,7 +168,7 @@ def test_1f1b_equals_what_was_simulated_elsewhere(
 
 @pytest.mark.parametrize(("vpp", "expected"), [(2, 0.099), (4, 0.052)])
 def test_interleaving_divides_the_bubble(vpp: int, expected: float) -> None:
-    """p 8, n 32, F = B = W, no hop: the makespan bubbles of facts/schedules.md section 4."""
+    """With p 8, n 32, F = B = W, no hop: the makespan bubbles of facts/schedules.md section 4."""
     times = equal_stages(8 * vpp, forward_s=1.0 / vpp, backward_s=2.0 / vpp)
     makespan_s = Engine(interleaved(8, vpp, 32, 8)).makespan_s(times)
 
@@ -180,7 +193,7 @@ def test_equals_a_naive_event_loop(pp: int, vpp: int, microbatches: int, kind: s
         for actions, rank_ends in zip(schedule.ranks, timeline.end_s, strict=True)
         for action, end in zip(actions, rank_ends, strict=True)
     }
-    assert event_loop_ends(schedule, times) == ends
+    assert EventLoop(schedule, times).run() == ends
 
 
 @given(st.integers(2, 4), st.integers(1, 8), st.randoms())
@@ -245,9 +258,12 @@ def test_an_engine_is_made_once_for_a_shape() -> None:
 
 def test_a_large_pipeline_is_priced_in_a_third_of_a_second() -> None:
     """32 stages and 256 micro-batches, schedule and all."""
-    start = time.process_time()
-    makespan_s = simulate(one_forward_one_backward(32, 256), equal_stages(32)).makespan_s
-    seconds = time.process_time() - start
 
-    assert makespan_s == 861.0
-    assert seconds < 0.3
+    def seconds() -> float:
+        start = time.process_time()
+        makespan_s = simulate(one_forward_one_backward.__wrapped__(32, 256), equal_stages(32)).makespan_s
+        assert makespan_s == 861.0
+        return time.process_time() - start
+
+    # The quickest of five: other processes share the cores.
+    assert min(seconds() for _ in range(5)) < 0.3

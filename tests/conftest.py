@@ -1,6 +1,11 @@
 """What all tests share: the GPU switch, and small facts to build on."""
 
 import pytest
+from hypothesis import settings
+
+# A shared machine makes any single example slow now and then; pytest-timeout bounds the whole.
+settings.register_profile("shared-machine", deadline=None)
+settings.load_profile("shared-machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,9 +10,10 @@ slowest link (alpha-beta model; Thakur, Rabenseifner, Gropp 2005, sections 4.1 t
     send                   1 step of bytes
 
 `bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. Where a group of the same or of a
-near shape was measured, its fit scales latency and time per byte of this formula, so a group that was measured costs
-what was measured, and one of equal shape over slower links costs more in proportion. Groups that run at the same time
-are priced each by itself: their contention is in the price only as far as it was in the measurement.
+near shape was measured, its fit corrects this formula, so a group that was measured costs what was measured: time per
+byte in proportion, so that slower links cost more; latency beyond that of the links as an addition to each step, as it
+is the library's, not the link's. A send is not corrected: the links themselves are measured by sends. Groups that run
+at the same time are priced each by itself: their contention is in the price as far as it was in the measurement.
 """
 
 # S = slots, G = groups of one kind, K = members of a group in ring order.
@@ -60,12 +61,14 @@ def chunk_share(kind: Kind, size: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How much slower than its links' own figures a collective was measured, by the number of hosts it spans."""
+    """How a collective was measured to differ from the formula; entry h is for groups on h hosts, 0 is unused."""
 
-    on_latency: NDArray[np.float64]
-    """Factor on the latency; entry h is for groups on h hosts, entry 0 is unused."""
-    on_bytes: NDArray[np.float64]
-    """Factor on the time per byte."""
+    latency_factor: NDArray[np.float64]
+    """On each link's latency, at most 1."""
+    extra_latency_s: NDArray[np.float64]
+    """Of each step, on top of its link's."""
+    bytes_factor: NDArray[np.float64]
+    """On each link's time per byte."""
     is_measured: bool
 
 
@@ -106,11 +109,11 @@ class Fabric:
         sender, receiver = _links(kind, slots_GK)
         chunk_G = np.broadcast_to(np.asarray(size_bytes, dtype=np.float64), hosts_G.shape) * chunk_share(kind, size)
         step_G = _step_s(
-            self.latency_s_SS[sender, receiver] * scale.on_latency[hosts_G][:, None],
-            self.seconds_per_byte_SS[sender, receiver] * scale.on_bytes[hosts_G][:, None],
+            self.latency_s_SS[sender, receiver] * scale.latency_factor[hosts_G][:, None],
+            self.seconds_per_byte_SS[sender, receiver] * scale.bytes_factor[hosts_G][:, None],
             chunk_G[:, None],
         ).max(axis=1)
-        seconds: NDArray[np.float64] = steps * step_G
+        seconds: NDArray[np.float64] = steps * (step_G + scale.extra_latency_s[hosts_G])
         return seconds
 
     def bound_s(self, kind: Kind, size: int, size_bytes: float) -> float:
@@ -126,7 +129,8 @@ class Fabric:
         fewest = -(-size // self.cluster.devices_per_host)
         most = min(size, len(self.cluster.hosts))
         best = min(
-            _step_s(latency_s * scale.on_latency[hosts], byte_s * scale.on_bytes[hosts], chunk)
+            _step_s(latency_s * scale.latency_factor[hosts], byte_s * scale.bytes_factor[hosts], chunk)
+            + scale.extra_latency_s[hosts]
             for hosts in range(fewest, most + 1)
             for latency_s, byte_s in (self._best_across if hosts > 1 else self._best_within)
         )
@@ -140,14 +144,18 @@ class Fabric:
 
     def _scale(self, kind: Kind, size: int) -> Scale:
         hosts = len(self.cluster.hosts)
-        latency_H, bytes_H = np.ones(hosts + 1), np.ones(hosts + 1)
+        rows = np.tile([1.0, 0.0, 1.0], (hosts + 1, 1))
         candidates: list[CollectiveTime] = []
-        for name in (kind, *_STAND_IN[kind]):
+        for name in (kind, *_STAND_IN[kind]) if kind != "send" else ():
             candidates = candidates or [measured for measured in self._collectives if measured.kind == name]
         for count in range(1, hosts + 1) if candidates else ():
-            nearest = min(candidates, key=lambda measured: self._distance(measured, size, count))
-            latency_H[count], bytes_H[count] = self._factors(nearest)
-        return Scale(on_latency=latency_H, on_bytes=bytes_H, is_measured=bool(candidates))
+            rows[count] = self._correction(min(candidates, key=lambda measured: self._distance(measured, size, count)))
+        return Scale(
+            latency_factor=rows[:, 0],
+            extra_latency_s=rows[:, 1],
+            bytes_factor=rows[:, 2],
+            is_measured=bool(candidates),
+        )
 
     def _distance(self, measured: CollectiveTime, size: int, hosts: int) -> tuple[bool, float, float, tuple[int, ...]]:
         """Within a host or across hosts first, then members, then hosts; the slots break ties, so order does not."""
@@ -159,15 +167,17 @@ class Fabric:
             measured.slots,
         )
 
-    def _factors(self, measured: CollectiveTime) -> tuple[float, float]:
-        """Measured latency and time per byte over those of the formula on the very links of the measured group."""
+    def _correction(self, measured: CollectiveTime) -> tuple[float, float, float]:
+        """Latency factor, extra latency of a step and byte factor that make the formula give the measured times."""
         slots_GK = np.array([measured.slots], dtype=np.int64)
         size = len(measured.slots)
         sender, receiver = _links(measured.kind, slots_GK)
         steps = num_steps(measured.kind, size)
-        latency_s = steps * float(self.latency_s_SS[sender, receiver].max())
+        link_s = float(self.latency_s_SS[sender, receiver].max())
+        step_s = measured.latency_s / steps
         byte_s = steps * chunk_share(measured.kind, size) * float(self.seconds_per_byte_SS[sender, receiver].max())
-        return (measured.latency_s / latency_s if latency_s > 0 else 1.0, measured.seconds_per_byte / byte_s)
+        factor = step_s / link_s if step_s < link_s else 1.0
+        return factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s
 
     def _best_links(self, chosen_SS: NDArray[np.bool_]) -> tuple[tuple[float, float], ...]:
         """(latency, seconds per byte) of the links that no other beats in both."""

@@ -98,14 +98,31 @@ def test_an_all_to_all_uses_every_pair() -> None:
     assert fabric.seconds("all_gather", (0, 1, 2, 3), 4e6) == pytest.approx(3 * 1e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_measured_group_costs_what_was_measured(kind: Kind) -> None:
-    """The fit is taken as it is, for every number of bytes."""
-    slots = (0, 2) if kind == "send" else (0, 1, 2, 3)
-    fabric = Fabric(tiny_cluster(2, 2), [measured(kind, slots)])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "send"])
+@pytest.mark.parametrize("latency_s", [0.0, 1e-4, 2e-3])
+def test_a_measured_group_costs_what_was_measured(kind: Kind, latency_s: float) -> None:
+    """The fit is taken as it is, for every number of bytes, be its latency below or above that of the links."""
+    slots = (0, 1, 2, 3)
+    fabric = Fabric(tiny_cluster(2, 2), [measured(kind, slots, latency_s=latency_s)])
 
     for size_bytes in (0, 1, 1000, 10**8):
-        assert fabric.seconds(kind, slots, size_bytes) == pytest.approx(2e-3 + 4e-8 * size_bytes)
+        assert fabric.seconds(kind, slots, size_bytes) == pytest.approx(latency_s + 4e-8 * size_bytes)
+
+
+def test_a_send_is_what_its_link_says() -> None:
+    """The links were measured by sends: another pair's time would only blur them."""
+    fabric = Fabric(tiny_cluster(2, 2), [measured("send", (0, 2))])
+
+    assert fabric.seconds("send", (0, 2), 1000) == pytest.approx(1.1e-4)
+
+
+def test_the_latency_of_the_library_is_added_to_that_of_the_link() -> None:
+    """A link that seems to have no latency does not blow up the price of another group."""
+    latency = ((0.0, 0.0, 1e-4), (0.0, 0.0, 1e-4), (1e-4, 1e-4, 0.0))
+    links = replace(Links.uniform(3, latency_s=0.0, bandwidth_bytes_per_s=1e8), latency_s=latency)
+    fabric = Fabric(replace(tiny_cluster(3, 1), between_hosts=links), [measured("all_reduce", (0, 1))])
+
+    assert fabric.seconds("all_reduce", (0, 2), 0) == pytest.approx(2e-3 + 2 * 1e-4)
 
 
 def test_a_group_of_equal_shape_costs_more_over_a_slower_link() -> None:
@@ -120,7 +137,7 @@ def test_a_group_of_equal_shape_costs_more_over_a_slower_link() -> None:
 
 
 def test_the_nearest_shape_is_taken() -> None:
-    """Within a host or across comes first, then the number of members; order of the measurements does not matter."""
+    """Within a host or across comes first, then the number of members, whatever the order of the measurements."""
     fits = [
         measured("all_reduce", (0, 1), latency_s=1.0),
         measured("all_reduce", (0, 4), latency_s=2.0),

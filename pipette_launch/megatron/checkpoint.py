@@ -162,7 +162,8 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
         raise MegatronError(
             f"--use-mp-args-from-checkpoint-args: the sizes in {folder} cannot be read; give them as flags instead"
         )
-    keeps = _kept_fields(arguments, own, sharding) if reads_optimizer else ()
+    is_sharded = bool(written.get("use_distributed_optimizer", own.use_distributed_optimizer))
+    keeps = _kept_fields(arguments, sharding, is_sharded=is_sharded) if reads_optimizer else ()
     # With --use-mp-args-from-checkpoint-args the user's own sizes are the checkpoint's, though a plan may change them.
     values = {name: written[name] for name in (MODEL_FIELDS if takes_sizes else keeps) if name in written}
     pins = []
@@ -183,9 +184,9 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
     return Demands(own=values, pins=tuple(pins), notes=(problem,) if problem else ())
 
 
-def _kept_fields(arguments: Arguments, own: Layout, sharding: str | None) -> tuple[str, ...]:
-    if sharding is None and not own.use_distributed_optimizer:
-        return ("use_distributed_optimizer",)
+def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:
+    if not is_sharded:
+        return ("use_distributed_optimizer",)  # the plain optimizer's state follows its parameters
     if sharding is None:
         sharding = "fully_sharded_model_space" if release_of(arguments.version) < (0, 15) else "dp_reshardable"
     if sharding in ("fully_reshardable", "fully_sharded_model_space"):

@@ -37,8 +37,7 @@ def read_recompute(arguments: Arguments) -> Recompute:
 
 def num_layers_of(arguments: Arguments) -> int:
     """Layers of the model; `--encoder-num-layers` is the old word for it."""
-    layers = arguments.get("num_layers") or arguments.get("encoder_num_layers")
-    return int(layers)
+    return arguments.size("num_layers" if arguments.get("num_layers") is not None else "encoder_num_layers")
 
 
 def read_layout(arguments: Arguments, *, world_size: int) -> Layout:

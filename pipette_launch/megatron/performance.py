@@ -6,7 +6,6 @@ from pipette_launch.megatron.flags import Arguments
 
 DESTS = frozenset(
     {
-        "__future__",
         "accumulate_allreduce_grads_in_fp32",
         "apply_query_key_layer_scaling",
         "apply_rope_fusion",

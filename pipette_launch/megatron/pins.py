@@ -109,7 +109,7 @@ def check_planned(arguments: Arguments, device_kind: str) -> None:
     The launcher then trains with the user's own configuration, as torchrun would, and shows the reason.
     """
     for dest, reason in REFUSED:
-        if arguments.is_given(dest) and arguments.get(dest):
+        if arguments.is_given(dest) and (arguments.get(dest) or dest == "local_rank"):
             raise MegatronError(f"{arguments.shown(dest)}: {reason}")
     spec = arguments.get("spec")
     if spec and spec != ["local"]:

@@ -122,26 +122,25 @@ def _sentencepiece_pieces(path: Path) -> int | None:
     """Count the pieces of a SentencePiece model: field 1 of its protobuf message, repeated."""
     try:
         data = path.read_bytes()
-    except OSError:
+        place, pieces = 0, 0
+        while place < len(data):
+            tag, place = _varint(data, place)
+            if tag & 7 != 2:  # the pieces come first, and every field up to them is length-delimited
+                break
+            length, place = _varint(data, place)
+            place += length
+            pieces += tag >> 3 == 1
+    except (OSError, IndexError):
         return None
-    place, pieces = 0, 0
-    while place < len(data):
-        tag, place = _varint(data, place)
-        if tag & 7 != 2:  # the pieces come first, and every field up to them is length-delimited
-            break
-        length, place = _varint(data, place)
-        place += length
-        pieces += tag >> 3 == 1
     return pieces if place <= len(data) else None
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """One protobuf number and the place behind it."""
+    """One protobuf number and the place behind it; raises IndexError where the data end within it."""
     number, shift = 0, 0
-    while place < len(data):
+    while True:
         byte = data[place]
         number |= (byte & 0x7F) << shift
         place, shift = place + 1, shift + 7
         if byte < 0x80:
-            break
-    return number, place
+            return number, place

@@ -1,0 +1,91 @@
+"""Iteration lines of every release are read, and failures are recognised."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipette_launch.megatron import Iteration, explain_failure, parse_iteration
+
+LINE_0_14 = (
+    " [2025-07-01 12:00:00] iteration        3/      10 | consumed samples:           96 | elapsed time per iteration "
+    "(ms): 1234.5 | learning rate: 1.500000E-04 | global batch size:    32 | lm loss: 1.062345E+01 | loss scale: 1.0 | "
+    "grad norm: 2.345 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+LINE_0_16 = (
+    " [2026-01-05 12:00:00.123456] iteration      100/  500000 | consumed samples:       102400 | elapsed time per "
+    "iteration (ms): 250.0 | throughput per GPU (TFLOP/s/GPU): 410.2 | energy per GPU (J/iter/GPU): 120.1 | power per "
+    "GPU (W/GPU): 480.2 | learning rate: 3.000000E-04 | global batch size:  1024 | lm loss: 2.500000E+00 | load "
+    "balancing loss: 1.0E+00 | loss scale: 1.0 | grad norm: 0.5 | number of skipped iterations:   0 | number of nan "
+    "iterations:   0 |"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (LINE_0_14, Iteration(iteration=3, total=10, step_time_s=1.2345, loss="1.062345E+01")),
+        (LINE_0_16, Iteration(iteration=100, total=500000, step_time_s=0.25, loss="2.500000E+00")),
+        ("[default7]:" + LINE_0_16, Iteration(iteration=100, total=500000, step_time_s=0.25, loss="2.500000E+00")),
+        (
+            LINE_0_14.replace(" lm loss: 1.062345E+01 |", ""),
+            Iteration(iteration=3, total=10, step_time_s=1.2345, loss=None),
+        ),
+        (LINE_0_14.replace("1.062345E+01", "INF"), Iteration(iteration=3, total=10, step_time_s=1.2345, loss="INF")),
+        (" validation loss at iteration 10 | lm loss value: 1.0E+00 | lm loss PPL: 2.7E+00 |", None),
+        ("", None),
+    ],
+)
+def test_iteration_lines(line: str, expected: Iteration | None) -> None:
+    """Each field is found wherever it stands; a NaN loss is a missing field; other lines are none."""
+    assert expected == parse_iteration(line)
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139",
+            "out of memory: torch's allocator",
+        ),
+        ("torch.cuda.OutOfMemoryError: HIP out of memory", "out of memory: torch's allocator"),
+        ("RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be", "out of memory: torch's allocator"),
+        ("node1:12:12 [0] NCCL WARN Cuda failure 2 'out of memory'", "out of memory: NCCL"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out of memory: a CUDA library"),
+        (
+            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
+            "out of memory: the host",
+        ),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.", "out of memory: the kernel"),
+        ("Memory cgroup out of memory: Killed process 12 (python)", "out of memory: the kernel"),
+        (
+            "(TP, PP) mismatch after resume ((2, 2) vs (4, 1) from checkpoint): not supported for DistributedOptimizer",
+            "the plan does not fit the checkpoint: its optimizer state cannot change TP or PP",
+        ),
+        (
+            "Number of unpadded elements in each bucket need to be the same in current run (1) and checkpoint (2)",
+            "the plan does not fit the checkpoint: its optimizer state was saved with other gradient buckets",
+        ),
+        (
+            "AssertionError: Using ... require setting the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1",
+            "CUDA_DEVICE_MAX_CONNECTIONS does not suit",
+        ),
+        ("global batch size (6) is not divisible by micro batch size (4)", "Megatron refuses this configuration"),
+        ("pretrain_gpt.py: error: unrecognized arguments: --mine 3\n", "the script does not know the flags --mine 3"),
+        ("pretrain_gpt.py: error: argument --lr: invalid float value: 'x'\n", "the script refuses a flag: --lr: inv"),
+    ],
+)
+def test_failures_are_explained(text: str, start: str) -> None:
+    """The texts of torch, NCCL, the kernel, batch systems and Megatron each have one meaning."""
+    explanation = explain_failure(f"some line\n{text}\nanother line")
+
+    assert explanation is not None
+    assert explanation.startswith(start)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "exiting program at iteration 5", "RNG state will be ignored", "number of parameters: 10", "loss is high"],
+)
+def test_other_texts_are_not_explained(text: str) -> None:
+    """Deliberate ends and harmless notices are no failures."""
+    assert explain_failure(text) is None

@@ -1,0 +1,89 @@
+"""The model is read with Megatron's own defaults and derivations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from megatron_lines import SMALL, job
+
+from pipette_launch.errors import MegatronError
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("", {"ffn_hidden_size": 256, "kv_channels": 8, "num_query_groups": 8, "params_dtype": "fp32"}),
+        ("--swiglu", {"ffn_hidden_size": 128, "gated_linear_unit": True}),
+        ("--swiglu --ffn-hidden-size 96", {"ffn_hidden_size": 96}),
+        ("--num-query-groups 2", {"num_query_groups": 8}),
+        ("--num-query-groups 2 --group-query-attention", {"num_query_groups": 2}),
+        ("--group-query-attention", {"num_query_groups": 1}),
+        ("--disable-bias-linear", {"add_bias_linear": False, "add_qkv_bias": False}),
+        ("--disable-bias-linear --add-qkv-bias", {"add_bias_linear": False, "add_qkv_bias": True}),
+        ("--bf16 --position-embedding-type rope", {"params_dtype": "bf16", "position_embedding_type": "rope"}),
+        ("--use-rotary-position-embeddings", {"position_embedding_type": "rope"}),
+        ("--num-experts 0", {"num_experts": None, "moe_layer_freq": ()}),
+        ("--num-experts 4", {"num_experts": 4, "moe_layer_freq": (1,) * 8, "moe_ffn_hidden_size": 256}),
+        ("--num-experts 4 --moe-layer-freq 3", {"moe_layer_freq": (1, 0, 0, 1, 0, 0, 1, 0)}),
+        ("--num-experts 4 --moe-layer-freq ([0]+[1]*3)*2", {"moe_layer_freq": (0, 1, 1, 1) * 2}),
+        ("--num-experts 4 --moe-shared-expert-intermediate-size 32", {"moe_shared_expert_intermediate_size": 32}),
+        ("--hidden-dropout=0.0", {"hidden_dropout": 0.0, "attention_dropout": 0.1}),
+        ("--attention-backend flash", {"attention_backend": "flash", "transformer_impl": "transformer_engine"}),
+    ],
+)
+def test_shapes_are_derived(words: str, fields: dict[str, Any]) -> None:
+    """What the flags leave open follows Megatron's validate_args."""
+    model = job(words).model
+
+    assert fields == {name: getattr(model, name) for name in fields}
+
+
+def test_cpu_has_only_megatrons_own_layers() -> None:
+    """Transformer Engine needs CUDA."""
+    assert job(device_kind="cpu").model.transformer_impl == "local"
+
+
+def test_yarn_costs_what_rope_costs() -> None:
+    """YaRN is rope with other angles, and is there from 0.18 on."""
+    assert job("--position-embedding-type yarn", version="0.18.0").model.position_embedding_type == "rope"
+
+
+def test_missing_flags_are_named_at_once() -> None:
+    """One error for all of them."""
+    with pytest.raises(MegatronError) as error:
+        job(base=["--num-layers", "4", "--encoder-seq-length", "8"])
+
+    assert (
+        "the command line lacks --hidden-size, --num-attention-heads, --max-position-embeddings, --micro-batch-size; "
+        "add what is missing to the script's arguments"
+    ) == str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-attention-heads 3", "--num-attention-heads 3 does not divide --hidden-size 64"),
+        ("--max-position-embeddings 16", "--max-position-embeddings 16 is less than --seq-length 32"),
+        ("--fp16 --bf16", "--fp16 and --bf16 exclude each other"),
+        ("--group-query-attention --num-query-groups 3", "num_query_groups=3 does not divide"),
+        ("--num-experts 4 --moe-layer-freq [1,0]", "has 2 entries for --num-layers 8"),
+        ("--num-experts 4 --moe-layer-freq [2]*8", "each must be 0 or 1"),
+        ("--num-experts 4 --moe-layer-freq [1]*x", "neither a number nor a list"),
+        ("--num-experts 4 --moe-layer-freq __import__('os')", "neither a number nor a list"),
+        ("--normalization BatchNorm", "'BatchNorm' is not understood; known are LayerNorm, RMSNorm"),
+        ("--position-embedding-type strange", "'strange' is not understood"),
+        ("--num-layers 0", "--num-layers"),
+    ],
+)
+def test_contradictions_are_named(words: str, message: str) -> None:
+    """The flag, its value, and what it clashes with."""
+    with pytest.raises(MegatronError) as error:
+        job(words)
+
+    assert message in str(error.value)
+
+
+def test_last_value_wins() -> None:
+    """As in argparse."""
+    assert job("--num-layers 4", base=SMALL).model.num_layers == 4

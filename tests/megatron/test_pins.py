@@ -1,0 +1,92 @@
+"""What a plan must not change is pinned, with a note; what is not planned is refused, with a reason."""
+
+from __future__ import annotations
+
+import pytest
+from megatron_lines import TEXT, job
+
+from pipette_launch.errors import MegatronError
+
+SAMPLES = TEXT.replace("--train-iters 10", "--train-samples 1000").split()
+OPTIMIZER = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
+MICRO = "micro_batch_size"
+EXPERTS = "--num-experts 4"
+
+
+@pytest.mark.parametrize(
+    ("words", "pinned"),
+    [
+        ("--dataloader-type cyclic", ("dp", MICRO)),
+        ("--dataloader-type single", ()),
+        ("--rampup-batch-size 8 8 100", ("dp", MICRO, "vpp")),
+        (
+            "--rampup-batch-size 8 8 100 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+            ("dp", MICRO, "pp", "vpp"),
+        ),
+        ("--eod-mask-loss", (MICRO,)),
+        ("--eod-mask-loss --calculate-per-token-loss", ()),
+        ("--attention-dropout 0.5", ()),
+        (f"{EXPERTS} --moe-aux-loss-coeff 0.01", (MICRO,)),
+        (EXPERTS, ()),
+        (f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01", ()),
+        (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", (MICRO,)),
+        (
+            f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01",
+            ("dp", MICRO),
+        ),
+        (f"{EXPERTS} --moe-expert-capacity-factor 1.0", ("cp", "ep", "etp", MICRO, "tp")),
+        ("--optimizer sgd", OPTIMIZER),
+        ("--optimizer muon", ("etp", *OPTIMIZER[:2], "tp", OPTIMIZER[2])),
+        ("--use-distributed-optimizer --use-precision-aware-optimizer", OPTIMIZER),
+        ("--distribute-saved-activations", ("recompute",)),
+        ("--data-parallel-random-init", ("dp",)),
+    ],
+)
+def test_learning_stays_the_same(words: str, pinned: tuple[str, ...]) -> None:
+    """Each flag that ties what is learned to the layout pins that part of it, and says so."""
+    asked = job(words, base=SAMPLES)
+
+    assert pinned == asked.pinned
+    assert bool(asked.notes) == bool(pinned)
+
+
+def test_cpu_pins_context_parallelism() -> None:
+    """It needs Transformer Engine."""
+    assert job(device_kind="cpu").pinned == ("cp",)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--local-rank 0",
+        "--yaml-cfg job.yaml",
+        "--multi-latent-attention",
+        "--mtp-num-layers 1",
+        "--hybrid-override-pattern M-M*",
+        "--heterogeneous-layers-config-path layers.json",
+        "--use-torch-fsdp2",
+        "--use-megatron-fsdp",
+        "--perform-rl-step",
+        "--skip-train",
+        "--fake-process-group",
+        "--inprocess-restart",
+        "--non-persistent-ckpt-type local",
+        "--dataloader-type external",
+        "--spec my.module layers",
+        "--tp-comm-overlap",
+        "--moe-token-dispatcher-type flex",
+        "--img-h 224",
+    ],
+)
+def test_unplanned_jobs_are_refused(words: str) -> None:
+    """The error begins with the user's own words."""
+    with pytest.raises(MegatronError) as error:
+        job(words)
+
+    assert str(error.value).startswith(f"{words}: ")
+
+
+def test_what_is_off_or_harmless_is_not_refused() -> None:
+    """The local spec is Megatron's own; userbuffers are turned off on CPU."""
+    assert job("--spec local")
+    assert job("--tp-comm-overlap", device_kind="cpu")

@@ -1,0 +1,169 @@
+"""Jobs are read with their batch, their length, their pins and their notes."""
+
+from __future__ import annotations
+
+import pytest
+from megatron_lines import SMALL, TEXT, job
+
+from pipette_launch.errors import MegatronError, UsageError
+from pipette_launch.facts import Layout, Recompute
+
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+
+
+def test_own_layout_is_read() -> None:
+    """Degrees, chunks, micro-batch, savers and mapping, as torchrun would have run them."""
+    own = job(
+        f"{TP}=2 {PP} 2 --sequence-parallel --num-virtual-stages-per-pipeline-rank 2 --use-distributed-optimizer",
+        "--overlap-grad-reduce --overlap-param-gather --recompute-activations --use-tp-pp-dp-mapping",
+    ).own
+
+    assert own == Layout(
+        tp=2,
+        pp=2,
+        dp=2,
+        etp=2,
+        vpp=2,
+        sequence_parallel=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        use_tp_pp_dp_mapping=True,
+        recompute=Recompute(granularity="selective", modules=("core_attn",)),
+    )
+
+
+def test_a_plain_job_pins_nothing() -> None:
+    """Dropout and a fixed batch leave every layout open; nothing is assumed."""
+    asked = job()
+
+    assert ((), ()) == (asked.pinned, asked.notes)
+    assert (32, 10, 100, "adam") == (
+        asked.batch.global_batch_size,
+        asked.train_iters,
+        asked.log_interval,
+        asked.optimizer,
+    )
+
+
+def test_sequence_parallel_is_off_at_tp_1() -> None:
+    """Megatron drops it in silence."""
+    assert job("--sequence-parallel").own.sequence_parallel is False
+
+
+def test_samples_become_iterations() -> None:
+    """Sample-based training ends after as many whole batches as hold the samples."""
+    words = TEXT.replace("--train-iters 10", "--train-samples 100").split()
+
+    assert job(base=words).train_iters == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (f"{TP} 3", f"{TP} 3 need a multiple of 3 ranks, but the job has 8"),
+        (f"{TP} 16", f"{TP} 16 need a multiple of 16 ranks"),
+        ("--expert-tensor-parallel-size 3 --num-experts 2", "--expert-tensor-parallel-size 3 need a multiple of 3"),
+        (f"{TP} 8 --num-attention-heads 4", f"{TP} 8: does not divide --num-attention-heads 4"),
+        (f"{TP} 4 --group-query-attention --num-query-groups 8 --ffn-hidden-size 30", "feed-forward width 30"),
+        ("--context-parallel-size 8 --seq-length 24", "--seq-length 24 is no multiple of 2*8"),
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: needs --num-experts"),
+        ("--num-experts 3 --expert-model-parallel-size 2", "does not divide --num-experts 3"),
+        (f"--num-experts 4 {TP} 2", "--sequence-parallel"),
+        (
+            f"--num-experts 4 {PP} 2 --use-tp-pp-dp-mapping --expert-model-parallel-size 2",
+            "etp*ep = 2, tp*cp = 1; remove the flag",
+        ),
+        ("--global-batch-size 12", "it must be a multiple of 8"),
+        ("--overlap-param-gather", "--overlap-param-gather needs --use-distributed-optimizer"),
+        (
+            f"{PP} 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
+            "3 micro-batches do not interleave over 4 pipeline ranks",
+        ),
+        (
+            f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+            "a pipeline of more than 2 ranks",
+        ),
+        ("--train-samples 5", "--train-iters 10 and --train-samples 5 exclude each other"),
+        ("--rampup-batch-size 8 8 100", "works only with --train-samples"),
+        ("--recompute-granularity full", "needs --recompute-method uniform or block"),
+        ("--recompute-activations --recompute-num-layers 1", "selective recompute takes neither"),
+    ],
+)
+def test_contradictions_are_named(words: str, message: str) -> None:
+    """What Megatron would refuse is refused with flag, value and remedy."""
+    with pytest.raises(MegatronError) as error:
+        job(words)
+
+    assert message in str(error.value)
+
+
+def test_query_groups_are_replicated_from_0_16_on() -> None:
+    """Fewer groups than tensor ranks are an error before."""
+    words = f"{TP} 4 --group-query-attention --num-query-groups 2"
+
+    assert job(words).own.tp == 4
+    with pytest.raises(MegatronError, match="--num-query-groups 2"):
+        job(words, version="0.15.0")
+
+
+def test_length_of_the_job_must_be_said() -> None:
+    """Neither iterations nor samples: Megatron would fail later."""
+    with pytest.raises(MegatronError, match="lacks --train-iters"):
+        job(base=TEXT.replace("--train-iters 10", "").split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--context-parallel-size 2", "use --context-parallel-size 1 on CPU"),
+        ("--recompute-granularity selective --recompute-modules layernorm mlp", "--recompute-modules layernorm:"),
+    ],
+)
+def test_cpu_lacks_transformer_engine(words: str, message: str) -> None:
+    """What needs it is refused on CPU, and read on a GPU."""
+    assert job(words).own
+    with pytest.raises(MegatronError, match=message):
+        job(words, device_kind="cpu")
+
+
+def test_newer_releases_are_read_with_a_note() -> None:
+    """The newest known flags serve, and the user is told."""
+    assert job(version="0.25.0").notes == (
+        "Megatron 0.25.0 is newer than 0.20, the newest release whose flags are known",
+    )
+
+
+def test_fix_pins_fields() -> None:
+    """Short names and field names, with a note."""
+    asked = job(fix=("tp", "mbs", "dist-opt", "overlap", "layers_per_chunk"))
+
+    assert asked.pinned == (
+        "layers_per_chunk",
+        "micro_batch_size",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "tp",
+        "use_distributed_optimizer",
+    )
+    assert asked.notes == (f"--pipette-fix: {', '.join(asked.pinned)} stay",)
+
+
+def test_unknown_fix_is_answered_with_the_nearest() -> None:
+    """A typo costs no reading of documentation."""
+    with pytest.raises(UsageError, match="did you mean micro_batch_size"):
+        job(fix=("micro_batch_siz",))
+    with pytest.raises(UsageError, match="known are"):
+        job(fix=("zzz",))
+
+
+def test_performance_flags_are_kept() -> None:
+    """As the last of them counts, with their values, sorted."""
+    words = "--fp8-format=hybrid --fp8-format e4m3 --no-rope-fusion --cp-comm-type p2p a2a --lr 1"
+
+    assert job(words).performance_flags == ("--cp-comm-type p2p a2a", "--fp8-format e4m3", "--no-rope-fusion")
+
+
+def test_unknown_flags_do_not_matter() -> None:
+    """A script's own flags are no flags of Megatron."""
+    assert job("--mine 3 --tp 2") == job(base=SMALL)

@@ -173,7 +173,9 @@ def test_what_reshards_is_left_open(
     tmp_path: Path, flags: str, sharding: str | None, version: str, pinned: tuple[str, ...]
 ) -> None:
     """Weights always reshard; optimizer state by its type, which the run that saved decided."""
-    assert job(distributed(tmp_path, sharding=sharding), flags, version=version).pinned == pinned
+    load = distributed(tmp_path, sharding=sharding, use_distributed_optimizer=bool(flags))
+
+    assert job(load, flags, version=version).pinned == pinned
 
 
 def test_plain_optimizer_state_reshards(tmp_path: Path) -> None:

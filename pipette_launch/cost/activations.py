@@ -30,7 +30,7 @@ class LayerActivations:
     attention: int
     """Query, key, value and the context that the projection needs."""
     core_attention: int
-    """Softmax statistics with flash or fused attention; probabilities, mask and dropped copy without."""
+    """Softmax statistics with flash or fused attention; probabilities, their mask and dropped copy without."""
     mlp_input: int
     """Input of the second norm."""
     mlp: int
@@ -106,19 +106,34 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
 
 
 def core_attention_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Count what the attention core keeps, by backend (memory.md section 4, rows fused, TE unfused and local).
+    """Count what the attention core keeps, by backend (memory.md section 4, rows fused and TE unfused).
 
-    Flash and fused: the log-sum-exp in fp32. TE unfused: probabilities, and with dropout a mask and the dropped
-    probabilities: 5as/(h*t) in bf16. Megatron's local implementation: one more copy, 7as/(h*t).
+    Flash and fused: the log-sum-exp in fp32. Unfused, Megatron's local implementation too: probabilities, and with
+    dropout a mask and the dropped probabilities: 5as/(h*t) in bf16.
     """
-    heads = model.num_attention_heads // layout.tp
-    rows = heads * tokens(model, layout)
-    is_local = model.transformer_impl == "local" or model.attention_backend == "local"
-    if not is_local and model.attention_backend != "unfused":
+    rows = model.num_attention_heads // layout.tp * tokens(model, layout)
+    if not is_local_attention(model) and model.attention_backend != "unfused":
         return _LOG_SUM_EXP_BYTES * rows
-    copies = 1 + (1 if is_local else 0) + (1 if model.attention_dropout > 0 else 0)
-    mask = _MASK_BYTES if model.attention_dropout > 0 else 0
+    has_dropout = model.attention_dropout > 0
+    copies, mask = (2, _MASK_BYTES) if has_dropout else (1, 0)
     return rows * model.seq_length * (copies * model.dtype_bytes + mask)
+
+
+def is_local_attention(model: ModelSpec) -> bool:
+    """Whether Megatron's own attention runs, which is never fused."""
+    return model.transformer_impl == "local" or model.attention_backend == "local"
+
+
+def attention_scores_bytes(model: ModelSpec, layout: Layout) -> int:
+    """Local attention's scores 2as/(h*t): written to one buffer for all layers (dot_product_attention.py).
+
+    memory.md section 4 has them as kept by every layer, 7as/(h*t); the golden rows of the local implementation fit 5as
+    and one buffer, to the workspaces (12, 6 and 3 layers: 69, 70 and 74 MiB below the measured peak).
+    """
+    if not is_local_attention(model):
+        return 0
+    rows = model.num_attention_heads // layout.tp * tokens(model, layout)
+    return model.dtype_bytes * rows * model.seq_length
 
 
 def kept_bytes(job: Job, layout: Layout, *, moe: bool) -> int:

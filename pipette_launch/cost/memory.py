@@ -38,7 +38,7 @@ class MemoryParts:
     embedding: int
     head: int
     buffers: int
-    """Pipeline receive and send tensors, the all-gather buffer of sequence parallelism."""
+    """Pipeline receive and send tensors, and the buffer that all layers share."""
     optimizer_step: int
     """Temporaries of the optimizer step, when no activation lives any more."""
 
@@ -142,11 +142,14 @@ def gradient_bytes_per_parameter(job: Job) -> int:
 
 
 def buffer_bytes(job: Job, layout: Layout) -> int:
-    """One receive and one send tensor of the pipeline, and sequence parallelism's gathered input (megatron.md 8.4)."""
+    """One receive and one send tensor of the pipeline, and Megatron's global buffer (megatron.md 8.4).
+
+    The buffer is as large as its largest user: the gathered input of sequence parallelism, or local attention's scores.
+    """
     residual = activations.residual_bytes(job.model, layout)
     pipeline = 2 * residual if layout.pp > 1 else 0
     gathered = residual * layout.tp if layout.sequence_parallel and layout.tp > 1 else 0
-    return pipeline + gathered
+    return pipeline + max(gathered, activations.attention_scores_bytes(job.model, layout))
 
 
 def _rank(job: Job, layout: Layout, rank: int, counted: tuple[Parameters, int]) -> MemoryParts:

@@ -4,6 +4,7 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.activations import (
+    attention_scores_bytes,
     core_attention_bytes,
     embedding_bytes,
     head_bytes,
@@ -78,12 +79,13 @@ def test_context_parallelism_divides_the_tokens() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        # 5as/h = 10 and 7as/h = 14 with dropout; probabilities alone are 2as/h = 4.
+        # 5as/h = 10 with dropout; probabilities alone are 2as/h = 4, twice that in fp32.
         ({"attention_backend": "unfused", "attention_dropout": 0.1}, 10 * 2048),
         ({"attention_backend": "unfused"}, 4 * 2048),
-        ({"transformer_impl": "local", "attention_dropout": 0.1}, 14 * 2048),
-        ({"transformer_impl": "local", "attention_dropout": 0.1, "attention_backend": "flash"}, 14 * 2048),
-        ({"transformer_impl": "local"}, 8 * 2048),
+        ({"transformer_impl": "local", "attention_dropout": 0.1}, 10 * 2048),
+        ({"transformer_impl": "local", "attention_dropout": 0.1, "attention_backend": "flash"}, 10 * 2048),
+        ({"transformer_impl": "local"}, 4 * 2048),
+        ({"transformer_impl": "local", "params_dtype": "fp32"}, 8 * 2048),
         ({"attention_backend": "flash"}, LOG_SUM_EXP),
         ({"attention_backend": "auto"}, LOG_SUM_EXP),
     ],
@@ -91,6 +93,13 @@ def test_context_parallelism_divides_the_tokens() -> None:
 def test_attention_core_by_backend(changes: dict[str, object], expected: int) -> None:
     """What autograd saves in attention decides more than anything else."""
     assert core_attention_bytes(job(**changes).model, Layout()) == expected
+
+
+def test_local_scores_are_written_to_one_buffer() -> None:
+    """2as/h = 4 for all layers together, and nothing with other implementations."""
+    assert attention_scores_bytes(job(transformer_impl="local").model, Layout()) == 4 * 2048
+    assert attention_scores_bytes(job(transformer_impl="local").model, Layout(tp=2)) == 2 * 2048
+    assert attention_scores_bytes(job(attention_backend="unfused").model, Layout()) == 0
 
 
 def test_the_attention_core_is_split_over_heads() -> None:

@@ -153,10 +153,13 @@ class Layout:
         """A layout as people say it: `tp2 pp4 dp1 mbs2 vpp2 dist-opt`."""
         degrees = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]
         degrees += [f"{name}{size}" for name, size in (("cp", self.cp), ("ep", self.ep), ("vpp", self.vpp)) if size > 1]
+        if self.ep > 1 and self.etp != self.tp:
+            degrees.append(f"etp{self.etp}")
         degrees.append(f"mbs{self.micro_batch_size}")
         extras = [
             ("seq-par", self.sequence_parallel),
             ("dist-opt", self.use_distributed_optimizer),
+            ("overlap", self.overlap_grad_reduce),
             (f"recompute-{self.recompute.granularity}", self.recompute.granularity != "none"),
             ("uneven", bool(self.layers_per_chunk) and len(set(self.layers_per_chunk)) > 1),
         ]

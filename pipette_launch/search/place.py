@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from pipette_launch.search.anneal import Cooling, anneal
 Placement = tuple[int, ...]
 Cost = Callable[[Placement], float]
 
-EXACT_SLOTS = 8
-"""Up to so many slots every placement can be tried."""
-AT_ONCE_SLOTS = 6
-"""Up to so many slots trying them all is cheaper than annealing."""
+AT_ONCE = 720
+"""Up to so many placements (six slots) trying them all is cheaper than annealing."""
+EXACT = 10_080
+"""Up to so many placements (most layouts on eight slots) all are tried for the best layout."""
 EXACT_QUANTUM = 256
 ANNEALINGS = 4
-MOVES_PER_SLOT = 120
+MOVES_PER_SLOT = 60
+MOST_MOVES = 600
 START_TEMPERATURE = 0.1
 END_TEMPERATURE = 0.01
 TYPICAL_MESSAGE_BYTES = 4 << 20
@@ -79,9 +81,9 @@ class Placed:
     """No other allowed placement is faster under the same model: all were tried, or this one meets the bound."""
 
 
-def host_order(seats: Seats) -> Placement:
+def host_order(num_slots: int) -> Placement:
     """Place rank i on slot i, as torchrun does."""
-    return tuple(range(seats.num_slots))
+    return tuple(range(num_slots))
 
 
 def improvements(
@@ -101,11 +103,13 @@ def improvements(
     """
     seats = Seats.of(cluster)
     best = _best_start(cluster, seats, cost, bound_s)
-    yield best
-    if seats.num_slots <= AT_ONCE_SLOTS and not best.is_optimal:
-        yield from exhaustion(layout, seats, best, cost=cost, clock=clock, deadline_s=deadline_s)
+    if num_placements(layout, seats) <= AT_ONCE and not best.is_optimal:
+        for found in exhaustion(layout, seats, best, cost=cost, clock=clock, deadline_s=deadline_s):
+            best = found
+        yield best
         return
-    cooling = Cooling(start=START_TEMPERATURE, end=END_TEMPERATURE, steps=MOVES_PER_SLOT * seats.num_slots)
+    yield best
+    cooling = Cooling(start=START_TEMPERATURE, end=END_TEMPERATURE, steps=_moves(seats))
 
     def step(placement: Placement, chance: random.Random) -> Placement:
         return neighbour(placement, seats, chance)
@@ -117,7 +121,7 @@ def improvements(
         # Away from the best after the first time, so that not all of them end in one valley.
         for _ in range(seats.num_slots if annealing else 0):
             start = step(start, rng)
-        found = anneal(
+        annealed = anneal(
             start,
             cost=cost,
             neighbour=step,
@@ -127,8 +131,8 @@ def improvements(
             clock=clock,
             deadline_s=deadline_s,
         )
-        if found.cost < best.cost_s:
-            best = Placed(placement=found.state, cost_s=found.cost, is_optimal=meets(found.cost, bound_s))
+        if annealed.cost < best.cost_s:
+            best = Placed(placement=annealed.state, cost_s=annealed.cost, is_optimal=meets(annealed.cost, bound_s))
         yield best
 
 
@@ -153,6 +157,15 @@ def meets(cost_s: float, bound_s: float) -> bool:
     return cost_s <= bound_s * (1 + 1e-9)
 
 
+def num_placements(layout: Layout, seats: Seats) -> int:
+    """How many placements are left when those that differ only by turning their rings count once."""
+    hosts, devices = seats.num_hosts, seats.devices_per_host
+    allowed = math.factorial(seats.num_slots)
+    if seats.keeps_residues:
+        allowed = math.prod([math.factorial(hosts)] * devices + [math.factorial(devices)] * hosts)
+    return allowed // (layout.dp * layout.tp if _turns(layout) else 1)
+
+
 def placements(layout: Layout, seats: Seats) -> Iterator[Placement]:
     """Yield every allowed placement, one of each set that differs only by turning its rings.
 
@@ -160,9 +173,8 @@ def placements(layout: Layout, seats: Seats) -> Iterator[Placement]:
     around its ring as they were, so slot 0 may be given index 0 in both. Expert groups are cut out of the
     data-parallel index, which breaks that symmetry.
     """
-    turns = layout.ep == 1 and layout.etp == layout.tp
     cells = [layout.cell_of(rank) for rank in range(seats.num_slots)]
-    first = [rank for rank, cell in enumerate(cells) if not turns or cell.dp == cell.tp == 0]
+    first = [rank for rank, cell in enumerate(cells) if not _turns(layout) or cell.dp == cell.tp == 0]
     chosen: list[int] = []
 
     def extend() -> Iterator[Placement]:
@@ -203,7 +215,7 @@ def starts(cluster: Cluster, seats: Seats) -> list[Placement]:
         for device, slot in enumerate(seats.host(host)):
             blocks[slot] = position * seats.devices_per_host + device
             dealt[slot] = position + device * seats.num_hosts
-    found = dict.fromkeys((host_order(seats), tuple(blocks), tuple(dealt)))
+    found = dict.fromkeys((host_order(seats.num_slots), tuple(blocks), tuple(dealt)))
     return [placement for placement in found if seats.allows(placement)]
 
 
@@ -222,6 +234,14 @@ def near_hosts(links: Links) -> tuple[int, ...]:
         apart_GG = _merged(apart_GG, left, right, weights)
         groups[left] = _joined(groups[left], groups.pop(right), distance_HH)
     return tuple(groups[0])
+
+
+def _turns(layout: Layout) -> bool:
+    return layout.ep == 1 and layout.etp == layout.tp
+
+
+def _moves(seats: Seats) -> int:
+    return min(MOVES_PER_SLOT * seats.num_slots, MOST_MOVES)
 
 
 def _best_start(cluster: Cluster, seats: Seats, cost: Cost, bound_s: float) -> Placed:

@@ -21,6 +21,7 @@ from pipette_launch.search.place import (
     improvements,
     near_hosts,
     neighbour,
+    num_placements,
     placements,
     starts,
 )
@@ -62,7 +63,7 @@ def best_placement(
 def test_moves_keep_placements_legal(seats: Seats, seed: int) -> None:
     """After any number of moves a placement is a bijection, and a CUDA host's residues differ."""
     rng = random.Random(seed)
-    placement = host_order(seats)
+    placement = host_order(seats.num_slots)
     for _ in range(20):
         placement = neighbour(placement, seats, rng)
 
@@ -75,7 +76,7 @@ def test_moves_reach_every_allowed_placement(keeps_residues: bool) -> None:
     """No corner of the search space is cut off."""
     seats = Seats(num_hosts=2, devices_per_host=2, keeps_residues=keeps_residues)
     rng = random.Random(0)
-    seen = {host_order(seats)}
+    seen = {host_order(seats.num_slots)}
     for _ in range(1000):
         seen.add(neighbour(rng.choice(sorted(seen)), seats, rng))
 
@@ -107,6 +108,14 @@ def test_symmetry_leaves_one_of_each_kind(layout: Layout) -> None:
     found = list(placements(layout, seats))
 
     assert len(set(found)) == len(found) == 720 // (layout.dp * layout.tp)
+    assert num_placements(layout, seats) == len(found)
+
+
+def test_residues_leave_fewer_placements() -> None:
+    """Two hosts of two GPUs: 16 of 24 permutations are allowed, half of them by turning two replicas."""
+    layout, seats = Layout(pp=2, dp=2), Seats(num_hosts=2, devices_per_host=2, keeps_residues=True)
+
+    assert num_placements(layout, seats) == len(list(placements(layout, seats))) == 8
 
 
 def test_expert_groups_forbid_turning() -> None:

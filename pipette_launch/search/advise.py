@@ -1,0 +1,104 @@
+"""What to say when there is no plan: the constraint that binds, and the nearest change that would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pipette_launch.errors import PlanError
+from pipette_launch.facts import Job, Layout
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field, peaks
+from pipette_launch.search.enumerate import Enumeration, layouts
+from pipette_launch.units import bytes_text
+
+MOST_HOSTS_MORE = 8
+"""A larger allocation is proposed up to so many times its hosts."""
+
+
+def nothing_left(field: Field, found: Enumeration, *, memory_margin: float) -> PlanError:
+    """Explain why no layout is left to price."""
+    if field.dropped.get(OVER_MEMORY):
+        return _nothing_fits(field, found, memory_margin)
+    if field.dropped.get(NOT_MEASURED):
+        cases = ", ".join(
+            f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in field.measurements.compute_cases()
+        )
+        return PlanError(
+            f"no layout can be priced: compute was measured for {cases or 'nothing'}, which no legal layout uses; "
+            f"measure again with more time"
+        )
+    return _nothing_legal(field)
+
+
+def _nothing_legal(field: Field) -> PlanError:
+    job, slots = field.job, field.cluster.num_slots
+    pins = f" with {', '.join(job.pinned)} fixed" if job.pinned else ""
+    broken = f"; the user's own {job.own.words()} breaks: {field.own_fault}" if field.own_fault else ""
+    ways = [*_released(field, fits=None), *_other_sizes(field)]
+    return PlanError(f"no layout is legal for {slots} ranks{pins}{broken}. {_help(ways)}")
+
+
+def _nothing_fits(field: Field, found: Enumeration, memory_margin: float) -> PlanError:
+    job, cluster = field.job, field.cluster
+    legal = found.layouts if found.own_fault is None else found.layouts[1:]
+    needs = {layout: peaks(job, layout) for layout in legal}
+    leanest = min(legal, key=lambda layout: max(needs[layout]))
+    need = max(needs[leanest])
+    ways = [
+        *_released(field, fits=field.limit_bytes),
+        *_more_hosts(field),
+        f"use devices with {bytes_text(need - field.limit_bytes)} more memory each",
+    ]
+    return PlanError(
+        f"no layout fits in memory: the leanest of {len(legal)}, {leanest.words()}, is predicted to need "
+        f"{bytes_text(need)} on stage {needs[leanest].index(need)}, and {bytes_text(field.limit_bytes)} are to be had "
+        f"(smallest device {bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}, measured overhead "
+        f"{bytes_text(field.measurements.overhead_bytes)}). {_help(ways)}"
+    )
+
+
+def _help(ways: list[str]) -> str:
+    if not ways:
+        return "No single released flag and no smaller number of hosts would help"
+    return f"What would help: {', or '.join(ways)}"
+
+
+def _released(field: Field, *, fits: int | None) -> Iterator[str]:
+    """Pins that stand alone between the job and a plan."""
+    job = field.job
+    for pin in job.pinned:
+        freed = replace(job, pinned=tuple(name for name in job.pinned if name != pin))
+        others = _legal(freed, field, field.cluster.num_slots)
+        count = sum(fits is None or max(peaks(freed, layout)) <= fits for layout in others)
+        if count:
+            yield f"let {pin} change ({count} {'layout' if count == 1 else 'layouts'})"
+
+
+def _other_sizes(field: Field) -> Iterator[str]:
+    """The nearest smaller number of whole hosts that has a legal layout."""
+    devices = field.cluster.devices_per_host
+    for hosts in range(len(field.cluster.hosts) - 1, 0, -1):
+        if _legal(field.job, field, hosts * devices):
+            yield f"use {hosts} {'host' if hosts == 1 else 'hosts'} ({hosts * devices} ranks)"
+            return
+
+
+def _more_hosts(field: Field) -> Iterator[str]:
+    """The nearest multiple of the hosts on which a layout fits."""
+    hosts = len(field.cluster.hosts)
+    for times in range(2, MOST_HOSTS_MORE + 1):
+        ranks = times * field.cluster.num_slots
+        if any(max(peaks(field.job, layout)) <= field.limit_bytes for layout in _legal(field.job, field, ranks)):
+            yield f"use {times * hosts} hosts ({ranks} ranks)"
+            return
+
+
+def _legal(job: Job, field: Field, world_size: int) -> tuple[Layout, ...]:
+    """Legal layouts for another world or with other pins."""
+    found = layouts(
+        job,
+        world_size=world_size,
+        devices_per_host=field.cluster.devices_per_host,
+        device_kind=field.cluster.device_kind,
+    )
+    return found.layouts[1:]

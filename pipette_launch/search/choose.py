@@ -1,0 +1,131 @@
+"""From priced candidates to a decision: the winner, the user's own configuration beside it, and what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts import Choice, Layout
+from pipette_launch.search.candidates import Candidate, Field, doublings_apart, peaks
+from pipette_launch.search.place import host_order
+
+LEANER = 0.8
+"""An alternative counts as needing less memory from this part of the least need so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """The decision, and what it rests on."""
+
+    choice: Choice
+    alternatives: tuple[Choice, ...]
+    own: Choice
+    own_basis: Layout | None
+    """The layout whose step time stands for the user's own, where that could not be priced itself."""
+    best: Candidate
+    """The fastest candidate, chosen or not."""
+    keeps_own: bool
+
+    @property
+    def priced_layout(self) -> Layout:
+        """The layout whose price the chosen one bears."""
+        return self.own_basis if self.keeps_own and self.own_basis is not None else self.choice.layout
+
+
+def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
+    """Take the fastest candidate if it beats the user's own configuration by the margin, or if that does not fit.
+
+    Among equally fast ones the nearest to the user's own layout wins.
+    """
+    own, basis = _own_choice(field, candidates)
+    ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
+    best = ranking[0]
+    own_runs = own.fits and field.own_fault is None
+    keeps_own = own_runs and (_is_own(best, own) or best.placed.cost_s > (1 - margin) * own.step_time_s)
+    rest = [one for one in (ranking if keeps_own else ranking[1:]) if not _is_own(one, own)]
+    if own_runs and not keeps_own:
+        # Slower than the user's own configuration, which is the last to be tried, is no use.
+        rest = [one for one in rest if one.placed.cost_s < own.step_time_s]
+    return Chosen(
+        choice=own if keeps_own else _to_choice(field, best),
+        alternatives=tuple(_to_choice(field, one) for one in _diverse(field, rest, best, num_alternatives)),
+        own=own,
+        own_basis=basis,
+        best=best,
+        keeps_own=keeps_own,
+    )
+
+
+def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, Layout | None]:
+    """Describe the user's own configuration in torchrun's order, by its nearest neighbour where it has no price."""
+    own = field.job.own
+    placement = host_order(field.cluster.num_slots)
+    if field.can_price_own:
+        priced, basis = own, None
+    else:
+        nearest = min(candidates, key=lambda one: (doublings_apart(one.layout, own), one.host_order_s))
+        priced = basis = nearest.layout
+    step = field.predictor.step_time(priced, placement)
+    choice = Choice(
+        layout=own,
+        placement=placement,
+        schedule=schedule_name(own),
+        step_time_s=step.total_s,
+        breakdown_s=dict(step.breakdown_s),
+        peak_memory_bytes=_own_peaks(field, priced),
+        memory_limit_bytes=field.limit_bytes,
+        bound_s=field.predictor.bound_s(priced),
+    )
+    return choice, basis
+
+
+def _own_peaks(field: Field, priced: Layout) -> tuple[int, ...]:
+    try:
+        return peaks(field.job, field.job.own)
+    except LayoutError:
+        # Megatron refuses this layout; `Field.own_fault` says so on the screen.
+        return peaks(field.job, priced)
+
+
+def _to_choice(field: Field, candidate: Candidate) -> Choice:
+    layout, placement = candidate.layout, candidate.placed.placement
+    step = field.predictor.step_time(layout, placement)
+    return Choice(
+        layout=layout,
+        placement=placement,
+        schedule=schedule_name(layout),
+        step_time_s=step.total_s,
+        breakdown_s=dict(step.breakdown_s),
+        peak_memory_bytes=field.peak_bytes[layout],
+        memory_limit_bytes=field.limit_bytes,
+        bound_s=candidate.bound_s,
+    )
+
+
+def schedule_name(layout: Layout) -> str:
+    """The schedule that Megatron runs for a layout."""
+    if layout.pp == 1:
+        return "no-pipelining"
+    return "interleaved-1f1b" if layout.vpp > 1 else "1f1b"
+
+
+def _is_own(candidate: Candidate, own: Choice) -> bool:
+    return candidate.layout == own.layout and candidate.placed.placement == own.placement
+
+
+def _diverse(field: Field, rest: list[Candidate], best: Candidate, count: int) -> list[Candidate]:
+    """The next best, then the next best of those that need clearly less memory, filled up in order.
+
+    Whoever goes on after running out of memory needs an alternative that is leaner, not one that is nearly as fast.
+    """
+    chosen: list[Candidate] = []
+    least = max(field.peak_bytes[best.layout])
+    for candidate in rest:
+        need = max(field.peak_bytes[candidate.layout])
+        if not chosen or need <= LEANER * least:
+            chosen.append(candidate)
+            least = min(least, need)
+    chosen = chosen[:count]
+    chosen += [candidate for candidate in rest if candidate not in chosen][: count - len(chosen)]
+    return sorted(chosen, key=lambda one: one.placed.cost_s)

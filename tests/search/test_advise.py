@@ -1,0 +1,78 @@
+"""Where there is no plan, the error names what binds and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from search.worlds import ALL_FIELDS, planned
+
+from pipette_launch.errors import PlanError
+from pipette_launch.facts import Batch, ComputeCase, Layout
+
+
+def message(job: object, measurements: object, **options: float) -> str:
+    """What the planner says when it gives up."""
+    with pytest.raises(PlanError) as caught:
+        planned(job, measurements, **options)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_pin_that_forbids_everything_is_named() -> None:
+    """A pipeline of 4 cannot hold 3 layers; another depth could."""
+    job = tiny_job(4, model=tiny_model(num_layers=3), own=Layout(pp=4), pinned=("pp",))
+    text = message(job, tiny_measurements(tiny_cluster()))
+
+    assert "no layout is legal for 4 ranks with pp fixed" in text
+    assert "pp*vpp does not divide num_layers=3" in text
+    assert "let pp change (" in text
+
+
+def test_a_world_that_no_layout_fits_proposes_a_smaller_one() -> None:
+    """Three ranks cannot share a batch of 2, heads and layers in twos and fours; two can."""
+    job = tiny_job(3, own=Layout(dp=3), batch=Batch(global_batch_size=2), model=tiny_model(ffn_hidden_size=256))
+    text = message(job, tiny_measurements(tiny_cluster(3, 1)))
+
+    assert "no layout is legal for 3 ranks; the user's own tp1 pp1 dp3 mbs1 breaks: micro_batch_size*dp does" in text
+    assert "What would help: use 2 hosts (2 ranks)" in text
+
+
+def test_too_little_memory_names_the_leanest_layout() -> None:
+    """How much it needs, how much there is, and by how much that falls short."""
+    job = tiny_job(4, pinned=ALL_FIELDS)
+    text = message(job, tiny_measurements(tiny_cluster(memory_bytes=1 << 20)))
+
+    assert "no layout fits in memory: the leanest of 1, tp1 pp1 dp4 mbs1, is predicted to need" in text
+    assert "smallest device 1.00 MiB, margin 8%, measured overhead 0 B" in text
+    assert "more memory each" in text
+
+
+def test_a_pin_that_costs_memory_is_named() -> None:
+    """Without the pinned micro-batch a leaner layout would fit."""
+    job = tiny_job(4, own=Layout(dp=4, micro_batch_size=16), batch=Batch(global_batch_size=64), pinned=ALL_FIELDS)
+    small = replace(job, own=replace(job.own, micro_batch_size=1))
+    limit = max(planned(small).own.peak_memory_bytes)
+    text = message(job, tiny_measurements(tiny_cluster(memory_bytes=limit)), memory_margin=0.0)
+
+    assert "let micro_batch_size change (" in text
+
+
+def test_more_hosts_are_proposed_where_they_help() -> None:
+    """A pinned pipeline of one stage shards its optimizer over more hosts."""
+    job = tiny_job(2, own=Layout(dp=2, use_distributed_optimizer=True), batch=Batch(global_batch_size=64))
+    pins = ("tp", "pp", "use_distributed_optimizer", "recompute", "micro_batch_size")
+    job = tiny_job(2, own=job.own, batch=job.batch, pinned=pins)
+    need = max(planned(job, tiny_measurements(tiny_cluster(2, 1))).own.peak_memory_bytes)
+    text = message(job, tiny_measurements(tiny_cluster(2, 1, memory_bytes=need - 1)), memory_margin=0.0)
+
+    assert "use 4 hosts (4 ranks)" in text
+
+
+def test_nothing_measured_is_said() -> None:
+    """Compute times of another tensor-parallel size do not help a job that is pinned to one."""
+    job = tiny_job(4, pinned=("tp",))
+    cases = (ComputeCase(tp=4, cp=1, micro_batch_size=1),)
+    text = message(job, tiny_measurements(tiny_cluster(), cases))
+
+    assert "no layout can be priced: compute was measured for tp4 cp1 mbs1" in text

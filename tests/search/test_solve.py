@@ -1,0 +1,201 @@
+"""The planner keeps its promises: never worse, it fits, deterministic, anytime, and it says why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from search.toys import Ticks
+from search.worlds import ALL_FIELDS, PROVENANCE, pipeline_job, planned, two_racks
+
+from pipette_launch.cost.latency import Predictor
+from pipette_launch.errors import UsageError
+from pipette_launch.facts import Batch, ComputeCase, Layout, Plan, files
+from pipette_launch.search.solve import SolveOptions, solve
+
+
+def test_it_beats_the_users_own_by_the_margin_or_keeps_it() -> None:
+    """Plain data parallelism over slow links loses to a layout that talks less."""
+    plan = planned(tiny_job(4))
+
+    assert not plan.keeps_own
+    assert plan.own.layout == Layout(dp=4)
+    assert plan.own.is_host_order
+    assert plan.chosen.step_time_s <= 0.98 * plan.own.step_time_s
+    assert plan.chosen.bound_s <= plan.chosen.step_time_s
+    assert sum(plan.chosen.breakdown_s.values()) == pytest.approx(plan.chosen.step_time_s)
+
+
+def test_a_gain_below_the_margin_is_not_taken() -> None:
+    """With a margin that nothing reaches, the user's own configuration stays, and the runners-up are still shown."""
+    plan = planned(tiny_job(4), margin=0.9)
+
+    assert plan.keeps_own
+    assert plan.chosen == plan.own
+    assert plan.candidates() == ()
+    assert plan.alternatives
+    assert "less than the margin of 90.0%" in plan.reasons[0]
+
+
+def test_everything_pinned_keeps_the_own_layout() -> None:
+    """Where only the placement is free, equal links leave nothing to gain."""
+    plan = planned(tiny_job(4, pinned=ALL_FIELDS), tiny_measurements(tiny_cluster(4, 1)))
+
+    assert plan.keeps_own
+    assert plan.alternatives == ()
+    assert "no other layout or placement is predicted to be faster" in plan.reasons[0]
+
+
+def test_ranks_go_where_the_links_are_fast() -> None:
+    """A pinned pipeline keeps its layout and crosses the slow links only once."""
+    model = tiny_model(untie_embeddings_and_output_weights=True)
+    job, measurements = replace(pipeline_job(), model=model), tiny_measurements(two_racks())
+    cost = Predictor(job, measurements).objective(job.own)
+
+    plan = planned(job, measurements)
+
+    assert not plan.keeps_own
+    assert plan.chosen.layout == job.own
+    slot_of = [plan.chosen.placement.index(rank) for rank in range(4)]
+    assert sum(slot_of[rank] % 2 != slot_of[rank + 1] % 2 for rank in range(3)) == 1
+    assert plan.chosen.step_time_s == pytest.approx(min(cost(placement) for placement in permutations(range(4))))
+    assert "placed by the measured links" in plan.reasons[0]
+
+
+def test_equal_inputs_give_equal_plans() -> None:
+    """Seed and inputs decide, where time does not."""
+    job, measurements = tiny_job(8, pinned=("recompute", "vpp")), tiny_measurements(tiny_cluster(4, 2))
+
+    assert planned(job, measurements, seed=3) == planned(job, measurements, seed=3)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 5), st.integers(1, 100), st.integers(0, 100))
+def test_more_budget_never_gives_a_slower_plan(seed: int, short: int, more: int) -> None:
+    """The same course, cut short earlier or later."""
+    job = tiny_job(4, own=Layout(pp=4), pinned=("micro_batch_size", "recompute"))
+    measurements = tiny_measurements(two_racks())
+
+    def within(budget_s: float) -> float:
+        options = SolveOptions(budget_s=budget_s, seed=seed)
+        plan = solve(job, measurements, options=options, clock=Ticks(), provenance=PROVENANCE)
+        return plan.chosen.step_time_s
+
+    assert within(short + more) <= within(short)
+
+
+def test_no_budget_still_gives_a_plan() -> None:
+    """Without any time the user's own configuration is priced and kept, and the plan says what happened."""
+    options = SolveOptions(budget_s=0.0)
+    plan = solve(tiny_job(4), tiny_measurements(tiny_cluster()), options=options, clock=Ticks(), provenance=PROVENANCE)
+
+    assert plan.keeps_own
+    assert "stopped at its budget of 0 us, with 1 of" in plan.notes[0]
+
+
+def test_a_plan_fits_in_memory() -> None:
+    """The fastest layout is not taken where it needs more than the machine has."""
+    job = tiny_job(4)
+    free = planned(job)
+    need = max(free.chosen.peak_memory_bytes)
+    tight = planned(job, tiny_measurements(tiny_cluster(memory_bytes=need - 1)), memory_margin=0.0)
+
+    assert all(choice.fits for choice in (tight.chosen, *tight.alternatives))
+    assert max(tight.chosen.peak_memory_bytes) < need
+    assert tight.dropped["predicted peak memory is over the limit"] > 0
+
+
+def test_an_own_layout_that_does_not_fit_is_marked_and_left() -> None:
+    """Any plan that fits is better than one that is predicted to run out of memory."""
+    job = tiny_job(4)
+    leanest = min(max(choice.peak_memory_bytes) for choice in planned(job, num_alternatives=99).alternatives)
+    plan = planned(job, tiny_measurements(tiny_cluster(memory_bytes=leanest)), memory_margin=0.0)
+
+    assert not plan.own.fits
+    assert plan.chosen.fits
+    assert not plan.keeps_own
+    assert "The user's own layout tp1 pp1 dp4 mbs1 is predicted to need" in plan.reasons[0]
+
+
+def test_an_unmeasured_own_layout_takes_its_neighbours_time() -> None:
+    """Its step time is finite, the plan says whose it is, and the file can be written and read."""
+    cases = tuple(ComputeCase(tp=2, cp=1, micro_batch_size=size) for size in (1, 2))
+    plan = planned(tiny_job(4), tiny_measurements(tiny_cluster(), cases))
+
+    assert math.isfinite(plan.own.step_time_s)
+    assert any("could not be priced; the step time of tp2 pp1 dp2 mbs1" in note for note in plan.notes)
+    assert plan == files.loads(Plan, files.dumps(plan), "test")
+
+
+def test_an_own_layout_that_megatron_refuses_is_told_and_left() -> None:
+    """The job would not have started under torchrun; it starts with the plan."""
+    job = tiny_job(4, own=Layout(pp=4), model=tiny_model(num_layers=2))
+    plan = planned(job)
+
+    assert not plan.keeps_own
+    assert plan.own.layout == job.own
+    assert any("Megatron refuses the user's own layout tp1 pp4" in note for note in plan.notes)
+
+
+def test_alternatives_are_other_plans_and_no_slower_than_the_own() -> None:
+    """What is tried next differs from what failed, and is worth trying before the user's own configuration."""
+    plan = planned(tiny_job(4))
+    ways = [(choice.layout, choice.placement) for choice in (plan.chosen, *plan.alternatives)]
+    times = [choice.step_time_s for choice in (plan.chosen, *plan.alternatives, plan.own)]
+
+    assert len(plan.alternatives) == 3
+    assert len(set(ways)) == 4
+    assert sorted(times) == times
+    assert min(max(choice.peak_memory_bytes) for choice in plan.alternatives) < 0.8 * max(plan.chosen.peak_memory_bytes)
+
+
+def test_the_dropped_are_counted() -> None:
+    """Looked at, dropped and why: all of it is in the plan."""
+    plan = planned(tiny_job(4), tiny_measurements(tiny_cluster(), (ComputeCase(tp=1, cp=1, micro_batch_size=1),)))
+
+    assert plan.num_layouts > 50
+    assert plan.dropped["no compute time was measured for its tp, cp and micro-batch"] > 0
+    assert plan.dropped["context parallelism does not run on CPU"] > 0
+
+
+def test_one_process_gets_a_plan() -> None:
+    """A world of one has a layout, a placement and a bound."""
+    plan = planned(tiny_job(1), tiny_measurements(tiny_cluster(1, 1)))
+
+    assert plan.chosen.placement == (0,)
+
+
+def test_gpus_keep_residues() -> None:
+    """On CUDA every host's ranks differ modulo its devices."""
+    cluster = tiny_cluster(2, 2)
+    hosts = tuple(
+        replace(host, devices=tuple(replace(device, kind="cuda") for device in host.devices)) for host in cluster.hosts
+    )
+    plan = planned(tiny_job(4, own=Layout(pp=4)), tiny_measurements(replace(cluster, hosts=hosts)))
+
+    for choice in (plan.chosen, *plan.alternatives):
+        assert [{rank % 2 for rank in choice.placement[host : host + 2]} for host in (0, 2)] == [{0, 1}, {0, 1}]
+
+
+@pytest.mark.parametrize(
+    "values", [{"margin": 1.0}, {"memory_margin": -0.1}, {"budget_s": -1.0}, {"num_alternatives": -1}]
+)
+def test_options_check_themselves(values: dict[str, float]) -> None:
+    """A margin of 100 % or a negative budget is a mistake, and named."""
+    with pytest.raises(UsageError, match=next(iter(values))):
+        SolveOptions(**values)  # type: ignore[arg-type]
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.permutations(range(4)))
+def test_renaming_equal_slots_changes_nothing(names: list[int]) -> None:
+    """Where all links and slots are equal, the real objective does not care who sits where."""
+    job = tiny_job(4, own=Layout(pp=2, dp=2), batch=Batch(global_batch_size=8))
+    cost = Predictor(job, tiny_measurements(tiny_cluster(4, 1))).objective(job.own)
+
+    assert cost(tuple(names)) == pytest.approx(cost((0, 1, 2, 3)), rel=1e-12)

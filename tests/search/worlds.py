@@ -1,0 +1,62 @@
+"""Jobs and machines on which the planner has something to decide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+
+from pipette_launch.facts import Batch, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
+from pipette_launch.search.candidates import Field
+from pipette_launch.search.enumerate import layouts
+from pipette_launch.search.solve import SolveOptions, solve
+
+PROVENANCE = Provenance(key="0123456789abcdef", made_at="2026-11-21T00:00:00Z", versions={}, source="measured")
+ALL_FIELDS = tuple(sorted(set(Layout.__dataclass_fields__) - {"microbatch_group_size"}))
+
+
+def still() -> float:
+    """A clock on which no time passes, so that the budget is never the limit."""
+    return 0.0
+
+
+def two_racks(*, slow_bytes_per_s: float = 1e7) -> Cluster:
+    """Four hosts of one device: 0 and 2 share a rack, so do 1 and 3; torchrun's order goes back and forth."""
+
+    def speed(one: int, other: int) -> float:
+        if one == other:
+            return 0.0
+        return 1e9 if one % 2 == other % 2 else slow_bytes_per_s
+
+    links = Links(
+        latency_s=tuple(tuple(0.0 if i == j else 1e-4 for j in range(4)) for i in range(4)),
+        bandwidth_bytes_per_s=tuple(tuple(speed(i, j) for j in range(4)) for i in range(4)),
+    )
+    return replace(tiny_cluster(4, 1), between_hosts=links)
+
+
+def pipeline_job() -> Job:
+    """Four stages, and nothing else allowed."""
+    return tiny_job(4, own=Layout(pp=4), batch=Batch(global_batch_size=8), pinned=ALL_FIELDS)
+
+
+def planned(job: Job, measurements: Measurements | None = None, **options: float) -> Plan:
+    """Plan with all the time in the world."""
+    measurements = measurements or tiny_measurements(tiny_cluster())
+    return solve(
+        job,
+        measurements,
+        options=SolveOptions(**options),  # type: ignore[arg-type]
+        clock=still,
+        provenance=PROVENANCE,
+    )
+
+
+def field_of(job: Job, measurements: Measurements | None = None, *, memory_margin: float = 0.08) -> Field:
+    """What the search looks at."""
+    measurements = measurements or tiny_measurements(tiny_cluster())
+    cluster = measurements.cluster
+    found = layouts(
+        job, world_size=cluster.num_slots, devices_per_host=cluster.devices_per_host, device_kind=cluster.device_kind
+    )
+    return Field.of(job, measurements, found, memory_margin=memory_margin)

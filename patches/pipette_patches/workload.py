@@ -71,22 +71,35 @@ class Workload:
     """The parts of one compute case."""
 
     parts: tuple[Part, ...]
+    model: Any
+    """The GPTModel that they are parts of."""
     notes: tuple[str, ...]
     """In what this differs from the real job, one sentence each."""
+
+
+def load(device_kind: str) -> None:
+    """Import megatron-core, which takes seconds; on CPU the patch `cpu_backend` stays in force from here on."""
+    if device_kind == "cpu":
+        registry.apply("cpu_backend")
+    with warnings.catch_warnings():
+        # It warns of each optional library that is absent.
+        warnings.simplefilter("ignore")
+        import megatron.core.models.gpt.gpt_layer_specs
+        import megatron.core.models.gpt.gpt_model
+        import megatron.core.optimizer  # noqa: F401
 
 
 @contextlib.contextmanager
 def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workload]:
     """Build the parts of a case, and take everything down afterwards.
 
-    No process group may exist in this process. On CPU the patch `cpu_backend` is in force meanwhile.
+    No process group may exist in this process, and `load` came before.
 
     Raises:
         WorkloadError: megatron-core refuses the case; running out of memory is left as torch raises it.
 
     """
-    patch = registry.use("cpu_backend") if device_kind == "cpu" else contextlib.nullcontext()
-    with patch, _fake_group(case):
+    with _fake_group(case):
         try:
             built = _build(job, case, device_kind)
         except (AssertionError, ValueError, TypeError, RuntimeError, ImportError) as error:
@@ -130,12 +143,8 @@ def _add_to_main_grad(parameter: Any) -> None:
 
 @contextlib.contextmanager
 def _fake_group(case: ComputeCase) -> Iterator[None]:
+    from megatron.core import parallel_state, tensor_parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    with warnings.catch_warnings():
-        # Importing megatron-core warns of each optional library that is absent.
-        warnings.simplefilter("ignore")
-        from megatron.core import parallel_state, tensor_parallel
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.tp * case.cp)
     try:
@@ -153,10 +162,9 @@ def _fake_group(case: ComputeCase) -> Iterator[None]:
 
 
 def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core.models.gpt import gpt_layer_specs
-        from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
     model = job.model
     kinds = _layer_kinds(model)
     wants_te = device_kind == "cuda" and model.transformer_impl == "transformer_engine"
@@ -180,7 +188,7 @@ def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
     # As Megatron's Float16Module does: norms too are kept in the training type.
     gpt = gpt.to(device=device_kind, dtype=DTYPES[model.params_dtype]).train()
     parts = _parts(gpt, job, case, kinds=kinds, device_kind=device_kind)
-    return Workload(parts=parts, notes=(*notes, *config_notes))
+    return Workload(parts=parts, model=gpt, notes=(*notes, *config_notes))
 
 
 def _layer_kinds(model: ModelSpec) -> tuple[PartName, ...]:

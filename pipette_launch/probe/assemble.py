@@ -15,8 +15,8 @@ from pipette_launch.units import rate_text
 
 MAX_SEND_ENTRIES = 4096
 """Above this many pairs only the unstable ones get an entry of their own beside the matrices."""
-SAME_SPEED = 0.05
-"""Slots this close to the median count as equally fast: timings on shared hosts scatter as much."""
+SAME_SPEED = {"cuda": 0.05, "cpu": 0.2}
+"""Slots this close to the median count as equally fast: workers that share cores do not share them evenly."""
 PHASES = ("start", "links", "collectives", "compute", "memory")
 MAX_NAMED = 5
 """A note names so many and counts the rest."""
@@ -58,6 +58,9 @@ def assemble(
         compute=compute,
         collectives=_sends(fits, options) + _collectives(options, results),
         memory=tuple(reading for result in results for reading in result.memory),
+        optimizer_s_per_parameter=_median(
+            [result.optimizer_s_per_parameter for result in results if result.optimizer_s_per_parameter is not None]
+        ),
         overhead_bytes=max(result.overhead_bytes for result in results),
         versions=versions,
         taken_at=taken_at,
@@ -82,8 +85,8 @@ def fit_link(link: LinkSamples) -> LinkFit:
 def slot_speeds(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[tuple[float, ...], tuple[str, ...]]:
     """Speed of each slot on the reference case's layers relative to the median slot, and notes on the slow ones.
 
-    A difference below 5 %, or below three times the spread of the slot or of the median slot, is noise and counts as
-    none.
+    A difference below 5 % (20 % on CPU), or below three times the spread of the slot or of the median slot, counts as
+    none: it is noise.
     """
     seconds: dict[int, float] = {}
     spreads: dict[int, float] = {}
@@ -99,7 +102,7 @@ def slot_speeds(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[
     speeds, notes = [], []
     for slot in range(options.num_slots):
         speed = median_s / seconds.get(slot, median_s)
-        if abs(speed - 1) < max(SAME_SPEED, 3 * max(spreads.get(slot, 0.0), usual_spread)):
+        if abs(speed - 1) < max(SAME_SPEED[options.device_kind], 3 * max(spreads.get(slot, 0.0), usual_spread)):
             speed = 1.0
         elif speed < 1:
             notes.append(f"slot {options.slot_name(slot)} computes at {speed:.2f} of the median slot's speed")
@@ -192,6 +195,10 @@ def _group_seconds(members: Sequence[GroupSamples]) -> tuple[float, ...]:
     """A collective is done when its last member is: for each size the largest of the members' medians."""
     sizes = range(len(members[0].sizes_bytes))
     return tuple(max(member.samples[size].median_s for member in members) for size in sizes)
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 def _missing_cases(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[str, ...]:

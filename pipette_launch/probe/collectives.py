@@ -16,7 +16,7 @@ from pipette_launch.probe.links import align
 from pipette_launch.probe.options import CollectiveKind, GroupSamples, GroupShape, ProbeOptions
 
 COLLECTIVES_SHARE = 0.6
-"""Of the budget, counted from the worker's start."""
+"""Of the budget, counted from the meeting of all workers."""
 ELEMENT_BYTES = 4
 
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -56,6 +56,10 @@ class Budget:
     def left_s(self, share: float = 1.0) -> float:
         """Seconds until this share of the budget is spent; negative afterwards."""
         return self.started_s + share * self.budget_s - self.clock()
+
+    def later(self, seconds: float) -> Budget:
+        """The same budget, begun so much later."""
+        return replace(self, started_s=self.started_s + seconds)
 
     def allows(self, share: float, needs_s: float = 0.0) -> bool:
         """Whether something that takes `needs_s` would still end within this share."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,10 @@ def matching_rounds(count: int) -> tuple[tuple[Pair, ...], ...]:
 
 
 def slot_rounds(num_hosts: int, devices_per_host: int) -> tuple[tuple[Pair, ...], ...]:
-    """All rounds in slots: local pairs of every host at once, then pairs of hosts by their first devices."""
+    """All rounds in slots: pairs of hosts by their first devices, and local pairs of every host at once, in turns.
+
+    In turns, so that a budget that runs out cuts both kinds and leaves neither without a measurement.
+    """
     within = tuple(
         tuple(
             (host * devices_per_host + a, host * devices_per_host + b) for host in range(num_hosts) for a, b in couples
@@ -55,7 +59,7 @@ def slot_rounds(num_hosts: int, devices_per_host: int) -> tuple[tuple[Pair, ...]
         tuple((a * devices_per_host, b * devices_per_host) for a, b in couples)
         for couples in matching_rounds(num_hosts)
     )
-    return within + between
+    return tuple(pairs for turn in zip_longest(between, within) for pairs in turn if pairs is not None)
 
 
 def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
@@ -85,9 +89,10 @@ def measure(options: ProbeOptions, *, rank: int, conductor: Conductor, budget: B
     """Time all rounds; every rank calls this, each round begins for all at once."""
     rounds = slot_rounds(len(options.hosts), options.devices_per_host)
     chunk = -(-len(rounds) // MAX_DECISIONS)
+    needed = (len(options.hosts) > 1) + (options.devices_per_host > 1)
     found: list[LinkSamples] = []
     for index, pairs in enumerate(rounds):
-        if index % chunk == 0 and index and not conductor.agree(lambda: budget.allows(LINKS_SHARE)):
+        if index >= needed and index % chunk == 0 and not conductor.agree(lambda: budget.allows(LINKS_SHARE)):
             note = f"links: {len(rounds) - index} of {len(rounds)} rounds were skipped, the budget was spent"
             return LinkResult(links=tuple(found), notes=(note,))
         align(options.device_kind)

@@ -72,7 +72,7 @@ class ProbeOptions:
     message_sizes_bytes: tuple[int, ...] = ()
     """At least three, ascending; empty = the device kind's own."""
     budget_s: float = 60.0
-    """No phase begins another case once this has passed since the worker's start."""
+    """No phase begins another case once this has passed since all workers had met; the least is measured anyway."""
     timeout_s: float = 60.0
     """Longest wait for another worker beyond what the budget explains."""
     repeats: int = 5
@@ -158,5 +158,6 @@ class WorkerResult:
     compute: tuple[ComputeTime, ...]
     memory: tuple[MemoryReading, ...]
     overhead_bytes: int
+    optimizer_s_per_parameter: float | None
     phase_s: dict[str, float]
     notes: tuple[str, ...]

@@ -62,7 +62,6 @@ def _one_line(error: Exception) -> str:
 def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: float) -> None:
     _check(options, seat)
     device = options.hosts[seat.rank // options.devices_per_host].devices[seat.local_rank]
-    budget = Budget(started_s=started_s, budget_s=options.budget_s, clock=time.perf_counter)
     # Only now torch: a bad order is answered at once.
     import torch
 
@@ -75,7 +74,10 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
     store = _store(seat, options)
     conductor = Conductor(store=store, rank=seat.rank, world_size=seat.world_size, timeout_s=options.timeout_s)
     with _process_group(store, conductor, seat, options):
-        progress.phase_s[START] = budget.clock() - started_s
+        # Imports and the rendezvous are the same whatever is measured, so the budget begins here.
+        now_s = time.perf_counter()
+        progress.phase_s[START] = now_s - started_s
+        budget = Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter)
         with progress.during("links"):
             linked = links.measure(options, rank=seat.rank, conductor=conductor, budget=budget)
         with progress.during("collectives"):
@@ -83,20 +85,21 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
         # With the communicators still open: they are most of what NVML sees beyond the allocator.
         overhead_bytes = meter.overhead_bytes()
     with progress.during("compute"):
-        # Its import of megatron-core is the most expensive part of a warm-up on CPU, so it waits until here.
+        # It brings megatron-core, whose import is the most expensive part of a warm-up on CPU, so it waits until here.
         from pipette_launch.probe import compute
 
-        conductor.meet(max(budget.left_s(), 0.0))
-        computed = compute.measure(options, slot=seat.rank, budget=budget, progress=progress, meter=meter)
+        bench = compute.Bench(options=options, slot=seat.rank, progress=progress, meter=meter)
+        bench.measure(conductor, budget)
     result = WorkerResult(
         slot=seat.rank,
         links=linked.links,
         collectives=grouped.groups,
-        compute=computed.times,
-        memory=computed.memory,
+        compute=tuple(bench.times),
+        memory=tuple(bench.memory),
         overhead_bytes=max(overhead_bytes, meter.overhead_bytes()),
+        optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
         phase_s=progress.phase_s,
-        notes=(*linked.notes, *grouped.notes, *computed.notes),
+        notes=(*linked.notes, *grouped.notes, *bench.notes),
     )
     progress.announce("report")
     _report(options, conductor, result, budget)
@@ -130,10 +133,10 @@ def _store(seat: Seat, options: ProbeOptions) -> Any:
 @contextmanager
 def _process_group(store: Any, conductor: Conductor, seat: Seat, options: ProbeOptions) -> Iterator[None]:
     """The world's communicator, for links and collectives; compute needs the process to itself."""
-    import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore
 
+    # No device_id: it would make NCCL split subgroups off the world, which asks for non-members too.
     # Imports end at different times; the deadline of a connection should not have to cover that.
     conductor.meet()
     dist.init_process_group(
@@ -142,7 +145,6 @@ def _process_group(store: Any, conductor: Conductor, seat: Seat, options: ProbeO
         rank=seat.rank,
         world_size=seat.world_size,
         timeout=timedelta(seconds=options.timeout_s),
-        device_id=torch.device("cuda", seat.local_rank) if options.device_kind == "cuda" else None,
     )
     yield
     # Not on failure: peers may be gone, and NCCL would wait for them; the process ends anyway.

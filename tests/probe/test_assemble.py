@@ -42,6 +42,7 @@ def result(slot: int, **changes: object) -> WorkerResult:
         compute=(layer(slot, 3.0),),
         memory=(),
         overhead_bytes=slot,
+        optimizer_s_per_parameter=None if slot == 0 else slot * 1e-9,
         phase_s={"links": float(slot)},
         notes=(),
     )
@@ -70,9 +71,10 @@ def test_links_become_a_matrix_with_the_sender_in_the_row(tmp_path: Path) -> Non
     assert [("send", (0, 1), 0.0), ("send", (1, 0), 0.01)] == [
         (entry.kind, entry.slots, round(entry.spread, 6)) for entry in found.collectives
     ]
-    assert found.overhead_bytes == 1
-    assert found.phase_s["links"] == 1.0
-    assert found.notes == ()
+    assert 1 == found.overhead_bytes
+    assert 1e-9 == found.optimizer_s_per_parameter
+    assert 1.0 == found.phase_s["links"]
+    assert () == found.notes
 
 
 def test_what_nobody_measured_is_as_slow_as_its_slower_end(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from facts_for_tests import tiny_job, tiny_model
-from probe.workers import tiny_options
+from probe.workers import OneRankStore, tiny_options
 
+from pipette_launch.probe import collectives
 from pipette_launch.probe.collectives import kinds, padded_sizes
+from pipette_launch.probe.harness import Budget, Conductor
 
 
 def test_sizes_divide_among_the_members(tmp_path: Path) -> None:
@@ -23,3 +26,49 @@ def test_only_experts_exchange_all_to_all(tmp_path: Path) -> None:
 
     assert ("all_reduce", "all_gather", "reduce_scatter") == kinds(options)
     assert ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") == kinds(replace(options, job=moe))
+
+
+def test_a_spent_budget_keeps_the_largest_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everyone's group is measured whatever the clock says, the others are named; what gloo lacks is named, too."""
+    monkeypatch.setattr(collectives, "_open", lambda *_: None)
+    monkeypatch.setattr(collectives.dist, "destroy_process_group", lambda _: None)
+    monkeypatch.setattr(collectives, "_time_kind", lambda *_, kind, **__: f"gloo has no {kind}")
+    found = collectives.measure(
+        tiny_options(tmp_path, hosts=2, devices=2),
+        rank=0,
+        conductor=Conductor(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
+        budget=Budget(started_s=0, budget_s=10, clock=lambda: 7.0),
+    )
+
+    assert (
+        "collectives: all_reduce was not measured on groups of 4: gloo has no all_reduce",
+        "collectives: all_gather was not measured on groups of 4: gloo has no all_gather",
+        "collectives: reduce_scatter was not measured on groups of 4: gloo has no reduce_scatter",
+        "collectives: groups of 2 x stride 1, 2 x stride 2 were skipped, the budget was spent",
+    ) == found.notes
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NotImplementedError("no such thing\nat all"), "no such thing"),
+        (RuntimeError("ProcessGroupGloo does not support reduce_scatter"), "ProcessGroupGloo does not support"),
+    ],
+)
+def test_what_a_backend_lacks_is_a_reason(error: Exception, reason: str) -> None:
+    """The first line of the refusal."""
+
+    def refuse() -> None:
+        raise error
+
+    assert reason in (collectives._try_once(refuse) or "")
+
+
+def test_a_broken_connection_is_no_lack_of_support() -> None:
+    """A real failure stays one."""
+
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        collectives._try_once(fail)

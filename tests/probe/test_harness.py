@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from probe.workers import OneRankStore
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.probe.harness import Budget, Conductor, Line, Progress, Seat, fit_line, seat_of
@@ -16,27 +16,7 @@ from pipette_launch.probe.harness import Budget, Conductor, Line, Progress, Seat
 SIZES = (8, 65536, 1 << 20)
 
 
-class FakeStore:
-    """A store in a dictionary: what is not there never comes."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        """Keep a value."""
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        """Give it back."""
-        return self.values[key].encode()
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Time out as torch's store does."""
-        if any(key not in self.values for key in keys):
-            raise RuntimeError(f"wait timeout after {timeout}")
-
-
-def conductor(store: FakeStore, rank: int, world_size: int = 2) -> Conductor:
+def conductor(store: OneRankStore, rank: int, world_size: int = 2) -> Conductor:
     """A conductor over the fake store."""
     return Conductor(store=store, rank=rank, world_size=world_size, timeout_s=7)
 
@@ -78,15 +58,16 @@ def test_the_budget_counts_shares_from_the_start() -> None:
     """Of 60 s begun at 100, the 40 % share ends at 124."""
     budget = Budget(started_s=100, budget_s=60, clock=lambda: 120)
 
-    assert budget.left_s(0.4) == 4
+    assert 4 == budget.left_s(0.4)
     assert budget.allows(0.4)
     assert not budget.allows(0.4, needs_s=4)
     assert budget.allows(1.0, needs_s=39)
+    assert 6 == budget.later(2).left_s(0.4)
 
 
 def test_everyone_follows_rank_0() -> None:
     """Rank 1 takes rank 0's answers in order, whatever it would have said itself."""
-    store = FakeStore()
+    store = OneRankStore()
     answers = [conductor(store, 0).agree(lambda: True)]
     first = conductor(store, 0)
     assert [first.agree(lambda: True), first.agree(lambda: False)] == [True, False]
@@ -99,18 +80,18 @@ def test_everyone_follows_rank_0() -> None:
 def test_a_missing_decision_has_a_deadline() -> None:
     """When rank 0 is gone, the others say for what they waited, and how long."""
     with pytest.raises(ProbeError, match="waited 7 s in vain for rank 0's decision"):
-        conductor(FakeStore(), 1).agree(lambda: True)
+        conductor(OneRankStore(), 1).agree(lambda: True)
 
 
 def test_a_missing_worker_has_a_deadline() -> None:
     """Rank 0 waits for all, as long as they may rightly take."""
     with pytest.raises(ProbeError, match="waited 10 s in vain for all workers to arrive"):
-        conductor(FakeStore(), 0).meet(extra_s=3)
+        conductor(OneRankStore(), 0).meet(extra_s=3)
 
 
 def test_results_come_home_in_rank_order() -> None:
     """Rank 0 gets everyone's text, the others nothing."""
-    store = FakeStore()
+    store = OneRankStore()
 
     assert conductor(store, 1).gather("b", extra_s=0) is None
     assert ["a", "b"] == conductor(store, 0).gather("a", extra_s=0)

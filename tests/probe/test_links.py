@@ -1,12 +1,17 @@
 """Tests of the rounds in which links are measured."""
 
+from collections import deque
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from probe.workers import OneRankStore, tiny_options
 
 from pipette_launch.facts import Samples
+from pipette_launch.probe import links
+from pipette_launch.probe.harness import Budget, Conductor
 from pipette_launch.probe.links import matching_rounds, one_way, slot_rounds
 
 
@@ -34,8 +39,8 @@ def test_one_place_has_no_rounds() -> None:
 
 
 def test_slots_of_two_hosts_by_hand() -> None:
-    """First the local pair of each host at the same time, then the hosts by their first devices."""
-    assert (((0, 1), (2, 3)), ((0, 2),)) == slot_rounds(2, 2)
+    """First the hosts by their first devices, then the local pair of each host at the same time."""
+    assert (((0, 2),), ((0, 1), (2, 3))) == slot_rounds(2, 2)
 
 
 @given(hosts=st.integers(1, 6), devices=st.integers(1, 6))
@@ -54,3 +59,37 @@ def test_one_way_takes_the_acknowledgement_off() -> None:
 
     assert Samples(values_s=(1.0,)) == tiny
     assert Samples(values_s=(4.0, 1.0), warmup_s=(9.0,)) == large
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "times", "measured", "note"),
+    [
+        (4, 1, [0.0, 99.0], 2, ("links: 1 of 3 rounds were skipped, the budget was spent",)),
+        (4, 1, [99.0], 1, ("links: 2 of 3 rounds were skipped, the budget was spent",)),
+        (2, 4, [99.0], 2, ("links: 2 of 4 rounds were skipped, the budget was spent",)),
+        (4, 1, [0.0, 0.0], 3, ()),
+    ],
+)
+def test_a_spent_budget_cuts_rounds_but_not_the_first(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hosts: int,
+    devices: int,
+    times: list[float],
+    measured: int,
+    note: tuple[str, ...],
+) -> None:
+    """One round of each kind is measured whatever the clock says; then the clock is asked before each."""
+    rounds: list[object] = []
+    monkeypatch.setattr(links, "align", rounds.append)
+    monkeypatch.setattr(links, "_time_pair", lambda *_: None)
+    clock = deque(times)
+    found = links.measure(
+        tiny_options(tmp_path, hosts=hosts, devices=devices),
+        rank=0,
+        conductor=Conductor(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
+        budget=Budget(started_s=0, budget_s=10, clock=clock.popleft),
+    )
+
+    assert (measured, note) == (len(rounds), found.notes)
+    assert not clock

@@ -11,7 +11,8 @@ from pipette_launch.facts import ComputeCase, Measurements, files
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.run import main
 
-pytestmark = pytest.mark.timeout(60)
+# Eight seconds on two idle cores, most of it imports; more than ten times that on a busy machine.
+pytestmark = pytest.mark.timeout(120)
 TP2 = ComputeCase(tp=2, cp=1, micro_batch_size=1)
 CP2 = ComputeCase(tp=1, cp=2, micro_batch_size=1)
 PARTS = {"layer", "moe_layer", "embedding", "head"}
@@ -48,6 +49,7 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     assert all(time.forward.median_s > 0 for time in found.compute)
     assert {REFERENCE, TP2} == {reading.case for reading in found.memory}
     assert 0 == found.overhead_bytes
+    assert found.optimizer_s_per_parameter
     assert ["start", "links", "collectives", "compute", "memory"] == list(found.phase_s)
     assert all(seconds > 0 for seconds in found.phase_s.values())
     # Megatron's local layers know no context parallelism: said, not hidden.
@@ -55,16 +57,16 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     assert ["done\n", "done\n"] == [(tmp_path / "progress" / name).read_text() for name in ("0", "1")]
 
 
-def test_a_spent_budget_leaves_the_least(tmp_path: Path) -> None:
-    """With no time at all: one round of links, one shape, the reference case, and notes on what is missing."""
-    options = tiny_options(tmp_path, hosts=3, devices=1, cases=(REFERENCE, TP2), budget_s=0.01)
+def test_a_slot_alone_with_no_time_measures_the_least(tmp_path: Path) -> None:
+    """One worker has no links and no groups; with its budget spent it still measures the reference case."""
+    options = tiny_options(tmp_path, hosts=1, devices=1, cases=(REFERENCE, TP2), budget_s=0.001)
     outcome = run_workers(options, tmp_path)
-    assert [0, 0, 0] == outcome.codes, outcome.errors
+    assert [0] == outcome.codes, outcome.errors
 
     found = files.read(Path(options.output), Measurements)
     assert {REFERENCE} == set(found.compute_cases())
     assert {"layer", "embedding", "head"} == {time.part for time in found.compute}
-    assert "links: 2 of 3 rounds were skipped, the budget was spent" in found.notes
+    assert () == found.collectives
     assert "compute: 1 of 2 cases were not measured, first of them tp2 cp1 mbs1" in found.notes
 
 

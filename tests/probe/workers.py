@@ -16,7 +16,7 @@ from pipette_launch.facts import ComputeCase, files
 from pipette_launch.probe.options import ProbeOptions
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT_S = 60
+LIMIT_S = 100
 REFERENCE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 
 
@@ -31,9 +31,29 @@ def tiny_options(folder: Path, *, hosts: int, devices: int, **changes: object) -
         "message_sizes_bytes": (8, 4096, 65536),
         "repeats": 3,
         "timeout_s": 30.0,
-        "budget_s": 40.0,
+        "budget_s": 90.0,
     }
     return ProbeOptions(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class OneRankStore:
+    """A store for a rank that is alone: all that it waits for is there."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        """Keep a value."""
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        """Give it back."""
+        return self.values[key].encode()
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Time out at once, as torch's store does in the end."""
+        if any(key not in self.values for key in keys):
+            raise RuntimeError(f"wait timeout after {timeout}")
 
 
 @dataclass(frozen=True)

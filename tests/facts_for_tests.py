@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from pipette_launch.facts import (
     Batch,
     Cluster,
+    CollectiveTime,
     ComputeCase,
     ComputeTime,
     Device,
@@ -129,4 +131,40 @@ def tiny_measurements(cluster: Cluster, cases: tuple[ComputeCase, ...] | None = 
         taken_at="2026-11-21T00:00:00Z",
         phase_s={},
         notes=(),
+    )
+
+
+def drawn_cluster(rng: random.Random, *, hosts: int = 2, devices: int = 2) -> Cluster:
+    """Every link and every slot its own speed."""
+
+    def links(size: int, scale: float) -> Links:
+        def matrix(low: float, high: float) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(0.0 if i == j else rng.uniform(low, high) for j in range(size)) for i in range(size))
+
+        return Links(
+            latency_s=matrix(1e-5 / scale, 1e-3 / scale), bandwidth_bytes_per_s=matrix(1e7 * scale, 1e9 * scale)
+        )
+
+    return replace(
+        tiny_cluster(hosts, devices),
+        between_hosts=links(hosts, 1),
+        within_host=tuple(links(devices, 3) for _ in range(hosts)),
+        slot_speed=tuple(rng.choice((1.0, 1.0, 0.8, 1.25)) for _ in range(hosts * devices)),
+    )
+
+
+def drawn_fits(rng: random.Random) -> tuple[CollectiveTime, ...]:
+    """Some groups measured, at times that their links do not explain."""
+    kinds = ("all_reduce", "all_gather", "all_to_all", "send")
+    return tuple(
+        CollectiveTime(
+            kind=rng.choice(kinds),  # type: ignore[arg-type]
+            slots=slots,
+            latency_s=rng.uniform(0, 2e-3),
+            seconds_per_byte=rng.uniform(0, 2e-8),
+            spread=0.0,
+            sizes_bytes=(1,),
+        )
+        for slots in ((0, 1), (0, 2), (0, 1, 2, 3))
+        if rng.random() < 0.5
     )

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.collectives import Kind
 from pipette_launch.cost.compute import ComputeTable, attention_core_share
-from pipette_launch.cost.memory import resident_parameters
-from pipette_launch.cost.parameters import expert_dp, stage_parameters
+from pipette_launch.cost.parameters import expert_dp
 from pipette_launch.cost.simulate import Engine, engine_of
 from pipette_launch.cost.traffic import Exchange, StepTraffic, exchanges, hop_bytes, step_traffic
 from pipette_launch.facts.job import Job
@@ -56,7 +55,6 @@ class Work:
         moe = job.model.is_moe_layer(0)
         core_s = compute.layer_forward_s(layout, moe=moe) * attention_core_share(job.model, moe=moe)
         traffic = step_traffic(job, layout)
-        resident = [resident_parameters(part, layout) for part in stage_parameters(job.model, layout)]
         return cls(
             layout=layout,
             num_microbatches=num_microbatches,
@@ -72,7 +70,7 @@ class Work:
             reduce_kind="reduce_scatter" if layout.use_distributed_optimizer else "all_reduce",
             gather_kind="all_gather",
             expert_dp=expert_dp(layout),
-            optimizer_s_P=np.array(resident) * optimizer_s_per_parameter,
+            optimizer_s_P=np.array(traffic.resident_parameters) * optimizer_s_per_parameter,
             rank_S=np.arange(layout.num_chunks) % layout.pp,
             zero_S=np.zeros(layout.num_chunks),
         )

@@ -110,18 +110,26 @@ class ComputeTable:
     def _chunks(self, layout: Layout, part: dict[str, Passes]) -> Iterable[Passes]:
         model = self._job.model
         first = 0
+        seen: dict[tuple[int, ...], Passes] = {}
         for chunk, layers in enumerate(layout.chunk_layers(model.num_layers)):
-            total = Passes()
-            for index in range(layers):
-                moe = model.is_moe_layer(first + index)
-                share = recompute_share(model, layout, index, moe=moe)
-                total += part["moe_layer" if moe else "layer"].again(share)
+            kinds = model.moe_layer_freq[first : first + layers] or (0,) * layers
             first += layers
+            if kinds not in seen:
+                seen[kinds] = self._layers(layout, part, kinds)
+            total = seen[kinds]
             if chunk == 0:
                 total += part["embedding"]
             if chunk == layout.num_chunks - 1:
                 total += part["head"]
             yield total
+
+    def _layers(self, layout: Layout, part: dict[str, Passes], kinds: tuple[int, ...]) -> Passes:
+        """Add up the layers of a chunk; `kinds` says 1 for each that has experts."""
+        total = Passes()
+        for index, moe in enumerate(kinds):
+            share = recompute_share(self._job.model, layout, index, moe=bool(moe))
+            total += part["moe_layer" if moe else "layer"].again(share)
+        return total
 
 
 def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, *, moe: bool) -> float:

@@ -148,12 +148,14 @@ class Predictor:
 
     def _bound_once_a_step(self, work: Work, kind: Kind, sizes: tuple[tuple[int, int], ...]) -> NDArray[np.float64]:
         groups = (work.layout.dp * work.layout.cp, work.expert_dp)
-        return np.array(
-            [
-                sum(self._fabric.bound_s(kind, size, count) for size, count in zip(groups, pair, strict=True) if count)
-                for pair in sizes
-            ]
-        )
+        # Most stages are alike: each pair of sizes is priced once.
+        seconds = {
+            pair: sum(
+                self._fabric.bound_s(kind, size, count) for size, count in zip(groups, pair, strict=True) if count
+            )
+            for pair in set(sizes)
+        }
+        return np.array([seconds[pair] for pair in sizes])
 
 
 class PlacementCost:

@@ -58,12 +58,32 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
     """Predict every pipeline rank's peak.
 
     Raises:
-        LayoutError: the layout cuts neither the layers nor the batch evenly.
+        LayoutError: the layout cuts the layers or the batch unevenly.
 
     """
     microbatches = layout.num_microbatches(job.batch.global_batch_size)
-    parameters = stage_parameters(job.model, layout)
-    return tuple(_rank(job, layout, rank, (parameters[rank], microbatches)) for rank in range(layout.pp))
+    chunk_bytes = chunk_activation_bytes(job, layout)
+    recompute = max(recompute_working_set_bytes(job, layout, moe=moe) for moe in _kinds(job))
+    input_bytes = activations.embedding_bytes(job, layout)
+    only_first_chunk = (input_bytes,) + (0,) * (layout.vpp - 1)
+    last = layout.pp - 1
+    parts = []
+    for rank, parameters in enumerate(stage_parameters(job.model, layout)):
+        states, step = optimizer_bytes(job, parameters, layout)
+        parts.append(
+            MemoryParts(
+                weights=parameters.count * job.model.dtype_bytes,
+                gradients=parameters.count * gradient_bytes_per_parameter(job),
+                optimizer=states,
+                activations=peak_live_bytes(layout, rank, microbatches, chunk_bytes[rank :: layout.pp]),
+                recompute=recompute,
+                embedding=0 if rank else peak_live_bytes(layout, rank, microbatches, only_first_chunk),
+                head=activations.head_bytes(job, layout) if rank == last else 0,
+                buffers=buffer_bytes(job, layout),
+                optimizer_step=step,
+            )
+        )
+    return tuple(parts)
 
 
 def peak_live_bytes(layout: Layout, rank: int, num_microbatches: int, chunk_bytes_V: tuple[int, ...]) -> int:
@@ -87,14 +107,17 @@ def peak_live_bytes(layout: Layout, rank: int, num_microbatches: int, chunk_byte
 def chunk_activation_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
     """What each chunk's layers keep for one micro-batch, in model order, with the layout's recompute."""
     model = job.model
-    kept = {moe: activations.kept_bytes(job, layout, moe=moe) for moe in (False, True)}
+    kept = [activations.kept_bytes(job, layout, moe=moe) for moe in (False, bool(model.num_experts))]
     whole_input = activations.residual_bytes(model, layout)
+    seen: dict[tuple[int, ...], int] = {}
     chunks = []
-    layer = 0
+    first = 0
     for layers in layout.chunk_layers(model.num_layers):
-        sizes = [kept[model.is_moe_layer(index)] for index in range(layer, layer + layers)]
-        chunks.append(_after_full_recompute(sizes, layout, whole_input))
-        layer += layers
+        kinds = model.moe_layer_freq[first : first + layers] or (0,) * layers
+        first += layers
+        if kinds not in seen:
+            seen[kinds] = _after_full_recompute([kept[kind] for kind in kinds], layout, whole_input)
+        chunks.append(seen[kinds])
     return tuple(chunks)
 
 
@@ -152,29 +175,9 @@ def buffer_bytes(job: Job, layout: Layout) -> int:
     return pipeline + max(gathered, activations.attention_scores_bytes(job.model, layout))
 
 
-def _rank(job: Job, layout: Layout, rank: int, counted: tuple[Parameters, int]) -> MemoryParts:
-    parameters, microbatches = counted
-    states, step = optimizer_bytes(job, parameters, layout)
-    chunk_bytes = chunk_activation_bytes(job, layout)[rank :: layout.pp]
-    is_first, is_last = rank == 0, rank == layout.pp - 1
-    only_first_chunk = (1,) + (0,) * (layout.vpp - 1)
-    inputs = peak_live_bytes(layout, rank, microbatches, only_first_chunk)
-    return MemoryParts(
-        weights=parameters.count * job.model.dtype_bytes,
-        gradients=parameters.count * gradient_bytes_per_parameter(job),
-        optimizer=states,
-        activations=peak_live_bytes(layout, rank, microbatches, chunk_bytes),
-        recompute=max(recompute_working_set_bytes(job, layout, moe=moe) for moe in _kinds(job)),
-        embedding=inputs * activations.embedding_bytes(job, layout) if is_first else 0,
-        head=activations.head_bytes(job, layout) if is_last else 0,
-        buffers=buffer_bytes(job, layout),
-        optimizer_step=step,
-    )
-
-
 def _kinds(job: Job) -> tuple[bool, ...]:
     """Which of dense (False) and MoE (True) layers the model has."""
-    return tuple(sorted({job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}))
+    return tuple(sorted({bool(kind) for kind in job.model.moe_layer_freq})) or (False,)
 
 
 def _after_full_recompute(sizes: list[int], layout: Layout, layer_input: int) -> int:

@@ -60,26 +60,38 @@ def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]
     With tied embeddings and more than one pipeline rank the last chunk holds a copy of the word embedding
     (megatron-core, setup_embeddings_and_output_layer).
     """
-    chunks = []
-    layer = 0
-    per_layer = {moe: layer_parameters(model, layout, moe=moe) for moe in (False, True)}
-    for chunk, layers in enumerate(layout.chunk_layers(model.num_layers)):
-        total = Parameters(dense=0)
-        for index in range(layer, layer + layers):
-            total += per_layer[model.is_moe_layer(index)]
-        layer += layers
-        if chunk == 0:
-            total += Parameters(dense=_embedding(model, layout))
-        if chunk == layout.num_chunks - 1:
-            total += Parameters(dense=_head(model, layout))
-        chunks.append(total)
-    return tuple(chunks)
+    moe = layer_parameters(model, layout, moe=True) if model.num_experts else Parameters(dense=0)
+    plain = layer_parameters(model, layout, moe=False)
+    ends = {0: _embedding(model, layout)}
+    last = layout.num_chunks - 1
+    ends[last] = ends.get(last, 0) + _head(model, layout)
+    return tuple(
+        Parameters(
+            dense=plain.dense * (layers - experts) + moe.dense * experts + ends.get(chunk, 0),
+            expert=moe.expert * experts,
+        )
+        for chunk, (layers, experts) in enumerate(chunk_layers(model, layout))
+    )
+
+
+def chunk_layers(model: ModelSpec, layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Count each chunk's layers, and those of them that have experts."""
+    counts = []
+    first = 0
+    for layers in layout.chunk_layers(model.num_layers):
+        counts.append((layers, sum(model.moe_layer_freq[first : first + layers])))
+        first += layers
+    return tuple(counts)
 
 
 def stage_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
     """Count every pipeline rank, all its chunks together."""
-    chunks = chunk_parameters(model, layout)
-    return tuple(sum(chunks[rank :: layout.pp], Parameters(dense=0)) for rank in range(layout.pp))
+    return by_rank(chunk_parameters(model, layout), layout.pp)
+
+
+def by_rank(chunks: tuple[Parameters, ...], pp: int) -> tuple[Parameters, ...]:
+    """Add up the chunks of each pipeline rank."""
+    return tuple(sum(chunks[rank::pp], Parameters(dense=0)) for rank in range(pp))
 
 
 def _embedding(model: ModelSpec, layout: Layout) -> int:

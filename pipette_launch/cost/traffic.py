@@ -10,8 +10,8 @@ from typing import Literal
 
 from pipette_launch.cost import activations
 from pipette_launch.cost.collectives import Kind
-from pipette_launch.cost.memory import gradient_bytes_per_parameter
-from pipette_launch.cost.parameters import chunk_parameters, word_embedding_parameters
+from pipette_launch.cost.memory import gradient_bytes_per_parameter, resident_parameters
+from pipette_launch.cost.parameters import by_rank, chunk_parameters, word_embedding_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 
@@ -49,6 +49,8 @@ class StepTraffic:
     """What the distributed optimizer gathers; zeros without it."""
     num_buckets: tuple[int, ...]
     """Parts of each stage's gradients that can leave one by one."""
+    resident_parameters: tuple[int, ...]
+    """Parameters that each pipeline rank steps."""
     embedding_bytes: int
     """Gradient of the tied word embedding, summed over first and last pipeline rank; 0 when there is one copy."""
 
@@ -79,6 +81,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
         gradient_bytes=tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
         parameter_bytes=tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
         num_buckets=tuple(_num_buckets(layout, stage, chunk.count) for stage, chunk in enumerate(chunks)),
+        resident_parameters=tuple(resident_parameters(part, layout) for part in by_rank(chunks, layout.pp)),
         embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if tied else 0,
     )
 

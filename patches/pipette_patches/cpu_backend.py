@@ -7,6 +7,7 @@ and refused by Megatron itself: context parallelism, fp8 and fp4, CUDA graphs, a
 from packaging.specifiers import SpecifierSet
 
 from pipette_patches.cpu_core import CORE, RANDOM_LOGGER, is_news
+from pipette_patches.cpu_optimizer import OPTIMIZER
 from pipette_patches.cpu_torch import TORCH
 from pipette_patches.cpu_training import TRAINING
 from pipette_patches.registry import megatron_core_version
@@ -25,7 +26,7 @@ class CpuBackend:
     def apply(self) -> None:
         """Replace torch's CUDA calls now, and Megatron's own as its modules are imported."""
         version = megatron_core_version()
-        self._replacements = Replacements([r for r in (*TORCH, *CORE, *TRAINING) if r.fits(version)])
+        self._replacements = Replacements([r for r in (*TORCH, *CORE, *OPTIMIZER, *TRAINING) if r.fits(version)])
         self._replacements.apply()
         RANDOM_LOGGER.addFilter(is_news)
 

@@ -29,6 +29,9 @@ def _without_kernels(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def check(config: Any) -> None:
         off = [name for name in _NEED_CUDA if getattr(config, name, False)]
+        if getattr(config, "num_moe_experts", None) and config.bias_activation_fusion and not config.gated_linear_unit:
+            # Experts computed one by one, as on a CPU, refuse it; only grouped ones, which need CUDA, go without.
+            off.append("bias_activation_fusion")
         for name in off:
             setattr(config, name, False)
         if off:

@@ -1,6 +1,10 @@
 """Megatron-LM's own training programs without CUDA: their flags, their CUDA check and their fused kernels."""
 
 import functools
+import importlib
+import importlib.util
+import os
+import sysconfig
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +50,33 @@ def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return initialize
 
 
+def _compile_for_this_python(original: Callable[[], None]) -> Callable[[], None]:
+    """Compile the dataset helpers once, for the running Python; Megatron's makefile asks whichever is first on PATH."""
+
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+            return
+        include = importlib.import_module("pybind11").get_include()
+        settings = {
+            "LIBEXT": sysconfig.get_config_var("EXT_SUFFIX"),
+            "CPPFLAGS": f"-I{include}\\ -I{sysconfig.get_path('include')}",
+        }
+        before = os.environ.get("MAKEFLAGS")
+        os.environ["MAKEFLAGS"] = f"{before or ''} -- " + " ".join(
+            f"{name}={value}" for name, value in settings.items()
+        )
+        try:
+            original()
+        finally:
+            os.environ.pop("MAKEFLAGS")
+            if before is not None:
+                os.environ["MAKEFLAGS"] = before
+        importlib.invalidate_caches()
+
+    return compile_helpers
+
+
 def _build_no_kernels(_original: object) -> Callable[..., None]:
     return lambda *_args, **_kwargs: None
 
@@ -55,5 +86,6 @@ TRAINING = (
     Replacement(module="megatron.training.initialize", path="validate_args", make=_for_cpu, versions="<0.18"),
     Replacement(module="megatron.training.initialize", path="initialize_megatron", make=_allow_no_cuda),
     Replacement(module="megatron.training.training", path="initialize_megatron", make=_allow_no_cuda),
+    Replacement(module="megatron.core.datasets.utils", path="compile_helpers", make=_compile_for_this_python),
     Replacement(module="megatron.legacy.fused_kernels", path="load", make=_build_no_kernels, versions="<0.17"),
 )

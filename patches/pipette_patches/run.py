@@ -1,0 +1,136 @@
+"""Apply patches, then run a Python program as `python` itself would.
+
+    python -m pipette_patches.run --patch cpu_backend -- pretrain_gpt.py --num-layers 4 ...
+    python -m pipette_patches.run --patch cpu_backend -- -m my.trainer --num-layers 4 ...
+
+The program sees its own sys.argv, sys.path[0], __main__ and __file__; its exit code and its SystemExit are this
+process's, its tracebacks begin in its own file, and processes that multiprocessing spawns are patched too.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from pipette_launch.errors import PipetteError, UsageError
+from pipette_patches import registry, spawn
+
+USAGE = "usage: python -m pipette_patches.run --patch NAME [--patch NAME ...] -- [-m MODULE | SCRIPT] [ARGUMENT ...]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """The patches to apply and the program to run under them."""
+
+    patches: tuple[str, ...]
+    program: str
+    """A file, or a module's dotted name."""
+    is_module: bool
+    arguments: tuple[str, ...]
+
+
+def read(argv: Sequence[str]) -> Command:
+    """Read our own command line, which ends where the program's begins."""
+    rest = list(argv)
+    patches = []
+    while rest and rest[0].startswith("--patch"):
+        flag, equals, name = rest.pop(0).partition("=")
+        if flag != "--patch" or not (equals or rest):
+            raise UsageError(f"cannot read {flag!r}\n{USAGE}")
+        patches.append(name if equals else rest.pop(0))
+    if rest and rest[0] == "--":
+        rest.pop(0)
+    is_module = bool(rest) and rest[0] == "-m"
+    if is_module:
+        rest.pop(0)
+    if not rest or (rest[0].startswith("-") and not is_module):
+        raise UsageError(f"expected a script, or -m and a module, got {rest[0] if rest else 'nothing'!r}\n{USAGE}")
+    return Command(patches=tuple(patches), program=rest[0], is_module=is_module, arguments=tuple(rest[1:]))
+
+
+def load(command: Command) -> tuple[CodeType, ModuleType]:
+    """Make the program's `__main__` and compile its code; set the path and argv that python would set."""
+    return _load_module(command) if command.is_module else _load_script(command)
+
+
+def _load_script(command: Command) -> tuple[CodeType, ModuleType]:
+    script = Path(command.program)
+    sys.argv[:] = [command.program, *command.arguments]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(script.resolve().parent)
+    try:
+        code = compile(script.read_bytes(), str(script.absolute()), "exec", dont_inherit=True)
+    except OSError as error:
+        raise UsageError(f"cannot read the script {command.program!r}: {error.strerror}") from None
+    main = ModuleType("__main__")
+    main.__file__ = str(script.absolute())
+    vars(main).update(__cached__=None, __annotations__={}, __builtins__=__builtins__)
+    return code, main
+
+
+def _load_module(command: Command) -> tuple[CodeType, ModuleType]:
+    sys.argv[:] = ["-m", *command.arguments]
+    spec = _find(command.program)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find(f"{command.program}.__main__")
+    code = spec.loader.get_code(spec.name) if spec is not None and hasattr(spec.loader, "get_code") else None  # type: ignore[union-attr]
+    if spec is None or code is None:
+        raise UsageError(
+            f"no module named {command.program!r} that python could run; looked in {sys.path[0]} and beyond"
+        )
+    sys.argv[0] = str(spec.origin)
+    main = ModuleType("__main__")
+    main.__file__ = spec.origin
+    vars(main).update(
+        __spec__=spec, __loader__=spec.loader, __package__=spec.parent, __cached__=spec.cached, __annotations__={},
+        __builtins__=__builtins__,
+    )  # fmt: skip
+    return code, main
+
+
+def _find(name: str) -> "importlib.machinery.ModuleSpec | None":
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if name.startswith(str(error.name)):
+            return None
+        raise
+
+
+def hide_our_frames() -> None:
+    """Let an uncaught exception's traceback begin where the program's own does."""
+    show = sys.excepthook
+
+    def show_program(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        inner = trace
+        while inner is not None and inner.tb_frame.f_code.co_filename != __file__:
+            inner = inner.tb_next
+        while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+            inner = inner.tb_next
+        if inner is None and kind is not SyntaxError:
+            inner = trace
+        show(kind, error.with_traceback(inner), inner)
+
+    sys.excepthook = show_program
+
+
+def main(argv: Sequence[str]) -> None:
+    """Apply the patches, then become the program."""
+    hide_our_frames()
+    try:
+        command = read(argv)
+        code, module = load(command)
+        for name in command.patches:
+            registry.apply(name)
+    except PipetteError as error:
+        sys.stderr.write(f"pipette_patches.run: {error}\n")
+        sys.exit(error.exit_code)
+    spawn.patch_children()
+    sys.modules["__main__"] = module
+    exec(code, vars(module))  # noqa: S102
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -134,6 +134,7 @@ def _cut(rules: Rules, degrees: Degrees, dropped: Counter[str]) -> Iterator[Layo
             layout = Layout(
                 **degrees._asdict(),
                 vpp=vpp,
+                microbatch_group_size=_values(job, "microbatch_group_size", (0,))[0],
                 layers_per_chunk=layers_per_chunk,
                 micro_batch_size=micro_batch_size,
                 use_tp_pp_dp_mapping=own.use_tp_pp_dp_mapping,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipette_launch.facts import Job, Layout
@@ -48,11 +48,7 @@ class Rules:
     def of(cls, job: Job, *, device_kind: str) -> Rules:
         """Read the rules that a job's own flags add."""
         words = (flag.replace("=", " ").split() for flag in job.performance_flags)
-        flags = {name: tuple(values) for name, *values in words}
-        if any(name in flags for name in _FSDP):
-            # FSDP shards the optimizer in its own way: these fields stay as the user has them.
-            job = replace(job, pinned=tuple(sorted({*job.pinned, *_OPTIMIZER_FIELDS})))
-        return cls(job=job, device_kind=device_kind, flags=flags)
+        return cls(job=job, device_kind=device_kind, flags={name: tuple(values) for name, *values in words})
 
     def fault(self, layout: Layout) -> str | None:
         """Name the first constraint that a layout breaks, or None for a legal one."""
@@ -121,7 +117,6 @@ class Rules:
         """Check sequence parallelism, the distributed optimizer and the overlap of its communication."""
         model = self.job.model
         sharded = layout.use_distributed_optimizer
-        fsdp = any(name in self.flags for name in _FSDP)
         needs_sharding = [name for name in _NEEDS_DISTRIBUTED_OPTIMIZER if name in self.flags]
         return _first(
             (layout.sequence_parallel and layout.tp == 1, "sequence parallelism needs tp > 1"),
@@ -141,7 +136,7 @@ class Rules:
             (sharded and self.job.optimizer != "adam", ONLY_ADAM_SHARDS),
             (not sharded and bool(needs_sharding), f"{'/'.join(needs_sharding)} needs the distributed optimizer"),
             (
-                layout.overlap_param_gather and not ((sharded or fsdp) and layout.overlap_grad_reduce),
+                layout.overlap_param_gather and not (sharded and layout.overlap_grad_reduce),
                 "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce",
             ),
         )
@@ -236,14 +231,15 @@ class Rules:
 
     def _degree_flags_fault(self, degrees: Degrees) -> str | None:
         instances = int(self.flags.get("--num-distributed-optimizer-instances", ("1",))[0])
-        alone = [name for name in _NEEDS_ONE_STAGE if name in self.flags]
         return _first(
             (
                 bool(degrees.dp * degrees.cp % instances or degrees.expert_dp % instances),
                 "--num-distributed-optimizer-instances does not divide dp*cp",
             ),
-            (degrees.pp > 1 and bool(alone), f"{'/'.join(alone)} needs pp = 1"),
-            (degrees.ep > 1 and "--use-torch-fsdp2" in self.flags, "--use-torch-fsdp2 needs ep = 1"),
+            (
+                degrees.pp > 1 and "--cpu-offloading-num-layers" in self.flags,
+                "--cpu-offloading-num-layers needs pp = 1",
+            ),
             (
                 degrees.pp == 1 and "--defer-embedding-wgrad-compute" in self.flags,
                 "--defer-embedding-wgrad-compute needs pp > 1",
@@ -256,9 +252,6 @@ _NEEDS_DISTRIBUTED_OPTIMIZER = (
     "--use-precision-aware-optimizer",
     "--overlap-param-gather-with-optimizer-step",
 )
-_FSDP = ("--use-torch-fsdp2", "--use-megatron-fsdp")
-_OPTIMIZER_FIELDS = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
-_NEEDS_ONE_STAGE = ("--use-torch-fsdp2", "--cpu-offloading-num-layers", "--hybrid-context-parallel")
 
 
 def _first(*cases: tuple[bool, str]) -> str | None:

@@ -152,9 +152,10 @@ def _learning(field: Field, chosen: Chosen) -> list[str]:
         )
     elif max(model.attention_dropout, model.hidden_dropout) > 0:
         found.append("Dropout masks are drawn rank by rank, so they differ from those of the user's own layout.")
-    rows = model.padded_vocab_size(new.tp), model.padded_vocab_size(old.tp)
-    if rows[0] != rows[1] and not any(flag.startswith("--padded-vocab-size") for flag in field.job.performance_flags):
-        found.append(f"tp{new.tp} pads the vocabulary to {rows[0]} rows in place of {rows[1]}.")
+    rows = model.padded_vocab_size(old.tp)
+    if rows % new.tp and rows != model.padded_vocab_size(new.tp):
+        # Where it divides, `megatron.write_arguments` keeps the user's own padding.
+        found.append(f"tp{new.tp} pads the vocabulary to {model.padded_vocab_size(new.tp)} rows in place of {rows}.")
     if model.num_experts and new.micro_batch_size != old.micro_batch_size:
         found.append("The router's auxiliary loss and capacity act on each micro-batch, whose size changes.")
     return found

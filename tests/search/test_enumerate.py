@@ -145,8 +145,7 @@ def test_pins_hold(case: tuple[Job, int, str], data: st.DataObject) -> None:
     job, world_size, kind = case
     legal = layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind).layouts
     # Without experts ETP means nothing, and a pinned one only changes how it is written.
-    idle = {"microbatch_group_size", "" if job.model.num_experts else "etp"}
-    names = [field.name for field in fields(Layout) if field.name not in idle]
+    names = [field.name for field in fields(Layout) if job.model.num_experts or field.name != "etp"]
     pinned = data.draw(st.lists(st.sampled_from(names), unique=True).map(lambda chosen: tuple(sorted(chosen))))
     own = data.draw(st.sampled_from(legal))
     job = replace(job, own=own)
@@ -168,7 +167,7 @@ def test_pins_hold(case: tuple[Job, int, str], data: st.DataObject) -> None:
 
 def test_everything_pinned_leaves_the_own_layout() -> None:
     """Where the user fixed all, there is nothing to search."""
-    job = tiny_job(4, pinned=tuple(field.name for field in fields(Layout) if field.name != "microbatch_group_size"))
+    job = tiny_job(4, pinned=tuple(field.name for field in fields(Layout)))
 
     found = layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
 
@@ -214,7 +213,6 @@ def test_query_groups_were_never_replicated_before_016() -> None:
         ("--tp-comm-overlap", lambda layout: layout.sequence_parallel),
         ("--cp-comm-type a2a", lambda layout: 4 // layout.tp % layout.cp == 0),
         ("--hierarchical-context-parallel-sizes 2 1", lambda layout: layout.cp == 2),
-        ("--use-torch-fsdp2", lambda layout: layout.pp == 1 and not layout.use_distributed_optimizer),
         (
             "--distribute-saved-activations",
             lambda layout: layout.tp > 1 and layout.recompute == FULL and not layout.sequence_parallel,

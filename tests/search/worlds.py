@@ -12,7 +12,7 @@ from pipette_launch.search.enumerate import layouts
 from pipette_launch.search.solve import SolveOptions, solve
 
 PROVENANCE = Provenance(key="0123456789abcdef", made_at="2026-11-21T00:00:00Z", versions={}, source="measured")
-ALL_FIELDS = tuple(sorted(set(Layout.__dataclass_fields__) - {"microbatch_group_size"}))
+ALL_FIELDS = tuple(sorted(Layout.__dataclass_fields__))
 
 
 def still() -> float:

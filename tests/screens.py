@@ -1,0 +1,147 @@
+"""Plans and measurements for the report's golden screens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from facts_for_tests import tiny_cluster, tiny_measurements
+
+from pipette_launch.facts import Choice, Cluster, Layout, Links, Measurements, Plan, Provenance
+from pipette_launch.report import plan_screen
+
+OLD = (
+    "--tensor-model-parallel-size", "1", "--num-layers", "24", "--micro-batch-size=1", "--bf16",
+    "--recompute-activations", "--lr", "1e-4",
+)  # fmt: skip
+NEW = (
+    "--tensor-model-parallel-size", "2", "--num-layers", "24", "--micro-batch-size", "4", "--bf16", "--lr", "1e-4",
+    "--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--global-batch-size", "64",
+)  # fmt: skip
+SAVED_TO = Path("/home/user/.cache/pipette-launch/8f14e45fceea167a/plan.json")
+
+
+def choice(layout: Layout, step_time_s: float, **changes: object) -> Choice:
+    """A choice in torchrun's order, with round figures."""
+    parts = {"compute": 0.75, "bubble": 0.125, "tensor_parallel": 0.1, "data_parallel": 0.023, "optimizer": 0.002}
+    made = Choice(
+        layout=layout,
+        placement=tuple(range(layout.world_size)),
+        schedule="1f1b" if layout.pp > 1 else "no-pipelining",
+        step_time_s=step_time_s,
+        breakdown_s={name: part * step_time_s for name, part in parts.items()},
+        peak_memory_bytes=tuple((6 << 30) - (stage << 29) for stage in range(layout.pp)),
+        memory_limit_bytes=7 << 30,
+        bound_s=0.9 * step_time_s,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def plan(cluster: Cluster, chosen: Choice, own: Choice, *alternatives: Choice, **changes: object) -> Plan:
+    """A plan with a reason, two notes of its own and two that are only counted."""
+    made = Plan(
+        hosts=tuple(host.name for host in cluster.hosts),
+        devices_per_host=cluster.devices_per_host,
+        device_kind=cluster.device_kind,
+        chosen=chosen,
+        alternatives=alternatives,
+        own=own,
+        keeps_own=chosen == own,
+        reasons=(
+            "tp2 pp2 dp2 mbs4 dist-opt takes 62.8 ms a step, 13.9% less than tp1 pp1 dp8 mbs1, the user's own.",
+            "It saves most on gradient reduction: 5.97 ms in place of 17.7 ms.",
+        ),
+        notes=(
+            "No collective was measured; they are priced as rings over the measured links.",
+            "Not modelled: one thing.",
+            "Not modelled: another.",
+        ),
+        num_layouts=141,
+        dropped={"interleaving needs at least pp micro-batches": 9, "pp*vpp does not divide num_layers=24": 4},
+        solve_s=0.4,
+        provenance=Provenance(key="8f14e45fceea167a", made_at="2026-11-21T09:30:00Z", versions={}, source="measured"),
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def changed(width: int) -> str:
+    """Four hosts of two, another layout and another placement than the user's."""
+    cluster = tiny_cluster(4, 2)
+    speeds = tuple(
+        tuple(0.0 if i == j else 1.25e7 if {i, j} == {0, 3} else 1e8 + 1e6 * i for j in range(4)) for i in range(4)
+    )
+    cluster = replace(
+        cluster,
+        between_hosts=Links(latency_s=cluster.between_hosts.latency_s, bandwidth_bytes_per_s=speeds),
+        slot_speed=(1.0,) * 5 + (0.84,) + (1.0,) * 2,
+    )
+    measurements = replace(tiny_measurements(cluster), phase_s={"links": 3.5, "compute": 8.75})
+    made = plan(
+        cluster,
+        choice(
+            Layout(tp=2, pp=2, dp=2, micro_batch_size=4, use_distributed_optimizer=True),
+            0.0628,
+            placement=(4, 5, 0, 1, 2, 3, 7, 6),
+        ),
+        choice(Layout(dp=8), 0.0729),
+        choice(Layout(tp=2, dp=4, micro_batch_size=2), 0.0634),
+        choice(Layout(tp=2, pp=4, dp=1, micro_batch_size=2), 0.0641),
+    )
+    return shown(made, measurements, width=width, new_arguments=NEW)
+
+
+def kept(width: int) -> str:
+    """One host, the user's own configuration, from the cache."""
+    cluster = tiny_cluster(1, 2)
+    own = choice(Layout(pp=2), 1.5)
+    made = plan(
+        cluster,
+        own,
+        own,
+        choice(Layout(dp=2), 1.49),
+        reasons=("The user's own configuration stays.",),
+        notes=(),
+        dropped={},
+        provenance=Provenance(key="8f14e45fceea167a", made_at="2026-11-21T09:30:00Z", versions={}, source="cached"),
+    )
+    return shown(made, None, width=width, new_arguments=None, saved_to=None)
+
+
+def large(width: int) -> str:
+    """Sixty-four hosts of eight, sixteen stages, the hosts in reverse."""
+    cluster = tiny_cluster(64, 8, memory_bytes=80 << 30)
+    layout = Layout(tp=8, etp=8, pp=16, dp=4, vpp=2, sequence_parallel=True, use_distributed_optimizer=True)
+    placement = tuple(8 * (63 - host) + device for host in range(64) for device in range(8))
+    peaks = tuple((70 << 30) - (abs(stage - 9) << 30) for stage in range(16))
+    own = choice(Layout(tp=8, etp=8, pp=8, dp=8), 2.5, peak_memory_bytes=(90 << 30,) * 8, memory_limit_bytes=73 << 30)
+    made = plan(
+        cluster,
+        choice(layout, 1.9, placement=placement, peak_memory_bytes=peaks, memory_limit_bytes=73 << 30),
+        own,
+    )
+    return shown(made, tiny_measurements(cluster), width=width, new_arguments=NEW)
+
+
+def shown(
+    made: Plan,
+    measurements: Measurements | None,
+    *,
+    width: int,
+    new_arguments: tuple[str, ...] | None,
+    saved_to: Path | None = SAVED_TO,
+    colour: bool = False,
+) -> str:
+    """The screen of a plan, without colour."""
+    return plan_screen(
+        made,
+        measurements,
+        arguments=OLD,
+        new_arguments=new_arguments,
+        saved_to=saved_to,
+        width=width,
+        colour=colour,
+    )
+
+
+SCREENS = {"changed": changed, "kept": kept, "large": large}
+"""Golden files lie in `tests/data/screens`, as NAME-WIDTH.txt."""

@@ -1,0 +1,141 @@
+"""The screen shows what was measured, chosen and why, at any width, and computes nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_measurements
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from screens import NEW, OLD, SCREENS, choice, plan, shown
+
+from pipette_launch.facts import Layout, Samples
+from pipette_launch.facts.outcome import Outcome
+from pipette_launch.report import arguments_diff, outcome_line, rank_ranges
+
+GOLDEN = Path(__file__).parent / "data" / "screens"
+WIDTHS = (80, 120)
+REGENERATE = "PYTHONPATH=.:tests python tests/test_report.py"
+"""Writes the golden screens anew; look at them before you commit them."""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", SCREENS)
+def test_golden_screens(name: str, width: int) -> None:
+    """The screens look as they did when someone last looked at them."""
+    expected = (GOLDEN / f"{name}-{width}.txt").read_text()
+
+    assert expected == SCREENS[name](width), f"if this is meant, run: {REGENERATE}"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(60, 120), st.sampled_from(sorted(SCREENS)))
+def test_no_line_is_wider_than_the_terminal(width: int, name: str) -> None:
+    """Nothing wraps by itself."""
+    assert max(len(line) for line in SCREENS[name](width).splitlines()) <= width
+
+
+def test_colour_is_all_that_a_terminal_adds() -> None:
+    """Without a terminal there is not one escape code."""
+    cluster = tiny_cluster(1, 2)
+    made = plan(cluster, choice(Layout(dp=2), 1.0), choice(Layout(pp=2), 2.0))
+    plain = shown(made, tiny_measurements(cluster), width=80, new_arguments=NEW)
+    coloured = shown(made, tiny_measurements(cluster), width=80, new_arguments=NEW, colour=True)
+
+    assert "\x1b" not in plain
+    assert "\x1b" in coloured
+
+
+def test_a_terminal_without_unicode_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars, arrows and rules have plain stand-ins of the same width."""
+
+    class Plain:
+        encoding = "ascii"
+
+        def isatty(self) -> bool:
+            """No terminal."""
+            return False
+
+    monkeypatch.setattr(sys, "stderr", Plain())
+
+    assert SCREENS["changed"](80).isascii()
+
+
+def test_an_own_layout_that_does_not_fit_is_shown_as_such() -> None:
+    """It stands last, marked, beside what was chosen in its place."""
+    cluster = tiny_cluster(1, 2)
+    own = choice(Layout(dp=2), 1.0, peak_memory_bytes=(9 << 30,))
+    text = shown(plan(cluster, choice(Layout(pp=2), 2.0), own), None, width=80, new_arguments=None)
+
+    assert "yours, too large  tp1 pp1 dp2 mbs1" in text
+
+
+def test_a_stage_over_the_limit_says_so() -> None:
+    """A plan from a file may ask for more than there is."""
+    cluster = tiny_cluster(1, 2)
+    chosen = choice(Layout(dp=2), 1.0, peak_memory_bytes=(9 << 30,))
+
+    assert "9.00 GiB of 7.00 GiB, over the limit" in shown(
+        plan(cluster, chosen, choice(Layout(pp=2), 2.0)), None, width=80, new_arguments=None
+    )
+
+
+def test_changed_flags_are_paired() -> None:
+    """Equal flags are left out, whichever way they are spelled; changed ones show both values."""
+    assert arguments_diff(OLD, NEW) == [
+        ("~", "--tensor-model-parallel-size 1 → 2"),
+        ("~", "--micro-batch-size 1 → 4"),
+        ("-", "--recompute-activations"),
+        ("+", "--pipeline-model-parallel-size 2"),
+        ("+", "--use-distributed-optimizer"),
+        ("+", "--global-batch-size 64"),
+    ]
+    assert arguments_diff(["--a=1", "--b"], ["--b", "--a", "1"]) == []
+    assert arguments_diff(["x", "--a", "1"], ["x", "--a", "1"]) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((0, 1, 2, 3), "0-3"), ((0, 1), "0 1"), ((3, 2, 1), "3 2 1"), ((4, 5, 6, 0, 8, 9, 10), "4-6 0 8-10"), ((), "")],
+)
+def test_runs_of_ranks_are_short(ranks: tuple[int, ...], text: str) -> None:
+    """Three and more in a row are written as a range."""
+    assert text == rank_ranges(ranks)
+
+
+def test_the_outcome_in_one_line() -> None:
+    """Measured, predicted, the error, and whether the measurement can be trusted."""
+    outcome = Outcome(
+        key="k",
+        layout=Layout(tp=2, dp=2),
+        placement=(0, 1, 2, 3),
+        predicted_step_s=0.110,
+        measured_step=Samples(values_s=(0.1, 0.1, 0.1), warmup_s=(0.9,)),
+        first_iteration=1,
+        losses=("1.0",) * 4,
+    )
+    shaky = Outcome(
+        key="k",
+        layout=Layout(),
+        placement=(0,),
+        predicted_step_s=1.0,
+        measured_step=Samples(values_s=(1.0, 2.0, 3.0)),
+        first_iteration=1,
+        losses=(),
+    )
+
+    assert outcome_line(outcome, Path("/cache/outcome.json")) == (
+        "tp2 pp1 dp2 mbs1: measured 100 ms a step over 3 iterations, predicted 110 ms (+10.0%) (/cache/outcome.json)"
+    )
+    assert outcome_line(shaky, None) == (
+        "tp1 pp1 dp1 mbs1: measured 2.00 s a step over 3 iterations, spread 50%: unstable, predicted 1.00 s (-50.0%)"
+    )
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for screen, draw in SCREENS.items():
+        for columns in WIDTHS:
+            (GOLDEN / f"{screen}-{columns}.txt").write_text(draw(columns))

@@ -6,6 +6,7 @@ it, or its refusal as text.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 def chunks(config: Any) -> list[int]:
     """Layers of each chunk in model order, from the functions that build the model."""
+    from megatron.core import parallel_state
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
 
@@ -22,7 +24,15 @@ def chunks(config: Any) -> list[int]:
     places = [(rank, stage) for stage in range(vpp or 1) for rank in range(pp)]
     if layout is not None:
         return [layout.layout[rank][stage].count(LayerType.decoder) for rank, stage in places]
-    return [get_num_layers_to_build(config, stage if vpp else None, rank) for rank, stage in places]
+    if "pp_rank" in inspect.signature(get_num_layers_to_build).parameters:
+        return [get_num_layers_to_build(config, stage if vpp else None, rank) for rank, stage in places]
+    found = []
+    for rank, stage in places:  # 0.14 asks the process groups, which take a rank for tests
+        parallel_state.set_pipeline_model_parallel_world_size(pp)
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(vpp)
+        parallel_state.set_pipeline_model_parallel_rank(rank)
+        found.append(get_num_layers_to_build(config, stage if vpp else None))
+    return found
 
 
 def namespace(world_size: int, argv: list[str]) -> dict[str, Any]:

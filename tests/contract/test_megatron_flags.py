@@ -112,3 +112,12 @@ def test_required_flags_have_no_default(release: str) -> None:
     required = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size")
 
     assert [None] * 5 == [table[option].default for option in required]
+
+
+def test_every_refusal_is_documented() -> None:
+    """docs/command_line.md names each flag that leaves a job unplanned, and each that a plan writes."""
+    text = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+    options = {flag.dest: option for release in releases() for option, flag in flag_table(release).items()}
+    refused = [options[row[0]] for row in (*REFUSED, *REFUSED_VALUES, *REFUSED_ON_GPU)]
+
+    assert [option for option in (*refused, *WRITTEN) if f"`{option}" not in text] == []

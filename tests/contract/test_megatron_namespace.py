@@ -21,6 +21,7 @@ CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 WORLD_SIZE = 8
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 ETP, FULL_BLOCK = "--expert-tensor-parallel-size", "--recompute-granularity full --recompute-method block"
+EXPERTS = "--disable-bias-linear --num-experts 4"
 ACCOUNT = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 LEGAL = (
     "",
@@ -32,12 +33,12 @@ LEGAL = (
     f"{PP} 4 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
     f"{PP} 2 --num-layers 10 {ACCOUNT}",
     f"{PP} 2 --num-layers 10 {ACCOUNT} --num-virtual-stages-per-pipeline-rank 2",
-    f"{TP}=4 --context-parallel-size 2 --group-query-attention --num-query-groups 2 --swiglu --bf16",
+    f"{TP}=4 --context-parallel-size 2 --group-query-attention --num-query-groups 4 --swiglu --bf16",
     "--swiglu --hidden-size 120 --kv-channels 16 --normalization RMSNorm --disable-bias-linear --add-qkv-bias --fp16",
-    "--quick-geglu --use-rotary-position-embeddings --no-rope-fusion --untie-embeddings-and-output-weights",
+    "--use-rotary-position-embeddings --no-rope-fusion --untie-embeddings-and-output-weights",
     "--num-query-groups 2 --ffn-hidden-size 96 --attention-dropout 0.3",
-    "--num-experts 4 --moe-layer-freq ([0]*1+[1]*7) --expert-model-parallel-size 2 --moe-router-topk 3",
-    f"--num-experts 4 --moe-layer-freq 2 --moe-ffn-hidden-size 32 {TP} 2 {ETP} 1 --sequence-parallel",
+    f"{EXPERTS} --moe-layer-freq ([0]*1+[1]*7) --expert-model-parallel-size 2 --moe-router-topk 3",
+    f"{EXPERTS} --moe-layer-freq 2 --moe-ffn-hidden-size 32 {TP} 2 {ETP} 1 --sequence-parallel",
     "--micro-batch-size 2 --micro-batch-size 4 --recompute-granularity selective --recompute-modules mlp core_attn",
     f"{PP} 2 --use-tp-pp-dp-mapping --encoder-seq-length 32 --padded-vocab-size 1024",
 )

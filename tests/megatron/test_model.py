@@ -16,6 +16,7 @@ from pipette_launch.errors import MegatronError
         ("", {"ffn_hidden_size": 256, "kv_channels": 8, "num_query_groups": 8, "params_dtype": "fp32"}),
         ("--swiglu", {"ffn_hidden_size": 128, "gated_linear_unit": True}),
         ("--swiglu --ffn-hidden-size 96", {"ffn_hidden_size": 96}),
+        ("--quick-geglu", {"ffn_hidden_size": 256, "gated_linear_unit": True}),
         ("--num-query-groups 2", {"num_query_groups": 8}),
         ("--num-query-groups 2 --group-query-attention", {"num_query_groups": 2}),
         ("--group-query-attention", {"num_query_groups": 1}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipette_launch.errors import ProbeError
@@ -48,18 +49,30 @@ def assemble(
         links, notes = _matrix(fits, slots, f"within {options.hosts[host].name}")
         within.append(links)
         notes_within += notes
-    compute = tuple(time for result in results for time in result.compute)
     said = tuple(dict.fromkeys(note for result in results for note in result.notes))
-    if not compute:
+    if not any(result.compute for result in results):
         raise ProbeError(f"no slot could measure a layer: {'; '.join(said) or 'no reason was given'}")
-    speeds, notes_speed = slot_speeds(options, compute)
+    speeds, notes_speed = slot_speeds(
+        options, [stretched(time, result.stretch) for result in results for time in result.compute]
+    )
+    # Uneven sharing of cores is chance, and must not make the case that one slot measured dearer than another's.
+    usual_stretch = statistics.median(result.stretch for result in results)
+    compute = tuple(
+        stretched(time, usual_stretch if speeds[result.slot] == 1 else result.stretch)
+        for result in results
+        for time in result.compute
+    )
     return Measurements(
         cluster=Cluster(hosts=options.hosts, between_hosts=between, within_host=tuple(within), slot_speed=speeds),
         compute=compute,
         collectives=_sends(fits, options) + _collectives(options, results),
         memory=tuple(reading for result in results for reading in result.memory),
         optimizer_s_per_parameter=_median(
-            [result.optimizer_s_per_parameter for result in results if result.optimizer_s_per_parameter is not None]
+            [
+                result.optimizer_s_per_parameter * usual_stretch
+                for result in results
+                if result.optimizer_s_per_parameter is not None
+            ]
         ),
         overhead_bytes=max(result.overhead_bytes for result in results),
         versions=versions,
@@ -108,6 +121,23 @@ def slot_speeds(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[
             notes.append(f"slot {options.slot_name(slot)} computes at {speed:.2f} of the median slot's speed")
         speeds.append(speed)
     return tuple(speeds), tuple(notes)
+
+
+def stretched(timed: ComputeTime, factor: float) -> ComputeTime:
+    """All times multiplied."""
+    return replace(
+        timed,
+        forward=_times(timed.forward, factor),
+        input_grad=_times(timed.input_grad, factor),
+        weight_grad=_times(timed.weight_grad, factor),
+    )
+
+
+def _times(samples: Samples, factor: float) -> Samples:
+    return Samples(
+        values_s=tuple(value * factor for value in samples.values_s),
+        warmup_s=tuple(value * factor for value in samples.warmup_s),
+    )
 
 
 def _matrix(fits: LinkFits, slots: Sequence[int], where: str) -> tuple[Links, list[str]]:

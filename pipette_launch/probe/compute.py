@@ -15,7 +15,7 @@ from pipette_launch.facts import ComputeCase, ComputeTime, MemoryReading, ModelS
 from pipette_launch.probe.harness import Budget, Conductor, Progress
 from pipette_launch.probe.memory import MemoryMeter
 from pipette_launch.probe.options import ProbeOptions
-from pipette_launch.probe.timing import HABITS, Stopwatch, stopwatch_for, stretched, time_calls, time_part
+from pipette_launch.probe.timing import HABITS, Stopwatch, stopwatch_for, time_calls, time_part
 from pipette_launch.units import bytes_text
 from pipette_patches import workload as patches_workload
 from pipette_patches.workload import Workload, WorkloadError
@@ -58,6 +58,7 @@ class Bench:
     memory: list[MemoryReading] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     optimizer_s_per_parameter: float | None = None
+    stretch: float = 1.0
 
     def __post_init__(self) -> None:
         self._habits = HABITS[self.options.device_kind]
@@ -69,10 +70,7 @@ class Bench:
         patches_workload.load(self.options.device_kind)
         # An import is the same whatever is measured.
         self._rounds(conductor, budget.later(budget.clock() - before_s))
-        factor = self._stopwatch.stretch()
-        self.times = [stretched(timed, factor) for timed in self.times]
-        if self.optimizer_s_per_parameter is not None:
-            self.optimizer_s_per_parameter *= factor
+        self.stretch = self._stopwatch.stretch()
 
     def _rounds(self, conductor: Conductor, budget: Budget) -> None:
         # Whatever was imported stays: collections between the cases need not walk through it.

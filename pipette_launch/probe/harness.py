@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import accumulate, combinations
 from pathlib import Path
 from typing import NamedTuple, Protocol
-
-import numpy as np
 
 from pipette_launch.errors import ProbeError
 
@@ -28,21 +27,28 @@ class Line(NamedTuple):
 
 
 def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
-    """Fit a line through (bytes, seconds) by least squares of the *relative* error, so that small sizes count too.
+    """Fit a line through (bytes, seconds) that one disturbed size does not bend (Theil and Sen's estimator).
 
-    Neither term goes below zero. Where time does not grow with size, the line is the pessimistic one: the smallest
-    time as latency, and what the largest message took as its transfer time.
+    The slope is the median over all pairs of sizes, each weighted by how far it reaches; the latency is what the
+    smallest message takes beyond its bytes. (Least squares of the relative error, tried first,
+    made 755 Mbit/s of a 300 Mbit/s link whose middle size was disturbed.) Where time does not grow with size, the line
+    is the pessimistic one: the smallest time as latency, and what the largest message took as its transfer time.
     """
-    sizes = np.asarray(sizes_bytes, dtype=np.float64)
-    times = np.maximum(np.asarray(seconds, dtype=np.float64), 1e-9)
-    rows = np.stack([1 / times, sizes / times], axis=1)
-    (latency_s, seconds_per_byte), *_ = np.linalg.lstsq(rows, np.ones_like(times), rcond=None)
+    points = list(zip(sizes_bytes, (max(value, 1e-9) for value in seconds), strict=True))
+    slopes = sorted(((b_s - a_s) / (b - a), b - a) for (a, a_s), (b, b_s) in combinations(points, 2))
+    seconds_per_byte = _weighted_median(slopes)
     if seconds_per_byte <= 0:
-        return Line(float(times.min()), float(times[-1] / sizes[-1]))
-    if latency_s < 0:
-        weights = sizes / times
-        return Line(0.0, float(weights.sum() / (weights @ weights)))
-    return Line(float(latency_s), float(seconds_per_byte))
+        size, value = points[-1]
+        return Line(min(seconds), value / size)
+    size, value = points[0]
+    return Line(max(value - size * seconds_per_byte, 0.0), seconds_per_byte)
+
+
+def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
+    """The value at which half of the weight is reached; values ascending."""
+    half = sum(weight for _, weight in weighted) / 2
+    reached = accumulate(weight for _, weight in weighted)
+    return next(value for (value, _), total in zip(weighted, reached, strict=True) if total >= half)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ Pair = tuple[int, int]
 LINKS_SHARE = 0.4
 """Of the budget: what is left belongs to collectives and compute."""
 ACK_BYTES = 8
+TINY_REPEATS = 4
 MAX_DECISIONS = 32
 """Rounds share decisions when there are many: each decision costs a store access of every rank."""
 
@@ -127,6 +128,11 @@ def _time_pair(options: ProbeOptions, pair: Pair, rank: int) -> LinkSamples:
     return found
 
 
+def _runs(options: ProbeOptions, size: int) -> int:
+    """How often one size is sent: a tiny message costs little and tells the latency, so it goes more often."""
+    return options.warmups + options.repeats * (TINY_REPEATS if size == ACK_BYTES else 1)
+
+
 def _sizes(options: ProbeOptions) -> tuple[int, ...]:
     return tuple(dict.fromkeys((ACK_BYTES, *options.sizes_bytes())))
 
@@ -135,7 +141,7 @@ def _send_all(options: ProbeOptions, peer: int, ack: torch.Tensor, rank: int) ->
     round_trips = []
     for size in _sizes(options):
         message = torch.zeros(size, dtype=torch.uint8, device=options.device_kind)
-        times = [_timed_exchange(message, ack, peer) for _ in range(options.warmups + options.repeats)]
+        times = [_timed_exchange(message, ack, peer) for _ in range(_runs(options, size))]
         round_trips.append(
             Samples(values_s=tuple(times[options.warmups :]), warmup_s=tuple(times[: options.warmups])),
         )
@@ -145,7 +151,7 @@ def _send_all(options: ProbeOptions, peer: int, ack: torch.Tensor, rank: int) ->
 def _answer_all(options: ProbeOptions, peer: int, ack: torch.Tensor) -> None:
     for size in _sizes(options):
         message = torch.zeros(size, dtype=torch.uint8, device=options.device_kind)
-        for _ in range(options.warmups + options.repeats):
+        for _ in range(_runs(options, size)):
             _exchange(ack, message, peer, sends_first=False)
 
 

@@ -10,7 +10,7 @@ from pipette_launch.facts import ComputeCase, ComputeTime, Host, Job, MemoryRead
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 MIN_SIZES = 3
-DEFAULT_SIZES_BYTES = {"cpu": (8, 64 << 10, 1 << 20), "cuda": (8, 1 << 20, 16 << 20, 64 << 20)}
+DEFAULT_SIZES_BYTES = {"cpu": (8, 64 << 10, 512 << 10, 2 << 20), "cuda": (8, 1 << 20, 16 << 20, 64 << 20)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -78,6 +78,8 @@ class ProbeOptions:
     repeats: int = 5
     """Timed messages or collectives of each size."""
     warmups: int = 1
+    python_path: tuple[str, ...] = ()
+    """Folders that the script's own interpreter would search first: a megatron checkout beside the script counts."""
 
     def __post_init__(self) -> None:
         if not self.hosts or len({len(host.devices) for host in self.hosts}) != 1:
@@ -156,6 +158,9 @@ class WorkerResult:
     links: tuple[LinkSamples, ...]
     collectives: tuple[GroupSamples, ...]
     compute: tuple[ComputeTime, ...]
+    """On CPU without the time that others took from this worker; `stretch` says how much that was."""
+    stretch: float
+    """Wall time over computing time; 1 on CUDA."""
     memory: tuple[MemoryReading, ...]
     overhead_bytes: int
     optimizer_s_per_parameter: float | None

@@ -62,6 +62,7 @@ def _one_line(error: Exception) -> str:
 def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: float) -> None:
     _check(options, seat)
     device = options.hosts[seat.rank // options.devices_per_host].devices[seat.local_rank]
+    sys.path[:0] = options.python_path
     # Only now torch: a bad order is answered at once.
     import torch
 
@@ -95,6 +96,7 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
         links=linked.links,
         collectives=grouped.groups,
         compute=tuple(bench.times),
+        stretch=bench.stretch,
         memory=tuple(bench.memory),
         overhead_bytes=max(overhead_bytes, meter.overhead_bytes()),
         optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
@@ -157,8 +159,12 @@ def _report(options: ProbeOptions, conductor: Conductor, result: WorkerResult, b
     if texts is None:
         return
     results = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
+    from pipette_patches import registry
+
+    # Of the megatron-core that was measured, which may lie beside the script instead of being installed.
+    versions = {**inventory.versions(), "megatron-core": registry.megatron_core_version()}
     now = dt.datetime.now(dt.timezone.utc)
-    measurements = assemble(options, results, versions=inventory.versions(), taken_at=now.isoformat(timespec="seconds"))
+    measurements = assemble(options, results, versions=versions, taken_at=now.isoformat(timespec="seconds"))
     files.write(Path(options.output), measurements)
 
 

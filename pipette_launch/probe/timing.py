@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -126,23 +126,6 @@ def time_calls(action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habi
     warmups = tuple(once() for _ in range(habits.warmups))
     values = tuple(once() for _ in range(num_values(warmups[-1], habits)))
     return Samples(values_s=values, warmup_s=warmups)
-
-
-def stretched(timed: ComputeTime, factor: float) -> ComputeTime:
-    """All times multiplied."""
-    return replace(
-        timed,
-        forward=_scaled(timed.forward, factor),
-        input_grad=_scaled(timed.input_grad, factor),
-        weight_grad=_scaled(timed.weight_grad, factor),
-    )
-
-
-def _scaled(samples: Samples, factor: float) -> Samples:
-    return Samples(
-        values_s=tuple(value * factor for value in samples.values_s),
-        warmup_s=tuple(value * factor for value in samples.warmup_s),
-    )
 
 
 def difference(whole: Samples, piece: Samples) -> Samples:

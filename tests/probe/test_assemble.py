@@ -40,6 +40,7 @@ def result(slot: int, **changes: object) -> WorkerResult:
         links=(),
         collectives=(),
         compute=(layer(slot, 3.0),),
+        stretch=1.0,
         memory=(),
         overhead_bytes=slot,
         optimizer_s_per_parameter=None if slot == 0 else slot * 1e-9,
@@ -131,6 +132,26 @@ def test_a_slot_without_the_reference_counts_as_usual(tmp_path: Path) -> None:
     speeds, _ = slot_speeds(three_hosts(tmp_path), [layer(0, 1.0), layer(1, 1.0)])
 
     assert (1.0, 1.0, 1.0) == speeds
+
+
+def test_uneven_sharing_of_cores_falls_on_no_case(tmp_path: Path) -> None:
+    """Three workers were stretched by 1.9, 2 and 2.1: that is chance, and all count as 2."""
+    links = tuple(tuple(link(a, b, 1e9) for b in range(3) if b != a) for a in range(3))
+    results = [result(slot, links=links[slot], stretch=1.9 + slot / 10) for slot in range(3)]
+    found = assemble(three_hosts(tmp_path), results, versions={}, taken_at="now")
+
+    assert (1.0, 1.0, 1.0) == found.cluster.slot_speed
+    assert [2.0, 2.0, 2.0] == [time.forward.median_s for time in found.compute]
+
+
+def test_a_throttled_slot_is_slow_by_its_own_stretch(tmp_path: Path) -> None:
+    """A worker that gets a third of the others' time is slow, and its times stay comparable by its speed."""
+    links = tuple(tuple(link(a, b, 1e9) for b in range(3) if b != a) for a in range(3))
+    results = [result(slot, links=links[slot], stretch=(1.0, 1.0, 3.0)[slot]) for slot in range(3)]
+    found = assemble(three_hosts(tmp_path), results, versions={}, taken_at="now")
+
+    assert (1.0, 1.0, 1 / 3) == found.cluster.slot_speed
+    assert [1.0, 1.0, 3.0] == [time.forward.median_s for time in found.compute]
 
 
 def test_no_compute_at_all_is_an_error(tmp_path: Path) -> None:

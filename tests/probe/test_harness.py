@@ -30,14 +30,19 @@ def test_the_fit_recovers_a_planted_line(latency_s: float, bandwidth: float) -> 
         latency_s + SIZES[-1] / bandwidth, rel=1e-6
     )
     assert line.latency_s == pytest.approx(latency_s, rel=1e-3, abs=1e-9)
+    assert line.seconds_per_byte == pytest.approx(1 / bandwidth, rel=1e-3, abs=1e-15)
 
 
-def test_small_messages_count_as_much_as_large_ones() -> None:
-    """Ten percent off on the largest message leaves the latency within ten percent, too."""
-    times = [1e-4 + size / 1e8 for size in SIZES]
-    line = fit_line(SIZES, [times[0], times[1], 1.1 * times[2]])
+@pytest.mark.parametrize("disturbed", range(4))
+def test_one_disturbed_size_does_not_bend_the_line(disturbed: int) -> None:
+    """A size that took five times as long leaves the latency unless it is the smallest, the slope unless largest."""
+    sizes = (8, 65536, 1 << 19, 1 << 21)
+    times = [1e-3 + size / 1e8 for size in sizes]
+    times[disturbed] *= 5
+    line = fit_line(sizes, times)
 
-    assert line.latency_s == pytest.approx(1e-4, rel=0.1)
+    assert line.latency_s == pytest.approx(1e-3, rel=0.05) or disturbed == 0
+    assert line.seconds_per_byte == pytest.approx(1e-8, rel=0.25 if disturbed < 3 else 5)
 
 
 @given(seconds=st.lists(st.floats(0, 10), min_size=3, max_size=3))

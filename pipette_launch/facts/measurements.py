@@ -91,7 +91,7 @@ class MemoryReading:
     case: ComputeCase
     slot: int
     allocator_peak_bytes: int
-    """torch's allocator on CUDA; growth of the resident set on CPU."""
+    """Growth over the idle model: of torch's allocations on CUDA, of the resident set on CPU."""
     device_peak_bytes: int
     """NVML's used bytes on CUDA; the resident set on CPU."""
 

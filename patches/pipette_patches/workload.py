@@ -73,6 +73,8 @@ class Workload:
     parts: tuple[Part, ...]
     model: Any
     """The GPTModel that they are parts of."""
+    token_ids: torch.Tensor
+    """What goes in, and what the head should say."""
     notes: tuple[str, ...]
     """In what this differs from the real job, one sentence each."""
 
@@ -187,8 +189,9 @@ def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
     )
     # As Megatron's Float16Module does: norms too are kept in the training type.
     gpt = gpt.to(device=device_kind, dtype=DTYPES[model.params_dtype]).train()
-    parts = _parts(gpt, job, case, kinds=kinds, device_kind=device_kind)
-    return Workload(parts=parts, model=gpt, notes=(*notes, *config_notes))
+    ids = torch.randint(model.vocab_size, (case.micro_batch_size, model.seq_length // case.cp), device=device_kind)
+    parts = _parts(gpt, job, case, kinds=kinds, ids=ids)
+    return Workload(parts=parts, model=gpt, token_ids=ids, notes=(*notes, *config_notes))
 
 
 def _layer_kinds(model: ModelSpec) -> tuple[PartName, ...]:
@@ -284,16 +287,16 @@ def _expert_fields(job: Job, kinds: tuple[PartName, ...], *, uses_te: bool) -> t
     }, notes
 
 
-def _parts(gpt: Any, job: Job, case: ComputeCase, *, kinds: tuple[PartName, ...], device_kind: str) -> tuple[Part, ...]:
+def _parts(
+    gpt: Any, job: Job, case: ComputeCase, *, kinds: tuple[PartName, ...], ids: torch.Tensor
+) -> tuple[Part, ...]:
     model = job.model
-    tokens = model.seq_length // case.cp
+    tokens = ids.shape[1]
     rows = tokens // (case.tp if gpt.config.sequence_parallel else 1)
-    dtype = DTYPES[model.params_dtype]
-    main_grad_dtype = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
     shape = (rows, case.micro_batch_size, model.hidden_size)
-    hidden = torch.randn(shape, dtype=dtype, device=device_kind, requires_grad=True)
-    ids = torch.randint(model.vocab_size, (case.micro_batch_size, tokens), device=device_kind)
-    positions = torch.arange(tokens, device=device_kind).expand_as(ids)
+    hidden = torch.randn(shape, dtype=DTYPES[model.params_dtype], device=ids.device, requires_grad=True)
+    positions = torch.arange(tokens, device=ids.device).expand_as(ids)
+    main_grad_dtype = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
     rope = gpt.rotary_pos_emb(model.seq_length) if model.position_embedding_type == "rope" else None
     tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
 

@@ -26,7 +26,7 @@ class Peak(NamedTuple):
     """What one run of a piece of work held at most."""
 
     allocator_bytes: int
-    """torch's allocator on CUDA; growth of the resident set on CPU."""
+    """Growth of torch's allocations on CUDA, of the resident set on CPU."""
     device_bytes: int
     """NVML's used bytes on CUDA, less what others held; the resident set on CPU."""
 
@@ -77,9 +77,10 @@ class CudaMeter:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         work()
         torch.cuda.synchronize()
-        return Peak(torch.cuda.max_memory_allocated(), self._used_bytes())
+        return Peak(torch.cuda.max_memory_allocated() - before, self._used_bytes())
 
     def overhead_bytes(self) -> int:
         """NVML's count less the allocator's reserve: context, communicators, library workspaces."""

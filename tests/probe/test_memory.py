@@ -1,10 +1,13 @@
 """Tests of peak memory on the CPU."""
 
+from collections import deque
+
 import pytest
 import torch
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.probe.memory import CpuMeter, peak_resident_bytes
+from pipette_launch.probe import memory
+from pipette_launch.probe.memory import CpuMeter, Peak, peak_resident_bytes
 
 MIB = 1 << 20
 
@@ -38,3 +41,47 @@ def test_the_kernels_own_peak_is_read() -> None:
     assert 2048 == peak_resident_bytes("Name:\tx\nVmHWM:\t       2 kB\nVmRSS:\t1 kB\n")
     with pytest.raises(ProbeError, match="no VmHWM"):
         peak_resident_bytes("Name:\tx\n")
+
+
+class FakeCuda:
+    """torch.cuda of a device whose allocator holds 5 bytes, 7 while working, of a reserve of 8."""
+
+    allocated = 5
+
+    def work(self) -> None:
+        """Need two more for a while."""
+        self.peak = max(self.peak, self.allocated + 2)
+
+    def empty_cache(self) -> None:
+        """Nothing to give back."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def reset_peak_memory_stats(self) -> None:
+        """Forget the peak."""
+        self.peak = self.allocated
+
+    def memory_allocated(self) -> int:
+        """What is in use."""
+        return self.allocated
+
+    def max_memory_allocated(self) -> int:
+        """What was in use at most."""
+        return self.peak
+
+    def memory_reserved(self) -> int:
+        """What the allocator has taken."""
+        return 8
+
+
+def test_a_gpus_overhead_is_what_nvml_sees_beyond_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others held 100 bytes before; now 120 are in use, 8 of them the allocator's: 12 are overhead."""
+    used = deque([100, 120, 120])
+    cuda = FakeCuda()
+    monkeypatch.setattr(memory, "device_used_bytes", lambda uuid: used.popleft())
+    monkeypatch.setattr(memory.torch, "cuda", cuda)
+    meter = memory.CudaMeter("GPU-1")
+
+    assert Peak(2, 20) == meter.peak(cuda.work)
+    assert 12 == meter.overhead_bytes()

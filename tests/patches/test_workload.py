@@ -1,0 +1,75 @@
+"""The measured parts are Megatron's own, and together they are the whole model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facts_for_tests import tiny_model
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("workload_worker.py")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What a process of its own found out: megatron-core and its process groups stay out of this one."""
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "patches", "tests"))
+    worker = subprocess.run(
+        [sys.executable, str(WORKER)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert 0 == worker.returncode, worker.stderr
+    result: dict[str, Any] = json.loads(worker.stdout.splitlines()[-1])
+    return result
+
+
+def test_layer_and_head_are_the_model(found: dict[str, Any]) -> None:
+    """Layer and head run one after the other give the loss of Megatron's own forward."""
+    whole, parts = found["losses"]
+
+    assert ["layer", "embedding", "head"] == found["names"]
+    assert pytest.approx(whole, rel=1e-6) == parts
+    assert 4 < whole < 8
+
+
+def test_a_frozen_part_has_the_same_input_gradient_and_no_other(found: dict[str, Any]) -> None:
+    """What is timed as the input's gradient is exactly that: same value, no weight's gradient."""
+    same, all_with_weights, any_without = found["frozen"]
+
+    assert same
+    assert all_with_weights
+    assert not any_without
+
+
+def test_gradients_go_to_main_gradients(found: dict[str, Any]) -> None:
+    """They add up there, not in `.grad`, and nothing is left behind."""
+    assert [True, True, True, True] == found["accumulated"]
+
+
+def test_the_optimizer_steps_on_everything(found: dict[str, Any]) -> None:
+    """All parameters move, and all are counted; an optimizer that Megatron does not have is refused by name."""
+    assert [True, found["parameters"]] == found["moved"]
+    assert "the step of optimizer 'muon' is not measured" in found["unknown optimizer"]
+
+
+def test_tensor_parallelism_halves_the_matrices(found: dict[str, Any]) -> None:
+    """Under a fake group of two, a rank holds half of each matrix, and the norms and row biases whole."""
+    model = tiny_model()
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    whole = 2 * 2 * hidden + 2 * hidden
+    cut = 3 * hidden * hidden + 3 * hidden + hidden * hidden + 2 * hidden * ffn + ffn
+
+    assert [whole + cut, whole + cut // 2] == found["layer parameters"]
+
+
+def test_nothing_is_left_behind(found: dict[str, Any]) -> None:
+    """The fake process group is gone afterwards."""
+    assert not found["group left"]

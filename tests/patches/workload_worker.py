@@ -1,0 +1,101 @@
+"""A worker for the tests: builds workloads with megatron-core and prints what it finds as one line of JSON."""
+
+import json
+import sys
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from facts_for_tests import tiny_job, tiny_model
+
+from pipette_launch.facts import ComputeCase
+from pipette_patches.workload import Part, Workload, WorkloadError, load, workload
+from pipette_patches.workload_optimizer import optimizer_step
+
+CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
+JOB = replace(tiny_job(1), model=tiny_model(untie_embeddings_and_output_weights=True))
+
+
+def whole_and_parts(work: Workload) -> list[float]:
+    """The loss of Megatron's own forward over a hidden state, and that of the layer and then the head."""
+    layer, _, head = work.parts
+    hidden = layer.source
+    assert hidden is not None
+    whole = work.model(None, None, None, decoder_input=hidden, labels=work.token_ids).mean()
+    with torch.no_grad():
+        hidden.copy_(layer.forward(1))
+    return [whole.item(), head.forward(1).item()]
+
+
+def gradients(part: Part, frozen: bool) -> tuple[torch.Tensor, list[bool]]:
+    """The input's gradient, and which parameters got one."""
+    part.freeze(frozen)
+    part.backward(part.forward(1))
+    assert part.source is not None
+    assert part.source.grad is not None
+    found = [parameter.grad is not None for parameter in part.parameters]
+    for parameter in part.parameters:
+        parameter.grad = None
+    part.freeze(False)
+    return part.source.grad.clone(), found
+
+
+def accumulated(part: Part) -> list[bool]:
+    """Whether two backwards give twice the main gradient of one, and leave no other."""
+    with part.accumulating():
+        part.backward(part.forward(1))
+        once = [parameter.main_grad.clone() for parameter in part.parameters]  # type: ignore[attr-defined]
+        part.backward(part.forward(1))
+        twice = [parameter.main_grad for parameter in part.parameters]  # type: ignore[attr-defined]
+        doubled = all(torch.allclose(2 * a, b, atol=1e-6) for a, b in zip(once, twice, strict=True))
+        nonzero = any(bool(a.any()) for a in once)
+        clean = all(parameter.grad is None for parameter in part.parameters)
+    return [doubled, nonzero, clean, not hasattr(part.parameters[0], "main_grad")]
+
+
+def moved(work: Workload) -> list[Any]:
+    """Whether a step moves every matrix, and over how many parameters."""
+    before = [parameter.detach().clone() for parameter in work.model.parameters()]
+    step = optimizer_step(work, replace(JOB, optimizer="adam"))
+    step.run()
+    after = list(work.model.parameters())
+    return [all(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), step.num_parameters]
+
+
+def refusal(action: Any) -> str:
+    """The message of a WorkloadError."""
+    try:
+        action()
+    except WorkloadError as error:
+        return str(error)
+    return "not refused"
+
+
+def main() -> None:
+    """Find out everything."""
+    found: dict[str, Any] = {}
+    with workload(JOB, CASE, device_kind="cpu") as work:
+        layer = work.parts[0]
+        found["names"] = [part.name for part in work.parts]
+        (full, with_weights), (frozen, without) = gradients(layer, False), gradients(layer, True)
+        found["frozen"] = [torch.allclose(full, frozen), all(with_weights), any(without)]
+        found["accumulated"] = accumulated(layer)
+        found["losses"] = whole_and_parts(work)
+        found["unknown optimizer"] = refusal(lambda: optimizer_step(work, replace(JOB, optimizer="muon")))
+        found["moved"] = moved(work)
+        found["parameters"] = sum(parameter.numel() for parameter in work.model.parameters())
+    found["group left"] = dist.is_initialized()
+    shapes = {}
+    for tp in (1, 2):
+        with workload(JOB, replace(CASE, tp=tp), device_kind="cpu") as work:
+            shapes[tp] = sum(parameter.numel() for parameter in work.parts[0].parameters)
+    found["layer parameters"] = [shapes[1], shapes[2]]
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    load("cpu")
+    main()

@@ -119,7 +119,7 @@ def _measured(plan: Plan, measurements: Measurements | None) -> Iterator[Text]:
     took_s = sum(measurements.phase_s.values())
     yield _text(
         f"{hosts} {_plural('host', hosts)} x {devices} {cluster.device_kind} ({', '.join(names)}, "
-        f"{bytes_text(cluster.memory_bytes)})" + (f" in {seconds_text(took_s)}" if took_s else "")
+        f"{bytes_text(cluster.memory_bytes)} free)" + (f" in {seconds_text(took_s)}" if took_s else "")
     )
     yield from _links("between hosts", [cluster.between_hosts], lambda _, index: cluster.hosts[index].name)
     yield from _links(

@@ -52,8 +52,8 @@ def _nothing_fits(field: Field, found: Enumeration, memory_margin: float) -> Pla
     return PlanError(
         f"no layout fits in memory: the leanest of {len(legal)}, {leanest.words()}, is predicted to need "
         f"{bytes_text(need)} on stage {needs[leanest].index(need)}, and {bytes_text(field.limit_bytes)} are to be had "
-        f"(smallest device {bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}, measured overhead "
-        f"{bytes_text(field.measurements.overhead_bytes)}). {_help(ways)}"
+        f"(free on the fullest device {bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}, "
+        f"measured overhead {bytes_text(field.measurements.overhead_bytes)}). {_help(ways)}"
     )
 
 

@@ -114,10 +114,8 @@ class Field:
 
 
 def memory_limit_bytes(measurements: Measurements, *, memory_margin: float) -> int:
-    """What a rank may hold: the smallest device less the margin, or what is free there, less the measured overhead."""
-    devices = [device for host in measurements.cluster.hosts for device in host.devices]
-    free = min(device.memory_free_bytes for device in devices)
-    allowed = min(int((1 - memory_margin) * measurements.cluster.memory_bytes), free)
+    """What a rank may hold: what is free on the fullest device, less the margin and the measured overhead."""
+    allowed = int((1 - memory_margin) * measurements.cluster.memory_bytes)
     return max(0, allowed - measurements.overhead_bytes)
 
 

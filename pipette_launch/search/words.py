@@ -21,6 +21,8 @@ PART_NAMES = {
     "optimizer": "the optimizer",
     "parameter_gather": "gathering parameters",
 }
+DRIVERS_SHARE = 0.03
+"""A GPU whose used memory is no larger part than this is free."""
 _NOTHING = 0.0005
 """Less than this part of a step prints as 0.0 %."""
 
@@ -42,9 +44,7 @@ def notes(field: Field, chosen: Chosen) -> tuple[str, ...]:
             f"The user's own layout could not be priced; the step time of {chosen.own_basis.words()}, the nearest that "
             f"could, stands for it."
         )
-    free = min(device.memory_free_bytes for host in field.cluster.hosts for device in host.devices)
-    if free < field.limit_bytes + field.measurements.overhead_bytes + 1:
-        found.append(f"Only {bytes_text(free)} of {bytes_text(field.cluster.memory_bytes)} device memory are free.")
+    found += _taken(field)
     found += _learning(field, chosen)
     found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]
     return tuple(dict.fromkeys(found))
@@ -136,6 +136,16 @@ def _bound(chosen: Chosen) -> str:
     proven = best.placed.is_optimal and best.placed.placement == choice.placement and best.layout == choice.layout
     tried = "All placements of this layout were tried, this is the fastest" if proven else "No placement can be faster"
     return f"{tried}; with the best link everywhere it would take {seconds_text(choice.bound_s)}, a gap of {gap:.1%}."
+
+
+def _taken(field: Field) -> list[str]:
+    """Name the GPU on which others hold most memory, where that is more than a driver's own share."""
+    devices = [(host.name, device) for host in field.cluster.hosts for device in host.devices]
+    name, fullest = min(devices, key=lambda pair: pair[1].memory_free_bytes)
+    if fullest.kind != "cuda" or fullest.memory_free_bytes >= (1 - DRIVERS_SHARE) * fullest.memory_total_bytes:
+        return []
+    free, total = bytes_text(fullest.memory_free_bytes), bytes_text(fullest.memory_total_bytes)
+    return [f"Only {free} of {total} are free on {fullest.uuid} of {name}; every rank is planned for that."]
 
 
 def _learning(field: Field, chosen: Chosen) -> list[str]:

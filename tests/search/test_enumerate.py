@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Recompute
+from pipette_launch.megatron import read_job, write_arguments
 from pipette_launch.search.enumerate import FULL, NO_RECOMPUTE, SELECTIVE, compute_cases, layouts, micro_batch_sizes
 from pipette_launch.search.rules import Rules
 
@@ -281,3 +282,34 @@ def test_compute_cases_start_with_the_users_own() -> None:
     assert (ComputeCase(tp=2, cp=1, micro_batch_size=1),) == compute_cases(
         (own, replace(own, recompute=Recompute(granularity="selective")))
     )
+
+
+GPT = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 1 --global-batch-size 64 --bf16 --tokenizer-type NullTokenizer --vocab-size 32000 --lr 1e-4 "
+    "--train-iters 10"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("cuda", ""),
+        ("cpu", "--transformer-impl local"),
+        ("cuda", "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+        ("cuda", "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --swiglu"),
+        ("cuda", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"),
+    ],
+)
+def test_every_layout_can_be_written_and_read_back(kind: str, flags: str) -> None:
+    """Megatron's command line can say each of them, and means the same layout by it."""
+    arguments = f"{GPT} {flags}".split()
+    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind)
+    found = layouts(job, world_size=8, devices_per_host=8, device_kind=kind)
+
+    assert found.own_fault is None
+    for layout in found.layouts[:: max(1, len(found.layouts) // 40)]:
+        words = write_arguments(arguments, job=job, layout=layout)
+        read = read_job(words, world_size=8, megatron_version="0.16.1", device_kind=kind)
+
+        assert layout == read.own

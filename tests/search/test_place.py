@@ -7,12 +7,14 @@ from dataclasses import replace
 from itertools import pairwise, permutations
 
 import pytest
-from facts_for_tests import tiny_cluster
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.toys import Ticks, link_cost, random_distances
+from search.worlds import on_gpus
 
-from pipette_launch.facts import Cluster, Layout, Links
+from pipette_launch.cost.latency import Predictor
+from pipette_launch.facts import Batch, Cluster, Layout, Links
 from pipette_launch.search.place import (
     Placed,
     Seats,
@@ -30,14 +32,6 @@ seats = st.builds(
     Seats, num_hosts=st.integers(1, 4), devices_per_host=st.integers(1, 4), keeps_residues=st.booleans()
 ).filter(lambda seats: seats.num_slots > 1)
 LAYOUTS_OF_6 = [Layout(dp=6), Layout(pp=6), Layout(pp=3, dp=2), Layout(tp=2, etp=2, dp=3), Layout(tp=2, etp=2, pp=3)]
-
-
-def cuda(cluster: Cluster) -> Cluster:
-    """The same cluster, of GPUs."""
-    hosts = tuple(
-        replace(host, devices=tuple(replace(device, kind="cuda") for device in host.devices)) for host in cluster.hosts
-    )
-    return replace(cluster, hosts=hosts)
 
 
 def best_placement(
@@ -89,7 +83,7 @@ def test_moves_reach_every_allowed_placement(keeps_residues: bool) -> None:
 def test_exact_is_brute_force(layout: Layout, kind: str) -> None:
     """On six slots the search ends at the best of all allowed permutations, and says so."""
     cluster = tiny_cluster(3, 2)
-    cluster = cuda(cluster) if kind == "cuda" else cluster
+    cluster = on_gpus(cluster) if kind == "cuda" else cluster
     seats = Seats.of(cluster)
     cost = link_cost(layout, random_distances(6, random.Random(0)))
     least = min(cost(found) for found in permutations(range(6)) if seats.allows(found))
@@ -116,6 +110,28 @@ def test_residues_leave_fewer_placements() -> None:
     layout, seats = Layout(pp=2, dp=2), Seats(num_hosts=2, devices_per_host=2, keeps_residues=True)
 
     assert num_placements(layout, seats) == len(list(placements(layout, seats))) == 8
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(LAYOUTS_OF_6), st.integers(0, 1000), st.integers(0, 5), st.integers(0, 1))
+def test_turning_the_rings_changes_nothing(layout: Layout, seed: int, dp: int, tp: int) -> None:
+    """The symmetry that the enumeration relies on holds for the real objective, on unequal links."""
+    rng = random.Random(seed)
+    links = Links(
+        latency_s=tuple(tuple(0.0 if i == j else rng.uniform(1e-5, 1e-3) for j in range(6)) for i in range(6)),
+        bandwidth_bytes_per_s=tuple(
+            tuple(0.0 if i == j else rng.uniform(1e7, 1e9) for j in range(6)) for i in range(6)
+        ),
+    )
+    job = tiny_job(6, model=tiny_model(num_layers=6), batch=Batch(global_batch_size=12))
+    cost = Predictor(job, tiny_measurements(replace(tiny_cluster(6, 1), between_hosts=links))).objective(layout)
+    placement = tuple(rng.sample(range(6), 6))
+    cells = [layout.cell_of(rank) for rank in placement]
+    turned = tuple(
+        layout.rank_of(cell._replace(dp=(cell.dp + dp) % layout.dp, tp=(cell.tp + tp) % layout.tp)) for cell in cells
+    )
+
+    assert cost(turned) == pytest.approx(cost(placement), rel=1e-12)
 
 
 def test_expert_groups_forbid_turning() -> None:
@@ -223,7 +239,7 @@ def test_a_slow_link_is_kept_out_of_the_chain() -> None:
 def test_starts_are_legal_and_begin_with_host_order(kind: str) -> None:
     """Host order is always tried, and no start breaks the rules."""
     cluster = tiny_cluster(4, 2)
-    cluster = cuda(cluster) if kind == "cuda" else cluster
+    cluster = on_gpus(cluster) if kind == "cuda" else cluster
     seats = Seats.of(cluster)
     found = starts(cluster, seats)
 

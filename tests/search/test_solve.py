@@ -11,7 +11,7 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_mode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.toys import Ticks
-from search.worlds import ALL_FIELDS, PROVENANCE, pipeline_job, planned, two_racks
+from search.worlds import ALL_FIELDS, PROVENANCE, on_gpus, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.latency import Predictor
 from pipette_launch.errors import UsageError
@@ -172,11 +172,7 @@ def test_one_process_gets_a_plan() -> None:
 
 def test_gpus_keep_residues() -> None:
     """On CUDA every host's ranks differ modulo its devices."""
-    cluster = tiny_cluster(2, 2)
-    hosts = tuple(
-        replace(host, devices=tuple(replace(device, kind="cuda") for device in host.devices)) for host in cluster.hosts
-    )
-    plan = planned(tiny_job(4, own=Layout(pp=4)), tiny_measurements(replace(cluster, hosts=hosts)))
+    plan = planned(tiny_job(4, own=Layout(pp=4)), tiny_measurements(on_gpus(tiny_cluster(2, 2))))
 
     for choice in (plan.chosen, *plan.alternatives):
         assert [{rank % 2 for rank in choice.placement[host : host + 2]} for host in (0, 2)] == [{0, 1}, {0, 1}]

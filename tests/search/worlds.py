@@ -20,6 +20,14 @@ def still() -> float:
     return 0.0
 
 
+def on_gpus(cluster: Cluster) -> Cluster:
+    """The same cluster, of GPUs."""
+    hosts = tuple(
+        replace(host, devices=tuple(replace(device, kind="cuda") for device in host.devices)) for host in cluster.hosts
+    )
+    return replace(cluster, hosts=hosts)
+
+
 def two_racks(*, slow_bytes_per_s: float = 1e7) -> Cluster:
     """Four hosts of one device: 0 and 2 share a rack, so do 1 and 3; torchrun's order goes back and forth."""
 

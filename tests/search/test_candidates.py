@@ -1,0 +1,71 @@
+"""What fits, what comes first, and how far layouts lie apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+from search.worlds import field_of
+
+from pipette_launch.facts import Cluster, Layout, Recompute
+from pipette_launch.search.candidates import doublings_apart, memory_limit_bytes, rough_cost
+
+GIB = 1 << 30
+
+
+def with_free(cluster: Cluster, free_bytes: int) -> Cluster:
+    """One device of which only so much is free."""
+    first, *rest = cluster.hosts
+    device = replace(first.devices[0], memory_free_bytes=free_bytes)
+    return replace(cluster, hosts=(replace(first, devices=(device, *first.devices[1:])), *rest))
+
+
+def test_the_limit_leaves_margin_and_overhead() -> None:
+    """Of 8 GiB a quarter stays free, and 1 GiB is what communicators and context took."""
+    measurements = replace(tiny_measurements(tiny_cluster(memory_bytes=8 * GIB)), overhead_bytes=GIB)
+
+    assert memory_limit_bytes(measurements, memory_margin=0.25) == 5 * GIB
+
+
+def test_memory_that_another_process_holds_is_not_ours() -> None:
+    """The device with least free memory sets the limit for all."""
+    measurements = tiny_measurements(with_free(tiny_cluster(memory_bytes=8 * GIB), 3 * GIB))
+
+    assert memory_limit_bytes(measurements, memory_margin=0.25) == 2.25 * GIB
+
+
+def test_the_users_own_layout_comes_first() -> None:
+    """However poor it looks, it is priced before all others."""
+    own = Layout(pp=4, recompute=Recompute(granularity="full", method="uniform", num_layers=1))
+
+    assert next(iter(field_of(tiny_job(4, own=own)).peak_bytes)) == own
+
+
+def test_rough_costs_put_the_likely_first() -> None:
+    """Bubble, recompute and tensor parallelism over hosts cost; only the order counts."""
+    job = tiny_job(4)
+    likely_first = [
+        Layout(dp=4, micro_batch_size=2),
+        Layout(tp=2, dp=2, micro_batch_size=2),
+        Layout(dp=4, micro_batch_size=2, recompute=Recompute(granularity="full", method="uniform", num_layers=1)),
+        Layout(pp=4, micro_batch_size=2),
+        Layout(tp=4, micro_batch_size=2),
+    ]
+    costs = [rough_cost(job, layout, devices_per_host=2) for layout in likely_first]
+
+    assert sorted(costs) == costs
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        (Layout(dp=4), Layout(dp=4), 0.0),
+        (Layout(dp=4), Layout(tp=4), 4.0),
+        (Layout(dp=4), Layout(dp=4, use_distributed_optimizer=True), 1.0),
+        (Layout(dp=4), Layout(dp=4, micro_batch_size=8), 3.0),
+    ],
+)
+def test_distance_counts_doublings(one: Layout, other: Layout, apart: float) -> None:
+    """Each doubling of a degree counts one, and so does each other field."""
+    assert doublings_apart(one, other) == doublings_apart(other, one) == apart

@@ -16,7 +16,8 @@ FLOORS = [
     {"replan"},
     {"agent", "report"},
     {"launch"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PERMITTED = {

@@ -16,6 +16,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
 
+from pipette_launch.agent import failures
 from pipette_launch.agent.exchange import Exchange
 from pipette_launch.agent.handler import AgentStoreHandler
 from pipette_launch.agent.meeting import Meeting
@@ -212,11 +213,17 @@ class PipetteAgent(LocalElasticAgent):
             hanging = {worker.local_rank: worker.id for worker in worker_group.workers}
             report = f"the warm-up hangs after {waited_s:.0f} s: {self._conductor.warmup_report(hanging)}"
         else:
-            died = {failure.local_rank: failure.pid for failure in result.failures.values()}
-            report = f"a warm-up worker died: {self._conductor.warmup_report(died)}"
+            report = self._describe_warmup(result, exchange)
         self._warmup_failure = exchange.settle("warmup-failed", report, deadline_s=MEETING_S)
         super()._stop_workers(worker_group)
         return self._succeeded(worker_group)
+
+    def _describe_warmup(self, result: RunResult, exchange: Exchange) -> str:
+        if not result.failures:
+            return exchange.take("warmup-failed", what="why the warm-up failed elsewhere", deadline_s=MEETING_S)
+        first = failures.root_cause(result)
+        where = self._conductor.warmup_report({first.local_rank: first.pid})
+        return f"a warm-up worker died with {failures.exit_words(first.exitcode)}: {where}"
 
     def _note_failure(self, result: RunResult, exchange: Exchange) -> None:
         """Settle with all nodes whether the job died before its first iteration, and keep the reason."""
@@ -229,12 +236,11 @@ class PipetteAgent(LocalElasticAgent):
         self._close_streams()
 
     def _describe(self, result: RunResult) -> str:
-        first = min(result.failures.values(), key=lambda failure: failure.timestamp, default=None)
-        if first is None:
+        if not result.failures:
             return ""
-        rank = self._seats[first.local_rank].rank
-        how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
-        why = self._conductor.explain(self._streams.tail() if self._streams else "") or _first_line(first.message)
+        first = failures.root_cause(result)
+        rank, how = self._seats[first.local_rank].rank, failures.exit_words(first.exitcode)
+        why = self._conductor.explain(self._streams.tail() if self._streams else "") or failures.first_line(first)
         return f"rank {rank} ended with {how}" + (f": {why}" if why else "")
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -336,8 +342,3 @@ def _held(exchange: Exchange, records: list[NodeRecord]) -> Decision | None:
             text = exchange.take(f"held/{group_rank}", what=f"the plan of node {group_rank}", deadline_s=MEETING_S)
             return files.loads(Decision, text, f"decision of node {group_rank}")
     return None
-
-
-def _first_line(message: str) -> str:
-    lines = [line for line in message.splitlines() if line.strip()]
-    return lines[0].strip() if lines and not message.startswith("Signal") else ""

@@ -3,6 +3,7 @@
 from pipette_launch.megatron.checkpoint import record_path
 from pipette_launch.megatron.environment import environment, script_version
 from pipette_launch.megatron.logs import Iteration, explain_failure, parse_iteration
+from pipette_launch.megatron.pins import fixed_fields
 from pipette_launch.megatron.read import read_job
 from pipette_launch.megatron.write import write_arguments
 
@@ -10,6 +11,7 @@ __all__ = [
     "Iteration",
     "environment",
     "explain_failure",
+    "fixed_fields",
     "parse_iteration",
     "read_job",
     "record_path",

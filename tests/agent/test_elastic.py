@@ -137,7 +137,10 @@ def test_a_failure_after_the_first_iteration_ends_as_under_torchrun(tmp_path: Pa
 @pytest.mark.parametrize(
     ("warmup", "report"),
     [
-        ("import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)", "a warm-up worker died: local ranks [1]"),
+        (
+            "import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)",
+            "a warm-up worker died with exit code 3: local ranks [1]",
+        ),
         ("import time; time.sleep(600)", "the warm-up hangs after"),
     ],
     ids=["dies", "hangs"],

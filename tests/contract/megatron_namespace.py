@@ -101,4 +101,4 @@ def answer(world_size: int, argv: list[str]) -> dict[str, Any] | str:
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps([answer(size, argv) for size, argv in json.load(sys.stdin)]))  # noqa: T201
+    print("\n" + json.dumps([answer(size, argv) for size, argv in json.load(sys.stdin)]))

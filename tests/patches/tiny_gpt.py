@@ -106,7 +106,7 @@ def train(name: str, options: dict[str, Any]) -> None:
             loss = torch.stack([each["loss"] for each in losses]).mean()
             torch.distributed.all_reduce(loss, group=mpu.get_data_parallel_group())
             if mpu.get_data_parallel_rank() == 0 and mpu.get_tensor_model_parallel_rank() == 0:
-                print(f"{name} loss {loss.item() / mpu.get_data_parallel_world_size():.5f}", flush=True)  # noqa: T201
+                print(f"{name} loss {loss.item() / mpu.get_data_parallel_world_size():.5f}", flush=True)
     mpu.destroy_model_parallel()
 
 

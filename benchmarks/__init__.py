@@ -1,0 +1,1 @@
+"""Benchmarks: each prints its conditions and what it measured."""

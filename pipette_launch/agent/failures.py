@@ -1,0 +1,27 @@
+"""Which worker's death was the first, and how it is told."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import RunResult
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+def root_cause(result: RunResult) -> ProcessFailure:
+    """Return the failure that came first; torch ends the other workers by SIGTERM, and they are no cause."""
+    return min(result.failures.values(), key=lambda one: (one.exitcode == -signal.SIGTERM, one.timestamp))
+
+
+def exit_words(exitcode: int) -> str:
+    """An exit code as people say it: `exit code 1`, `signal 9`."""
+    return f"signal {-exitcode}" if exitcode < 0 else f"exit code {exitcode}"
+
+
+def first_line(failure: ProcessFailure) -> str:
+    """Return the first line of a worker's error file; empty when it left none."""
+    lines = [line.strip() for line in failure.message.splitlines() if line.strip()]
+    # Without an error file torch puts "Signal 9 (SIGKILL) received by PID 1" here, which says nothing new.
+    return lines[0] if lines and not lines[0].startswith(("Signal", "To enable")) else ""

@@ -1,0 +1,160 @@
+"""torchrun's own parser plus one group of `--pipette-*` flags, turned into `launch.Options`."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipette_launch.errors import PipetteError, UsageError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+    from collections.abc import Sequence
+
+    from pipette_launch.launch.options import Options
+
+PREFIX = "--pipette-"
+
+
+def parser() -> ArgumentParser:
+    """Return torchrun's parser with our group added; no torchrun flag begins like ours."""
+    from torch.distributed.run import get_args_parser
+
+    from pipette_launch import __version__
+
+    whole = get_args_parser()
+    whole.prog = "pipette-launch"
+    whole.description = (
+        "torchrun, for Megatron-LM: measures the machines of the job, chooses the parallel configuration and the "
+        "placement of ranks, and starts the unmodified script with them."
+    )
+    group = whole.add_argument_group("pipette")
+    add = group.add_argument
+    add("--pipette-plan", metavar="FILE", help="use this plan.json instead of measuring and planning")
+    add("--pipette-dry-run", action="store_true", help="measure and plan, show the plan, and stop before training")
+    add("--pipette-fix", metavar="NAMES", default="", help="keep these as they are on the command line, e.g. tp,pp,mbs")
+    add(
+        "--pipette-on-error",
+        choices=("train", "fail"),
+        default="train",
+        help="when measuring or planning fails: train with the user's own configuration (default), or stop",
+    )
+    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job trains on")
+    add("--pipette-budget", metavar="SECONDS", default="60", help="seconds that the warm-up may measure (default 60)")
+    add(
+        "--pipette-margin",
+        metavar="FRACTION",
+        default="0.02",
+        help="predicted gain over the user's own configuration that another plan must pass (default 0.02)",
+    )
+    add(
+        "--pipette-memory-margin",
+        metavar="FRACTION",
+        default="0.08",
+        help="part of the device memory that a plan must leave free (default 0.08)",
+    )
+    add(
+        "--pipette-cache",
+        metavar="DIR",
+        default=None,
+        help="where plans are kept (default: pipette-launch in the user's cache folder); `off` keeps none",
+    )
+    add("--pipette-version", action="version", version=f"pipette-launch {__version__}")
+    return whole
+
+
+def check_own_flags(whole: ArgumentParser, argv: Sequence[str]) -> None:
+    """Raise UsageError for a flag of ours that does not exist; argparse would take it for the script's name."""
+    known = [option for option in whole._option_string_actions if option.startswith(PREFIX)]  # noqa: SLF001
+    for word in argv:
+        if not word.startswith("-"):
+            # The script, or a value: flags behind the script are the script's. Values cannot look like ours.
+            continue
+        name = word.split("=")[0]
+        if name.startswith(PREFIX) and not any(option.startswith(name) for option in known):
+            # The common beginning would make everything look alike.
+            near = difflib.get_close_matches(name[len(PREFIX) :], [option[len(PREFIX) :] for option in known], n=1)
+            hint = f"; did you mean {PREFIX}{near[0]}?" if near else f"; there are {', '.join(sorted(known))}"
+            raise UsageError(f"unknown flag {name}{hint}")
+
+
+def options_from(args: Namespace) -> Options:
+    """Turn parsed flags into the launcher's options; raises UsageError for a value that makes no sense."""
+    from pipette_launch.launch.options import Options
+    from pipette_launch.megatron import fixed_fields
+
+    late = [word for word in args.training_script_args if word.startswith(PREFIX)]
+    if late:
+        raise UsageError(
+            f"{late[0]} stands behind the script, where flags are the script's own; put it before the script"
+        )
+    fix = tuple(name.strip() for name in args.pipette_fix.split(",") if name.strip())
+    fixed_fields(fix)
+    return Options(
+        script=args.training_script,
+        script_arguments=tuple(args.training_script_args),
+        runs_python=not args.no_python and not args.run_path,
+        is_module=args.module,
+        plan=Path(args.pipette_plan) if args.pipette_plan else None,
+        fix=fix,
+        on_error=args.pipette_on_error,
+        device=args.pipette_device,
+        budget_s=_number("--pipette-budget", args.pipette_budget),
+        margin=_number("--pipette-margin", args.pipette_margin),
+        memory_margin=_number("--pipette-memory-margin", args.pipette_memory_margin),
+        cache=_cache(args.pipette_cache),
+        dry_run=args.pipette_dry_run,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `pipette-launch`; exits as torchrun would."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    logging.captureWarnings(capture=False)
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        record(_launch)(words)
+    except PipetteError as error:
+        sys.stderr.write(f"pipette-launch: error: {error}\n")
+        sys.exit(error.exit_code)
+
+
+def _launch(words: Sequence[str]) -> None:
+    from pipette_launch.launch.story import launch
+
+    whole = parser()
+    flags = _before_script(whole, words)
+    check_own_flags(whole, flags)
+    args = whole.parse_args(words)
+    launch(args, options_from(args))
+
+
+def _before_script(whole: ArgumentParser, words: Sequence[str]) -> Sequence[str]:
+    """Return the words before the script's name, as far as they can be told before parsing."""
+    actions = whole._option_string_actions  # noqa: SLF001
+    index = 0
+    while index < len(words) and words[index].startswith("-"):
+        name, joined, _ = words[index].partition("=")
+        takes_value = name in actions and actions[name].nargs != 0 and not joined
+        index += 2 if takes_value else 1
+    return words[:index]
+
+
+def _number(flag: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"{flag} needs a number, got {text!r}") from None
+
+
+def _cache(text: str | None) -> Path | None:
+    if text == "off":
+        return None
+    if text:
+        return Path(text)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipette-launch"

@@ -1,0 +1,246 @@
+"""The judgement of a job: from a plan file, the cache or the warm-up to one decision for all nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipette_launch import megatron, replan
+from pipette_launch.errors import ClusterError, PipetteError, ProbeError
+from pipette_launch.facts import Measurements, Plan, Provenance, files
+from pipette_launch.facts.round import Decision, NodeRecord
+from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, check_belongs, key_of
+from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.search.enumerate import compute_cases, layouts
+from pipette_launch.search.solve import SolveOptions, solve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipette_launch.facts import Host, Job
+    from pipette_launch.launch.options import Options
+
+logger = logging.getLogger(__name__)
+
+CPU_PATCHES = ("cpu_backend",)
+"""What stock Megatron needs to train without a GPU."""
+SOLVE_S = 10.0
+"""The most that planning may take of the user's budget; the search is anytime."""
+
+
+class Chief:
+    """Decides for all nodes; every agent has one, and the first node's is asked."""
+
+    def __init__(self, options: Options, folder: Path) -> None:
+        self._options = options
+        self._folder = folder
+        self._device_name = ""
+        self._patches: tuple[str, ...] = ()
+        self.cache = Cache(None, "")
+        self.measurements: Measurements | None = None
+        """What the plan in force rests on, where it is known."""
+
+    def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
+        """Decide for all nodes what a new round does."""
+        ordered = (
+            sorted(records, key=lambda record: record.node_rank)
+            if min(record.node_rank for record in records) >= 0
+            else records
+        )
+        names = replan.unique_names(ordered)
+        bare = Decision(
+            phase="train",
+            tokens=tuple(record.token for record in ordered),
+            hosts=names,
+            num_slots=tuple(record.num_slots for record in ordered),
+            plan=None,
+            attempt=0,
+            script_arguments=None,
+            environment={},
+            patches=(),
+            reason="",
+            failed=False,
+            free=False,
+            probe_options="",
+        )
+        return self._guarded(bare, lambda: self._decide(bare, ordered, held))
+
+    def _decide(self, bare: Decision, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
+        step = replan.decide(records, bare.hosts, held)
+        if held is not None and isinstance(step, replan.Keep):
+            return replace(held, tokens=bare.tokens, hosts=bare.hosts, num_slots=bare.num_slots, reason="", free=False)
+        if held is not None and held.plan is not None and isinstance(step, replan.TryNext):
+            job = self._read_job(sum(bare.num_slots), held.plan.device_kind)
+            return self._train(bare, job, held.plan, attempt=step.attempt, reason=step.reason)
+        return self._first(bare, records, step.reason if isinstance(step, replan.Measure) else "")
+
+    def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
+        """Find a plan for hosts that have none: from a file, from the cache, or by measuring."""
+        hosts = _hosts(records, bare.hosts)
+        self._device_name = hosts[0].devices[0].name
+        reasons = [text for text in (reason, *_warnings(records)) if text]
+        job = self._read_job(sum(bare.num_slots), hosts[0].devices[0].kind)
+        settings = (self._options.margin, self._options.memory_margin)
+        self.cache = Cache(self._options.cache, key_of(hosts, job, records[0].versions, settings))
+        if self._options.plan is not None:
+            plan = files.read(self._options.plan, Plan)
+            check_belongs(plan, hosts, str(self._options.plan))
+            plan = replace(plan, provenance=replace(plan.provenance, source="file"))
+            return self._train(bare, job, plan, attempt=0, reason="; ".join(reasons))
+        cached, trouble = self.cache.load()
+        if cached is not None:
+            check_belongs(cached, hosts, str(self.cache.path(PLAN)))
+            return self._train(bare, job, cached, attempt=0, reason="; ".join(reasons))
+        reasons += [trouble] if trouble else []
+        orders = files.dumps(self._probe_options(job, hosts))
+        return replace(bare, phase="warmup", reason="; ".join(reasons), probe_options=orders)
+
+    def _read_job(self, world_size: int, device_kind: str) -> Job:
+        version = megatron.script_version(self._options.script, os.environ)
+        job = megatron.read_job(
+            self._options.script_arguments,
+            world_size=world_size,
+            megatron_version=version,
+            device_kind=device_kind,
+            fix=self._options.fix,
+        )
+        # Known to be Megatron's: without a GPU it needs the patches, whatever becomes of the plan.
+        self._patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
+        return job
+
+    def _probe_options(self, job: Job, hosts: tuple[Host, ...]) -> ProbeOptions:
+        legal = layouts(
+            job,
+            world_size=len(hosts) * len(hosts[0].devices),
+            devices_per_host=len(hosts[0].devices),
+            device_kind=hosts[0].devices[0].kind,
+        )
+        return ProbeOptions(
+            job=job,
+            hosts=hosts,
+            cases=compute_cases(legal.layouts),
+            output=str(self._folder / CLUSTER),
+            progress_dir=str(self._folder / "progress"),
+            budget_s=self._options.budget_s,
+        )
+
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+        """Turn what the warm-up measured into a plan."""
+        bare = replace(decision, phase="train", probe_options="", reason="")
+        orders = files.loads(ProbeOptions, decision.probe_options, "the warm-up's orders")
+        return self._guarded(bare, lambda: self._solve(bare, orders, failure))
+
+    def _solve(self, bare: Decision, orders: ProbeOptions, failure: str) -> Decision:
+        if failure:
+            raise ProbeError(failure)
+        measurements = files.read(Path(orders.output), Measurements)
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        key = self.cache.folder.name if self.cache.folder else ""
+        plan = solve(
+            orders.job,
+            measurements,
+            options=SolveOptions(
+                margin=self._options.margin,
+                memory_margin=self._options.memory_margin,
+                budget_s=min(self._options.budget_s, SOLVE_S),
+                seed=self._options.seed,
+            ),
+            clock=time.monotonic,
+            provenance=Provenance(key=key, made_at=now, versions=measurements.versions, source="measured"),
+        )
+        trouble = self.cache.save(CLUSTER, measurements) or self.cache.save(PLAN, plan)
+        return self._train(bare, orders.job, plan, attempt=0, reason=trouble, measurements=measurements)
+
+    def _train(
+        self,
+        bare: Decision,
+        job: Job,
+        plan: Plan,
+        *,
+        attempt: int,
+        reason: str,
+        measurements: Measurements | None = None,
+    ) -> Decision:
+        """Write the decision to run a plan's candidate, with the words that its script is given."""
+        following = replace(bare, phase="train", plan=plan, attempt=attempt, reason=reason, free=attempt > 0)
+        choice = following.choice
+        layout = choice.layout if choice else job.own
+        needed = megatron.environment(layout, device_kind=plan.device_kind, device_name=self._device_name)
+        if choice is None:
+            # torchrun would have left the user's own variables alone.
+            needed = {name: value for name, value in needed.items() if name not in os.environ}
+        following = replace(
+            following,
+            script_arguments=megatron.write_arguments(self._options.script_arguments, job=job, layout=layout),
+            environment=needed,
+            patches=self._patches,
+        )
+        self.measurements = measurements or self.cache.measurements()
+        self._leave_record(following, plan)
+        if self._options.dry_run:
+            return replace(following, phase="stop")
+        return following
+
+    def _guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
+        """Decide; when that fails, train with the user's own configuration, or stop if the user wants that."""
+        try:
+            return decide()
+        except PipetteError as error:
+            reason = str(error)
+        except Exception as error:
+            logger.exception("planning failed")
+            reason = f"planning failed by an error of pipette-launch itself: {type(error).__name__}: {error}"
+        if self._options.on_error == "fail" or self._options.dry_run:
+            return replace(bare, phase="stop", failed=True, reason=reason)
+        return replace(
+            bare, patches=self._patches, reason=f"{reason}; training with your own configuration as torchrun would"
+        )
+
+    def _leave_record(self, decision: Decision, plan: Plan) -> None:
+        """Leave the plan beside the checkpoints that it will write, for the job that loads them."""
+        path = megatron.record_path(self._options.script_arguments)
+        if path is None or self._options.dry_run:
+            return
+        runs = decision.choice or plan.own
+        try:
+            files.write(path, replace(plan, chosen=runs, keeps_own=decision.choice is None))
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s): a job that loads the checkpoint will not know its plan", path, error
+            )
+
+
+def _hosts(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host, ...]:
+    """Return the job's hosts under unique names; raises ClusterError for a set of nodes that no plan can use."""
+    for record, name in zip(records, names, strict=True):
+        if record.trouble:
+            raise ClusterError(f"{name}: {record.trouble}")
+    counts = {name: record.num_slots for record, name in zip(records, names, strict=True)}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise ClusterError(
+            f"the nodes lend unequal numbers of slots ({listed}); give every node the same --nproc-per-node, "
+            f"at most {min(counts.values())}"
+        )
+    for what, values in (
+        ("script and arguments", [record.script_digest for record in records]),
+        ("versions", [str(sorted(record.versions.items())) for record in records]),
+    ):
+        others = [name for name, value in zip(names, values, strict=True) if value != values[0]]
+        if others:
+            raise ClusterError(
+                f"{what} differ between {names[0]} and {', '.join(others)}; start the same on every node"
+            )
+    ranks = [record.node_rank for record in records]
+    if len(set(ranks)) < len(ranks) and min(ranks) >= 0:
+        raise ClusterError(f"two nodes have the same --node-rank: {sorted(ranks)}")
+    return tuple(replace(record.host, name=name) for record, name in zip(records, names, strict=True) if record.host)
+
+
+def _warnings(records: Sequence[NodeRecord]) -> list[str]:
+    return [warning for record in records for warning in record.warnings]

@@ -1,0 +1,39 @@
+"""What the `--pipette-*` flags said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipette_launch.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """The launcher's own settings, and the script as the user named it."""
+
+    script: str
+    script_arguments: tuple[str, ...]
+    runs_python: bool
+    """Whether torchrun starts the script with a Python interpreter of its own, so that patches can be put before it."""
+    is_module: bool
+    plan: Path | None = None
+    fix: tuple[str, ...] = ()
+    on_error: Literal["train", "fail"] = "train"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    budget_s: float = 60.0
+    margin: float = 0.02
+    memory_margin: float = 0.08
+    cache: Path | None = None
+    """Where plans are kept; None keeps none."""
+    dry_run: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.budget_s > 0:
+            raise UsageError(f"--pipette-budget must be above 0 seconds, got {self.budget_s:g}")
+        if not 0 <= self.margin < 1:
+            raise UsageError(f"--pipette-margin must be at least 0 and below 1 (0.02 is 2 %), got {self.margin:g}")
+        if not 0 <= self.memory_margin < 1:
+            raise UsageError(f"--pipette-memory-margin must be at least 0 and below 1, got {self.memory_margin:g}")

@@ -1,0 +1,189 @@
+"""Bad input gets one clear sentence; the job trains as torchrun would have, or stops where torchrun would."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from end_to_end import jobs
+from end_to_end.jobs import ECHO, HOST, MODEL, Done, finish, pipette, plan, plan_file, start
+
+from pipette_launch.facts import Layout
+
+pytestmark = pytest.mark.timeout(120)
+ONE_STEP = [*MODEL, "--train-iters", "1"]
+
+
+def trained_as_torchrun(done: Done, nproc: int, argv: list[str]) -> bool:
+    """Whether every rank ran with the user's own words."""
+    return done.code == 0 and [" ".join(argv)] * nproc == [done.workers[rank]["argv"] for rank in range(nproc)]
+
+
+def test_a_script_that_is_not_megatrons_runs_as_it_is(tmp_path: Path) -> None:
+    """Without Megatron's flags there is nothing to plan: the reason is said, and the script runs untouched."""
+    done = pipette(tmp_path, "--nproc-per-node=2", ECHO, "--epochs", "3")
+
+    assert trained_as_torchrun(done, 2, ["--epochs", "3"]), done.err
+    assert "--num-layers" in done.err
+    assert "training with your own configuration as torchrun would" in done.err
+    assert {False} == {worker["patched"] for worker in done.workers.values()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["--tensor-model-parallel-size", "3"], "tensor-model-parallel-size 3"),
+        (["--num-attention-heads", "5"], "num-attention-heads 5"),
+        (["--global-batch-size", "7"], "global"),
+        (["--train-samples", "5"], "exclude each other"),
+    ],
+)
+def test_contradictory_flags_are_named(tmp_path: Path, changes: list[str], expected: str) -> None:
+    """The flag and its value stand in the message; with `fail` the launcher stops with exit code 1."""
+    done = pipette(tmp_path, "--nproc-per-node=2", "--pipette-on-error=fail", ECHO, *ONE_STEP, *changes)
+
+    assert (1, {}) == (done.code, done.workers), done.err
+    assert expected in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "cannot be read"),
+        ("{", "not JSON"),
+        ('{"kind": "plan", "schema_version": 99}', "schema_version 99"),
+        ('{"kind": "cluster", "schema_version": 1}', "expected a 'plan' document, found 'cluster'"),
+        ('{"kind": "plan", "schema_version": 1, "hots": []}', "unknown field 'hots'"),
+    ],
+    ids=["missing", "damaged", "version", "kind", "field"],
+)
+def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None, expected: str) -> None:
+    """File and field are named, and training goes on without the plan."""
+    path = tmp_path / "mine.json"
+    if content is not None:
+        path.write_text(content)
+
+    done = pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", ECHO, *ONE_STEP)
+
+    assert trained_as_torchrun(done, 2, ONE_STEP), done.err
+    assert "mine.json" in done.err
+    assert expected in done.err
+
+
+def test_a_plan_for_other_hosts_is_refused(tmp_path: Path) -> None:
+    """Both sets of hosts are named."""
+    path = plan_file(tmp_path, plan(Layout(pp=2), [0, 1], hosts=("elsewhere",)))
+
+    done = pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", ECHO, *ONE_STEP)
+
+    assert trained_as_torchrun(done, 2, ONE_STEP), done.err
+    assert f"the plan is for the hosts elsewhere; this job runs on {HOST}" in done.err
+
+
+def test_a_plan_is_written_into_argv_and_ranks(tmp_path: Path) -> None:
+    """What the workers report is the plan: parallel sizes, micro-batch, pinned batch, and RANK per slot."""
+    path = plan_file(tmp_path, plan(Layout(pp=2, micro_batch_size=4), [1, 0]))
+
+    done = pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", ECHO, *ONE_STEP)
+
+    assert 0 == done.code, done.err
+    argv = done.workers[0]["argv"]
+    assert "--pipeline-model-parallel-size 2" in argv
+    assert "--micro-batch-size 4" in argv
+    assert "--global-batch-size 8" in argv
+    assert {True} == {worker["patched"] for worker in done.workers.values()}
+    assert {"1,0"} == {worker["CUDA_VISIBLE_DEVICES"] for worker in done.workers.values()}
+
+
+def test_a_refused_plan_gives_way_with_the_reason(tmp_path: Path) -> None:
+    """The script's own words reach the screen, and the user's own configuration trains."""
+    path = plan_file(tmp_path, plan(Layout(pp=2), [1, 0]))
+
+    done = pipette(
+        tmp_path,
+        "--nproc-per-node=2",
+        f"--pipette-plan={path}",
+        ECHO,
+        *ONE_STEP,
+        REFUSE="--pipeline-model-parallel-size 2",
+    )
+
+    assert trained_as_torchrun(done, 2, ONE_STEP), done.err
+    assert "this script refuses --pipeline-model-parallel-size 2" in done.err
+    assert "that plan cannot start; going on with your own configuration" in done.err
+
+
+def test_unequal_nodes_are_named(tmp_path: Path) -> None:
+    """Each node's number of slots stands in the message, and the job runs as under torchrun."""
+    flags = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{jobs.free_port()}"]
+    agents = [start(tmp_path, [*flags, f"--nproc-per-node={count}", ECHO, *ONE_STEP]) for count in (1, 2)]
+
+    done = [finish(agent) for agent in agents]
+
+    assert [0, 0] == [one.code for one in done], done[0].err + done[1].err
+    text = done[0].err + done[1].err
+    assert "unequal numbers of slots" in text
+    assert {0, 1, 2} == {rank for one in done for rank in one.workers}
+
+
+def test_an_unwritable_cache_is_said_once(tmp_path: Path) -> None:
+    """The plan is used all the same; the message says where and what to do."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+
+    done = pipette(
+        tmp_path, "--nproc-per-node=1", "--pipette-budget=5", f"--pipette-cache={blocked / 'x'}", ECHO, *ONE_STEP
+    )
+
+    assert 0 == done.code, done.err
+    assert "cannot be written" in done.err
+    assert "--pipette-cache" in done.err
+
+
+def test_a_damaged_cache_is_measured_anew(tmp_path: Path) -> None:
+    """A cached plan that cannot be read is named and replaced."""
+    words = ["--nproc-per-node=1", "--pipette-budget=5", ECHO, *ONE_STEP]
+    first = pipette(tmp_path, *words)
+    (path,) = (tmp_path / "cache").glob("pipette-launch/*/plan.json")
+    whole = path.read_text()
+    path.write_text(whole[:100])
+
+    second = pipette(tmp_path, *words)
+
+    assert (0, 0) == (first.code, second.code), second.err
+    assert "the cached plan cannot be used, so the machines are measured anew" in second.err
+    assert "plan" in path.read_text()
+
+
+def test_a_probe_worker_that_dies_is_named(tmp_path: Path) -> None:
+    """Where the warm-up cannot work at all, its own reason is shown and the job trains."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'pipette_launch.probe.run' in sys.orig_argv and os.environ['RANK'] == '1':\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    path = f"{broken}:{jobs.ROOT}:{jobs.ROOT / 'patches'}"
+
+    done = pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=5", ECHO, *ONE_STEP, PYTHONPATH=path)
+
+    assert trained_as_torchrun(done, 2, ONE_STEP), done.err
+    assert f"a warm-up worker died with signal 9: {HOST}:1" in done.err
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    """SIGTERM to the launcher ends its workers, and the exit code is torchrun's."""
+    sleeper = tmp_path / "sleeper_of_this_test.py"
+    sleeper.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    agent = start(tmp_path, ["--nproc-per-node=2", sleeper])
+    assert agent.stdout is not None
+    assert ["up\n", "up\n"] == [agent.stdout.readline() for _ in range(2)]
+
+    os.kill(agent.pid, 15)
+    done = finish(agent)
+
+    assert 1 == done.code
+    assert [] == jobs.left_behind("sleeper_of_this_test.py")

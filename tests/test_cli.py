@@ -1,0 +1,130 @@
+"""The command line: torchrun's every flag, one group of our own, and errors that help."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from pipette_launch import cli
+from pipette_launch.errors import UsageError
+from pipette_launch.launch.options import Options
+
+OWN_FLAGS = {
+    "--pipette-budget",
+    "--pipette-cache",
+    "--pipette-device",
+    "--pipette-dry-run",
+    "--pipette-fix",
+    "--pipette-margin",
+    "--pipette-memory-margin",
+    "--pipette-on-error",
+    "--pipette-plan",
+    "--pipette-version",
+}
+
+
+def options(*words: str) -> Options:
+    """Options as `pipette-launch WORDS` would have them."""
+    return cli.options_from(cli.parser().parse_args(words))
+
+
+def test_the_set_of_own_flags_is_frozen() -> None:
+    """A new flag is a reviewed line here."""
+    found = {word for word in cli.parser()._option_string_actions if word.startswith("--pipette-")}
+
+    assert OWN_FLAGS == found
+
+
+def test_every_torchrun_flag_is_there() -> None:
+    """Each spelling that torchrun takes is taken, and none of them means something else."""
+    stock, ours = get_args_parser()._option_string_actions, cli.parser()._option_string_actions
+
+    assert {word: (type(a), a.dest, a.nargs) for word, a in stock.items()} == {
+        word: (type(a), a.dest, a.nargs) for word, a in ours.items() if not word.startswith("--pipette-")
+    }
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--nnodes=2", "--nproc-per-node=2"],
+        ["--nnodes", "2", "--nproc_per_node", "2"],
+        ["--nn", "2", "--nproc-per", "2"],
+    ],
+)
+def test_torchruns_spellings(flags: list[str]) -> None:
+    """Dashes, underscores, equals signs and torchrun's own abbreviations are read alike."""
+    args = cli.parser().parse_args([*flags, "train.py", "--lr", "1"])
+
+    assert ("2", "2", ["--lr", "1"]) == (args.nnodes, args.nproc_per_node, args.training_script_args)
+
+
+def test_flags_become_options() -> None:
+    """Each flag of ours arrives where it belongs."""
+    made = options(
+        "--pipette-fix=tp, pp",
+        "--pipette-on-error=fail",
+        "--pipette-budget=5",
+        "--pipette-cache=off",
+        "--pipette-dry-run",
+        "-m",
+        "pkg.train",
+        "--micro-batch-size",
+        "2",
+    )
+
+    assert (("tp", "pp"), "fail", 5.0, None, True) == (
+        made.fix,
+        made.on_error,
+        made.budget_s,
+        made.cache,
+        made.dry_run,
+    )
+    assert ("pkg.train", ("--micro-batch-size", "2"), True) == (made.script, made.script_arguments, made.is_module)
+
+
+def checked_options(words: list[str]) -> Options:
+    """Everything that stands between argv and the launch."""
+    whole = cli.parser()
+    cli.check_own_flags(whole, cli._before_script(whole, words))
+    return cli.options_from(whole.parse_args(words))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--pipette-bugdet=5", "train.py"], "unknown flag --pipette-bugdet; did you mean --pipette-budget?"),
+        (["--nnodes", "1", "--pipette-xyzzy", "train.py"], "unknown flag --pipette-xyzzy; there are "),
+        (["--pipette-budget=soon", "train.py"], "--pipette-budget needs a number, got 'soon'"),
+        (["--pipette-budget=-1", "train.py"], "--pipette-budget must be above 0 seconds, got -1"),
+        (["--pipette-margin=2", "train.py"], "--pipette-margin must be at least 0 and below 1"),
+        (["--pipette-fix=tp,pq", "train.py"], "pq"),
+        (["train.py", "--pipette-budget=5"], "--pipette-budget=5 stands behind the script"),
+    ],
+)
+def test_bad_flags_are_explained(words: list[str], expected: str) -> None:
+    """The message names the flag, its value and what to do."""
+    with pytest.raises(UsageError) as caught:
+        checked_options(words)
+
+    assert expected in str(caught.value)
+
+
+def test_a_bad_flag_exits_with_2() -> None:
+    """As argparse does, with one line and no traceback."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pipette_launch", "--pipette-bugdet", "5", "train.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent.parent,
+    )
+
+    assert (2, "pipette-launch: error: unknown flag --pipette-bugdet; did you mean --pipette-budget?\n") == (
+        done.returncode,
+        done.stderr,
+    )

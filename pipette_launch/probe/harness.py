@@ -181,10 +181,9 @@ class Progress:
 
 
 class Seat(NamedTuple):
-    """Where this worker sits, in torchrun's words."""
+    """Where this worker sits, in torchrun's words; its RANK is its slot, as the warm-up runs in host order."""
 
     rank: int
-    local_rank: int
     world_size: int
     master_addr: str
     master_port: int
@@ -205,7 +204,6 @@ def seat_of(environ: Mapping[str, str]) -> Seat:
 
     return Seat(
         rank=number("RANK"),
-        local_rank=number("LOCAL_RANK"),
         world_size=number("WORLD_SIZE"),
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=number("MASTER_PORT"),

@@ -39,7 +39,9 @@ def main(arguments: Sequence[str]) -> int:
         (path,) = arguments
         seat = seat_of(os.environ)
         options = files.read(Path(path), ProbeOptions)
-        progress = Progress(folder=Path(options.progress_dir), local_rank=seat.local_rank)
+        # Not LOCAL_RANK: torchrun's --virtual-local-rank makes that 0 everywhere.
+        local = seat.rank % options.devices_per_host
+        progress = Progress(folder=Path(options.progress_dir), local_rank=local)
         progress.announce(progress.phase)
         _work(options, seat, progress, started_s)
     except Exception as error:
@@ -61,7 +63,7 @@ def _one_line(error: Exception) -> str:
 
 def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: float) -> None:
     _check(options, seat)
-    device = options.hosts[seat.rank // options.devices_per_host].devices[seat.local_rank]
+    device = options.hosts[seat.rank // options.devices_per_host].devices[progress.local_rank]
     sys.path[:0] = options.python_path
     # Only now torch: a bad order is answered at once.
     import torch
@@ -71,7 +73,7 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
 
     meter = meter_of(device.kind, device.uuid)
     if device.kind == "cuda":
-        torch.cuda.set_device(seat.local_rank)
+        torch.cuda.set_device(progress.local_rank if torch.cuda.device_count() > 1 else 0)
     store = _store(seat, options)
     conductor = Conductor(store=store, rank=seat.rank, world_size=seat.world_size, timeout_s=options.timeout_s)
     with _process_group(store, conductor, seat, options):
@@ -110,10 +112,10 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
 
 def _check(options: ProbeOptions, seat: Seat) -> None:
     """The agent's environment and its order must speak of the same job."""
-    if seat.world_size != options.num_slots or seat.rank % options.devices_per_host != seat.local_rank:
+    if seat.world_size != options.num_slots or not 0 <= seat.rank < seat.world_size:
         raise ProbeError(
-            f"RANK={seat.rank} LOCAL_RANK={seat.local_rank} WORLD_SIZE={seat.world_size} do not fit "
-            f"{len(options.hosts)} hosts of {options.devices_per_host} devices in host order"
+            f"RANK={seat.rank} WORLD_SIZE={seat.world_size} do not fit "
+            f"{len(options.hosts)} hosts of {options.devices_per_host} devices"
         )
 
 

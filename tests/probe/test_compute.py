@@ -74,7 +74,7 @@ def failing_workload(error: Exception, times: int, monkeypatch: pytest.MonkeyPat
             chains=True,
             main_grad_dtype=torch.float32,
         )
-        yield Workload(parts=(part,), model=None, notes=())
+        yield Workload(parts=(part,), model=None, token_ids=weight, notes=())
 
     monkeypatch.setattr(compute.patches_workload, "load", lambda _: None)
     monkeypatch.setattr(compute.patches_workload, "workload", workload)

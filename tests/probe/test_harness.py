@@ -127,7 +127,6 @@ def test_a_failing_phase_stays_on_display(tmp_path: Path) -> None:
 
 ENVIRON = {
     "RANK": "3",
-    "LOCAL_RANK": "1",
     "WORLD_SIZE": "4",
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29500",
@@ -136,8 +135,8 @@ ENVIRON = {
 
 
 def test_the_seat_is_read_from_torchruns_environment() -> None:
-    """All six values of torchrun's contract."""
-    assert Seat(3, 1, 4, "10.0.0.1", 29500, agent_hosts_store=True) == seat_of(ENVIRON)
+    """The values of torchrun's contract."""
+    assert Seat(3, 4, "10.0.0.1", 29500, agent_hosts_store=True) == seat_of(ENVIRON)
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", None), ("WORLD_SIZE", "four"), ("MASTER_PORT", "")])

@@ -89,11 +89,11 @@ def test_an_order_for_another_job_is_refused(
     """An environment that does not fit the order is an error before torch is imported."""
     order = tmp_path / "options.json"
     files.write(order, tiny_options(tmp_path, hosts=2, devices=2))
-    for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
 
     assert 1 == main([str(order)])
-    assert "RANK=1 LOCAL_RANK=0 WORLD_SIZE=2 do not fit 2 hosts of 2 devices" in capsys.readouterr().err
+    assert "RANK=1 WORLD_SIZE=2 do not fit 2 hosts of 2 devices" in capsys.readouterr().err
 
 
 def test_a_damaged_order_is_named(
@@ -102,7 +102,7 @@ def test_a_damaged_order_is_named(
     """The file and its fault are in the one line on stderr."""
     order = tmp_path / "options.json"
     order.write_text("{")
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
 
     assert 1 == main([str(order)])

@@ -10,6 +10,19 @@ from pipette_launch.facts.round import Decision, NodeRecord, Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What torchrun knows of this node."""
+
+    entrypoint: str | Callable[..., Any]
+    """torchrun's own program for the workers."""
+    arguments: tuple[str, ...]
+    num_slots: int
+    address: str
+    interruption: type[Exception]
+    """What a signal to the agent raises: it is nobody's failure, and must reach torch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
     """What to start on every slot of this node."""
 
@@ -22,10 +35,8 @@ class Command:
 class Conductor(Protocol):
     """Decides for the job; the agent acts."""
 
-    def begin(
-        self, *, entrypoint: str | Callable[..., Any] | None, arguments: Sequence[str], num_slots: int, address: str
-    ) -> str:
-        """Take torchrun's own command and this node's slots and address; return the token that names the agent."""
+    def begin(self, node: Node) -> str:
+        """Take what torchrun knows of this node; return the token that names the agent."""
 
     def record(self, *, attempt: int, verdict: Verdict, failure: str, has_plan: bool) -> NodeRecord:
         """Introduce this node to the others."""

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException, Std
 
 from pipette_launch.agent import failures
+from pipette_launch.agent.agreement import MEETING_S, agree
+from pipette_launch.agent.conductor import Node
 from pipette_launch.agent.exchange import Exchange
 from pipette_launch.agent.handler import AgentStoreHandler
 from pipette_launch.agent.meeting import Meeting
@@ -24,7 +27,7 @@ from pipette_launch.agent.seats import Seat, seats, visible_devices
 from pipette_launch.agent.streams import Streams, WatchedLogs
 from pipette_launch.errors import ClusterError, PipetteError
 from pipette_launch.facts import files
-from pipette_launch.facts.round import Decision, NodeRecord
+from pipette_launch.facts.round import Decision
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -35,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEETING_S = 120.0
-"""How long agents of one round wait for each other's word."""
 GOODBYE_S = 10.0
 """How long the agent that hosts the rendezvous store waits for the others to leave first."""
 
@@ -77,7 +78,13 @@ class PipetteAgent(LocalElasticAgent):
         self._failure = ""
         self._charged = False
         self._token = conductor.begin(
-            entrypoint=spec.entrypoint, arguments=spec.args, num_slots=spec.local_world_size, address=self._address
+            Node(
+                entrypoint=spec.entrypoint or sys.executable,
+                arguments=tuple(str(word) for word in spec.args),
+                num_slots=spec.local_world_size,
+                address=self._address,
+                interruption=SignalException,
+            )
         )
 
     # -- one round: agree on what to do ---------------------------------------------------------------------------
@@ -94,18 +101,13 @@ class PipetteAgent(LocalElasticAgent):
 
     def _agree(self, exchange: Exchange) -> Decision:
         """Introduce this node, and hear what the chief decides for all."""
-        held = self._decision
         record = self._conductor.record(
-            attempt=self._attempt, verdict=self._verdict, failure=self._failure, has_plan=held is not None
+            attempt=self._attempt,
+            verdict=self._verdict,
+            failure=self._failure,
+            has_plan=self._decision is not None,
         )
-        if held is not None:
-            exchange.put(f"held/{exchange.group_rank}", files.dumps(held))
-        texts = exchange.gather("node", files.dumps(record), deadline_s=MEETING_S)
-        if texts:
-            records = [files.loads(NodeRecord, text, f"record of node {i}") for i, text in enumerate(texts)]
-            exchange.put("decision", files.dumps(self._conductor.decide(records, held or _held(exchange, records))))
-        text = exchange.take("decision", what="the decision of the first node", deadline_s=MEETING_S)
-        decision = files.loads(Decision, text, "decision of the first node")
+        decision = agree(exchange, record, self._decision, decide=self._conductor.decide)
         if decision.free and self._charged:
             # A plan of ours could not start: that is no failure of the user's job.
             self._remaining_restarts += 1
@@ -333,12 +335,3 @@ class PipetteAgent(LocalElasticAgent):
         if self._decision is None or self._exchange is None:
             raise ClusterError("no rendezvous has taken place yet")
         return self._decision, self._exchange
-
-
-def _held(exchange: Exchange, records: list[NodeRecord]) -> Decision | None:
-    """Ask an agent that was here before for the plan, when the new chief was not."""
-    for group_rank, record in enumerate(records):
-        if record.has_plan:
-            text = exchange.take(f"held/{group_rank}", what=f"the plan of node {group_rank}", deadline_s=MEETING_S)
-            return files.loads(Decision, text, f"decision of node {group_rank}")
-    return None

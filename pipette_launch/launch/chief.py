@@ -41,6 +41,8 @@ class Chief:
         self._folder = folder
         self._device_name = ""
         self._patches: tuple[str, ...] = ()
+        self.interruption: type[Exception] = InterruptedError
+        """What a signal to the agent raises."""
         self.cache = Cache(None, "")
         self.measurements: Measurements | None = None
         """What the plan in force rests on, where it is known."""
@@ -190,6 +192,8 @@ class Chief:
         """Decide; when that fails, train with the user's own configuration, or stop if the user wants that."""
         try:
             return decide()
+        except self.interruption:
+            raise
         except PipetteError as error:
             reason = str(error)
         except Exception as error:

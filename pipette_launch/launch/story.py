@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -28,9 +28,9 @@ from pipette_launch.probe.options import ProbeOptions
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from pipette_launch.agent.conductor import Command
+    from pipette_launch.agent.conductor import Command, Node
     from pipette_launch.agent.meeting import Meeting
     from pipette_launch.facts import Host, Plan
     from pipette_launch.facts.round import Verdict
@@ -61,21 +61,18 @@ class Story:
         self._tracker: OutcomeTracker | None = None
         self._shown: tuple[str, int] | None = None
 
-    def begin(
-        self, *, entrypoint: str | Callable[..., Any] | None, arguments: Sequence[str], num_slots: int, address: str
-    ) -> str:
-        """Take torchrun's own command and this node's slots and address; return the token that names the agent."""
-        self._entrypoint = entrypoint or sys.executable
-        self._arguments = tuple(str(word) for word in arguments)
-        self._num_slots = num_slots
+    def begin(self, node: Node) -> str:
+        """Take what torchrun knows of this node; return the token that names the agent."""
+        self._node = node
+        self._chief.interruption = node.interruption
         self._host: Host | None = None
         self._trouble = ""
         self._warnings: tuple[str, ...] = ()
         try:
             self._host = inventory.host(
                 name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-                address=address,
-                num_devices=num_slots,
+                address=node.address,
+                num_devices=node.num_slots,
                 device=self._options.device,
             )
             self._warnings = inventory.busy_devices(self._host)
@@ -90,7 +87,7 @@ class Story:
             host=self._host,
             trouble=self._trouble,
             warnings=self._warnings,
-            num_slots=self._num_slots,
+            num_slots=self._node.num_slots,
             node_rank=self._meeting.node_rank,
             script_digest=files.digest(self._options.script, self._options.script_arguments),
             versions=inventory.versions(),
@@ -154,7 +151,7 @@ class Story:
     def command(self, decision: Decision) -> Command:
         """Return what this node's workers run under a decision."""
         if decision.phase != "warmup":
-            return commands.training(decision, self._options, self._entrypoint, self._arguments)
+            return commands.training(decision, self._options, self._node.entrypoint, self._node.arguments)
         progress = self._folder / "progress"
         shutil.rmtree(progress, ignore_errors=True)
         progress.mkdir()

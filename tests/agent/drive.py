@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from pipette_launch import replan
 from pipette_launch.agent import start
-from pipette_launch.agent.conductor import Command
+from pipette_launch.agent.conductor import Command, Node
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.round import Decision, NodeRecord
 
@@ -29,8 +29,8 @@ class ScriptedConductor:
         self.node_rank = node_rank
         self.warmup_deadline_s = table.get("deadline_s", 60.0)
 
-    def begin(self, *, entrypoint: Any, arguments: Any, num_slots: int, address: str) -> str:
-        self.entrypoint, self.arguments, self.num_slots = entrypoint, tuple(arguments), num_slots
+    def begin(self, node: Node) -> str:
+        self.entrypoint, self.arguments, self.num_slots = node.entrypoint, node.arguments, node.num_slots
         self.token = uuid.uuid4().hex
         return self.token
 

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts import ComputeCase, Job, ModelSpec
+from pipette_launch.facts import ComputeCase, Job
 from pipette_patches import registry
+from pipette_patches.workload_config import DTYPES, PartName, layer_kinds, transformer_config
 
-PartName = Literal["layer", "moe_layer", "embedding", "head"]
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SEED = 1234
 
 
@@ -168,14 +166,14 @@ def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     model = job.model
-    kinds = _layer_kinds(model)
+    kinds = layer_kinds(model)
     wants_te = device_kind == "cuda" and model.transformer_impl == "transformer_engine"
     has_te = bool(getattr(gpt_layer_specs, "HAVE_TE", False))
     uses_te = wants_te and has_te
     notes = []
     if wants_te and not has_te:
         notes.append("compute was measured with megatron-core's local layers: transformer-engine is not installed")
-    config, config_notes = _config(job, case, kinds, device_kind=device_kind, uses_te=uses_te)
+    config, config_notes = transformer_config(job, case, kinds, device_kind=device_kind, uses_te=uses_te)
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te, normalization=None if uses_te else model.normalization
     )
@@ -192,99 +190,6 @@ def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
     ids = torch.randint(model.vocab_size, (case.micro_batch_size, model.seq_length // case.cp), device=device_kind)
     parts = _parts(gpt, job, case, kinds=kinds, ids=ids)
     return Workload(parts=parts, model=gpt, token_ids=ids, notes=(*notes, *config_notes))
-
-
-def _layer_kinds(model: ModelSpec) -> tuple[PartName, ...]:
-    """The kinds of layers that the model has; one of each is built."""
-    dense: tuple[PartName, ...] = ("layer",) if 0 in model.moe_layer_freq or not model.num_experts else ()
-    moe: tuple[PartName, ...] = ("moe_layer",) if 1 in model.moe_layer_freq else ()
-    return dense + moe
-
-
-def _config(
-    job: Job, case: ComputeCase, kinds: tuple[PartName, ...], *, device_kind: str, uses_te: bool
-) -> tuple[Any, tuple[str, ...]]:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    model = job.model
-    dtype = DTYPES[model.params_dtype]
-    on_cuda = device_kind == "cuda"
-    experts, notes = _expert_fields(job, kinds, uses_te=uses_te)
-    fields: dict[str, Any] = {
-        "num_layers": len(kinds),
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
-        "gated_linear_unit": model.gated_linear_unit,
-        "activation_func": torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu,
-        "normalization": model.normalization,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
-        "attention_dropout": model.attention_dropout,
-        "hidden_dropout": model.hidden_dropout,
-        "bf16": model.params_dtype == "bf16",
-        "fp16": model.params_dtype == "fp16",
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "tensor_model_parallel_size": case.tp,
-        "context_parallel_size": case.cp,
-        # Nobody trains with tensor parallelism on GPUs without it, and experts demand it everywhere.
-        "sequence_parallel": case.tp > 1 and (on_cuda or job.own.sequence_parallel or "moe_layer" in kinds),
-        "use_cpu_initialization": not on_cuda,
-        **_fusions(job, on_cuda=on_cuda, uses_te=uses_te),
-        **_attention_backend(model, on_cuda=on_cuda),
-        **experts,
-    }
-    known = inspect.signature(TransformerConfig).parameters
-    return TransformerConfig(**{name: value for name, value in fields.items() if name in known}), notes
-
-
-def _fusions(job: Job, *, on_cuda: bool, uses_te: bool) -> dict[str, bool]:
-    """Megatron's own defaults, unless the user's flags say no."""
-    flags = {flag.split()[0] for flag in job.performance_flags}
-    model = job.model
-    activation_flag = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
-    return {
-        "bias_activation_fusion": on_cuda
-        and activation_flag not in flags
-        and (model.gated_linear_unit or model.add_bias_linear),
-        "bias_dropout_fusion": on_cuda and "--no-bias-dropout-fusion" not in flags,
-        "masked_softmax_fusion": on_cuda and "--no-masked-softmax-fusion" not in flags,
-        "apply_rope_fusion": uses_te and "--no-rope-fusion" not in flags,
-        "gradient_accumulation_fusion": uses_te and "--no-gradient-accumulation-fusion" not in flags,
-        "persist_layer_norm": on_cuda and "--no-persist-layer-norm" not in flags,
-    }
-
-
-def _attention_backend(model: ModelSpec, *, on_cuda: bool) -> dict[str, Any]:
-    if not on_cuda:
-        return {}
-    from megatron.core.transformer.enums import AttnBackend
-
-    return {"attention_backend": AttnBackend[model.attention_backend]}
-
-
-def _expert_fields(job: Job, kinds: tuple[PartName, ...], *, uses_te: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """One rank's share of the experts, fed by as many tokens as it would get from its expert-parallel peers."""
-    model = job.model
-    if not model.num_experts:
-        return {}, ()
-    local = max(model.num_experts // job.own.ep, model.moe_router_topk)
-    share = f"MoE layers were measured with {local} of {model.num_experts} experts, one rank's share at ep{job.own.ep}"
-    notes = () if local == model.num_experts else (share,)
-    return {
-        "num_moe_experts": local,
-        "moe_layer_freq": [int(kind == "moe_layer") for kind in kinds],
-        "moe_router_topk": model.moe_router_topk,
-        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": uses_te,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-    }, notes
 
 
 def _parts(

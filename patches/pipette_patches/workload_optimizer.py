@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job
-from pipette_patches.workload import DTYPES, Workload, WorkloadError
+from pipette_patches.workload import Workload, WorkloadError
+from pipette_patches.workload_config import DTYPES
 
 GRADIENT_SCALE = 1e-3
 OPTIMIZERS = ("adam", "sgd")

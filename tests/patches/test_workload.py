@@ -70,6 +70,12 @@ def test_tensor_parallelism_halves_the_matrices(found: dict[str, Any]) -> None:
     assert [whole + cut, whole + cut // 2] == found["layer parameters"]
 
 
+def test_performance_flags_are_heeded_or_named(found: dict[str, Any]) -> None:
+    """Two flags change the model that is measured (norms of queries and keys are four more), the third is a note."""
+    assert [True, True, "compute was measured without --fp8-format hybrid"] == found["flags"]
+    assert 12 + 4 == found["norms"]
+
+
 def test_nothing_is_left_behind(found: dict[str, Any]) -> None:
     """The fake process group is gone afterwards."""
     assert not found["group left"]

@@ -92,6 +92,12 @@ def main() -> None:
         with workload(JOB, replace(CASE, tp=tp), device_kind="cpu") as work:
             shapes[tp] = sum(parameter.numel() for parameter in work.parts[0].parameters)
     found["layer parameters"] = [shapes[1], shapes[2]]
+    flags = ("--cross-entropy-loss-fusion", "--fp8-format hybrid", "--qk-layernorm")
+    with workload(replace(JOB, performance_flags=flags), CASE, device_kind="cpu") as work:
+        config = work.model.config
+        found["flags"] = [config.qk_layernorm, config.cross_entropy_loss_fusion, *work.notes]
+        found["norms"] = len(work.parts[0].parameters)
+        work.parts[0].backward(work.parts[0].forward(1))
     sys.stdout.write(json.dumps(found) + "\n")
 
 

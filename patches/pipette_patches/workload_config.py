@@ -1,0 +1,131 @@
+"""The TransformerConfig of a workload: Megatron's own settings for the user's model, as its flags have them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+
+from pipette_launch.facts import ComputeCase, Job, ModelSpec
+
+PartName = Literal["layer", "moe_layer", "embedding", "head"]
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SWITCHES = {
+    "--cross-entropy-loss-fusion": "cross_entropy_loss_fusion",
+    "--deterministic-mode": "deterministic_mode",
+    "--fp32-residual-connection": "fp32_residual_connection",
+    "--moe-permute-fusion": "moe_permute_fusion",
+    "--moe-router-fusion": "moe_router_fusion",
+    "--qk-layernorm": "qk_layernorm",
+}
+"""Flags that switch a field of the same meaning on."""
+VALUES = {"--cross-entropy-fusion-impl": "cross_entropy_fusion_impl"}
+"""Flags whose value a field takes."""
+UNHEEDED = ("--fp8", "--fp4", "--cuda-graph", "--enable-cuda-graph", "--external-cuda-graph", "--window-size")
+"""Beginnings of flags that change how long a layer takes, and are not measured."""
+
+
+def layer_kinds(model: ModelSpec) -> tuple[PartName, ...]:
+    """The kinds of layers that the model has; one of each is built."""
+    dense: tuple[PartName, ...] = ("layer",) if 0 in model.moe_layer_freq or not model.num_experts else ()
+    moe: tuple[PartName, ...] = ("moe_layer",) if 1 in model.moe_layer_freq else ()
+    return dense + moe
+
+
+def transformer_config(
+    job: Job, case: ComputeCase, kinds: tuple[PartName, ...], *, device_kind: str, uses_te: bool
+) -> tuple[Any, tuple[str, ...]]:
+    """Make the configuration of a model with one layer of each kind, and say in what it differs from the job's."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    model = job.model
+    dtype = DTYPES[model.params_dtype]
+    on_cuda = device_kind == "cuda"
+    experts, notes = _expert_fields(job, kinds, uses_te=uses_te)
+    switched, unheeded = _flagged(job.performance_flags)
+    fields: dict[str, Any] = {
+        "num_layers": len(kinds),
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "gated_linear_unit": model.gated_linear_unit,
+        "activation_func": torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu,
+        "normalization": model.normalization,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "bf16": model.params_dtype == "bf16",
+        "fp16": model.params_dtype == "fp16",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "tensor_model_parallel_size": case.tp,
+        "context_parallel_size": case.cp,
+        # Nobody trains with tensor parallelism on GPUs without it, and experts demand it everywhere.
+        "sequence_parallel": case.tp > 1 and (on_cuda or job.own.sequence_parallel or "moe_layer" in kinds),
+        "use_cpu_initialization": not on_cuda,
+        **_fusions(job, on_cuda=on_cuda, uses_te=uses_te),
+        **_attention_backend(model, on_cuda=on_cuda),
+        **experts,
+        **switched,
+    }
+    known = inspect.signature(TransformerConfig).parameters
+    return TransformerConfig(**{name: value for name, value in fields.items() if name in known}), notes + unheeded
+
+
+def _flagged(flags: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Fields that the user's performance flags set, and a note on the flags that are not measured."""
+    words = dict(flag.partition(" ")[::2] for flag in flags)
+    switched: dict[str, Any] = {field: True for flag, field in SWITCHES.items() if flag in words}
+    switched |= {field: words[flag] for flag, field in VALUES.items() if flag in words}
+    unheeded = [flag for flag in flags if flag.startswith(UNHEEDED)]
+    return switched, (f"compute was measured without {', '.join(unheeded)}",) if unheeded else ()
+
+
+def _fusions(job: Job, *, on_cuda: bool, uses_te: bool) -> dict[str, bool]:
+    """Megatron's own defaults, unless the user's flags say no."""
+    flags = {flag.split()[0] for flag in job.performance_flags}
+    model = job.model
+    activation_flag = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
+    return {
+        "bias_activation_fusion": on_cuda
+        and activation_flag not in flags
+        and (model.gated_linear_unit or model.add_bias_linear),
+        "bias_dropout_fusion": on_cuda and "--no-bias-dropout-fusion" not in flags,
+        "masked_softmax_fusion": on_cuda and "--no-masked-softmax-fusion" not in flags,
+        "apply_rope_fusion": uses_te and "--no-rope-fusion" not in flags,
+        "gradient_accumulation_fusion": uses_te and "--no-gradient-accumulation-fusion" not in flags,
+        "persist_layer_norm": on_cuda and "--no-persist-layer-norm" not in flags,
+    }
+
+
+def _attention_backend(model: ModelSpec, *, on_cuda: bool) -> dict[str, Any]:
+    if not on_cuda:
+        return {}
+    from megatron.core.transformer.enums import AttnBackend
+
+    return {"attention_backend": AttnBackend[model.attention_backend]}
+
+
+def _expert_fields(job: Job, kinds: tuple[PartName, ...], *, uses_te: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """One rank's share of the experts, fed by as many tokens as it would get from its expert-parallel peers."""
+    model = job.model
+    if not model.num_experts:
+        return {}, ()
+    local = max(model.num_experts // job.own.ep, model.moe_router_topk)
+    share = f"MoE layers were measured with {local} of {model.num_experts} experts, one rank's share at ep{job.own.ep}"
+    notes = () if local == model.num_experts else (share,)
+    return {
+        "num_moe_experts": local,
+        "moe_layer_freq": [int(kind == "moe_layer") for kind in kinds],
+        "moe_router_topk": model.moe_router_topk,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": uses_te and "--moe-grouped-gemm" in job.performance_flags,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+    }, notes

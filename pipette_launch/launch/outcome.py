@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pipette_launch.megatron import Iteration
 
 ITERATIONS = 20
-"""How many logged iterations an outcome rests on."""
+"""How many iterations an outcome rests on; one logged line may stand for several."""
 WARM_UPS = 5
 """The first ones, which carry compilation, lazy communicators and cold caches."""
 
@@ -23,22 +23,29 @@ class OutcomeTracker:
     def __init__(self, key: str, choice: Choice) -> None:
         self._key = key
         self._choice = choice
-        self._seen: list[Iteration] = []
+        self._lines: list[Iteration] = []
+        self._is_done = False
 
-    def add(self, iteration: Iteration) -> Outcome | None:
-        """Take one iteration; returns the outcome with the iteration that completes it, and never again."""
-        if len(self._seen) == ITERATIONS:
+    def add(self, line: Iteration) -> Outcome | None:
+        """Take one logged line; returns the outcome with the line that completes it, and never again."""
+        if self._is_done:
             return None
-        self._seen.append(iteration)
-        if len(self._seen) < ITERATIONS:
+        self._lines.append(line)
+        first = self._lines[0].iteration
+        steady = [seen for seen in self._lines[1:] if seen.iteration - first >= WARM_UPS]
+        if not steady or line.iteration - first + 1 < ITERATIONS:
             return None
-        times_s = tuple(seen.step_time_s for seen in self._seen)
+        self._is_done = True
+        warm_ups = self._lines[: len(self._lines) - len(steady)]
         return Outcome(
             key=self._key,
             layout=self._choice.layout,
             placement=self._choice.placement,
             predicted_step_s=self._choice.step_time_s,
-            measured_step=Samples(values_s=times_s[WARM_UPS:], warmup_s=times_s[:WARM_UPS]),
-            first_iteration=self._seen[0].iteration,
-            losses=tuple(seen.loss or "" for seen in self._seen),
+            measured_step=Samples(
+                values_s=tuple(seen.step_time_s for seen in steady),
+                warmup_s=tuple(seen.step_time_s for seen in warm_ups),
+            ),
+            first_iteration=first,
+            losses=tuple(seen.loss or "" for seen in self._lines),
         )

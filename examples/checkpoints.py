@@ -12,11 +12,13 @@ import torch
 from gpt_model import Trainee, unwrapped
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 FULL_LAYOUT = (*LAYOUT, "context_parallel_size", "data_parallel_size", "expert_model_parallel_size")
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
+"""Forms of the distributed optimizer's state that another TP and PP can take; the second is megatron-core 0.14's."""
 
 
 class CheckpointError(ValueError):
@@ -32,9 +34,7 @@ def save(args: Namespace, trainee: Trainee, iteration: int) -> None:
     metadata = {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
-        "distrib_optim_sharding_type": "fully_reshardable"
-        if args.dist_ckpt_optim_fully_reshardable
-        else "dp_reshardable",
+        "distrib_optim_sharding_type": _form(args),
     }
     state = _state(args, trainee, metadata, optimizer=not args.no_save_optim, rng=not args.no_save_rng, loading=False)
     own = ("rank", "local_rank")
@@ -66,14 +66,14 @@ def load(args: Namespace, trainee: Trainee) -> int:
     optimizer = not (args.finetune or args.no_load_optim or saved.no_save_optim)
     rng = not (args.finetune or args.no_load_rng or saved.no_save_rng) and _same_streams(args, saved)
     if optimizer:
-        _check_optimizer(args, trainee, saved, metadata)
-        _fill_optimizer(args, trainee)
+        _check_optimizer(args, saved, metadata)
     state = _state(args, trainee, metadata, optimizer=optimizer, rng=rng, loading=True)
     state = dist_checkpointing.load(state, folder)
     for index, chunk in enumerate(trainee.chunks):
         chunk.load_state_dict(state[_key(trainee, index)])
     if optimizer:
-        _load_optimizer(trainee, state["optimizer"])
+        with torch.no_grad():  # in float32 the main parameters are views of the model's own, which require gradients
+            trainee.optimizer.load_state_dict(state["optimizer"])
         trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
     else:
         trainee.optimizer.reload_model_params()
@@ -102,59 +102,25 @@ def _state(
     return state
 
 
+def _form(args: Namespace) -> str:
+    """Name the form in which the distributed optimizer is saved."""
+    if not hasattr(DistributedOptimizer, "sharded_param_state_fully_reshardable"):
+        return RESHARDABLE[1]
+    return RESHARDABLE[0] if args.dist_ckpt_optim_fully_reshardable else "dp_reshardable"
+
+
 def _key(trainee: Trainee, index: int) -> str:
     return "model" if len(trainee.chunks) == 1 else f"model{index}"
 
 
-def _check_optimizer(args: Namespace, trainee: Trainee, saved: Namespace, metadata: dict[str, Any]) -> None:
-    if not args.use_distributed_optimizer:
-        return
-    kind = metadata.get("distrib_optim_sharding_type", RESHARDABLE[-1])
+def _check_optimizer(args: Namespace, saved: Namespace, metadata: dict[str, Any]) -> None:
+    form = metadata.get("distrib_optim_sharding_type", RESHARDABLE[-1])
     now, then = ([getattr(source, name) for name in LAYOUT] for source in (args, saved))
-    if kind not in RESHARDABLE and now != then:
+    if args.use_distributed_optimizer and form not in RESHARDABLE and now != then:
         raise CheckpointError(
-            f"the optimizer state in {args.load} was saved as {kind} with TP, PP = {then} and cannot be loaded with "
+            f"the optimizer state in {args.load} was saved as {form} with TP, PP = {then} and cannot be loaded with "
             f"{now}; train with {then}, save with --dist-ckpt-optim-fully-reshardable, or pass --no-load-optim"
         )
-    if kind == "fully_reshardable" and _uses_torch_adam(trainee):
-        raise CheckpointError(
-            f"the optimizer state in {args.load} was saved as {kind}, which megatron-core can load only into the Adam "
-            f"of Apex or Transformer Engine; pass --no-load-optim"
-        )
-
-
-def _fill_optimizer(args: Namespace, trainee: Trainee) -> None:
-    """Give torch's own Adam a state, by a step on zero gradients whose every effect the load overwrites.
-
-    megatron-core (0.16.1) reads the step count out of that state before it loads, and fails when there is none.
-    """
-    if args.use_distributed_optimizer and _uses_torch_adam(trainee):
-        for chunk in trainee.chunks:
-            chunk.zero_grad_buffer()
-        trainee.optimizer.step()
-
-
-def _load_optimizer(trainee: Trainee, state: dict[str, Any]) -> None:
-    # In float32 the main parameters are views of the model's own, which require gradients.
-    with torch.no_grad():
-        trainee.optimizer.load_state_dict(state)
-    if not _uses_torch_adam(trainee):
-        return
-    for inner in _torch_optimizers(trainee):
-        for group in inner.param_groups:
-            # megatron-core (0.16.1) restores the step count of torch's own Adam here, and not where that looks for it.
-            for parameter in group["params"] if "step" in group else ():
-                inner.state[parameter]["step"] = torch.tensor(float(group["step"]))
-
-
-def _uses_torch_adam(trainee: Trainee) -> bool:
-    """Tell whether neither Apex nor Transformer Engine provides the optimizer."""
-    return any(isinstance(optimizer, torch.optim.AdamW) for optimizer in _torch_optimizers(trainee))
-
-
-def _torch_optimizers(trainee: Trainee) -> list[torch.optim.Optimizer]:
-    chained = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
-    return [optimizer.optimizer for optimizer in chained if optimizer.optimizer is not None]
 
 
 def _same_streams(args: Namespace, saved: Namespace) -> bool:

@@ -25,7 +25,9 @@ def run(args: Namespace, device: torch.device) -> None:
     _say_text(args, text, device)
     train, valid = byte_text.split(text, args.split)
     training = byte_text.Samples(text=train, seq_length=args.seq_length, seed=args.seed)
-    validation = byte_text.Samples(text=valid, seq_length=args.seq_length, seed=None) if args.eval_interval else None
+    validation = (
+        byte_text.Samples(text=valid, seq_length=args.seq_length, seed=args.seed) if args.eval_interval else None
+    )
     trainee = gpt_model.build(args, device)
     iteration = checkpoints.load(args, trainee) if args.load else 0
     Run(args, device, trainee, training, validation, iteration).go()

@@ -9,18 +9,20 @@ from typing import Any
 from pipette_patches.cpu_torch import instead, rng_state, say_once, set_rng_state
 from pipette_patches.replacements import Replacement
 
-# Each needs a CUDA kernel or Transformer Engine; none changes what is computed.
-_NEED_CUDA = (
-    "apply_rope_fusion",
-    "defer_embedding_wgrad_compute",
-    "gradient_accumulation_fusion",
-    "masked_softmax_fusion",
-    "memory_efficient_layer_norm",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "persist_layer_norm",
-    "tp_comm_overlap",
-)
+# What needs a CUDA kernel or Transformer Engine, and how to do without. Only fp8 and fp4 change what is computed.
+_WITHOUT_CUDA = {
+    "apply_rope_fusion": False,
+    "defer_embedding_wgrad_compute": False,
+    "fp4": None,
+    "fp8": None,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "memory_efficient_layer_norm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "persist_layer_norm": False,
+    "tp_comm_overlap": False,
+}
 
 
 def _without_kernels(original: Callable[..., None]) -> Callable[..., None]:
@@ -28,12 +30,12 @@ def _without_kernels(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def check(config: Any) -> None:
-        off = [name for name in _NEED_CUDA if getattr(config, name, False)]
+        off = {name: value for name, value in _WITHOUT_CUDA.items() if getattr(config, name, value) != value}
         if getattr(config, "num_moe_experts", None) and config.bias_activation_fusion and not config.gated_linear_unit:
             # Experts computed one by one, as on a CPU, refuse it; only grouped ones, which need CUDA, go without.
-            off.append("bias_activation_fusion")
-        for name in off:
-            setattr(config, name, False)
+            off["bias_activation_fusion"] = False
+        for name, value in off.items():
+            setattr(config, name, value)
         if off:
             say_once(f"switched off, as they need CUDA kernels: {', '.join(off)}")
         # gloo still reads a sent tensor when interleaved stages free it: the receiver would get garbage.

@@ -11,7 +11,8 @@ from typing import Any
 from pipette_patches.cpu_torch import say_once
 from pipette_patches.replacements import Replacement
 
-# dest of a flag -> the value with which it runs on a CPU; only kernels change, not what is computed.
+# dest of a flag -> the value with which it runs on a CPU. Other kernels compute the same, except where fp8, fp4 or a
+# reduced optimizer precision was asked for.
 _ON_CPU = {
     "distributed_backend": "gloo",
     "transformer_impl": "local",
@@ -22,6 +23,17 @@ _ON_CPU = {
     "moe_grouped_gemm": False,
     "moe_permute_fusion": False,
     "tp_comm_overlap": False,
+    "fp8": None,
+    "fp4": None,
+    "fp8_param_gather": False,
+    "use_precision_aware_optimizer": False,
+    "optimizer_cpu_offload": False,
+    "te_rng_tracker": False,
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "nccl_ub": False,
+    "use_sharp": False,
 }
 
 

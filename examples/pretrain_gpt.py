@@ -8,6 +8,7 @@ Every flag is one of Megatron-LM's own; README.md shows complete commands and wh
 from __future__ import annotations
 
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from datetime import timedelta
@@ -36,6 +37,8 @@ def choose_device(local_rank: int) -> torch.device:
     if "cpu_backend" not in registry.applied() and torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
+    # What megatron-core does without Transformer Engine and Apex, it would tell once for each module and process.
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     registry.apply("cpu_backend")
     return torch.device("cpu")
 

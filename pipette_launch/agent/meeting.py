@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -59,7 +59,12 @@ def settle(args: Namespace) -> Meeting:
         args.rdzv_backend = "c10d"
         _set(args, is_host=str(node_rank == 0).lower(), join_timeout=STATIC_JOIN_S, read_timeout=STATIC_READ_S)
     endpoint = "localhost:0" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
-    here = _is_here(parse_rendezvous_endpoint(endpoint, default_port=0)[0])
+    host, port = parse_rendezvous_endpoint(endpoint, default_port=0)
+    here = _is_here(host)
+    if args.rdzv_backend == "c10d" and here and not _matches_machine_hostname(host):
+        # torch would take no node for the host; with its own guess it would try again as a client, so ours is
+        # only said where its guess is wrong, and where no other agent of this machine was faster.
+        _set(args, is_host=str(_can_bind(host, port)).lower())
     return Meeting(endpoint=endpoint, node_rank=node_rank, may_host_store=node_rank == 0 or (node_rank < 0 and here))
 
 
@@ -74,6 +79,14 @@ def _set(args: Namespace, **settings: object) -> None:
     given = [pair for pair in (args.rdzv_conf or "").split(",") if pair]
     names = {pair.split("=")[0].strip() for pair in given}
     args.rdzv_conf = ",".join(given + [f"{name}={value}" for name, value in settings.items() if name not in names])
+
+
+def _can_bind(host: str, port: int) -> bool:
+    try:
+        with socket.create_server((host, port)):
+            return True
+    except OSError:
+        return False
 
 
 def _is_loopback(host: str) -> bool:

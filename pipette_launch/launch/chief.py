@@ -129,6 +129,8 @@ class Chief:
             output=str(self._folder / CLUSTER),
             progress_dir=str(self._folder / "progress"),
             budget_s=self._options.budget_s,
+            # A megatron-core beside the script is the one that will train, so it is the one to measure.
+            python_path=() if self._options.is_module else (str(Path(self._options.script).resolve().parent),),
         )
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:

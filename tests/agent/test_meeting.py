@@ -5,6 +5,7 @@ from argparse import Namespace
 import pytest
 from torch.distributed.run import get_args_parser
 
+from pipette_launch.agent import meeting
 from pipette_launch.agent.meeting import settle
 
 
@@ -18,20 +19,20 @@ def test_static_runs_as_c10d_on_node_0() -> None:
     """Static rendezvous becomes c10d with an explicit host, at the master's address."""
     args = parsed("--nnodes=2", "--node-rank=1", "--master-addr=10.1.2.3", "--master-port=4711")
 
-    meeting = settle(args)
+    place = settle(args)
 
     assert ("c10d", "10.1.2.3:4711") == (args.rdzv_backend, args.rdzv_endpoint)
     assert "is_host=false" in args.rdzv_conf
-    assert (1, False) == (meeting.node_rank, meeting.may_host_store)
+    assert (1, False) == (place.node_rank, place.may_host_store)
 
 
 def test_one_node_stays_torchruns_affair() -> None:
     """Torchrun turns a single static node into a local rendezvous itself."""
     args = parsed("--nproc-per-node=2")
 
-    meeting = settle(args)
+    place = settle(args)
 
-    assert ("static", -1, "127.0.0.1") == (args.rdzv_backend, meeting.node_rank, meeting.own_address())
+    assert ("static", -1, "127.0.0.1") == (args.rdzv_backend, place.node_rank, place.own_address())
 
 
 def test_the_users_settings_win() -> None:
@@ -49,3 +50,13 @@ def test_knows_whether_the_store_may_live_here(endpoint: str, hosts: bool) -> No
     args = parsed("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
 
     assert hosts == settle(args).may_host_store
+
+
+def test_the_endpoints_own_node_hosts_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host name resolves to another address torch takes no node for the host; the interface's tells."""
+    monkeypatch.setattr(meeting, "_matches_machine_hostname", lambda host: False)
+    args = parsed("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
+
+    settle(args)
+
+    assert "is_host=true" == args.rdzv_conf

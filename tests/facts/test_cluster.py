@@ -1,0 +1,70 @@
+"""Hosts, slots and links."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from facts_for_tests import tiny_cluster
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts import Links
+
+
+def test_slots_are_numbered_host_by_host() -> None:
+    """A slot knows its host, and is written as people write it."""
+    cluster = tiny_cluster(hosts=2, devices=3)
+
+    assert (6, 1, "node1:2") == (cluster.num_slots, cluster.host_of(5), cluster.slot_name(5))
+
+
+def test_links_between_slots() -> None:
+    """Devices of one host use its own links, devices of two hosts the link between these, row sends to column."""
+    cluster = tiny_cluster(hosts=2, devices=2, bandwidth_bytes_per_s=10.0)
+    slow = Links(latency_s=((0.0, 1.0), (2.0, 0.0)), bandwidth_bytes_per_s=((0.0, 4.0), (5.0, 0.0)))
+    cluster = replace(cluster, between_hosts=slow)
+
+    expected = np.array([[0, 0.01, 0.25, 0.25], [0.01, 0, 0.25, 0.25], [0.2, 0.2, 0, 0.01], [0.2, 0.2, 0.01, 0]])
+    assert expected.tolist() == cluster.seconds_per_byte_SS().tolist()
+    assert (1.0, 2.0) == (cluster.latency_s_SS()[0, 3], cluster.latency_s_SS()[3, 0])
+
+
+def test_free_memory_counts() -> None:
+    """What other processes hold is not the job's to plan with."""
+    cluster = tiny_cluster(hosts=1, devices=2, memory_bytes=100)
+    host = cluster.hosts[0]
+    busy = replace(host, devices=(host.devices[0], replace(host.devices[1], memory_free_bytes=60)))
+
+    assert 60 == replace(cluster, hosts=(busy,)).memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"slot_speed": (1.0,)}, "slot_speed needs 4 positive values"),
+        ({"between_hosts": Links.uniform(3, latency_s=1, bandwidth_bytes_per_s=1)}, "3 wide for 2 hosts"),
+        ({"within_host": ()}, "within_host needs one matrix for each host"),
+    ],
+)
+def test_a_cluster_checks_itself(changes: dict[str, object], expected: str) -> None:
+    """Matrices and speeds must fit the hosts."""
+    with pytest.raises(FactError, match=expected):
+        replace(tiny_cluster(), **changes)  # type: ignore[arg-type]
+
+
+def test_hosts_must_be_alike_and_apart() -> None:
+    """Unequal device counts and equal names are named."""
+    one, two = tiny_cluster().hosts
+
+    with pytest.raises(FactError, match="node0: 2, node1: 1"):
+        replace(tiny_cluster(), hosts=(one, replace(two, devices=two.devices[:1])))
+    with pytest.raises(FactError, match="host names must differ, got node0, node0"):
+        replace(tiny_cluster(), hosts=(one, replace(two, name="node0")))
+
+
+def test_a_link_needs_a_bandwidth() -> None:
+    """A link of no bandwidth is named by its ends."""
+    with pytest.raises(FactError, match=re.escape("0 -> 1 has latency 0.0 s and bandwidth 0.0")):
+        Links(latency_s=((0.0, 0.0), (0.0, 0.0)), bandwidth_bytes_per_s=((0.0, 0.0), (1.0, 0.0)))

@@ -1,0 +1,136 @@
+"""The one file format: what is written is read back, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_measurements
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.errors import FileFormatError
+from pipette_launch.facts import Choice, Layout, Measurements, Plan, Provenance, files
+
+
+def plan(placement: tuple[int, ...] = (1, 0)) -> Plan:
+    """A plan for one host of two slots."""
+    choice = Choice(
+        layout=Layout(pp=2, vpp=2, layers_per_chunk=(1, 2, 2, 1)),
+        placement=placement,
+        schedule="interleaved-1f1b",
+        step_time_s=0.5,
+        breakdown_s={"compute": 0.5},
+        peak_memory_bytes=(3, 4),
+        memory_limit_bytes=5,
+        bound_s=0.25,
+    )
+    return Plan(
+        hosts=("a",),
+        devices_per_host=2,
+        device_kind="cpu",
+        chosen=choice,
+        alternatives=(choice,),
+        own=choice,
+        keeps_own=False,
+        reasons=("a reason",),
+        notes=(),
+        num_layouts=7,
+        dropped={"too big": 3},
+        solve_s=0.1,
+        provenance=Provenance(key="k", made_at="now", versions={"torch": "2"}, source="measured"),
+    )
+
+
+def changed(**changes: Any) -> str:
+    """A plan's text with some fields set; None removes a field."""
+    plain = json.loads(files.dumps(plan()))
+    for name, value in changes.items():
+        if value is None:
+            del plain[name]
+        else:
+            plain[name] = value
+    return json.dumps(plain)
+
+
+@given(st.permutations(range(2)))
+def test_a_plan_comes_back_as_it_was(placement: list[int]) -> None:
+    """Reading what was written gives an equal fact, nested ones included."""
+    made = plan(tuple(placement))
+
+    assert made == files.loads(Plan, files.dumps(made), "here")
+
+
+def test_measurements_come_back_as_they_were(tmp_path: Path) -> None:
+    """Matrices, samples and optional fields survive a file."""
+    made = tiny_measurements(tiny_cluster(hosts=3, devices=2))
+
+    files.write(tmp_path / "deep" / "cluster.json", made)
+
+    assert made == files.read(tmp_path / "deep" / "cluster.json", Measurements)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{", "here: not JSON"),
+        ("[]", "expected a 'plan' document, found 'list'"),
+        (changed(kind="cluster"), "expected a 'plan' document, found 'cluster'"),
+        (changed(schema_version=2), "here: schema_version 2 is not 1"),
+        (changed(hosts=None), "here: field 'hosts' is missing"),
+        (changed(colour="red"), "here: unknown field 'colour'"),
+        (changed(hosts="a"), "here: hosts: expected a list, found str"),
+        (changed(hosts=[1]), "here: hosts[0]: expected str, found 1"),
+        (changed(device_kind="tpu"), "here: device_kind: 'tpu' is none of 'cuda', 'cpu'"),
+        (changed(keeps_own=1), "here: keeps_own: expected bool, found 1"),
+        (changed(num_layouts=1.5), "here: num_layouts: expected int, found 1.5"),
+        (changed(dropped={"x": "y"}), "here: dropped: x: expected int, found 'y'"),
+        (changed(devices_per_host=3), "here: a layout of 2 ranks for 3 slots"),
+    ],
+)
+def test_a_bad_document_is_refused(text: str, expected: str) -> None:
+    """The message names source, field and value."""
+    with pytest.raises(FileFormatError) as caught:
+        files.loads(Plan, text, "here")
+
+    assert expected in str(caught.value)
+
+
+def test_a_nested_fact_checks_itself() -> None:
+    """A placement that is no bijection is refused where it stands."""
+    plain = json.loads(files.dumps(plan()))
+    plain["chosen"]["placement"] = [0, 0]
+
+    with pytest.raises(FileFormatError, match="here: chosen: placement must hold every rank"):
+        files.loads(Plan, json.dumps(plain), "here")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """Reading never raises OSError."""
+    with pytest.raises(FileFormatError, match=r"nowhere\.json: cannot be read"):
+        files.read(tmp_path / "nowhere.json", Plan)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader sees the old document or the new one, and no temporary file stays behind."""
+    path = tmp_path / "plan.json"
+    files.write(path, plan())
+    before = path.read_text()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+
+    with pytest.raises(OSError, match="No space left"):
+        files.write(path, replace(plan(), num_layouts=8))
+    assert (before, ["plan.json"]) == (path.read_text(), [entry.name for entry in tmp_path.iterdir()])
+
+
+def test_a_digest_follows_the_facts() -> None:
+    """Equal facts have equal digests, and any change shows."""
+    assert files.digest(plan(), 1) == files.digest(plan(), 1)
+    assert files.digest(plan(), 1) != files.digest(plan((0, 1)), 1)

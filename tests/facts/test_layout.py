@@ -1,0 +1,73 @@
+"""Degrees, chunks, and how cells become ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts import Cell, Layout, Recompute
+
+SIZES = st.integers(1, 3)
+
+
+@given(tp=SIZES, cp=SIZES, dp=SIZES, pp=SIZES, swapped=st.booleans())
+def test_cells_and_ranks_are_one_to_one(tp: int, cp: int, dp: int, pp: int, swapped: bool) -> None:
+    """Every cell has one rank and every rank one cell, in both of Megatron's orders."""
+    layout = Layout(tp=tp, cp=cp, dp=dp, pp=pp, use_tp_pp_dp_mapping=swapped)
+    cells = [Cell(*cell) for cell in itertools.product(range(pp), range(dp), range(cp), range(tp))]
+
+    assert set(range(layout.world_size)) == {layout.rank_of(cell) for cell in cells}
+    assert cells == [layout.cell_of(layout.rank_of(cell)) for cell in cells]
+
+
+def test_ranks_follow_megatrons_order() -> None:
+    """Tensor ranks are next to each other, then data, then pipeline ranks; the flag swaps the last two."""
+    assert ((0, 1), (2, 3), (4, 5), (6, 7)) == Layout(tp=2, dp=2, pp=2).groups("tp")
+    assert ((0, 2), (1, 3), (4, 6), (5, 7)) == Layout(tp=2, dp=2, pp=2).groups("dp")
+    assert ((0, 4), (1, 5), (2, 6), (3, 7)) == Layout(tp=2, dp=2, pp=2).groups("pp")
+    assert ((0, 2), (1, 3), (4, 6), (5, 7)) == Layout(tp=2, dp=2, pp=2, use_tp_pp_dp_mapping=True).groups("pp")
+    assert ((0, 1, 2, 3), (4, 5, 6, 7)) == Layout(cp=2, dp=2, pp=2).groups("dp_cp")
+
+
+def test_experts_overlay_data_parallel_ranks() -> None:
+    """EP runs over the ranks that share a pipeline rank, beside its own tensor parallel size."""
+    assert ((0, 1), (2, 3), (4, 5), (6, 7)) == Layout(dp=4, pp=2, ep=2).expert_groups()
+    assert ((0, 2), (1, 3), (4, 6), (5, 7)) == Layout(tp=2, dp=4, ep=2, etp=2).expert_groups()
+
+
+def test_layers_are_dealt_round_robin() -> None:
+    """Chunk c lies on pipeline rank c % pp; uneven chunks are summed as they are."""
+    assert (4, 4) == Layout(pp=2, vpp=2).stage_layers(8)
+    assert (2, 4) == Layout(pp=2, vpp=2, layers_per_chunk=(1, 2, 1, 2)).stage_layers(6)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Layout(tp=0), "tp must be at least 1, got 0"),
+        (lambda: Layout(vpp=2), "vpp=2 needs pp > 1"),
+        (lambda: Layout(pp=2, layers_per_chunk=(1,)), "1 entries, not pp*vpp=2"),
+        (lambda: Layout(dp=3, ep=2), "etp*ep*pp=2 does not divide 3 ranks"),
+        (lambda: Layout(dp=2).num_microbatches(3), "3 is not divisible by micro_batch_size*dp = 1*2"),
+        (lambda: Layout(pp=2).stage_layers(3), "3 layers do not divide into pp*vpp = 2*1 chunks"),
+        (lambda: Recompute(granularity="full"), "full needs a method and a layer count"),
+        (lambda: Recompute(granularity="none", method="block", num_layers=1), "the others have neither"),
+    ],
+)
+def test_impossible_layouts_say_why(make: object, expected: str) -> None:
+    """The message names the sizes that do not go together."""
+    with pytest.raises(LayoutError) as caught:
+        make()  # type: ignore[operator]
+
+    assert expected in str(caught.value)
+
+
+def test_words_are_what_people_say() -> None:
+    """Degrees always, the rest only where it differs from Megatron's default."""
+    layout = Layout(tp=2, pp=4, vpp=2, micro_batch_size=2, use_distributed_optimizer=True)
+
+    assert "tp2 pp4 dp1 vpp2 mbs2 dist-opt" == layout.words()

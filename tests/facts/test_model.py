@@ -1,0 +1,63 @@
+"""The parameters and FLOPs of a transformer's parts, against published counts."""
+
+from __future__ import annotations
+
+import pytest
+from facts_for_tests import tiny_model
+
+from pipette_launch.errors import FactError
+
+
+def llama_7b() -> object:
+    """Llama-2-7B by Megatron's flags."""
+    return tiny_model(
+        num_layers=32,
+        hidden_size=4096,
+        ffn_hidden_size=11008,
+        num_attention_heads=32,
+        num_query_groups=32,
+        kv_channels=128,
+        vocab_size=32000,
+        gated_linear_unit=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+    )
+
+
+def test_llama_has_as_many_parameters_as_published() -> None:
+    """Attention, MLP and norms of all layers, two embeddings and the last norm make 6,738,415,616."""
+    model = llama_7b()
+    layer = model.attention_parameters() + model.mlp_parameters() + 2 * model.norm_parameters()  # type: ignore[attr-defined]
+
+    assert 6_738_415_616 == 32 * layer + 2 * 32000 * 4096 + 4096
+
+
+def test_gpt_layer_is_twelve_h_squared() -> None:
+    """With f = 4h a layer has 12 h^2 weights, and 13 h biases and norms."""
+    model = tiny_model()
+    layer = model.attention_parameters() + model.mlp_parameters() + 2 * model.norm_parameters()
+
+    assert 12 * 64**2 + 13 * 64 == layer
+
+
+def test_flops_are_two_for_each_weight_and_the_scores() -> None:
+    """A token costs 2 FLOPs a weight, and 4 s h for scores and context."""
+    model = tiny_model(add_bias_linear=False)
+
+    assert 2 * 12 * 64**2 + 4 * 32 * 64 == model.forward_flops_per_token()
+
+
+@pytest.mark.parametrize(("tp", "rows"), [(1, 256), (2, 256), (4, 512)])
+def test_the_vocabulary_is_padded_for_all_tensor_ranks(tp: int, rows: int) -> None:
+    """To a multiple of make_vocab_size_divisible_by * tp."""
+    assert rows == tiny_model(vocab_size=200).padded_vocab_size(tp)
+
+
+def test_a_model_checks_itself() -> None:
+    """Query groups must divide the heads, and sizes must be positive."""
+    with pytest.raises(FactError, match="num_query_groups=3 does not divide num_attention_heads=4"):
+        tiny_model(num_query_groups=3)
+    with pytest.raises(FactError, match="hidden_size must be at least 1, got 0"):
+        tiny_model(hidden_size=0)

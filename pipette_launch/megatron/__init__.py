@@ -1,13 +1,14 @@
 """Megatron's command line read into facts, and facts written back; the only room that knows a flag's name."""
 
-from pipette_launch.megatron.checkpoint import record_path
+from pipette_launch.megatron.checkpoint import record_path, saved_iteration
 from pipette_launch.megatron.environment import environment, script_version
-from pipette_launch.megatron.logs import Iteration, explain_failure, parse_iteration
+from pipette_launch.megatron.logs import RERUN_EXIT_CODES, Iteration, explain_failure, parse_iteration
 from pipette_launch.megatron.pins import fixed_fields
 from pipette_launch.megatron.read import read_job
 from pipette_launch.megatron.write import write_arguments
 
 __all__ = [
+    "RERUN_EXIT_CODES",
     "Iteration",
     "environment",
     "explain_failure",
@@ -15,6 +16,7 @@ __all__ = [
     "parse_iteration",
     "read_job",
     "record_path",
+    "saved_iteration",
     "script_version",
     "write_arguments",
 ]

@@ -16,6 +16,7 @@ from pipette_launch.megatron.pins import OPTIMIZER_FIELDS, Pin
 from pipette_launch.megatron.saved import Saved, read_saved
 
 RECORD_NAME = "pipette-plan.json"
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
 MODEL_FIELDS = ("tp", "pp", "vpp", "layers_per_chunk", "ep", "etp")
 """What cuts the model into shards."""
 RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -63,6 +64,15 @@ def record_path(arguments: Sequence[str]) -> Path | None:
     return Path(save) / RECORD_NAME if save else None
 
 
+def saved_iteration(arguments: Sequence[str]) -> str:
+    """The newest iteration that a checkpoint in the job's `--save` was written at, as Megatron notes it, or nothing."""
+    save = Arguments.parse(arguments, releases()[-1]).get("save")
+    try:
+        return (Path(save) / TRACKER_NAME).read_text(encoding="utf-8").strip() if save else ""
+    except (OSError, UnicodeError):
+        return ""
+
+
 def checkpoint_folder(arguments: Arguments) -> tuple[Path, bool] | None:
     """The folder of the checkpoint that Megatron would load, and whether it loads the optimizer; None for a new run."""
     reads_optimizer = not (arguments.get("finetune") or arguments.get("no_load_optim"))
@@ -101,7 +111,7 @@ def _latest(root: Path, step: int | None) -> Path | None:
     """The folder that the tracker file (or `--ckpt-step`) names, if it is there."""
     if step is None:
         try:
-            text = (root / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip()
+            text = (root / TRACKER_NAME).read_text(encoding="utf-8").strip()
         except OSError:
             return None
         name = f"iter_{int(text):07d}" if text.isdigit() else text

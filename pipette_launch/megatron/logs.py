@@ -40,6 +40,8 @@ def parse_iteration(line: str) -> Iteration | None:
     )
 
 
+RERUN_EXIT_CODES = (16, 17)
+"""By these Megatron's rerun state machine asks to be started again as it was, and says that a result was wrong."""
 OUT_OF_MEMORY = "out of memory"
 FAILURES: tuple[tuple[str, str], ...] = (
     (

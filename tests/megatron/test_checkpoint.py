@@ -14,7 +14,7 @@ from megatron_lines import SMALL, job
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
-from pipette_launch.megatron import record_path, write_arguments
+from pipette_launch.megatron import record_path, saved_iteration, write_arguments
 from pipette_launch.megatron.saved import read_saved
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce"
@@ -275,3 +275,13 @@ def test_the_record_lies_beside_the_checkpoints() -> None:
     """Where --save puts them; nowhere without it."""
     assert record_path(["--save", "/ckpt", "--mine"]) == Path("/ckpt/pipette-plan.json")
     assert record_path(["--mine"]) is None
+
+
+@pytest.mark.parametrize(("content", "expected"), [("20\n", "20"), ("release", "release"), (None, "")])
+def test_the_newest_iteration_that_was_saved(tmp_path: Path, content: str | None, expected: str) -> None:
+    """Read from Megatron's own note in the folder of `--save`; nothing where there is none."""
+    if content is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(content)
+
+    assert expected == saved_iteration(["--save", str(tmp_path)])
+    assert "" == saved_iteration(["--lr", "1"])

@@ -6,8 +6,12 @@ import signal
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+MOST_CHARACTERS = 300
 
 
 def root_cause(result: RunResult) -> ProcessFailure:
@@ -22,6 +26,16 @@ def exit_words(exitcode: int) -> str:
 
 def first_line(failure: ProcessFailure) -> str:
     """Return the first line of a worker's error file; empty when it left none."""
-    lines = [line.strip() for line in failure.message.splitlines() if line.strip()]
+    message: object = failure.message
+    if isinstance(message, dict):
+        # What a worker under torch's @record leaves.
+        message = message.get("message", "")
+    lines = [line.strip() for line in str(message).splitlines() if line.strip()]
     # Without an error file torch puts "Signal 9 (SIGKILL) received by PID 1" here, which says nothing new.
     return lines[0] if lines and not lines[0].startswith(("Signal", "To enable")) else ""
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """Return the last thing that a worker said, which for Python is the exception; cut where it runs on."""
+    said = [line.strip() for line in lines if line.strip()]
+    return said[-1][:MOST_CHARACTERS] if said else ""

@@ -15,23 +15,28 @@ class Seat(NamedTuple):
     device: int
 
 
-def seats(ranks: Sequence[int]) -> tuple[Seat, ...]:
+def seats(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[Seat, ...]:
     """Seat the ranks of a node's devices (in device order) on its workers.
 
     Parts of Megatron, Transformer Engine and DeepEP take `RANK % devices` for the device. Where the node's ranks are
     distinct modulo their number, LOCAL_RANK is made equal to that, and the devices are reordered underneath; elsewhere
-    the worker with LOCAL_RANK i keeps device i.
+    the worker with LOCAL_RANK i keeps device i, as it always does with `keep_devices`.
     """
     size = len(ranks)
-    if len({rank % size for rank in ranks}) < size:
+    if keep_devices or len({rank % size for rank in ranks}) < size:
         return tuple(Seat(rank=rank, device=device) for device, rank in enumerate(ranks))
     by_residue = {rank % size: Seat(rank=rank, device=device) for device, rank in enumerate(ranks)}
     return tuple(by_residue[residue] for residue in range(size))
 
 
-def visible_devices(inherited: str | None, order: Sequence[int]) -> str:
-    """CUDA_VISIBLE_DEVICES with the devices in this order; the inherited list gives them their names."""
-    names = inherited.split(",") if inherited else [str(index) for index in range(max(order) + 1)]
+def visible_devices(inherited: str | None, order: Sequence[int]) -> str | None:
+    """CUDA_VISIBLE_DEVICES with the devices in this order; the inherited list gives them their names.
+
+    A list that is shorter than the order (on CPU the slots are no devices) is left as it is.
+    """
+    names = [str(index) for index in range(max(order) + 1)] if inherited is None else inherited.split(",")
+    if len(names) <= max(order):
+        return inherited
     return ",".join(names[index].strip() for index in order) + "".join(
         f",{name.strip()}" for index, name in enumerate(names) if index not in order
     )

@@ -35,3 +35,14 @@ def test_every_rank_keeps_its_device(ranks: list[int]) -> None:
 def test_devices_keep_their_names(inherited: str | None, order: list[int], expected: str) -> None:
     """Indices and UUIDs that the job was given are reordered, and those it does not use come last."""
     assert expected == visible_devices(inherited, order)
+
+
+def test_a_list_that_names_too_few_devices_is_left_alone() -> None:
+    """On CPU the slots are no devices: GPUs that the user hid stay hidden."""
+    assert "" == visible_devices("", [1, 0])
+    assert "3" == visible_devices("3", [1, 0])
+
+
+def test_a_binding_by_local_rank_keeps_its_devices() -> None:
+    """The worker with LOCAL_RANK i then sits on device i whatever its rank."""
+    assert [(3, 0), (2, 1)] == [tuple(seat) for seat in seats([3, 2], keep_devices=True)]

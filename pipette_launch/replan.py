@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class Keep:
     """Go on with the same candidate: same ranks, same arguments, fresh store."""
 
+    proven: bool
+    """It has trained before."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TryNext:
@@ -45,12 +48,13 @@ def decide(records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision |
         return Measure(reason="")
     if Counter(hosts) != Counter(held.hosts):
         return Measure(reason=f"the hosts changed from {', '.join(sorted(held.hosts))} to {', '.join(sorted(hosts))}")
-    if held.choice is not None:
-        died = [record for record in records if record.attempt == held.attempt and _died_early(record)]
-        if died:
-            named = sorted({record.failure for record in died if record.failure})
-            return TryNext(attempt=held.attempt + 1, reason=named[0] if named else "the job died")
-    return Keep()
+    ended = [record for record in records if record.attempt == held.attempt]
+    proven = held.proven or any(record.verdict == "after-first-iteration" for record in ended)
+    died = [record for record in ended if record.verdict == "before-first-iteration"]
+    if died and not proven and held.choice is not None:
+        named = sorted({record.failure for record in died if record.failure})
+        return TryNext(attempt=held.attempt + 1, reason=named[0] if named else "the job died")
+    return Keep(proven=proven)
 
 
 def unique_names(records: Sequence[NodeRecord]) -> tuple[str, ...]:
@@ -67,7 +71,3 @@ def unique_names(records: Sequence[NodeRecord]) -> tuple[str, ...]:
         seen[name] += 1
         unique.append(f"{name}#{seen[name]}" if named.count(name) > 1 else name)
     return tuple(unique)
-
-
-def _died_early(record: NodeRecord) -> bool:
-    return record.verdict == "before-first-iteration"

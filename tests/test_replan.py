@@ -67,6 +67,7 @@ def decision(*hosts: str, attempt: int = 0, phase: Any = "train") -> Decision:
         num_slots=(2,) * len(hosts),
         plan=plan,
         attempt=attempt,
+        proven=False,
         script_arguments=None,
         environment={},
         patches=(),
@@ -91,7 +92,23 @@ def test_a_restart_keeps_the_plan() -> None:
     """A worker that dies after the first iteration changes nothing."""
     died = record("a", attempt=0, verdict="after-first-iteration", failure="rank 0 ended with signal 9")
 
-    assert Keep() == decide([died, record("b")], ["a", "b"], decision("b", "a"))
+    assert Keep(proven=True) == decide([died, record("b")], ["a", "b"], decision("b", "a"))
+
+
+def test_a_plan_that_has_trained_is_kept() -> None:
+    """A restart that dies at once, on a broken device for one, proves nothing against the plan."""
+    died = record("a", attempt=0, verdict="before-first-iteration", failure="rank 0 ended with exit code 1")
+    proven = replace(decision("a"), proven=True)
+
+    assert Keep(proven=True) == decide([died], ["a"], proven)
+
+
+def test_one_witness_of_an_iteration_is_enough() -> None:
+    """A node that heard of an iteration outweighs one that died before it heard of it."""
+    died = record("a", attempt=0, verdict="before-first-iteration", failure="rank 0 ended with exit code 1")
+    heard = record("b", attempt=0, verdict="after-first-iteration")
+
+    assert Keep(proven=True) == decide([died, heard], ["a", "b"], decision("a", "b"))
 
 
 def test_a_plan_that_cannot_start_gives_way() -> None:
@@ -105,14 +122,14 @@ def test_the_users_own_configuration_is_the_last_resort() -> None:
     """Past the last candidate a death is an ordinary failure."""
     died = record("a", attempt=2, verdict="before-first-iteration", failure="rank 0 ended with exit code 1")
 
-    assert Keep() == decide([died], ["a"], decision("a", attempt=2))
+    assert Keep(proven=False) == decide([died], ["a"], decision("a", attempt=2))
 
 
 def test_a_stale_verdict_counts_no_more() -> None:
     """The death of an earlier candidate says nothing of the one that runs now."""
     died = record("a", attempt=0, verdict="before-first-iteration", failure="x")
 
-    assert Keep() == decide([died], ["a"], decision("a", attempt=1))
+    assert Keep(proven=False) == decide([died], ["a"], decision("a", attempt=1))
 
 
 def test_other_hosts_are_measured() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,6 +55,9 @@ class Conductor(Protocol):
 
     def saw_line(self, line: str) -> bool:
         """Read one line of the last rank's stdout; true when it is an iteration."""
+
+    def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:
+        """Whether workers that showed no iteration had trained all the same: how long they lived, how they ended."""
 
     def explain(self, text: str) -> str:
         """Say in one sentence why a worker died, from the end of its stderr; empty when the text does not tell."""

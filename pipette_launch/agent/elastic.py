@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +23,13 @@ from pipette_launch.agent import failures
 from pipette_launch.agent.agreement import MEETING_S, agree
 from pipette_launch.agent.conductor import Node
 from pipette_launch.agent.exchange import Exchange
+from pipette_launch.agent.farewell import await_all, say_goodbye
 from pipette_launch.agent.handler import AgentStoreHandler
+from pipette_launch.agent.logs import WatchedLogs
 from pipette_launch.agent.meeting import Meeting
 from pipette_launch.agent.seats import Seat, seats, visible_devices
-from pipette_launch.agent.streams import Streams, WatchedLogs
+from pipette_launch.agent.streams import Streams
+from pipette_launch.agent.witness import NEWS_S, Witness
 from pipette_launch.errors import ClusterError, PipetteError
 from pipette_launch.facts import files
 from pipette_launch.facts.round import Decision
@@ -38,8 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GOODBYE_S = 10.0
-"""How long the agent that hosts the rendezvous store waits for the others to leave first."""
+SIGNALLED_S = 5.0
+"""How long an agent that a signal ends waits for a console that takes nothing."""
 
 
 class _NothingToRun(Exception):  # noqa: N818
@@ -72,8 +77,9 @@ class PipetteAgent(LocalElasticAgent):
         self._attempt = -1
         self._starts = 0
         self._phase_began_s = 0.0
-        self._saw_iteration = False
+        self._witness = Witness()
         self._warmup_failure = ""
+        self._warmup_logs = ""
         self._verdict: Verdict = "none"
         self._failure = ""
         self._charged = False
@@ -101,6 +107,8 @@ class PipetteAgent(LocalElasticAgent):
 
     def _agree(self, exchange: Exchange) -> Decision:
         """Introduce this node, and hear what the chief decides for all."""
+        if self._verdict == "none" and self._witness.has_trained():
+            self._verdict = "after-first-iteration"
         record = self._conductor.record(
             attempt=self._attempt,
             verdict=self._verdict,
@@ -125,7 +133,8 @@ class PipetteAgent(LocalElasticAgent):
         """Give each worker the RANK of its slot, and the job a store of its own at the node of RANK 0."""
         decision, exchange = self._current()
         ranks = decision.ranks_of(self._token)
-        self._seats = seats(ranks)
+        # torch binds a worker to the cores near device LOCAL_RANK: no other device may then hide behind that number.
+        self._seats = seats(ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None)
         world_size = sum(decision.num_slots)
         for worker, seat in zip(worker_group.workers, self._seats, strict=True):
             worker.global_rank = worker.role_rank = seat.rank
@@ -154,40 +163,50 @@ class PipetteAgent(LocalElasticAgent):
         worker_group.spec.args = command.arguments
         os.environ.clear()
         os.environ.update({**self._base_environment, **command.environment, **self._device_order()})
-        self._starts += 1
-        self._open_logs(decision)
+        self._witness.begin(exchange, proven=decision.proven)
+        self._open_logs(decision, is_function=callable(command.entrypoint))
         self._phase_began_s = time.monotonic()
-        self._saw_iteration = False
         self._warmup_failure = ""
         self._attempt = decision.attempt if decision.phase == "train" else -1
         self._conductor.show(decision, speaks=exchange.is_chief)
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
-    def _open_logs(self, decision: Decision) -> None:
+    def _open_logs(self, decision: Decision, *, is_function: bool) -> None:
         self._close_streams()
+        self._drop_warmup_logs()
         if decision.phase == "warmup":
-            self._logs_specs = DefaultLogsSpecs(redirects=Std.ALL)
+            self._warmup_logs = tempfile.mkdtemp(prefix="pipette_warmup_")
+            self._logs_specs = DefaultLogsSpecs(log_dir=self._warmup_logs, redirects=Std.ALL)
             return
-        self._streams = Streams(self._on_line)
-        self._logs_specs = WatchedLogs(self._user_logs, self._streams, self._starts - 1)
-        self._streams.start()
+        # torch opens the streams of a function (--run-path) as files that it can seek in: no pipe will do.
+        self._streams = None if is_function else Streams(self._on_line)
+        self._logs_specs = WatchedLogs(self._user_logs, self._streams, self._starts)
+        self._starts += 1
+        if self._streams is not None:
+            self._streams.start()
+
+    def _drop_warmup_logs(self) -> None:
+        """Leave the warm-up's output only where there is something to read in it."""
+        if self._warmup_logs and not self._warmup_failure:
+            shutil.rmtree(self._warmup_logs, ignore_errors=True)
+        self._warmup_logs = ""
 
     def _device_order(self) -> dict[str, str]:
         """Order the visible devices so that the worker with LOCAL_RANK i finds its slot's device at i."""
         order = [seat.device for seat in self._seats]
         if order == list(range(len(order))):
             return {}
-        return {"CUDA_VISIBLE_DEVICES": visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), order)}
+        devices = visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), order)
+        return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
-    def _close_streams(self) -> None:
+    def _close_streams(self, *, patience_s: float | None = None) -> None:
         if self._streams is not None:
-            self._streams.close()
-            self._streams = None
+            self._streams.close(patience_s=patience_s)
 
     def _on_line(self, line: str) -> None:
         if self._conductor.saw_line(line):
-            self._saw_iteration = True
+            self._witness.see()
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(*args, **kwargs)
@@ -198,10 +217,9 @@ class PipetteAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if decision.phase == "warmup":
             return self._monitor_warmup(result, exchange, worker_group)
-        if self._saw_iteration and not exchange.has("iterated"):
-            exchange.put("iterated", "yes")
+        self._witness.publish()
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._note_failure(result, exchange)
+            self._note_failure(result, decision)
         return result
 
     def _monitor_warmup(self, result: RunResult, exchange: Exchange, worker_group: WorkerGroup) -> RunResult:
@@ -213,7 +231,8 @@ class PipetteAgent(LocalElasticAgent):
             if waited_s < self._conductor.warmup_deadline_s:
                 return result
             hanging = {worker.local_rank: worker.id for worker in worker_group.workers}
-            report = f"the warm-up hangs after {waited_s:.0f} s: {self._conductor.warmup_report(hanging)}"
+            report = f"the warm-up hangs after {waited_s:.0f} s: {self._conductor.warmup_report(hanging)}; "
+            report += self._warmup_words()
         else:
             report = self._describe_warmup(result, exchange)
         self._warmup_failure = exchange.settle("warmup-failed", report, deadline_s=MEETING_S)
@@ -225,36 +244,53 @@ class PipetteAgent(LocalElasticAgent):
             return exchange.take("warmup-failed", what="why the warm-up failed elsewhere", deadline_s=MEETING_S)
         first = failures.root_cause(result)
         where = self._conductor.warmup_report({first.local_rank: first.pid})
-        return f"a warm-up worker died with {failures.exit_words(first.exitcode)}: {where}"
+        return f"a warm-up worker died with {failures.exit_words(first.exitcode)}: {where}; {self._warmup_words()}"
 
-    def _note_failure(self, result: RunResult, exchange: Exchange) -> None:
+    def _warmup_words(self) -> str:
+        return f"its output is in {self._warmup_logs} on {self._address}"
+
+    def _note_failure(self, result: RunResult, decision: Decision) -> None:
         """Settle with all nodes whether the job died before its first iteration, and keep the reason."""
-        before = not (self._saw_iteration or exchange.has("iterated"))
-        mine: Verdict = "before-first-iteration" if before else "after-first-iteration"
-        settled = exchange.settle("verdict", mine, deadline_s=MEETING_S)
-        self._verdict = "before-first-iteration" if settled == "before-first-iteration" else "after-first-iteration"
         self._charged = self._remaining_restarts > 0
-        self._failure = self._describe(result)
+        # An iteration may be among the last words.
         self._close_streams()
+        if decision.choice is None:
+            return
+        trained = self._witness.has_trained(wait_s=NEWS_S) or self._conductor.trained(
+            lived_s=time.monotonic() - self._phase_began_s,
+            exit_codes={failure.exitcode for failure in result.failures.values()},
+        )
+        self._verdict = self._witness.settle(trained=trained)
+        self._failure = self._describe(result)
 
     def _describe(self, result: RunResult) -> str:
         if not result.failures:
             return ""
         first = failures.root_cause(result)
+        tail = self._streams.tail(first.local_rank) if self._streams else ()
+        why = self._conductor.explain("\n".join(tail)) or failures.first_line(first) or failures.last_words(tail)
         rank, how = self._seats[first.local_rank].rank, failures.exit_words(first.exitcode)
-        why = self._conductor.explain(self._streams.tail() if self._streams else "") or failures.first_line(first)
         return f"rank {rank} ended with {how}" + (f": {why}" if why else "")
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
-    def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:
+    def run(self, *args: Any, **kwargs: Any) -> RunResult:
+        """Run the job; what comes after torch's own end must not come between a signal and the workers."""
+        signalled = False
         try:
-            return self._phases(*args, **kwargs)
+            result: RunResult = super().run(*args, **kwargs)
+        except SignalException:
+            signalled = True
+            raise
         finally:
-            self._close_streams()
-            self._say_goodbye()
+            # Workers that were told to end had things to say: a checkpoint that they saved, for one.
+            self._close_streams(patience_s=SIGNALLED_S if signalled else None)
+            self._drop_warmup_logs()
+            if self._exchange is not None and not signalled:
+                say_goodbye(self._exchange, hosts_store=self._meeting.may_host_store)
+        return result
 
-    def _phases(self, *args: Any, **kwargs: Any) -> RunResult:
+    def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:
         while True:
             try:
                 result: RunResult = super()._invoke_run(*args, **kwargs)
@@ -297,34 +333,10 @@ class PipetteAgent(LocalElasticAgent):
         decision, exchange = self._current()
         self._in_exit_barrier = True
         try:
-            exchange.count(f"done/{decision.phase}")
-            end = time.monotonic() + self._exit_barrier_timeout
-            while exchange.count(f"done/{decision.phase}", 0) < exchange.group_size and time.monotonic() < end:
-                if self._handler.num_nodes_waiting() > 0:
-                    self._rejoin = True
-                    return
-                time.sleep(0.1)
-        except RuntimeError as error:
-            # The store went with its host, whose work was done too: nothing is left to wait for.
-            logger.info("exit barrier ended early: %s", error)
+            timeout_s = self._exit_barrier_timeout
+            self._rejoin = not await_all(exchange, self._handler, decision.phase, timeout_s=timeout_s)
         finally:
             self._in_exit_barrier = False
-
-    def _say_goodbye(self) -> None:
-        """Leave the store's host for last: the others still read from it."""
-        if self._exchange is None:
-            return
-        try:
-            self._exchange.count("bye")
-            end = time.monotonic() + GOODBYE_S
-            while (
-                self._meeting.may_host_store
-                and self._exchange.count("bye", 0) < self._exchange.group_size
-                and time.monotonic() < end
-            ):
-                time.sleep(0.05)
-        except RuntimeError as error:
-            logger.info("the rendezvous store is gone: %s", error)
 
     def _succeeded(self, worker_group: WorkerGroup) -> RunResult:
         return RunResult(

@@ -3,177 +3,198 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import os
+import select
 import selectors
-import shutil
-import tempfile
+import struct
+import termios
 import threading
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-CONSOLE = ""
-"""torch's own sign for a stream that is not redirected."""
 CHUNK_BYTES = 1 << 16
 FOLLOW_S = 0.2
 TAIL_LINES = 60
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Source:
+    """A stream of one worker, and who hears its lines."""
+
+    hear: Callable[[str], None]
+    copy_to: int | None = None
+    unfinished: bytes = b""
+
+
+@dataclass(kw_only=True, slots=True)
+class _File(_Source):
+    """A stream that goes to a file; torch makes the file when the worker starts."""
+
+    path: Path
+    opened: IO[bytes] | None = None
 
 
 class Streams:
     """Reads the workers' streams in a thread of its own, one line at a time.
 
-    A stream that would go to the console goes through a named pipe and is copied to the console byte by byte: nothing
-    is prefixed, kept or put off. A stream that the user had redirected to a file is followed in that file.
+    A stream that would go to the console goes through a pipe and is copied to the console byte by byte: nothing is
+    prefixed, kept or put off. A stream that the user had redirected to a file is followed in that file.
     """
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         self._on_line = on_line
-        self._folder = Path(tempfile.mkdtemp(prefix="pipette_streams_"))
         self._selector = selectors.DefaultSelector()
-        self._followed: dict[Path, int] = {}
-        self._partial: dict[object, bytes] = {}
-        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self._stop = threading.Event()
+        self._writers: dict[int, int] = {}
+        self._files: list[_File] = []
+        self._tails: dict[int, deque[str]] = {}
+        self._bell, self._ring = os.pipe()
+        self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._loop, name="pipette-streams", daemon=True)
+        self._is_open = True
 
-    def pipe(self, name: str, *, copy_to: int | None, lines: bool) -> str:
-        """Make a pipe for a worker's stream.
+    def lines_pipe(self, *, copy_to: int | None) -> str:
+        """Return the path of a pipe whose lines `on_line` hears; `copy_to` is a file descriptor for every byte."""
+        return self._pipe(_Source(hear=self._on_line, copy_to=copy_to))
 
-        Args:
-            name: unique name of the stream.
-            copy_to: file descriptor that gets every byte; None copies to none.
-            lines: whether `on_line` sees the lines; a tail is kept of the others.
+    def tail_pipe(self, local_rank: int, *, copy_to: int | None) -> str:
+        """Return the path of a pipe whose last lines are kept as that worker's."""
+        return self._pipe(_Source(hear=self._keep(local_rank), copy_to=copy_to))
 
-        """
-        path = self._folder / name
-        os.mkfifo(path)
-        # Read and write: the pipe then never reports its end while no worker has it open.
-        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-        self._selector.register(descriptor, selectors.EVENT_READ, (copy_to, lines))
-        return str(path)
+    def lines_file(self, path: str) -> None:
+        """Let `on_line` hear what is written to a file."""
+        self._files.append(_File(path=Path(path), hear=self._on_line))
 
-    def follow(self, path: str) -> None:
-        """Read along in a file that a worker's stdout was redirected to."""
-        self._followed[Path(path)] = 0
+    def tail_file(self, local_rank: int, path: str) -> None:
+        """Keep the last lines of a file as that worker's."""
+        self._files.append(_File(path=Path(path), hear=self._keep(local_rank)))
 
     def start(self) -> None:
         """Begin to read; call it before the workers start."""
         self._thread.start()
 
-    def tail(self) -> str:
-        """Return the last lines of the streams that `on_line` does not see (stderr)."""
-        return "\n".join(self._tail)
+    def tail(self, local_rank: int) -> tuple[str, ...]:
+        """Return the last lines that a worker wrote to stderr."""
+        return tuple(self._tails.get(local_rank, ()))
 
-    def close(self) -> None:
-        """Read what is left, then stop and leave nothing behind."""
+    def close(self, *, patience_s: float | None = None) -> None:
+        """Read what is there, then stop and leave nothing behind.
+
+        What a child of a worker writes from now on is lost. A console that takes no more (a pager that waits) is waited
+        for, as a worker would under torchrun.
+
+        Args:
+            patience_s: how long to wait for the console; None waits until it has taken all.
+
+        """
+        if not self._is_open:
+            return
         if self._thread.is_alive():
-            self._stop.set()
-            self._thread.join(timeout=5)
+            os.write(self._ring, b"!")
+            self._thread.join(patience_s)
+            if self._thread.is_alive():
+                return
+        self._is_open = False
         for key in list(self._selector.get_map().values()):
-            self._selector.unregister(key.fd)
-            os.close(key.fd)
+            self._hang_up(key.fd)
+        os.close(self._ring)
         self._selector.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for file in self._files:
+            if file.opened:
+                file.opened.close()
+
+    def _keep(self, local_rank: int) -> Callable[[str], None]:
+        return self._tails.setdefault(local_rank, deque(maxlen=TAIL_LINES)).append
+
+    def _pipe(self, source: _Source) -> str:
+        """Open a pipe; both ends stay open here, so that it never reports its end while no worker has it open."""
+        reader, writer = os.pipe()
+        self._writers[reader] = writer
+        self._selector.register(reader, selectors.EVENT_READ, source)
+        return f"/proc/self/fd/{writer}"
+
+    def _hang_up(self, reader: int) -> None:
+        self._selector.unregister(reader)
+        os.close(reader)
+        if reader in self._writers:
+            os.close(self._writers.pop(reader))
 
     def _loop(self) -> None:
-        while not self._stop.is_set():
-            self._read(FOLLOW_S)
-        while self._read(0.0):
-            pass
+        is_over = behind = False
+        while not is_over:
+            # Pipes ring; files must be looked at.
+            ready = self._selector.select((0.0 if behind else FOLLOW_S) if self._files else None)
+            is_over = any(key.fd == self._bell for key, _ in ready)
+            for key, _ in ready:
+                if key.fd != self._bell and not is_over:
+                    self._read_pipe(key.fd, key.data, CHUNK_BYTES)
+            behind = max((self._read_file(file, CHUNK_BYTES) for file in self._files), default=0) == CHUNK_BYTES
+        self._drain()
 
-    def _read(self, timeout_s: float) -> bool:
-        """Read once from whatever is ready; False when nothing was."""
-        ready = self._selector.select(timeout_s) if self._selector.get_map() else []
-        if not ready and timeout_s:
-            self._stop.wait(timeout_s if not self._selector.get_map() else 0)
-        for key, _ in ready:
-            copy_to, lines = key.data
-            with contextlib.suppress(BlockingIOError):
-                self._take(key.fd, os.read(key.fd, CHUNK_BYTES), copy_to, lines=lines)
-        grown = [path for path in self._followed if self._read_file(path)]
-        return bool(grown or ready)
+    def _drain(self) -> None:
+        """Read what was written up to now; a child that outlives its worker may write for ever."""
+        for key in list(self._selector.get_map().values()):
+            left = _readable_bytes(key.fd) if key.fd != self._bell else 0
+            while left > 0 and key.fd in self._writers:
+                left -= self._read_pipe(key.fd, key.data, min(left, CHUNK_BYTES))
+        for file in self._files:
+            left = file.path.stat().st_size if file.path.exists() else 0
+            while left > 0 and (read := self._read_file(file, CHUNK_BYTES)):
+                left -= read
+        for source in [*self._files, *(key.data for key in self._selector.get_map().values() if key.data)]:
+            if source.unfinished:
+                self._take(source, b"\n")
 
-    def _read_file(self, path: Path) -> bool:
+    def _read_pipe(self, reader: int, source: _Source, size: int) -> int:
+        data = os.read(reader, size)
         try:
-            with path.open("rb") as stream:
-                stream.seek(self._followed[path])
-                data = stream.read(CHUNK_BYTES)
+            if source.copy_to is not None:
+                _write_all(source.copy_to, data)
+        except BrokenPipeError:
+            # As under torchrun, a worker learns by its next word that nobody listens (`| head`).
+            self._hang_up(reader)
+        except OSError as error:
+            logger.debug("the console takes no more: %s", error)
+        self._take(source, data)
+        return len(data)
+
+    def _read_file(self, file: _File, size: int) -> int:
+        try:
+            file.opened = file.opened or file.path.open("rb")
+            data = file.opened.read(size)
         except OSError:
-            return False
-        self._followed[path] += len(data)
-        self._take(path, data, None, lines=True)
-        return bool(data)
+            return 0
+        self._take(file, data)
+        return len(data)
 
-    def _take(self, source: object, data: bytes, copy_to: int | None, *, lines: bool) -> None:
-        if copy_to is not None:
-            _write_all(copy_to, data)
-        *complete, rest = (self._partial.get(source, b"") + data).split(b"\n")
-        self._partial[source] = rest[-CHUNK_BYTES:]
-        for line in complete:
-            text = line.decode(errors="replace")
-            if lines:
-                self._on_line(text)
-            else:
-                self._tail.append(text)
+    def _take(self, source: _Source, data: bytes) -> None:
+        *complete, rest = (source.unfinished + data).split(b"\n")
+        source.unfinished = rest[-CHUNK_BYTES:]
+        try:
+            for line in complete:
+                source.hear(line.decode(errors="replace"))
+        except Exception:
+            # Reading goes on whatever happens: a full pipe would stop the worker.
+            logger.exception("could not make sense of what a worker printed")
 
 
-class WatchedLogs(LogsSpecs):
-    """The user's own log settings, with the streams that the launcher reads led through `Streams`."""
-
-    def __init__(self, inner: LogsSpecs, streams: Streams, attempt: int) -> None:
-        self._inner = inner
-        self._streams = streams
-        self._attempt = attempt
-
-    @property
-    def root_log_dir(self) -> str:
-        """Where the user wants logs."""
-        return self._inner.root_log_dir
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Let the user's settings choose the destinations, then lead what goes to the console through pipes.
-
-        The folder of an attempt is named by our own count: torchrun's stands still while plans are tried one after
-        the other, and the next attempt would delete the logs of the last.
-        """
-        counted = {rank: {**env, "TORCHELASTIC_RESTART_COUNT": str(self._attempt)} for rank, env in envs.items()}
-        destinations = self._inner.reify(counted)
-        for rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = counted[rank].get("TORCHELASTIC_ERROR_FILE", "")
-        talker = _last_rank(envs)
-        if talker is not None:
-            self._watch_stdout(destinations, talker)
-        for rank, path in destinations.stderrs.items():
-            if path == CONSOLE:
-                destinations.stderrs[rank] = self._streams.pipe(f"stderr_{rank}", copy_to=2, lines=False)
-        return destinations
-
-    def _watch_stdout(self, destinations: LogsDest, rank: int) -> None:
-        path = destinations.stdouts[rank]
-        if path == CONSOLE:
-            destinations.stdouts[rank] = self._streams.pipe("stdout", copy_to=1, lines=True)
-        elif path == os.devnull:
-            destinations.stdouts[rank] = self._streams.pipe("stdout", copy_to=None, lines=True)
-        else:
-            self._streams.follow(path)
-
-
-def _last_rank(envs: Mapping[int, Mapping[str, str]]) -> int | None:
-    """Local rank of the worker that prints Megatron's iteration line: RANK = WORLD_SIZE - 1."""
-    for local_rank, env in envs.items():
-        if int(env["RANK"]) == int(env["WORLD_SIZE"]) - 1:
-            return local_rank
-    return None
+def _readable_bytes(reader: int) -> int:
+    size: int = struct.unpack("i", fcntl.ioctl(reader, termios.FIONREAD, b"\0" * 4))[0]
+    return size
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """Write to the console; a closed console loses the text, as it does under torchrun, and never stops the job."""
     view = memoryview(data)
-    with contextlib.suppress(OSError):
-        while view:
+    while view:
+        with contextlib.suppress(BlockingIOError):
             view = view[os.write(descriptor, view) :]
+        if view:
+            select.select([], [descriptor], [])

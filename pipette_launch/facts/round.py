@@ -56,6 +56,8 @@ class Decision:
     plan: Plan | None
     attempt: int
     """Which of the plan's candidates to run; past the last one, the user's own configuration."""
+    proven: bool
+    """The candidate has trained: whatever ends it now, it is no plan that cannot start."""
     script_arguments: tuple[str, ...] | None
     """What the script is given; None for the user's own words, untouched."""
     environment: dict[str, str]

@@ -62,6 +62,7 @@ class Chief:
             num_slots=tuple(record.num_slots for record in ordered),
             plan=None,
             attempt=0,
+            proven=False,
             script_arguments=None,
             environment={},
             patches=(),
@@ -75,7 +76,15 @@ class Chief:
     def _decide(self, bare: Decision, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
         step = replan.decide(records, bare.hosts, held)
         if held is not None and isinstance(step, replan.Keep):
-            return replace(held, tokens=bare.tokens, hosts=bare.hosts, num_slots=bare.num_slots, reason="", free=False)
+            return replace(
+                held,
+                tokens=bare.tokens,
+                hosts=bare.hosts,
+                num_slots=bare.num_slots,
+                proven=step.proven,
+                reason="",
+                free=False,
+            )
         if held is not None and held.plan is not None and isinstance(step, replan.TryNext):
             job = self._read_job(sum(bare.num_slots), held.plan.device_kind)
             return self._train(bare, job, held.plan, attempt=step.attempt, reason=step.reason)
@@ -171,7 +180,9 @@ class Chief:
         measurements: Measurements | None = None,
     ) -> Decision:
         """Write the decision to run a plan's candidate, with the words that its script is given."""
-        following = replace(bare, phase="train", plan=plan, attempt=attempt, reason=reason, free=attempt > 0)
+        following = replace(
+            bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason, free=attempt > 0
+        )
         choice = following.choice
         layout = choice.layout if choice else job.own
         needed = megatron.environment(layout, device_kind=plan.device_kind, device_name=self._device_name)

@@ -22,13 +22,14 @@ from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.launch import commands
 from pipette_launch.launch.cache import OUTCOME, PLAN, Cache
 from pipette_launch.launch.chief import Chief
+from pipette_launch.launch.evidence import has_trained
 from pipette_launch.launch.outcome import OutcomeTracker
 from pipette_launch.probe import inventory
 from pipette_launch.probe.options import ProbeOptions
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from pipette_launch.agent.conductor import Command, Node
     from pipette_launch.agent.meeting import Meeting
@@ -59,6 +60,8 @@ class Story:
         self._token = uuid.uuid4().hex
         self._chief = Chief(options, folder)
         self._tracker: OutcomeTracker | None = None
+        self._step_time_s = 0.0
+        self._saved_before = ""
         self._shown: tuple[str, int] | None = None
 
     def begin(self, node: Node) -> str:
@@ -111,6 +114,8 @@ class Story:
         runs = choice or (decision.plan.own if decision.plan else None)
         key = decision.plan.provenance.key if decision.plan else ""
         self._tracker = OutcomeTracker(key, runs) if runs and decision.phase == "train" else None
+        self._step_time_s = runs.step_time_s if runs else 0.0
+        self._saved_before = megatron.saved_iteration(self._options.script_arguments) if runs else ""
         if key and self._chief.cache.folder is None and self._options.cache:
             self._chief.cache = Cache(self._options.cache, key)
         if not speaks:
@@ -172,6 +177,16 @@ class Story:
             if trouble:
                 _say(trouble)
         return True
+
+    def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:
+        """Whether workers that showed no iteration had trained all the same."""
+        return has_trained(
+            lived_s=lived_s,
+            step_time_s=self._step_time_s,
+            exit_codes=exit_codes,
+            saved_before=self._saved_before,
+            saved_now=megatron.saved_iteration(self._options.script_arguments),
+        )
 
     def explain(self, text: str) -> str:
         """Say in one sentence why a worker died, from the end of its stderr; empty when the text does not tell."""

@@ -52,9 +52,9 @@ class ScriptedConductor:
         hosts = replan.unique_names(records)
         step = replan.decide(records, [*hosts], held)
         if held is not None and isinstance(step, replan.Keep):
-            return replace(held, free=False, reason="")
+            return replace(held, free=False, reason="", proven=step.proven)
         if held is not None and isinstance(step, replan.TryNext):
-            return replace(held, attempt=step.attempt, free=True, reason=step.reason)
+            return replace(held, attempt=step.attempt, proven=False, free=True, reason=step.reason)
         return Decision(
             phase="warmup" if "warmup" in self.table else "train",
             tokens=tuple(record.token for record in records),
@@ -62,6 +62,7 @@ class ScriptedConductor:
             num_slots=tuple(record.num_slots for record in records),
             plan=self.plan(hosts),
             attempt=0,
+            proven=False,
             script_arguments=None,
             environment={"PLANNED": "yes"},
             patches=(),
@@ -127,6 +128,9 @@ class ScriptedConductor:
 
     def saw_line(self, line: str) -> bool:
         return line.startswith("iteration")
+
+    def trained(self, *, lived_s: float, exit_codes: Any) -> bool:
+        return lived_s > self.table.get("trained_after_s", 60.0) or 16 in exit_codes
 
     def explain(self, text: str) -> str:
         return "it was refused" if "REFUSED" in text else ""

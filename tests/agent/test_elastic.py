@@ -28,15 +28,18 @@ def free_port() -> int:
 
 
 def start(
-    folder: Path, table: dict[str, Any], orders: dict[str, Any], *flags: str, node: str = "a"
+    folder: Path, table: dict[str, Any], orders: dict[str, Any], *flags: str, node: str = "a", script: str = ""
 ) -> subprocess.Popen[str]:
-    """Start one agent."""
+    """Start one agent, of the usual worker or of a script given as text."""
     (folder / "table.json").write_text(json.dumps(table))
     command = [sys.executable, str(HERE / "drive.py"), str(folder / "table.json"), *flags]
-    command += [str(HERE / "worker.py"), str(folder), json.dumps(orders)]
+    if script:
+        (folder / "script.py").write_text(script)
+    command += [str(folder / "script.py" if script else HERE / "worker.py"), str(folder), json.dumps(orders)]
     environment = {
         **os.environ,
         "OUT": str(folder),
+        "TMPDIR": str(folder),
         "NODE": node,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}",
@@ -124,6 +127,34 @@ def test_a_killed_worker_comes_back_under_the_same_plan(tmp_path: Path) -> None:
     assert {"5,4"} == {entry["CUDA_VISIBLE_DEVICES"] for entry in got.values()}
 
 
+def test_a_plan_that_has_trained_is_not_blamed_for_a_bad_restart(tmp_path: Path) -> None:
+    """A restart that dies at once costs another restart, and the plan stays."""
+    agent = start(
+        tmp_path,
+        {"placements": [[1, 0]]},
+        {"die_once": 0, "iterations": 5, "refuse_start": 1},
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+    )
+
+    codes, text = finish(agent)
+
+    assert [0] == codes, text
+    assert {"0"} == {entry["ATTEMPT"] for entry in seen(tmp_path).values()}
+    assert {0, 1, 2} == {int(path.name[-1]) for path in tmp_path.glob("started-0-*")}
+
+
+def test_the_code_by_which_megatron_asks_for_a_restart_is_no_plans_fault(tmp_path: Path) -> None:
+    """Exit code 16 before the first iteration ends the job, as under torchrun."""
+    agent = start(tmp_path, {"placements": [[1, 0]]}, {}, "--nproc-per-node=2", script="import sys; sys.exit(16)")
+
+    codes, text = finish(agent)
+
+    assert [1] == codes
+    assert "exitcode  : 16" in text
+    assert "attempt=1" not in text
+
+
 def test_a_failure_after_the_first_iteration_ends_as_under_torchrun(tmp_path: Path) -> None:
     """Once training has begun, a dead worker without restarts ends the job with exit code 1."""
     agent = start(tmp_path, {"placements": [[1, 0]]}, {"die_once": 0, "iterations": 5}, "--nproc-per-node=2")
@@ -155,6 +186,62 @@ def test_a_bad_warmup_does_not_cost_the_job(tmp_path: Path, warmup: str, report:
     assert [0] == codes, text
     assert f"SHOW train attempt=own reason={report}" in text
     assert {"0-0", "1-0"} == set(seen(tmp_path))
+
+
+def test_the_reason_of_a_recorded_exception_is_told(tmp_path: Path) -> None:
+    """A script under torch's @record gives its exception as the reason, and its error file to whoever asks for it."""
+    script = (
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "def main():\n    raise RuntimeError('boom')\n"
+        "record(main)()\n"
+    )
+
+    codes, text = finish(start(tmp_path, {"placements": [[0]]}, {}, script=script))
+
+    assert [1] == codes
+    assert "SHOW train attempt=1 reason=rank 0 ended with exit code 1: RuntimeError: boom" in text
+    assert "RuntimeError: boom" in text.split("Root Cause")[1]
+
+
+def test_a_signal_reaches_the_workers_before_the_launcher_leaves(tmp_path: Path) -> None:
+    """What workers do and say after the signal (Megatron saves a checkpoint) is waited for and shown."""
+    script = (
+        "import signal, sys, time\n"
+        "def end(*_):\n    time.sleep(0.5)\n    print('saved')\n    print('really', file=sys.stderr)\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('up')\n"
+        "time.sleep(60)\n"
+    )
+    agent = start(tmp_path, {"warmup": WARMUP, "placements": [[0]]}, {}, script=script)
+    assert agent.stdout is not None
+    assert "up\n" == agent.stdout.readline()
+
+    agent.terminate()
+    codes, text = finish(agent)
+
+    assert [1] == codes
+    assert "saved\n" in text
+    assert "really\n" in text
+    assert "got signal: 15" in text
+    # torch's own log folder stays, as under torchrun; ours do not.
+    assert [] == [path.name for path in tmp_path.glob("pipette*")]
+
+
+def test_a_script_run_as_a_function(tmp_path: Path) -> None:
+    """`--run-path` works as under torchrun; its streams are left alone."""
+    agent = start(
+        tmp_path,
+        {"warmup": WARMUP, "placements": [[1, 0]]},
+        {},
+        "--nproc-per-node=2",
+        "--run-path",
+        script="import os; print('rank', os.environ['RANK'])",
+    )
+
+    codes, text = finish(agent)
+
+    assert [0] == codes, text
+    assert ["rank 0", "rank 1"] == sorted(line for line in text.splitlines() if line.startswith("rank"))
 
 
 def test_a_bad_warmup_ends_on_every_node(tmp_path: Path) -> None:

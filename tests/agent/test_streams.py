@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING
+import time
+from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
+import pytest
 
-from pipette_launch.agent.streams import Streams, WatchedLogs
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pipette_launch.agent.streams import CHUNK_BYTES, Streams
 
 
-def environments(count: int = 2) -> dict[int, dict[str, str]]:
-    """What torch tells about its workers."""
-    return {rank: {"RANK": str(rank), "WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "r"} for rank in range(count)}
+def write(path: str, data: bytes) -> threading.Thread:
+    """Write as a worker does, in a thread of its own."""
+
+    def work() -> None:
+        with open(path, "wb", buffering=0) as stream:  # noqa: PTH123
+            view = memoryview(data)
+            while view:
+                view = view[stream.write(view) :]
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    return worker
 
 
 def test_copies_every_byte_and_reads_every_line() -> None:
@@ -24,50 +31,171 @@ def test_copies_every_byte_and_reads_every_line() -> None:
     lines: list[str] = []
     reader, writer = os.pipe()
     streams = Streams(lines.append)
-    pipe = streams.pipe("stdout", copy_to=writer, lines=True)
+    pipe = streams.lines_pipe(copy_to=writer)
     streams.start()
-    data = b"one\ntwo\r\n\xff" + b"x" * 200_000
+    data = b"one\ntwo\r\n\xff" + b"x" * 3_000_000
 
-    def write() -> None:
-        with open(pipe, "wb") as stream:  # noqa: PTH123
-            stream.write(data)
-
-    worker = threading.Thread(target=write)
-    worker.start()
+    worker = write(pipe, data)
     copied = b""
     while len(copied) < len(data):
-        copied += os.read(reader, 1 << 16)
+        copied += os.read(reader, 1 << 20)
     worker.join()
     streams.close()
 
     assert data == copied
-    assert ["one", "two\r"] == lines
+    # Of a line that never ends only the end is kept.
+    assert ["one", "two\r", "x" * CHUNK_BYTES] == lines
     os.close(reader)
     os.close(writer)
 
 
-def test_the_last_rank_is_read_and_all_keep_a_tail(tmp_path: Path) -> None:
-    """Stdout of the last rank is led through a pipe, the others' is left alone; stderr of all is."""
+def test_a_slow_console_loses_nothing() -> None:
+    """Closing waits until the console has taken the last words, also one that refuses to wait itself."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     streams = Streams(lambda line: None)
+    pipe = streams.lines_pipe(copy_to=writer)
+    streams.start()
+    write(pipe, b"x" * 60_000).join()
+    write(pipe, b"y" * 60_000).join()
+    copied = []
 
-    destinations = WatchedLogs(DefaultLogsSpecs(log_dir=str(tmp_path)), streams, 0).reify(environments())
+    def look() -> None:
+        time.sleep(0.3)
+        while sum(map(len, copied)) < 120_000:
+            copied.append(os.read(reader, 10_000))
 
-    assert ("", True) == (destinations.stdouts[0], destinations.stdouts[1].endswith("stdout"))
-    assert ["stderr_0", "stderr_1"] == [os.path.basename(path) for path in destinations.stderrs.values()]  # noqa: PTH119
+    user = threading.Thread(target=look)
+    user.start()
     streams.close()
+    user.join()
+
+    assert b"x" * 60_000 + b"y" * 60_000 == b"".join(copied)
+    os.close(reader)
+    os.close(writer)
 
 
-def test_a_redirected_stream_is_followed_in_its_file(tmp_path: Path) -> None:
-    """The user's own redirection stays, and its file is read."""
+def test_a_console_that_takes_nothing_is_left_when_time_is_short() -> None:
+    """With patience to lose, a signal ends the launcher although a pager is waiting."""
+    reader, writer = os.pipe()
+    os.write(writer, b"x" * CHUNK_BYTES)
+    streams = Streams(lambda line: None)
+    pipe = streams.lines_pipe(copy_to=writer)
+    streams.start()
+    write(pipe, b"more").join()
+    began_s = time.monotonic()
+
+    streams.close(patience_s=0.2)
+
+    assert 0.1 < time.monotonic() - began_s < 5
+    os.read(reader, 2 * CHUNK_BYTES)
+    streams.close()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_closed_console_closes_the_workers_stream() -> None:
+    """Behind `| head` a worker gets the error that it would get under torchrun."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    streams = Streams(lambda line: None)
+    pipe = streams.lines_pipe(copy_to=writer)
+    streams.start()
+
+    with open(pipe, "wb", buffering=0) as stream, pytest.raises(BrokenPipeError):  # noqa: PTH123
+        for _ in range(1000):
+            stream.write(b"x\n")
+            time.sleep(0.01)
+
+    streams.close()
+    os.close(writer)
+
+
+def test_a_child_that_goes_on_writing_does_not_hold_up_the_end() -> None:
+    """What was written until the end is read; a process that never stops writing is not waited for."""
     lines: list[str] = []
     streams = Streams(lines.append)
-    logs = WatchedLogs(DefaultLogsSpecs(log_dir=str(tmp_path), redirects=Std.ALL), streams, 3)
+    pipe = streams.lines_pipe(copy_to=None)
+    stop = threading.Event()
 
-    destinations = logs.reify(environments())
+    def chatter() -> None:
+        with open(pipe, "wb", buffering=0) as stream:  # noqa: PTH123
+            try:
+                while not stop.is_set():
+                    stream.write(b"x\n" * 1000)
+            except BrokenPipeError:
+                return
+
     streams.start()
-    with open(destinations.stdouts[1], "w") as stream:  # noqa: PTH123
-        stream.write("iteration 1\n")
+    child = threading.Thread(target=chatter)
+    child.start()
+    time.sleep(0.1)
+    closing = threading.Thread(target=streams.close)
+    closing.start()
+    closing.join(timeout=20)
+    stop.set()
+    child.join()
+
+    assert not closing.is_alive()
+    assert {"x"} == set(lines)
+
+
+def test_a_line_that_nobody_understands_stops_nothing() -> None:
+    """An error in the reader is logged; the streams flow on."""
+    lines: list[str] = []
+
+    def hear(line: str) -> None:
+        if line == "bad":
+            raise ValueError(line)
+        lines.append(line)
+
+    streams = Streams(hear)
+    pipe = streams.lines_pipe(copy_to=None)
+    streams.start()
+    write(pipe, b"bad\n").join()
+    time.sleep(0.1)
+    write(pipe, b"good\n").join()
     streams.close()
 
-    assert "attempt_3/1/stdout.log" in destinations.stdouts[1]
-    assert ["iteration 1"] == lines
+    assert ["good"] == lines
+
+
+def test_tails_are_kept_for_each_worker() -> None:
+    """The last lines of one worker's stderr are not crowded out by another's; an unfinished line is one of them."""
+    streams = Streams(lambda line: None)
+    streams.start()
+    write(streams.tail_pipe(0, copy_to=None), b"first\nlast").join()
+    write(streams.tail_pipe(1, copy_to=None), b"noise\n" * 1000).join()
+    streams.close()
+
+    assert ("first", "last") == streams.tail(0)
+    assert ("noise",) * 60 == streams.tail(1)
+    assert () == streams.tail(2)
+
+
+def test_files_are_followed(tmp_path: Path) -> None:
+    """Lines of a file are heard as they come and to the end, though the file is made late."""
+    lines: list[str] = []
+    streams = Streams(lines.append)
+    streams.lines_file(str(tmp_path / "out"))
+    streams.tail_file(0, str(tmp_path / "err"))
+    streams.start()
+    (tmp_path / "out").write_text("iteration 1\n" * 50_000)
+    (tmp_path / "err").write_text("why")
+    streams.close()
+
+    assert ["iteration 1"] * 50_000 == lines
+    assert ("why",) == streams.tail(0)
+
+
+def test_leaves_no_descriptor_open() -> None:
+    """Hundreds of attempts cost the launcher nothing."""
+    before = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    streams = Streams(lambda line: None)
+    for rank in range(3):
+        streams.tail_pipe(rank, copy_to=2)
+    streams.start()
+    streams.close()
+    streams.close()
+
+    assert before == sum(1 for _ in Path("/proc/self/fd").iterdir())

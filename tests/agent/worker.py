@@ -17,10 +17,14 @@ orders = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
 rank = int(os.environ["RANK"])
 attempt = os.environ.get("ATTEMPT", "0")
 starts = len(list(out.glob(f"train-{rank}-*")))
+begun = len(list(out.glob(f"started-{rank}-*")))
+(out / f"started-{rank}-{begun}").touch()
 names = "RANK LOCAL_RANK WORLD_SIZE GROUP_RANK ATTEMPT CUDA_VISIBLE_DEVICES"
 seen = {name: os.environ.get(name) for name in names.split()}
 if attempt in orders.get("refuse", []) and rank == 0:
     sys.exit("REFUSED: no such layout")
+if begun == orders.get("refuse_start") and rank == 0:
+    sys.exit("REFUSED: this device is broken")
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 total = torch.tensor([rank])
 dist.all_reduce(total)

@@ -14,6 +14,7 @@ DECISION = Decision(
     num_slots=(2,),
     plan=None,
     attempt=0,
+    proven=False,
     script_arguments=None,
     environment={},
     patches=(),

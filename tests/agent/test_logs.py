@@ -68,7 +68,7 @@ def test_folders_are_named_by_our_own_count(tmp_path: Path, streams: Streams) ->
 
 
 def test_without_streams_nothing_is_led_elsewhere(tmp_path: Path) -> None:
-    """torch opens the streams of a function as files that it can seek in; no pipe is given to it."""
+    """Torch opens the streams of a function as files that it can seek in; no pipe is given to it."""
     destinations = WatchedLogs(DefaultLogsSpecs(log_dir=str(tmp_path)), None, 0).reify(environments())
 
     assert ["console"] * 4 == kinds(destinations)

@@ -102,10 +102,14 @@ def test_a_closed_console_closes_the_workers_stream() -> None:
     pipe = streams.lines_pipe(copy_to=writer)
     streams.start()
 
-    with open(pipe, "wb", buffering=0) as stream, pytest.raises(BrokenPipeError):  # noqa: PTH123
-        for _ in range(1000):
-            stream.write(b"x\n")
-            time.sleep(0.01)
+    def talk() -> None:
+        with open(pipe, "wb", buffering=0) as stream:  # noqa: PTH123
+            for _ in range(1000):
+                stream.write(b"x\n")
+                time.sleep(0.01)
+
+    with pytest.raises(BrokenPipeError):
+        talk()
 
     streams.close()
     os.close(writer)

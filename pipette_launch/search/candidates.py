@@ -27,13 +27,18 @@ class Candidate:
     host_order_s: float
     """Step time in torchrun's own order."""
     placed: Placed
+    num_searches: int = 0
+    """Steps that the search for its placement has gone: starts first, then annealings."""
     is_exhausted: bool = False
     """The search for its placement came to its end."""
 
     @property
     def promise_s(self) -> float:
-        """Halfway between the best placement so far and the bound: what a search may hope for."""
-        return (self.placed.cost_s + self.bound_s) / 2
+        """What a search may hope for: the bound at first, halfway from there to the best placement once it was tried.
+
+        Torchrun's order says little on unequal links: a ring through the slowest one may be the best once it is moved.
+        """
+        return self.bound_s if self.num_searches < 2 else (self.placed.cost_s + self.bound_s) / 2
 
     @property
     def meets_bound(self) -> bool:

@@ -23,7 +23,7 @@ AT_ONCE = 720
 """Up to so many placements (six slots) trying them all is cheaper than annealing."""
 EXACT = 10_080
 """Up to so many placements (most layouts on eight slots) all are tried for the best layout."""
-EXACT_QUANTUM = 256
+EXACT_QUANTUM = 64
 ANNEALINGS = 4
 MOVES_PER_SLOT = 60
 MOST_MOVES = 600

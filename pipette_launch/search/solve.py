@@ -13,7 +13,6 @@ from pipette_launch.search.candidates import Candidate, Field
 from pipette_launch.search.choose import choose
 from pipette_launch.search.enumerate import layouts
 from pipette_launch.search.place import (
-    ANNEALINGS,
     AT_ONCE,
     EXACT,
     Placed,
@@ -29,9 +28,10 @@ FIRST_BATCH = 32
 """Layouts that are priced before the best of all so far are placed."""
 RUNNERS_UP = 24
 """So many are priced although their bounds say that they cannot win."""
-SHORTLIST = 16
-"""Layouts whose placing goes on after each batch, the most promising ones; half as many in each further round."""
-LAST_ROUND_WIDTH = 2
+WHILE_PRICING = (1,)
+"""So many layouts are placed further in each round between two batches; every layout has had its starts by then."""
+AFTER_PRICING = (8, 4, 2, 2)
+"""And so many once all are priced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +116,7 @@ class Searched:
 
 
 def search(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> Searched:
-    """Price the layouts in batches, each twice as large as the last, and place the most promising after each.
+    """Price the layouts in batches, each twice as large as the last, place a few after each, and more at the end.
 
     It is one fixed course that the deadline cuts short; the first layout (the user's own, where it fits) is always
     priced.
@@ -126,8 +126,9 @@ def search(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> Searc
     size = FIRST_BATCH
     while todo:
         course.price(todo[:size])
-        course.place()
+        course.place(WHILE_PRICING)
         todo, size = todo[size:], 2 * size
+    course.place(AFTER_PRICING)
     course.price_runners_up()
     course.prove()
     return Searched(candidates=tuple(course.pool.values()), num_seen=course.num_seen, is_cut_short=course.is_late())
@@ -163,23 +164,17 @@ class _Course:
                 return
             self.num_seen += 1
             if bounds[layout] < self._least_s():
-                self.pool[layout] = self.field.in_host_order(layout, bound_s=bounds[layout])
+                self._admit(self.field.in_host_order(layout, bound_s=bounds[layout]))
             else:
                 self._beaten[layout] = bounds[layout]
 
-    def place(self) -> None:
-        """Improve the placements of the most promising layouts in rounds, half as many in each."""
-        width = SHORTLIST
-        for _ in range(1 + ANNEALINGS):
+    def place(self, widths: tuple[int, ...]) -> None:
+        """Go on with the placing of the most promising layouts, so many in each round."""
+        for width in widths:
             for layout in self._hopes()[:width]:
                 if self.is_late():
                     return
-                placed = next(self._courses[layout], None)
-                if placed is None:
-                    self.pool[layout] = replace(self.pool[layout], is_exhausted=True)
-                elif placed.cost_s <= self.pool[layout].placed.cost_s:
-                    self.pool[layout] = replace(self.pool[layout], placed=placed)
-            width = max(width // 2, LAST_ROUND_WIDTH)
+                self._improve(layout)
 
     def price_runners_up(self) -> None:
         """Price the nearest of those that cannot win: they are what to try after the best."""
@@ -208,17 +203,15 @@ class _Course:
     def _hopes(self) -> list[Layout]:
         """Layouts whose placing is not at its end and could still win, the most promising first."""
         least_s = self._least_s()
-        hopes = [
-            one for one in self.pool.values() if one.can_improve and not one.is_exhausted and one.bound_s < least_s
-        ]
-        for one in hopes:
-            if one.layout not in self._courses:
-                self._courses[one.layout] = self._placing(one)
+        hopes = [one for one in self.pool.values() if one.can_improve and one.bound_s < least_s]
         return [one.layout for one in sorted(hopes, key=lambda one: one.promise_s)]
 
-    def _placing(self, one: Candidate) -> Iterator[Placed]:
-        """Begin the placing of a layout, from a seed of its own, so that no other layout changes its course."""
-        return improvements(
+    def _admit(self, one: Candidate) -> None:
+        """Take in a layout and its first placements, from a seed of its own, so that no other changes its course."""
+        self.pool[one.layout] = one
+        if not one.can_improve:
+            return
+        self._courses[one.layout] = improvements(
             one.layout,
             self.field.cluster,
             cost=self.field.predictor.objective(one.layout),
@@ -227,6 +220,15 @@ class _Course:
             clock=self._clock,
             deadline_s=self._deadline_s,
         )
+        self._improve(one.layout)
+
+    def _improve(self, layout: Layout) -> None:
+        """Go one step further with the placing of a layout."""
+        one = self.pool[layout]
+        placed = next(self._courses[layout], None)
+        if placed is not None and placed.cost_s <= one.placed.cost_s:
+            one = replace(one, placed=placed)
+        self.pool[layout] = replace(one, num_searches=one.num_searches + 1, is_exhausted=placed is None)
 
     def _least_s(self) -> float:
         return min((candidate.placed.cost_s for candidate in self.pool.values()), default=float("inf"))

@@ -57,7 +57,10 @@ def settle(args: Namespace) -> Meeting:
         if not args.rdzv_endpoint:
             args.rdzv_endpoint = f"{args.master_addr}:{args.master_port or 29500}"
         args.rdzv_backend = "c10d"
-        _set(args, is_host=str(node_rank == 0).lower(), join_timeout=STATIC_JOIN_S, read_timeout=STATIC_READ_S)
+        # Static waits for all nodes, whatever the least number; and torch warns of a node rank under c10d.
+        args.nnodes, args.node_rank = args.nnodes.split(":")[-1], 0
+        timeout = _given(args).get("timeout", str(STATIC_JOIN_S))
+        _set(args, is_host=str(node_rank == 0).lower(), join_timeout=timeout, read_timeout=STATIC_READ_S)
     endpoint = "localhost:0" if args.standalone or not args.rdzv_endpoint else str(args.rdzv_endpoint)
     host, port = parse_rendezvous_endpoint(endpoint, default_port=0)
     here = _is_here(host)
@@ -76,9 +79,14 @@ def _becomes_standalone(args: Namespace) -> bool:
 
 def _set(args: Namespace, **settings: object) -> None:
     """Add settings to --rdzv-conf; what the user set there stays."""
-    given = [pair for pair in (args.rdzv_conf or "").split(",") if pair]
-    names = {pair.split("=")[0].strip() for pair in given}
-    args.rdzv_conf = ",".join(given + [f"{name}={value}" for name, value in settings.items() if name not in names])
+    given = _given(args)
+    args.rdzv_conf = ",".join(f"{name}={value}" for name, value in {**given, **settings, **given}.items())
+
+
+def _given(args: Namespace) -> dict[str, str]:
+    """--rdzv-conf as torchrun reads it."""
+    pairs = [pair.partition("=") for pair in (args.rdzv_conf or "").split(",") if pair]
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _can_bind(host: str, port: int) -> bool:

@@ -35,6 +35,16 @@ def test_one_node_stays_torchruns_affair() -> None:
     assert ("static", -1, "127.0.0.1") == (args.rdzv_backend, place.node_rank, place.own_address())
 
 
+def test_static_waits_for_all_nodes_as_long_as_it_is_told() -> None:
+    """As under torchrun the greatest number of nodes counts, `timeout` is heeded, and nobody warns of the node rank."""
+    args = parsed("--nnodes=1:3", "--node-rank=2", "--rdzv-conf=timeout=77")
+
+    meeting = settle(args)
+
+    assert ("3", 0, 2) == (args.nnodes, args.node_rank, meeting.node_rank)
+    assert "join_timeout=77" in args.rdzv_conf.split(",")
+
+
 def test_the_users_settings_win() -> None:
     """A value in --rdzv-conf is not overwritten."""
     args = parsed("--nnodes=2", "--node-rank=0", "--rdzv-conf=join_timeout=7,is_host=false")

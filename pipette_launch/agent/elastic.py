@@ -323,9 +323,9 @@ class PipetteAgent(LocalElasticAgent):
     def _plan(self, decision: Decision, exchange: Exchange) -> Decision:
         if exchange.is_chief:
             exchange.put("plan", files.dumps(self._conductor.after_warmup(decision, self._warmup_failure)))
-        text = exchange.take(
-            "plan", what="the plan of the first node", deadline_s=MEETING_S + self._conductor.warmup_deadline_s
-        )
+        deadline_s = MEETING_S + self._conductor.warmup_deadline_s
+        gone = self._handler.is_closed
+        text = exchange.take("plan", what="the plan of the first node", deadline_s=deadline_s, give_up=gone)
         return files.loads(Decision, text, "plan of the first node")
 
     def _exit_barrier(self) -> None:

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-POLL_S = 0.02
+FIRST_POLL_S = 0.02
+LAST_POLL_S = 0.2
+"""Waits grow, so that hundreds of nodes that wait for one do not keep the store busy."""
 
 
 class Exchange:
@@ -41,12 +43,14 @@ class Exchange:
 
         """
         end = time.monotonic() + deadline_s
+        poll_s = FIRST_POLL_S
         while not self.has(key):
             if give_up():
                 raise ClusterError(f"no longer waiting for {what}: the nodes of the job changed")
             if time.monotonic() > end:
                 raise ClusterError(f"waited {deadline_s:.0f} s in vain for {what}; look at the log of that node")
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(1.5 * poll_s, LAST_POLL_S)
         return self._store.get(f"pipette/{key}").decode()
 
     def gather(self, key: str, text: str, *, deadline_s: float) -> list[str]:

@@ -26,6 +26,9 @@ def await_all(exchange: Exchange, handler: AgentStoreHandler, phase: str, *, tim
         while exchange.count(f"done/{phase}", 0) < exchange.group_size and time.monotonic() < end:
             if handler.num_nodes_waiting() > 0:
                 return False
+            if handler.is_closed():
+                # A node gave the job up: it will never finish, and its own exit code says so.
+                return True
             time.sleep(0.1)
     except (RuntimeError, RendezvousError) as error:
         # The store went with its host, whose work was done too: nothing is left to wait for.

@@ -16,8 +16,12 @@ from pipette_launch.agent.farewell import await_all, say_goodbye
 class Waiting:
     """A handler that knows of nodes that wait."""
 
-    def __init__(self, count: int | Exception) -> None:
+    def __init__(self, count: int | Exception, *, closed: bool = False) -> None:
         self.count = count
+        self.closed = closed
+
+    def is_closed(self) -> bool:
+        return self.closed
 
     def num_nodes_waiting(self) -> int:
         if isinstance(self.count, Exception):
@@ -25,12 +29,12 @@ class Waiting:
         return self.count
 
 
-def wait(waiting: Any, *, done: int = 0) -> bool:
+def wait(waiting: Any, *, done: int = 0, closed: bool = False, timeout_s: float = 0.3) -> bool:
     """Wait at the end of a phase with another node that may be done."""
     exchange = Exchange(HashStore(), 0, 2, is_chief=True)
     exchange.count("done/train", done)
-    handler: Any = Waiting(waiting)
-    return await_all(exchange, handler, "train", timeout_s=0.3)
+    handler: Any = Waiting(waiting, closed=closed)
+    return await_all(exchange, handler, "train", timeout_s=timeout_s)
 
 
 def test_all_are_done() -> None:
@@ -47,6 +51,14 @@ def test_a_node_that_never_ends_is_not_waited_for_in_vain() -> None:
     """Nor is one whose store is gone: this node's work is done."""
     assert wait(0)
     assert wait(RendezvousConnectionError("gone"))
+
+
+def test_a_job_that_another_node_gave_up_is_over() -> None:
+    """Its agent closes the rendezvous: nobody waits five minutes for workers that will never end."""
+    began_s = time.monotonic()
+
+    assert wait(0, closed=True, timeout_s=60)
+    assert time.monotonic() - began_s < 5
 
 
 def test_the_host_leaves_last() -> None:

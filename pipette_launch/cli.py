@@ -157,4 +157,8 @@ def _cache(text: str | None) -> Path | None:
         return None
     if text:
         return Path(text)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipette-launch"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipette-launch"
+    except RuntimeError:
+        sys.stderr.write("pipette-launch: there is no home folder, so no plan is kept; --pipette-cache names one\n")
+        return None

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.launch.reuse import check_belongs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pipette_launch.facts import Host, Job
 
@@ -22,47 +23,74 @@ CLUSTER = "cluster.json"
 OUTCOME = "outcome.json"
 
 
-def key_of(hosts: Sequence[Host], job: Job, versions: dict[str, str], settings: Sequence[float]) -> str:
-    """Digest everything that a plan depends on; what changes from minute to minute (free memory) is left out."""
+STEERING = ("CUDA_DEVICE_ORDER", "GLOO_", "MKL_NUM_THREADS", "NCCL_", "NVTE_", "OMP_NUM_THREADS", "TORCH_NCCL_", "UCX_")
+"""How the variables begin that change how fast something is."""
+TELLING = ("DEBUG", "FILE", "LOG", "DUMP", "TRACE")
+"""And what in their names means that they only change what is written down, often anew for each job."""
+
+
+def key_of(
+    hosts: Sequence[Host], job: Job, versions: dict[str, str], settings: Sequence[float], environ: Mapping[str, str]
+) -> str:
+    """Digest everything that a plan depends on.
+
+    What changes from minute to minute (free memory) is left out. So are the budget, for the plan of a short warm-up is
+    a plan, and the order of the hosts, for a plan names them.
+    """
     steady = [
-        (host.name, [(device.kind, device.uuid, device.name, device.memory_total_bytes) for device in host.devices])
+        (
+            host.name,
+            host.cores,
+            [(device.kind, device.uuid, device.name, device.memory_total_bytes) for device in host.devices],
+        )
         for host in sorted(hosts, key=lambda host: host.name)
     ]
     # Notes are prose, and the number of iterations changes no step.
     work = replace(job, notes=(), train_iters=None, log_interval=1)
-    return files.digest(steady, work, versions, list(settings))
+    steering = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(STEERING) and not any(word in name for word in TELLING)
+    }
+    return files.digest(steady, work, versions, list(settings), steering)
 
 
 class Cache:
     """The folder of one key. What cannot be read or written is said once and is never fatal."""
 
     def __init__(self, root: Path | None, key: str) -> None:
+        self.key = key
         self.folder = root / key if root else None
 
     def path(self, name: str) -> Path | None:
         """Where a file of this key lies; None when nothing is kept."""
         return self.folder / name if self.folder else None
 
-    def load(self) -> tuple[Plan | None, str]:
+    def load(self, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
         """Return the plan of this key, or None and the reason when there is a file that cannot be used."""
         path = self.path(PLAN)
-        if path is None or not path.exists():
+        if path is None:
             return None, ""
         try:
             plan = files.read(path, Plan)
-        except FileFormatError as error:
+            _check_key(plan, self.key, path)
+            check_belongs(plan, hosts, str(path))
+        except (FileFormatError, PlanError) as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None, ""
             return None, f"the cached plan cannot be used, so the machines are measured anew ({error})"
         return replace(plan, provenance=replace(plan.provenance, source="cached")), ""
 
     def measurements(self) -> Measurements | None:
         """Return what the plan of this key rests on, if it is still there."""
         path = self.path(CLUSTER)
-        if path is None or not path.exists():
+        if path is None:
             return None
         try:
             return files.read(path, Measurements)
         except FileFormatError as error:
-            logger.warning("%s", error)
+            if not isinstance(error.__cause__, FileNotFoundError):
+                logger.warning("%s", error)
             return None
 
     def save(self, name: str, document: files.Document) -> str:
@@ -80,16 +108,6 @@ class Cache:
         return ""
 
 
-def check_belongs(plan: Plan, hosts: Sequence[Host], source: str) -> None:
-    """Raise PlanError unless a plan is for these hosts and devices."""
-    here = sorted(host.name for host in hosts)
-    if sorted(plan.hosts) != here:
-        raise PlanError(
-            f"{source}: the plan is for the hosts {', '.join(sorted(plan.hosts))}; this job runs on {', '.join(here)}"
-        )
-    devices = len(hosts[0].devices)
-    if plan.devices_per_host != devices:
-        raise PlanError(f"{source}: the plan is for {plan.devices_per_host} devices a host; this job has {devices}")
-    kind = hosts[0].devices[0].kind
-    if plan.device_kind != kind:
-        raise PlanError(f"{source}: the plan is for {plan.device_kind} devices; this job has {kind}")
+def _check_key(plan: Plan, key: str, path: Path) -> None:
+    if plan.provenance.key != key:
+        raise PlanError(f"{path}: the plan has the key {plan.provenance.key}, its folder {key}; delete it")

@@ -14,7 +14,8 @@ from pipette_launch import megatron, replan
 from pipette_launch.errors import ClusterError, PipetteError, ProbeError
 from pipette_launch.facts import Measurements, Plan, Provenance, files
 from pipette_launch.facts.round import Decision, NodeRecord
-from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, check_belongs, key_of
+from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, key_of
+from pipette_launch.launch.reuse import adopt, check_belongs
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.search.enumerate import compute_cases, layouts
 from pipette_launch.search.solve import SolveOptions, solve
@@ -22,7 +23,7 @@ from pipette_launch.search.solve import SolveOptions, solve
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipette_launch.facts import Host, Job
+    from pipette_launch.facts import Host, Job, Layout
     from pipette_launch.launch.options import Options
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,10 @@ class Chief:
         self._folder = folder
         self._device_name = ""
         self._patches: tuple[str, ...] = ()
+        self._device_kind = ""
+        self._job: Job | None = None
+        # The agent puts a plan's variables into its own environment; these are the user's.
+        self._environ = dict(os.environ)
         self.interruption: type[Exception] = InterruptedError
         """What a signal to the agent raises."""
         self.cache = Cache(None, "")
@@ -75,6 +80,7 @@ class Chief:
 
     def _decide(self, bare: Decision, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
         step = replan.decide(records, bare.hosts, held)
+        self._device_name = next((record.host.devices[0].name for record in records if record.host), "")
         if held is not None and isinstance(step, replan.Keep):
             return replace(
                 held,
@@ -93,33 +99,41 @@ class Chief:
     def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
         """Find a plan for hosts that have none: from a file, from the cache, or by measuring."""
         hosts = _hosts(records, bare.hosts)
-        self._device_name = hosts[0].devices[0].name
         reasons = [text for text in (reason, *_warnings(records)) if text]
         job = self._read_job(sum(bare.num_slots), hosts[0].devices[0].kind)
         settings = (self._options.margin, self._options.memory_margin)
-        self.cache = Cache(self._options.cache, key_of(hosts, job, records[0].versions, settings))
+        self.cache = Cache(
+            self._options.cache, key_of(hosts, job, records[0].versions, settings, environ=self._environ)
+        )
         if self._options.plan is not None:
-            plan = files.read(self._options.plan, Plan)
-            check_belongs(plan, hosts, str(self._options.plan))
-            plan = replace(plan, provenance=replace(plan.provenance, source="file"))
-            return self._train(bare, job, plan, attempt=0, reason="; ".join(reasons))
-        cached, trouble = self.cache.load()
+            plan, note = self._from_file(self._options.plan, job, hosts)
+            return self._train(bare, job, plan, attempt=0, reason="; ".join([*reasons, *filter(None, [note])]))
+        cached, trouble = self.cache.load(hosts)
         if cached is not None:
-            check_belongs(cached, hosts, str(self.cache.path(PLAN)))
+            self.measurements = self.cache.measurements()
             return self._train(bare, job, cached, attempt=0, reason="; ".join(reasons))
         reasons += [trouble] if trouble else []
         orders = files.dumps(self._probe_options(job, hosts))
         return replace(bare, phase="warmup", reason="; ".join(reasons), probe_options=orders)
 
+    def _from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> tuple[Plan, str]:
+        """Return the plan that the user named, as a plan of this job, and what is to be said about it."""
+        plan = files.read(path, Plan)
+        check_belongs(plan, hosts, str(path))
+        adopted, note = adopt(plan, job, self.cache.key, str(path))
+        self.measurements = None if note else self.cache.measurements()
+        return adopted, note
+
     def _read_job(self, world_size: int, device_kind: str) -> Job:
-        version = megatron.script_version(self._options.script, os.environ)
-        job = megatron.read_job(
+        version = megatron.script_version(self._options.script, self._environ)
+        self._job = job = megatron.read_job(
             self._options.script_arguments,
             world_size=world_size,
             megatron_version=version,
             device_kind=device_kind,
             fix=self._options.fix,
         )
+        self._device_kind = device_kind
         # Known to be Megatron's: without a GPU it needs the patches, whatever becomes of the plan.
         self._patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
         return job
@@ -149,11 +163,11 @@ class Chief:
         return self._guarded(bare, lambda: self._solve(bare, orders, failure))
 
     def _solve(self, bare: Decision, orders: ProbeOptions, failure: str) -> Decision:
+        self._job = orders.job
         if failure:
             raise ProbeError(failure)
         measurements = files.read(Path(orders.output), Measurements)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        key = self.cache.folder.name if self.cache.folder else ""
         plan = solve(
             orders.job,
             measurements,
@@ -164,45 +178,40 @@ class Chief:
                 seed=self._options.seed,
             ),
             clock=time.monotonic,
-            provenance=Provenance(key=key, made_at=now, versions=measurements.versions, source="measured"),
+            provenance=Provenance(key=self.cache.key, made_at=now, versions=measurements.versions, source="measured"),
         )
         trouble = self.cache.save(CLUSTER, measurements) or self.cache.save(PLAN, plan)
-        return self._train(bare, orders.job, plan, attempt=0, reason=trouble, measurements=measurements)
+        self.measurements = measurements
+        return self._train(bare, orders.job, plan, attempt=0, reason=trouble)
 
-    def _train(
-        self,
-        bare: Decision,
-        job: Job,
-        plan: Plan,
-        *,
-        attempt: int,
-        reason: str,
-        measurements: Measurements | None = None,
-    ) -> Decision:
+    def _train(self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str) -> Decision:
         """Write the decision to run a plan's candidate, with the words that its script is given."""
         following = replace(
             bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason, free=attempt > 0
         )
         choice = following.choice
-        layout = choice.layout if choice else job.own
-        needed = megatron.environment(layout, device_kind=plan.device_kind, device_name=self._device_name)
-        if choice is None:
-            # torchrun would have left the user's own variables alone.
-            needed = {name: value for name, value in needed.items() if name not in os.environ}
+        needed = self._environment(choice.layout if choice else job.own, plan.device_kind, is_own=choice is None)
         following = replace(
             following,
-            script_arguments=megatron.write_arguments(self._options.script_arguments, job=job, layout=layout),
+            script_arguments=megatron.write_arguments(
+                self._options.script_arguments, job=job, layout=choice.layout if choice else job.own
+            ),
             environment=needed,
             patches=self._patches,
         )
-        self.measurements = measurements or self.cache.measurements()
         self._leave_record(following, plan)
         if self._options.dry_run:
             return replace(following, phase="stop")
         return following
 
+    def _environment(self, layout: Layout, device_kind: str, *, is_own: bool) -> dict[str, str]:
+        needed = megatron.environment(layout, device_kind=device_kind, device_name=self._device_name)
+        # torchrun would have left the user's own variables alone.
+        return {name: value for name, value in needed.items() if not is_own or name not in self._environ}
+
     def _guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
         """Decide; when that fails, train with the user's own configuration, or stop if the user wants that."""
+        self._job = None
         try:
             return decide()
         except self.interruption:
@@ -214,9 +223,18 @@ class Chief:
             reason = f"planning failed by an error of pipette-launch itself: {type(error).__name__}: {error}"
         if self._options.on_error == "fail" or self._options.dry_run:
             return replace(bare, phase="stop", failed=True, reason=reason)
-        return replace(
-            bare, patches=self._patches, reason=f"{reason}; training with your own configuration as torchrun would"
-        )
+        reason = f"{reason}; training with your own configuration as torchrun would"
+        following = replace(bare, patches=self._patches, reason=reason)
+        return following if self._job is None else self._as_checkpoint_demands(following, self._job)
+
+    def _as_checkpoint_demands(self, following: Decision, job: Job) -> Decision:
+        """Put in the sizes that a checkpoint dictates, without which it cannot be loaded; other words stay."""
+        try:
+            words = megatron.write_arguments(self._options.script_arguments, job=job, layout=job.own)
+        except PipetteError:
+            return following
+        needed = self._environment(job.own, self._device_kind, is_own=True)
+        return replace(following, script_arguments=words, environment=needed)
 
     def _leave_record(self, decision: Decision, plan: Plan) -> None:
         """Leave the plan beside the checkpoints that it will write, for the job that loads them."""

@@ -23,7 +23,8 @@ def warmup(options_file: Path) -> Command:
     return Command(
         entrypoint=os.environ.get("PYTHON_EXEC", sys.executable),
         arguments=("-u", "-m", "pipette_launch.probe.run", str(options_file)),
-        environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        # Not another number of threads than in training: torchrun sets it for several workers, and leaves one alone.
+        environment={},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -41,9 +42,13 @@ WARMUP_GRACE_S = 60.0
 """Imports and set-up of the warm-up, which its budget does not bound."""
 
 
+logger = logging.getLogger(__name__)
+
+
 def launch(args: Namespace, options: Options) -> None:
     """Run a job; returns when it has succeeded, raises as torchrun does when it has not."""
-    folder = Path(tempfile.mkdtemp(prefix="pipette_"))
+    # Made when it is needed: nothing is left of a launcher that a signal ends while it waits for the other nodes.
+    folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
     try:
         start.run(args, lambda meeting: Story(options, meeting, folder))
     finally:
@@ -62,7 +67,7 @@ class Story:
         self._tracker: OutcomeTracker | None = None
         self._step_time_s = 0.0
         self._saved_before = ""
-        self._shown: tuple[str, int] | None = None
+        self._shown: tuple[Plan, int] | None = None
 
     def begin(self, node: Node) -> str:
         """Take what torchrun knows of this node; return the token that names the agent."""
@@ -71,7 +76,9 @@ class Story:
         self._host: Host | None = None
         self._trouble = ""
         self._warnings: tuple[str, ...] = ()
+        self._versions: dict[str, str] = {}
         try:
+            self._versions = inventory.versions()
             self._host = inventory.host(
                 name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
                 address=node.address,
@@ -81,6 +88,10 @@ class Story:
             self._warnings = inventory.busy_devices(self._host)
         except PipetteError as error:
             self._trouble = str(error)
+        except Exception as error:
+            # A driver in disorder, for one: torchrun would not have asked it.
+            logger.exception("this machine cannot be described")
+            self._trouble = f"the machine cannot be described: {type(error).__name__}: {error}"
         return self._token
 
     def record(self, *, attempt: int, verdict: Verdict, failure: str, has_plan: bool) -> NodeRecord:
@@ -93,7 +104,7 @@ class Story:
             num_slots=self._node.num_slots,
             node_rank=self._meeting.node_rank,
             script_digest=files.digest(self._options.script, self._options.script_arguments),
-            versions=inventory.versions(),
+            versions=self._versions,
             attempt=attempt,
             verdict=verdict,
             failure=failure,
@@ -110,16 +121,30 @@ class Story:
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         """Take note of what was decided; the chief tells the user."""
-        choice = decision.choice
-        runs = choice or (decision.plan.own if decision.plan else None)
-        key = decision.plan.provenance.key if decision.plan else ""
-        self._tracker = OutcomeTracker(key, runs) if runs and decision.phase == "train" else None
-        self._step_time_s = runs.step_time_s if runs else 0.0
-        self._saved_before = megatron.saved_iteration(self._options.script_arguments) if runs else ""
-        if key and self._chief.cache.folder is None and self._options.cache:
-            self._chief.cache = Cache(self._options.cache, key)
+        self._begin_attempt(decision)
         if not speaks:
             return
+        try:
+            self._tell(decision)
+        except self._chief.interruption:
+            raise
+        except Exception:
+            logger.exception("the plan could not be shown; the job goes on")
+
+    def _begin_attempt(self, decision: Decision) -> None:
+        """Start to count: no outcome may mix two attempts."""
+        self._tracker, self._step_time_s, self._saved_before = None, 0.0, ""
+        plan = decision.plan
+        if plan is None or decision.phase != "train":
+            return
+        runs = decision.choice or plan.own
+        self._tracker = OutcomeTracker(plan.provenance.key, runs)
+        self._step_time_s = runs.step_time_s
+        self._saved_before = megatron.saved_iteration(self._options.script_arguments)
+        if self._chief.cache.key != plan.provenance.key:
+            self._chief.cache = Cache(self._options.cache, plan.provenance.key)
+
+    def _tell(self, decision: Decision) -> None:
         if decision.reason:
             _say(decision.reason)
         if decision.phase == "warmup":
@@ -131,24 +156,23 @@ class Story:
             self._show_plan(decision, decision.plan)
 
     def _show_plan(self, decision: Decision, plan: Plan) -> None:
+        if self._shown == (plan, decision.attempt):
+            return
+        self._shown = (plan, decision.attempt)
         if decision.attempt > 0:
             choice = decision.choice
             what = (
                 f"the next plan, {choice.layout.words()}" if choice else "your own configuration, in torchrun's order"
             )
             _say(f"that plan cannot start; going on with {what}")
-        screen = ("plan", decision.attempt)
-        if self._shown == screen:
-            return
-        self._shown = screen
-        if decision.attempt == 0:
+        else:
             sys.stderr.write(
                 report.plan_screen(
                     plan,
                     self._chief.measurements,
                     arguments=self._options.script_arguments,
                     new_arguments=decision.script_arguments,
-                    saved_to=self._chief.cache.path(PLAN),
+                    saved_to=self._options.plan or self._chief.cache.path(PLAN),
                 )
             )
             sys.stderr.flush()
@@ -159,6 +183,7 @@ class Story:
             return commands.training(decision, self._options, self._node.entrypoint, self._node.arguments)
         progress = self._folder / "progress"
         shutil.rmtree(progress, ignore_errors=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
         progress.mkdir()
         orders = files.loads(ProbeOptions, decision.probe_options, "the warm-up's orders")
         path = self._folder / "probe-options.json"

@@ -1,0 +1,79 @@
+"""Whether a plan that was made before may run a job, and what it becomes there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipette_launch.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipette_launch.facts import Choice, Host, Job, Plan
+
+
+def check_belongs(plan: Plan, hosts: Sequence[Host], source: str) -> None:
+    """Raise PlanError unless a plan is for these hosts and devices."""
+    here = sorted(host.name for host in hosts)
+    if sorted(plan.hosts) != here:
+        raise PlanError(
+            f"{source}: the plan is for the hosts {', '.join(sorted(plan.hosts))}; this job runs on {', '.join(here)}"
+        )
+    devices = len(hosts[0].devices)
+    if plan.devices_per_host != devices:
+        raise PlanError(f"{source}: the plan is for {plan.devices_per_host} devices a host; this job has {devices}")
+    kind = hosts[0].devices[0].kind
+    if plan.device_kind != kind:
+        raise PlanError(f"{source}: the plan is for {plan.device_kind} devices; this job has {kind}")
+
+
+def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
+    """Make a plan from a file the plan of this job; returns what the user should know about it, or nothing.
+
+    Args:
+        plan: as the file has it.
+        job: what it is to run.
+        key: of this job.
+        source: the file.
+
+    Raises:
+        PlanError: the plan changes what this job pins.
+
+    """
+    # The record beside a checkpoint keeps its own configuration; in another job that is a configuration like any other.
+    keeps_own = plan.keeps_own and plan.chosen.layout == job.own
+    if not keeps_own:
+        _check_pins(plan.chosen, job, source)
+    own = plan.own
+    if own.layout != job.own:
+        own = replace(own, layout=job.own, placement=tuple(range(job.own.world_size)))
+    adopted = replace(
+        plan,
+        keeps_own=keeps_own,
+        alternatives=tuple(choice for choice in plan.alternatives if not _changed_pins(choice, job)),
+        own=own,
+        provenance=replace(plan.provenance, key=key, source="file"),
+    )
+    if plan.provenance.key == key:
+        return adopted, ""
+    note = (
+        f"{source} was made for another job, other machines or other versions (its key is {plan.provenance.key}, this "
+        f"job's is {key}): its predictions may not hold here"
+    )
+    return replace(adopted, notes=(*adopted.notes, note)), note
+
+
+def _changed_pins(choice: Choice, job: Job) -> list[str]:
+    return [name for name in job.pinned if getattr(choice.layout, name) != getattr(job.own, name)]
+
+
+def _check_pins(choice: Choice, job: Job, source: str) -> None:
+    changed = _changed_pins(choice, job)
+    if changed:
+        name = changed[0]
+        raise PlanError(
+            f"{source}: the plan has {name}={getattr(choice.layout, name)}, and this job pins "
+            f"{name}={getattr(job.own, name)}; pinned are {', '.join(job.pinned)}, because: "
+            f"{'; '.join(job.notes) or '--pipette-fix'}"
+        )

@@ -1,0 +1,97 @@
+"""Small jobs for tests of the launch room: records of nodes, options, plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from facts_for_tests import tiny_cluster
+from megatron_lines import SMALL
+
+from pipette_launch.facts import Choice, Layout, Plan, Provenance
+from pipette_launch.facts.round import Decision, NodeRecord
+from pipette_launch.launch.chief import Chief
+from pipette_launch.launch.options import Options
+
+SCRIPT = str(Path(__file__).parent.parent / "end_to_end" / "echo.py")
+ARGUMENTS = (*SMALL, "--transformer-impl", "local")
+
+
+def records(count: int = 2, **changes: Any) -> list[NodeRecord]:
+    """What nodes of two CPU slots each say of themselves before anything ran."""
+    return [
+        replace(
+            NodeRecord(
+                token=f"token-{host.name}",
+                host=host,
+                trouble="",
+                warnings=(),
+                num_slots=2,
+                node_rank=-1,
+                script_digest="d",
+                versions={"torch": "2.13.0"},
+                attempt=-1,
+                verdict="none",
+                failure="",
+                has_plan=False,
+            ),
+            **changes,
+        )
+        for host in tiny_cluster(hosts=count).hosts
+    ]
+
+
+def options(*more: str, arguments: tuple[str, ...] = ARGUMENTS, **changes: Any) -> Options:
+    """What the user asked for."""
+    return Options(
+        script=SCRIPT, script_arguments=(*arguments, *more), runs_python=True, is_module=False, seed=0, **changes
+    )
+
+
+def chief(folder: Path, asked: Options) -> Chief:
+    """The one who decides."""
+    return Chief(asked, folder)
+
+
+def choice(layout: Layout, placement: tuple[int, ...] | None = None) -> Choice:
+    """One way to run the job."""
+    return Choice(
+        layout=layout,
+        placement=placement or tuple(range(layout.world_size))[::-1],
+        schedule="1f1b",
+        step_time_s=1.0,
+        breakdown_s={"compute": 1.0},
+        peak_memory_bytes=(1 << 20,) * layout.pp,
+        memory_limit_bytes=1 << 30,
+        bound_s=1.0,
+    )
+
+
+def plan(
+    *layouts: Layout, key: str = "k", hosts: tuple[str, ...] = ("node0", "node1"), keeps_own: bool = False
+) -> Plan:
+    """A plan with these candidates."""
+    chosen, *others = layouts
+    own = Layout(dp=chosen.world_size)
+    return Plan(
+        hosts=hosts,
+        devices_per_host=chosen.world_size // len(hosts),
+        device_kind="cpu",
+        chosen=choice(chosen),
+        alternatives=tuple(choice(layout) for layout in others),
+        own=choice(own, tuple(range(own.world_size))),
+        keeps_own=keeps_own,
+        reasons=("It was written by hand.",),
+        notes=(),
+        num_layouts=1,
+        dropped={},
+        solve_s=0.0,
+        provenance=Provenance(key=key, made_at="", versions={}, source="measured"),
+    )
+
+
+def value(decision: Decision, flag: str) -> str | None:
+    """What the script is given for a flag."""
+    words = decision.script_arguments or ()
+    return words[words.index(flag) + 1] if flag in words else None

@@ -6,9 +6,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipette_launch.megatron.logs import OUT_OF_MEMORY
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pipette_launch.facts import Choice
     from pipette_launch.facts.round import Decision, NodeRecord
 
 
@@ -51,10 +54,21 @@ def decide(records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision |
     ended = [record for record in records if record.attempt == held.attempt]
     proven = held.proven or any(record.verdict == "after-first-iteration" for record in ended)
     died = [record for record in ended if record.verdict == "before-first-iteration"]
-    if died and not proven and held.choice is not None:
+    if died and not proven and held.plan is not None and held.choice is not None:
         named = sorted({record.failure for record in died if record.failure})
-        return TryNext(attempt=held.attempt + 1, reason=named[0] if named else "the job died")
+        short = any(OUT_OF_MEMORY in reason for reason in named)
+        attempt = _next_attempt(held.plan.candidates(), held.attempt, needs_less=short)
+        return TryNext(attempt=attempt, reason=named[0] if named else "the job died")
     return Keep(proven=proven)
+
+
+def _next_attempt(candidates: Sequence[Choice], attempt: int, *, needs_less: bool) -> int:
+    """The next candidate, of those that need less memory if that ran out; past the last, the user's own."""
+    held = max(candidates[attempt].peak_memory_bytes)
+    for index in range(attempt + 1, len(candidates)):
+        if not needs_less or max(candidates[index].peak_memory_bytes) < held:
+            return index
+    return len(candidates)
 
 
 def unique_names(records: Sequence[NodeRecord]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from facts_for_tests import tiny_cluster
 
 from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
@@ -116,6 +117,19 @@ def test_a_plan_that_cannot_start_gives_way() -> None:
     died = record("a", attempt=0, verdict="before-first-iteration", failure="rank 0 ended with exit code 1")
 
     assert TryNext(attempt=1, reason="rank 0 ended with exit code 1") == decide([died], ["a"], decision("a"))
+
+
+@pytest.mark.parametrize(("peaks", "expected"), [((9, 9, 10, 8), 3), ((9, 9, 9), 3), ((9, 5), 1)])
+def test_a_plan_that_ran_out_of_memory_gives_way_to_one_that_needs_less(peaks: tuple[int, ...], expected: int) -> None:
+    """Candidates that need as much are not tried; where none needs less the user's own configuration is next."""
+    held = decision("a")
+    assert held.plan is not None
+    first, *others = [replace(held.plan.chosen, peak_memory_bytes=(1, peak)) for peak in peaks]
+    held = replace(held, plan=replace(held.plan, chosen=first, alternatives=tuple(others)))
+    why = "rank 0 ended with exit code 1: out of memory: NCCL's buffers"
+    died = record("a", attempt=0, verdict="before-first-iteration", failure=why)
+
+    assert TryNext(attempt=expected, reason=why) == decide([died], ["a"], held)
 
 
 def test_the_users_own_configuration_is_the_last_resort() -> None:

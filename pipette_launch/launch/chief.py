@@ -106,8 +106,8 @@ class Chief:
             self._options.cache, key_of(hosts, job, records[0].versions, settings, environ=self._environ)
         )
         if self._options.plan is not None:
-            plan, note = self._from_file(self._options.plan, job, hosts)
-            return self._train(bare, job, plan, attempt=0, reason="; ".join([*reasons, *filter(None, [note])]))
+            plan = self._from_file(self._options.plan, job, hosts)
+            return self._train(bare, job, plan, attempt=0, reason="; ".join(reasons))
         cached, trouble = self.cache.load(hosts)
         if cached is not None:
             self.measurements = self.cache.measurements()
@@ -116,13 +116,13 @@ class Chief:
         orders = files.dumps(self._probe_options(job, hosts))
         return replace(bare, phase="warmup", reason="; ".join(reasons), probe_options=orders)
 
-    def _from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> tuple[Plan, str]:
-        """Return the plan that the user named, as a plan of this job, and what is to be said about it."""
+    def _from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
+        """Return the plan that the user named, as a plan of this job; the screen shows its notes."""
         plan = files.read(path, Plan)
         check_belongs(plan, hosts, str(path))
         adopted, note = adopt(plan, job, self.cache.key, str(path))
         self.measurements = None if note else self.cache.measurements()
-        return adopted, note
+        return adopted
 
     def _read_job(self, world_size: int, device_kind: str) -> Job:
         version = megatron.script_version(self._options.script, self._environ)

@@ -244,6 +244,27 @@ def test_a_script_run_as_a_function(tmp_path: Path) -> None:
     assert ["rank 0", "rank 1"] == sorted(line for line in text.splitlines() if line.startswith("rank"))
 
 
+def test_a_node_that_was_done_comes_back_for_one_that_failed(tmp_path: Path) -> None:
+    """Workers need their peers: when one node tries the next plan, those that had finished start again too."""
+    script = (
+        "import os, sys, time, pathlib\n"
+        "out = pathlib.Path(sys.argv[1])\n"
+        "first = os.environ['ATTEMPT'] == '0'\n"
+        "(out / ('ran-' + os.environ['RANK'] + '-' + os.environ['ATTEMPT'])).touch()\n"
+        "if os.environ['RANK'] == '1' and first:\n"
+        "    time.sleep(2)\n"
+        "    sys.exit('too late')\n"
+    )
+    flags = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}"]
+    agents = [start(tmp_path, {"placements": [[1, 0]]}, {}, *flags, node=node, script=script) for node in "ab"]
+
+    codes, text = finish(*agents)
+
+    assert [0, 0] == codes, text
+    assert {"ran-0-0", "ran-1-0", "ran-0-1", "ran-1-1"} == {path.name for path in tmp_path.glob("ran-*")}
+    assert "SHOW train attempt=1 reason=rank 1 ended with exit code 1: too late" in text
+
+
 def test_a_bad_warmup_ends_on_every_node(tmp_path: Path) -> None:
     """One dead warm-up worker ends the phase on the other node too, within the same round."""
     warmup = "import os, sys, time; sys.exit(3) if os.environ['RANK'] == '3' else time.sleep(600)"

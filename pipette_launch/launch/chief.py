@@ -17,8 +17,6 @@ from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, key_of
 from pipette_launch.launch.reuse import adopt, check_belongs
 from pipette_launch.probe.options import ProbeOptions
-from pipette_launch.search.enumerate import compute_cases, layouts
-from pipette_launch.search.solve import SolveOptions, solve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,6 +137,9 @@ class Chief:
         return job
 
     def _probe_options(self, job: Job, hosts: tuple[Host, ...]) -> ProbeOptions:
+        # The search is imported where it is used: a start from the cache does without it.
+        from pipette_launch.search.enumerate import compute_cases, layouts
+
         legal = layouts(
             job,
             world_size=len(hosts) * len(hosts[0].devices),
@@ -164,6 +165,8 @@ class Chief:
 
     def _solve(self, bare: Decision, orders: ProbeOptions, failure: str) -> Decision:
         self._job = orders.job
+        from pipette_launch.search.solve import SolveOptions, solve
+
         if failure:
             raise ProbeError(failure)
         measurements = files.read(Path(orders.output), Measurements)

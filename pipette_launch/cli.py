@@ -92,12 +92,13 @@ def options_from(args: Namespace) -> Options:
         raise UsageError(
             f"{late[0]} stands behind the script, where flags are the script's own; put it before the script"
         )
+    runs_python = not args.no_python and not args.run_path
     fix = tuple(name.strip() for name in args.pipette_fix.split(",") if name.strip())
     fixed_fields(fix)
-    return Options(
+    options = Options(
         script=args.training_script,
         script_arguments=tuple(args.training_script_args),
-        runs_python=not args.no_python and not args.run_path,
+        runs_python=runs_python,
         is_module=args.module,
         plan=Path(args.pipette_plan) if args.pipette_plan else None,
         fix=fix,
@@ -109,6 +110,9 @@ def options_from(args: Namespace) -> Options:
         cache=_cache(args.pipette_cache),
         dry_run=args.pipette_dry_run,
     )
+    if runs_python and not args.module and not Path(args.training_script).exists():
+        raise UsageError(f"{args.training_script}: no such file; name the script that torchrun would run")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -79,9 +79,10 @@ def outcome_line(outcome: Outcome, saved_to: Path | None) -> str:
     measured = outcome.measured_step
     shaky = f", spread {measured.spread:.0%}: unstable" if measured.is_unstable else ""
     where = f" ({saved_to})" if saved_to is not None else ""
+    off = f"{abs(outcome.error):.1%} too {'long' if outcome.error > 0 else 'short'}"
     return (
-        f"{outcome.layout.words()}: measured {seconds_text(measured.median_s)} a step over {len(measured.values_s)} "
-        f"iterations{shaky}, predicted {seconds_text(outcome.predicted_step_s)} ({outcome.error:+.1%}){where}"
+        f"{outcome.layout.words()}: measured {seconds_text(measured.median_s)} a step up to iteration "
+        f"{outcome.last_iteration}{shaky}, predicted {seconds_text(outcome.predicted_step_s)}, {off}{where}"
     )
 
 
@@ -119,7 +120,9 @@ def _measured(plan: Plan, measurements: Measurements | None) -> Iterator[Text]:
     took_s = sum(measurements.phase_s.values())
     yield _text(
         f"{hosts} {_plural('host', hosts)} x {devices} {cluster.device_kind} ({', '.join(names)}, "
-        f"{bytes_text(cluster.memory_bytes)} free)" + (f" in {seconds_text(took_s)}" if took_s else "")
+        f"{bytes_text(cluster.memory_bytes)} free)"
+        + (f" in {seconds_text(took_s)}" if took_s else "")
+        + ("" if plan.provenance.source == "measured" else f"; kept from {plan.provenance.made_at}, not measured now")
     )
     yield from _links("between hosts", [cluster.between_hosts], lambda _, index: cluster.hosts[index].name)
     yield from _links(

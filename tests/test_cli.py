@@ -103,6 +103,7 @@ def checked_options(words: list[str]) -> Options:
         (["--pipette-budget=-1", "train.py"], "--pipette-budget must be above 0 seconds, got -1"),
         (["--pipette-margin=2", "train.py"], "--pipette-margin must be at least 0 and below 1"),
         (["--pipette-fix=tp,pq", "train.py"], "pq"),
+        (["nowhere.py"], "nowhere.py: no such file"),
         (["train.py", "--pipette-budget=5"], "--pipette-budget=5 stands behind the script"),
     ],
 )

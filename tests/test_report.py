@@ -114,6 +114,7 @@ def test_the_outcome_in_one_line() -> None:
         predicted_step_s=0.110,
         measured_step=Samples(values_s=(0.1, 0.1, 0.1), warmup_s=(0.9,)),
         first_iteration=1,
+        last_iteration=20,
         losses=("1.0",) * 4,
     )
     shaky = Outcome(
@@ -123,14 +124,17 @@ def test_the_outcome_in_one_line() -> None:
         predicted_step_s=1.0,
         measured_step=Samples(values_s=(1.0, 2.0, 3.0)),
         first_iteration=1,
+        last_iteration=20,
         losses=(),
     )
 
     assert outcome_line(outcome, Path("/cache/outcome.json")) == (
-        "tp2 pp1 dp2 mbs1: measured 100 ms a step over 3 iterations, predicted 110 ms (+10.0%) (/cache/outcome.json)"
+        "tp2 pp1 dp2 mbs1: measured 100 ms a step up to iteration 20, predicted 110 ms, 10.0% too long "
+        "(/cache/outcome.json)"
     )
     assert outcome_line(shaky, None) == (
-        "tp1 pp1 dp1 mbs1: measured 2.00 s a step over 3 iterations, spread 50%: unstable, predicted 1.00 s (-50.0%)"
+        "tp1 pp1 dp1 mbs1: measured 2.00 s a step up to iteration 20, spread 50%: unstable, predicted 1.00 s, 50.0% "
+        "too short"
     )
 
 

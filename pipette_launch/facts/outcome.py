@@ -24,6 +24,8 @@ class Outcome:
     measured_step: Samples
     """Step times as the script printed them; the first ones are warm-ups."""
     first_iteration: int
+    last_iteration: int
+    """One logged line may stand for several iterations."""
     losses: tuple[str, ...]
     """The loss of each of those iterations, as printed; empty text where none was."""
 

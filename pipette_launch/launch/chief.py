@@ -86,12 +86,15 @@ class Chief:
                 hosts=bare.hosts,
                 num_slots=bare.num_slots,
                 proven=step.proven,
-                reason="",
+                reason=_restart_words(records),
                 free=False,
             )
         if held is not None and held.plan is not None and isinstance(step, replan.TryNext):
             job = self._read_job(sum(bare.num_slots), held.plan.device_kind)
-            return self._train(bare, job, held.plan, attempt=step.attempt, reason=step.reason)
+            # Words that the user wrote are refused under every plan alike.
+            own_fault = megatron.refused_flags(step.reason) & set(self._options.script_arguments)
+            attempt = len(held.plan.candidates()) if own_fault else step.attempt
+            return self._train(bare, job, held.plan, attempt=attempt, reason=step.reason)
         return self._first(bare, records, step.reason if isinstance(step, replan.Measure) else "")
 
     def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
@@ -278,6 +281,12 @@ def _hosts(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host, .
     if len(set(ranks)) < len(ranks) and min(ranks) >= 0:
         raise ClusterError(f"two nodes have the same --node-rank: {sorted(ranks)}")
     return tuple(replace(record.host, name=name) for record, name in zip(records, names, strict=True) if record.host)
+
+
+def _restart_words(records: Sequence[NodeRecord]) -> str:
+    """Say why workers start again under what they ran before; empty when only the nodes changed."""
+    failures = sorted({record.failure for record in records if record.failure})
+    return f"{failures[0]}; starting again under the same plan" if failures else ""
 
 
 def _warnings(records: Sequence[NodeRecord]) -> list[str]:

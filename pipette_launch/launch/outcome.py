@@ -47,5 +47,6 @@ class OutcomeTracker:
                 warmup_s=tuple(seen.step_time_s for seen in warm_ups),
             ),
             first_iteration=first,
+            last_iteration=line.iteration,
             losses=tuple(seen.loss or "" for seen in self._lines),
         )

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pipette_launch.facts.round import Verdict
     from pipette_launch.launch.options import Options
 
+SHOWN_HOSTS = 4
 WARMUP_GRACE_S = 60.0
 """Imports and set-up of the warm-up, which its budget does not bound."""
 
@@ -149,7 +150,8 @@ class Story:
             _say(decision.reason)
         if decision.phase == "warmup":
             _say(
-                f"measuring {len(decision.hosts)} host(s) x {decision.num_slots[0]} slot(s), "
+                f"measuring {sum(decision.num_slots)} slots on {', '.join(decision.hosts[:SHOWN_HOSTS])}"
+                f"{' and others' if len(decision.hosts) > SHOWN_HOSTS else ''}, "
                 f"at most about {self._options.budget_s:.0f} s"
             )
         elif decision.plan is not None:

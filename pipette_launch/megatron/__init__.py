@@ -2,7 +2,13 @@
 
 from pipette_launch.megatron.checkpoint import record_path, saved_iteration
 from pipette_launch.megatron.environment import environment, script_version
-from pipette_launch.megatron.logs import RERUN_EXIT_CODES, Iteration, explain_failure, parse_iteration
+from pipette_launch.megatron.logs import (
+    RERUN_EXIT_CODES,
+    Iteration,
+    explain_failure,
+    parse_iteration,
+    refused_flags,
+)
 from pipette_launch.megatron.pins import fixed_fields
 from pipette_launch.megatron.read import read_job
 from pipette_launch.megatron.write import write_arguments
@@ -16,6 +22,7 @@ __all__ = [
     "parse_iteration",
     "read_job",
     "record_path",
+    "refused_flags",
     "saved_iteration",
     "script_version",
     "write_arguments",

@@ -34,7 +34,10 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
     made 755 Mbit/s of a 300 Mbit/s link whose middle size was disturbed.) Where time does not grow with size, the line
     is the pessimistic one: the smallest time as latency, and what the largest message took as its transfer time.
     """
-    points = list(zip(sizes_bytes, (max(value, 1e-9) for value in seconds), strict=True))
+    # A smaller message takes no longer than a larger one: what a disturbance says otherwise is put right first, or it
+    # would pass for latency, and the link would look as fast as can be.
+    steady = reversed(list(accumulate(reversed(seconds), min)))
+    points = list(zip(sizes_bytes, (max(value, 1e-9) for value in steady), strict=True))
     slopes = sorted(((b_s - a_s) / (b - a), b - a) for (a, a_s), (b, b_s) in combinations(points, 2))
     seconds_per_byte = _weighted_median(slopes)
     if seconds_per_byte <= 0:

@@ -207,7 +207,20 @@ def test_a_restart_keeps_everything(tmp_path: Path) -> None:
     kept = chief(tmp_path, options()).decide(died, held)
     again = chief(tmp_path, options()).decide([replace(node, verdict="before-first-iteration") for node in died], kept)
 
-    assert replace(held, reason="", proven=True) == kept == again
+    assert replace(held, reason="x; starting again under the same plan", proven=True) == kept == again
+
+
+def test_words_that_the_user_wrote_are_no_plans_fault(tmp_path: Path) -> None:
+    """A flag of the user's that the script does not know is refused under every plan: none of them is tried."""
+    spare = plan(PP)
+    two = replace(spare, alternatives=(spare.chosen,))
+    held = from_file(tmp_path, two, "--numlayers", "8").decide(records(), None)
+    refused = "rank 0 ended with exit code 2: the script does not know the flags --numlayers 8"
+    died = [replace(node, attempt=0, verdict="before-first-iteration", failure=refused) for node in records()]
+
+    after = from_file(tmp_path, two, "--numlayers", "8").decide(died, held)
+
+    assert (2, None, refused) == (after.attempt, after.choice, after.reason)
 
 
 def test_the_record_beside_the_checkpoints_is_what_runs(tmp_path: Path) -> None:

@@ -33,6 +33,14 @@ def test_the_fit_recovers_a_planted_line(latency_s: float, bandwidth: float) -> 
     assert line.seconds_per_byte == pytest.approx(1 / bandwidth, rel=1e-3, abs=1e-15)
 
 
+def test_a_disturbed_small_message_is_no_latency() -> None:
+    """Two milliseconds for eight bytes, when more bytes took a tenth of it, do not make a link infinitely fast."""
+    line = fit_line((8, 64 << 10, 1 << 20), (2.0e-3, 0.2e-3, 2.0e-3))
+
+    assert line.latency_s <= 0.2e-3
+    assert 1.8e-3 / (1 << 20) == pytest.approx(line.seconds_per_byte, rel=0.01)
+
+
 @pytest.mark.parametrize("disturbed", range(4))
 def test_one_disturbed_size_does_not_bend_the_line(disturbed: int) -> None:
     """A size that took five times as long leaves the latency unless it is the smallest, the slope unless largest."""

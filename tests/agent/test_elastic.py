@@ -93,21 +93,22 @@ def test_two_nodes_with_rank_0_on_the_second(tmp_path: Path) -> None:
     assert {6} == {entry["sum"] for entry in got.values()}
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_a_plan_that_cannot_start_gives_way(tmp_path: Path, num_nodes: int) -> None:
-    """Without restarts to spend, the next plan and at last the user's own configuration are started."""
+@pytest.mark.parametrize(("num_nodes", "restarts"), [(1, 1), (2, 0)])
+def test_a_plan_that_cannot_start_gives_way(tmp_path: Path, num_nodes: int, restarts: int) -> None:
+    """The next plan and at last the user's own configuration are started, and no restart is spent on it."""
     flags = two_nodes(free_port()) if num_nodes == 2 else ["--nproc-per-node=2"]
     slots = 2 * num_nodes
     placements = [list(range(slots))[::-1], list(range(slots))]
+    orders = {"refuse": ["0", "1"], "iterations": 5, **({"die_once": 0} if restarts else {})}
     agents = [
-        start(tmp_path, {"placements": placements}, {"refuse": ["0", "1"]}, *flags, node=node)
+        start(tmp_path, {"placements": placements}, orders, *flags, f"--max-restarts={restarts}", node=node)
         for node in "ab"[:num_nodes]
     ]
 
     codes, text = finish(*agents)
 
     assert [0] * num_nodes == codes, text
-    assert {f"{rank}-0" for rank in range(slots)} == set(seen(tmp_path))
+    assert {f"{rank}-{begun}" for rank in range(slots) for begun in range(restarts + 1)} == set(seen(tmp_path))
     assert {"2"} == {entry["ATTEMPT"] for entry in seen(tmp_path).values()}
     assert "SHOW train attempt=2 reason=rank 0 ended with exit code 1: it was refused" in text
 

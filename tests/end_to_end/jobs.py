@@ -55,6 +55,7 @@ def environment(folder: Path, **changes: str) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}",
         "XDG_CACHE_HOME": str(folder / "cache"),
+        "TMPDIR": str(folder),
         "SLURMD_NODENAME": HOST,
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",

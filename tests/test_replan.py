@@ -68,14 +68,6 @@ def decision(*hosts: str, attempt: int = 0, phase: Any = "train") -> Decision:
         num_slots=(2,) * len(hosts),
         plan=plan,
         attempt=attempt,
-        proven=False,
-        script_arguments=None,
-        environment={},
-        patches=(),
-        reason="",
-        failed=False,
-        free=False,
-        probe_options="",
     )
 
 

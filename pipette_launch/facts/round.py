@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
@@ -53,24 +53,24 @@ class Decision:
     hosts: tuple[str, ...]
     """Their host names, made unique."""
     num_slots: tuple[int, ...]
-    plan: Plan | None
-    attempt: int
+    plan: Plan | None = None
+    attempt: int = 0
     """Which of the plan's candidates to run; past the last one, the user's own configuration."""
-    proven: bool
+    proven: bool = False
     """The candidate has trained: whatever ends it now, it is no plan that cannot start."""
-    script_arguments: tuple[str, ...] | None
+    script_arguments: tuple[str, ...] | None = None
     """What the script is given; None for the user's own words, untouched."""
-    environment: dict[str, str]
+    environment: dict[str, str] = field(default_factory=dict)
     """Variables that the workers get beside torchrun's own."""
-    patches: tuple[str, ...]
+    patches: tuple[str, ...] = ()
     """Replacements in megatron-core that the script runs under, by name."""
-    reason: str
+    reason: str = ""
     """What to tell the user about this step; empty when there is nothing to tell."""
-    failed: bool
+    failed: bool = False
     """`stop` because something went wrong, not because the user asked for no more."""
-    free: bool
+    free: bool = False
     """The step is our own doing and is not charged to `--max-restarts`."""
-    probe_options: str
+    probe_options: str = ""
     """The warm-up's orders, a document of the probe; empty in other phases."""
 
     def __post_init__(self) -> None:

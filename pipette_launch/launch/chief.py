@@ -63,16 +63,6 @@ class Chief:
             tokens=tuple(record.token for record in ordered),
             hosts=names,
             num_slots=tuple(record.num_slots for record in ordered),
-            plan=None,
-            attempt=0,
-            proven=False,
-            script_arguments=None,
-            environment={},
-            patches=(),
-            reason="",
-            failed=False,
-            free=False,
-            probe_options="",
         )
         return self._guarded(bare, lambda: self._decide(bare, ordered, held))
 
@@ -167,9 +157,9 @@ class Chief:
         return self._guarded(bare, lambda: self._solve(bare, orders, failure))
 
     def _solve(self, bare: Decision, orders: ProbeOptions, failure: str) -> Decision:
-        self._job = orders.job
         from pipette_launch.search.solve import SolveOptions, solve
 
+        self._job = orders.job
         if failure:
             raise ProbeError(failure)
         measurements = files.read(Path(orders.output), Measurements)

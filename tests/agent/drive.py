@@ -61,15 +61,7 @@ class ScriptedConductor:
             hosts=hosts,
             num_slots=tuple(record.num_slots for record in records),
             plan=self.plan(hosts),
-            attempt=0,
-            proven=False,
-            script_arguments=None,
             environment={"PLANNED": "yes"},
-            patches=(),
-            reason="",
-            failed=False,
-            free=False,
-            probe_options="",
         )
 
     def plan(self, hosts: Any) -> Plan | None:

@@ -12,16 +12,6 @@ DECISION = Decision(
     tokens=("t",),
     hosts=("a",),
     num_slots=(2,),
-    plan=None,
-    attempt=0,
-    proven=False,
-    script_arguments=None,
-    environment={},
-    patches=(),
-    reason="",
-    failed=False,
-    free=False,
-    probe_options="",
 )
 
 

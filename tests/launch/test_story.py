@@ -42,15 +42,7 @@ def decision(made: Plan | None = TWO, **changes: Any) -> Decision:
         hosts=("node0", "node1"),
         num_slots=(2, 2),
         plan=made,
-        attempt=0,
-        proven=False,
         script_arguments=("--lr", "1"),
-        environment={},
-        patches=(),
-        reason="",
-        failed=False,
-        free=False,
-        probe_options="",
     )
     return replace(plain, **changes)
 

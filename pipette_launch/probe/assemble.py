@@ -42,13 +42,7 @@ def assemble(
     between, notes_between = _matrix(
         fits, [host * options.devices_per_host for host in range(len(options.hosts))], "between hosts"
     )
-    within, notes_within = [], []
-    for host in range(len(options.hosts)):
-        first = host * options.devices_per_host
-        slots = list(range(first, first + options.devices_per_host))
-        links, notes = _matrix(fits, slots, f"within {options.hosts[host].name}")
-        within.append(links)
-        notes_within += notes
+    within, notes_within = _within_hosts(fits, options)
     said = tuple(dict.fromkeys(note for result in results for note in result.notes))
     if not any(result.compute for result in results):
         raise ProbeError(f"no slot could measure a layer: {'; '.join(said) or 'no reason was given'}")
@@ -63,7 +57,7 @@ def assemble(
         for time in result.compute
     )
     return Measurements(
-        cluster=Cluster(hosts=options.hosts, between_hosts=between, within_host=tuple(within), slot_speed=speeds),
+        cluster=Cluster(hosts=options.hosts, between_hosts=between, within_host=within, slot_speed=speeds),
         compute=compute,
         collectives=_sends(fits, options) + _collectives(options, results),
         memory=tuple(reading for result in results for reading in result.memory),
@@ -138,6 +132,16 @@ def _times(samples: Samples, factor: float) -> Samples:
         values_s=tuple(value * factor for value in samples.values_s),
         warmup_s=tuple(value * factor for value in samples.warmup_s),
     )
+
+
+def _within_hosts(fits: LinkFits, options: ProbeOptions) -> tuple[tuple[Links, ...], list[str]]:
+    """Fill the matrix of every host's own devices, and say what had to be assumed."""
+    size = options.devices_per_host
+    filled = [
+        _matrix(fits, range(index * size, (index + 1) * size), f"within {host.name}")
+        for index, host in enumerate(options.hosts)
+    ]
+    return tuple(links for links, _ in filled), [note for _, notes in filled for note in notes]
 
 
 def _matrix(fits: LinkFits, slots: Sequence[int], where: str) -> tuple[Links, list[str]]:

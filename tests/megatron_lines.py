@@ -21,7 +21,15 @@ def job(
     version: str = "0.16.1",
     device_kind: str = "cuda",
     fix: Sequence[str] = (),
+    for_prediction: bool = False,
 ) -> Job:
     """Read the small job with more flags, each a string of words."""
     argv = [*base, *(word for text in more for word in text.split())]
-    return read_job(argv, world_size=world_size, megatron_version=version, device_kind=device_kind, fix=fix)
+    return read_job(
+        argv,
+        world_size=world_size,
+        megatron_version=version,
+        device_kind=device_kind,
+        fix=fix,
+        for_prediction=for_prediction,
+    )

@@ -11,7 +11,7 @@ from pipette_launch.facts.measurements import (
     MemoryReading,
     Samples,
 )
-from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.model import LatentAttention, ModelSpec
 from pipette_launch.facts.plan import Choice, Plan, Provenance
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Device",
     "Host",
     "Job",
+    "LatentAttention",
     "Layout",
     "Links",
     "Measurements",

@@ -1,7 +1,8 @@
 """The one file format: strict JSON of frozen dataclasses, written atomically.
 
 A document is a dataclass with two class variables, `KIND` and `SCHEMA_VERSION`. Reading refuses an unknown kind,
-version, field or type, and names file and field; nothing is guessed.
+version, field or type, and names file and field; nothing is guessed. A field whose metadata says `added_later` may be
+missing, and then has its default: the value that files of earlier releases meant.
 """
 
 from __future__ import annotations
@@ -139,10 +140,11 @@ def _fact(kind: Any, value: Any, where: str) -> Any:
     unknown = sorted(set(value) - set(hints))
     if unknown:
         raise FileFormatError(f"{where}: unknown field {unknown[0]!r}")
-    missing = sorted(set(hints) - set(value))
+    added_later = {field.name for field in dataclasses.fields(kind) if field.metadata.get("added_later")}
+    missing = sorted(set(hints) - set(value) - added_later)
     if missing:
         raise FileFormatError(f"{where}: field {missing[0]!r} is missing")
-    fields = {name: from_plain(hint, value[name], f"{where}: {name}") for name, hint in hints.items()}
+    fields = {name: from_plain(hint, value[name], f"{where}: {name}") for name, hint in hints.items() if name in value}
     try:
         return kind(**fields)
     except FactError as error:

@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pipette_launch.errors import FactError
+
+ADDED_LATER = {"added_later": True}
+"""Metadata of a field that files of an earlier release lack: reading them takes the default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttention:
+    """Multi-latent attention (DeepSeek-V2, arXiv 2405.04434): queries, keys and values through low-rank latents.
+
+    Field names are Megatron's. One head has `qk_head_dim + qk_pos_emb_head_dim` channels of query and key, and
+    `v_head_dim` of value.
+    """
+
+    q_lora_rank: int | None
+    """Channels of the query's latent; None = queries come from the hidden state by one matrix."""
+    kv_lora_rank: int
+    qk_head_dim: int
+    """Channels of one head that carry no position."""
+    qk_pos_emb_head_dim: int
+    """Channels that carry the rotary position, shared by all heads of the key."""
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise FactError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def query_channels(self) -> int:
+        """Channels of one head's query, and of its key."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +76,12 @@ class ModelSpec:
     moe_ffn_hidden_size: int
     moe_shared_expert_intermediate_size: int
     """0 without a shared expert."""
+    latent_attention: LatentAttention | None = field(default=None, metadata=ADDED_LATER)
+    """Multi-latent attention; `num_query_groups` and `kv_channels` then say nothing."""
+    mtp_num_layers: int = field(default=0, metadata=ADDED_LATER)
+    """Depths of multi-token prediction, each with a transformer layer of its own on the last pipeline rank."""
+    qk_layernorm: bool = field(default=False, metadata=ADDED_LATER)
+    """Query and key (with latent attention: their latents) are normalised."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -64,6 +102,8 @@ class ModelSpec:
                 f"num_query_groups={self.num_query_groups} does not divide "
                 f"num_attention_heads={self.num_attention_heads}"
             )
+        if self.mtp_num_layers < 0:
+            raise FactError(f"mtp_num_layers must not be negative, got {self.mtp_num_layers}")
         if len(self.moe_layer_freq) != (self.num_layers if self.num_experts else 0):
             raise FactError(f"moe_layer_freq has {len(self.moe_layer_freq)} entries for {self.num_layers} layers")
 

@@ -6,7 +6,7 @@ import ast
 from typing import Any
 
 from pipette_launch.errors import FactError, MegatronError
-from pipette_launch.facts import ModelSpec
+from pipette_launch.facts import LatentAttention, ModelSpec
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import num_layers_of
 from pipette_launch.megatron.vocabulary import Vocabulary
@@ -81,6 +81,9 @@ def read_model(arguments: Arguments, vocabulary: Vocabulary, *, device_kind: str
             if device_kind == "cpu"
             else _choice(arguments, "transformer_impl", ("local", "transformer_engine")),
             attention_backend=_choice(arguments, "attention_backend", ("flash", "fused", "unfused", "local", "auto")),
+            latent_attention=_latent_attention(arguments),
+            mtp_num_layers=arguments.get("mtp_num_layers") or 0,
+            qk_layernorm=bool(arguments.get("qk_layernorm")),
             **_experts(arguments, ffn),
         )
     except FactError as error:
@@ -112,6 +115,18 @@ def _dtype(arguments: Arguments) -> Any:
     if arguments.get("fp16") and arguments.get("bf16"):
         raise MegatronError("--fp16 and --bf16 exclude each other; remove one")
     return "fp16" if arguments.get("fp16") else "bf16" if arguments.get("bf16") else "fp32"
+
+
+def _latent_attention(arguments: Arguments) -> LatentAttention | None:
+    if not arguments.get("multi_latent_attention"):
+        return None
+    return LatentAttention(
+        q_lora_rank=arguments.get("q_lora_rank"),
+        kv_lora_rank=arguments.size("kv_lora_rank"),
+        qk_head_dim=arguments.size("qk_head_dim"),
+        qk_pos_emb_head_dim=arguments.size("qk_pos_emb_head_dim"),
+        v_head_dim=arguments.size("v_head_dim"),
+    )
 
 
 def _experts(arguments: Arguments, ffn: int) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
 REFUSED: tuple[tuple[str, str], ...] = (
     ("local_rank", "a rank's device is the launcher's to choose; remove it, LOCAL_RANK in the environment says it"),
     ("yaml_cfg", "the file outranks the command line, which is all that a plan rewrites; give its values as flags"),
-    ("multi_latent_attention", "multi-latent attention is not modelled"),
-    ("mtp_num_layers", "multi-token prediction is not modelled"),
+    ("multi_latent_attention", "the probes cannot time multi-latent attention; `pipette predict` reads it"),
+    ("mtp_num_layers", "the probes cannot time multi-token prediction; `pipette predict` reads it"),
     ("hybrid_layer_pattern", "hybrid models are not modelled"),
     ("hybrid_override_pattern", "hybrid models are not modelled"),
     ("is_hybrid_model", "hybrid models are not modelled"),
@@ -103,24 +103,42 @@ REFUSED_ON_GPU: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
 )
 
 
-def check_planned(arguments: Arguments, device_kind: str) -> None:
-    """Raise MegatronError for a job that is not planned, with the flag and the reason.
+PREDICTED = frozenset(
+    {
+        "dataloader_type",
+        "inprocess_restart",
+        "local_rank",
+        "moe_token_dispatcher_type",
+        "mtp_num_layers",
+        "multi_latent_attention",
+        "non_persistent_ckpt_type",
+        "step_batch_size_schedule",
+        "tp_comm_overlap",
+    }
+)
+"""Destinations that keep a job from being planned or placed, though what it holds and costs can be told."""
+
+
+def check_planned(arguments: Arguments, device_kind: str, *, for_prediction: bool = False) -> None:
+    """Raise MegatronError for a job that is not planned (or not even predicted), with the flag and the reason.
 
     The launcher then trains with the user's own configuration, as torchrun would, and shows the reason.
     """
     for dest, reason in REFUSED:
+        if for_prediction and dest in PREDICTED:
+            continue
         if arguments.is_given(dest) and (arguments.get(dest) or dest == "local_rank"):
             raise MegatronError(f"{arguments.shown(dest)}: {reason}")
     spec = arguments.get("spec")
     if spec and spec != ["local"]:
         raise MegatronError(f"{arguments.shown('spec')}: layers of a module of your own are not modelled")
     for dest, values, reason in REFUSED_VALUES:
-        if arguments.get(dest) in values:
+        if arguments.get(dest) in values and not (for_prediction and dest in PREDICTED):
             raise MegatronError(f"{arguments.shown(dest)}: {reason}")
     if device_kind == "cuda":
         for dest, bad, reason in REFUSED_ON_GPU:
             value = arguments.get(dest)
-            if value and (bad is None or value in bad):
+            if value and (bad is None or value in bad) and not for_prediction:
                 raise MegatronError(f"{arguments.shown(dest)}: {reason}")
 
 

@@ -22,6 +22,7 @@ def read_job(
     megatron_version: str,
     device_kind: str,
     fix: Sequence[str] = (),
+    for_prediction: bool = False,
 ) -> Job:
     """Read what the user asked for, and what a plan must leave as it is.
 
@@ -33,6 +34,7 @@ def read_job(
         megatron_version: the release whose flags the script takes, as `0.16.1`.
         device_kind: `cuda` or `cpu`.
         fix: names from `--pipette-fix`.
+        for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
 
     Raises:
         MegatronError: a flag is missing, contradicts another, or makes a job that is not planned.
@@ -41,7 +43,7 @@ def read_job(
     """
     fixed = fixed_fields(fix)
     given = Arguments.parse(arguments, megatron_version)
-    check_planned(given, device_kind)
+    check_planned(given, device_kind, for_prediction=for_prediction)
     check_required(given)
     vocabulary = read_vocabulary(given)
     model = read_model(given, vocabulary, device_kind=device_kind)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from facts_for_tests import tiny_cluster, tiny_measurements
+from facts_for_tests import tiny_cluster, tiny_measurements, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.errors import FileFormatError
-from pipette_launch.facts import Choice, Layout, Measurements, Plan, Provenance, files
+from pipette_launch.facts import Choice, Layout, Measurements, ModelSpec, Plan, Provenance, files
 
 
 def plan(placement: tuple[int, ...] = (1, 0)) -> Plan:
@@ -106,6 +106,14 @@ def test_a_nested_fact_checks_itself() -> None:
 
     with pytest.raises(FileFormatError, match="here: chosen: placement must hold every rank"):
         files.loads(Plan, json.dumps(plain), "here")
+
+
+def test_a_field_added_later_may_be_missing() -> None:
+    """A file of an earlier release is read, with the default that it meant."""
+    plain = files.to_plain(tiny_model())
+    del plain["latent_attention"], plain["mtp_num_layers"], plain["qk_layernorm"]
+
+    assert tiny_model() == files.from_plain(ModelSpec, plain, "here")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from megatron_lines import SMALL, job
 
 from pipette_launch.errors import MegatronError
+from pipette_launch.facts import LatentAttention
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,24 @@ def test_contradictions_are_named(words: str, message: str) -> None:
 def test_last_value_wins() -> None:
     """As in argparse."""
     assert job("--num-layers 4", base=SMALL).model.num_layers == 4
+
+
+def test_latent_attention_and_mtp_are_read() -> None:
+    """Megatron's defaults fill what is not given; without the flag there is no latent attention."""
+    model = job("--multi-latent-attention --kv-lora-rank 16 --mtp-num-layers 2", for_prediction=True).model
+
+    expected = LatentAttention(
+        q_lora_rank=None, kv_lora_rank=16, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128
+    )
+    assert (expected, 192, 2) == (model.latent_attention, expected.query_channels, model.mtp_num_layers)
+    assert (None, 0) == (job().model.latent_attention, job().model.mtp_num_layers)
+
+
+def test_a_bad_rank_is_named() -> None:
+    """The latents need at least one channel."""
+    with pytest.raises(MegatronError, match="--kv-lora-rank 0: must be at least 1"):
+        job("--multi-latent-attention --kv-lora-rank 0", for_prediction=True)
+    with pytest.raises(MegatronError, match="q_lora_rank must be at least 1, got 0"):
+        job("--multi-latent-attention --q-lora-rank 0", for_prediction=True)
+    with pytest.raises(MegatronError, match="mtp_num_layers must not be negative"):
+        job("--mtp-num-layers -1", for_prediction=True)

@@ -90,3 +90,27 @@ def test_what_is_off_or_harmless_is_not_refused() -> None:
     """The local spec is Megatron's own; userbuffers are turned off on CPU."""
     assert job("--spec local")
     assert job("--tp-comm-overlap", device_kind="cpu")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--multi-latent-attention",
+        "--mtp-num-layers 1",
+        "--local-rank 0",
+        "--inprocess-restart",
+        "--dataloader-type external",
+        "--tp-comm-overlap",
+        "--moe-token-dispatcher-type flex",
+    ],
+)
+def test_what_only_a_placement_breaks_is_predicted(words: str) -> None:
+    """Memory and time can be told of jobs that cannot be planned."""
+    assert job(words, for_prediction=True)
+
+
+@pytest.mark.parametrize("words", ["--skip-train", "--use-torch-fsdp2", "--img-h 224", "--spec my.module layers"])
+def test_what_is_not_modelled_is_not_predicted(words: str) -> None:
+    """Prediction refuses what it knows nothing of."""
+    with pytest.raises(MegatronError):
+        job(words, for_prediction=True)

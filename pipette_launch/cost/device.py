@@ -1,0 +1,210 @@
+"""Measurements that nobody took: what the warm-up would find on machines of a known type, as a model has it.
+
+seconds of a pass = max(host, device), with
+    host   = kernels * launch_s
+    device = sum over products of flops / (peak * matmul_share) * (1 + half_size * (1/m + 1/n + 1/k))
+             + attention flops / (peak * attention_share) + bytes / (bandwidth * memory_share)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+from pipette_launch.cost.collectives import Kind, chunk_share, num_steps
+from pipette_launch.cost.compute import case_of
+from pipette_launch.cost.device_work import (
+    ADAM_BYTES_PER_PARAMETER,
+    Load,
+    PassLoads,
+    Product,
+    embedding_loads,
+    head_loads,
+    layer_loads,
+)
+from pipette_launch.cost.parameters import expert_dp
+from pipette_launch.errors import FactError
+from pipette_launch.facts.cluster import Cluster, Device, Host, Links
+from pipette_launch.facts.device import DeviceSpec
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Samples
+from pipette_launch.units import rate_text
+
+Part = Literal["layer", "moe_layer", "embedding", "head"]
+
+_COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
+
+
+def imagined(
+    job: Job, device: DeviceSpec, *, num_hosts: int, devices_per_host: int, layouts: Iterable[Layout]
+) -> Measurements:
+    """Return what the warm-up would measure on equal hosts of one device type, to be priced by the ordinary Predictor.
+
+    Args:
+        job: whose model is computed.
+        device: type of all devices; see `facts.device.known_devices`.
+        num_hosts: hosts of the allocation.
+        devices_per_host: devices of each.
+        layouts: those that will be priced; their shapes of computation and group sizes are covered.
+
+    Raises:
+        FactError: the numbers are not positive, there is no layout, or the device has no peak for the model's type.
+
+    """
+    chosen = tuple(layouts)
+    if num_hosts < 1 or devices_per_host < 1 or not chosen:
+        raise FactError(
+            f"an imagined cluster needs hosts, devices and a layout, got {num_hosts} hosts of {devices_per_host} "
+            f"devices and {len(chosen)} layouts"
+        )
+    cluster = imagined_cluster(device, num_hosts=num_hosts, devices_per_host=devices_per_host)
+    first: dict[ComputeCase, Layout] = {}
+    for layout in chosen:
+        first.setdefault(case_of(layout), layout)
+    return Measurements(
+        cluster=cluster,
+        compute=tuple(time for case in sorted(first) for time in _compute_times(job, device, case, first[case])),
+        collectives=tuple(_collective_times(device, cluster, chosen)),
+        memory=(),
+        overhead_bytes=0,
+        versions={},
+        taken_at="1970-01-01T00:00:00Z",
+        phase_s={},
+        notes=assumptions(job, device),
+        optimizer_s_per_parameter=optimizer_s_per_parameter(device),
+    )
+
+
+def assumptions(job: Job, device: DeviceSpec) -> tuple[str, ...]:
+    """Say in sentences what an imagined measurement rests on."""
+    efficiency, inside, outside = device.efficiency, device.within_host, device.between_hosts
+    peak = f"{device.peak_flops_per_s(job.model.params_dtype) / 1e12:.0f} TFLOP/s ({job.model.params_dtype})"
+    memory = rate_text(device.memory_bytes_per_s)
+    links = tuple(
+        f"Links {where} hosts: {link.latency_s * 1e6:g} us, {rate_text(link.fair_bytes_per_s)} each."
+        for where, link in (("within", inside), ("between", outside))
+    )
+    return (
+        f"Nothing was measured: times come from a model of {device.name}. {device.source}",
+        f"Matrix products reach {efficiency.matmul_share:.0%} of {peak}, half if a side is {efficiency.half_size:g}.",
+        f"Flash attention reaches {efficiency.attention_share:.0%} of {peak}.",
+        f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
+        f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
+        *links,
+        "Collectives are rings; a group with several members on each host uses the links of all of them.",
+        "All devices are equally fast; memory outside the allocator counts as 0 bytes.",
+    )
+
+
+def imagined_cluster(device: DeviceSpec, *, num_hosts: int, devices_per_host: int) -> Cluster:
+    """Return equal hosts with the device's usual links."""
+
+    def host(index: int) -> Host:
+        devices = tuple(
+            Device(
+                kind="cuda",
+                uuid=f"imagined-{index}-{local}",
+                name=device.name,
+                memory_total_bytes=device.memory_bytes,
+                memory_free_bytes=device.memory_bytes,
+            )
+            for local in range(devices_per_host)
+        )
+        return Host(name=f"host{index}", address="", cores=devices_per_host, devices=devices)
+
+    inside, outside = device.within_host, device.between_hosts
+    within = Links.uniform(devices_per_host, latency_s=inside.latency_s, bandwidth_bytes_per_s=inside.fair_bytes_per_s)
+    return Cluster(
+        hosts=tuple(host(index) for index in range(num_hosts)),
+        between_hosts=Links.uniform(
+            num_hosts, latency_s=outside.latency_s, bandwidth_bytes_per_s=outside.fair_bytes_per_s
+        ),
+        within_host=(within,) * num_hosts,
+        slot_speed=(1.0,) * (num_hosts * devices_per_host),
+    )
+
+
+def pass_s(device: DeviceSpec, dtype: str, load: Load) -> float:
+    """Seconds of one pass of one part."""
+    efficiency = device.efficiency
+    peak = device.peak_flops_per_s(dtype)
+    products_s = sum(product.flops / (peak * matmul_efficiency(device, product)) for product in load.products)
+    attention_s = load.attention_flops / (peak * efficiency.attention_share)
+    moved_s = load.moved_bytes / (device.memory_bytes_per_s * efficiency.memory_share)
+    return max(load.kernels * efficiency.launch_s, products_s + attention_s + moved_s)
+
+
+def matmul_efficiency(device: DeviceSpec, product: Product) -> float:
+    """Share of the peak that a product reaches, above 0 and at most `matmul_share`."""
+    efficiency = device.efficiency
+    ends = 1 / product.m + 1 / product.n + 1 / product.k
+    return efficiency.matmul_share / (1 + efficiency.half_size * ends)
+
+
+def optimizer_s_per_parameter(device: DeviceSpec) -> float:
+    """Seconds of an Adam step for each parameter whose state a device holds."""
+    return ADAM_BYTES_PER_PARAMETER / (device.memory_bytes_per_s * device.efficiency.memory_share)
+
+
+def _compute_times(job: Job, device: DeviceSpec, case: ComputeCase, layout: Layout) -> Iterator[ComputeTime]:
+    kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
+    parts: dict[Part, PassLoads] = {"embedding": embedding_loads(job, layout), "head": head_loads(job, layout)}
+    if False in kinds:
+        parts["layer"] = layer_loads(job, layout, moe=False)
+    if True in kinds:
+        parts["moe_layer"] = layer_loads(job, layout, moe=True)
+    for name, loads in parts.items():
+
+        def samples(load: Load) -> Samples:
+            return Samples(values_s=(pass_s(device, job.model.params_dtype, load),))
+
+        yield ComputeTime(
+            case=case,
+            part=name,
+            slot=0,
+            forward=samples(loads.forward),
+            input_grad=samples(loads.input_grad),
+            weight_grad=samples(loads.weight_grad),
+        )
+
+
+def _collective_times(device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout]) -> Iterator[CollectiveTime]:
+    for size in sorted({size for layout in layouts for size in _group_sizes(layout)} - {1}):
+        for hosts in _spans(size, cluster):
+            members = -(-size // hosts)
+            slots = [slot for slot in range(cluster.num_slots) if slot % cluster.devices_per_host < members]
+            for kind in _COLLECTIVES:
+                yield _collective_time(device, kind, tuple(slots[:size]), hosts=hosts)
+
+
+def _group_sizes(layout: Layout) -> set[int]:
+    both = {layout.tp, layout.cp, layout.ep, layout.etp, layout.ep * layout.etp, layout.dp * layout.cp}
+    return both | {expert_dp(layout), min(layout.pp, 2)}
+
+
+def _spans(size: int, cluster: Cluster) -> list[int]:
+    """Numbers of hosts that a group of `size` may lie on: as few as possible, doubled up to one member a host."""
+    fewest = -(-size // cluster.devices_per_host)
+    most = min(size, len(cluster.hosts))
+    return sorted({most, *(fewest << power for power in range(most.bit_length()) if fewest << power <= most)})
+
+
+def _collective_time(device: DeviceSpec, kind: Kind, slots: tuple[int, ...], *, hosts: int) -> CollectiveTime:
+    """Price a ring of equal steps; between hosts each member of a host brings its own share of the network cards."""
+    size = len(slots)
+    steps = num_steps(kind, size)
+    byte_s = 1 / device.within_host.fair_bytes_per_s
+    latency_s = device.within_host.latency_s
+    if hosts > 1:
+        members = max(1, size // hosts)
+        byte_s = max(byte_s, 1 / (members * device.between_hosts.fair_bytes_per_s))
+        latency_s = max(latency_s, device.between_hosts.latency_s)
+    return CollectiveTime(
+        kind=kind,
+        slots=slots,
+        latency_s=steps * latency_s,
+        seconds_per_byte=steps * chunk_share(kind, size) * byte_s,
+        spread=0.0,
+        sizes_bytes=(),
+    )

@@ -1,0 +1,146 @@
+"""Measurements out of a device model: limits, hand-computed cases, and what the Predictor makes of them."""
+
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_job, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.cost.device import imagined, matmul_efficiency, optimizer_s_per_parameter, pass_s
+from pipette_launch.cost.device_work import Load, Product, layer_loads
+from pipette_launch.cost.latency import Predictor
+from pipette_launch.errors import FactError
+from pipette_launch.facts import Job, Layout
+from pipette_launch.facts.device import DeviceSpec, Efficiency, Link
+
+DEVICE = DeviceSpec(
+    name="test device",
+    flops_per_s={"bf16": 100e12, "fp32": 50e12},
+    memory_bytes_per_s=1e12,
+    memory_bytes=16 << 30,
+    within_host=Link(latency_s=1e-6, bytes_per_s=100e9),
+    between_hosts=Link(latency_s=1e-5, bytes_per_s=20e9, shared_by=2),
+    efficiency=Efficiency(matmul_share=0.5, half_size=100, attention_share=0.25, memory_share=0.5, launch_s=1e-5),
+    source="Made up.",
+)
+
+
+def job(**changes: object) -> Job:
+    """A GPT of 4 layers with 8 samples a step on 4 devices."""
+    return tiny_job(model=tiny_model(params_dtype="bf16", **changes))
+
+
+def test_pass_is_worked_out_by_hand() -> None:
+    """2e9 FLOPs at 50 % / 1.3 of 100T, 1e9 at 25 %, 1e8 bytes at half of 1 TB/s: 292 us, unless 30 kernels."""
+    load = Load(products=(Product(m=1000, n=1000, k=1000),), attention_flops=1e9, moved_bytes=1e8, kernels=3)
+
+    assert pass_s(DEVICE, "bf16", load) == pytest.approx(292e-6)
+    assert pass_s(DEVICE, "bf16", replace(load, kernels=30)) == pytest.approx(300e-6)
+
+
+sizes = st.integers(min_value=1, max_value=1 << 17)
+
+
+@given(m=sizes, n=sizes, k=sizes)
+def test_efficiency_lies_between_0_and_its_limit(m: int, n: int, k: int) -> None:
+    """And a product that is longer in a dimension is never less efficient, nor faster."""
+    small, large = Product(m=m, n=n, k=k), Product(m=2 * m, n=n, k=k)
+
+    assert 0 < matmul_efficiency(DEVICE, small) <= matmul_efficiency(DEVICE, large) <= 0.5
+    assert pass_s(DEVICE, "bf16", Load(products=(small,))) < pass_s(DEVICE, "bf16", Load(products=(large,)))
+
+
+@pytest.mark.parametrize("backend", ["flash", "unfused", "local"])
+@pytest.mark.parametrize("moe", [False, True])
+def test_layer_flops_are_those_of_the_model(backend: str, moe: bool) -> None:
+    """The forward of all ranks adds up to the model's FLOPs; flash attention skips half of its part."""
+    model = tiny_model(
+        params_dtype="bf16",
+        transformer_impl="transformer_engine",
+        attention_backend=backend,
+        add_bias_linear=False,
+        **({"num_experts": 4, "moe_layer_freq": (1,) * 4} if moe else {}),
+    )
+    layout = Layout(tp=2, etp=2, sequence_parallel=True, micro_batch_size=3)
+    forward = layer_loads(tiny_job(model=model), layout, moe=moe).forward
+    core = 4.0 * model.seq_length * 64
+    expected = 3 * 32 * (model.forward_flops_per_token(moe=moe) - core * (0.5 if backend == "flash" else 0))
+
+    assert expected == 2 * (sum(product.flops for product in forward.products) + forward.attention_flops)
+
+
+def test_weight_gradient_costs_what_the_forward_does() -> None:
+    """Every weight matrix is multiplied once in each of the three passes; scores and context have no weights."""
+    loads = layer_loads(job(), Layout(tp=2), moe=False)
+    weight = sum(product.flops for product in loads.weight_grad.products)
+
+    assert weight == 2 * 32 * (4 * 64 * 64 + 2 * 64 * 256) / 2
+    assert sum(product.flops for product in loads.input_grad.products) - weight == 2 * (
+        sum(product.flops for product in loads.forward.products) - weight
+    )
+
+
+@given(mbs=st.sampled_from([1, 2, 4, 8]), tp=st.sampled_from([1, 2, 4]))
+def test_more_tokens_are_never_faster(mbs: int, tp: int) -> None:
+    """And never take more than in proportion, as efficiency rises."""
+    layouts = [Layout(tp=tp, micro_batch_size=size) for size in (mbs, 2 * mbs)]
+    found = imagined(job(), DEVICE, num_hosts=1, devices_per_host=tp, layouts=layouts)
+
+    for part in ("layer", "embedding", "head"):
+        small, large = sorted(
+            (time for time in found.compute if time.part == part), key=lambda time: time.case.micro_batch_size
+        )
+        for name in ("forward", "input_grad", "weight_grad"):
+            seconds = getattr(small, name).median_s
+            assert seconds <= getattr(large, name).median_s <= 2 * seconds * (1 + 1e-12)
+
+
+def test_groups_across_hosts_use_all_cards() -> None:
+    """A ring of 4 on 2 hosts has two shares of 10 GB/s, one member a host has one."""
+    layouts = [Layout(dp=4), Layout(dp=2, tp=2)]
+    found = imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=layouts).collectives
+    byte_s = {
+        (len(time.slots), len({slot // 2 for slot in time.slots})): time.seconds_per_byte
+        for time in found
+        if time.kind == "all_gather"
+    }
+
+    assert byte_s == pytest.approx({(2, 1): 1 / 2 / 100e9, (2, 2): 1 / 2 / 10e9, (4, 2): 3 / 4 / 20e9})
+
+
+def test_predictor_prices_what_was_imagined() -> None:
+    """Every layout asked for has a price, and the price is made of all parts."""
+    layouts = [Layout(dp=4), Layout(tp=2, dp=2), Layout(pp=2, tp=2), Layout(pp=4, micro_batch_size=2)]
+    found = imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=layouts)
+    predictor = Predictor(job(), found)
+
+    for layout in layouts:
+        assert predictor.can_price(layout)
+        assert predictor.notes(layout) == ()
+        assert predictor.step_time(layout, range(4)).total_s > 0
+
+
+def test_assumptions_are_stated() -> None:
+    """Whoever reads the plan sees that nothing was measured, and every figure that was assumed instead."""
+    text = " ".join(imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)]).notes)
+
+    for words in ("Nothing was measured", "Made up.", "100 TFLOP/s (bf16)", "10 us", "100 GB/s", "10 GB/s", "rings"):
+        assert words in text
+
+
+def test_optimizer_moves_its_bytes() -> None:
+    """38 bytes for each parameter at half of 1 TB/s."""
+    assert optimizer_s_per_parameter(DEVICE) == 38 / 0.5e12
+
+
+def test_nothing_cannot_be_imagined() -> None:
+    """Neither no hosts, nor no layouts, nor a type without a peak."""
+    with pytest.raises(FactError, match="0 hosts"):
+        imagined(job(), DEVICE, num_hosts=0, devices_per_host=2, layouts=[Layout()])
+    with pytest.raises(FactError, match="0 layouts"):
+        imagined(job(), DEVICE, num_hosts=1, devices_per_host=1, layouts=[])
+    with pytest.raises(FactError, match="no known peak for fp16"):
+        imagined(
+            tiny_job(model=tiny_model(params_dtype="fp16")), DEVICE, num_hosts=1, devices_per_host=1, layouts=[Layout()]
+        )

@@ -1,0 +1,61 @@
+"""Built-in devices, and what a device refuses to be."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts.device import Efficiency, Link, device_named, known_devices
+
+
+def test_names_are_found_in_any_case() -> None:
+    """People write h100-sxm."""
+    assert device_named("h100-sxm") == known_devices()["H100-SXM"]
+
+
+def test_unknown_name_gets_the_nearest() -> None:
+    """The error names what there is, and the likeliest."""
+    with pytest.raises(FactError, match=r"unknown device 'A100-80G'; known: .*H200.*Did you mean A100-80GB\?"):
+        device_named("A100-80G")
+
+
+@pytest.mark.parametrize("name", sorted(known_devices()))
+def test_known_devices_say_where_they_come_from(name: str) -> None:
+    """Every built-in figure has a source, and low precision is never slower."""
+    device = known_devices()[name]
+
+    assert "data sheet" in device.source
+    assert device.peak_flops_per_s("fp32") < device.peak_flops_per_s("fp16")
+    assert device.within_host.fair_bytes_per_s > device.between_hosts.fair_bytes_per_s
+
+
+def test_missing_peak_is_an_error() -> None:
+    """V100 has no bf16."""
+    with pytest.raises(FactError, match="V100-SXM2-32GB has no known peak for bf16; known: fp16, fp32"):
+        known_devices()["V100-SXM2-32GB"].peak_flops_per_s("bf16")
+
+
+def test_shared_link_is_divided() -> None:
+    """One card of 12 GB/s for 8 devices leaves 1.5 GB/s for each."""
+    assert Link(latency_s=1e-5, bytes_per_s=12e9, shared_by=8).fair_bytes_per_s == 1.5e9
+
+
+@pytest.mark.parametrize("share", [0.0, 1.01, float("nan")])
+def test_shares_lie_between_0_and_1(share: float) -> None:
+    """More than the peak is impossible."""
+    with pytest.raises(FactError, match="matmul_share must be above 0 and at most 1"):
+        Efficiency(matmul_share=share, half_size=1, attention_share=0.5, memory_share=0.5, launch_s=0)
+
+
+def test_negative_figures_are_refused() -> None:
+    """A negative latency, bandwidth, size or peak is an error that says so."""
+    device = known_devices()["H200"]
+
+    with pytest.raises(FactError, match="latency_s >= 0"):
+        Link(latency_s=-1e-6, bytes_per_s=1e9)
+    with pytest.raises(FactError, match="half_size=-1"):
+        replace(device.efficiency, half_size=-1)
+    with pytest.raises(FactError, match="memory size"):
+        replace(device, memory_bytes=0)
+    with pytest.raises(FactError, match="peaks above 0"):
+        replace(device, flops_per_s={})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pipette_launch.cost.overhead import allowed_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field, peaks
@@ -34,7 +35,7 @@ def _nothing_legal(field: Field) -> PlanError:
     job, slots = field.job, field.cluster.num_slots
     pins = f" with {', '.join(job.pinned)} fixed" if job.pinned else ""
     broken = f"; the user's own {job.own.words()} breaks: {field.own_fault}" if field.own_fault else ""
-    ways = [*_released(field, fits=None), *_other_sizes(field)]
+    ways = [*_released(field, must_fit=False), *_other_sizes(field)]
     return PlanError(f"no layout is legal for {slots} ranks{pins}{broken}. {_help(ways)}")
 
 
@@ -42,18 +43,19 @@ def _nothing_fits(field: Field, found: Enumeration, memory_margin: float) -> Pla
     job, cluster = field.job, field.cluster
     legal = found.layouts if found.own_fault is None else found.layouts[1:]
     needs = {layout: peaks(job, layout) for layout in legal}
-    leanest = min(legal, key=lambda layout: max(needs[layout]))
-    need = max(needs[leanest])
+    leanest = min(legal, key=lambda layout: max(needs[layout]) - field.limit_bytes(layout))
+    need, limit = max(needs[leanest]), field.limit_bytes(leanest)
+    overhead = allowed_bytes(cluster.memory_bytes, memory_margin=memory_margin) - limit
     ways = [
-        *_released(field, fits=field.limit_bytes),
+        *_released(field, must_fit=True),
         *_more_hosts(field),
-        f"use devices with {bytes_text(need - field.limit_bytes)} more memory each",
+        f"use devices with {bytes_text(need - limit)} more memory each",
     ]
     return PlanError(
         f"no layout fits in memory: the leanest of {len(legal)}, {leanest.words()}, is predicted to need "
-        f"{bytes_text(need)} on stage {needs[leanest].index(need)}, and {bytes_text(field.limit_bytes)} are to be had "
+        f"{bytes_text(need)} on stage {needs[leanest].index(need)}, and {bytes_text(limit)} are to be had "
         f"(free on the fullest device {bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}, "
-        f"measured overhead {bytes_text(field.measurements.overhead_bytes)}). {_help(ways)}"
+        f"overhead {bytes_text(overhead)}). {_help(ways)}"
     )
 
 
@@ -63,13 +65,13 @@ def _help(ways: list[str]) -> str:
     return f"What would help: {', or '.join(ways)}"
 
 
-def _released(field: Field, *, fits: int | None) -> Iterator[str]:
+def _released(field: Field, *, must_fit: bool) -> Iterator[str]:
     """Pins that stand alone between the job and a plan."""
     job = field.job
     for pin in job.pinned:
         freed = replace(job, pinned=tuple(name for name in job.pinned if name != pin))
         others = _legal(freed, field, field.cluster.num_slots)
-        count = sum(fits is None or max(peaks(freed, layout)) <= fits for layout in others)
+        count = sum(not must_fit or _fits(field, layout) for layout in others)
         if count:
             yield f"let {pin} change ({count} {'layout' if count == 1 else 'layouts'})"
 
@@ -88,9 +90,13 @@ def _more_hosts(field: Field) -> Iterator[str]:
     hosts = len(field.cluster.hosts)
     for times in range(2, MOST_HOSTS_MORE + 1):
         ranks = times * field.cluster.num_slots
-        if any(max(peaks(field.job, layout)) <= field.limit_bytes for layout in _legal(field.job, field, ranks)):
+        if any(_fits(field, layout) for layout in _legal(field.job, field, ranks)):
             yield f"use {times * hosts} hosts ({ranks} ranks)"
             return
+
+
+def _fits(field: Field, layout: Layout) -> bool:
+    return max(peaks(field.job, layout)) <= field.limit_bytes(layout)
 
 
 def _legal(job: Job, field: Field, world_size: int) -> tuple[Layout, ...]:

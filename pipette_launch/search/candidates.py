@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from pipette_launch.cost.latency import Predictor
 from pipette_launch.cost.memory import peak_memory_bytes
+from pipette_launch.cost.overhead import overhead_of
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
 from pipette_launch.search.enumerate import Enumeration
 from pipette_launch.search.place import Placed, host_order, meets
@@ -58,8 +59,8 @@ class Field:
     job: Job
     measurements: Measurements
     predictor: Predictor
-    limit_bytes: int
-    """What a rank may hold at its peak."""
+    memory_margin: float
+    """Part of the device's memory that stays free."""
     own_fault: str | None
     """The constraint that the user's own layout breaks."""
     peak_bytes: dict[Layout, tuple[int, ...]]
@@ -72,6 +73,10 @@ class Field:
         """The allocation."""
         return self.measurements.cluster
 
+    def limit_bytes(self, layout: Layout) -> int:
+        """What the model's tensors may need at their peak on a rank of this layout."""
+        return memory_limit_bytes(self.job, layout, self.measurements, memory_margin=self.memory_margin)
+
     @property
     def can_price_own(self) -> bool:
         """Whether the user's own configuration has a step time of its own, and not only an estimate."""
@@ -81,13 +86,12 @@ class Field:
     def of(cls, job: Job, measurements: Measurements, found: Enumeration, *, memory_margin: float) -> Field:
         """Drop what does not fit or cannot be priced, with a count, and sort the rest by promise."""
         predictor = Predictor(job, measurements)
-        limit_bytes = memory_limit_bytes(measurements, memory_margin=memory_margin)
         dropped = Counter(found.dropped)
         kept: dict[Layout, tuple[int, ...]] = {}
         legal = found.layouts if found.own_fault is None else found.layouts[1:]
         for layout in legal:
             peak_bytes = peaks(job, layout)
-            if max(peak_bytes) > limit_bytes:
+            if max(peak_bytes) > memory_limit_bytes(job, layout, measurements, memory_margin=memory_margin):
                 dropped[OVER_MEMORY] += 1
             elif not predictor.can_price(layout):
                 dropped[NOT_MEASURED] += 1
@@ -99,7 +103,7 @@ class Field:
             job=job,
             measurements=measurements,
             predictor=predictor,
-            limit_bytes=limit_bytes,
+            memory_margin=memory_margin,
             own_fault=found.own_fault,
             peak_bytes={layout: kept[layout] for layout in order},
             num_layouts=len(found.layouts),
@@ -118,10 +122,17 @@ class Field:
         )
 
 
-def memory_limit_bytes(measurements: Measurements, *, memory_margin: float) -> int:
-    """What a rank may hold: what is free on the fullest device, less the margin and the measured overhead."""
-    allowed = int((1 - memory_margin) * measurements.cluster.memory_bytes)
-    return max(0, allowed - measurements.overhead_bytes)
+def memory_limit_bytes(job: Job, layout: Layout, measurements: Measurements, *, memory_margin: float) -> int:
+    """What a rank's tensors may need: of what is free on the fullest device, less margin and overhead."""
+    cluster = measurements.cluster
+    overhead = overhead_of(
+        job,
+        layout,
+        device_kind=cluster.device_kind,
+        device_name=cluster.hosts[0].devices[0].name,
+        measured_bytes=measurements.overhead_bytes,
+    )
+    return overhead.limit_bytes(cluster.memory_bytes, memory_margin=memory_margin)
 
 
 def peaks(job: Job, layout: Layout) -> tuple[int, ...]:

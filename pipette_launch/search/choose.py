@@ -74,7 +74,7 @@ def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, 
         step_time_s=step.total_s,
         breakdown_s=dict(step.breakdown_s),
         peak_memory_bytes=_own_peaks(field, priced),
-        memory_limit_bytes=field.limit_bytes,
+        memory_limit_bytes=field.limit_bytes(own),
         bound_s=field.predictor.bound_s(priced),
     )
     return choice, basis
@@ -98,7 +98,7 @@ def _to_choice(field: Field, candidate: Candidate) -> Choice:
         step_time_s=step.total_s,
         breakdown_s=dict(step.breakdown_s),
         peak_memory_bytes=field.peak_bytes[layout],
-        memory_limit_bytes=field.limit_bytes,
+        memory_limit_bytes=field.limit_bytes(layout),
         bound_s=candidate.bound_s,
     )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
-from search.worlds import field_of
+from search.worlds import field_of, on_gpus
 
 from pipette_launch.facts import Cluster, Layout, Recompute
 from pipette_launch.search.candidates import doublings_apart, memory_limit_bytes, rough_cost
@@ -25,14 +25,22 @@ def test_the_limit_leaves_margin_and_overhead() -> None:
     """Of 8 GiB a quarter stays free, and 1 GiB is what communicators and context took."""
     measurements = replace(tiny_measurements(tiny_cluster(memory_bytes=8 * GIB)), overhead_bytes=GIB)
 
-    assert memory_limit_bytes(measurements, memory_margin=0.25) == 5 * GIB
+    assert memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.25) == 5 * GIB
 
 
 def test_memory_that_another_process_holds_is_not_ours() -> None:
     """The device with least free memory sets the limit for all."""
     measurements = tiny_measurements(with_free(tiny_cluster(memory_bytes=8 * GIB), 3 * GIB))
 
-    assert memory_limit_bytes(measurements, memory_margin=0.25) == 2.25 * GIB
+    assert memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.25) == 2.25 * GIB
+
+
+def test_on_gpus_the_limit_leaves_the_allocators_reserve_too() -> None:
+    """Of 8 GiB 1 GiB is context; the rest is divided by 1.03, and 66 MiB of it are workspaces."""
+    measurements = replace(tiny_measurements(on_gpus(tiny_cluster(memory_bytes=8 * GIB))), overhead_bytes=GIB)
+    limit = memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.0)
+
+    assert int(7 * GIB / 1.03) - (66 << 20) == limit
 
 
 def test_the_users_own_layout_comes_first() -> None:

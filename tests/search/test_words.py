@@ -64,7 +64,7 @@ def test_memory_that_is_taken_is_told() -> None:
         device = replace(host.devices[0], memory_free_bytes=free_bytes)
         full = replace(host, devices=(device, *host.devices[1:]))
         cluster = replace(on_gpus(tiny_cluster()), hosts=(full, *others))
-        return planned(tiny_job(4), tiny_measurements(cluster)).notes
+        return planned(tiny_job(4), replace(tiny_measurements(cluster), overhead_bytes=1 << 20)).notes
 
     expected = "Only 1.00 GiB of 8.00 GiB are free on cpu-0 of node0; every rank is planned for that."
     assert expected in notes(1 << 30)

@@ -1,0 +1,1 @@
+"""Predicted against measured: memory and step time, on measurements that others published."""

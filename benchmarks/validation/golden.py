@@ -1,0 +1,182 @@
+"""The golden data set, from files to a section of the table."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.validation.golden_jobs import ReadLayout, read_layout, short_reason
+from benchmarks.validation.golden_rows import GoldenData, distinct_layouts, read_golden
+from benchmarks.validation.golden_score import (
+    DATA,
+    Estimate,
+    Scored,
+    corrected,
+    detail,
+    families_of,
+    score,
+    score_peak_only,
+    skipped_by_group,
+)
+from benchmarks.validation.lines import Found, Section, counted
+from benchmarks.validation.workspace import FITTED
+from pipette_launch import cost
+from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Job
+
+Estimator = Callable[[Job], Estimate]
+"""One method; raises PipetteError for a job that it cannot take."""
+NOTES = (
+    (
+        "Golden rows hold torch's allocator on the LAST pipeline stage; layouts are scored once, measured = median of "
+        "the distinct values of a layout on one GPU type."
+    ),
+    (
+        "'fitted on other tests': one constant per transformer implementation and GPU, the median static residual of "
+        "other families of tests; a family is all tests that share a name, the flags that matter, or the job read."
+    ),
+    "A row without a world size ran on one node of 8, that CI's default; release tests without one are left out.",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Files:
+    """A golden file and its flags."""
+
+    rows: Path
+    args: Path
+
+
+def closed_form(job: Job) -> Estimate:
+    """Estimate by the product's closed form, for the last stage."""
+    last = cost.peak_memory_bytes(job, job.own)[-1]
+    return Estimate(static_bytes=last.static, peak_bytes=last.total)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Golden:
+    """A golden file, read, and what a constant may be fitted on."""
+
+    data: GoldenData
+    given: tuple[tuple[ReadLayout, int], ...]
+    """Layouts to score, with the family of each."""
+    fit: tuple[tuple[ReadLayout, int], ...]
+    """Layouts of the development data, with their families; the same as `given` where these are scored."""
+
+    @property
+    def skipped(self) -> tuple[tuple[str, str], ...]:
+        """(reason, row) of the layouts without a job."""
+        return tuple((read.reason, _row_name(read)) for read, _ in self.given if read.job is None)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What reading assumed, each note once with its count."""
+        return counted(note for read, _ in self.given for note in read.notes)
+
+
+def read(files: Files, development: Files) -> Golden:
+    """Read a golden file; families span it and the development data, so that no constant comes from a twin."""
+    data = read_golden(files.rows, files.args)
+    given = [read_layout(layout) for layout in distinct_layouts(data.rows)]
+    if files == development:
+        paired = tuple(zip(given, families_of(given), strict=True))
+        return Golden(data=data, given=paired, fit=paired)
+    known = read_golden(development.rows, development.args)
+    fit = [read_layout(layout) for layout in distinct_layouts(known.rows)]
+    numbers = families_of([*given, *fit])
+    return Golden(
+        data=data,
+        given=tuple(zip(given, numbers[: len(given)], strict=True)),
+        fit=tuple(zip(fit, numbers[len(given) :], strict=True)),
+    )
+
+
+def run(golden: Golden, method: str, estimator: Estimator, *, sample: int | None = None) -> Found:
+    """Score one of our methods: lines, what it could not take, and each prediction in words.
+
+    Args:
+        golden: the data.
+        method: its name in the table.
+        estimator: predicts one job.
+        sample: score only this many layouts, drawn by a digest of their flags.
+
+    """
+    given = golden.given if sample is None else _sampled(golden.given, sample)
+    scored, refused = _estimate(given, estimator)
+    fitted_on = scored if golden.fit is golden.given else _estimate(golden.fit, estimator)[0]
+    residuals = [item.residual for item in fitted_on if item.residual is not None]
+    details = [f"{method}: {detail(item, corrected(item, residuals, FITTED))}" for item in scored]
+    return Found(
+        lines=tuple(score(method, scored, residuals, _skipped(refused))),
+        skipped=tuple((f"{method}: {reason}", _row_name(item)) for item, reason in refused),
+        details=tuple(sorted(details)),
+    )
+
+
+def run_baseline(golden: Golden, method: str, estimator: Estimator) -> Found:
+    """Score a method that predicts the peak, as it is: lines, and what it could not take."""
+    scored, refused = _estimate(golden.given, estimator)
+    return Found(
+        lines=tuple(score_peak_only(method, scored, _skipped(refused))),
+        skipped=tuple((f"{method}: {reason}", _row_name(item)) for item, reason in refused),
+    )
+
+
+def section(golden: Golden, name: str, found: Found) -> Section:
+    """Everything that was found on the golden data."""
+    layouts = len(golden.given)
+    counts = (
+        f"{golden.data.num_rows} rows, {golden.data.without_memory} without a measured peak, "
+        f"{layouts} distinct layouts, {sum(read.job is not None for read, _ in golden.given)} read"
+    )
+    return Section(
+        data=DATA,
+        source=f"{name} ({golden.data.digest})",
+        lines=found.lines,
+        skipped=(*golden.skipped, *found.skipped),
+        notes=(counts, *NOTES, *golden.notes),
+        details=found.details,
+    )
+
+
+def _skipped(refused: Sequence[tuple[ReadLayout, str]]) -> dict[str, int]:
+    return skipped_by_group(item.job for item, _ in refused if item.job is not None)
+
+
+def _estimate(
+    layouts: Sequence[tuple[ReadLayout, int]], estimator: Estimator
+) -> tuple[list[Scored], list[tuple[ReadLayout, str]]]:
+    scored, refused = [], []
+    for item, family in layouts:
+        estimate = _attempt(item, estimator)
+        if isinstance(estimate, Estimate):
+            scored.append(Scored(read=item, family=family, estimate=estimate))
+        elif estimate:
+            refused.append((item, estimate))
+    return scored, refused
+
+
+def _attempt(item: ReadLayout, estimator: Estimator) -> Estimate | str:
+    """Return the estimate, or why there is none; blank without a job, which is counted elsewhere."""
+    if item.job is None:
+        return ""
+    try:
+        return estimator(item.job)
+    except PipetteError as error:
+        return short_reason(error)
+
+
+def _sampled(layouts: tuple[tuple[ReadLayout, int], ...], sample: int) -> tuple[tuple[ReadLayout, int], ...]:
+    def place(item: tuple[ReadLayout, int]) -> str:
+        row = item[0].layout.newest
+        return hashlib.sha256(f"{row.gpu} {row.configuration.layout_words}".encode()).hexdigest()
+
+    return tuple(sorted((item for item in layouts if item[0].job is not None), key=place)[:sample])
+
+
+def _row_name(item: ReadLayout) -> str:
+    row = item.layout.newest
+    name = f"line {row.line}: {row.tag} {row.model}/{row.test_case} {row.gpu}"
+    return f"{name}: {item.detail}" if item.detail else name

@@ -1,0 +1,228 @@
+"""Megatron-LM's golden values: the files, their rows, and the distinct layouts among them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.validation.tables import DataError, number, optional, read_json_lines, read_table, size, text, word
+
+COLUMNS = {
+    "tag": word,
+    "model": word,
+    "test_case": word,
+    "gpu": word,
+    "nodes": optional(size),
+    "gpus_per_node": optional(size),
+    "mem_allocated_bytes_last": optional(number),
+    "mem_max_allocated_bytes": optional(number),
+    "args_key": word,
+    "env": text,
+}
+NO_MEMORY_PREFIXES = (
+    "ckpt-",
+    "data-",
+    "dist-ckpt-",
+    "distributed-",
+    "eval-",
+    "exit-",
+    "init-method-",
+    "load",
+    "log-",
+    "logging-",
+    "lr",
+    "manual-gc",
+    "no-ckpt-",
+    "no-load-",
+    "no-save-",
+    "save",
+    "tensorboard-",
+    "timing-",
+    "train-",
+    "wandb-",
+)
+NO_MEMORY = frozenset(
+    {
+        "adam-beta1",
+        "adam-beta2",
+        "adam-eps",
+        "async-save",
+        "auto-detect-ckpt-format",
+        "clip-grad",
+        "finetune",
+        "merge-file",
+        "min-lr",
+        "mock-data",
+        "no-mmap-bin-files",
+        "num-workers",
+        "seed",
+        "split",
+        "use-mcore-models",
+        "use-persistent-ckpt-worker",
+        "vocab-file",
+        "weight-decay",
+    }
+)
+"""Flags, and beginnings of flags, on which memory does not depend: two tests that differ in them run one layout."""
+OTHER_MODELS = ("bert", "t5", "retro", "multimodal", "mimo", "vision", "ict")
+"""First words of Megatron-LM's test folders whose scripts do not train a decoder-only model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Configuration:
+    """What is behind an `args_key`: the flags, the environment and the kind of test."""
+
+    key: str
+    args: Mapping[str, Any]
+    environment: Mapping[str, str]
+    test_type: str
+
+    @property
+    def layout_words(self) -> str:
+        """The flags and variables that memory can depend on, in one order: equal for tests of one layout."""
+        kept = {
+            name: value
+            for name, value in self.args.items()
+            if name not in NO_MEMORY and not name.startswith(NO_MEMORY_PREFIXES)
+        }
+        variables = {name: value for name, value in self.environment.items() if name.startswith("NVTE_")}
+        return json.dumps([kept, variables], sort_keys=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GoldenRow:
+    """One measured row: bytes of torch's allocator on the last pipeline stage."""
+
+    line: int
+    tag: str
+    model: str
+    test_case: str
+    gpu: str
+    env: str
+    world_size: int | None
+    """None where a release test does not state it."""
+    static_bytes: float | None
+    peak_bytes: float
+    configuration: Configuration
+
+    @property
+    def is_decoder_only(self) -> bool:
+        """Whether the script trains a GPT; tests of one GPT move between folders (gpt, moe, mixtral)."""
+        return not self.model.lower().startswith(OTHER_MODELS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GoldenLayout:
+    """A distinct layout on one GPU type: all its measurements, and the newest row to read it from."""
+
+    newest: GoldenRow
+    rows: tuple[GoldenRow, ...]
+    static_bytes: float | None
+    """Median of the distinct measurements, as is `peak_bytes`."""
+    peak_bytes: float
+
+    @property
+    def distinct(self) -> tuple[GoldenRow, ...]:
+        """One row for each distinct pair of values: a renamed test with the same values counts once."""
+        return tuple({(row.static_bytes, row.peak_bytes): row for row in self.rows}.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GoldenData:
+    """A golden file with its flags."""
+
+    digest: str
+    rows: tuple[GoldenRow, ...]
+    num_rows: int
+    without_memory: int
+
+
+def read_golden(path: Path, args_path: Path) -> GoldenData:
+    """Read rows with a measured peak; raises DataError for a bad cell, a missing column or an unknown `args_key`."""
+    configurations = _configurations(args_path)
+    table = read_table(path, COLUMNS)
+    rows = []
+    for row in table.rows:
+        if row["args_key"] not in configurations:
+            raise DataError(f"{path}, line {row.line}, column args_key: {row['args_key']!r} is not in {args_path}")
+        if not row["mem_max_allocated_bytes"]:
+            continue
+        configuration = configurations[row["args_key"]]
+        rows.append(
+            GoldenRow(
+                line=row.line,
+                **{name: row[name] for name in ("tag", "model", "test_case", "env")},
+                gpu=gpu_class(row["gpu"]),
+                world_size=_world_size(row["nodes"], row["gpus_per_node"], configuration),
+                static_bytes=row["mem_allocated_bytes_last"] or None,
+                peak_bytes=row["mem_max_allocated_bytes"],
+                configuration=configuration,
+            )
+        )
+    return GoldenData(
+        digest=table.digest, rows=tuple(rows), num_rows=len(table.rows), without_memory=len(table.rows) - len(rows)
+    )
+
+
+def gpu_class(text_of_gpu: str) -> str:
+    """`A100?` is an A100 by its times (the data's README); what is unknown stays so."""
+    return "unknown" if text_of_gpu.strip("? ") == "" else text_of_gpu.rstrip("? ")
+
+
+def distinct_layouts(rows: Iterable[GoldenRow]) -> tuple[GoldenLayout, ...]:
+    """Group rows that run the same layout on the same GPU; the measured value is the median of distinct ones."""
+    groups: dict[tuple[str, ...], list[GoldenRow]] = {}
+    for row in rows:
+        model = "gpt" if row.is_decoder_only else row.model
+        key = (model, row.gpu, str(row.world_size), row.configuration.layout_words)
+        groups.setdefault(key, []).append(row)
+    return tuple(_layout(members) for members in groups.values())
+
+
+def release_words(tag: str) -> tuple[int, ...]:
+    """`core_v0.16.1` -> (0, 16, 1), for ordering tags; (999,) for a branch without a number, which is newest."""
+    digits = "".join(char if char.isdigit() else " " for char in tag).split()
+    return tuple(int(part) for part in digits) or (999,)
+
+
+def _layout(members: list[GoldenRow]) -> GoldenLayout:
+    distinct = tuple({(row.static_bytes, row.peak_bytes): row for row in members}.values())
+    statics = [row.static_bytes for row in distinct if row.static_bytes is not None]
+    return GoldenLayout(
+        newest=max(members, key=lambda row: release_words(row.tag)),
+        rows=tuple(members),
+        static_bytes=statistics.median(statics) if statics else None,
+        peak_bytes=statistics.median(row.peak_bytes for row in distinct),
+    )
+
+
+def _world_size(nodes: int | None, gpus_per_node: int | None, configuration: Configuration) -> int | None:
+    """One node of 8 is that CI's default; a release test runs on more, and does not say on how many."""
+    if nodes is None and configuration.test_type == "release":
+        return None
+    return (nodes or 1) * (gpus_per_node or 8)
+
+
+def _configurations(path: Path) -> dict[str, Configuration]:
+    found: dict[str, Configuration] = {}
+    for line, record in read_json_lines(path):
+        for name, kind in (("args_key", str), ("args", dict), ("test_type", str)):
+            if not isinstance(record.get(name), kind):
+                raise DataError(f"{path}, line {line}, field {name}: {record.get(name)!r} is no {kind.__name__}")
+        variables = record.get("env_vars") or {}
+        if not isinstance(variables, dict):
+            raise DataError(f"{path}, line {line}, field env_vars: {variables!r} is no dict")
+        key = record["args_key"]
+        if key in found:
+            raise DataError(f"{path}, line {line}, field args_key: {key!r} stands here a second time")
+        found[key] = Configuration(
+            key=key,
+            args=record["args"],
+            environment={name: str(value) for name, value in variables.items()},
+            test_type=record["test_type"],
+        )
+    return found

@@ -1,0 +1,72 @@
+"""What the validation found: lines of one table, and what was left out of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from benchmarks.validation.scores import Errors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One line: how one method did on one group of one data set."""
+
+    data: str
+    group: str
+    method: str
+    quantity: str
+    scored: int
+    skipped: int = 0
+    errors: Errors | None = None
+    figures: dict[str, float] = field(default_factory=dict)
+    """Other figures by name: `auc`, `regret median`, `R2`."""
+
+    @property
+    def key(self) -> str:
+        """Name of the line for the ratchet."""
+        return f"{self.data} | {self.group} | {self.method} | {self.quantity}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """What one data set gave."""
+
+    data: str
+    source: str
+    """File name and digest."""
+    lines: tuple[Line, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+    """(reason, which row) of everything that was not scored."""
+    notes: tuple[str, ...] = ()
+    """What has to be known to read the figures, one sentence each."""
+    details: tuple[str, ...] = ()
+    """Predicted against measured, one row each; printed with --verbose."""
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Rows that were not scored, by reason."""
+        return Counter(reason for reason, _ in self.skipped)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What one method gave on one data set."""
+
+    lines: tuple[Line, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    details: tuple[str, ...] = ()
+
+    def __add__(self, other: Found) -> Found:
+        """Both, one after the other."""
+        return Found(
+            lines=self.lines + other.lines,
+            skipped=self.skipped + other.skipped,
+            details=self.details + other.details,
+        )
+
+
+def counted(notes: Iterable[str]) -> tuple[str, ...]:
+    """Each note once, with how often it came: `39 x tag older than 0.14 read as 0.14`."""
+    return tuple(f"{count} x {note}" for note, count in Counter(notes).most_common())

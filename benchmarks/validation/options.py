@@ -1,0 +1,102 @@
+"""The command line of the validation."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipette_launch.errors import UsageError
+
+FOLDER = Path(__file__).parent.parent
+DATA = FOLDER / "data"
+GOLDEN_ROWS, GOLDEN_ARGS = DATA / "megatron_golden_dev.csv", DATA / "megatron_golden_dev_args.jsonl"
+DATA_SETS = ("golden", "logs", "korthikanti", "vtrain", "nanotron")
+DEFAULT_FILES = {
+    "golden": GOLDEN_ROWS,
+    "logs": DATA / "public_logs_dev.csv",
+    "korthikanti": DATA / "korthikanti2022.csv",
+    "vtrain": DATA / "vtrain_single.csv",
+    "nanotron": DATA / "nanotron_dev.csv",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What to score, and how."""
+
+    files: dict[str, Path]
+    """File of each data set that is scored."""
+    args: Path
+    """Flags of the golden file."""
+    methods: tuple[str, ...]
+    baselines: bool
+    cache: Path | None
+    sample: int | None
+    """Layouts that abstract execution runs; None = all."""
+    fraction: float
+    """Share of vTrain's rows that may be fitted on."""
+    seed: int
+    date: str | None
+    json: Path | None
+    markdown: Path | None
+    record: bool
+    verbose: bool
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Read the command line; raises UsageError where flags contradict each other."""
+    given = _parser().parse_args(argv)
+    named = {name: getattr(given, name) for name in DATA_SETS if getattr(given, name) is not None}
+    if bool(given.golden) != bool(given.args):
+        raise UsageError("--golden and --args belong together: the rows, and the flags behind each args_key")
+    if not 0 < given.vtrain_fraction < 1:
+        raise UsageError(f"--vtrain-fraction {given.vtrain_fraction}: must be between 0 and 1")
+    if given.record and (named or given.only):
+        raise UsageError("--record takes the figures of all the development data; remove the flags that choose data")
+    names = given.only or tuple(named) or DATA_SETS
+    return Options(
+        files={name: named.get(name, DEFAULT_FILES[name]) for name in DATA_SETS if name in names},
+        args=given.args or GOLDEN_ARGS,
+        methods=("closed", "abstract") if given.method == "both" else (given.method,),
+        baselines=not given.no_baselines,
+        cache=given.cache,
+        sample=given.sample,
+        fraction=given.vtrain_fraction,
+        seed=given.seed,
+        date=given.date,
+        json=given.json,
+        markdown=given.markdown,
+        record=given.record,
+        verbose=given.verbose,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.validation",
+        description="Predicted against measured memory and step time. Without a file all of benchmarks/data is scored; "
+        "with files, only these, by constants of the development data.",
+    )
+    add = parser.add_argument
+    add("--golden", type=Path, metavar="CSV", help="golden values of Megatron-LM; needs --args")
+    add("--args", type=Path, metavar="JSONL", help="the flags behind the golden file's args_key")
+    add("--nanotron", type=Path, metavar="CSV", help="sweep of the nanotron trainer")
+    add("--vtrain", type=Path, metavar="CSV", help="iteration times of vTrain, any number of GPUs")
+    add("--logs", type=Path, metavar="CSV", help="memory lines of public Megatron-LM logs")
+    add("--korthikanti", type=Path, metavar="CSV", help="Korthikanti et al. 2022, iteration times and formula values")
+    add("--only", nargs="+", choices=DATA_SETS, help="score these data sets only")
+    add("--method", choices=("closed", "abstract", "both"), default="closed", help="memory: closed form (default) or "
+        "abstract execution")  # fmt: skip
+    add("--no-baselines", action="store_true", help="leave the baselines out")
+    add("--cache", type=Path, metavar="DIR", help="keeps the answers of abstract execution")
+    add("--sample", type=int, metavar="N", help="abstract execution runs N layouts, drawn by a digest")
+    add("--vtrain-fraction", type=float, default=0.1, metavar="F", help="share of vTrain's rows to fit on (0.1)")
+    add("--seed", type=int, default=0, help="which rows of vTrain are fitted on (0)")
+    add("--date", help="date of the report; the default is now")
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--markdown", type=Path, metavar="FILE", help="write the report as Markdown")
+    add("--record", action="store_true", help="record the figures that CI holds later ones against")
+    add("--verbose", action="store_true", help="list every row that is not scored, and every prediction")
+    return parser

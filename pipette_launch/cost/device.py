@@ -93,7 +93,7 @@ def assumptions(job: Job, device: DeviceSpec) -> tuple[str, ...]:
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
         *links,
         "Collectives are rings; a group with several members on each host uses the links of all of them.",
-        "All devices are equally fast; memory outside the allocator counts as 0 bytes.",
+        "All devices are equally fast.",
     )
 
 

@@ -8,12 +8,13 @@ Not in it: routing that gives one expert more tokens than another, and fragmenta
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipette_launch.cost.workspaces import workspace_bytes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import ModelSpec
 from pipette_launch.units import MIB
 
 DENSE_RESERVE = 1.03
@@ -25,10 +26,14 @@ COMMUNICATOR_BYTES = 500_000_000
 COMMUNICATOR_SOURCE = (
     "default: 0.5 GB for each of tp, cp, pp, dp and ep above 1 (arXiv 2411.06465); NCCL users report 0.5 to 4 GB"
 )
-WORKSPACE_MIB = {"A100": 72, "H100": 98, "H200": 98}
-"""cuBLAS and Transformer Engine inside the allocator, middle of what golden runs hold beyond the model's tensors."""
-LOCAL_WORKSPACE_MIB = 66
-UNKNOWN_WORKSPACE_MIB = 98
+CAPABILITIES = {
+    10: ("B100", "B200", "B300"),
+    9: ("H100", "H200", "H800", "H20", "GH200"),
+    8: ("A100", "A800", "A30", "A10", "A40", "A6000", "L4", "L40", "RTX 30", "RTX-30", "RTX 40", "RTX-40", "4090"),
+    7: ("V100", "T4", "TITAN RTX"),
+}
+"""Major numbers of GPUs' compute capabilities, by what their names contain; the first that fits counts."""
+UNKNOWN_CAPABILITY = 9
 MEASURED = "measured by the warm-up"
 CPU_SOURCE = "a host has no context, no communicators and no workspaces on a device"
 
@@ -102,7 +107,13 @@ def allowed_bytes(capacity_bytes: int, *, memory_margin: float) -> int:
 
 
 def overhead_of(
-    job: Job, layout: Layout, *, device_kind: str, device_name: str = "", measured_bytes: int | None = None
+    job: Job,
+    layout: Layout,
+    *,
+    device_kind: str,
+    device_name: str = "",
+    measured_bytes: int | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Overhead:
     """Return what a rank of this layout holds beside the model.
 
@@ -113,6 +124,7 @@ def overhead_of(
         device_name: as the driver or the user gives it; decides the workspaces.
         measured_bytes: `Measurements.overhead_bytes`: context and communicators together, as the warm-up's workers held
             them. None for machines that were not measured; 0 on a GPU counts as None, for no context is that small.
+        environment: of the worker, for the variables that size workspaces; None for none.
 
     """
     if device_kind == "cpu":
@@ -131,7 +143,7 @@ def overhead_of(
         context = Figure(value=CONTEXT_BYTES, source=CONTEXT_SOURCE)
         communicators = Figure(value=COMMUNICATOR_BYTES * num_communicators(layout), source=COMMUNICATOR_SOURCE)
     return Overhead(
-        workspace=_workspace(job.model, device_name),
+        workspace=_workspace(job, device_name, environment or {}),
         context=context,
         communicators=communicators,
         reserve=Figure(value=reserve, source=RESERVE_SOURCE),
@@ -147,14 +159,19 @@ def num_communicators(layout: Layout) -> int:
     return sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
 
 
-def _workspace(model: ModelSpec, device_name: str) -> Figure:
-    origin = "golden runs' memory beyond the model's tensors"
-    if model.transformer_impl == "local":
-        return Figure(value=LOCAL_WORKSPACE_MIB * MIB, source=f"default: {origin}, 64-69 MiB without TE")
-    for name, size in WORKSPACE_MIB.items():
-        if name in device_name.upper():
-            return Figure(value=size * MIB, source=f"default: {origin} on {'A100' if name == 'A100' else 'H100'}")
-    return Figure(value=UNKNOWN_WORKSPACE_MIB * MIB, source=f"default: {origin} on H100, the most that was seen")
+def _workspace(job: Job, device_name: str, environment: Mapping[str, str]) -> Figure:
+    capability = compute_capability(device_name)
+    known = device_name if capability else "a GPU of unknown type, taken as of capability 9"
+    size = workspace_bytes(job, compute_capability=capability or UNKNOWN_CAPABILITY, environment=environment)
+    return Figure(value=size, source=f"default: the libraries' own constants for {known}")
+
+
+def compute_capability(device_name: str) -> int | None:
+    """Return the major number of a GPU's capability, by its name; None for an unknown one."""
+    for capability, names in CAPABILITIES.items():
+        if any(name in device_name.upper() for name in names):
+            return capability
+    return None
 
 
 def _nothing() -> Figure:

@@ -89,10 +89,16 @@ class DeviceSpec:
 
 
 def device_named(name: str) -> DeviceSpec:
-    """Return a known device, whatever the case of its name; raises FactError with the nearest name."""
+    """Return a known device, whatever the case of its name; raises FactError with the nearest name.
+
+    The beginning of a name is enough where only one device's begins so.
+    """
     devices = {key.lower(): device for key, device in known_devices().items()}
     if name.lower() in devices:
         return devices[name.lower()]
+    begun = [key for key in devices if name and key.startswith(name.lower())]
+    if len(begun) == 1:
+        return devices[begun[0]]
     near = difflib.get_close_matches(name.lower(), devices, n=1, cutoff=0.4)
     hint = f" Did you mean {devices[near[0]].name}?" if near else ""
     raise FactError(f"unknown device {name!r}; known: {', '.join(known_devices())}.{hint}")

@@ -86,6 +86,13 @@ class Layout:
         """Model chunks: pipeline ranks times virtual stages."""
         return self.pp * self.vpp
 
+    @property
+    def schedule_name(self) -> str:
+        """The schedule that Megatron runs for this layout."""
+        if self.pp == 1:
+            return "no-pipelining"
+        return "interleaved-1f1b" if self.vpp > 1 else "1f1b"
+
     def num_microbatches(self, global_batch_size: int) -> int:
         """Micro-batches of one step on each data-parallel rank; raises LayoutError where they do not divide."""
         per_round = self.micro_batch_size * self.dp

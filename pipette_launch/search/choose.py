@@ -70,7 +70,7 @@ def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, 
     choice = Choice(
         layout=own,
         placement=placement,
-        schedule=schedule_name(own),
+        schedule=own.schedule_name,
         step_time_s=step.total_s,
         breakdown_s=dict(step.breakdown_s),
         peak_memory_bytes=_own_peaks(field, priced),
@@ -94,20 +94,13 @@ def _to_choice(field: Field, candidate: Candidate) -> Choice:
     return Choice(
         layout=layout,
         placement=placement,
-        schedule=schedule_name(layout),
+        schedule=layout.schedule_name,
         step_time_s=step.total_s,
         breakdown_s=dict(step.breakdown_s),
         peak_memory_bytes=field.peak_bytes[layout],
         memory_limit_bytes=field.limit_bytes(layout),
         bound_s=candidate.bound_s,
     )
-
-
-def schedule_name(layout: Layout) -> str:
-    """The schedule that Megatron runs for a layout."""
-    if layout.pp == 1:
-        return "no-pipelining"
-    return "interleaved-1f1b" if layout.vpp > 1 else "1f1b"
 
 
 def _is_own(candidate: Candidate, own: Choice) -> bool:

@@ -9,7 +9,7 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.overhead import Figure, Overhead, num_communicators, overhead_of
+from pipette_launch.cost.overhead import Figure, Overhead, compute_capability, num_communicators, overhead_of
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Layout
 from pipette_launch.units import MIB
@@ -93,19 +93,35 @@ def test_communicators_are_counted_by_kind(layout: Layout, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("impl", "name", "mib"),
+    ("name", "capability"),
     [
-        ("local", "NVIDIA H100 80GB HBM3", 66),
-        ("transformer_engine", "NVIDIA H100 80GB HBM3", 98),
-        ("transformer_engine", "a100-80gb", 72),
-        ("transformer_engine", "NVIDIA GeForce RTX 4090", 98),
+        ("NVIDIA H100 80GB HBM3", 9),
+        ("a100-80gb", 8),
+        ("NVIDIA GeForce RTX 4090", 8),
+        ("Tesla V100-SXM2-32GB", 7),
+        ("B200", 10),
+        ("GH200 480GB", 9),
+        ("Gaudi 2", None),
     ],
 )
-def test_workspaces_depend_on_the_device_and_the_implementation(impl: str, name: str, mib: int) -> None:
-    """Where nothing is known of a device, the most that was seen elsewhere counts."""
-    job = replace(GPT, model=tiny_model(transformer_impl=impl))
+def test_capabilities_are_known_by_name(name: str, capability: int | None) -> None:
+    """As drivers and people write them."""
+    assert capability == compute_capability(name)
 
-    assert mib * MIB == overhead_of(job, Layout(), device_kind="cuda", device_name=name).workspace.value
+
+def test_workspaces_of_unknown_devices_are_those_of_hopper() -> None:
+    """The most that is common: 64 MiB of torch's own and 32 MiB of Transformer Engine's."""
+    assert 96 * MIB == overhead_of(GPT, Layout(), device_kind="cuda", device_name="Gaudi 2").workspace.value
+
+
+def test_the_workers_environment_sizes_the_workspaces() -> None:
+    """Deterministic runs set 8 buffers of 4 MiB for each of two threads."""
+    local = replace(GPT, model=tiny_model(transformer_impl="local"))
+    one = overhead_of(
+        local, Layout(), device_kind="cuda", device_name="V100", environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    )
+
+    assert 64 * MIB == one.workspace.value
 
 
 def test_experts_make_the_allocator_reserve_more() -> None:

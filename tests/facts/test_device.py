@@ -15,8 +15,8 @@ def test_names_are_found_in_any_case() -> None:
 
 def test_unknown_name_gets_the_nearest() -> None:
     """The error names what there is, and the likeliest."""
-    with pytest.raises(FactError, match=r"unknown device 'A100-80G'; known: .*H200.*Did you mean A100-80GB\?"):
-        device_named("A100-80G")
+    with pytest.raises(FactError, match=r"unknown device 'A100-8OGB'; known: .*H200.*Did you mean A100-80GB\?"):
+        device_named("A100-8OGB")
 
 
 @pytest.mark.parametrize("name", sorted(known_devices()))
@@ -59,3 +59,10 @@ def test_negative_figures_are_refused() -> None:
         replace(device, memory_bytes=0)
     with pytest.raises(FactError, match="peaks above 0"):
         replace(device, flops_per_s={})
+
+
+def test_the_beginning_of_a_name_is_enough_where_it_tells() -> None:
+    """One device begins with H1; two begin with A100."""
+    assert device_named("h1") == known_devices()["H100-SXM"]
+    with pytest.raises(FactError, match="A100-40GB, A100-80GB"):
+        device_named("A100")

@@ -36,11 +36,11 @@ def test_memory_that_another_process_holds_is_not_ours() -> None:
 
 
 def test_on_gpus_the_limit_leaves_the_allocators_reserve_too() -> None:
-    """Of 8 GiB 1 GiB is context; the rest is divided by 1.03, and 66 MiB of it are workspaces."""
+    """Of 8 GiB 1 GiB is context; the rest is divided by 1.03, and 64 MiB of it are workspaces."""
     measurements = replace(tiny_measurements(on_gpus(tiny_cluster(memory_bytes=8 * GIB))), overhead_bytes=GIB)
     limit = memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.0)
 
-    assert int(7 * GIB / 1.03) - (66 << 20) == limit
+    assert int(7 * GIB / 1.03) - (64 << 20) == limit
 
 
 def test_the_users_own_layout_comes_first() -> None:

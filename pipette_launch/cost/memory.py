@@ -19,7 +19,7 @@ from pipette_launch.cost import activations
 from pipette_launch.cost.parameters import Parameters, expert_dp, stage_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedule import num_warmup, schedule_table
+from pipette_launch.facts.schedules import num_warmup, schedule_table
 
 _FP32_BYTES = 4
 

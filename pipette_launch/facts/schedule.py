@@ -1,26 +1,37 @@
 """Pipeline schedules: which rank runs which micro-batch of which stage, and in which order, written as words."""
 
+# A = actions of all ranks, S = stages (model chunks), K = kinds of action, M = micro-batches.
+
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
-from pipette_launch.errors import FactError, LayoutError
-from pipette_launch.facts.layout import Layout
+import numpy as np
+from numpy.typing import NDArray
 
-Kind = Literal["F", "B"]
-Name = Literal["gpipe", "1f1b", "interleaved-1f1b", "no-pipelining"]
+from pipette_launch.errors import FactError
 
-_WORD = re.compile(r"(\d+)([FB])(\d+)")
+Kind = Literal["F", "B", "I", "W"]
+Placement = Literal["loop", "v"]
+"""`loop`: stage c on rank c % pp. `v`: chunk 0 runs down the ranks and chunk 1 back up, so rank 0 holds both ends."""
+
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+FORWARD, BACKWARD, INPUT, WEIGHT = range(len(KINDS))
+"""Where each kind stands in `KINDS`."""
+
+_WORD = re.compile(r"(\d+)([FBIW])(\d+)")
+_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+_NOWHERE = -1
 
 
 class Action(NamedTuple):
     """One pass of one micro-batch through one stage: `2B1` is the backward of micro-batch 1 on stage 2.
 
-    A stage is a model chunk, numbered in model order. `B` is the whole backward, input and weight gradient together.
+    A stage is a model chunk, numbered in model order. `B` is the whole backward; a schedule that splits it writes `I`
+    for the input's gradient, which the stage before waits for, and `W` for the weights' gradients.
     """
 
     stage: int
@@ -37,9 +48,9 @@ class Action(NamedTuple):
         """Read an action from its word; raises FactError for anything else."""
         match = _WORD.fullmatch(word)
         if match is None:
-            raise FactError(f"{word!r} is not an action; write stage, F or B, micro-batch, such as 2B1")
+            raise FactError(f"{word!r} is not an action; write stage, one of {' '.join(KINDS)}, micro-batch, as in 2B1")
         stage, kind, microbatch = match.groups()
-        return cls(int(stage), "F" if kind == "F" else "B", int(microbatch))
+        return cls(int(stage), KINDS["FBIW".index(kind)], int(microbatch))
 
 
 def words(actions: Iterable[Action]) -> list[str]:
@@ -47,159 +58,185 @@ def words(actions: Iterable[Action]) -> list[str]:
     return [action.word for action in actions]
 
 
+def rank_of(stage: int, *, pp: int, placement: Placement) -> int:
+    """Pipeline rank of a stage."""
+    if placement == "v" and stage >= pp:
+        return 2 * pp - 1 - stage
+    return stage % pp
+
+
+class Columns(NamedTuple):
+    """All actions of a schedule as arrays: rank after rank, each in its own order."""
+
+    rank_A: NDArray[np.int64]
+    stage_A: NDArray[np.int64]
+    kind_A: NDArray[np.int64]
+    """Places in `KINDS`."""
+    microbatch_A: NDArray[np.int64]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What every pipeline rank does, in order. Stage c belongs to rank c % pp."""
+    """What every pipeline rank does, in order.
 
-    name: Name
+    Raises:
+        FactError: some rank does not run, for each of its stages and every micro-batch, one F and then either one B, or
+            one I and then one W.
+
+    """
+
+    name: str
     pp: int
     vpp: int
     num_microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
+    placement: Placement = "loop"
 
     def __post_init__(self) -> None:
-        """Check that each rank runs both passes of each of its stages once for every micro-batch."""
+        """Check that nothing is missing, strange, double or before what it needs on its own rank."""
+        if min(self.pp, self.vpp, self.num_microbatches) < 1:
+            raise FactError(
+                f"{self.name}: pp={self.pp}, vpp={self.vpp} and {self.num_microbatches} micro-batches must be positive"
+            )
+        if self.placement == "v" and self.vpp != 2:
+            raise FactError(f"{self.name}: a V has two chunks on each rank, got vpp={self.vpp}")
         if len(self.ranks) != self.pp:
             raise FactError(f"{self.name}: {len(self.ranks)} action lists for {self.pp} pipeline ranks")
-        for rank, actions in enumerate(self.ranks):
-            wanted = 2 * self.vpp * self.num_microbatches
-            faults = [
-                action
-                for action in actions
-                if not (action.stage % self.pp == rank and action.stage < self.num_stages)
-                or not 0 <= action.microbatch < self.num_microbatches
-            ]
-            if faults:
-                raise FactError(f"{self.name}: {faults[0].word} does not belong to pipeline rank {rank}")
-            if len(actions) != wanted or len(set(actions)) != wanted:
-                raise FactError(f"{self.name}: rank {rank} needs {wanted} different actions, got {len(actions)}")
+        columns = self.columns
+        _check_owners(self, columns)
+        _check_passes(self, columns)
 
     @property
     def num_stages(self) -> int:
         """Model chunks in all."""
         return self.pp * self.vpp
 
+    @property
+    def rank_S(self) -> tuple[int, ...]:
+        """Pipeline rank of each stage."""
+        return tuple(self.rank_of(stage) for stage in range(self.num_stages))
+
+    @property
+    def columns(self) -> Columns:
+        """The actions as arrays, made afresh."""
+        rank_A = np.repeat(np.arange(self.pp), [len(actions) for actions in self.ranks])
+        stages, kinds, microbatches = [], [], []
+        for actions in self.ranks:
+            stages += [action[0] for action in actions]
+            kinds += [_NUMBER[action[1]] for action in actions]
+            microbatches += [action[2] for action in actions]
+        return Columns(rank_A, *(np.array(column, dtype=np.int64) for column in (stages, kinds, microbatches)))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is run as I and W."""
+        return any(action.kind == "I" for actions in self.ranks for action in actions)
+
+    def rank_of(self, stage: int) -> int:
+        """Pipeline rank of a stage."""
+        return rank_of(stage, pp=self.pp, placement=self.placement)
+
     @classmethod
-    def from_words(cls, name: Name, *, pp: int, vpp: int, ranks: Iterable[Iterable[str]]) -> Schedule:
+    def from_words(
+        cls, name: str, *, pp: int, vpp: int, ranks: Iterable[Iterable[str]], placement: Placement = "loop"
+    ) -> Schedule:
         """Read a schedule that `Schedule.words` wrote."""
         actions = tuple(tuple(Action.parse(word) for word in rank) for rank in ranks)
         microbatches = 1 + max((action.microbatch for rank in actions for action in rank), default=-1)
-        return cls(name=name, pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=actions)
+        return cls(name=name, pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=actions, placement=placement)
 
     def words(self) -> list[list[str]]:
         """Every rank's actions as words."""
         return [words(actions) for actions in self.ranks]
 
     def peak_live(self, rank: int) -> int:
-        """Most forward passes of one rank whose backward is still to come: what its activations are held for."""
+        """Most forward passes of one rank whose backward has not ended: what its activations are held for.
+
+        A split backward counts as ended with its W.
+        """
         live = peak = 0
         for action in self.ranks[rank]:
-            live += 1 if action.kind == "F" else -1
+            live += (action.kind == "F") - (action.kind in "BW")
             peak = max(peak, live)
         return peak
 
 
-@lru_cache(maxsize=256)
-def no_pipelining(microbatches: int) -> Schedule:
-    """One rank: forward and backward of each micro-batch in turn (megatron-core, forward_backward_no_pipelining)."""
-    order = ((microbatch, 0) for microbatch in range(microbatches))
-    actions = _one_forward_one_backward(tuple(order), pp=1, vpp=1, rank=0, num_warmup=0)
-    return Schedule(name="no-pipelining", pp=1, vpp=1, num_microbatches=microbatches, ranks=(actions,))
+@dataclass(frozen=True, kw_only=True)
+class WrittenSchedule:
+    """A schedule as a document: one line of words for each rank."""
 
+    KIND: ClassVar[str] = "schedule"
+    SCHEMA_VERSION: ClassVar[int] = 1
 
-@lru_cache(maxsize=256)
-def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, both in the order of the micro-batches."""
-    ranks = tuple(
-        tuple(Action(stage, kind, microbatch) for kind in (_FORWARD, _BACKWARD) for microbatch in range(microbatches))
-        for stage in range(stages)
-    )
-    return Schedule(name="gpipe", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
+    name: str
+    pp: int
+    vpp: int
+    placement: Placement
+    ranks: tuple[str, ...]
+    """`0F0 0F1 0B0 0B1`: stage, kind, micro-batch."""
 
-
-@lru_cache(maxsize=256)
-def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
-    """1F1B: rank r runs pp - r - 1 forwards ahead, then one forward and one backward in turn (schedules.py:2093)."""
-    order = tuple((microbatch, 0) for microbatch in range(microbatches))
-    ranks = tuple(
-        _one_forward_one_backward(order, pp=stages, vpp=1, rank=rank, num_warmup=stages - rank - 1)
-        for rank in range(stages)
-    )
-    return Schedule(name="1f1b", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
-
-
-@lru_cache(maxsize=256)
-def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
-    """Megatron's interleaved 1F1B: groups of micro-batches go through one chunk before the next.
-
-    Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (schedules.py:762-786); both passes follow
-    the schedule table (schedules.py:798), the backward with the chunks reversed.
-
-    Raises:
-        LayoutError: Megatron would refuse these numbers (schedules.py:996-1019).
-
-    """
-    check_interleaving(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
-    order = schedule_table(vpp, microbatches, group_size)
-    ranks = tuple(
-        _one_forward_one_backward(order, pp=pp, vpp=vpp, rank=rank, num_warmup=num_warmup(pp, vpp, group_size, rank))
-        for rank in range(pp)
-    )
-    return Schedule(name="interleaved-1f1b", pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=ranks)
-
-
-def check_interleaving(*, pp: int, vpp: int, microbatches: int, group_size: int) -> None:
-    """Raise LayoutError where Megatron's interleaved schedule would refuse to run (schedules.py:996-1019)."""
-    if pp < 2 or vpp < 2:
-        raise LayoutError(f"an interleaved schedule needs pp > 1 and vpp > 1, got pp={pp} and vpp={vpp}")
-    if not pp <= group_size <= microbatches:
-        raise LayoutError(
-            f"micro-batch group size {group_size} must lie between pp={pp} and the {microbatches} micro-batches of a "
-            f"step; take fewer pipeline ranks or a smaller micro-batch"
+    @classmethod
+    def of(cls, schedule: Schedule) -> WrittenSchedule:
+        """Write a schedule."""
+        return cls(
+            name=schedule.name,
+            pp=schedule.pp,
+            vpp=schedule.vpp,
+            placement=schedule.placement,
+            ranks=tuple(" ".join(words(actions)) for actions in schedule.ranks),
         )
-    if 0 < microbatches % group_size < pp:
-        raise LayoutError(
-            f"{microbatches} micro-batches leave a last group of {microbatches % group_size} after groups of "
-            f"{group_size}; it must hold at least pp={pp}, or none"
+
+    def read(self) -> Schedule:
+        """Return the schedule; raises FactError where the words make none."""
+        ranks = (rank.split() for rank in self.ranks)
+        return Schedule.from_words(self.name, pp=self.pp, vpp=self.vpp, ranks=ranks, placement=self.placement)
+
+
+def positions(schedule: Schedule, columns: Columns) -> NDArray[np.int64]:
+    """Where each action stands among all: [stage, kind, micro-batch], -1 where the schedule has no such action."""
+    place_SKM = np.full((schedule.num_stages, len(KINDS), schedule.num_microbatches), _NOWHERE)
+    place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] = np.arange(len(columns.stage_A))
+    return place_SKM
+
+
+def _check_owners(schedule: Schedule, columns: Columns) -> None:
+    """Every action names a stage of its own rank and a micro-batch of the step."""
+    owner_S = np.array(schedule.rank_S)
+    strange_A = (columns.stage_A >= schedule.num_stages) | (columns.microbatch_A >= schedule.num_microbatches)
+    strange_A |= (columns.stage_A < 0) | (columns.microbatch_A < 0)
+    strange_A |= owner_S[np.where(strange_A, 0, columns.stage_A)] != columns.rank_A
+    if strange_A.any():
+        index = int(strange_A.argmax())
+        raise FactError(
+            f"{schedule.name}: {_action(columns, index).word} does not belong to pipeline rank {columns.rank_A[index]}"
         )
 
 
-def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[int, int], ...]:
-    """(micro-batch, chunk) of each forward of a rank, in order (schedules.py:798, get_schedule_table)."""
-    return tuple(
-        (microbatch, chunk)
-        for start in range(0, microbatches, group_size)
-        for chunk in range(vpp)
-        for microbatch in range(start, min(start + group_size, microbatches))
-    )
+def _check_passes(schedule: Schedule, columns: Columns) -> None:
+    """Every stage runs each micro-batch forward once and backward once, whole or split, in that order."""
+    place_SKM = positions(schedule, columns)
+    twice_A = place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] != np.arange(len(columns.stage_A))
+    if twice_A.any():
+        raise FactError(f"{schedule.name}: {_action(columns, int(twice_A.argmax())).word} stands twice")
+    has_SKM = place_SKM != _NOWHERE
+    forward, whole, split, weight = (has_SKM[:, kind] for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
+    wrong_SM = ~forward | (split != weight) | (split == whole)
+    if wrong_SM.any():
+        stage, microbatch = (int(index) for index in np.argwhere(wrong_SM)[0])
+        kinds = [kind for kind, has in zip(KINDS, has_SKM[stage, :, microbatch], strict=True) if has]
+        raise FactError(
+            f"{schedule.name}: rank {schedule.rank_of(stage)} runs {' '.join(kinds) or 'nothing'} of micro-batch "
+            f"{microbatch} on stage {stage}; it needs one F, and one B or one I and one W"
+        )
+    back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
+    early_SM = (back_SM < place_SKM[:, FORWARD]) | (weight & (place_SKM[:, WEIGHT] < back_SM))
+    if early_SM.any():
+        stage, microbatch = (int(index) for index in np.argwhere(early_SM)[0])
+        raise FactError(
+            f"{schedule.name}: rank {schedule.rank_of(stage)} runs micro-batch {microbatch} of stage {stage} in the "
+            f"wrong order; F comes first, then B, or I and then W"
+        )
 
 
-def num_warmup(pp: int, vpp: int, group_size: int, rank: int) -> int:
-    """Forwards that a rank of an interleaved schedule runs before its first backward (not capped by their number)."""
-    return 2 * (pp - rank - 1) + (vpp - 1) * group_size
-
-
-def schedule_of(layout: Layout, num_microbatches: int) -> Schedule:
-    """Return the schedule that stock Megatron runs for a layout (get_forward_backward_func, schedules.py:45-151)."""
-    if layout.pp == 1:
-        return no_pipelining(num_microbatches)
-    if layout.vpp == 1:
-        return one_forward_one_backward(layout.pp, num_microbatches)
-    return interleaved(layout.pp, layout.vpp, num_microbatches, layout.microbatch_group_size or layout.pp)
-
-
-_FORWARD: Kind = "F"
-_BACKWARD: Kind = "B"
-
-
-def _one_forward_one_backward(
-    order: tuple[tuple[int, int], ...], *, pp: int, vpp: int, rank: int, num_warmup: int
-) -> tuple[Action, ...]:
-    """Run `num_warmup` forwards ahead, then alternate; the backward takes the same order with the chunks reversed."""
-    forward = [Action(chunk * pp + rank, _FORWARD, microbatch) for microbatch, chunk in order]
-    backward = [Action((vpp - 1 - chunk) * pp + rank, _BACKWARD, microbatch) for microbatch, chunk in order]
-    ahead = min(num_warmup, len(forward))
-    actions = forward[:ahead]
-    for position in range(ahead, len(forward)):
-        actions += (forward[position], backward[position - ahead])
-    return (*actions, *backward[len(forward) - ahead :])
+def _action(columns: Columns, index: int) -> Action:
+    return Action(int(columns.stage_A[index]), KINDS[columns.kind_A[index]], int(columns.microbatch_A[index]))

@@ -21,7 +21,7 @@ from pipette_launch.cost.memory import (
 from pipette_launch.cost.parameters import Parameters
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.facts.schedule import schedule_of
+from pipette_launch.facts.schedules import schedule_of
 
 FULL_UNIFORM = Recompute(granularity="full", method="uniform", num_layers=1)
 KEPT = 32 * 2048 + 4 * 4 * 32

@@ -1,17 +1,19 @@
 """The longest path is checked by hand, by the exact 1F1B form, and by an event loop that knows nothing of it."""
 
-import heapq
+import dataclasses
 import itertools
 import random
 import time
 
 import numpy as np
 import pytest
+from event_loop import EventLoop, drawn_stages, equal_stages
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.cost.simulate import (
     FEW_PIPELINES,
+    BusyLinkEngine,
     Engine,
     StageTimes,
     engine_of,
@@ -20,95 +22,16 @@ from pipette_launch.cost.simulate import (
 )
 from pipette_launch.errors import FactError
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedule import (
-    Action,
-    Schedule,
+from pipette_launch.facts.schedule import Schedule, words
+from pipette_launch.facts.schedules import (
+    eager_one_forward_one_backward,
     gpipe,
+    grouped_split,
     interleaved,
+    interleaved_zero_bubble,
     no_pipelining,
     one_forward_one_backward,
-    words,
 )
-
-
-def equal_stages(stages: int, *, forward_s: float = 1.0, backward_s: float = 2.0, hop_s: float = 0.0) -> StageTimes:
-    """The same seconds everywhere."""
-    hops = (hop_s,) * (stages - 1)
-    return StageTimes(
-        forward_s=(forward_s,) * stages, backward_s=(backward_s,) * stages, forward_hop_s=hops, backward_hop_s=hops
-    )
-
-
-def drawn_stages(stages: int, rng: random.Random) -> StageTimes:
-    """Other seconds everywhere, in sixteenths so that sums are exact."""
-
-    def draw(count: int, lowest: int) -> tuple[float, ...]:
-        return tuple(rng.randint(lowest, 48) / 16 for _ in range(count))
-
-    return StageTimes(
-        forward_s=draw(stages, 1),
-        backward_s=draw(stages, 1),
-        forward_hop_s=draw(stages - 1, 0),
-        backward_hop_s=draw(stages - 1, 0),
-        first_forward_s=draw(stages, 1) if rng.random() < 0.5 else (),
-    )
-
-
-class EventLoop:
-    """A clock, a heap and messages: each rank runs its next action as soon as it is free and the input is there."""
-
-    def __init__(self, schedule: Schedule, times: StageTimes) -> None:
-        self.times = times
-        self.last = schedule.num_stages - 1
-        self.queues = [list(actions) for actions in schedule.ranks]
-        self.free = [True] * schedule.pp
-        self.inputs = {Action(0, "F", m) for m in range(schedule.num_microbatches)}
-        self.ends: dict[Action, float] = {}
-        self.ticket = itertools.count()
-        self.events: list[tuple[float, int, str, Action]] = []
-
-    def run(self) -> dict[Action, float]:
-        """When each action ends."""
-        self.start_what_can(0.0)
-        while self.events:
-            now, _, what, action = heapq.heappop(self.events)
-            if what == "done":
-                self.ends[action] = now
-                self.free[action.stage % len(self.free)] = True
-                self.send(now, action)
-            else:
-                self.inputs.add(action)
-            self.start_what_can(now)
-        return self.ends
-
-    def start_what_can(self, now: float) -> None:
-        """Start the next action of every rank that is free and has its input."""
-        for rank, queue in enumerate(self.queues):
-            if self.free[rank] and queue and queue[0] in self.inputs:
-                action = queue.pop(0)
-                self.free[rank] = False
-                self.push(now + self.seconds_of(action), "done", action)
-
-    def seconds_of(self, action: Action) -> float:
-        """How long the action takes."""
-        if action.kind == "B":
-            return self.times.backward_s[action.stage]
-        first = self.times.first_forward_s or self.times.forward_s
-        return (self.times.forward_s if action.microbatch else first)[action.stage]
-
-    def send(self, now: float, action: Action) -> None:
-        """Send the result to whoever needs it."""
-        if action.kind == "F" and action.stage == self.last:
-            hop_s, receiver = 0.0, action._replace(kind="B")
-        elif action.kind == "F":
-            hop_s, receiver = self.times.forward_hop_s[action.stage], action._replace(stage=action.stage + 1)
-        else:
-            hop_s, receiver = (0.0, *self.times.backward_hop_s)[action.stage], action._replace(stage=action.stage - 1)
-        self.push(now + hop_s, "arrived", receiver)
-
-    def push(self, at: float, what: str, action: Action) -> None:
-        """Put an event on the heap."""
-        heapq.heappush(self.events, (at, next(self.ticket), what, action))
 
 
 def test_two_stages_by_hand() -> None:
@@ -175,53 +98,147 @@ def test_interleaving_divides_the_bubble(vpp: int, expected: float) -> None:
     assert round(1 - 32 * 3 / makespan_s, 3) == expected
 
 
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.sampled_from(["1f1b", "gpipe"]), st.randoms())
-def test_equals_a_naive_event_loop(pp: int, vpp: int, microbatches: int, kind: str, rng: random.Random) -> None:
+def small_schedule(kind: str, pp: int, vpp: int, microbatches: int) -> Schedule:
+    """One of the schedules that need no times."""
+    if pp == 1:
+        return no_pipelining(microbatches)
+    make = {
+        "1f1b": lambda: one_forward_one_backward(pp, microbatches),
+        "gpipe": lambda: gpipe(pp, microbatches),
+        "eager": lambda: eager_one_forward_one_backward(pp, microbatches),
+        "interleaved": lambda: interleaved(pp, vpp + 1, pp * microbatches, pp),
+        "gis": lambda: grouped_split(pp, vpp, pp * microbatches, pp),
+        "zb": lambda: interleaved_zero_bubble(pp, vpp, microbatches),
+        "v": lambda: v_of_one_by_one(pp, microbatches),
+    }
+    return make[kind]()
+
+
+def v_of_one_by_one(pp: int, microbatches: int) -> Schedule:
+    """One micro-batch after the other down and up the V and back."""
+    ranks = [
+        [f"{stage}{kind}{microbatch}" for microbatch in range(microbatches) for kind, stage in passes]
+        for passes in (
+            [("F", rank), ("F", 2 * pp - 1 - rank), *((k, s) for s in (2 * pp - 1 - rank, rank) for k in "IW")]
+            for rank in range(pp)
+        )
+    ]
+    return Schedule.from_words("v-one-by-one", pp=pp, vpp=2, ranks=ranks, placement="v")
+
+
+KINDS_OF_SCHEDULE = ("1f1b", "gpipe", "eager", "interleaved", "gis", "zb", "v")
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.sampled_from(KINDS_OF_SCHEDULE),
+    st.booleans(),
+    st.randoms(),
+)
+def test_equals_a_naive_event_loop(
+    pp: int, vpp: int, microbatches: int, kind: str, busy_links: bool, rng: random.Random
+) -> None:
     """Whatever the seconds, every action ends when an event loop says."""
-    if vpp > 1 and pp > 1:
-        schedule = interleaved(pp, vpp, pp * microbatches, pp)
-    elif kind == "gpipe":
-        schedule = gpipe(pp, microbatches)
-    else:
-        schedule = one_forward_one_backward(pp, microbatches) if pp > 1 else no_pipelining(microbatches)
+    schedule = small_schedule(kind, pp, vpp, microbatches)
     times = drawn_stages(schedule.num_stages, rng)
 
-    timeline = simulate(schedule, times)
+    timeline = simulate(schedule, times, busy_links=busy_links)
 
     ends = {
         action: end
         for actions, rank_ends in zip(schedule.ranks, timeline.end_s, strict=True)
         for action, end in zip(actions, rank_ends, strict=True)
     }
-    assert EventLoop(schedule, times).run() == ends
+    assert EventLoop(schedule, times, busy_links=busy_links).run() == ends
 
 
-@given(st.integers(2, 4), st.integers(1, 8), st.randoms())
-def test_the_critical_path_is_as_long_as_the_step(stages: int, microbatches: int, rng: random.Random) -> None:
-    """Its passes and the hops between its stages add up to the makespan."""
-    schedule = one_forward_one_backward(stages, microbatches)
-    times = drawn_stages(stages, rng)
-    timeline = simulate(schedule, times)
-    durations = {
-        action: end - start
-        for actions, starts, ends in zip(schedule.ranks, timeline.start_s, timeline.end_s, strict=True)
-        for action, start, end in zip(actions, starts, ends, strict=True)
-    }
+@given(st.integers(2, 4), st.integers(1, 8), st.sampled_from(KINDS_OF_SCHEDULE), st.booleans(), st.randoms())
+def test_the_critical_path_is_as_long_as_the_step(
+    pp: int, microbatches: int, kind: str, busy_links: bool, rng: random.Random
+) -> None:
+    """Its passes and the hops between its ranks add up to the makespan."""
+    schedule = small_schedule(kind, pp, 2, microbatches)
+    times = drawn_stages(schedule.num_stages, rng)
+    timeline = simulate(schedule, times, busy_links=busy_links)
+    ends = EventLoop(schedule, times, busy_links=busy_links).run()
     path = timeline.critical_path
-    hops = sum(
-        times.forward_hop_s[before.stage] if after.kind == "F" else times.backward_hop_s[after.stage]
-        for before, after in itertools.pairwise(path)
-        if before.stage != after.stage
-    )
 
-    assert timeline.makespan_s == sum(durations[action] for action in path) + hops
+    assert timeline.makespan_s == ends[path[-1]]
+    assert path[0].kind == "F"
+    for before, after in itertools.pairwise(path):
+        start_s = ends[after] - EventLoop(schedule, times).seconds_of(after)
+        if schedule.rank_of(before.stage) == schedule.rank_of(after.stage):
+            assert start_s == ends[before]
+        elif not busy_links:
+            lower = min(before.stage, after.stage)
+            hops = times.forward_hop_s if after.kind == "F" else times.backward_hop_s
+            assert start_s == ends[before] + hops[lower]
 
 
+def test_critical_words_and_hops_by_hand() -> None:
+    """The chain of the two stages above crosses their link once each way."""
+    timeline = simulate(one_forward_one_backward(2, 2), equal_stages(2, hop_s=0.5))
+
+    assert timeline.critical_words == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert timeline.critical_hops == {(0, 1): 1, (1, 0): 1}
+
+
+def test_a_busy_link_by_hand() -> None:
+    """GPipe's second activation waits for the first on the link, the third for the second."""
+    times = StageTimes(forward_s=(1.0, 1.0), backward_s=(1.0, 1.0), forward_hop_s=(3.0,), backward_hop_s=(0.0,))
+    free = simulate(gpipe(2, 3), times)
+    busy = simulate(gpipe(2, 3), times, busy_links=True)
+
+    assert free.start_s[1][:3] == (4.0, 5.0, 6.0)
+    assert busy.start_s[1][:3] == (4.0, 7.0, 10.0)
+    assert busy.critical_words[:2] == ["0F0", "1F2"]
+
+
+def test_a_recompute_comes_before_each_backward() -> None:
+    """Half a second more for each backward of one stage, whole or split."""
+    plain = equal_stages(1, forward_s=1.0, backward_s=2.0)
+    again = dataclasses.replace(plain, recompute_s=(0.5,))
+    for schedule in (no_pipelining(3), interleaved_zero_bubble(1, 1, 3)):
+        assert simulate(schedule, plain).makespan_s + 3 * 0.5 == simulate(schedule, again).makespan_s
+
+
+def test_spans_and_bubbles_by_hand() -> None:
+    """Rank 0 works 6 of its 10 s; rank 1 is there from 1.5 s to 7.5 s and always busy."""
+    timeline = simulate(one_forward_one_backward(2, 2), equal_stages(2, hop_s=0.5))
+
+    assert timeline.span_s_P == (10.0, 6.0)
+    assert timeline.bubble_rate == pytest.approx(0.4)
+    assert timeline.span_bubble_rate == pytest.approx(0.4)
+
+
+def test_the_turn_of_a_v_is_free() -> None:
+    """Both stages lie on one rank: whatever the hop between them is said to take, nothing is sent."""
+    schedule = v_of_one_by_one(2, 1)
+    turn = dataclasses.replace(equal_stages(4), forward_hop_s=(0.0, 9.0, 0.0), backward_hop_s=(0.0, 9.0, 0.0))
+
+    assert simulate(schedule, equal_stages(4)).makespan_s == simulate(schedule, turn).makespan_s
+
+
+def test_a_split_needs_its_times() -> None:
+    """A whole backward's time does not say how long its halves take."""
+    whole = StageTimes(forward_s=(1.0,), backward_s=(2.0,), forward_hop_s=(), backward_hop_s=())
+
+    with pytest.raises(FactError, match="splits the backward"):
+        simulate(interleaved_zero_bubble(1, 1, 2), whole)
+    with pytest.raises(FactError, match="both its halves"):
+        dataclasses.replace(whole, input_s=(1.0,))
+    with pytest.raises(FactError, match="not negative"):
+        dataclasses.replace(whole, forward_s=(-1.0,))
+
+
+@pytest.mark.parametrize("make", [Engine, BusyLinkEngine])
 @pytest.mark.parametrize("count", [1, FEW_PIPELINES, FEW_PIPELINES + 1, 20])
-def test_many_pipelines_at_once_give_the_same_digits(count: int) -> None:
+def test_many_pipelines_at_once_give_the_same_digits(count: int, make: type[Engine]) -> None:
     """One by one or as arrays, the answers are equal, not only close."""
     rng = random.Random(count)
-    engine = Engine(interleaved(3, 2, 6, 3))
+    engine = make(interleaved(3, 2, 6, 3))
     pipelines = [drawn_stages(6, rng) for _ in range(count)]
     durations_R = np.array([times.durations_s for times in pipelines]).T
     hops_R = np.array([times.hops_s for times in pipelines]).T
@@ -232,10 +249,12 @@ def test_many_pipelines_at_once_give_the_same_digits(count: int) -> None:
 
 
 def test_a_schedule_that_cannot_run_is_named() -> None:
-    """A backward before its own forward waits for ever."""
-    schedule = Schedule.from_words("1f1b", pp=2, vpp=1, ranks=[["0F0", "0B0"], ["1B0", "1F0"]])
+    """Two ranks that wait for each other are named with what they wait for."""
+    schedule = Schedule.from_words(
+        "mine", pp=2, vpp=1, ranks=[["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    )
 
-    with pytest.raises(FactError, match="deadlocks"):
+    with pytest.raises(FactError, match="mine deadlocks: 0B0 waits for 1B0, which never runs"):
         Engine(schedule)
 
 

@@ -1,20 +1,24 @@
 """Schedules are checked as words, against Megatron's rules and by their live passes."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.errors import FactError, LayoutError
+from pipette_launch.facts.files import dumps, loads
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedule import (
-    Action,
-    Schedule,
+from pipette_launch.facts.schedule import Action, Schedule, WrittenSchedule, rank_of, words
+from pipette_launch.facts.schedules import (
+    eager_one_forward_one_backward,
     gpipe,
+    grouped_split,
     interleaved,
+    interleaved_zero_bubble,
     no_pipelining,
     one_forward_one_backward,
     schedule_of,
-    words,
 )
 
 
@@ -37,6 +41,30 @@ def test_1f1b_of_three_stages() -> None:
     ]
 
     assert expected == one_forward_one_backward(3, 4).words()
+
+
+def test_zb_h1_of_three_stages() -> None:
+    """Rank r runs its W r passes late, so that the cool-down is a chain of I alone."""
+    expected = [
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
+        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
+    ]
+
+    assert expected == [" ".join(rank) for rank in interleaved_zero_bubble(3, 1, 4).words()]
+
+
+@pytest.mark.parametrize(("microbatches", "group_size", "reason"), [(9, 2, "groups of 2"), (8, 0, "must be positive")])
+def test_groups_that_would_deadlock_are_refused(microbatches: int, group_size: int, reason: str) -> None:
+    """Two groups in a row must reach through the pipeline."""
+    with pytest.raises(LayoutError, match=reason):
+        grouped_split(8, 2, microbatches, group_size)
+
+
+def test_eager_runs_no_fewer_ahead() -> None:
+    """A negative number of forwards more is nonsense."""
+    with pytest.raises(LayoutError, match="-1"):
+        eager_one_forward_one_backward(2, 2, -1)
 
 
 def test_1f1b_with_fewer_microbatches_than_ranks() -> None:
@@ -110,6 +138,47 @@ def test_words_round_trip(pp: int, rounds: int, extra_group: int, rest: int, kin
     assert schedule == read
 
 
+@given(st.integers(2, 4), st.integers(1, 9))
+def test_a_document_round_trips(pp: int, microbatches: int) -> None:
+    """A schedule comes back from its file; so does a V with a split backward."""
+    names = [(rank, 2 * pp - 1 - rank) for rank in range(pp)]
+    ranks = [
+        [
+            f"{stage}{kind}{microbatch}"
+            for microbatch in range(microbatches)
+            for stage, kind in ((low, "F"), (high, "F"), (high, "I"), (low, "I"), (low, "W"), (high, "W"))
+        ]
+        for low, high in names
+    ]
+    bent = Schedule.from_words("mine", pp=pp, vpp=2, ranks=ranks, placement="v")
+    assert bent.splits_backward
+    for schedule in (bent, one_forward_one_backward(pp, microbatches)):
+        document = loads(WrittenSchedule, dumps(WrittenSchedule.of(schedule)), "memory")
+
+        assert schedule == document.read()
+
+
+def test_a_document_is_plain_words() -> None:
+    """One line of words for each rank."""
+    text = dumps(WrittenSchedule.of(one_forward_one_backward(2, 2)))
+
+    assert json.loads(text) == {
+        "kind": "schedule",
+        "schema_version": 1,
+        "name": "1f1b",
+        "pp": 2,
+        "vpp": 1,
+        "placement": "loop",
+        "ranks": ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"],
+    }
+
+
+def test_where_stages_lie() -> None:
+    """A loop begins again on rank 0; a V turns round on the last rank."""
+    assert [rank_of(stage, pp=3, placement="loop") for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [rank_of(stage, pp=3, placement="v") for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+
+
 @pytest.mark.parametrize("word", ["", "F0", "0X1", "0F", "0F1 ", "-1F0"])
 def test_a_bad_word_is_refused(word: str) -> None:
     """Only stage, kind and micro-batch make an action."""
@@ -125,11 +194,17 @@ def test_a_bad_word_is_refused(word: str) -> None:
         [["0F0", "0B0"], ["1F0", "1F0"]],
         [["0F0", "0B0"], ["1F0"]],
         [["0F0", "0B0"], ["3F0", "3B0"]],
+        [["0F0", "0I0"], ["1F0", "1B0"]],
+        [["0F0", "0B0", "0W0"], ["1F0", "1B0"]],
+        [["0F0", "0B0", "0I0", "0W0"], ["1F0", "1B0"]],
+        [["0F0", "0B0"], ["1B0", "1F0"]],
+        [["0F0", "0W0", "0I0"], ["1F0", "1B0"]],
+        [[], []],
     ],
 )
 def test_an_incomplete_schedule_is_refused(ranks: list[list[str]]) -> None:
-    """Every rank runs both passes of each of its stages once."""
-    with pytest.raises(FactError):
+    """Every rank runs each of its stages forward once, then backward once, whole or split."""
+    with pytest.raises(FactError, match="1f1b"):
         Schedule.from_words("1f1b", pp=2, vpp=1, ranks=ranks)
 
 
@@ -140,6 +215,10 @@ def test_an_incomplete_schedule_is_refused(ranks: list[list[str]]) -> None:
         (one_forward_one_backward(4, 2), [2, 2, 2, 1]),
         (gpipe(2, 5), [5, 5]),
         (interleaved(2, 2, 4, 2), [5, 3]),
+        (eager_one_forward_one_backward(4, 16), [7, 5, 3, 1]),
+        (eager_one_forward_one_backward(4, 16, 1), [5, 4, 3, 1]),
+        (interleaved_zero_bubble(4, 2, 16), [8, 8, 8, 8]),
+        (grouped_split(4, 2, 16, 2), [6, 5, 4, 3]),
     ],
 )
 def test_live_passes(schedule: Schedule, expected: list[int]) -> None:

@@ -1,0 +1,210 @@
+"""The schedules whose order needs no times: Megatron's own, and those that a few counts describe."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.schedule import Action, Kind, Schedule
+
+_FORWARD: Kind = "F"
+_BACKWARD: Kind = "B"
+_INPUT: Kind = "I"
+_WEIGHT: Kind = "W"
+
+
+@lru_cache(maxsize=256)
+def no_pipelining(microbatches: int) -> Schedule:
+    """One rank: forward and backward of each micro-batch in turn (megatron-core, forward_backward_no_pipelining)."""
+    order = ((microbatch, 0) for microbatch in range(microbatches))
+    actions = _one_forward_one_backward(tuple(order), pp=1, vpp=1, rank=0, num_warmup=0)
+    return Schedule(name="no-pipelining", pp=1, vpp=1, num_microbatches=microbatches, ranks=(actions,))
+
+
+@lru_cache(maxsize=256)
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards, both in the order of the micro-batches."""
+    ranks = tuple(
+        tuple(Action(stage, kind, microbatch) for kind in (_FORWARD, _BACKWARD) for microbatch in range(microbatches))
+        for stage in range(stages)
+    )
+    return Schedule(name="gpipe", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
+
+
+@lru_cache(maxsize=256)
+def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
+    """1F1B: rank r runs pp - r - 1 forwards ahead, then one forward and one backward in turn (schedules.py:2093)."""
+    order = tuple((microbatch, 0) for microbatch in range(microbatches))
+    ranks = tuple(
+        _one_forward_one_backward(order, pp=stages, vpp=1, rank=rank, num_warmup=stages - rank - 1)
+        for rank in range(stages)
+    )
+    return Schedule(name="1f1b", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
+
+
+@lru_cache(maxsize=256)
+def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | None = None) -> Schedule:
+    """1F1B with more forwards ahead, so that a transfer hides behind them.
+
+    Args:
+        stages: pipeline ranks.
+        microbatches: of one step.
+        extra: forwards ahead beyond those of 1F1B, at most pp - r - 1 on rank r; None = that many (facts: schedules.md
+            section 2, eager 1F1B: 2(p-1-r) in all, rank 0 holds 2p-1).
+
+    """
+    if extra is not None and extra < 0:
+        raise LayoutError(f"eager 1F1B runs 0 or more forwards more ahead than 1F1B, got {extra}")
+    order = tuple((microbatch, 0) for microbatch in range(microbatches))
+    ranks = []
+    for rank in range(stages):
+        ahead = stages - rank - 1
+        ahead += ahead if extra is None else min(ahead, extra)
+        ranks.append(_one_forward_one_backward(order, pp=stages, vpp=1, rank=rank, num_warmup=ahead))
+    return Schedule(name="eager-1f1b", pp=stages, vpp=1, num_microbatches=microbatches, ranks=tuple(ranks))
+
+
+@lru_cache(maxsize=256)
+def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
+    """Megatron's interleaved 1F1B: groups of micro-batches go through one chunk before the next.
+
+    Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (schedules.py:762-786); both passes follow
+    the schedule table (schedules.py:798), the backward with the chunks reversed.
+
+    Raises:
+        LayoutError: Megatron would refuse these numbers (schedules.py:996-1019).
+
+    """
+    check_interleaving(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
+    order = schedule_table(vpp, microbatches, group_size)
+    ranks = tuple(
+        _one_forward_one_backward(order, pp=pp, vpp=vpp, rank=rank, num_warmup=num_warmup(pp, vpp, group_size, rank))
+        for rank in range(pp)
+    )
+    return Schedule(name="interleaved-1f1b", pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=ranks)
+
+
+@lru_cache(maxsize=256)
+def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
+    """GIS: interleaved groups, a short warm-up, and each backward split into I and then at once W.
+
+    Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead (facts: schedules.md section 3); groups may be
+    smaller than the pipeline (GIS-H: half of it), which costs (pp - g)(vpp - 1) chunk forwards and saves as much memory
+    as it leaves in flight: (g(vpp - 1) + pp)/vpp micro-batches on rank 0.
+
+    Raises:
+        LayoutError: the groups are too small for the pipeline, as their last one may be.
+
+    """
+    _check_groups(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
+    ranks = _split_ranks(pp, vpp, microbatches, group_size, delayed=False)
+    return Schedule(name="gis", pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=ranks)
+
+
+@lru_cache(maxsize=256)
+def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
+    """Interleaved groups of pp, a short warm-up, and W delayed by r chunk passes on rank r.
+
+    So each rank holds as many chunk passes as rank 0, pp * vpp, and the cool-down is a chain of I alone (ZB-H1's idea,
+    2401.10241, on the interleaved order; facts: schedules.md sections 3 and 4). With one chunk it is ZB-H1.
+    """
+    _check_groups(pp=pp, vpp=vpp, microbatches=microbatches, group_size=pp)
+    ranks = _split_ranks(pp, vpp, microbatches, pp, delayed=True)
+    name = "interleaved-zb" if vpp > 1 else "zb-h1"
+    return Schedule(name=name, pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=ranks)
+
+
+def check_interleaving(*, pp: int, vpp: int, microbatches: int, group_size: int) -> None:
+    """Raise LayoutError where Megatron's interleaved schedule would refuse to run (schedules.py:996-1019)."""
+    if pp < 2 or vpp < 2:
+        raise LayoutError(f"an interleaved schedule needs pp > 1 and vpp > 1, got pp={pp} and vpp={vpp}")
+    if not pp <= group_size <= microbatches:
+        raise LayoutError(
+            f"micro-batch group size {group_size} must lie between pp={pp} and the {microbatches} micro-batches of a "
+            f"step; take fewer pipeline ranks or a smaller micro-batch"
+        )
+    if 0 < microbatches % group_size < pp:
+        raise LayoutError(
+            f"{microbatches} micro-batches leave a last group of {microbatches % group_size} after groups of "
+            f"{group_size}; it must hold at least pp={pp}, or none"
+        )
+
+
+def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[int, int], ...]:
+    """(micro-batch, chunk) of each forward of a rank, in order (schedules.py:798, get_schedule_table)."""
+    return tuple(
+        (microbatch, chunk)
+        for start in range(0, microbatches, group_size)
+        for chunk in range(vpp)
+        for microbatch in range(start, min(start + group_size, microbatches))
+    )
+
+
+def num_warmup(pp: int, vpp: int, group_size: int, rank: int) -> int:
+    """Forwards that a rank of an interleaved schedule runs before its first backward (not capped by their number)."""
+    return 2 * (pp - rank - 1) + (vpp - 1) * group_size
+
+
+def schedule_of(layout: Layout, num_microbatches: int) -> Schedule:
+    """Return the schedule that stock Megatron runs for a layout (get_forward_backward_func, schedules.py:45-151)."""
+    if layout.pp == 1:
+        return no_pipelining(num_microbatches)
+    if layout.vpp == 1:
+        return one_forward_one_backward(layout.pp, num_microbatches)
+    return interleaved(layout.pp, layout.vpp, num_microbatches, layout.microbatch_group_size or layout.pp)
+
+
+def _check_groups(*, pp: int, vpp: int, microbatches: int, group_size: int) -> None:
+    """Refuse what could deadlock: a rank turns back before the next group has come far enough to feed it.
+
+    Two groups in a row must hold pp - 1 micro-batches (tried for every pp < 12, vpp < 5, g < pp + 4, n <= 3g: all that
+    this lets pass can run; of what it refuses, 734 of 840 deadlock).
+    """
+    if min(pp, vpp, microbatches, group_size) < 1:
+        raise LayoutError(
+            f"pp={pp}, vpp={vpp}, groups of {group_size} and {microbatches} micro-batches must be positive"
+        )
+    last = microbatches % group_size or group_size
+    if vpp > 1 and microbatches > group_size and group_size + last < pp - 1:
+        raise LayoutError(
+            f"{microbatches} micro-batches in groups of {group_size} end with a group of {last}; two groups in a row "
+            f"need {pp - 1} micro-batches for pp={pp}: take larger groups, or as many micro-batches as fill them"
+        )
+
+
+def _one_forward_one_backward(
+    order: tuple[tuple[int, int], ...], *, pp: int, vpp: int, rank: int, num_warmup: int
+) -> tuple[Action, ...]:
+    """Run `num_warmup` forwards ahead, then alternate; the backward takes the same order with the chunks reversed."""
+    forward = [Action(chunk * pp + rank, _FORWARD, microbatch) for microbatch, chunk in order]
+    backward = [Action((vpp - 1 - chunk) * pp + rank, _BACKWARD, microbatch) for microbatch, chunk in order]
+    ahead = min(num_warmup, len(forward))
+    actions = forward[:ahead]
+    for position in range(ahead, len(forward)):
+        actions += (forward[position], backward[position - ahead])
+    return (*actions, *backward[len(forward) - ahead :])
+
+
+def _split_ranks(
+    pp: int, vpp: int, microbatches: int, group_size: int, *, delayed: bool
+) -> tuple[tuple[Action, ...], ...]:
+    """1F1B order of each rank with its short warm-up; W follows its I at once, or r backward passes later."""
+    order = schedule_table(vpp, microbatches, group_size)
+    ranks = []
+    for rank in range(pp):
+        ahead = (vpp - 1) * group_size + pp - rank - 1
+        whole = _one_forward_one_backward(order, pp=pp, vpp=vpp, rank=rank, num_warmup=ahead)
+        actions: list[Action] = []
+        waiting: list[Action] = []
+        lag = rank if delayed else 0
+        for action in whole:
+            if action.kind == "F":
+                actions.append(action)
+                continue
+            actions.append(action._replace(kind=_INPUT))
+            waiting.append(action._replace(kind=_WEIGHT))
+            if len(waiting) > lag:
+                actions.append(waiting.pop(0))
+        ranks.append((*actions, *waiting))
+    return tuple(ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipette_launch.facts import Job
 from pipette_launch.megatron import read_job
@@ -22,6 +22,8 @@ def job(
     device_kind: str = "cuda",
     fix: Sequence[str] = (),
     for_prediction: bool = False,
+    environment: Mapping[str, str] | None = None,
+    device_name: str = "",
 ) -> Job:
     """Read the small job with more flags, each a string of words."""
     argv = [*base, *(word for text in more for word in text.split())]
@@ -32,4 +34,6 @@ def job(
         device_kind=device_kind,
         fix=fix,
         for_prediction=for_prediction,
+        environment=environment,
+        device_name=device_name,
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pipette_launch.cost.workspaces import workspace_bytes
 from pipette_launch.errors import FactError
+from pipette_launch.facts.capability import compute_capability
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.units import MIB
@@ -26,13 +27,6 @@ COMMUNICATOR_BYTES = 500_000_000
 COMMUNICATOR_SOURCE = (
     "default: 0.5 GB for each of tp, cp, pp, dp and ep above 1 (arXiv 2411.06465); NCCL users report 0.5 to 4 GB"
 )
-CAPABILITIES = {
-    10: ("B100", "B200", "B300"),
-    9: ("H100", "H200", "H800", "H20", "GH200"),
-    8: ("A100", "A800", "A30", "A10", "A40", "A6000", "L4", "L40", "RTX 30", "RTX-30", "RTX 40", "RTX-40", "4090"),
-    7: ("V100", "T4", "TITAN RTX"),
-}
-"""Major numbers of GPUs' compute capabilities, by what their names contain; the first that fits counts."""
 UNKNOWN_CAPABILITY = 9
 MEASURED = "measured by the warm-up"
 CPU_SOURCE = "a host has no context, no communicators and no workspaces on a device"
@@ -164,14 +158,6 @@ def _workspace(job: Job, device_name: str, environment: Mapping[str, str]) -> Fi
     known = device_name if capability else "a GPU of unknown type, taken as of capability 9"
     size = workspace_bytes(job, compute_capability=capability or UNKNOWN_CAPABILITY, environment=environment)
     return Figure(value=size, source=f"default: the libraries' own constants for {known}")
-
-
-def compute_capability(device_name: str) -> int | None:
-    """Return the major number of a GPU's capability, by its name; None for an unknown one."""
-    for capability, names in CAPABILITIES.items():
-        if any(name in device_name.upper() for name in names):
-            return capability
-    return None
 
 
 def _nothing() -> Figure:

@@ -123,6 +123,8 @@ class Chief:
             megatron_version=version,
             device_kind=device_kind,
             fix=self._options.fix,
+            environment=self._environ,
+            device_name=self._device_name,
         )
         self._device_kind = device_kind
         # Known to be Megatron's: without a GPU it needs the patches, whatever becomes of the plan.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from typing import Any
 
 from pipette_launch.errors import FactError, MegatronError
 from pipette_launch.facts import LatentAttention, ModelSpec
+from pipette_launch.megatron.attention import read_backend
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import num_layers_of
 from pipette_launch.megatron.vocabulary import Vocabulary
@@ -36,7 +38,14 @@ def check_required(arguments: Arguments) -> None:
         raise MegatronError(f"the command line lacks {flags}; add what is missing to the script's arguments")
 
 
-def read_model(arguments: Arguments, vocabulary: Vocabulary, *, device_kind: str) -> ModelSpec:
+def read_model(
+    arguments: Arguments,
+    vocabulary: Vocabulary,
+    *,
+    device_kind: str,
+    environment: Mapping[str, str],
+    device_name: str = "",
+) -> ModelSpec:
     """Read the model's shape with Megatron's own defaults and derivations (`validate_args` of core_v0.16.1).
 
     Raises:
@@ -55,6 +64,9 @@ def read_model(arguments: Arguments, vocabulary: Vocabulary, *, device_kind: str
         raise MegatronError(f"--max-position-embeddings {positions} is less than --seq-length {seq_length}")
     ffn = arguments.size("ffn_hidden_size", default=_default_ffn(arguments, hidden))
     has_bias = bool(arguments.get("add_bias_linear"))
+    # Transformer Engine needs CUDA: on CPU a layer can only be Megatron's own.
+    known = ("local", "transformer_engine")
+    transformer_impl: Any = "local" if device_kind == "cpu" else _choice(arguments, "transformer_impl", known)
     try:
         return ModelSpec(
             num_layers=num_layers_of(arguments),
@@ -76,11 +88,10 @@ def read_model(arguments: Arguments, vocabulary: Vocabulary, *, device_kind: str
             attention_dropout=arguments.get("attention_dropout"),
             hidden_dropout=arguments.get("hidden_dropout"),
             params_dtype=_dtype(arguments),
-            # Transformer Engine needs CUDA: on CPU a layer can only be Megatron's own.
-            transformer_impl="local"
-            if device_kind == "cpu"
-            else _choice(arguments, "transformer_impl", ("local", "transformer_engine")),
-            attention_backend=_choice(arguments, "attention_backend", ("flash", "fused", "unfused", "local", "auto")),
+            transformer_impl=transformer_impl,
+            attention_backend=read_backend(
+                arguments, transformer_impl, environment=environment, device_name=device_name
+            ),
             latent_attention=_latent_attention(arguments),
             mtp_num_layers=arguments.get("mtp_num_layers") or 0,
             qk_layernorm=bool(arguments.get("qk_layernorm")),

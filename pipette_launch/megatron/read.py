@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
@@ -23,6 +23,8 @@ def read_job(
     device_kind: str,
     fix: Sequence[str] = (),
     for_prediction: bool = False,
+    environment: Mapping[str, str] | None = None,
+    device_name: str = "",
 ) -> Job:
     """Read what the user asked for, and what a plan must leave as it is.
 
@@ -35,6 +37,8 @@ def read_job(
         device_kind: `cuda` or `cpu`.
         fix: names from `--pipette-fix`.
         for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
+        environment: of the workers, for the variables that choose an attention backend; None for none of them.
+        device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
 
     Raises:
         MegatronError: a flag is missing, contradicts another, or makes a job that is not planned.
@@ -46,7 +50,9 @@ def read_job(
     check_planned(given, device_kind, for_prediction=for_prediction)
     check_required(given)
     vocabulary = read_vocabulary(given)
-    model = read_model(given, vocabulary, device_kind=device_kind)
+    model = read_model(
+        given, vocabulary, device_kind=device_kind, environment=environment or {}, device_name=device_name
+    )
     flags_layout = read_layout(given, world_size=world_size)
     batch = Batch(global_batch_size=_global_batch_size(given, flags_layout))
     demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)

@@ -9,9 +9,10 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.overhead import Figure, Overhead, compute_capability, num_communicators, overhead_of
+from pipette_launch.cost.overhead import Figure, Overhead, num_communicators, overhead_of
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Layout
+from pipette_launch.facts.capability import compute_capability
 from pipette_launch.units import MIB
 
 GIB = 1 << 30

@@ -1,0 +1,161 @@
+"""AMP's latency model (Li et al., NeurIPS 2022, arXiv 2210.07297): T = T_pipe + T_dp, and its partition of the layers.
+
+Re-derived from facts pipette.md section 9. Kept as it is: backward is twice the forward, a node has one bandwidth to
+others and one within, the pipeline's communication is charged once and one way, no latency, no recompute, no optimizer,
+and no notion of memory at all: every layout fits. Two faults of its code are not kept, as they are not its model: the
+slowest link of a ring is the slowest of all, not the last; and elements are as wide as the model's, not 4 bytes.
+`pipette_latency.amp_arm_s` is the other AMP, the one in Pipette's code.
+"""
+
+# U = units of AMP's layer list, N = hosts, S = slots, D = replicas, T = tensor-parallel ranks.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.baselines.inputs import Array, refuse, slot_of_rank, units
+from pipette_launch.cost.groups import rank_grid
+from pipette_launch.errors import FactError
+from pipette_launch.facts.cluster import Cluster
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import Measurements
+from pipette_launch.facts.model import ModelSpec
+
+_BACKWARD = 3
+"""Forward and backward over forward."""
+_LAYER_WEIGHTS = 12
+"""Parameters of a layer over h^2."""
+
+
+def step_time_s(job: Job, layout: Layout, measurements: Measurements, placement: Sequence[int] | None = None) -> float:
+    """Predict seconds per step as AMP does, for the stages that the layout says (`own_partition` gives AMP's own).
+
+    Args:
+        job: the model and batch.
+        layout: degrees; distributed optimizer, sequence parallelism, recompute and overlap make no difference.
+        measurements: compute times and links.
+        placement: RANK of each slot; None = torchrun's own.
+
+    Raises:
+        PlanError: something that AMP has no notion of, or that was not measured.
+        LayoutError: the batch or the layers do not divide.
+
+    """
+    refuse("AMP", layout, cp=1, ep=1, vpp=1)
+    slot_W = slot_of_rank(layout, measurements, placement)
+    layers = layout.stage_layers(job.model.num_layers)
+    forward, _ = units(job, layout, measurements, slot_W).stages_s(layers)
+    seconds_per_byte_SS = node_seconds_per_byte(measurements.cluster)
+    slots_PDT = slot_W[rank_grid(layout)][:, :, 0, :]
+    return pipeline_s(
+        microbatches=layout.num_microbatches(job.batch.global_batch_size),
+        stage_s=(_BACKWARD * forward).tolist(),
+        cut_s=cuts_s(job.model, layout, seconds_per_byte_SS, slots_PDT),
+    ) + data_parallel_s(job.model, layout, seconds_per_byte_SS, slots_PDT)
+
+
+def own_partition(job: Job, layout: Layout, measurements: Measurements) -> Layout:
+    """Cut the layers as AMP's dynamic program would, which makes the slowest stage as fast as can be.
+
+    Every cut costs the same wherever between layers it lies, so the program's sum is least where its largest stage is.
+    One micro-batch gives an even split. The embedding goes with the first layer and the head with the last.
+
+    Raises:
+        PlanError: something that AMP has no notion of, or that was not measured.
+        LayoutError: the batch does not divide.
+
+    """
+    refuse("AMP", layout, cp=1, ep=1, vpp=1)
+    if layout.pp == 1 or layout.num_microbatches(job.batch.global_batch_size) == 1:
+        return replace(layout, layers_per_chunk=())
+    forward = units(job, layout, measurements, slot_of_rank(layout, measurements, None)).forward_s_U
+    layers = forward[1:-1].copy()
+    layers[0] += forward[0]
+    layers[-1] += forward[-1]
+    return replace(layout, layers_per_chunk=partition(layers.tolist(), layout.pp))
+
+
+def partition(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Cut a list into contiguous parts, none empty, so that the largest sum is least.
+
+    Returns:
+        How many entries each part has; among equally good cuts, the one whose later parts are longest.
+
+    Raises:
+        FactError: fewer entries than parts.
+
+    """
+    if not 1 <= stages <= len(seconds):
+        raise FactError(f"{len(seconds)} layers cannot make {stages} stages; take between 1 and {len(seconds)}")
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    count = len(seconds)
+    least = sums.copy()  # of the first i entries in one part
+    starts = []
+    for part in range(2, stages + 1):
+        best = np.full(count + 1, math.inf)
+        start = np.zeros(count + 1, dtype=np.int64)
+        for end in range(part, count + 1):
+            worst = np.maximum(least[part - 1 : end], sums[end] - sums[part - 1 : end])
+            start[end] = part - 1 + int(worst.argmin())
+            best[end] = worst.min()
+        least = best
+        starts.append(start)
+    bounds = [count]
+    for start in reversed(starts):
+        bounds.append(int(start[bounds[-1]]))
+    bounds.append(0)
+    return tuple(high - low for low, high in zip(bounds[1:], bounds[:-1], strict=True))[::-1]
+
+
+def pipeline_s(*, microbatches: int, stage_s: Sequence[float], cut_s: Sequence[float]) -> float:
+    """T_pipe = (B - 1)*max stage + sum of stages + sum of cuts."""
+    return (microbatches - 1) * max(stage_s) + sum(stage_s) + sum(cut_s)
+
+
+def cuts_s(model: ModelSpec, layout: Layout, seconds_per_byte_SS: Array, slots_PDT: NDArray[np.int64]) -> list[float]:
+    """c: an activation, mbs*s*h elements, over the slowest tensor-parallel lane, averaged over the replicas."""
+    size = layout.micro_batch_size * model.seq_length * model.hidden_size * model.dtype_bytes
+    hops_PDT = seconds_per_byte_SS[slots_PDT[:-1], slots_PDT[1:]]
+    means: list[float] = (size * hops_PDT.max(axis=2).mean(axis=1)).tolist()
+    return means
+
+
+def data_parallel_s(
+    model: ModelSpec, layout: Layout, seconds_per_byte_SS: Array, slots_PDT: NDArray[np.int64]
+) -> float:
+    """T_dp: the slowest over stages and lanes of 2(d - 1)/d * P over the slowest link of the ring.
+
+    P = h*V/t where there is an embedding (once, both at one stage or not) + 12*h^2/t for each layer.
+    """
+    if layout.dp == 1:
+        return 0.0
+    h, last = model.hidden_size, layout.pp - 1
+    vocabulary = h * model.padded_vocab_size(layout.tp)
+    ring_PDT = seconds_per_byte_SS[slots_PDT, np.roll(slots_PDT, -1, axis=1)]
+    share = 2 * (layout.dp - 1) / layout.dp * model.dtype_bytes / layout.tp
+    return max(
+        share * ((vocabulary if rank in (0, last) else 0) + _LAYER_WEIGHTS * h * h * layers) * float(rings.max())
+        for rank, (layers, rings) in enumerate(zip(layout.stage_layers(model.num_layers), ring_PDT, strict=True))
+    )
+
+
+def node_seconds_per_byte(cluster: Cluster) -> Array:
+    """1 / bandwidth between slots as AMP knows it: each node has one figure to others and one within.
+
+    A node's figures are its best links'; between two nodes the lower of both counts.
+    """
+    rate_NN = np.array(cluster.between_hosts.bandwidth_bytes_per_s)
+    out_N = np.maximum(rate_NN.max(axis=1), rate_NN.max(axis=0))
+    in_N = np.array([np.array(links.bandwidth_bytes_per_s).max() for links in cluster.within_host])
+    host_S = np.arange(cluster.num_slots) // cluster.devices_per_host
+    same_SS = host_S[:, None] == host_S[None, :]
+    rate_SS = np.where(same_SS, in_N[host_S][:, None], np.minimum(out_N[host_S][:, None], out_N[host_S][None, :]))
+    seconds = np.zeros_like(rate_SS)
+    np.divide(1.0, rate_SS, out=seconds, where=rate_SS > 0)
+    return seconds

@@ -1,0 +1,102 @@
+"""What all latency models of this room are priced on: the same measured compute times and links as our own.
+
+Each of them takes the time of a layer with its tensor-parallel collectives as one measured number, so these are priced
+here once, by our own model of them, on the slots that the placement gives.
+"""
+
+# U = units of the model: embedding, every layer, head. W = ranks = slots.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.collectives import Fabric
+from pipette_launch.cost.compute import ComputeTable
+from pipette_launch.cost.groups import Groups
+from pipette_launch.cost.traffic import exchanges
+from pipette_launch.errors import PlanError
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import NO_RECOMPUTE, Layout
+from pipette_launch.facts.measurements import Measurements
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """Seconds of one micro-batch on each unit, tensor-parallel collectives included, nothing run again."""
+
+    forward_s_U: Array
+    backward_s_U: Array
+
+    def stages_s(self, layers: Sequence[int]) -> tuple[Array, Array]:
+        """Add up forward and backward of stages of so many layers; the ends also run embedding and head."""
+        starts = np.cumsum([0, *layers[:-1]])
+        starts[1:] += 1  # the embedding is in front of the first layer
+        return np.add.reduceat(self.forward_s_U, starts), np.add.reduceat(self.backward_s_U, starts)
+
+
+def slot_of_rank(layout: Layout, measurements: Measurements, placement: Sequence[int] | None) -> NDArray[np.int64]:
+    """Return the slot of each RANK; without a placement that of torchrun, the same number.
+
+    Raises:
+        PlanError: the layout does not fill the cluster, or the placement does not hold every RANK once.
+
+    """
+    size = layout.world_size
+    if size != measurements.cluster.num_slots:
+        raise PlanError(
+            f"a layout of {size} ranks for the {measurements.cluster.num_slots} slots of this cluster; "
+            f"change the layout or the cluster"
+        )
+    ranks = np.arange(size) if placement is None else np.array(placement, dtype=np.int64)
+    if sorted(ranks.tolist()) != list(range(size)):
+        raise PlanError(f"a placement holds every RANK from 0 to {size - 1} once, got {ranks.tolist()}")
+    slots = np.empty(size, dtype=np.int64)
+    slots[ranks] = np.arange(size)
+    return slots
+
+
+def units(job: Job, layout: Layout, measurements: Measurements, slot_W: NDArray[np.int64]) -> Units:
+    """Price every unit of the model for one micro-batch; tensor parallelism at its slowest group.
+
+    Raises:
+        PlanError: nothing with this tp was measured.
+
+    """
+    model = job.model
+    each = replace(
+        layout,
+        pp=model.num_layers + 2,
+        vpp=1,
+        layers_per_chunk=(0, *(1,) * model.num_layers, 0),
+        recompute=NO_RECOMPUTE,
+    )
+    passes = ComputeTable(job, measurements).chunk_passes(each)
+    forward = np.array([unit.forward_s for unit in passes])
+    backward = np.array([unit.backward_s for unit in passes])
+    fabric = Fabric(measurements.cluster, measurements.collectives)
+    ranks_GK = Groups.of(layout).tp
+    for item in exchanges(job, each, 0.0):
+        if item.group == "tp":
+            seconds = float(fabric.seconds_G(item.kind, slot_W[ranks_GK], item.size_bytes).max())
+            forward += seconds * np.array(item.forward)
+            backward += seconds * np.array(item.backward)
+    return Units(forward_s_U=forward, backward_s_U=backward)
+
+
+def refuse(model_name: str, layout: Layout, **largest: int) -> None:
+    """Raise PlanError where a degree is above what a published model knows."""
+    words = {
+        "tp": "tensor parallelism",
+        "cp": "context parallelism",
+        "ep": "expert parallelism",
+        "vpp": "interleaved schedule",
+    }
+    for name, limit in largest.items():
+        if getattr(layout, name) > limit:
+            raise PlanError(f"{model_name} has no {words[name]}; take {name}={limit}")

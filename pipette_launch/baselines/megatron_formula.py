@@ -1,0 +1,144 @@
+"""Megatron-LM's own memory estimate, `theoretical_memory_usage`, as it prints it before training.
+
+Re-derived from facts memory.md section 3 and megatron.md section 8.1 (main of 2026-08, which Korthikanti et al. 2022,
+table 2, underlies). Kept as it is, so that it can be compared with: known gaps are in `KNOWN_GAPS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipette_launch.cost.parameters import expert_dp
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.model import ModelSpec
+
+KNOWN_GAPS = (
+    "Context parallelism divides nothing, and the optimizer shard is 1/dp, not 1/(dp*cp).",
+    "Unfused attention's scores (5as/h), grouped queries and SwiGLU are not in the activations.",
+    "Without sequence parallelism the MLP counts as 4h wide.",
+    "Full recompute is ignored: whatever is not selective counts as no recompute at all.",
+    "First stage only: no logits where pp > 1; uneven stages count as even ones.",
+    "Experts' activations count as a dense MLP's.",
+    "Every precision counts as bf16 with fp32 gradients; biases, positions, padding and buffers are missing.",
+)
+"""What the formula leaves out, one sentence each (memory.md section 3)."""
+
+_BYTES_PER_PARAMETER = 18
+"""bf16 weight, fp32 gradient, fp32 copy and two Adam moments."""
+_OVERHEAD = 1.05
+"""What the branch without sequence parallelism adds for temporaries."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormulaBytes:
+    """Megatron's two figures, in bytes; it prints them in MiB and calls them MB."""
+
+    weights_and_optimizer: float
+    """Weights, gradients and optimizer states of the shard that it takes for the fullest."""
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """Their sum, which it prints as the total."""
+        return self.weights_and_optimizer + self.activations
+
+
+def megatron_formula(job: Job, layout: Layout, *, before_v18: bool = False) -> FormulaBytes:
+    """Compute what Megatron-LM would print for a job.
+
+    Args:
+        job: the model and batch.
+        layout: the degrees.
+        before_v18: until core_v0.17 norms and experts were divided by tp alone and the router was not counted.
+
+    Raises:
+        LayoutError: the global batch does not divide into micro-batches.
+
+    """
+    shard = _fullest_shard_before_v18 if before_v18 else _fullest_shard
+    dense, expert = shard(job.model, layout)
+    states = dense * _bytes_per_parameter(layout, layout.dp)
+    states += expert * _bytes_per_parameter(layout, layout.dp if before_v18 else expert_dp(layout))
+    microbatches = layout.num_microbatches(job.batch.global_batch_size)
+    is_published_case = layout.sequence_parallel and layout.recompute.granularity == "selective"
+    activations = _with_sequence_parallel if is_published_case else _without_sequence_parallel
+    return FormulaBytes(weights_and_optimizer=states, activations=activations(job.model, layout, microbatches))
+
+
+def megatron_formula_bytes(job: Job, layout: Layout) -> int:
+    """Return the total in bytes: the baseline's one figure for every rank."""
+    return round(megatron_formula(job, layout).total)
+
+
+def _bytes_per_parameter(layout: Layout, replicas: int) -> float:
+    """18, or 6 + 12/d with the distributed optimizer, d without cp (memory.md section 3)."""
+    return 6 + 12 / replicas if layout.use_distributed_optimizer else _BYTES_PER_PARAMETER
+
+
+def _fullest_shard(model: ModelSpec, layout: Layout) -> tuple[float, float]:
+    """Dense and expert parameters: ((layers by tp)/p + h*V)/t + (norms, router)/p, and experts/(etp*ep*p)."""
+    split, norms, router, expert = _block(model)
+    embedding = model.hidden_size * model.padded_vocab_size(layout.tp)
+    dense = (split / layout.pp + _embeddings(model, layout) * embedding) / layout.tp + (norms + router) / layout.pp
+    return dense, expert / layout.pp / (layout.etp * layout.ep)
+
+
+def _fullest_shard_before_v18(model: ModelSpec, layout: Layout) -> tuple[float, float]:
+    """Everything over tp, ep ignored, no router (megatron.md section 8.1)."""
+    split, norms, _, expert = _block(model)
+    embedding = model.hidden_size * model.padded_vocab_size(layout.tp)
+    return ((split + norms + expert) / layout.pp + _embeddings(model, layout) * embedding) / layout.tp, 0.0
+
+
+def _embeddings(model: ModelSpec, layout: Layout) -> int:
+    return 2 if model.untie_embeddings_and_output_weights and layout.pp == 1 else 1
+
+
+def _block(model: ModelSpec) -> tuple[float, float, float, float]:
+    """Parameters of all layers: split over tp, norms, routers, experts. No biases; a gated MLP counts 3/2 times."""
+    h, gate = model.hidden_size, 1.5 if model.gated_linear_unit else 1.0
+    moe_layers = sum(model.moe_layer_freq)
+    dense_layers = model.num_layers - moe_layers
+    experts = model.num_experts or 0
+    query = model.kv_channels * model.num_attention_heads
+    attention = 2 * h * query * (1 + model.num_query_groups / model.num_attention_heads)
+    split = attention * model.num_layers + 2 * h * gate * (
+        model.ffn_hidden_size * dense_layers + model.moe_shared_expert_intermediate_size * moe_layers
+    )
+    norms = (2 * model.num_layers + 1) * model.norm_parameters()
+    router = h * experts + (experts if model.add_bias_linear else 0)
+    expert = 2 * h * gate * model.moe_ffn_hidden_size * experts * moe_layers
+    return split, norms, router * moe_layers, expert
+
+
+def _with_sequence_parallel(model: ModelSpec, layout: Layout, microbatches: int) -> float:
+    """[s*b*h*(18 + 4f/h)*L + embedding] x F + (p = 1: 4*s*b*h*(1 + V/h)), over t (memory.md section 3)."""
+    tokens, h = model.seq_length * layout.micro_batch_size, model.hidden_size
+    layers = tokens * h * (18 + 4 * model.ffn_hidden_size / h) * model.num_layers
+    kept = (layers + _embedding_input(model, layout)) * _in_flight(layout, microbatches)
+    if layout.pp == 1:
+        kept += 4 * tokens * (h + model.padded_vocab_size(layout.tp))
+    return kept / layout.tp
+
+
+def _without_sequence_parallel(model: ModelSpec, layout: Layout, microbatches: int) -> float:
+    """{[s*b*h*(10 + 24/t)*L + embedding] x F + (p = 1: 2*(s*b*V/t + s*b*h))} x 1.05 (memory.md section 3)."""
+    tokens, h = model.seq_length * layout.micro_batch_size, model.hidden_size
+    layers = tokens * h * (10 + 24 / layout.tp) * model.num_layers
+    kept = (layers + _embedding_input(model, layout)) * _in_flight(layout, microbatches)
+    if layout.pp == 1:
+        kept += 2 * tokens * (model.padded_vocab_size(layout.tp) / layout.tp + h)
+    return kept * _OVERHEAD
+
+
+def _embedding_input(model: ModelSpec, layout: Layout) -> float:
+    """Token ids, 8*s*b, and dropout mask, s*b*h, of p micro-batches."""
+    return model.seq_length * layout.micro_batch_size * (8 + model.hidden_size) * layout.pp
+
+
+def _in_flight(layout: Layout, microbatches: int) -> float:
+    """F: the first stage holds p micro-batches of L/p layers, more when interleaved, fewer when there are fewer."""
+    if layout.vpp > 1:
+        return 1 + (layout.pp - 1) / (layout.pp * layout.vpp)
+    return min(1.0, microbatches / layout.pp)

@@ -1,0 +1,151 @@
+"""Varuna's step time, micro-batch rule and feasibility (Athlur et al., EuroSys 2022, arXiv 2111.04007).
+
+Re-derived from facts pipette.md section 9. It knows pipelines and replicas only, always runs a stage's forward again
+before its backward (but for the last stage), takes the largest micro-batch that it thinks fits, and prices every send
+at one of two figures, within a machine or between machines. T = simulated pipeline + all-reduce. Kept: activations of
+micro-batches in flight are not counted. Left out: jitter, which is drawn anew for every price.
+"""
+
+# W = ranks, S = slots.
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from pipette_launch.baselines.inputs import refuse, slot_of_rank, units
+from pipette_launch.baselines.varuna_schedule import PipelineTimes, makespan_s
+from pipette_launch.cost import activations
+from pipette_launch.cost.collectives import Fabric
+from pipette_launch.cost.groups import Groups
+from pipette_launch.cost.memory import gradient_bytes_per_parameter, optimizer_bytes
+from pipette_launch.cost.parameters import stage_parameters
+from pipette_launch.cost.simulate import StageTimes, engine_of
+from pipette_launch.errors import PlanError
+from pipette_launch.facts.cluster import Cluster
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import NO_RECOMPUTE, Layout
+from pipette_launch.facts.measurements import Measurements
+
+Priority = Literal["varuna", "1f1b"]
+
+
+def step_time_s(
+    job: Job,
+    layout: Layout,
+    measurements: Measurements,
+    placement: Sequence[int] | None = None,
+    *,
+    priority: Priority = "varuna",
+) -> float:
+    """Predict seconds per step as Varuna does.
+
+    Args:
+        job: the model and batch.
+        layout: pp, dp and micro-batch; recompute is always on, whatever it says.
+        measurements: compute times and links.
+        placement: RANK of each slot; None = Varuna's own: consecutive slots are consecutive stages.
+        priority: Varuna's order, backward > recompute > forward, or Megatron's 1F1B with full recompute.
+
+    Raises:
+        PlanError: something that Varuna has no notion of, or that was not measured.
+        LayoutError: the batch or the layers do not divide.
+
+    """
+    refuse("Varuna", layout, tp=1, cp=1, ep=1, vpp=1)
+    layout = layout if placement is not None else replace(layout, use_tp_pp_dp_mapping=True)
+    slot_W = slot_of_rank(layout, measurements, placement)
+    forward, backward = units(job, layout, measurements, slot_W).stages_s(layout.stage_layers(job.model.num_layers))
+    groups = Groups.of(layout)
+    fabric = Fabric(measurements.cluster, measurements.collectives)
+    gradient_bytes = max(part.count for part in stage_parameters(job.model, layout)) * gradient_bytes_per_parameter(job)
+    pipelines = slot_W[groups.grid_PDCT].reshape(layout.pp, layout.dp).T.tolist()
+    microbatches = layout.num_microbatches(job.batch.global_batch_size)
+    simulate = makespan_s if priority == "varuna" else _one_forward_one_backward_s
+    passes = {"forward_s": tuple(forward.tolist()), "backward_s": tuple(backward.tolist())}
+    pipeline_s = max(
+        simulate(PipelineTimes(**passes, hop_s=hops), microbatches)
+        for hops in {_hops_s(job, layout, measurements.cluster, slots) for slots in pipelines}
+    )
+    return pipeline_s + float(fabric.seconds_G("all_reduce", slot_W[groups.dp_cp], gradient_bytes).max())
+
+
+def memory_bytes(job: Job, layout: Layout) -> int:
+    """Bytes that Varuna's check sees: the fullest stage with one micro-batch's activations in it.
+
+    Its profile gives each cut-point's peak and activations; a stage is the sum of peaks without the inputs, and one
+    input. Priced from our own parts: unsharded states and all that the stage's layers keep.
+
+    Raises:
+        PlanError: something that Varuna has no notion of.
+
+    """
+    refuse("Varuna", layout, tp=1, cp=1, ep=1, vpp=1)
+    plain = replace(layout, recompute=NO_RECOMPUTE)
+    per_parameter = job.model.dtype_bytes + gradient_bytes_per_parameter(job)
+    unsharded = replace(plain, use_distributed_optimizer=False)
+    source = activations.residual_bytes(job.model, plain)
+    stages = []
+    first = 0
+    layers_of = layout.stage_layers(job.model.num_layers)
+    for layers, parameters in zip(layers_of, stage_parameters(job.model, layout), strict=True):
+        kinds = [job.model.is_moe_layer(layer) for layer in range(first, first + layers)]
+        kept = sum(activations.kept_bytes(job, plain, moe=moe) - source for moe in kinds)
+        states = parameters.count * per_parameter + optimizer_bytes(job, parameters, unsharded)[0]
+        stages.append(states + kept + source)
+        first += layers
+    stages[-1] += activations.head_bytes(job, plain)
+    return max(stages)
+
+
+def largest_micro_batch(job: Job, layout: Layout, capacity_bytes: float) -> int:
+    """Find the largest micro-batch that `memory_bytes` lets in, by bisection; Varuna tries no smaller one.
+
+    Raises:
+        PlanError: a micro-batch of one does not fit: Varuna has no tensor parallelism to fall back on.
+
+    """
+    most = max(job.batch.global_batch_size // layout.dp, 1)
+
+    def fits(size: int) -> bool:
+        return memory_bytes(job, replace(layout, micro_batch_size=size)) <= capacity_bytes
+
+    if not fits(1):
+        raise PlanError(
+            f"Varuna cannot fit {layout.words()}: one sample a micro-batch needs "
+            f"{memory_bytes(job, replace(layout, micro_batch_size=1))} bytes of {capacity_bytes:.0f}; take more stages"
+        )
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _hops_s(job: Job, layout: Layout, cluster: Cluster, slots: Sequence[int]) -> tuple[float, ...]:
+    """Price each hop of a pipeline: the mean send of all links within hosts, or of all between them."""
+    size = activations.residual_bytes(job.model, layout)
+    latency, byte_s = cluster.latency_s_SS(), cluster.seconds_per_byte_SS()
+    host_S = np.arange(cluster.num_slots) // cluster.devices_per_host
+    same_SS = host_S[:, None] == host_S[None, :]
+    no_link = np.eye(cluster.num_slots, dtype=bool)
+    mean_s = {
+        same: float((latency + size * byte_s)[(same_SS == same) & ~no_link].mean()) if chosen else 0.0
+        for same, chosen in ((True, cluster.devices_per_host > 1), (False, len(cluster.hosts) > 1))
+    }
+    return tuple(mean_s[bool(same_SS[a, b])] for a, b in itertools.pairwise(slots))
+
+
+def _one_forward_one_backward_s(times: PipelineTimes, microbatches: int) -> float:
+    """Megatron's order: full recompute on every stage."""
+    again = [forward + backward for forward, backward in zip(times.forward_s, times.backward_s, strict=True)]
+    engine = engine_of(Layout(pp=len(again)), microbatches)
+    return engine.makespan_s(
+        StageTimes(
+            forward_s=times.forward_s, backward_s=tuple(again), forward_hop_s=times.hop_s, backward_hop_s=times.hop_s
+        )
+    )

@@ -13,6 +13,7 @@ from typing import Literal
 
 from pipette_launch.cost.collectives import Kind, chunk_share, num_steps
 from pipette_launch.cost.compute import case_of
+from pipette_launch.cost.device_case import CaseFactor, factors_of
 from pipette_launch.cost.device_work import (
     ADAM_BYTES_PER_PARAMETER,
     Load,
@@ -37,7 +38,13 @@ _COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
 
 
 def imagined(
-    job: Job, device: DeviceSpec, *, num_hosts: int, devices_per_host: int, layouts: Iterable[Layout]
+    job: Job,
+    device: DeviceSpec,
+    *,
+    num_hosts: int,
+    devices_per_host: int,
+    layouts: Iterable[Layout],
+    factors: Sequence[CaseFactor] = (),
 ) -> Measurements:
     """Return what the warm-up would measure on equal hosts of one device type, to be priced by the ordinary Predictor.
 
@@ -47,6 +54,7 @@ def imagined(
         num_hosts: hosts of the allocation.
         devices_per_host: devices of each.
         layouts: those that will be priced; their shapes of computation and group sizes are covered.
+        factors: what measured steps have told about shapes of computation (`device_fit.fit`).
 
     Raises:
         FactError: the numbers are not positive, there is no layout, or the device has no peak for the model's type.
@@ -64,7 +72,7 @@ def imagined(
         first.setdefault(case_of(layout), layout)
     return Measurements(
         cluster=cluster,
-        compute=tuple(time for case in sorted(first) for time in _compute_times(job, device, case, first[case])),
+        compute=tuple(time for case in sorted(first) for time in _compute_times(job, device, first[case], factors)),
         collectives=tuple(_collective_times(device, cluster, chosen)),
         memory=(),
         overhead_bytes=0,
@@ -147,7 +155,11 @@ def optimizer_s_per_parameter(device: DeviceSpec) -> float:
     return ADAM_BYTES_PER_PARAMETER / (device.memory_bytes_per_s * device.efficiency.memory_share)
 
 
-def _compute_times(job: Job, device: DeviceSpec, case: ComputeCase, layout: Layout) -> Iterator[ComputeTime]:
+def _compute_times(
+    job: Job, device: DeviceSpec, layout: Layout, factors: Sequence[CaseFactor]
+) -> Iterator[ComputeTime]:
+    case = case_of(layout)
+    layer_factor, ends_factor = factors_of(factors, job.model, case)
     kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
     parts: dict[Part, PassLoads] = {"embedding": embedding_loads(job, layout), "head": head_loads(job, layout)}
     if False in kinds:
@@ -155,9 +167,10 @@ def _compute_times(job: Job, device: DeviceSpec, case: ComputeCase, layout: Layo
     if True in kinds:
         parts["moe_layer"] = layer_loads(job, layout, moe=True)
     for name, loads in parts.items():
+        factor = layer_factor if "layer" in name else ends_factor
 
-        def samples(load: Load) -> Samples:
-            return Samples(values_s=(pass_s(device, job.model.params_dtype, load),))
+        def samples(load: Load, factor: float = factor) -> Samples:
+            return Samples(values_s=(factor * pass_s(device, job.model.params_dtype, load),))
 
         yield ComputeTime(
             case=case,

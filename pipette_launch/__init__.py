@@ -1,3 +1,21 @@
 """Measure the machines of a Megatron-LM job, choose its parallel configuration, and launch it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipette_launch.forecast import predict
+
 __version__ = "0.1.0"
+
+__all__ = ["__version__", "predict"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the Python API where it is used, so that the commands start without it."""
+    if name == "predict":
+        from pipette_launch.forecast import predict
+
+        return predict
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,3 +30,11 @@ def rate_text(bytes_per_s: float) -> str:
         if bytes_per_s >= size:
             return f"{bytes_per_s / size:.3g} {unit}"
     return f"{bytes_per_s:.0f} B/s"
+
+
+def count_text(count: float) -> str:
+    """Print a large number with three digits and a decimal unit: `69.9 B`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.3g}"

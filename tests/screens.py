@@ -1,4 +1,4 @@
-"""Plans and measurements for the report's golden screens."""
+"""Plans, predictions and measurements for the report's golden screens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from facts_for_tests import tiny_cluster, tiny_measurements
 
 from pipette_launch.facts import Choice, Cluster, Layout, Links, Measurements, Plan, Provenance
-from pipette_launch.report import plan_screen
+from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
+from pipette_launch.report import plan_screen, prediction_screen
+from pipette_launch.units import GIB
 
 OLD = (
     "--tensor-model-parallel-size", "1", "--num-layers", "24", "--micro-batch-size=1", "--bf16",
@@ -143,5 +145,87 @@ def shown(
     )
 
 
-SCREENS = {"changed": changed, "kept": kept, "large": large}
+def stage_memory(pp_rank: int, peak_gib: float) -> StageMemory:
+    """A stage whose parts have round shares; the last of eight and of thirty-two has logits."""
+    shares = (0.2, 0.3, 0.1, 0.3, 0.05 if pp_rank in (3, 31) else 0.0, 0.01)
+    peak = int(peak_gib * GIB)
+    sizes = [int(share * peak) for share in shares]
+    parts = dict(zip(PARTS, (*sizes, peak - sum(sizes)), strict=True))
+    return StageMemory(pp_rank=pp_rank, num_layers=6, parts_bytes=parts, model_peak_bytes=sum(sizes), peak_bytes=peak)
+
+
+def prediction(**changes: object) -> Prediction:
+    """Four stages on sixteen hosts that nobody measured; it fits."""
+    made = Prediction(
+        script="pretrain_gpt.py",
+        layout=Layout(tp=8, etp=8, pp=4, dp=4, sequence_parallel=True, use_distributed_optimizer=True),
+        schedule="1f1b",
+        world_size=128,
+        num_hosts=16,
+        devices_per_host=8,
+        device_kind="cuda",
+        device_name="H100-SXM",
+        machines="not measured: from the device's data sheet and usual shares of it",
+        global_batch_size=1024,
+        num_microbatches=256,
+        num_parameters=69_000_000_000,
+        tokens_per_step=1024 * 4096,
+        method="closed",
+        stages=tuple(stage_memory(rank, 60 - 5 * rank) for rank in range(4)),
+        capacity_bytes=80 * GIB,
+        memory_margin=0.08,
+        fits=True,
+        verdict="fits",
+        step_time_s=34.05,
+        breakdown_s={"compute": 23.0, "tensor_parallel": 9.9, "bubble": 1.1, "optimizer": 0.05},
+        notes=(
+            "Context: 477 MiB, default: a CUDA context takes 300 to 500 MB.",
+            "Not modelled: one thing.",
+            "Not modelled: another.",
+        ),
+        megatron_version="0.16.1",
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def foretold(width: int) -> str:
+    """A configuration that fits."""
+    return prediction_screen(prediction(), width=width, colour=False)
+
+
+def too_large(width: int) -> str:
+    """Thirty-two stages, the ninth of which is too large."""
+    stages = tuple(stage_memory(rank, 85 - abs(rank - 9)) for rank in range(32))
+    layout = Layout(tp=8, etp=8, pp=32, vpp=3, dp=4, sequence_parallel=True)
+    made = prediction(
+        stages=stages, layout=layout, schedule="interleaved-1f1b", fits=False, verdict="too large", world_size=1024
+    )
+    return prediction_screen(made, width=width, colour=False)
+
+
+def memory_only(width: int) -> str:
+    """One stage, and nothing known of the machines."""
+    made = prediction(
+        stages=(stage_memory(2, 50),),
+        capacity_bytes=None,
+        fits=None,
+        verdict="unknown",
+        step_time_s=None,
+        breakdown_s={},
+        device_name="",
+        machines="unknown",
+        num_microbatches=1,
+        notes=("No step time: nothing is known of the machines; name a device with --gpu or --cluster.",),
+    )
+    return prediction_screen(made, width=width, colour=False)
+
+
+SCREENS = {
+    "changed": changed,
+    "kept": kept,
+    "large": large,
+    "foretold": foretold,
+    "too-large": too_large,
+    "memory-only": memory_only,
+}
 """Golden files lie in `tests/data/screens`, as NAME-WIDTH.txt."""

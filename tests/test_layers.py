@@ -12,11 +12,11 @@ FLOORS = [
     {"facts"},
     {"megatron", "pipette_patches"},
     {"probe", "cost"},
-    {"search", "baselines"},
+    {"search", "baselines", "forecast"},
     {"replan"},
     {"agent", "report"},
     {"launch"},
-    {"cli"},
+    {"cli", "tools"},
     {"__main__"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

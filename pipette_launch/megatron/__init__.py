@@ -2,6 +2,7 @@
 
 from pipette_launch.megatron.checkpoint import record_path, saved_iteration
 from pipette_launch.megatron.environment import environment, script_version
+from pipette_launch.megatron.flags import newest_release
 from pipette_launch.megatron.logs import (
     RERUN_EXIT_CODES,
     Iteration,
@@ -19,6 +20,7 @@ __all__ = [
     "environment",
     "explain_failure",
     "fixed_fields",
+    "newest_release",
     "parse_iteration",
     "read_job",
     "record_path",

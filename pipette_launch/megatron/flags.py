@@ -71,6 +71,11 @@ def releases() -> tuple[str, ...]:
     return tuple(_data()["releases"])
 
 
+def newest_release() -> str:
+    """The newest release that the table knows, as `0.20`."""
+    return releases()[-1]
+
+
 def known_release(version: str) -> str:
     """The newest release in the table that is not newer than `version`."""
     wanted = release_of(version)

@@ -4,29 +4,22 @@
 
 from __future__ import annotations
 
-import io
-import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts import Choice, Links, Measurements, Plan
 from pipette_launch.facts.outcome import Outcome
+from pipette_launch.report.draw import Section, bar, breakdown, bullet, plural, render, sheet, stages_shown, text
 from pipette_launch.units import bytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-LEAST_WIDTH = 60
-MOST_WIDTH = 120
 MOST_HOST_LINES = 12
-MOST_STAGES = 8
-BAR_CELLS = 20
 NOT_MODELLED = "Not modelled: "
 """How the planner begins a note on what it leaves out; the screen counts these, the plan file has them."""
-ASCII = str.maketrans({"─": "-", "█": "#", "░": ".", "→": ">", "·": "|", "•": "*", "…": "~"})
 
 
 def plan_screen(
@@ -51,27 +44,17 @@ def plan_screen(
         colour: None for yes on a terminal only.
 
     """
-    from rich.table import Table
-
-    rows = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    rows.add_column(width=9, no_wrap=True)
-    rows.add_column(ratio=1)
-    sections: tuple[tuple[str, Iterable[RenderableType]], ...] = (
+    sections: tuple[Section, ...] = (
         ("Measured", _measured(plan, measurements)),
         ("Chosen", _chosen(plan)),
         ("Step time", _step_times(plan)),
-        ("Why", map(_bullet, plan.reasons)),
+        ("Why", map(bullet, plan.reasons)),
         ("Memory", _memory(plan.chosen)),
         ("Flags", _flags(arguments, new_arguments)),
-        ("Notes", map(_bullet, _notes(plan, saved_to))),
-        ("Plan file", [] if saved_to is None else [_text(str(saved_to), overflow="fold")]),
+        ("Notes", map(bullet, _notes(plan, saved_to))),
+        ("Plan file", [] if saved_to is None else [text(str(saved_to), overflow="fold")]),
     )
-    for heading, lines in sections:
-        for index, line in enumerate(lines):
-            if index == 0 and rows.row_count:
-                rows.add_row("", "")
-            rows.add_row(_text(heading if index == 0 else "", "bold"), line)
-    return _render(rows, width, colour)
+    return render("pipette-launch", sheet(sections), width=width, colour=colour)
 
 
 def outcome_line(outcome: Outcome, saved_to: Path | None) -> str:
@@ -112,14 +95,14 @@ def rank_ranges(ranks: Sequence[int]) -> str:
 def _measured(plan: Plan, measurements: Measurements | None) -> Iterator[Text]:
     if measurements is None:
         origin = {"cached": "kept from an earlier start", "file": "given by file", "measured": "measured before"}
-        yield _text(f"nothing now: the plan was {origin[plan.provenance.source]}, made at {plan.provenance.made_at}")
+        yield text(f"nothing now: the plan was {origin[plan.provenance.source]}, made at {plan.provenance.made_at}")
         return
     cluster = measurements.cluster
     names = sorted({device.name for host in cluster.hosts for device in host.devices})
     hosts, devices = len(cluster.hosts), cluster.devices_per_host
     took_s = sum(measurements.phase_s.values())
-    yield _text(
-        f"{hosts} {_plural('host', hosts)} x {devices} {cluster.device_kind} ({', '.join(names)}, "
+    yield text(
+        f"{hosts} {plural('host', hosts)} x {devices} {cluster.device_kind} ({', '.join(names)}, "
         f"{bytes_text(cluster.memory_bytes)} free)"
         + (f" in {seconds_text(took_s)}" if took_s else "")
         + ("" if plan.provenance.source == "measured" else f"; kept from {plan.provenance.made_at}, not measured now")
@@ -145,9 +128,9 @@ def _links(where: str, matrices: Sequence[Links], name: Callable[[int, int], str
     if found:
         slowest, fastest = min(found), max(found)
         if slowest[0] == fastest[0]:
-            yield _text(f"{where}: {rate_text(slowest[0])} on every link")
+            yield text(f"{where}: {rate_text(slowest[0])} on every link")
             return
-        yield _text(f"{where}: {rate_text(slowest[0])} ({slowest[1]}) to {rate_text(fastest[0])} ({fastest[1]})")
+        yield text(f"{where}: {rate_text(slowest[0])} ({slowest[1]}) to {rate_text(fastest[0])} ({fastest[1]})")
 
 
 def _compute(plan: Plan, measurements: Measurements) -> Iterator[Text]:
@@ -157,7 +140,7 @@ def _compute(plan: Plan, measurements: Measurements) -> Iterator[Text]:
     for time in layers:
         if (time.case.tp, time.case.cp, time.case.micro_batch_size) == wanted:
             backward_s = time.input_grad.median_s + time.weight_grad.median_s
-            yield _text(
+            yield text(
                 f"one layer: {seconds_text(time.forward.median_s)} forward, {seconds_text(backward_s)} backward "
                 f"(tp{time.case.tp} mbs{time.case.micro_batch_size})"
             )
@@ -166,24 +149,18 @@ def _compute(plan: Plan, measurements: Measurements) -> Iterator[Text]:
     slowest = min(speeds)
     if slowest < 1:
         slot = speeds.index(slowest)
-        yield _text(f"slowest slot: {measurements.cluster.slot_name(slot)} at {slowest:.2f} x the median")
+        yield text(f"slowest slot: {measurements.cluster.slot_name(slot)} at {slowest:.2f} x the median")
 
 
 def _chosen(plan: Plan) -> Iterator[RenderableType]:
     chosen = plan.chosen
     whose = "your own configuration, " if plan.keeps_own else ""
-    line = _text(f"{chosen.layout.words()}", "bold green")
+    line = text(f"{chosen.layout.words()}", "bold green")
     line.append(f"  {whose}{chosen.schedule}, {seconds_text(chosen.step_time_s)} a step predicted", "default")
     yield line
-    parts = sorted(chosen.breakdown_s.items(), key=lambda part: -part[1])
-    shown = [
-        f"{name.replace('_', ' ')} {seconds_text(part_s)}"
-        for name, part_s in parts
-        if part_s >= 0.005 * chosen.step_time_s
-    ]
-    yield _text(" · ".join(shown), "dim")
+    yield breakdown(chosen.breakdown_s, chosen.step_time_s)
     if chosen.is_host_order:
-        yield _text("ranks in torchrun's own order")
+        yield text("ranks in torchrun's own order")
         return
     yield from _rank_map(plan)
 
@@ -197,13 +174,13 @@ def _rank_map(plan: Plan) -> Iterator[RenderableType]:
     cells = []
     for index, name in enumerate(plan.hosts):
         ranks = plan.chosen.placement[index * size : (index + 1) * size]
-        cell = _text(f"{name:<{names}} ", "dim")
+        cell = text(f"{name:<{names}} ", "dim")
         cell.append(rank_ranges(ranks), "default")
         cells.append(cell)
-    yield _text("ranks on each host, in the order of its devices:")
+    yield text("ranks on each host, in the order of its devices:")
     yield Columns(cells[: 4 * MOST_HOST_LINES], padding=(0, 3), column_first=True)
     if len(cells) > 4 * MOST_HOST_LINES:
-        yield _text(f"… and {len(cells) - 4 * MOST_HOST_LINES} more hosts, in the plan file")
+        yield text(f"… and {len(cells) - 4 * MOST_HOST_LINES} more hosts, in the plan file")
 
 
 def _step_times(plan: Plan) -> Iterator[RenderableType]:
@@ -222,10 +199,10 @@ def _step_times(plan: Plan) -> Iterator[RenderableType]:
         style = "green" if choice is plan.chosen else "default"
         part = choice.step_time_s / longest_s if longest_s > 0 else 0.0
         table.add_row(
-            _text(seconds_text(choice.step_time_s), style),
-            _bar(part, style),
-            _text(remark, style),
-            _text(choice.layout.words(), style),
+            text(seconds_text(choice.step_time_s), style),
+            bar(part, style),
+            text(remark, style),
+            text(choice.layout.words(), style),
         )
     yield table
 
@@ -236,35 +213,28 @@ def _memory(choice: Choice) -> Iterator[RenderableType]:
 
     table = Table.grid(padding=(0, 2, 0, 0))
     limit = bytes_text(choice.memory_limit_bytes)
-    for stage in _stages_shown(choice.peak_memory_bytes):
+    for stage in stages_shown(choice.peak_memory_bytes):
         peak = choice.peak_memory_bytes[stage]
         part = peak / choice.memory_limit_bytes if choice.memory_limit_bytes else 1.0
         over = peak > choice.memory_limit_bytes
         table.add_row(
-            _text(f"stage {stage}"),
-            _bar(min(part, 1.0), "red" if over else "default"),
-            _text(f"{bytes_text(peak)} of {limit}{', over the limit' if over else ''}"),
+            text(f"stage {stage}"),
+            bar(min(part, 1.0), "red" if over else "default"),
+            text(f"{bytes_text(peak)} of {limit}{', over the limit' if over else ''}"),
         )
     yield table
-    hidden = len(choice.peak_memory_bytes) - len(_stages_shown(choice.peak_memory_bytes))
+    hidden = len(choice.peak_memory_bytes) - len(stages_shown(choice.peak_memory_bytes))
     if hidden:
-        yield _text(f"… {hidden} more stages, none fuller", "dim")
-
-
-def _stages_shown(peaks: Sequence[int]) -> list[int]:
-    """All stages of a short pipeline; of a long one the first, the fullest and the last."""
-    if len(peaks) <= MOST_STAGES:
-        return list(range(len(peaks)))
-    return sorted({0, list(peaks).index(max(peaks)), len(peaks) - 1})
+        yield text(f"… {hidden} more stages, none fuller", "dim")
 
 
 def _flags(arguments: Sequence[str], new_arguments: Sequence[str] | None) -> Iterator[Text]:
     changes = [] if new_arguments is None else arguments_diff(arguments, new_arguments)
     if not changes:
-        yield _text("your own, untouched")
+        yield text("your own, untouched")
     styles = {"+": "green", "-": "red", "~": "yellow"}
     for sign, what in changes:
-        line = _text(f"{sign} ", styles[sign])
+        line = text(f"{sign} ", styles[sign])
         line.append(what, "default")
         yield line
 
@@ -296,54 +266,3 @@ def _groups(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def _joined(flag: str, values: Sequence[str]) -> str:
     return " ".join((flag, *values)) if flag else " ".join(values)
-
-
-def _bar(part: float, style: str) -> Text:
-    full = max(1, round(part * BAR_CELLS)) if part > 0 else 0
-    bar = _text("█" * full, style)
-    bar.append("░" * (BAR_CELLS - full), "dim")
-    return bar
-
-
-def _bullet(sentence: str) -> RenderableType:
-    from rich.table import Table
-
-    row = Table.grid(padding=(0, 1, 0, 0))
-    row.add_row(_text("•", "dim"), _text(sentence))
-    return row
-
-
-def _text(text: str, style: str = "default", **options: str) -> Text:
-    from rich.text import Text
-
-    return Text(text, style=style, **options)  # type: ignore[arg-type]
-
-
-def _plural(noun: str, count: int) -> str:
-    return noun if count == 1 else f"{noun}s"
-
-
-def _render(body: RenderableType, width: int | None, colour: bool | None) -> str:
-    from rich.console import Console
-    from rich.rule import Rule
-
-    is_terminal = sys.stderr.isatty()
-    if width is None:
-        columns = shutil.get_terminal_size((80, 24)).columns if is_terminal else 80
-        width = min(max(columns, LEAST_WIDTH), MOST_WIDTH)
-    stream = io.StringIO()
-    coloured = is_terminal if colour is None else colour
-    console = Console(
-        file=stream,
-        width=width,
-        force_terminal=coloured,
-        color_system="standard" if coloured else None,
-        highlight=False,
-        legacy_windows=False,
-    )
-    console.print(Rule("[bold]pipette-launch[/bold]", style="dim", align="left"))
-    console.print(body)
-    console.print(Rule(style="dim"))
-    text = "".join(f"{line.rstrip()}\n" for line in stream.getvalue().splitlines())
-    encoding = (sys.stderr.encoding or "ascii").lower()
-    return text if encoding.startswith("utf") else text.translate(ASCII)

@@ -1,0 +1,159 @@
+"""The machines of a prediction: measured ones, imagined ones of a known type, or nothing but their number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipette_launch.errors import ClusterError, UsageError
+from pipette_launch.facts import Job, Measurements, files
+from pipette_launch.facts.device import DeviceSpec, device_named
+
+DEVICES_PER_HOST = 8
+"""Where the user does not say how many devices a host has."""
+
+Kind = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machines:
+    """How many hosts of how many devices, and what is known of them."""
+
+    num_hosts: int
+    devices_per_host: int
+    kind: Kind
+    measured: Measurements | None = None
+    spec: DeviceSpec | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.num_hosts * self.devices_per_host
+
+    @property
+    def device_name(self) -> str:
+        """As the driver or the table of devices has it; empty where nothing is known."""
+        if self.measured is not None:
+            return self.measured.cluster.hosts[0].devices[0].name
+        return self.spec.name if self.spec else ""
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Free memory of the fullest device."""
+        if self.measured is not None:
+            return self.measured.cluster.memory_bytes
+        return self.spec.memory_bytes if self.spec else None
+
+    @property
+    def overhead_bytes(self) -> int | None:
+        """What the warm-up measured outside the allocator."""
+        return self.measured.overhead_bytes if self.measured else None
+
+    @property
+    def origin(self) -> str:
+        """Where the machines' figures come from, in a few words."""
+        if self.measured is not None:
+            return f"measured at {self.measured.taken_at}"
+        return "not measured: from the device's data sheet and usual shares of it" if self.spec else "unknown"
+
+    def measurements(self, job: Job) -> Measurements | None:
+        """Return what a step is priced by: what was measured, else what a device of this type would show."""
+        if self.measured is not None or self.spec is None:
+            return self.measured
+        from pipette_launch.cost.device import imagined
+
+        return imagined(
+            job, self.spec, num_hosts=self.num_hosts, devices_per_host=self.devices_per_host, layouts=(job.own,)
+        )
+
+
+def machines_of(
+    *,
+    world_size: int | None,
+    num_hosts: int | None = None,
+    devices_per_host: int | None = None,
+    gpu: str | None = None,
+    cluster: Path | Measurements | None = None,
+    device_kind: Kind = "cuda",
+) -> Machines:
+    """Find out which machines are meant.
+
+    Args:
+        world_size: ranks of the job; may be left out where the other sizes or the cluster tell it.
+        num_hosts: nodes of the job.
+        devices_per_host: ranks on each.
+        gpu: the name of a known device type.
+        cluster: what a warm-up measured, or the file that holds it.
+        device_kind: what the ranks run on where neither `gpu` nor `cluster` says it.
+
+    Raises:
+        UsageError: the sizes are missing, contradict each other, or both `gpu` and `cluster` are given.
+        FactError: the device is not known.
+        FileFormatError: the file is no cluster.json.
+        ClusterError: the measured cluster has another size than the job.
+
+    """
+    sizes = {"--world-size": world_size, "--nodes": num_hosts, "--nproc-per-node": devices_per_host}
+    for flag, value in sizes.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} must be at least 1, got {value}")
+    if gpu is not None and cluster is not None:
+        raise UsageError("--gpu and --cluster exclude each other: machines are either imagined or measured")
+    if cluster is not None:
+        return _measured(cluster, world_size, num_hosts, devices_per_host)
+    hosts, devices, notes = _sizes(world_size, num_hosts, devices_per_host)
+    if gpu is not None:
+        if device_kind == "cpu":
+            raise UsageError("--gpu and --device cpu exclude each other")
+        return Machines(num_hosts=hosts, devices_per_host=devices, kind="cuda", spec=device_named(gpu), notes=notes)
+    return Machines(num_hosts=hosts, devices_per_host=devices, kind=device_kind)
+
+
+def _measured(
+    source: Path | Measurements, world_size: int | None, num_hosts: int | None, devices_per_host: int | None
+) -> Machines:
+    measured = source if isinstance(source, Measurements) else files.read(source, Measurements)
+    name = "the measured cluster" if isinstance(source, Measurements) else str(source)
+    found = measured.cluster
+    for flag, said, there in (
+        ("--world-size", world_size, found.num_slots),
+        ("--nodes", num_hosts, len(found.hosts)),
+        ("--nproc-per-node", devices_per_host, found.devices_per_host),
+    ):
+        if said is not None and said != there:
+            raise ClusterError(
+                f"{name} has {len(found.hosts)} hosts x {found.devices_per_host} devices = {found.num_slots} ranks, "
+                f"but {flag} says {said}; leave the sizes out, or name a device type with --gpu to imagine others"
+            )
+    return Machines(
+        num_hosts=len(found.hosts),
+        devices_per_host=found.devices_per_host,
+        kind=found.device_kind,
+        measured=measured,
+    )
+
+
+def _sizes(
+    world_size: int | None, num_hosts: int | None, devices_per_host: int | None
+) -> tuple[int, int, tuple[str, ...]]:
+    """Complete hosts and devices of each; the third is what had to be assumed."""
+    if world_size is None:
+        if num_hosts is None or devices_per_host is None:
+            raise UsageError(
+                "on how many ranks does it run? Say --world-size N, or --nodes N and --nproc-per-node N, as in the "
+                "job's own script"
+            )
+        return num_hosts, devices_per_host, ()
+    if num_hosts is None and devices_per_host is None:
+        devices_per_host = max(size for size in range(1, DEVICES_PER_HOST + 1) if world_size % size == 0)
+        note = f"Hosts of {devices_per_host} devices each are assumed; --nproc-per-node says it otherwise."
+        return world_size // devices_per_host, devices_per_host, (note,) if world_size > devices_per_host else ()
+    hosts = num_hosts or world_size // (devices_per_host or 1)
+    devices = devices_per_host or world_size // hosts
+    if hosts < 1 or hosts * devices != world_size:
+        said = [f"--nodes {num_hosts}"] if num_hosts else []
+        said += [f"--nproc-per-node {devices_per_host}"] if devices_per_host else []
+        raise UsageError(f"--world-size {world_size} is not what {' and '.join(said)} give; correct one of them")
+    return hosts, devices, ()

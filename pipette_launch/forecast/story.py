@@ -1,0 +1,213 @@
+"""From a Megatron command line and the machines to one prediction, with a note on every assumption."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipette_launch import megatron
+from pipette_launch.cost.latency import NOT_MODELLED, Predictor, StepTime
+from pipette_launch.cost.overhead import Overhead, allowed_bytes, overhead_of
+from pipette_launch.cost.parameters import stage_parameters
+from pipette_launch.errors import FactError, MegatronError, PlanError, UsageError
+from pipette_launch.facts import Job, Layout, Measurements
+from pipette_launch.facts.prediction import Prediction, Verdict
+from pipette_launch.forecast import stages
+from pipette_launch.forecast.machines import Kind, Machines, machines_of
+
+MEMORY_MARGIN = 0.08
+"""The launcher's own default: part of the device's memory that stays free."""
+
+Method = Literal["closed", "abstract"]
+
+
+def predict(
+    arguments: Sequence[str],
+    *,
+    world_size: int | None = None,
+    num_hosts: int | None = None,
+    devices_per_host: int | None = None,
+    gpu: str | None = None,
+    cluster: str | Path | Measurements | None = None,
+    rank: int | None = None,
+    stage: int | None = None,
+    method: Method = "closed",
+    memory_margin: float = MEMORY_MARGIN,
+    megatron_version: str | None = None,
+    device_kind: Kind = "cuda",
+    script: str = "pretrain_gpt.py",
+    environment: Mapping[str, str] | None = None,
+) -> Prediction:
+    """Predict memory and step time of exactly the configuration that a Megatron command line describes.
+
+    Nothing is started, and neither torch nor a GPU is needed for the closed form.
+
+    Args:
+        arguments: the words behind the script's name, as the job would be given them.
+        world_size: ranks of the job; `num_hosts` and `devices_per_host` or `cluster` tell it as well.
+        num_hosts: nodes of the job.
+        devices_per_host: ranks on each; 8 where it divides the world and nothing is said.
+        gpu: a device type such as `H100-SXM`; see `facts.device.known_devices`.
+        cluster: cluster.json of a warm-up, or its contents. Without `gpu` and `cluster` only memory is predicted.
+        rank: tell only the stage that this RANK runs.
+        stage: tell only this pipeline rank.
+        method: `closed` counts by formula; `abstract` runs megatron-core's own code under fake tensors.
+        memory_margin: part of the device's memory that must stay free.
+        megatron_version: as `0.16.1`; None for the one that `script` would import, else the newest that is known.
+        device_kind: `cuda` or `cpu`, where neither `gpu` nor `cluster` says it.
+        script: looked at only for the Megatron beside it; it need not exist.
+        environment: of the job's workers; None for none.
+
+    Raises:
+        PipetteError: a flag is missing or contradicts another, the layout is impossible, a device or a rank is unknown,
+            the cluster has another size, or megatron-core is needed and missing; the message says which and what to do.
+
+    """
+    environment = environment or {}
+    machines = machines_of(
+        world_size=world_size,
+        num_hosts=num_hosts,
+        devices_per_host=devices_per_host,
+        gpu=gpu,
+        cluster=Path(cluster) if isinstance(cluster, str) else cluster,
+        device_kind=device_kind,
+    )
+    if not 0 <= memory_margin < 1:
+        raise UsageError(f"--memory-margin must be at least 0 and below 1 (0.08 is 8 %), got {memory_margin:g}")
+    version, version_note = _version(megatron_version, script, environment)
+    job = megatron.read_job(
+        arguments,
+        world_size=machines.world_size,
+        megatron_version=version,
+        device_kind=machines.kind,
+        for_prediction=True,
+    )
+    shown = _pp_ranks(job.own, rank=rank, stage=stage)
+    notes = (*version_note, *_rank_note(job.own, rank), *machines.notes, *job.notes)
+    return _foretell(job, machines, shown, method, memory_margin, _Words(script, notes, environment))
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """What a prediction says beside its figures."""
+
+    script: str
+    notes: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+def _foretell(
+    job: Job, machines: Machines, pp_ranks: Sequence[int], method: Method, memory_margin: float, words: _Words
+) -> Prediction:
+    layout = job.own
+    overhead = overhead_of(
+        job,
+        layout,
+        device_kind=machines.kind,
+        device_name=machines.device_name,
+        measured_bytes=machines.overhead_bytes,
+        environment=words.environment,
+    )
+    memory = stages.closed_form(job, pp_ranks, overhead)
+    capacity = machines.capacity_bytes
+    verdict = _verdict([one.peak_bytes for one in memory], capacity, memory_margin)
+    step, step_notes = _step(job, machines)
+    return Prediction(
+        script=words.script,
+        layout=layout,
+        schedule=layout.schedule_name,
+        world_size=machines.world_size,
+        num_hosts=machines.num_hosts,
+        devices_per_host=machines.devices_per_host,
+        device_kind=machines.kind,
+        device_name=machines.device_name,
+        machines=machines.origin,
+        global_batch_size=job.batch.global_batch_size,
+        num_microbatches=layout.num_microbatches(job.batch.global_batch_size),
+        num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
+        tokens_per_step=job.batch.global_batch_size * job.model.seq_length,
+        method=method,
+        stages=memory,
+        capacity_bytes=capacity,
+        memory_margin=memory_margin,
+        fits=None if verdict == "unknown" else verdict == "fits",
+        verdict=verdict,
+        step_time_s=step.total_s if step else None,
+        breakdown_s=dict(step.breakdown_s) if step else {},
+        notes=tuple(dict.fromkeys((*words.notes, *_memory_notes(job, pp_ranks, overhead), *step_notes))),
+        megatron_version=job.megatron_version,
+    )
+
+
+def _verdict(peaks_bytes: Sequence[int], capacity_bytes: int | None, memory_margin: float) -> Verdict:
+    if capacity_bytes is None:
+        return "unknown"
+    if max(peaks_bytes) <= allowed_bytes(capacity_bytes, memory_margin=memory_margin):
+        return "fits"
+    return "tight" if max(peaks_bytes) <= capacity_bytes else "too large"
+
+
+def _version(given: str | None, script: str, environment: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Return the Megatron whose flags are read, and a note where it had to be guessed."""
+    if given is not None:
+        return given, ()
+    try:
+        return megatron.script_version(script, environment), ()
+    except MegatronError:
+        newest = f"{megatron.newest_release()}.0"
+        return newest, (
+            f"No Megatron is here: flags and defaults of core_v{newest} are assumed; --megatron-version names another.",
+        )
+
+
+def _pp_ranks(layout: Layout, *, rank: int | None, stage: int | None) -> tuple[int, ...]:
+    """Return the pipeline ranks to tell of."""
+    if rank is not None and stage is not None:
+        raise UsageError("--rank and --stage exclude each other: a rank has one stage")
+    if rank is not None:
+        if not 0 <= rank < layout.world_size:
+            raise UsageError(f"--rank must be between 0 and {layout.world_size - 1}, got {rank}")
+        return (layout.cell_of(rank).pp,)
+    if stage is not None:
+        if not 0 <= stage < layout.pp:
+            raise UsageError(f"--stage must be between 0 and {layout.pp - 1} for pp {layout.pp}, got {stage}")
+        return (stage,)
+    return tuple(range(layout.pp))
+
+
+def _rank_note(layout: Layout, rank: int | None) -> tuple[str, ...]:
+    if rank is None:
+        return ()
+    cell = layout.cell_of(rank)
+    return (f"Rank {rank} is pp {cell.pp}, dp {cell.dp}, cp {cell.cp}, tp {cell.tp}.",)
+
+
+def _memory_notes(job: Job, pp_ranks: Sequence[int], overhead: Overhead) -> tuple[str, ...]:
+    found = list(overhead.notes())
+    stepping = list(stages.peaks_in_optimizer(job, pp_ranks))
+    if stepping:
+        which = "Every stage shown holds" if len(stepping) == len(pp_ranks) else f"Stages {stepping} hold"
+        found.append(
+            f"{which} most while the optimizer steps: its temporaries count as optimizer, and no activation lives."
+        )
+    if job.model.num_experts:
+        found.append("Tokens are taken to be routed evenly: an expert that gets more needs more memory and more time.")
+    return tuple(found)
+
+
+def _step(job: Job, machines: Machines) -> tuple[StepTime | None, tuple[str, ...]]:
+    """Price the step in torchrun's own order of ranks; without a price, the note says why."""
+    try:
+        measurements = machines.measurements(job)
+        if measurements is None:
+            return None, ("No step time: nothing is known of the machines; name a device with --gpu or --cluster.",)
+        predictor = Predictor(job, measurements)
+        if not predictor.can_price(job.own):
+            return None, (f"No step time: none was measured for {job.own.words()}; measure with this configuration.",)
+        step = predictor.step_time(job.own, range(machines.world_size))
+    except (FactError, PlanError) as error:
+        return None, (f"No step time: {error}.",)
+    left_out = (f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED)
+    return step, (*measurements.notes, *predictor.notes(job.own), *left_out)

@@ -1,0 +1,184 @@
+"""Shows a prediction: the verdict, every stage's memory by kind, the step, and what both rest on."""
+
+# S = stages shown.
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
+from pipette_launch.report.draw import (
+    Section,
+    bar,
+    breakdown,
+    bullet,
+    columns,
+    plural,
+    render,
+    sheet,
+    stages_shown,
+    text,
+)
+from pipette_launch.report.plan import NOT_MODELLED
+from pipette_launch.units import GIB, bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+MOST_BARS = 8
+MOST_ROWS = 16
+TABLE_WIDTH = 80
+"""Narrower screens list the parts of the fullest stage in words."""
+LONG_WIDTH = 100
+"""From here on the table's headings are whole words."""
+SHORT = {
+    "weights": "weight",
+    "gradients": "grad",
+    "optimizer": "optim",
+    "activations": "activ",
+    "logits": "logits",
+    "buffers": "buffer",
+    "overhead": "overhd",
+}
+STYLES = {"fits": "bold green", "tight": "bold yellow", "too large": "bold red", "unknown": "bold"}
+
+
+def prediction_screen(
+    prediction: Prediction, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
+) -> str:
+    """Show in one screen whether a configuration fits and how long its step is.
+
+    Args:
+        prediction: what to show.
+        width: columns; None for the terminal's, 80 without one.
+        colour: None for yes on a terminal only.
+        stream: where it will be shown; None for stdout.
+
+    """
+    target = stream or sys.stdout
+    wide = columns(width, target)
+    sections: tuple[Section, ...] = (
+        ("Job", _job(prediction)),
+        ("Machines", _machines(prediction)),
+        ("Verdict", [_verdict(prediction)]),
+        ("Memory", _memory(prediction)),
+        ("Split", _split(prediction, wide)),
+        ("Step time", _step(prediction)),
+        ("Notes", map(bullet, _notes(prediction))),
+    )
+    return render("pipette predict", sheet(sections), width=wide, colour=colour, stream=target)
+
+
+def _job(prediction: Prediction) -> Iterator[Text]:
+    layout = text(prediction.layout.words(), "bold")
+    count = prediction.num_microbatches
+    layout.append(f"  {prediction.schedule}, {count} micro-batch{'es' if count > 1 else ''}", "default")
+    yield text(
+        f"{prediction.script}: {count_text(prediction.num_parameters)} parameters, {prediction.global_batch_size} "
+        f"sequences = {count_text(prediction.tokens_per_step)} tokens a step"
+    )
+    yield layout
+
+
+def _machines(prediction: Prediction) -> Iterator[Text]:
+    hosts, devices = prediction.num_hosts, prediction.devices_per_host
+    if not prediction.device_name:
+        kind = "GPUs" if prediction.device_kind == "cuda" else "CPUs"
+        yield text(f"{prediction.world_size} {plural('rank', prediction.world_size)} on {kind} of unknown type")
+        return
+    yield text(
+        f"{prediction.world_size} {plural('rank', prediction.world_size)} on {hosts} {plural('host', hosts)} x "
+        f"{devices} {prediction.device_name}, {prediction.machines}"
+    )
+
+
+def _verdict(prediction: Prediction) -> Text:
+    """One sentence; the stage that decides it is named."""
+    fullest, capacity = prediction.fullest, prediction.capacity_bytes
+    where = "the stage shown" if len(prediction.stages) == 1 else f"the fullest, stage {fullest.pp_rank},"
+    need = f"{where} needs {bytes_text(fullest.peak_bytes)}"
+    if capacity is None:
+        return text(f"Memory only: {need} on each rank.", STYLES["unknown"])
+    left, whole = capacity - fullest.peak_bytes, bytes_text(capacity)
+    words = {
+        "fits": f"It fits: {need} of {whole} and leaves {left / capacity:.0%}.",
+        "tight": f"It is tight: {need} of {whole} and leaves {left / capacity:.1%}, less than the margin of "
+        f"{prediction.memory_margin:.0%}.",
+        "too large": f"It does not fit: {need}, {bytes_text(-left)} more than the {whole} of a device.",
+    }[prediction.verdict]
+    return text(words, STYLES[prediction.verdict])
+
+
+def _memory(prediction: Prediction) -> Iterator[RenderableType]:
+    """Each stage's peak, beside the device's memory where it is known."""
+    from rich.table import Table
+
+    whole = prediction.capacity_bytes or prediction.fullest.peak_bytes
+    limit = f" of {bytes_text(whole)}" if prediction.capacity_bytes else ""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    shown = _shown(prediction, MOST_BARS)
+    for stage in shown:
+        over = stage.peak_bytes > whole
+        table.add_row(
+            text(f"stage {stage.pp_rank}"),
+            bar(min(stage.peak_bytes / whole, 1.0), "red" if over else "default"),
+            text(f"{bytes_text(stage.peak_bytes)}{limit}{', too much' if over else ''}"),
+        )
+    yield table
+    hidden = len(prediction.stages) - len(shown)
+    if hidden:
+        yield text(f"… {hidden} more stages, none fuller; --stage S and --json show them", "dim")
+
+
+def _shown(prediction: Prediction, most: int) -> Sequence[StageMemory]:
+    peaks = [stage.peak_bytes for stage in prediction.stages]
+    return [prediction.stages[index] for index in stages_shown(peaks, most)]
+
+
+def _split(prediction: Prediction, width: int) -> Iterator[RenderableType]:
+    """What lives at each stage's peak, by kind."""
+    if width < TABLE_WIDTH:
+        fullest = prediction.fullest
+        parts = " · ".join(f"{name} {bytes_text(size)}" for name, size in fullest.parts_bytes.items())
+        yield text(f"stage {fullest.pp_rank}: {parts}")
+        return
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2 if width >= LONG_WIDTH else 1, 0, 0))
+    heads = ["GiB", "layers", *(part if width >= LONG_WIDTH else SHORT[part] for part in PARTS), "peak"]
+    for _ in heads:
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row(*(text(head, "dim") for head in heads))
+    for stage in _shown(prediction, MOST_ROWS):
+        sizes = [stage.parts_bytes[part] for part in PARTS] + [stage.peak_bytes]
+        cells = [f"stage {stage.pp_rank}", str(stage.num_layers), *(_gib(size) for size in sizes)]
+        table.add_row(*(text(cell) for cell in cells))
+    yield table
+
+
+def _gib(size: int) -> str:
+    """Two decimals, or two digits of what is smaller."""
+    amount = size / GIB
+    return f"{amount:.2f}" if amount >= 0.095 or size == 0 else f"{amount:.2g}"
+
+
+def _step(prediction: Prediction) -> Iterator[Text]:
+    if prediction.step_time_s is None or prediction.tokens_per_s is None:
+        return
+    rate = prediction.tokens_per_s
+    line = text(seconds_text(prediction.step_time_s), "bold")
+    line.append(
+        f" a step predicted: {count_text(rate)} tokens/s, {rate / prediction.world_size:,.0f} on each rank", "default"
+    )
+    yield line
+    yield breakdown(prediction.breakdown_s, prediction.step_time_s)
+
+
+def _notes(prediction: Prediction) -> Iterator[str]:
+    left_out = sum(note.startswith(NOT_MODELLED) for note in prediction.notes)
+    yield from (note for note in prediction.notes if not note.startswith(NOT_MODELLED))
+    if left_out:
+        yield f"{left_out} effects on the step's time are not modelled; --json lists them."

@@ -1,0 +1,1 @@
+"""The command `pipette`: the launcher's parts one by one, on any machine."""

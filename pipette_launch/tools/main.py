@@ -1,0 +1,42 @@
+"""`pipette COMMAND ...`: parse, run one command, and turn its errors into one sentence."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
+
+from pipette_launch import __version__
+from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
+from pipette_launch.tools import predict
+from pipette_launch.tools.command import Command
+
+COMMANDS: Mapping[str, Command] = {"predict": predict.COMMAND}
+BAD_INPUT = (UsageError, MegatronError, FactError, FileFormatError, ClusterError)
+"""Errors of what was typed or of a file that was named: they exit with 2, as argparse's own do."""
+
+
+def parser() -> ArgumentParser:
+    """Return the parser of all commands."""
+    whole = ArgumentParser(
+        prog="pipette",
+        description="The parts of pipette-launch one by one; `pipette-launch` itself takes torchrun's place.",
+        allow_abbrev=False,
+    )
+    whole.add_argument("--version", action="version", version=f"pipette {__version__}")
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        one = commands.add_parser(name, help=command.summary, description=command.summary, allow_abbrev=False)
+        command.add_arguments(one)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `pipette`; exits with 0 when there is an answer, whatever it says, and with 2 for input that makes none."""
+    args = parser().parse_args(argv)
+    try:
+        code = COMMANDS[args.command].run(args)
+    except PipetteError as error:
+        sys.stderr.write(f"pipette {args.command}: error: {error}\n")
+        code = 2 if isinstance(error, BAD_INPUT) else error.exit_code
+    sys.exit(code)

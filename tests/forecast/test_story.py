@@ -1,0 +1,166 @@
+"""A command line and the machines become one prediction, with every assumption said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_measurements
+from megatron_lines import SMALL
+
+import pipette_launch
+from pipette_launch.cost import Predictor, peak_memory_bytes
+from pipette_launch.errors import MegatronError, PipetteError, UsageError
+from pipette_launch.facts import Measurements, files
+from pipette_launch.facts.prediction import PARTS, Prediction
+from pipette_launch.forecast import predict
+from pipette_launch.megatron import read_job
+
+PIPELINE = (*SMALL, "--pipeline-model-parallel-size", "4")
+ROOT = Path(__file__).parent.parent.parent
+
+
+def measured(memory_bytes: int = 8 << 30) -> Measurements:
+    """Eight CPUs on two hosts."""
+    return tiny_measurements(tiny_cluster(2, 4, memory_bytes=memory_bytes))
+
+
+def test_a_prediction_is_the_memory_model_and_the_predictor() -> None:
+    """On a measured cluster it has the figures that the planner would have for the user's own configuration."""
+    found = predict(PIPELINE, cluster=measured(), megatron_version="0.16.1")
+    job = read_job(PIPELINE, world_size=8, megatron_version="0.16.1", device_kind="cpu")
+
+    assert [parts.total for parts in peak_memory_bytes(job, job.own)] == [stage.peak_bytes for stage in found.stages]
+    assert Predictor(job, measured()).step_time(job.own, range(8)).total_s == found.step_time_s
+    assert found.step_time_s == pytest.approx(sum(found.breakdown_s.values()))
+    assert ("fits", True) == (found.verdict, found.fits)
+
+
+def test_it_survives_the_file() -> None:
+    """The document is one of ours: strict, with a version."""
+    found = predict(PIPELINE, world_size=8, gpu="H100", megatron_version="0.16.1")
+
+    assert found == files.loads(Prediction, files.dumps(found), "test")
+    assert PARTS == tuple(found.stages[0].parts_bytes)
+
+
+@pytest.mark.parametrize(
+    ("part", "verdict", "fits"), [(1.0, "tight", False), (1.2, "fits", True), (0.9, "too large", False)]
+)
+def test_the_verdict_depends_on_the_margin(part: float, verdict: str, fits: bool) -> None:
+    """With a margin of 8 %, the peak's own size is tight, a fifth more fits, and less does not."""
+    peak = predict(PIPELINE, cluster=measured(), megatron_version="0.16.1").fullest.peak_bytes
+    found = predict(PIPELINE, cluster=measured(int(part * peak)), megatron_version="0.16.1")
+
+    assert (verdict, fits) == (found.verdict, found.fits)
+
+
+def test_of_unknown_machines_only_memory_is_told() -> None:
+    """Neither a verdict nor a time, and the note says what would help."""
+    found = predict(PIPELINE, world_size=8, megatron_version="0.16.1")
+
+    assert ("unknown", None, None, None) == (found.verdict, found.fits, found.step_time_s, found.capacity_bytes)
+    assert any(note.startswith("No step time: nothing is known of the machines") for note in found.notes)
+
+
+def test_a_rank_has_a_stage() -> None:
+    """With pp outermost rank 5 of 8 runs stage 2 of 4; the verdict is then on that stage alone."""
+    by_rank = predict(PIPELINE, world_size=8, rank=5, megatron_version="0.16.1")
+    by_stage = predict(PIPELINE, world_size=8, stage=2, megatron_version="0.16.1")
+
+    assert [2] == [stage.pp_rank for stage in by_rank.stages]
+    assert by_rank.stages == by_stage.stages
+    assert "Rank 5 is pp 2, dp 1, cp 0, tp 0." in by_rank.notes
+
+
+def test_what_was_not_measured_has_no_time() -> None:
+    """Compute of another micro-batch cannot be guessed; the memory is told all the same."""
+    nothing = replace(measured(), compute=())
+    found = predict(PIPELINE, cluster=nothing, megatron_version="0.16.1")
+
+    assert (None, "fits") == (found.step_time_s, found.verdict)
+    assert any(note.startswith("No step time: none was measured for tp1 pp4 dp2 mbs1") for note in found.notes)
+
+
+def test_a_device_without_a_peak_has_no_time() -> None:
+    """A V100 computes no bf16; memory is told all the same."""
+    found = predict([*PIPELINE, "--bf16"], world_size=8, gpu="V100", megatron_version="0.16.1")
+
+    assert found.step_time_s is None
+    assert any("V100-SXM2-32GB has no known peak for bf16" in note for note in found.notes)
+
+
+def test_every_overhead_is_a_note() -> None:
+    """On a GPU that nobody measured, what is not the model's is a stated default."""
+    notes = " ".join(predict(PIPELINE, world_size=8, gpu="H100", megatron_version="0.16.1").notes)
+
+    for word in ("Workspaces", "Context", "Communicators", "allocator's reserve", "Not modelled"):
+        assert word in notes
+
+
+def test_without_megatron_the_newest_flags_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A laptop has none, and the guess is said."""
+    monkeypatch.setattr("importlib.metadata.version", _not_installed)
+    monkeypatch.chdir(tmp_path)
+    found = predict(PIPELINE, world_size=8)
+
+    assert any(note.startswith("No Megatron is here: flags and defaults of core_v") for note in found.notes)
+
+
+def _not_installed(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError
+
+    raise PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    ("more", "said", "error", "message"),
+    [
+        ("--tensor-model-parallel-size 3", {}, MegatronError, "--tensor-model-parallel-size 3"),
+        ("--tensor-model-parallel-size 16", {}, MegatronError, "the job has 8"),
+        ("--global-batch-size 7", {}, MegatronError, "must be a multiple of"),
+        ("--num-layers -4", {}, MegatronError, "--num-layers -4"),
+        ("--hidden-size 0", {}, MegatronError, "--hidden-size 0"),
+        ("--attention-backend quantum", {}, MegatronError, "--attention-backend quantum: 'quantum' is not understood"),
+        ("", {"rank": 8}, UsageError, "--rank must be between 0 and 7, got 8"),
+        ("", {"stage": 4}, UsageError, "--stage must be between 0 and 3 for pp 4, got 4"),
+        ("", {"stage": 1, "rank": 1}, UsageError, "exclude each other"),
+        ("", {"memory_margin": 1.0}, UsageError, "--memory-margin must be at least 0 and below 1"),
+        ("", {"megatron_version": "0.9"}, MegatronError, "older than core_v0.14"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(
+    more: str, said: dict[str, object], error: type[PipetteError], message: str
+) -> None:
+    """It names the flag, the value, and where it helps what would be right."""
+    with pytest.raises(error) as caught:
+        predict([*PIPELINE, *more.split()], **{"world_size": 8, "megatron_version": "0.16.1", **said})  # type: ignore[arg-type]
+
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_python_api_is_the_same_function() -> None:
+    """`pipette_launch.predict` is found where it is used."""
+    assert predict is pipette_launch.predict
+    with pytest.raises(AttributeError, match="no attribute 'foretell'"):
+        _ = pipette_launch.foretell
+
+
+def test_no_torch_is_needed() -> None:
+    """Neither the API nor the command imports torch or megatron-core; a laptop has neither."""
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['megatron'] = None\n"
+        "import pipette_launch\n"
+        f"found = pipette_launch.predict({list(PIPELINE)!r}, world_size=8, gpu='H100', megatron_version='0.16.1')\n"
+        "assert found.step_time_s\n"
+        "from pipette_launch.tools.main import main\n"
+        f"main(['predict', '--world-size', '8', '--gpu', 'H100', 'pretrain_gpt.py', *{list(PIPELINE)!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+
+    assert (0, "") == (done.returncode, done.stderr)
+    assert "It fits" in done.stdout

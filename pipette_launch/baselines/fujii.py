@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipette_launch.errors import FactError
+from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
@@ -47,8 +47,10 @@ def estimate(job: Job, layout: Layout) -> tuple[FujiiBytes, ...]:
 
     Raises:
         LayoutError: the layers do not divide into the stages.
+        PlanError: the model has multi-latent attention or multi-token prediction, which the estimator does not know.
 
     """
+    _check_known(job.model)
     per_parameter = _state_bytes_per_parameter(job, layout)
     return tuple(
         FujiiBytes(
@@ -89,6 +91,12 @@ def layer_coefficient(model: ModelSpec, *, moe: bool) -> float:
     """
     width = model.moe_router_topk * model.moe_ffn_hidden_size if moe else model.ffn_hidden_size
     return 12 + 4 * model.num_query_groups / model.num_attention_heads + 8 * width / model.hidden_size
+
+
+def _check_known(model: ModelSpec) -> None:
+    if model.latent_attention or model.mtp_num_layers:
+        name = "multi-latent attention" if model.latent_attention else "multi-token prediction"
+        raise PlanError(f"Fujii's estimator has no {name}; use another for this model")
 
 
 def _stages(model: ModelSpec, layout: Layout) -> list[tuple[float, tuple[bool, ...], float]]:

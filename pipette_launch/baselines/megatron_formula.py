@@ -76,40 +76,82 @@ def _bytes_per_parameter(layout: Layout, replicas: int) -> float:
     return 6 + 12 / replicas if layout.use_distributed_optimizer else _BYTES_PER_PARAMETER
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Count:
+    """Parameters by how they are held."""
+
+    split: float = 0.0
+    """Over tp."""
+    norms: float = 0.0
+    router: float = 0.0
+    expert: float = 0.0
+
+    def __add__(self, other: _Count) -> _Count:
+        return _Count(
+            split=self.split + other.split,
+            norms=self.norms + other.norms,
+            router=self.router + other.router,
+            expert=self.expert + other.expert,
+        )
+
+    def __mul__(self, factor: float) -> _Count:
+        return _Count(
+            split=self.split * factor,
+            norms=self.norms * factor,
+            router=self.router * factor,
+            expert=self.expert * factor,
+        )
+
+
 def _fullest_shard(model: ModelSpec, layout: Layout) -> tuple[float, float]:
-    """Dense and expert parameters: ((layers by tp)/p + h*V)/t + (norms, router)/p, and experts/(etp*ep*p)."""
-    split, norms, router, expert = _block(model)
-    embedding = model.hidden_size * model.padded_vocab_size(layout.tp)
-    dense = (split / layout.pp + _embeddings(model, layout) * embedding) / layout.tp + (norms + router) / layout.pp
-    return dense, expert / layout.pp / (layout.etp * layout.ep)
+    """Dense and expert: (split layers/p + MTP + h*V)/t + norms and routers, and experts/(etp*ep)."""
+    held = _transformer(model, layout)
+    dense = (held.split + _vocabulary(model, layout)) / layout.tp + held.norms + held.router
+    return dense, held.expert / (layout.etp * layout.ep)
 
 
 def _fullest_shard_before_v18(model: ModelSpec, layout: Layout) -> tuple[float, float]:
     """Everything over tp, ep ignored, no router (megatron.md section 8.1)."""
-    split, norms, _, expert = _block(model)
-    embedding = model.hidden_size * model.padded_vocab_size(layout.tp)
-    return ((split + norms + expert) / layout.pp + _embeddings(model, layout) * embedding) / layout.tp, 0.0
+    held = _transformer(model, layout)
+    return (held.split + held.norms + held.expert + _vocabulary(model, layout)) / layout.tp, 0.0
 
 
-def _embeddings(model: ModelSpec, layout: Layout) -> int:
-    return 2 if model.untie_embeddings_and_output_weights and layout.pp == 1 else 1
+def _vocabulary(model: ModelSpec, layout: Layout) -> float:
+    """One embedding, and the head where both are on the only stage."""
+    copies = 2 if model.untie_embeddings_and_output_weights and layout.pp == 1 else 1
+    return copies * model.hidden_size * model.padded_vocab_size(layout.tp)
 
 
-def _block(model: ModelSpec) -> tuple[float, float, float, float]:
-    """Parameters of all layers: split over tp, norms, routers, experts. No biases; a gated MLP counts 3/2 times."""
-    h, gate = model.hidden_size, 1.5 if model.gated_linear_unit else 1.0
+def _transformer(model: ModelSpec, layout: Layout) -> _Count:
+    """One p-th of all layers and of the final norm, and the whole of multi-token prediction, its layers alone."""
     moe_layers = sum(model.moe_layer_freq)
-    dense_layers = model.num_layers - moe_layers
+    block = _layer(model, moe=True) * moe_layers + _layer(model, moe=False) * (model.num_layers - moe_layers)
+    block += _Count(norms=model.norm_parameters())
+    return block * (1 / layout.pp) + _layer(model, moe=model.is_moe_layer(model.num_layers - 1)) * model.mtp_num_layers
+
+
+def _layer(model: ModelSpec, *, moe: bool) -> _Count:
+    """One layer. No biases but the router's; a gated MLP counts 3/2 times."""
+    h, gate = model.hidden_size, 1.5 if model.gated_linear_unit else 1.0
+    width = model.moe_shared_expert_intermediate_size if moe else model.ffn_hidden_size
+    dense = _Count(split=_attention(model) + 2 * h * width * gate, norms=2 * model.norm_parameters())
+    if not moe:
+        return dense
     experts = model.num_experts or 0
-    query = model.kv_channels * model.num_attention_heads
-    attention = 2 * h * query * (1 + model.num_query_groups / model.num_attention_heads)
-    split = attention * model.num_layers + 2 * h * gate * (
-        model.ffn_hidden_size * dense_layers + model.moe_shared_expert_intermediate_size * moe_layers
-    )
-    norms = (2 * model.num_layers + 1) * model.norm_parameters()
-    router = h * experts + (experts if model.add_bias_linear else 0)
-    expert = 2 * h * gate * model.moe_ffn_hidden_size * experts * moe_layers
-    return split, norms, router * moe_layers, expert
+    router = experts * (h + (1 if model.add_bias_linear else 0))
+    return dense + _Count(router=router, expert=2 * h * gate * model.moe_ffn_hidden_size * experts)
+
+
+def _attention(model: ModelSpec) -> float:
+    """2h(1 + k/a) times the query's width, or the matrices and norms of multi-latent attention."""
+    h, heads, latent = model.hidden_size, model.num_attention_heads, model.latent_attention
+    if latent is None:
+        return 2 * h * model.kv_channels * (heads + model.num_query_groups)
+    norm = model.norm_parameters() // h
+    queries = heads * latent.query_channels
+    query = latent.q_lora_rank * (h + queries + norm) if latent.q_lora_rank else h * queries
+    key_value = latent.kv_lora_rank * (h + heads * (latent.qk_head_dim + latent.v_head_dim) + norm)
+    return query + key_value + h * (latent.qk_pos_emb_head_dim + heads * latent.v_head_dim)
 
 
 def _with_sequence_parallel(model: ModelSpec, layout: Layout, microbatches: int) -> float:

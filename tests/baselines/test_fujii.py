@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.baselines import fujii
-from pipette_launch.errors import FactError, LayoutError
-from pipette_launch.facts import Job, Layout
+from pipette_launch.errors import FactError, LayoutError, PlanError
+from pipette_launch.facts import Job, LatentAttention, Layout
 from pipette_launch.units import MIB
 
 
@@ -94,6 +94,16 @@ def test_an_impossible_capacity_is_refused(capacity: float) -> None:
     """A GPU has memory."""
     with pytest.raises(FactError, match="capacity_bytes must be positive"):
         fujii.fits(job(), Layout(), capacity)
+
+
+def test_models_that_it_does_not_know_are_refused() -> None:
+    """Published before multi-latent attention and multi-token prediction were common."""
+    latent = LatentAttention(q_lora_rank=None, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6)
+
+    with pytest.raises(PlanError, match="no multi-latent attention"):
+        fujii.estimate(job(model=tiny_model(latent_attention=latent)), Layout())
+    with pytest.raises(PlanError, match="no multi-token prediction"):
+        fujii.estimate(job(model=tiny_model(mtp_num_layers=1)), Layout())
 
 
 def test_layers_that_do_not_divide_are_refused() -> None:

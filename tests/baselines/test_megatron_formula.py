@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.baselines.megatron_formula import megatron_formula, megatron_formula_bytes
 from pipette_launch.errors import LayoutError
-from pipette_launch.facts import Batch, Job, Layout, Recompute
+from pipette_launch.facts import Batch, Job, LatentAttention, Layout, Recompute
 from pipette_launch.units import MIB
 
 SELECTIVE = Recompute(granularity="selective")
@@ -93,6 +93,27 @@ def test_experts_by_hand() -> None:
 
     assert (dense + router) * 9 + expert / 2 * 12 == megatron_formula(moe, layout).weights_and_optimizer
     assert (dense + expert) * 9 == megatron_formula(moe, layout, before_v18=True).weights_and_optimizer
+
+
+def test_latent_attention_by_hand() -> None:
+    """Query 16*(64 + 4*12 + 1), kv 8*(64 + 4*(8 + 6) + 1) + 64*4, out 4*6*64; without a query latent 64*4*12."""
+    latent = LatentAttention(q_lora_rank=16, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=6)
+    rest = 4 * 2 * 64 * 256 + 64 * 256 + 9 * 64
+    for rank, query in ((16, 16 * 113), (None, 3072)):
+        model = tiny_model(latent_attention=replace(latent, q_lora_rank=rank), normalization="RMSNorm")
+        attention = query + 8 * 121 + 64 * 4 + 4 * 6 * 64
+
+        assert 18 * (4 * attention + rest) == megatron_formula(job(model=model), Layout()).weights_and_optimizer
+
+
+def test_multi_token_prediction_is_one_layer_more_on_the_fullest_shard() -> None:
+    """Of the kind of the last layer, whole on one rank whatever pp is."""
+    states = [
+        megatron_formula(job(model=tiny_model(mtp_num_layers=depths)), Layout(pp=2)).weights_and_optimizer
+        for depths in (0, 1)
+    ]
+
+    assert 18 * (4 * 64 * 64 + 2 * 64 * 256 + 4 * 64) == states[1] - states[0]
 
 
 def test_the_gaps_are_kept() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipette_launch.cost import experts, latent
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
@@ -29,6 +30,8 @@ class LayerActivations:
     """Outputs of the two norms."""
     attention: int
     """Query, key, value and the context that the projection needs."""
+    latent_projections: int
+    """Query, key and value of multi-latent attention."""
     core_attention: int
     """Softmax statistics with flash or fused attention; probabilities, their mask and dropped copy without."""
     mlp_input: int
@@ -55,6 +58,7 @@ class LayerActivations:
             "mlp": 0 if moe else whole_mlp,
             "moe": whole_mlp + self.shared_experts if moe else 0,
             "shared_experts": self.shared_experts,
+            "mla_up_proj": self.latent_projections,
         }
         names = set(modules) - ({"shared_experts", "moe_act"} if "moe" in modules else set())
         return sum(saved_by_module.get(name, 0) for name in names)
@@ -89,13 +93,22 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
     element = model.dtype_bytes * tokens(model, layout)
     heads = model.num_attention_heads * model.kv_channels // layout.tp
     groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
-    fc1, act = _experts(job, layout) if moe else _mlp(job, layout, model.ffn_hidden_size)
-    shared = sum(_mlp(job, layout, model.moe_shared_expert_intermediate_size)) if moe else 0
+    attention, projections = element * (heads + 2 * groups) + element * heads, 0
+    if model.latent_attention:
+        fused = model.transformer_impl == "transformer_engine" and "--no-rope-fusion" not in job.performance_flags
+        kept = latent.attention_activations(model, model.latent_attention, layout, fused_rope=fused)
+        attention, projections = kept.latents + kept.context, kept.projected
+    if moe:
+        routed = experts.expert_activations(job, layout)
+        fc1, act, shared = routed.routed - routed.activation, routed.activation, routed.shared
+    else:
+        (fc1, act), shared = _mlp(job, layout, model.ffn_hidden_size), 0
     masks = 2 * (residual // model.dtype_bytes) * _MASK_BYTES if model.hidden_dropout > 0 else 0
     return LayerActivations(
         layer_input=residual,
         norm_outputs=2 * residual,
-        attention=element * (heads + 2 * groups) + element * heads,
+        attention=attention,
+        latent_projections=projections,
         core_attention=core_attention_bytes(model, layout),
         mlp_input=residual,
         mlp=fc1,
@@ -149,40 +162,45 @@ def embedding_bytes(job: Job, layout: Layout) -> int:
     return _TOKEN_ID_BYTES * tokens(model, layout) + mask
 
 
+def prediction_bytes(job: Job, layout: Layout) -> int:
+    """Count what the depths of multi-token prediction keep for one micro-batch, their layers' recompute included."""
+    model = job.model
+    if not model.mtp_num_layers:
+        return 0
+    if layout.recompute.granularity == "full":
+        layer = residual_bytes(model, layout)
+    else:
+        layer = kept_bytes(job, layout, moe=model.has_expert_prediction)
+    own = latent.prediction_activations(model, layout) + embedding_bytes(job, layout)
+    return model.mtp_num_layers * (layer + own)
+
+
 def head_bytes(job: Job, layout: Layout) -> int:
     """Count final norm, logits and vocabulary-parallel cross-entropy: 4*s*b*h/c (/t) + 6*s*b*V/(t*c) in bf16.
 
     The loss works on an fp32 copy of 2-byte logits, and in place on fp32 ones (memory.md section 4, measured;
-    cross_entropy.py:24-33).
+    cross_entropy.py:24-33). Each depth of multi-token prediction computes a loss of its own (gpt_model.py:611-660).
     """
     model = job.model
     copy = 0 if model.dtype_bytes == _FP32_BYTES else _FP32_BYTES
     vocabulary = model.padded_vocab_size(layout.tp) // layout.tp
-    return 2 * residual_bytes(model, layout) + tokens(model, layout) * vocabulary * (model.dtype_bytes + copy)
+    depths = model.mtp_num_layers
+    # The depths' loss copies are kept, and one of their logits, a variable that lives as long as the head's.
+    logits = (1 + min(depths, 1)) * model.dtype_bytes + (1 + depths) * copy
+    return 2 * residual_bytes(model, layout) + tokens(model, layout) * vocabulary * logits
 
 
 def _mlp(job: Job, layout: Layout, ffn_hidden_size: int) -> tuple[int, int]:
-    """Outputs of the first matrix, input of the second: fused SwiGLU 6f/h, unfused 8f/h, GELU 4f/h (memory.md 4)."""
+    """Outputs of the first matrix, input of the second: fused SwiGLU 6f/h, unfused 8f/h or 10f/h, GELU 4f/h.
+
+    memory.md section 4; the 10f/h by the contract test of saved bytes.
+    """
     one = job.model.dtype_bytes * tokens(job.model, layout) * ffn_hidden_size // layout.tp
     return _first_matrices(job) * one, one
-
-
-def _experts(job: Job, layout: Layout) -> tuple[int, int]:
-    """Count dispatched tokens, first matrix and its activation under balanced routing, and the router in fp32.
-
-    Each rank works on topk times its own tokens whatever ep is (Fujii et al. 2024, author's script: balanced routing);
-    etp gathers tokens and splits the width, which cancels but for the gathered input.
-    """
-    model = job.model
-    local_tokens = tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
-    routed = model.moe_router_topk * local_tokens
-    dispatched = model.dtype_bytes * routed * layout.etp * model.hidden_size
-    one = model.dtype_bytes * routed * model.moe_ffn_hidden_size
-    router = 2 * _FP32_BYTES * local_tokens * (model.num_experts or 0)
-    return dispatched + router + _first_matrices(job) * one, one
 
 
 def _first_matrices(job: Job) -> int:
     if not job.model.gated_linear_unit:
         return 1
-    return 3 if "--no-bias-swiglu-fusion" in job.performance_flags else 2
+    is_unfused = "--no-bias-swiglu-fusion" in job.performance_flags
+    return 2 + (experts.unfused_gate_copies(job.megatron_version) if is_unfused else 0)

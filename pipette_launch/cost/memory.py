@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost import activations
+from pipette_launch.cost import activations, experts
 from pipette_launch.cost.parameters import Parameters, expert_dp, stage_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -118,6 +118,7 @@ def chunk_activation_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
         if kinds not in seen:
             seen[kinds] = _after_full_recompute([kept[kind] for kind in kinds], layout, whole_input)
         chunks.append(seen[kinds])
+    chunks[-1] += activations.prediction_bytes(job, layout)
     return tuple(chunks)
 
 
@@ -167,12 +168,14 @@ def gradient_bytes_per_parameter(job: Job) -> int:
 def buffer_bytes(job: Job, layout: Layout) -> int:
     """One receive and one send tensor of the pipeline, and Megatron's global buffer (megatron.md 8.4).
 
-    The buffer is as large as its largest user: the gathered input of sequence parallelism, or local attention's scores.
+    The buffer is as large as its largest user: the gathered input of sequence parallelism, the tokens that the
+    all-gather dispatcher gathers, or local attention's scores.
     """
     residual = activations.residual_bytes(job.model, layout)
     pipeline = 2 * residual if layout.pp > 1 else 0
     gathered = residual * layout.tp if layout.sequence_parallel and layout.tp > 1 else 0
-    return pipeline + max(gathered, activations.attention_scores_bytes(job.model, layout))
+    dispatched = experts.gather_buffer_bytes(job, layout)
+    return pipeline + max(gathered, dispatched, activations.attention_scores_bytes(job.model, layout))
 
 
 def _kinds(job: Job) -> tuple[bool, ...]:

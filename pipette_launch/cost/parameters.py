@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipette_launch.cost import experts, latent
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
@@ -41,12 +42,11 @@ def layer_parameters(model: ModelSpec, layout: Layout, *, moe: bool) -> Paramete
     dense = _attention(model, layout.tp) + 2 * model.norm_parameters()
     if not moe:
         return Parameters(dense=dense + _mlp(model, model.ffn_hidden_size, layout.tp))
-    num_experts = model.num_experts or 0
-    dense += model.hidden_size * num_experts
+    dense += experts.router_parameters(model)
     if model.moe_shared_expert_intermediate_size:
         dense += _mlp(model, model.moe_shared_expert_intermediate_size, layout.tp)
-    experts = num_experts // layout.ep * _mlp(model, model.moe_ffn_hidden_size, layout.etp)
-    return Parameters(dense=dense, expert=experts)
+    local_experts = (model.num_experts or 0) // layout.ep
+    return Parameters(dense=dense, expert=local_experts * _mlp(model, model.moe_ffn_hidden_size, layout.etp))
 
 
 def word_embedding_parameters(model: ModelSpec, layout: Layout) -> int:
@@ -65,13 +65,15 @@ def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]
     ends = {0: _embedding(model, layout)}
     last = layout.num_chunks - 1
     ends[last] = ends.get(last, 0) + _head(model, layout)
-    return tuple(
+    chunks = [
         Parameters(
-            dense=plain.dense * (layers - experts) + moe.dense * experts + ends.get(chunk, 0),
-            expert=moe.expert * experts,
+            dense=plain.dense * (layers - with_experts) + moe.dense * with_experts + ends.get(chunk, 0),
+            expert=moe.expert * with_experts,
         )
-        for chunk, (layers, experts) in enumerate(chunk_layers(model, layout))
-    )
+        for chunk, (layers, with_experts) in enumerate(chunk_layers(model, layout))
+    ]
+    chunks[last] += _prediction(model, layout, moe if model.has_expert_prediction else plain)
+    return tuple(chunks)
 
 
 def chunk_layers(model: ModelSpec, layout: Layout) -> tuple[tuple[int, int], ...]:
@@ -105,14 +107,34 @@ def _head(model: ModelSpec, layout: Layout) -> int:
     return model.norm_parameters() + (word_embedding_parameters(model, layout) if has_own else 0)
 
 
+def _prediction(model: ModelSpec, layout: Layout, layer: Parameters) -> Parameters:
+    """Depths of multi-token prediction: a layer each, and where the last rank lacks them, the embeddings it looks up.
+
+    A tied head is such a copy already (megatron-core, gpt_model.py:149-157, 726-736).
+    """
+    depths = model.mtp_num_layers
+    if not depths:
+        return Parameters(dense=0)
+    copied = 0
+    if layout.pp > 1:
+        words = word_embedding_parameters(model, layout) if model.untie_embeddings_and_output_weights else 0
+        copied = _embedding(model, layout) - word_embedding_parameters(model, layout) + words
+    own = latent.prediction_parameters(model, layout)
+    return Parameters(dense=depths * (layer.dense + own) + copied, expert=depths * layer.expert)
+
+
 def _attention(model: ModelSpec, tp: int) -> int:
+    if model.latent_attention:
+        return latent.attention_parameters(model, model.latent_attention, tp)
     query = model.num_attention_heads * model.kv_channels // tp
     # With fewer groups than ranks, each rank holds a whole group (megatron-core, attention.py).
     key_value = 2 * max(1, model.num_query_groups // tp) * model.kv_channels
     bias = (query + key_value if model.add_bias_linear or model.add_qkv_bias else 0) + (
         model.hidden_size if model.add_bias_linear else 0
     )
-    return model.hidden_size * (query + key_value + query) + bias
+    # Norms of one head's query and key (megatron-core, attention.py, q_layernorm and k_layernorm).
+    norms = 2 * model.kv_channels * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
+    return model.hidden_size * (query + key_value + query) + bias + norms
 
 
 def _mlp(model: ModelSpec, ffn_hidden_size: int, tp: int) -> int:

@@ -116,6 +116,11 @@ class ModelSpec:
         """Whether layer `layer` (from 0) has experts."""
         return bool(self.moe_layer_freq) and self.moe_layer_freq[layer] == 1
 
+    @property
+    def has_expert_prediction(self) -> bool:
+        """Whether the layers of multi-token prediction have experts: they are built as the last layer is."""
+        return bool(self.mtp_num_layers and self.moe_layer_freq and self.moe_layer_freq[-1])
+
     def padded_vocab_size(self, tp: int) -> int:
         """Rows of the embedding: the vocabulary padded to a multiple of `make_vocab_size_divisible_by * tp`."""
         multiple = self.make_vocab_size_divisible_by * tp

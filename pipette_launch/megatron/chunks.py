@@ -87,7 +87,11 @@ def _from_layout(arguments: Arguments, pp: int, num_layers: int) -> tuple[int, C
     if not stages[0].startswith("E") or not stages[-1].endswith("L"):
         raise MegatronError(f"{shown}: needs E at the very front and L at the very end")
     chunks = tuple(stage.count("t") for stage in stages)
-    if sum(chunks) != num_layers or sum(len(stage) for stage in stages) != num_layers + 2:
+    depths = int(arguments.get("mtp_num_layers") or 0)
+    elsewhere = any("m" in stage for place, stage in enumerate(stages) if place % pp != pp - 1)
+    if sum(stage.count("m") for stage in stages) != depths or elsewhere:
+        raise MegatronError(f"{shown}: needs m for each of --mtp-num-layers {depths}, on the last pipeline rank")
+    if sum(chunks) != num_layers or sum(len(stage) for stage in stages) != num_layers + depths + 2:
         raise MegatronError(f"{shown}: names {sum(chunks)} layers (t) of --num-layers {num_layers}, one E and one L")
     return len(stages) // pp, chunks
 
@@ -97,11 +101,10 @@ def _expand(text: str, arguments: Arguments) -> list[str]:
     text = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
-    strange = set(text) - set("EtL|")
+    strange = set(text) - set("EtmL|")
     if strange:
-        hint = "; multi-token prediction is not understood" if "m" in strange else ""
         raise MegatronError(
-            f"{arguments.shown('pipeline_model_parallel_layout')}: {''.join(sorted(strange))!r} is no layer{hint}"
+            f"{arguments.shown('pipeline_model_parallel_layout')}: {''.join(sorted(strange))!r} is no layer"
         )
     return text.split("|")
 

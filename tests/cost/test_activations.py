@@ -1,5 +1,7 @@
 """Every saved tensor by hand: s 32, b 1, h 64 in bf16, so that s*b*h is 2,048 and a coefficient of 1 is 2,048 bytes."""
 
+from dataclasses import replace
+
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
@@ -10,6 +12,7 @@ from pipette_launch.cost.activations import (
     head_bytes,
     kept_bytes,
     layer_activations,
+    prediction_bytes,
 )
 from pipette_launch.facts import Job, Layout, Recompute
 
@@ -65,10 +68,11 @@ def test_fp32_doubles_every_tensor() -> None:
 
 
 def test_unfused_swiglu_keeps_one_more() -> None:
-    """8f/h in place of 6f/h (Fujii et al. 2024)."""
-    unfused = tiny_job(model=llama().model, performance_flags=("--no-bias-swiglu-fusion",))
+    """8f/h in place of 6f/h (Fujii et al. 2024), and from core_v0.15 on 10f/h, for the offset of the linear half."""
+    unfused = tiny_job(model=llama().model, performance_flags=("--no-bias-swiglu-fusion",), megatron_version="0.14.0")
 
     assert kept_bytes(unfused, Layout(), moe=False) == 30 * 2048 + LOG_SUM_EXP
+    assert kept_bytes(replace(unfused, megatron_version="0.16.1"), Layout(), moe=False) == 34 * 2048 + LOG_SUM_EXP
 
 
 def test_context_parallelism_divides_the_tokens() -> None:
@@ -125,16 +129,21 @@ def test_selective_recompute(modules: tuple[str, ...], expected: int) -> None:
 
 
 def test_an_expert_layer() -> None:
-    """Attention 16, router 2*4*E bytes a token, top 2 of width 2h: input 4, first matrix 8, activation 8."""
-    moe = job(num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128)
-    router = 2 * 4 * 4 * 32
+    """Attention 16; top 2 of width 2h: inputs 4, first matrix 8, activation and its product with the probability 16.
 
-    assert kept_bytes(moe, Layout(), moe=True) == (16 + 4 + 8 + 8) * 2048 + router + LOG_SUM_EXP
+    A token keeps 12 bytes for each of its experts in the router, 3 for each expert in the dispatch, and there an index
+    of 8 and a probability of 2 for each of its experts.
+    """
+    moe = job(num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128)
+    routing = 32 * (2 * 12 + 4 * 3 + 2 * (8 + 2))
+
+    assert kept_bytes(moe, Layout(), moe=True) == (16 + 4 + 8 + 16) * 2048 + routing + LOG_SUM_EXP
 
 
 def test_experts_on_other_ranks_change_nothing_when_routing_is_balanced() -> None:
-    """A rank works on as many tokens as it sends away."""
+    """A rank works on as many tokens as it sends away; alltoall sends no more than it has."""
     moe = job(num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128)
+    moe = replace(moe, performance_flags=("--moe-token-dispatcher-type alltoall",))
 
     assert kept_bytes(moe, Layout(dp=4, ep=4), moe=True) == kept_bytes(moe, Layout(dp=4), moe=True)
 
@@ -144,9 +153,9 @@ def test_moe_recompute_modules() -> None:
     moe = job(num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128, moe_shared_expert_intermediate_size=64)
     layer = layer_activations(moe, Layout(), moe=True)
 
-    assert layer.recomputed(("moe_act",), moe=True) == 8 * 2048
+    assert layer.recomputed(("moe_act",), moe=True) == 16 * 2048
     assert layer.recomputed(("shared_experts",), moe=True) == 4 * 2048
-    assert layer.recomputed(("moe", "moe_act", "shared_experts"), moe=True) == (20 + 4) * 2048 + 2 * 4 * 4 * 32
+    assert layer.recomputed(("moe", "moe_act", "shared_experts"), moe=True) == (28 + 4) * 2048 + 32 * 56
     assert layer.recomputed(("mlp",), moe=True) == 0
 
 
@@ -161,3 +170,19 @@ def test_head() -> None:
     assert head_bytes(job(), Layout()) == 4 * 2048 + 6 * 32 * 256
     assert head_bytes(job(), Layout(tp=2)) == 4 * 2048 + 3 * 32 * 256
     assert head_bytes(job(params_dtype="fp32"), Layout()) == 8 * 2048 + 4 * 32 * 256
+
+
+def test_the_heads_of_multi_token_prediction() -> None:
+    """One depth doubles the logits and their fp32 copies; a second one adds a copy only."""
+    assert head_bytes(job(mtp_num_layers=1), Layout()) == 4 * 2048 + 12 * 32 * 256
+    assert head_bytes(job(mtp_num_layers=2), Layout()) == 4 * 2048 + 16 * 32 * 256
+
+
+def test_the_layers_of_multi_token_prediction() -> None:
+    """One depth: a layer, six tensors of 2*s*b*h, and token ids of 8 bytes; full recompute keeps the layer's input."""
+    plain = job(mtp_num_layers=1)
+    full = Layout(recompute=Recompute(granularity="full", method="uniform", num_layers=1))
+
+    assert prediction_bytes(plain, Layout()) == kept_bytes(plain, Layout(), moe=False) + 12 * 2048 + 8 * 32
+    assert prediction_bytes(plain, full) == 2 * 2048 + 12 * 2048 + 8 * 32
+    assert prediction_bytes(job(), Layout()) == 0

@@ -84,7 +84,7 @@ def test_cuts_are_read(words: str, pp: int, num_layers: int, expected: tuple[int
         ("--pipeline-model-parallel-layout Et|t|tL", 2, 3, "3 stages are no multiple"),
         ("--pipeline-model-parallel-layout Et|tL", 2, 3, "names 2 layers"),
         ("--pipeline-model-parallel-layout t|EtL", 2, 2, "E at the very front"),
-        ("--pipeline-model-parallel-layout Et|mL", 2, 1, "multi-token prediction"),
+        ("--pipeline-model-parallel-layout Et|mL", 2, 1, "needs m for each of --mtp-num-layers 0"),
         ("--pipeline-model-parallel-layout Et|xL", 2, 1, "'x' is no layer"),
     ],
 )

@@ -1,0 +1,173 @@
+"""A worker for the tests: builds layers with megatron-core and prints, as a line of JSON, what autograd saves."""
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from pipette_patches.workload import load
+
+SAVED = torch.autograd.graph.saved_tensors_hooks
+
+
+class KeepsWhatFlashKeeps(torch.autograd.Function):
+    """Attention that computes nothing of use, but keeps query, key, value and output."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Take the value for the output."""
+        output = value.clone()
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+
+class CoreAttention(torch.nn.Module):
+    """Megatron's local attention core takes no head sizes, so that no latent attention can be built of it."""
+
+    def __init__(self, **_: Any) -> None:
+        """Take whatever Transformer Engine's takes."""
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Heads in, one row a token out."""
+        output: torch.Tensor = KeepsWhatFlashKeeps.apply(query, key, value)
+        return output.flatten(-2)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group with nobody else in it."""
+    from megatron.core import parallel_state, tensor_parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def config_of(case: dict[str, Any]) -> Any:
+    """Megatron's own configuration of a case."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    kind = MLATransformerConfig if case["config"].get("multi_latent_attention") else TransformerConfig
+    gated = case["config"].get("gated_linear_unit", False)
+    fields = {
+        "num_layers": 1,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "activation_func": functional.silu if gated else functional.gelu,
+    }
+    return kind(**(fields | case["config"]))
+
+
+def layer_spec(config: Any) -> Any:
+    """A layer of megatron-core's own modules."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization=config.normalization,
+    )
+    if config.multi_latent_attention:
+        from megatron.core.transformer import multi_latent_attention
+
+        # It takes Transformer Engine to be there wherever its own wrappers are, and asks for a class of it.
+        multi_latent_attention.HAVE_TE = False
+        spec.submodules.self_attention.submodules.core_attention = CoreAttention
+    return spec
+
+
+def saved_bytes(module: torch.nn.Module, source: torch.Tensor, *rest: Any) -> int:
+    """Bytes of every storage that autograd saves in a forward, but for the parameters and the input."""
+    own = [source, *module.parameters(), *module.buffers()]
+    seen = {tensor.untyped_storage().data_ptr(): 0 for tensor in own}
+    held = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        seen.setdefault(storage.data_ptr(), storage.nbytes())
+        held.append(tensor)
+        return tensor
+
+    with SAVED(keep, lambda tensor: tensor):
+        module(source, *rest)
+    return sum(seen.values())
+
+
+def layer_facts(case: dict[str, Any]) -> dict[str, int]:
+    """Parameters of a layer, and what its experts or its attention save."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+
+    config = config_of(case)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    layer = build_module(layer_spec(config), config=config, layer_number=1, pg_collection=groups)
+    layer = layer.to(torch.bfloat16)
+    shape = (case["tokens"], case["batch"], config.hidden_size)
+    source = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    parameters = sum(parameter.numel() for parameter in layer.parameters())
+    saved = (
+        saved_bytes(layer.mlp, source) if config.num_moe_experts else saved_bytes(layer.self_attention, source, None)
+    )
+    return {"parameters": parameters, "saved": saved}
+
+
+def model_facts(case: dict[str, Any]) -> dict[str, int]:
+    """Parameters of a whole model with multi-token prediction, and what one forward saves."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    config = config_of(case)
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization
+    )
+    predicts = None
+    if config.mtp_num_layers:
+        predicts = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=case["vocab"],
+        max_sequence_length=case["tokens"],
+        position_embedding_type="none",
+        share_embeddings_and_output_weights=case["tied"],
+        mtp_block_spec=predicts,
+    ).to(torch.bfloat16)
+    ids = torch.randint(case["vocab"], (case["batch"], case["tokens"]))
+    positions = torch.arange(case["tokens"]).expand_as(ids)
+    saved = saved_bytes(model, ids, positions, None, None, ids)
+    return {"parameters": sum(parameter.numel() for parameter in model.parameters()), "saved": saved}
+
+
+def main() -> None:
+    """Answer every case on standard input."""
+    found = []
+    for case in json.load(sys.stdin):
+        with one_rank():
+            found.append(model_facts(case) if "vocab" in case else layer_facts(case))
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    load("cpu")
+    main()

@@ -83,6 +83,8 @@ def predict(
         megatron_version=version,
         device_kind=machines.kind,
         for_prediction=True,
+        environment=environment,
+        device_name=machines.device_name,
     )
     shown = _pp_ranks(job.own, rank=rank, stage=stage)
     notes = (*version_note, *_rank_note(job.own, rank), *machines.notes, *job.notes)

@@ -66,6 +66,19 @@ def test_of_unknown_machines_only_memory_is_told() -> None:
     assert any(note.startswith("No step time: nothing is known of the machines") for note in found.notes)
 
 
+def test_the_gpu_and_the_environment_decide_the_attention() -> None:
+    """Left to itself TransformerEngine keeps scores before Ampere; the environment may not contradict the flag."""
+    words = [*SMALL, *"--transformer-impl transformer_engine --fp16 --seq-length 2048".split()]
+    words += ["--max-position-embeddings", "2048"]
+    volta, ampere = (
+        predict(words, world_size=8, gpu=name, megatron_version="0.16.1") for name in ("V100", "A100-80GB")
+    )
+
+    assert volta.stages[0].parts_bytes["activations"] > ampere.stages[0].parts_bytes["activations"]
+    with pytest.raises(MegatronError, match="NVTE_FLASH_ATTN=0 in the environment contradicts"):
+        predict(words, world_size=8, megatron_version="0.16.1", environment={"NVTE_FLASH_ATTN": "0"})
+
+
 def test_a_rank_has_a_stage() -> None:
     """With pp outermost rank 5 of 8 runs stage 2 of 4; the verdict is then on that stage alone."""
     by_rank = predict(PIPELINE, world_size=8, rank=5, megatron_version="0.16.1")

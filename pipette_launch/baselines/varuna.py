@@ -19,10 +19,10 @@ import numpy as np
 
 from pipette_launch.baselines.inputs import refuse, slot_of_rank, units
 from pipette_launch.baselines.varuna_schedule import PipelineTimes, makespan_s
-from pipette_launch.cost import activations
+from pipette_launch.cost import activations, ends
 from pipette_launch.cost.collectives import Fabric
 from pipette_launch.cost.groups import Groups
-from pipette_launch.cost.memory import gradient_bytes_per_parameter, optimizer_bytes
+from pipette_launch.cost.optimizer import gradient_bytes_per_parameter, optimizer_bytes
 from pipette_launch.cost.parameters import stage_parameters
 from pipette_launch.cost.simulate import StageTimes, engine_of
 from pipette_launch.errors import PlanError
@@ -98,7 +98,7 @@ def memory_bytes(job: Job, layout: Layout) -> int:
         states = parameters.count * per_parameter + optimizer_bytes(job, parameters, unsharded)[0]
         stages.append(states + kept + source)
         first += layers
-    stages[-1] += activations.head_bytes(job, plain)
+    stages[-1] += ends.head_bytes(job, plain)
     return max(stages)
 
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipette_launch.cost import experts, latent
+from pipette_launch.cost import attention, ends, experts, latent
+from pipette_launch.cost.attention import tokens
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
 
-_LOG_SUM_EXP_BYTES = 4
 _MASK_BYTES = 1
 _FP32_BYTES = 4
-_TOKEN_ID_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,15 +70,23 @@ def recompute_modules(layout: Layout) -> tuple[str, ...]:
     return layout.recompute.modules or ("core_attn",)
 
 
-def tokens(model: ModelSpec, layout: Layout) -> int:
-    """T = s * b / cp: tokens of one micro-batch on one rank, before sequence parallelism."""
-    return model.seq_length * layout.micro_batch_size // layout.cp
-
-
 def residual_bytes(model: ModelSpec, layout: Layout) -> int:
     """One tensor of T x h; sequence parallelism splits it over tp (Korthikanti et al. 2022, section 4.2)."""
     shards = layout.tp if layout.sequence_parallel else 1
     return model.dtype_bytes * tokens(model, layout) * model.hidden_size // shards
+
+
+def stream_bytes(job: Job, layout: Layout) -> int:
+    """One tensor of T x h between layers: in fp32 with `--fp32-residual-connection`, else as the weights."""
+    residual = residual_bytes(job.model, layout)
+    if not job.has_flag("--fp32-residual-connection"):
+        return residual
+    return residual * _FP32_BYTES // job.model.dtype_bytes
+
+
+def computes_in_fp8(job: Job) -> bool:
+    """Whether TransformerEngine multiplies in FP8: it then keeps the inputs of its matrices in one byte an element."""
+    return job.model.transformer_impl == "transformer_engine" and job.has_flag("--fp8-format")
 
 
 def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivations:
@@ -89,15 +96,13 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
     a GPT with dropout to 34, and to 10 + 24/t without (memory.md section 4, measured and Korthikanti 2022).
     """
     model = job.model
-    residual = residual_bytes(model, layout)
-    element = model.dtype_bytes * tokens(model, layout)
-    heads = model.num_attention_heads * model.kv_channels // layout.tp
-    groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
-    attention, projections = element * (heads + 2 * groups) + element * heads, 0
+    residual, stream = residual_bytes(model, layout), stream_bytes(job, layout)
+    narrow = model.dtype_bytes if computes_in_fp8(job) else 1
+    projected, latents = attention.projected_bytes(job, layout) + _attention_in_fp8(job, layout), 0
     if model.latent_attention:
-        fused = model.transformer_impl == "transformer_engine" and "--no-rope-fusion" not in job.performance_flags
+        fused = model.transformer_impl == "transformer_engine" and not job.has_flag("--no-rope-fusion")
         kept = latent.attention_activations(model, model.latent_attention, layout, fused_rope=fused)
-        attention, projections = kept.latents + kept.context, kept.projected
+        projected, latents = kept.latents + kept.context, kept.projected
     if moe:
         routed = experts.expert_activations(job, layout)
         fc1, act, shared = routed.routed - routed.activation, routed.activation, routed.shared
@@ -105,48 +110,17 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
         (fc1, act), shared = _mlp(job, layout, model.ffn_hidden_size), 0
     masks = 2 * (residual // model.dtype_bytes) * _MASK_BYTES if model.hidden_dropout > 0 else 0
     return LayerActivations(
-        layer_input=residual,
-        norm_outputs=2 * residual,
-        attention=attention,
-        latent_projections=projections,
-        core_attention=core_attention_bytes(model, layout),
-        mlp_input=residual,
+        layer_input=stream,
+        norm_outputs=2 * residual // narrow,
+        attention=projected,
+        latent_projections=latents,
+        core_attention=attention.core_bytes(job, layout),
+        mlp_input=stream,
         mlp=fc1,
-        mlp_activation=act,
+        mlp_activation=act if moe else act // narrow,
         shared_experts=shared,
         dropout_masks=masks,
     )
-
-
-def core_attention_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Count what the attention core keeps, by backend (memory.md section 4, rows fused and TE unfused).
-
-    Flash and fused: the log-sum-exp in fp32. Unfused, Megatron's local implementation too: probabilities, and with
-    dropout a mask and the dropped probabilities: 5as/(h*t) in bf16.
-    """
-    rows = model.num_attention_heads // layout.tp * tokens(model, layout)
-    if not is_local_attention(model) and model.attention_backend != "unfused":
-        return _LOG_SUM_EXP_BYTES * rows
-    has_dropout = model.attention_dropout > 0
-    copies, mask = (2, _MASK_BYTES) if has_dropout else (1, 0)
-    return rows * model.seq_length * (copies * model.dtype_bytes + mask)
-
-
-def is_local_attention(model: ModelSpec) -> bool:
-    """Whether Megatron's own attention runs, which is never fused."""
-    return model.transformer_impl == "local" or model.attention_backend == "local"
-
-
-def attention_scores_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Local attention's scores 2as/(h*t): written to one buffer for all layers (dot_product_attention.py).
-
-    memory.md section 4 has them as kept by every layer, 7as/(h*t); the golden rows of the local implementation fit 5as
-    and one buffer, to the workspaces (12, 6 and 3 layers: 69, 70 and 74 MiB below the measured peak).
-    """
-    if not is_local_attention(model):
-        return 0
-    rows = model.num_attention_heads // layout.tp * tokens(model, layout)
-    return model.dtype_bytes * rows * model.seq_length
 
 
 def kept_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
@@ -155,11 +129,29 @@ def kept_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     return activations.total - activations.recomputed(recompute_modules(layout), moe=moe)
 
 
-def embedding_bytes(job: Job, layout: Layout) -> int:
-    """Count token ids of one micro-batch and the embedding's dropout mask (memory.md section 3: 8*s*b + s*b*h)."""
+def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
+    """Count what the backward of one layer needs for a while, beyond what the layer kept and less what it has freed.
+
+    Autograd frees what an operation saved when its backward is done. Largest of: the second matrix (the output's
+    gradient, gathered with sequence parallelism, and that of its input), the activation (the gradient of the first
+    matrices' output in place of the activation), and the attention core, with the MLP's share freed. Without
+    `gradient_accumulation_fusion` a matrix's gradient is there once in the weights' type.
+    """
     model = job.model
-    mask = residual_bytes(model, layout) // model.dtype_bytes * _MASK_BYTES if model.hidden_dropout > 0 else 0
-    return _TOKEN_ID_BYTES * tokens(model, layout) + mask
+    if moe:
+        return experts.exchange_bytes(job, layout)
+    residual = residual_bytes(model, layout)
+    layer = layer_activations(job, layout, moe=moe)
+    gathered = residual * layout.tp if layout.sequence_parallel else 0
+    dropped = residual if model.hidden_dropout > 0 else 0
+    matrix = model.dtype_bytes * model.hidden_size * model.ffn_hidden_size // layout.tp
+    alone = matrix if job.has_flag("--no-gradient-accumulation-fusion") else 0
+    one = model.dtype_bytes * tokens(model, layout) * model.ffn_hidden_size // layout.tp
+    second = residual + dropped + gathered + one + alone
+    activation = residual + layer.mlp
+    freed = layer.mlp + layer.mlp_activation + layer.mlp_input + layer.norm_outputs // 2
+    core = 2 * residual + attention.backward_bytes(job, layout) - freed
+    return max(second, activation, core)
 
 
 def prediction_bytes(job: Job, layout: Layout) -> int:
@@ -171,23 +163,16 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
         layer = residual_bytes(model, layout)
     else:
         layer = kept_bytes(job, layout, moe=model.has_expert_prediction)
-    own = latent.prediction_activations(model, layout) + embedding_bytes(job, layout)
+    own = latent.prediction_activations(model, layout) + ends.embedding_bytes(job, layout)
     return model.mtp_num_layers * (layer + own)
 
 
-def head_bytes(job: Job, layout: Layout) -> int:
-    """Count final norm, logits and vocabulary-parallel cross-entropy: 4*s*b*h/c (/t) + 6*s*b*V/(t*c) in bf16.
-
-    The loss works on an fp32 copy of 2-byte logits, and in place on fp32 ones (memory.md section 4, measured;
-    cross_entropy.py:24-33). Each depth of multi-token prediction computes a loss of its own (gpt_model.py:611-660).
-    """
+def _attention_in_fp8(job: Job, layout: Layout) -> int:
+    """With FP8 the projection's input is a copy of the context in one byte an element (TE module/linear.py)."""
     model = job.model
-    copy = 0 if model.dtype_bytes == _FP32_BYTES else _FP32_BYTES
-    vocabulary = model.padded_vocab_size(layout.tp) // layout.tp
-    depths = model.mtp_num_layers
-    # The depths' loss copies are kept, and one of their logits, a variable that lives as long as the head's.
-    logits = (1 + min(depths, 1)) * model.dtype_bytes + (1 + depths) * copy
-    return 2 * residual_bytes(model, layout) + tokens(model, layout) * vocabulary * logits
+    if not computes_in_fp8(job):
+        return 0
+    return tokens(model, layout) * (model.num_attention_heads // layout.tp) * model.kv_channels
 
 
 def _mlp(job: Job, layout: Layout, ffn_hidden_size: int) -> tuple[int, int]:

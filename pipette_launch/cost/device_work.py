@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipette_launch.cost import activations
+from pipette_launch.cost import activations, attention
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
@@ -90,7 +90,7 @@ def embedding_loads(job: Job, layout: Layout) -> PassLoads:
 def head_loads(job: Job, layout: Layout) -> PassLoads:
     """Final norm, product with the vocabulary, cross-entropy: logits pass about ten times in fp32 (memory.md 4)."""
     model = job.model
-    tokens = activations.tokens(model, layout)
+    tokens = attention.tokens(model, layout)
     vocabulary = model.padded_vocab_size(layout.tp) // layout.tp
     logits = tokens * vocabulary
     norm = 2 * _residual_elements(model, layout) * model.dtype_bytes
@@ -106,7 +106,7 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
 
 
 def _attention(model: ModelSpec, layout: Layout) -> PassLoads:
-    tokens = activations.tokens(model, layout)
+    tokens = attention.tokens(model, layout)
     query = model.num_attention_heads * model.kv_channels // layout.tp
     groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
     matrices = _matrix(tokens, query + 2 * groups, model.hidden_size) + _matrix(tokens, model.hidden_size, query)
@@ -116,13 +116,13 @@ def _attention(model: ModelSpec, layout: Layout) -> PassLoads:
         input_grad=Load(moved_bytes=rotary, kernels=4 if rotary else 0),
         weight_grad=Load(),
     )
-    is_flash = not activations.is_local_attention(model) and model.attention_backend != "unfused"
+    is_flash = not attention.is_local(model) and model.attention_backend != "unfused"
     return matrices + turns + (_flash(model, layout) if is_flash else _unfused(model, layout))
 
 
 def _flash(model: ModelSpec, layout: Layout) -> PassLoads:
     """Half of 4 * T * s * d * a / t is behind the causal mask and skipped; backward 5 products to 2 (Dao 2023)."""
-    flops = 2.0 * activations.tokens(model, layout) * model.seq_length * _head_width(model, layout)
+    flops = 2.0 * attention.tokens(model, layout) * model.seq_length * _head_width(model, layout)
     return PassLoads(
         forward=Load(attention_flops=flops, kernels=2),
         input_grad=Load(attention_flops=2.5 * flops, kernels=4),
@@ -133,7 +133,7 @@ def _flash(model: ModelSpec, layout: Layout) -> PassLoads:
 def _unfused(model: ModelSpec, layout: Layout) -> PassLoads:
     """Scores and context in full, and T * s * a / t scores written, masked and normalised, dropped, and read again."""
     heads = model.num_attention_heads // layout.tp
-    batch = heads * activations.tokens(model, layout) / model.seq_length
+    batch = heads * attention.tokens(model, layout) / model.seq_length
     width = model.kv_channels
     one = model.seq_length
     scores = Product(m=one, n=one, k=width, count=batch)
@@ -150,7 +150,7 @@ def _unfused(model: ModelSpec, layout: Layout) -> PassLoads:
 
 
 def _mlp(model: ModelSpec, layout: Layout, ffn_hidden_size: int) -> PassLoads:
-    tokens = activations.tokens(model, layout)
+    tokens = attention.tokens(model, layout)
     width = ffn_hidden_size // layout.tp
     gates = 2 if model.gated_linear_unit else 1
     matrices = _matrix(tokens, gates * width, model.hidden_size) + _matrix(tokens, model.hidden_size, width)
@@ -168,7 +168,7 @@ def _activation(one_bytes: float, gates: int) -> PassLoads:
 def _experts(job: Job, layout: Layout) -> PassLoads:
     """Balanced routing: topk * T / t tokens' worth of whole experts on each rank, whatever ep and etp are."""
     model = job.model
-    tokens = activations.tokens(model, layout)
+    tokens = attention.tokens(model, layout)
     local = tokens / layout.tp if layout.sequence_parallel else tokens
     routed = model.moe_router_topk * local * layout.etp
     width = model.moe_ffn_hidden_size // layout.etp

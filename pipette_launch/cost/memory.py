@@ -2,7 +2,7 @@
 
 Facts: memory.md section 4 ("Assembled"): the peak is the larger of the forward-backward part and of the optimizer step.
 Not in it: what lies outside the model's tensors (context, communicators, workspaces, fragmentation; measured by the
-warm-up as `Measurements.overhead_bytes`), bucket padding, CP ring buffers, unfused rotary embeddings.
+warm-up as `Measurements.overhead_bytes`), CP ring buffers, alignment of each parameter within its bucket.
 """
 
 # M = micro-batches, V = model chunks of a rank.
@@ -15,13 +15,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost import activations, experts
-from pipette_launch.cost.parameters import Parameters, expert_dp, stage_parameters
+from pipette_launch.cost import activations, attention, ends, experts
+from pipette_launch.cost.optimizer import buffered_parameters, gradient_bytes_per_parameter, optimizer_bytes
+from pipette_launch.cost.parameters import stage_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.schedules import num_warmup, schedule_table
-
-_FP32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +32,18 @@ class MemoryParts:
     optimizer: int
     activations: int
     """Kept by the layers of all live micro-batches."""
+    embedding: int
+    """Inputs of the model for all live micro-batches, on the first rank."""
     recompute: int
     """What a recomputed layer needs while its backward runs, once."""
-    embedding: int
+    backward: int
+    """What any layer's backward needs for a while."""
+    mask: int
+    """The data loader's attention mask, while a forward pass runs."""
     head: int
+    """Final norm, logits and loss of one micro-batch."""
+    deferred: int
+    """What the head's deferred weight gradients wait with."""
     buffers: int
     """Pipeline receive and send tensors, and the buffer that all layers share."""
     optimizer_step: int
@@ -50,8 +57,34 @@ class MemoryParts:
     @property
     def total(self) -> int:
         """The peak: static, and the larger of forward-backward and optimizer step."""
-        passes = self.activations + self.recompute + self.embedding + self.head + self.buffers
-        return self.static + max(passes, self.optimizer_step)
+        return self.static + max(self._kept + max(self._instants), self.optimizer_step)
+
+    def by_kind(self) -> dict[str, int]:
+        """Split the peak as users read it; the values add up to `total`.
+
+        At the peak one of three things happens: the loss with its logits, the backward of a layer, or the step of the
+        optimizer, whose temporaries count as buffers.
+        """
+        kinds = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
+        if self._kept + max(self._instants) < self.optimizer_step:
+            return {**kinds, "activations": 0, "logits": 0, "buffers": self.optimizer_step}
+        at_loss, at_backward = self._instants
+        is_loss = at_loss >= at_backward
+        return {
+            **kinds,
+            "activations": self.activations + self.embedding + (self.mask if is_loss else at_backward),
+            "logits": self.deferred + (self.head if is_loss else 0),
+            "buffers": self.buffers,
+        }
+
+    @property
+    def _kept(self) -> int:
+        return self.activations + self.embedding + self.deferred + self.buffers
+
+    @property
+    def _instants(self) -> tuple[int, int]:
+        """The end of a forward pass, where the loss is, and the backward of a layer: never at once."""
+        return self.mask + self.head, self.recompute + self.backward
 
 
 def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
@@ -63,27 +96,54 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
     """
     microbatches = layout.num_microbatches(job.batch.global_batch_size)
     chunk_bytes = chunk_activation_bytes(job, layout)
-    recompute = max(recompute_working_set_bytes(job, layout, moe=moe) for moe in _kinds(job))
-    input_bytes = activations.embedding_bytes(job, layout)
-    only_first_chunk = (input_bytes,) + (0,) * (layout.vpp - 1)
-    last = layout.pp - 1
+    kinds = _kinds(job)
+    recompute = max(recompute_working_set_bytes(job, layout, moe=moe) for moe in kinds)
+    backward = max(activations.backward_bytes(job, layout, moe=moe) for moe in kinds)
     parts = []
     for rank, parameters in enumerate(stage_parameters(job.model, layout)):
+        is_last = rank == layout.pp - 1
         states, step = optimizer_bytes(job, parameters, layout)
+        buffered = buffered_parameters(job, parameters, layout)
         parts.append(
             MemoryParts(
-                weights=parameters.count * job.model.dtype_bytes,
-                gradients=parameters.count * gradient_bytes_per_parameter(job),
+                weights=buffered * job.model.dtype_bytes,
+                gradients=buffered * gradient_bytes_per_parameter(job),
                 optimizer=states,
                 activations=peak_live_bytes(layout, rank, microbatches, chunk_bytes[rank :: layout.pp]),
+                embedding=input_bytes(job, layout, rank, microbatches),
                 recompute=recompute,
-                embedding=0 if rank else peak_live_bytes(layout, rank, microbatches, only_first_chunk),
-                head=activations.head_bytes(job, layout) if rank == last else 0,
+                backward=backward,
+                mask=mask_bytes(job, layout, rank),
+                head=ends.head_bytes(job, layout) if is_last else 0,
+                deferred=ends.deferred_bytes(job, layout, microbatches) if is_last else 0,
                 buffers=buffer_bytes(job, layout),
                 optimizer_step=step,
             )
         )
     return tuple(parts)
+
+
+def input_bytes(job: Job, layout: Layout, rank: int, num_microbatches: int) -> int:
+    """Count what the model's inputs keep for all live micro-batches.
+
+    The first rank keeps token ids and the embedding's dropout mask. Full recompute keeps what its units are called
+    with, and so the attention mask, where there is one: on the first and the last rank.
+    """
+    is_first, is_last = rank == 0, rank == layout.pp - 1
+    first = ends.embedding_bytes(job, layout) if is_first else 0
+    mask = ends.attention_mask_bytes(job, layout) if layout.recompute.granularity == "full" else 0
+    rest = (0,) * (layout.vpp - 1)
+    kept = peak_live_bytes(layout, rank, num_microbatches, (first + mask * is_first, *rest))
+    if is_last and not is_first:
+        kept += peak_live_bytes(layout, rank, num_microbatches, (*rest, mask))
+    return kept
+
+
+def mask_bytes(job: Job, layout: Layout, rank: int) -> int:
+    """Count the attention mask of a forward pass, unless full recompute keeps it anyway (see `input_bytes`)."""
+    if rank not in (0, layout.pp - 1) or layout.recompute.granularity == "full":
+        return 0
+    return ends.attention_mask_bytes(job, layout)
 
 
 def peak_live_bytes(layout: Layout, rank: int, num_microbatches: int, chunk_bytes_V: tuple[int, ...]) -> int:
@@ -108,7 +168,7 @@ def chunk_activation_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
     """What each chunk's layers keep for one micro-batch, in model order, with the layout's recompute."""
     model = job.model
     kept = [activations.kept_bytes(job, layout, moe=moe) for moe in (False, bool(model.num_experts))]
-    whole_input = activations.residual_bytes(model, layout)
+    whole_input = activations.stream_bytes(job, layout)
     seen: dict[tuple[int, ...], int] = {}
     chunks = []
     first = 0
@@ -133,49 +193,19 @@ def recompute_working_set_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     return layer.total * (at_once if layout.recompute.method == "uniform" else 1)
 
 
-def optimizer_bytes(job: Job, parameters: Parameters, layout: Layout) -> tuple[int, int]:
-    """Optimizer states of one rank, and the temporaries of its step.
-
-    Adam keeps 8 bytes a parameter and, for 2-byte weights, an fp32 copy of 4; SGD keeps one momentum of 4. The
-    distributed optimizer shards them over dp*cp, experts over their own data-parallel group (memory.md 3 and 4,
-    megatron.md 8.2: 6 + 12/(d*c)). Temporaries: torch's foreach Adam, which runs without TransformerEngine, 4 bytes;
-    gradients that are not fp32 are copied to fp32, 4 bytes. Optimizers other than Adam and SGD are counted as Adam.
-    """
-    model = job.model
-    resident = resident_parameters(parameters, layout)
-    copy = 0 if model.params_dtype == "fp32" else _FP32_BYTES
-    states = _FP32_BYTES if job.optimizer == "sgd" else 2 * _FP32_BYTES
-    step = 0 if model.transformer_impl == "transformer_engine" or job.optimizer == "sgd" else _FP32_BYTES
-    if gradient_bytes_per_parameter(job) != _FP32_BYTES:
-        step += _FP32_BYTES
-    return resident * (copy + states), resident * step
-
-
-def resident_parameters(parameters: Parameters, layout: Layout) -> int:
-    """Count the parameters whose optimizer state one rank holds; the distributed optimizer shards them."""
-    if not layout.use_distributed_optimizer:
-        return parameters.count
-    return -(-parameters.dense // (layout.dp * layout.cp)) + -(-parameters.expert // expert_dp(layout))
-
-
-def gradient_bytes_per_parameter(job: Job) -> int:
-    """Return 4 for fp32 accumulation, which bf16 forces unless reduced in bf16; 2 for fp16 (megatron.md 4.3, 8.2)."""
-    if job.grad_reduce_in_bf16 or job.model.params_dtype == "fp16":
-        return 2
-    return _FP32_BYTES
-
-
 def buffer_bytes(job: Job, layout: Layout) -> int:
-    """One receive and one send tensor of the pipeline, and Megatron's global buffer (megatron.md 8.4).
+    """Count the pipeline's tensors in flight, and Megatron's global buffer (megatron.md 8.4).
 
-    The buffer is as large as its largest user: the gathered input of sequence parallelism, the tokens that the
-    all-gather dispatcher gathers, or local attention's scores.
+    In flight are a received tensor, a sent one, and the one before it, which its communication holds until NCCL's
+    watchdog has seen it end (golden rows with a pipeline: one or two tensors of s*b*h beyond the first two, at 4 MiB
+    and at 64 MiB). The buffer is as large as its largest user: the gathered input of sequence parallelism, the tokens
+    that the all-gather dispatcher gathers, or local attention's scores.
     """
+    in_flight = 3 * activations.stream_bytes(job, layout) if layout.pp > 1 else 0
     residual = activations.residual_bytes(job.model, layout)
-    pipeline = 2 * residual if layout.pp > 1 else 0
     gathered = residual * layout.tp if layout.sequence_parallel and layout.tp > 1 else 0
     dispatched = experts.gather_buffer_bytes(job, layout)
-    return pipeline + max(gathered, dispatched, activations.attention_scores_bytes(job.model, layout))
+    return in_flight + max(gathered, dispatched, attention.scores_buffer_bytes(job.model, layout))
 
 
 def _kinds(job: Job) -> tuple[bool, ...]:

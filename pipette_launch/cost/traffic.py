@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipette_launch.cost import activations
+from pipette_launch.cost import activations, attention
 from pipette_launch.cost.collectives import Kind
-from pipette_launch.cost.memory import gradient_bytes_per_parameter, resident_parameters
+from pipette_launch.cost.optimizer import gradient_bytes_per_parameter, resident_parameters
 from pipette_launch.cost.parameters import by_rank, chunk_parameters, word_embedding_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -81,7 +81,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
         gradient_bytes=tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
         parameter_bytes=tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
         num_buckets=tuple(_num_buckets(layout, stage, chunk.count) for stage, chunk in enumerate(chunks)),
-        resident_parameters=tuple(resident_parameters(part, layout) for part in by_rank(chunks, layout.pp)),
+        resident_parameters=tuple(resident_parameters(job, part, layout) for part in by_rank(chunks, layout.pp)),
         embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if tied else 0,
     )
 
@@ -135,7 +135,7 @@ def _tensor_parallel(job: Job, layout: Layout, counts: _Counts) -> Iterator[Exch
     """
     if layout.tp == 1:
         return
-    size = job.model.dtype_bytes * activations.tokens(job.model, layout) * job.model.hidden_size
+    size = job.model.dtype_bytes * attention.tokens(job.model, layout) * job.model.hidden_size
     pairs = [attention + mlp for attention, mlp in zip(counts.attention, counts.dense_mlp, strict=True)]
     again = [attention + mlp for attention, mlp in zip(counts.attention_again, counts.dense_mlp_again, strict=True)]
     stages = range(layout.num_chunks)
@@ -149,7 +149,7 @@ def _tensor_parallel(job: Job, layout: Layout, counts: _Counts) -> Iterator[Exch
     else:
         yield _over_tp("all_reduce", size, (_add(pairs, embedding), _add(pairs, again, head)))
     losses = [_CROSS_ENTROPY_REDUCTIONS * last for last in head]
-    loss_bytes = _FP32_BYTES * activations.tokens(job.model, layout)
+    loss_bytes = _FP32_BYTES * attention.tokens(job.model, layout)
     yield _over_tp("all_reduce", loss_bytes, (_add(losses), _add([0 for _ in stages])))
 
 
@@ -173,7 +173,7 @@ def _context_parallel(job: Job, layout: Layout, counts: _Counts, attention_core_
         part="context_parallel",
         kind="all_gather",
         group="cp",
-        size_bytes=2 * model.dtype_bytes * groups * activations.tokens(model, layout) * layout.cp,
+        size_bytes=2 * model.dtype_bytes * groups * attention.tokens(model, layout) * layout.cp,
         forward=_add(counts.attention),
         backward=_add(counts.attention, counts.attention, counts.attention_again),
         hidden_s=attention_core_s * (layout.cp - 1) / layout.cp,
@@ -187,7 +187,7 @@ def _expert_parallel(job: Job, layout: Layout, counts: _Counts) -> Iterator[Exch
     default, gathers every token over ep * etp and scatters the sums (megatron-core, moe/token_dispatcher.py).
     """
     model = job.model
-    local = activations.tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
+    local = attention.tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
     token_bytes = model.dtype_bytes * local * model.hidden_size
     once, both = _add(counts.moe), _add(counts.moe, counts.moe)
     once_back = _add(counts.moe, counts.moe_again)

@@ -19,6 +19,7 @@ DESTS = frozenset(
         "check_for_nan_in_loss_and_grad",
         "cp_comm_type",
         "cpu_offloading_num_layers",
+        "create_attention_mask_in_dataloader",
         "cross_entropy_fusion_impl",
         "cross_entropy_loss_fusion",
         "cuda_graph_impl",

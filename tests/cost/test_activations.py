@@ -6,13 +6,12 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.activations import (
-    attention_scores_bytes,
-    core_attention_bytes,
-    embedding_bytes,
-    head_bytes,
+    backward_bytes,
     kept_bytes,
     layer_activations,
     prediction_bytes,
+    residual_bytes,
+    stream_bytes,
 )
 from pipette_launch.facts import Job, Layout, Recompute
 
@@ -81,37 +80,6 @@ def test_context_parallelism_divides_the_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        # 5as/h = 10 with dropout; probabilities alone are 2as/h = 4, twice that in fp32.
-        ({"attention_backend": "unfused", "attention_dropout": 0.1}, 10 * 2048),
-        ({"attention_backend": "unfused"}, 4 * 2048),
-        ({"transformer_impl": "local", "attention_dropout": 0.1}, 10 * 2048),
-        ({"transformer_impl": "local", "attention_dropout": 0.1, "attention_backend": "flash"}, 10 * 2048),
-        ({"transformer_impl": "local"}, 4 * 2048),
-        ({"transformer_impl": "local", "params_dtype": "fp32"}, 8 * 2048),
-        ({"attention_backend": "flash"}, LOG_SUM_EXP),
-        ({"attention_backend": "auto"}, LOG_SUM_EXP),
-    ],
-)
-def test_attention_core_by_backend(changes: dict[str, object], expected: int) -> None:
-    """What autograd saves in attention decides more than anything else."""
-    assert core_attention_bytes(job(**changes).model, Layout()) == expected
-
-
-def test_local_scores_are_written_to_one_buffer() -> None:
-    """2as/h = 4 for all layers together, and nothing with other implementations."""
-    assert attention_scores_bytes(job(transformer_impl="local").model, Layout()) == 4 * 2048
-    assert attention_scores_bytes(job(transformer_impl="local").model, Layout(tp=2)) == 2 * 2048
-    assert attention_scores_bytes(job(attention_backend="unfused").model, Layout()) == 0
-
-
-def test_the_attention_core_is_split_over_heads() -> None:
-    """Two of four heads, half the probabilities."""
-    assert core_attention_bytes(job(attention_backend="unfused").model, Layout(tp=2)) == 2 * 2048
-
-
-@pytest.mark.parametrize(
     ("modules", "expected"),
     [
         ((), 32 * 2048),
@@ -159,23 +127,46 @@ def test_moe_recompute_modules() -> None:
     assert layer.recomputed(("mlp",), moe=True) == 0
 
 
-def test_embedding() -> None:
-    """Token ids of 8 bytes, and a mask with dropout."""
-    assert embedding_bytes(job(), Layout()) == 8 * 32
-    assert embedding_bytes(job(hidden_dropout=0.1), Layout()) == 8 * 32 + 2048
+def test_fp32_residual_stream() -> None:
+    """The inputs of the layer and of its second half double: 4 more."""
+    wide = tiny_job(model=job().model, performance_flags=("--fp32-residual-connection",))
+
+    assert kept_bytes(wide, Layout(), moe=False) == (32 + 4) * 2048 + LOG_SUM_EXP
+    assert stream_bytes(wide, Layout()) == 2 * residual_bytes(wide.model, Layout())
 
 
-def test_head() -> None:
-    """Norm input and output 4*s*b*h, logits and their fp32 copy 6*s*b*V/t; fp32 logits are worked on in place."""
-    assert head_bytes(job(), Layout()) == 4 * 2048 + 6 * 32 * 256
-    assert head_bytes(job(), Layout(tp=2)) == 4 * 2048 + 3 * 32 * 256
-    assert head_bytes(job(params_dtype="fp32"), Layout()) == 8 * 2048 + 4 * 32 * 256
+def test_fp8_keeps_the_inputs_of_matrices_in_one_byte() -> None:
+    """Norm outputs 4 become 2, the activation 8 becomes 4, and the projection has its input apart: 1 more."""
+    narrow = tiny_job(model=job().model, performance_flags=("--fp8-format hybrid",))
+
+    assert kept_bytes(narrow, Layout(), moe=False) == (32 - 2 - 4 + 1) * 2048 + LOG_SUM_EXP
 
 
-def test_the_heads_of_multi_token_prediction() -> None:
-    """One depth doubles the logits and their fp32 copies; a second one adds a copy only."""
-    assert head_bytes(job(mtp_num_layers=1), Layout()) == 4 * 2048 + 12 * 32 * 256
-    assert head_bytes(job(mtp_num_layers=2), Layout()) == 4 * 2048 + 16 * 32 * 256
+def test_backward_of_a_layer() -> None:
+    """Second matrix: the output's gradient 2 and its input's 8; the activation: 2 and the first matrix's output 8."""
+    assert backward_bytes(job(), Layout(), moe=False) == 10 * 2048
+    # Three times the width in gradients of a gated unit's first matrix: f/h 2, so 2 + 8.
+    assert backward_bytes(llama(), Layout(), moe=False) == 10 * 2048
+    # Sequence parallelism gathers the gradient: 1 + 2 + 4; without it 2 + 4.
+    assert backward_bytes(job(), Layout(tp=2, sequence_parallel=True), moe=False) == 7 * 2048
+    assert backward_bytes(job(), Layout(tp=2), moe=False) == 6 * 2048
+    # With dropout the gradient is there before and after the mask.
+    assert backward_bytes(job(hidden_dropout=0.1), Layout(), moe=False) == 12 * 2048
+
+
+def test_a_matrix_gradient_of_its_own() -> None:
+    """Without accumulation into the buffer the second matrix's gradient, 2*h*f, is there for a while."""
+    apart = tiny_job(model=job().model, performance_flags=("--no-gradient-accumulation-fusion",))
+
+    assert backward_bytes(apart, Layout(), moe=False) == 10 * 2048 + 2 * 64 * 256
+
+
+def test_backward_of_long_unfused_attention() -> None:
+    """Scores outweigh the MLP: gradients 4, of query, key and value 8, of scores 2as/h = 64; 22 of the layer freed."""
+    long = job(attention_backend="unfused", seq_length=512, max_position_embeddings=512)
+    unit = 16 * 2048
+
+    assert backward_bytes(long, Layout(), moe=False) == (4 + 8 + 64 - 20) * unit
 
 
 def test_the_layers_of_multi_token_prediction() -> None:

@@ -1,0 +1,132 @@
+"""What the attention of one layer keeps for one micro-batch, by the implementation that runs.
+
+TE = TransformerEngine v2.8, pytorch/attention/dot_product_attention; MC = megatron/core of core_v0.16.1.
+"""
+
+# T = tokens of one micro-batch on a rank, s = sequence, a = heads of a rank, k = its query groups, d = channels of one.
+
+from __future__ import annotations
+
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.model import ModelSpec
+
+_FP32_BYTES = 4
+_LOG_SUM_EXP_BYTES = 4
+_MASK_BYTES = 1
+_STATISTICS_BYTES = {"LayerNorm": 8, "RMSNorm": 4}
+"""Mean and reciprocal deviation of each normalised vector, or the latter alone, in fp32."""
+
+
+def projected_bytes(job: Job, layout: Layout) -> int:
+    """Query, key, value and context, and what the way between them keeps besides: T*(2a + 2k)*d elements at least.
+
+    The query-key-value matrix's whole output is not kept: TE makes query, key and value contiguous, and the query is
+    copied by its reshape with query groups (TE utils.py get_qkv_layout; MC transformer/attention.py:1463).
+    """
+    model = job.model
+    element = model.dtype_bytes * tokens(model, layout)
+    heads, groups = _heads(model, layout), _groups(model, layout)
+    kept = 2 * element * (heads + groups) * model.kv_channels
+    return kept + _context_copy_bytes(job, layout) + _query_key_norm_bytes(model, layout) + _rotary_bytes(job, layout)
+
+
+def core_bytes(job: Job, layout: Layout) -> int:
+    """Count what the attention core keeps, by backend (memory.md section 4, rows fused and TE unfused).
+
+    Flash and fused: the log-sum-exp in fp32. Unfused, Megatron's local implementation too: probabilities, and with
+    dropout a mask and the dropped probabilities: 5as/(h*t) in bf16. Where Megatron's softmax is neither fused nor in
+    the element type, the probabilities are kept in fp32: 7as/(h*t) (MC fusions/fused_softmax.py:289-320).
+    """
+    model = job.model
+    rows = _heads(model, layout) * tokens(model, layout)
+    if not is_local(model) and model.attention_backend != "unfused":
+        return _LOG_SUM_EXP_BYTES * rows
+    has_dropout = model.attention_dropout > 0
+    wide = is_local(model) and _softmax_is_wide(job, layout)
+    probabilities = _FP32_BYTES if wide else model.dtype_bytes
+    dropped = model.dtype_bytes + _MASK_BYTES if has_dropout else 0
+    cast = model.dtype_bytes if wide and not has_dropout else 0
+    return rows * model.seq_length * (probabilities + dropped + cast)
+
+
+def scores_buffer_bytes(model: ModelSpec, layout: Layout) -> int:
+    """Local attention's scores 2as/(h*t): written to one buffer for all layers (dot_product_attention.py).
+
+    memory.md section 4 has them as kept by every layer, 7as/(h*t); the golden rows of the local implementation fit 5as
+    and one buffer, to the workspaces (12, 6 and 3 layers: 69, 70 and 74 MiB below the measured peak).
+    """
+    if not is_local(model):
+        return 0
+    return model.dtype_bytes * _heads(model, layout) * tokens(model, layout) * model.seq_length
+
+
+def backward_bytes(job: Job, layout: Layout) -> int:
+    """Count what the core's backward needs beyond what it kept, while it runs.
+
+    Gradients of query, key and value beside that of the context; unfused also a gradient as large as the probabilities,
+    before the dropped ones are freed.
+    """
+    model = job.model
+    rows = _heads(model, layout) * tokens(model, layout)
+    vectors = model.dtype_bytes * tokens(model, layout) * (_heads(model, layout) + _groups(model, layout))
+    unfused = is_local(model) or model.attention_backend == "unfused"
+    return 2 * vectors * model.kv_channels + (model.dtype_bytes * rows * model.seq_length if unfused else 0)
+
+
+def is_local(model: ModelSpec) -> bool:
+    """Whether Megatron's own attention runs, which is never fused."""
+    return model.transformer_impl == "local" or model.attention_backend == "local"
+
+
+def tokens(model: ModelSpec, layout: Layout) -> int:
+    """T = s * b / cp: tokens of one micro-batch on one rank, before sequence parallelism."""
+    return model.seq_length * layout.micro_batch_size // layout.cp
+
+
+def _context_copy_bytes(job: Job, layout: Layout) -> int:
+    """Flash attention wants the batch in front: with more than one sample its output is kept in both orders.
+
+    TE backends.py, FlashAttention.forward: inputs are transposed and made contiguous, the output is transposed back for
+    the projection, which keeps its own copy (v1.7 to v1.11, and from v2.3 on). On the golden A100 rows: 7B, tp 4,
+    micro-batch 2: 32 MiB a layer; with context parallelism 1 MiB a layer, at 6 and at 12 layers.
+    """
+    model = job.model
+    if is_local(model) or model.attention_backend != "flash" or layout.micro_batch_size == 1:
+        return 0
+    return model.dtype_bytes * tokens(model, layout) * _heads(model, layout) * model.kv_channels
+
+
+def _query_key_norm_bytes(model: ModelSpec, layout: Layout) -> int:
+    """Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481)."""
+    if not model.qk_layernorm:
+        return 0
+    vectors = tokens(model, layout) * (_heads(model, layout) + _groups(model, layout))
+    return vectors * (model.dtype_bytes * model.kv_channels + _STATISTICS_BYTES[model.normalization])
+
+
+def _rotary_bytes(job: Job, layout: Layout) -> int:
+    """Sines and cosines that the unfused rotary embedding computes for query and for key (rope_utils.py:90-130)."""
+    model = job.model
+    if model.position_embedding_type != "rope" or not job.has_flag("--no-rope-fusion"):
+        return 0
+    return 2 * 2 * model.dtype_bytes * model.seq_length // layout.cp * model.kv_channels
+
+
+def _softmax_is_wide(job: Job, layout: Layout) -> bool:
+    """Whether Megatron's softmax runs unfused and in fp32 on narrower scores (MC fusions/fused_softmax.py:239-275)."""
+    model = job.model
+    matrices = layout.micro_batch_size * _heads(model, layout)
+    fits_kernel = 16 < model.seq_length <= 4096 and model.seq_length % 4 == 0 and matrices % 4 == 0
+    fused = fits_kernel and not job.has_flag("--no-masked-softmax-fusion")
+    in_fp32 = job.has_flag("--attention-softmax-in-fp32") or job.has_flag("--apply-query-key-layer-scaling")
+    return in_fp32 and not fused and model.params_dtype != "fp32"
+
+
+def _heads(model: ModelSpec, layout: Layout) -> int:
+    return model.num_attention_heads // layout.tp
+
+
+def _groups(model: ModelSpec, layout: Layout) -> int:
+    """With fewer groups than ranks, each rank holds a whole group (MC transformer/attention.py)."""
+    return max(1, model.num_query_groups // layout.tp)

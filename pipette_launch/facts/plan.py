@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.model import ADDED_LATER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,14 @@ class Choice:
     memory_limit_bytes: int
     bound_s: float
     """No placement of this layout can be faster than this under the same model."""
+    step_correction: float = field(default=1.0, metadata=ADDED_LATER)
+    """What earlier outcomes on these machines made of the step time: it is this times the model's."""
+    memory_correction: float = field(default=1.0, metadata=ADDED_LATER)
+    """The same for the peaks."""
+    device_peak_bytes: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    """Peak on each pipeline rank with all overhead, uncorrected: what the driver should show."""
+    features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
+    """Of layout and model, by which outcomes of several jobs are compared."""
 
     def __post_init__(self) -> None:
         if sorted(self.placement) != list(range(self.layout.world_size)):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.facts.outcome import Outcome
 from pipette_launch.launch.reuse import check_belongs
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ logger = logging.getLogger(__name__)
 PLAN = "plan.json"
 CLUSTER = "cluster.json"
 OUTCOME = "outcome.json"
+OUTCOMES = "outcomes"
+"""The folder of what all jobs came to, in a folder for each kind of machine."""
+MOST_OUTCOMES = 200
+"""So many of the newest are read."""
 
 
 STEERING = ("CUDA_DEVICE_ORDER", "GLOO_", "MKL_NUM_THREADS", "NCCL_", "NVTE_", "OMP_NUM_THREADS", "TORCH_NCCL_", "UCX_")
@@ -55,11 +60,17 @@ def key_of(
     return files.digest(steady, work, versions, list(settings), steering)
 
 
+def machines_of(host: Host) -> str:
+    """Digest what makes machines alike, whatever they are called: a batch system gives a job other ones each time."""
+    return files.digest([(device.kind, device.name, device.memory_total_bytes) for device in host.devices], host.cores)
+
+
 class Cache:
     """The folder of one key. What cannot be read or written is said once and is never fatal."""
 
     def __init__(self, root: Path | None, key: str) -> None:
         self.key = key
+        self._root = root
         self.folder = root / key if root else None
 
     def path(self, name: str) -> Path | None:
@@ -93,6 +104,23 @@ class Cache:
                 logger.warning("%s", error)
             return None
 
+    def outcomes(self, host: Host) -> tuple[Outcome, ...]:
+        """Return what earlier jobs on machines like this host came to, the newest last."""
+        if self._root is None:
+            return ()
+        newest = _by_age(self._root / OUTCOMES / machines_of(host))[-MOST_OUTCOMES:]
+        return tuple(outcome for outcome in map(_outcome, newest) if outcome is not None)
+
+    def keep_outcome(self, outcome: Outcome, host: Host) -> str:
+        """Keep an outcome beside its plan and among those of all jobs on such machines; returns why not, or nothing."""
+        name = f"{outcome.key}-{files.digest(outcome.layout, list(outcome.placement))}.json"
+        if outcome.features and self._root is not None:
+            try:
+                files.write(self._root / OUTCOMES / machines_of(host) / name, outcome)
+            except OSError as error:
+                logger.warning("the outcome cannot be kept for later jobs: %s", error)
+        return self.save(OUTCOME, outcome)
+
     def save(self, name: str, document: files.Document) -> str:
         """Keep a document; returns why it could not be kept, or nothing."""
         path = self.path(name)
@@ -106,6 +134,22 @@ class Cache:
                 f"name a writable folder with --pipette-cache, or switch the cache off with --pipette-cache off"
             )
         return ""
+
+
+def _outcome(path: Path) -> Outcome | None:
+    try:
+        return files.read(path, Outcome)
+    except FileFormatError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def _by_age(folder: Path) -> list[Path]:
+    """The documents of a folder, the oldest first; none where it cannot be read."""
+    try:
+        return sorted(folder.glob("*.json"), key=lambda path: (path.stat().st_mtime, path.name))
+    except OSError:
+        return []
 
 
 def _check_key(plan: Plan, key: str, path: Path) -> None:

@@ -159,6 +159,7 @@ class Chief:
         return self._guarded(bare, lambda: self._solve(bare, orders, failure))
 
     def _solve(self, bare: Decision, orders: ProbeOptions, failure: str) -> Decision:
+        from pipette_launch.cost.corrected import corrections_from
         from pipette_launch.search.solve import SolveOptions, solve
 
         self._job = orders.job
@@ -177,6 +178,7 @@ class Chief:
             ),
             clock=time.monotonic,
             provenance=Provenance(key=self.cache.key, made_at=now, versions=measurements.versions, source="measured"),
+            corrections=corrections_from(self.cache.outcomes(orders.hosts[0])),
         )
         trouble = self.cache.save(CLUSTER, measurements) or self.cache.save(PLAN, plan)
         self.measurements = measurements

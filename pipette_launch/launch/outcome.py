@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts.measurements import Samples
-from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.outcome import Outcome, PeakReading
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pipette_launch.facts import Choice
-    from pipette_launch.megatron import Iteration
+    from pipette_launch.megatron import Iteration, MemoryLine
 
 ITERATIONS = 20
 """How many iterations an outcome rests on; one logged line may stand for several."""
+COMPLETE = 2
+"""In its second iteration a rank holds activations beside optimizer states, which the first one makes at its end."""
 WARM_UPS = 5
 """The first ones, which carry compilation, lazy communicators and cold caches."""
 
@@ -24,7 +28,12 @@ class OutcomeTracker:
         self._key = key
         self._choice = choice
         self._lines: list[Iteration] = []
+        self._memory: list[MemoryLine] = []
         self._is_done = False
+
+    def add_memory(self, line: MemoryLine) -> None:
+        """Take one memory line; the last of each rank counts, if its peak has seen a whole steady iteration."""
+        self._memory.append(line)
 
     def add(self, line: Iteration) -> Outcome | None:
         """Take one logged line; returns the outcome with the line that completes it, and never again."""
@@ -49,4 +58,54 @@ class OutcomeTracker:
             first_iteration=first,
             last_iteration=line.iteration,
             losses=tuple(seen.loss or "" for seen in self._lines),
+            step_correction=self._choice.step_correction,
+            features=self._choice.features,
+            peaks=self._allocator_peaks(first),
         )
+
+    def _allocator_peaks(self, first_iteration: int) -> tuple[PeakReading, ...]:
+        """What Megatron printed, of ranks whose peak has seen a whole steady iteration."""
+        choice = self._choice
+        # The first line may stand for several iterations: as many as lie between the first two.
+        before = first_iteration - (self._lines[1].iteration - first_iteration)
+        last = {line.rank: line for line in self._memory if line.iteration - before >= COMPLETE}
+        readings = []
+        for rank, line in sorted(last.items()):
+            if line.max_allocated_bytes == 0 or rank >= choice.layout.world_size:
+                # The CPU backend's stand-in for the allocator holds nothing.
+                continue
+            stage = choice.layout.cell_of(rank).pp
+            readings.append(
+                PeakReading(
+                    rank=rank,
+                    pp_rank=stage,
+                    predicted_bytes=round(choice.peak_memory_bytes[stage] / choice.memory_correction),
+                    measured_bytes=line.max_allocated_bytes,
+                    source="allocator",
+                )
+            )
+        return tuple(readings)
+
+
+def device_peaks(choice: Choice, used_bytes: Mapping[int, int]) -> tuple[PeakReading, ...]:
+    """Set what devices hold beside what they should; the allocator keeps what it had reserved, so that is the peak.
+
+    Args:
+        choice: what runs.
+        used_bytes: bytes that each RANK's device holds for this job.
+
+    """
+    if not choice.device_peak_bytes:
+        return ()
+    stages = {rank: choice.layout.cell_of(rank).pp for rank in sorted(used_bytes)}
+    return tuple(
+        PeakReading(
+            rank=rank,
+            pp_rank=stage,
+            predicted_bytes=choice.device_peak_bytes[stage],
+            measured_bytes=used_bytes[rank],
+            source="device",
+        )
+        for rank, stage in stages.items()
+        if used_bytes[rank] > 0
+    )

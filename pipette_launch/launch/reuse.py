@@ -47,7 +47,9 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
         _check_pins(plan.chosen, job, source)
     own = plan.own
     if own.layout != job.own:
-        own = replace(own, layout=job.own, placement=tuple(range(job.own.world_size)))
+        own = replace(
+            own, layout=job.own, placement=tuple(range(job.own.world_size)), features={}, device_peak_bytes=()
+        )
     adopted = replace(
         plan,
         keeps_own=keeps_own,

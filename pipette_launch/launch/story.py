@@ -24,7 +24,7 @@ from pipette_launch.launch import commands
 from pipette_launch.launch.cache import OUTCOME, PLAN, Cache
 from pipette_launch.launch.chief import Chief
 from pipette_launch.launch.evidence import has_trained
-from pipette_launch.launch.outcome import OutcomeTracker
+from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
 from pipette_launch.probe import inventory
 from pipette_launch.probe.options import ProbeOptions
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from pipette_launch.agent.conductor import Command, Node
     from pipette_launch.agent.meeting import Meeting
-    from pipette_launch.facts import Host, Plan
+    from pipette_launch.facts import Choice, Host, Plan
+    from pipette_launch.facts.outcome import Outcome, PeakReading
     from pipette_launch.facts.round import Verdict
     from pipette_launch.launch.options import Options
 
@@ -66,6 +67,7 @@ class Story:
         self._token = uuid.uuid4().hex
         self._chief = Chief(options, folder)
         self._tracker: OutcomeTracker | None = None
+        self._running: tuple[Choice, tuple[int, ...]] | None = None
         self._step_time_s = 0.0
         self._saved_before = ""
         self._shown: tuple[Plan, int] | None = None
@@ -134,12 +136,13 @@ class Story:
 
     def _begin_attempt(self, decision: Decision) -> None:
         """Start to count: no outcome may mix two attempts."""
-        self._tracker, self._step_time_s, self._saved_before = None, 0.0, ""
+        self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
         plan = decision.plan
         if plan is None or decision.phase != "train":
             return
         runs = decision.choice or plan.own
         self._tracker = OutcomeTracker(plan.provenance.key, runs)
+        self._running = runs, decision.ranks_of(self._token) if self._token in decision.tokens else ()
         self._step_time_s = runs.step_time_s
         self._saved_before = megatron.saved_iteration(self._options.script_arguments)
         if self._chief.cache.key != plan.provenance.key:
@@ -196,14 +199,37 @@ class Story:
         """Read one line of the last rank's stdout; true when it is an iteration."""
         iteration = megatron.parse_iteration(line)
         if iteration is None:
+            memory = megatron.parse_memory(line)
+            if memory is not None and self._tracker is not None:
+                self._tracker.add_memory(memory)
             return False
         outcome = self._tracker.add(iteration) if self._tracker else None
         if outcome is not None:
-            trouble = self._chief.cache.save(OUTCOME, outcome)
-            _say(report.outcome_line(outcome, self._chief.cache.path(OUTCOME)))
-            if trouble:
-                _say(trouble)
+            self._keep_outcome(replace(outcome, peaks=(*outcome.peaks, *self._device_peaks())))
         return True
+
+    def _keep_outcome(self, outcome: Outcome) -> None:
+        cache = self._chief.cache
+        trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
+        _say(report.outcome_line(outcome, cache.path(OUTCOME)))
+        if trouble:
+            _say(trouble)
+
+    def _device_peaks(self) -> tuple[PeakReading, ...]:
+        """What this node's GPUs hold for the job."""
+        if self._running is None or self._host is None or self._host.devices[0].kind != "cuda":
+            return ()
+        choice, ranks = self._running
+        try:
+            used = {
+                rank: inventory.device_used_bytes(device.uuid) - device.memory_total_bytes + device.memory_free_bytes
+                for rank, device in zip(ranks, self._host.devices, strict=True)
+            }
+        except Exception:
+            # What a driver says of a running job is worth no job.
+            logger.exception("the memory in use cannot be read")
+            return ()
+        return device_peaks(choice, used)
 
     def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:
         """Whether workers that showed no iteration had trained all the same."""

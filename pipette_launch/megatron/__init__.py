@@ -6,8 +6,10 @@ from pipette_launch.megatron.flags import newest_release
 from pipette_launch.megatron.logs import (
     RERUN_EXIT_CODES,
     Iteration,
+    MemoryLine,
     explain_failure,
     parse_iteration,
+    parse_memory,
     refused_flags,
 )
 from pipette_launch.megatron.pins import fixed_fields
@@ -17,11 +19,13 @@ from pipette_launch.megatron.write import write_arguments
 __all__ = [
     "RERUN_EXIT_CODES",
     "Iteration",
+    "MemoryLine",
     "environment",
     "explain_failure",
     "fixed_fields",
     "newest_release",
     "parse_iteration",
+    "parse_memory",
     "read_job",
     "record_path",
     "refused_flags",

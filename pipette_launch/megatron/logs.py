@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from pipette_launch.units import MIB
+
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
 STEP_TIME = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+) \|")
 LOSS = re.compile(r"lm loss: ([-+.\dE]+|INF) \|")
@@ -37,6 +39,41 @@ def parse_iteration(line: str) -> Iteration | None:
         total=int(iteration[2]),
         step_time_s=float(step_time[1]) / 1e3,
         loss=loss[1] if loss else None,
+    )
+
+
+MEMORY = re.compile(
+    r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \(MB\) \| allocated: ([\d.]+) \| max allocated: ([\d.]+) "
+    r"\| reserved: ([\d.]+) \| max reserved: ([\d.]+)"
+)
+"""Printed after the first logged iteration (and from 0.16 on after the second) by the ranks of the first replica."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLine:
+    """What torch's allocator held on one rank, as Megatron prints it; its MB are 2^20 bytes."""
+
+    rank: int
+    iteration: int
+    allocated_bytes: int
+    max_allocated_bytes: int
+    reserved_bytes: int
+    max_reserved_bytes: int
+
+
+def parse_memory(line: str) -> MemoryLine | None:
+    """Read a memory line of any release from 0.14 on; None for every other line."""
+    found = MEMORY.search(line)
+    if not found:
+        return None
+    allocated, max_allocated, reserved, max_reserved = (round(float(text) * MIB) for text in found.groups()[2:])
+    return MemoryLine(
+        rank=int(found[1]),
+        iteration=int(found[2]),
+        allocated_bytes=allocated,
+        max_allocated_bytes=max_allocated,
+        reserved_bytes=reserved,
+        max_reserved_bytes=max_reserved,
     )
 
 

@@ -62,10 +62,15 @@ def outcome_line(outcome: Outcome, saved_to: Path | None) -> str:
     measured = outcome.measured_step
     shaky = f", spread {measured.spread:.0%}: unstable" if measured.is_unstable else ""
     where = f" ({saved_to})" if saved_to is not None else ""
+    peak = outcome.fullest
+    memory = ""
+    if peak is not None:
+        predicted = bytes_text(peak.predicted_bytes)
+        memory = f"; rank {peak.rank} held at most {bytes_text(peak.measured_bytes)}, predicted {predicted}"
     off = f"{abs(outcome.error):.1%} too {'long' if outcome.error > 0 else 'short'}"
     return (
         f"{outcome.layout.words()}: measured {seconds_text(measured.median_s)} a step up to iteration "
-        f"{outcome.last_iteration}{shaky}, predicted {seconds_text(outcome.predicted_step_s)}, {off}{where}"
+        f"{outcome.last_iteration}{shaky}, predicted {seconds_text(outcome.predicted_step_s)}, {off}{memory}{where}"
     )
 
 

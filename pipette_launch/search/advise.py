@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipette_launch.cost.overhead import allowed_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
-from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field, peaks
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
 from pipette_launch.search.enumerate import Enumeration, layouts
 from pipette_launch.units import bytes_text
 
@@ -40,9 +40,9 @@ def _nothing_legal(field: Field) -> PlanError:
 
 
 def _nothing_fits(field: Field, found: Enumeration, memory_margin: float) -> PlanError:
-    job, cluster = field.job, field.cluster
+    cluster = field.cluster
     legal = found.layouts if found.own_fault is None else found.layouts[1:]
-    needs = {layout: peaks(job, layout) for layout in legal}
+    needs = {layout: field.predictor.peaks(layout) for layout in legal}
     leanest = min(legal, key=lambda layout: max(needs[layout]) - field.limit_bytes(layout))
     need, limit = max(needs[leanest]), field.limit_bytes(leanest)
     overhead = allowed_bytes(cluster.memory_bytes, memory_margin=memory_margin) - limit
@@ -96,7 +96,7 @@ def _more_hosts(field: Field) -> Iterator[str]:
 
 
 def _fits(field: Field, layout: Layout) -> bool:
-    return max(peaks(field.job, layout)) <= field.limit_bytes(layout)
+    return max(field.predictor.peaks(layout)) <= field.limit_bytes(layout)
 
 
 def _legal(job: Job, field: Field, world_size: int) -> tuple[Layout, ...]:

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass, fields
 
-from pipette_launch.cost.latency import Predictor
+from pipette_launch.cost.corrected import NOTHING_LEARNED, CorrectedPredictor, Corrections
 from pipette_launch.cost.memory import peak_memory_bytes
-from pipette_launch.cost.overhead import overhead_of
+from pipette_launch.cost.overhead import Overhead, overhead_of
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
 from pipette_launch.search.enumerate import Enumeration
 from pipette_launch.search.place import Placed, host_order, meets
@@ -58,7 +58,7 @@ class Field:
 
     job: Job
     measurements: Measurements
-    predictor: Predictor
+    predictor: CorrectedPredictor
     memory_margin: float
     """Part of the device's memory that stays free."""
     own_fault: str | None
@@ -77,20 +77,33 @@ class Field:
         """What the model's tensors may need at their peak on a rank of this layout."""
         return memory_limit_bytes(self.job, layout, self.measurements, memory_margin=self.memory_margin)
 
+    def device_peaks(self, layout: Layout) -> tuple[int, ...]:
+        """What the driver should show on each pipeline rank, all overhead included and nothing corrected."""
+        overhead = measured_overhead(self.job, layout, self.measurements)
+        return tuple(overhead.device_peak_bytes(parts.total) for parts in peak_memory_bytes(self.job, layout))
+
     @property
     def can_price_own(self) -> bool:
         """Whether the user's own configuration has a step time of its own, and not only an estimate."""
         return self.own_fault is None and self.predictor.can_price(self.job.own)
 
     @classmethod
-    def of(cls, job: Job, measurements: Measurements, found: Enumeration, *, memory_margin: float) -> Field:
+    def of(
+        cls,
+        job: Job,
+        measurements: Measurements,
+        found: Enumeration,
+        *,
+        memory_margin: float,
+        corrections: Corrections = NOTHING_LEARNED,
+    ) -> Field:
         """Drop what does not fit or cannot be priced, with a count, and sort the rest by promise."""
-        predictor = Predictor(job, measurements)
+        predictor = CorrectedPredictor(job, measurements, corrections)
         dropped = Counter(found.dropped)
         kept: dict[Layout, tuple[int, ...]] = {}
         legal = found.layouts if found.own_fault is None else found.layouts[1:]
         for layout in legal:
-            peak_bytes = peaks(job, layout)
+            peak_bytes = predictor.peaks(layout)
             if max(peak_bytes) > memory_limit_bytes(job, layout, measurements, memory_margin=memory_margin):
                 dropped[OVER_MEMORY] += 1
             elif not predictor.can_price(layout):
@@ -124,20 +137,20 @@ class Field:
 
 def memory_limit_bytes(job: Job, layout: Layout, measurements: Measurements, *, memory_margin: float) -> int:
     """What a rank's tensors may need: of what is free on the fullest device, less margin and overhead."""
+    overhead = measured_overhead(job, layout, measurements)
+    return overhead.limit_bytes(measurements.cluster.memory_bytes, memory_margin=memory_margin)
+
+
+def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> Overhead:
+    """What a rank holds beside the model, as far as it was measured."""
     cluster = measurements.cluster
-    overhead = overhead_of(
+    return overhead_of(
         job,
         layout,
         device_kind=cluster.device_kind,
         device_name=cluster.hosts[0].devices[0].name,
         measured_bytes=measurements.overhead_bytes,
     )
-    return overhead.limit_bytes(cluster.memory_bytes, memory_margin=memory_margin)
-
-
-def peaks(job: Job, layout: Layout) -> tuple[int, ...]:
-    """Peak bytes on each pipeline rank."""
-    return tuple(parts.total for parts in peak_memory_bytes(job, layout))
 
 
 def rough_cost(job: Job, layout: Layout, *, devices_per_host: int) -> float:

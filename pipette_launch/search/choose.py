@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
+from pipette_launch.cost.residual import features_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
-from pipette_launch.search.candidates import Candidate, Field, doublings_apart, peaks
+from pipette_launch.search.candidates import Candidate, Field, doublings_apart
 from pipette_launch.search.place import host_order
 
 LEANER = 0.8
@@ -76,16 +78,17 @@ def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, 
         peak_memory_bytes=_own_peaks(field, priced),
         memory_limit_bytes=field.limit_bytes(own),
         bound_s=field.predictor.bound_s(priced),
+        **_evidence(field, own if basis is None else None),
     )
     return choice, basis
 
 
 def _own_peaks(field: Field, priced: Layout) -> tuple[int, ...]:
     try:
-        return peaks(field.job, field.job.own)
+        return field.predictor.peaks(field.job.own)
     except LayoutError:
         # Megatron refuses this layout; `Field.own_fault` says so on the screen.
-        return peaks(field.job, priced)
+        return field.predictor.peaks(priced)
 
 
 def _to_choice(field: Field, candidate: Candidate) -> Choice:
@@ -100,7 +103,29 @@ def _to_choice(field: Field, candidate: Candidate) -> Choice:
         peak_memory_bytes=field.peak_bytes[layout],
         memory_limit_bytes=field.limit_bytes(layout),
         bound_s=candidate.bound_s,
+        **_evidence(field, layout),
     )
+
+
+class _Evidence(TypedDict, total=False):
+    """What an outcome is compared with later."""
+
+    step_correction: float
+    memory_correction: float
+    device_peak_bytes: tuple[int, ...]
+    features: dict[str, float]
+
+
+def _evidence(field: Field, layout: Layout | None) -> _Evidence:
+    """What a layout's outcome can teach; nothing where another layout's price stands for it."""
+    if layout is None:
+        return {}
+    return {
+        "step_correction": field.predictor.factor(layout),
+        "memory_correction": field.predictor.memory_factor(layout),
+        "device_peak_bytes": field.device_peaks(layout),
+        "features": features_of(field.job, layout, devices_per_host=field.cluster.devices_per_host),
+    }
 
 
 def _is_own(candidate: Candidate, own: Choice) -> bool:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from pipette_launch.cost.corrected import NOTHING_LEARNED, Corrections
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance, files
 from pipette_launch.search import advise, words
@@ -55,7 +56,15 @@ class SolveOptions:
                 raise UsageError(f"{name} must not be negative, got {getattr(self, name)}")
 
 
-def solve(job: Job, measurements: Measurements, *, options: SolveOptions, clock: Clock, provenance: Provenance) -> Plan:
+def solve(
+    job: Job,
+    measurements: Measurements,
+    *,
+    options: SolveOptions,
+    clock: Clock,
+    provenance: Provenance,
+    corrections: Corrections = NOTHING_LEARNED,
+) -> Plan:
     """Find the fastest legal layout that fits, and its placement; the user's own configuration is the incumbent.
 
     The course is fixed by the arguments and the seed, and the budget only cuts it short. So equal inputs give equal
@@ -67,6 +76,7 @@ def solve(job: Job, measurements: Measurements, *, options: SolveOptions, clock:
         options: margins, budget, seed.
         clock: seconds that only grow, such as `time.monotonic`.
         provenance: stored in the plan as it is.
+        corrections: what earlier outcomes on these machines taught; the plan's notes say what was made of it.
 
     Raises:
         PlanError: no layout is legal, fits or can be priced; it says which constraint binds and what would help.
@@ -80,7 +90,7 @@ def solve(job: Job, measurements: Measurements, *, options: SolveOptions, clock:
         devices_per_host=cluster.devices_per_host,
         device_kind=cluster.device_kind,
     )
-    field = Field.of(job, measurements, found, memory_margin=options.memory_margin)
+    field = Field.of(job, measurements, found, memory_margin=options.memory_margin, corrections=corrections)
     if not field.peak_bytes:
         raise advise.nothing_left(field, found, memory_margin=options.memory_margin)
     searched = search(field, seed=options.seed, clock=clock, deadline_s=started_s + options.budget_s)
@@ -95,7 +105,7 @@ def solve(job: Job, measurements: Measurements, *, options: SolveOptions, clock:
         own=chosen.own,
         keeps_own=chosen.keeps_own,
         reasons=words.reasons(field, chosen, margin=options.margin),
-        notes=(*cut_short, *words.notes(field, chosen)),
+        notes=(*cut_short, *corrections.notes, *words.notes(field, chosen)),
         num_layouts=field.num_layouts,
         dropped=field.dropped,
         solve_s=clock() - started_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipette_launch.cost.corrected import LEARNED
 from pipette_launch.cost.latency import NOT_MODELLED
 from pipette_launch.facts import Choice
 from pipette_launch.search.candidates import Field, doublings_apart
@@ -20,6 +21,7 @@ PART_NAMES = {
     "embedding_gradients": "the reduction of tied embedding gradients",
     "optimizer": "the optimizer",
     "parameter_gather": "gathering parameters",
+    LEARNED: "the learned correction",
 }
 DRIVERS_SHARE = 0.03
 """A GPU whose used memory is no larger part than this is free."""

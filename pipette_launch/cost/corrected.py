@@ -1,0 +1,115 @@
+"""Predictions with what earlier jobs on these machines taught; without such jobs they are what they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pipette_launch.cost.latency import Predictor, StepTime
+from pipette_launch.cost.memory import peak_memory_bytes
+from pipette_launch.cost.residual import Point, Residual, features_of, learn
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import Measurements
+from pipette_launch.facts.outcome import Outcome
+
+LEARNED = "learned_correction"
+"""Its name among the parts of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corrections:
+    """What was learned of step time and of peak memory; nothing of either by default."""
+
+    step: Residual | None = None
+    memory: Residual | None = None
+    notes: tuple[str, ...] = ()
+    """What was learned or why it was not, one sentence each; none where nothing was recorded."""
+
+    def step_factor(self, job: Job, layout: Layout, *, devices_per_host: int) -> float:
+        """What to multiply a predicted step with; 1 where nothing is known."""
+        found = self.step and self.step.correction(features_of(job, layout, devices_per_host=devices_per_host))
+        return found.factor if found else 1.0
+
+    def memory_factor(self, job: Job, layout: Layout, *, devices_per_host: int) -> float:
+        """What to multiply a predicted peak with; a peak is passed in about one case of six, not in every second."""
+        found = self.memory and self.memory.correction(features_of(job, layout, devices_per_host=devices_per_host))
+        return found.careful_factor if found else 1.0
+
+
+NOTHING_LEARNED = Corrections()
+
+
+def corrections_from(outcomes: Iterable[Outcome]) -> Corrections:
+    """Learn from the outcomes of earlier jobs, the newest last."""
+    known = [outcome for outcome in outcomes if outcome.features]
+    if not known:
+        return NOTHING_LEARNED
+    step, no_step = learn([Point(features=one.features, log_error=one.log_step_error) for one in known])
+    peaks = [(one, one.log_memory_error) for one in known]
+    measured = [Point(features=one.features, log_error=error) for one, error in peaks if error is not None]
+    memory, no_memory = learn(measured) if measured else (None, "")
+    notes = [_note("Step times", step, no_step), _note("Peaks of memory", memory, no_memory)]
+    return Corrections(step=step, memory=memory, notes=tuple(note for note in notes if note))
+
+
+def _note(what: str, residual: Residual | None, why_not: str) -> str:
+    if residual is None:
+        return f"{what} are not corrected by earlier outcomes on these machines: {why_not}." if why_not else ""
+    return (
+        f"{what} are corrected by {len(residual.log_error_N)} earlier outcomes on these machines, within their range: "
+        f"each predicted by the others to {residual.error_after:.1%}, without that to {residual.error_before:.1%}."
+    )
+
+
+class CorrectedPredictor(Predictor):
+    """Prices layouts as the Predictor does, times what was learned for such layouts."""
+
+    def __init__(self, job: Job, measurements: Measurements, corrections: Corrections = NOTHING_LEARNED) -> None:
+        super().__init__(job, measurements)
+        self._corrections = corrections
+        self._factors: dict[Layout, float] = {}
+
+    def factor(self, layout: Layout) -> float:
+        """What a layout's step is multiplied with."""
+        if self._corrections.step is None:
+            return 1.0
+        if layout not in self._factors:
+            devices = self._measurements.cluster.devices_per_host
+            self._factors[layout] = self._corrections.step_factor(self._job, layout, devices_per_host=devices)
+        return self._factors[layout]
+
+    def step_time(self, layout: Layout, placement: Sequence[int]) -> StepTime:
+        """Predict the step; what was learned is a part of its own, below 0 where steps were shorter than predicted."""
+        step, factor = super().step_time(layout, placement), self.factor(layout)
+        if factor == 1.0:
+            return step
+        total_s = step.total_s * factor
+        return StepTime(total_s=total_s, breakdown_s={**step.breakdown_s, LEARNED: total_s - step.total_s})
+
+    def objective(self, layout: Layout) -> Callable[[Sequence[int]], float]:
+        """Return the cheap function that equals `step_time(layout, placement).total_s` to the digit."""
+        cost, factor = super().objective(layout), self.factor(layout)
+        return cost if factor == 1.0 else lambda placement: cost(placement) * factor
+
+    def bound_s(self, layout: Layout) -> float:
+        """No placement of this layout is faster: the factor is the same for all of them."""
+        return super().bound_s(layout) * self.factor(layout)
+
+    def peaks(self, layout: Layout) -> tuple[int, ...]:
+        """Peak bytes of the model's tensors on each pipeline rank.
+
+        Raises:
+            LayoutError: the layout cuts the layers or the batch unevenly.
+
+        """
+        factor = self.memory_factor(layout)
+        return tuple(math.ceil(parts.total * factor) for parts in peak_memory_bytes(self._job, layout))
+
+    def memory_factor(self, layout: Layout) -> float:
+        """What a layout's peaks are multiplied with."""
+        if self._corrections.memory is None:
+            return 1.0
+        devices = self._measurements.cluster.devices_per_host
+        return self._corrections.memory_factor(self._job, layout, devices_per_host=devices)

@@ -28,14 +28,20 @@ class Corrections:
     """What was learned or why it was not, one sentence each; none where nothing was recorded."""
 
     def step_factor(self, job: Job, layout: Layout, *, devices_per_host: int) -> float:
-        """What to multiply a predicted step with; 1 where nothing is known."""
-        found = self.step and self.step.correction(features_of(job, layout, devices_per_host=devices_per_host))
-        return found.factor if found else 1.0
+        """What to multiply a predicted step with; 1 where nothing was learned."""
+        if self.step is None:
+            return 1.0
+        features = features_of(job, layout, devices_per_host=devices_per_host)
+        found = self.step.correction(features)
+        return found.factor if found else self.step.unlike(features)
 
     def memory_factor(self, job: Job, layout: Layout, *, devices_per_host: int) -> float:
-        """What to multiply a predicted peak with; a peak is passed in about one case of six, not in every second."""
-        found = self.memory and self.memory.correction(features_of(job, layout, devices_per_host=devices_per_host))
-        return found.careful_factor if found else 1.0
+        """What to multiply a predicted peak with; it is passed in about one case of six, not in every second."""
+        if self.memory is None:
+            return 1.0
+        features = features_of(job, layout, devices_per_host=devices_per_host)
+        found = self.memory.correction(features)
+        return found.careful_factor if found else self.memory.unlike(features)
 
 
 NOTHING_LEARNED = Corrections()
@@ -58,8 +64,9 @@ def _note(what: str, residual: Residual | None, why_not: str) -> str:
     if residual is None:
         return f"{what} are not corrected by earlier outcomes on these machines: {why_not}." if why_not else ""
     return (
-        f"{what} are corrected by {len(residual.log_error_N)} earlier outcomes on these machines, within their range: "
-        f"each predicted by the others to {residual.error_after:.1%}, without that to {residual.error_before:.1%}."
+        f"{what} are corrected by {len(residual.log_error_N)} earlier outcomes on these machines, each predicted by "
+        f"the others to {residual.error_after:.1%} instead of {residual.error_before:.1%}; layouts unlike them are not "
+        f"taken to do better."
     )
 
 
@@ -73,8 +80,6 @@ class CorrectedPredictor(Predictor):
 
     def factor(self, layout: Layout) -> float:
         """What a layout's step is multiplied with."""
-        if self._corrections.step is None:
-            return 1.0
         if layout not in self._factors:
             devices = self._measurements.cluster.devices_per_host
             self._factors[layout] = self._corrections.step_factor(self._job, layout, devices_per_host=devices)
@@ -109,7 +114,5 @@ class CorrectedPredictor(Predictor):
 
     def memory_factor(self, layout: Layout) -> float:
         """What a layout's peaks are multiplied with."""
-        if self._corrections.memory is None:
-            return 1.0
         devices = self._measurements.cluster.devices_per_host
         return self._corrections.memory_factor(self._job, layout, devices_per_host=devices)

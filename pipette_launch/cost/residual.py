@@ -30,6 +30,8 @@ MOST_POINTS = 64
 WORTH = 0.8
 """Corrected errors must be at most this part of the uncorrected ones, each point predicted by the others alone."""
 GRID: tuple[Settings, ...] = tuple((length, noise) for length in (0.5, 1.0, 2.0) for noise in (0.1, 0.3, 0.6, 0.9))
+MODEL_FEATURES = frozenset({"num_layers", "hidden_size", "seq_length", "vocab_size", "num_experts", "fp32"})
+"""Features that every layout of a job shares."""
 _CONSTANT = 0.5
 """Part of the signal's variance that is one bias of all points."""
 _SAME = 1e-9
@@ -86,17 +88,29 @@ class Residual:
         """Return what was learned for such a layout; None outside of what was measured."""
         if set(features) != {*self.names, *self.fixed}:
             return None
-        if any(abs(features[name] - value) > _SAME for name, value in self.fixed.items()):
+        if not all(self._covers(name, value) for name, value in features.items()):
             return None
-        raw_F = np.array([features[name] for name in self.names])
-        if np.any(raw_F < self.low_F - _SAME) or np.any(raw_F > self.high_F + _SAME):
-            return None
-        here_F = _scaled(raw_F, self.low_F, self.high_F)
+        here_F = _scaled(np.array([features[name] for name in self.names]), self.low_F, self.high_F)
         if math.sqrt(_square_distances(here_F[None, :], self.points_NF).min()) > self.reach + _SAME:
             return None
         mean, variance = _predict(self.points_NF, self.log_error_N, here_F, self.settings)
         most = float(np.abs(self.log_error_N).max())
         return Correction(log_factor=min(max(mean, -most), most), sigma=math.sqrt(variance))
+
+    def unlike(self, features: Mapping[str, float]) -> float:
+        """Return what to multiply a layout with that is unlike all measured ones, lest it be preferred for that.
+
+        If those of its model took more than predicted, it is not assumed to take less than their mean. Of another model,
+        and where they took less, nothing is said: 1.
+        """
+        knows_model = all(self._covers(name, features[name]) for name in MODEL_FEATURES & set(features))
+        return max(1.0, math.exp(float(np.mean(self.log_error_N)))) if knows_model else 1.0
+
+    def _covers(self, name: str, value: float) -> bool:
+        if name in self.names:
+            place = self.names.index(name)
+            return bool(self.low_F[place] - _SAME <= value <= self.high_F[place] + _SAME)
+        return name in self.fixed and abs(self.fixed[name] - value) <= _SAME
 
 
 def learn(points: Sequence[Point]) -> tuple[Residual | None, str]:

@@ -85,6 +85,21 @@ def test_memory_is_corrected_carefully() -> None:
     assert 1.09 * plain <= corrected.peaks(Layout(dp=4))[0] <= 1.2 * plain
 
 
+def test_a_layout_unlike_all_measured_is_not_preferred_for_that() -> None:
+    """Its figures grow by the mean error of the measured ones; where those did better than predicted, not at all."""
+    unlike = Layout(tp=2, cp=2)
+    faster = corrections_from([outcome(layout, step=0.8, memory=0.8) for layout in LAYOUTS])
+    taught_to_wait = CorrectedPredictor(JOB, MEASURED, taught())
+    taught_to_hope = CorrectedPredictor(JOB, MEASURED, faster)
+
+    assert (1.2, 1.1) == (
+        pytest.approx(taught_to_wait.factor(unlike)),
+        pytest.approx(taught_to_wait.memory_factor(unlike)),
+    )
+    assert (1.0, 1.0) == (taught_to_hope.factor(unlike), taught_to_hope.memory_factor(unlike))
+    assert taught_to_hope.factor(Layout(dp=4)) < 0.85
+
+
 def test_another_model_is_not_corrected() -> None:
     """Twice as many layers lie outside of what was measured."""
     other = replace(JOB, model=replace(JOB.model, num_layers=8))

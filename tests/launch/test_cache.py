@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +14,9 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from launch.worlds import plan
 
-from pipette_launch.facts import Host, Layout, Plan, files
-from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, key_of
+from pipette_launch.facts import Host, Layout, Plan, Samples, files
+from pipette_launch.facts.outcome import Outcome
+from pipette_launch.launch.cache import CLUSTER, OUTCOME, PLAN, Cache, key_of, machines_of
 
 HOSTS = tiny_cluster().hosts
 GIVEN: dict[str, Any] = {
@@ -167,3 +170,68 @@ def test_two_jobs_may_write_one_key(tmp_path: Path) -> None:
 
     assert {""} == {trouble for _, trouble in found}
     assert [PLAN] == [path.name for path in (tmp_path / "k").iterdir()]
+
+
+def outcome(key: str = "k", layout: Layout = MADE.chosen.layout, step_s: float = 1.0) -> Outcome:
+    """What became of a plan."""
+    return Outcome(
+        key=key,
+        layout=layout,
+        placement=tuple(range(layout.world_size)),
+        predicted_step_s=1.0,
+        measured_step=Samples(values_s=(step_s,)),
+        first_iteration=1,
+        last_iteration=20,
+        losses=(),
+        features={"tp": 0.0},
+    )
+
+
+def test_outcomes_of_all_jobs_are_kept_for_like_machines(tmp_path: Path) -> None:
+    """Another job finds them on other hosts of the same make; a plan's newest outcome takes the place of its last."""
+    first, second = HOSTS
+    for number, one in enumerate((outcome(), outcome("other"), outcome(layout=Layout(dp=4)), outcome(step_s=2.0))):
+        assert "" == Cache(tmp_path, one.key).keep_outcome(one, first)
+        newest = max((tmp_path / "outcomes").glob("*/*.json"), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(newest, (number, number))
+    found = Cache(tmp_path, "third").outcomes(replace(second, name="elsewhere", address="10.9.9.9"))
+
+    assert [outcome("other"), outcome(layout=Layout(dp=4)), outcome(step_s=2.0)] == list(found)
+    assert files.read(tmp_path / "k" / OUTCOME, Outcome) == outcome(step_s=2.0)
+
+
+def test_outcomes_of_other_machines_are_not_mixed_in(tmp_path: Path) -> None:
+    """More memory or more devices are another machine."""
+    Cache(tmp_path, "k").keep_outcome(outcome(), HOSTS[0])
+    (larger, _) = with_device(memory_total_bytes=9 << 30)
+
+    assert () == Cache(tmp_path, "k").outcomes(larger)
+    assert machines_of(HOSTS[0]) != machines_of(replace(HOSTS[0], devices=HOSTS[0].devices[:1]))
+
+
+def test_outcomes_that_teach_nothing_or_cannot_be_read_do_no_harm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without features one is not kept for others; a damaged one is skipped; without a cache there are none."""
+    cache = Cache(tmp_path, "k")
+    cache.keep_outcome(replace(outcome(), features={}), HOSTS[0])
+    assert () == cache.outcomes(HOSTS[0])
+    assert not (tmp_path / "outcomes").exists()
+
+    cache.keep_outcome(outcome(), HOSTS[0])
+    (tmp_path / "outcomes" / machines_of(HOSTS[0]) / "broken.json").write_text("{")
+
+    with caplog.at_level(logging.WARNING):
+        assert (outcome(),) == cache.outcomes(HOSTS[0])
+    assert "broken.json: not JSON" in caplog.text
+    assert () == Cache(None, "k").outcomes(HOSTS[0])
+
+
+def test_an_outcome_of_an_earlier_release_is_read() -> None:
+    """Fields that came later have their defaults."""
+    plain = json.loads(files.dumps(outcome()))
+    for name in ("step_correction", "features", "peaks"):
+        del plain[name]
+    found = files.loads(Outcome, json.dumps(plain), "old")
+
+    assert (1.0, {}, ()) == (found.step_correction, found.features, found.peaks)

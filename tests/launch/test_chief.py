@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
-from launch.worlds import ARGUMENTS, chief, options, plan, records, value
+from launch.worlds import ARGUMENTS, chief, choice, options, plan, records, value
 
 from pipette_launch import megatron
+from pipette_launch.cost.residual import features_of
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.launch.cache import CLUSTER, PLAN
 from pipette_launch.launch.chief import Chief
+from pipette_launch.launch.outcome import OutcomeTracker
+from pipette_launch.megatron import Iteration
 from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.search.enumerate import layouts
 
 PP = Layout(pp=2, dp=2)
 
@@ -59,6 +63,36 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     assert ("cpu_backend",) == made.patches
     if made.choice is not None:
         assert made.ranks_of("token-node1") == again.ranks_of("token-node1")
+
+
+def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path) -> None:
+    """Steps that always took half as long again as predicted are predicted so, and the plan says it."""
+    plans = []
+    for margin in (0.02, 0.03):
+        one = chief(tmp_path, options(cache=tmp_path / "cache", margin=margin))
+        warmup = one.decide(records(), None)
+        orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+        files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
+        plans.append(one.after_warmup(warmup, "").plan)
+        legal = layouts(orders.job, world_size=4, devices_per_host=2, device_kind="cpu").layouts
+        for layout in legal[:: len(legal) // 30]:
+            made = replace(
+                choice(layout), features=features_of(orders.job, layout, devices_per_host=2), step_time_s=2.0
+            )
+            tracker = OutcomeTracker("k", made)
+            for iteration in range(1, 21):
+                outcome = tracker.add(Iteration(iteration=iteration, total=20, step_time_s=3.0, loss=None))
+            assert outcome is not None
+            one.cache.keep_outcome(outcome, orders.hosts[0])
+
+    before, after = plans
+    assert before is not None
+    assert after is not None
+    assert 1.0 == before.chosen.step_correction
+    assert not any("earlier outcomes" in note for note in before.notes)
+    assert 1.5 == pytest.approx(after.chosen.step_correction, rel=0.05)
+    assert 1.5 == pytest.approx(after.chosen.step_time_s / before.chosen.step_time_s, rel=0.05)
+    assert any(note.startswith("Step times are corrected by 3") for note in after.notes)
 
 
 @pytest.mark.parametrize(("on_error", "phase"), [("train", "train"), ("fail", "stop")])

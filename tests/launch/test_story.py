@@ -163,3 +163,40 @@ def test_its_folder_is_made_when_it_is_needed(tmp_path: Path) -> None:
 
     assert "python" == told.command(decision(None, script_arguments=None)).entrypoint
     assert not (tmp_path / "own").exists()
+
+
+def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are no iterations; the outcome has what they say beside the prediction."""
+    told = story(tmp_path)
+    told.show(decision(), speaks=False)
+    sizes = "allocated: 1.0 | max allocated: 4.0 | reserved: 4.0 | max reserved: 4.0"
+    assert not told.saw_line(f"[Rank 2] (after 2 iterations) memory (MB) | {sizes}")
+    for iteration in range(1, 21):
+        told.saw_line(LINE.format(iteration, 100.0))
+
+    outcome = files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome)
+    assert [(2, 1, 1 << 20, 4 << 20)] == [
+        (peak.rank, peak.pp_rank, peak.predicted_bytes, peak.measured_bytes) for peak in outcome.peaks
+    ]
+    assert "rank 2 held at most 4.00 MiB, predicted 1.00 MiB" in capsys.readouterr().err
+
+
+def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs each local rank's device is read, less what others held before; a driver in disorder costs nothing."""
+    told = story(tmp_path)
+    assert told._host is not None
+    device = replace(told._host.devices[0], kind="cuda", uuid="GPU", memory_total_bytes=1000, memory_free_bytes=900)
+    told._host = replace(told._host, devices=(device, device))
+    made = replace(TWO, chosen=replace(TWO.chosen, device_peak_bytes=(300, 400)))
+    told.show(decision(replace(made, keeps_own=False), tokens=(told._token, "other")), speaks=False)
+
+    monkeypatch.setattr(inventory, "device_used_bytes", lambda uuid: 450)
+    assert [(2, 400, 350), (3, 400, 350)] == [
+        (peak.rank, peak.predicted_bytes, peak.measured_bytes) for peak in told._device_peaks()
+    ]
+
+    def fail(uuid: str) -> int:
+        raise OSError("driver/library version mismatch")
+
+    monkeypatch.setattr(inventory, "device_used_bytes", fail)
+    assert () == told._device_peaks()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipette_launch.megatron import Iteration, explain_failure, parse_iteration
+from pipette_launch.megatron import Iteration, MemoryLine, explain_failure, parse_iteration, parse_memory
 
 LINE_0_14 = (
     " [2025-07-01 12:00:00] iteration        3/      10 | consumed samples:           96 | elapsed time per iteration "
@@ -89,3 +89,32 @@ def test_failures_are_explained(text: str, start: str) -> None:
 def test_other_texts_are_not_explained(text: str) -> None:
     """Deliberate ends and harmless notices are no failures."""
     assert explain_failure(text) is None
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "allocated: 1024.5 | max allocated: 2048.0 | reserved: 2100.0 | max reserved: 3000.0",
+        "allocated: 1024.50 | max allocated: 2048.00 | reserved: 2100.00 | max reserved: 3000.00 | total device memory",
+    ],
+    ids=["0.14", "0.16"],
+)
+def test_memory_lines(sizes: str) -> None:
+    """Megatron's MB are 2^20 bytes; fields behind the last are not needed."""
+    mib = 1 << 20
+    expected = MemoryLine(
+        rank=6,
+        iteration=2,
+        allocated_bytes=1024 * mib + mib // 2,
+        max_allocated_bytes=2048 * mib,
+        reserved_bytes=2100 * mib,
+        max_reserved_bytes=3000 * mib,
+    )
+
+    assert expected == parse_memory(f"[default6]:[Rank 6] (after 2 iterations) memory (MB) | {sizes}")
+
+
+@pytest.mark.parametrize("line", ["", LINE_0_14, "[Rank 0] (before save_checkpoint for iteration 5) memory (MB) |"])
+def test_other_lines_tell_no_memory(line: str) -> None:
+    """Only what a training step left at its peak counts."""
+    assert parse_memory(line) is None

@@ -100,8 +100,8 @@ class Residual:
     def unlike(self, features: Mapping[str, float]) -> float:
         """Return what to multiply a layout with that is unlike all measured ones, lest it be preferred for that.
 
-        If those of its model took more than predicted, it is not assumed to take less than their mean. Of another model,
-        and where they took less, nothing is said: 1.
+        If those of its model took more than predicted, it is not assumed to do better than their mean. Of another
+        model, and where they took less, nothing is said: 1.
         """
         knows_model = all(self._covers(name, features[name]) for name in MODEL_FEATURES & set(features))
         return max(1.0, math.exp(float(np.mean(self.log_error_N)))) if knows_model else 1.0

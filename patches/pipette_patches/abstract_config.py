@@ -95,12 +95,13 @@ def config_class(job: Job) -> Any:
     return MLATransformerConfig if job.model.latent_attention else TransformerConfig
 
 
-def transformer_config(job: Job, layout: Layout, *, num_layers: int) -> Any:
-    """Make the configuration of a model with so many layers (a stage's layers do not depend on the others')."""
+def transformer_config(job: Job, layout: Layout, *, chunks: tuple[int, ...]) -> Any:
+    """Make the configuration of a model with so many layers in each chunk, in model order."""
     made = config_class(job)
     fields = {
-        **_shape(job, num_layers),
+        **_shape(job, sum(chunks)),
         **_cuts(job, layout),
+        **_chunks(chunks),
         **_fusions(job),
         **_recompute(layout),
         **_taken(job, CONFIG_FLAGS),
@@ -214,6 +215,16 @@ def _cuts(job: Job, layout: Layout) -> dict[str, Any]:
         "batch_p2p_comm": not overlaps_p2p,
         "deallocate_pipeline_outputs": True,
     }
+
+
+def _chunks(chunks: tuple[int, ...]) -> dict[str, Any]:
+    """Name what lies in each chunk, where not all are alike."""
+    if len(set(chunks)) == 1:
+        return {}
+    stages = [["decoder"] * count for count in chunks]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return {"pipeline_model_parallel_layout": stages}
 
 
 def _fusions(job: Job) -> dict[str, Any]:

@@ -14,8 +14,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipette_patches.abstract_shapes import QUICK
+
 ALIGNMENT_BYTES = 512
 """CUDA's caching allocator hands out multiples of this (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+
+WRITES_INTO_PARTS = frozenset({torch.ops.aten.index_put_.default})
+"""Operations that a compiled function cannot fuse with what comes before: it copies, then writes (torch's inductor)."""
 
 T = TypeVar("T")
 
@@ -37,10 +42,22 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.at_peak: dict[str, int] = {}
         self._live: dict[int, tuple[Any, int, str]] = {}
         self._pending: list[list[tuple[int, Any]]] = []
+        self._held: list[list[torch.Tensor]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in this process, so there is no compiler to be kept away from each operation."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and take note of the storages that it made."""
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self._pending and func in WRITES_INTO_PARTS:
+            self._hold_copy(args[0])
+        quick = QUICK.get(func)
+        out = None if quick is None else quick(args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
             self._note(out)
         elif isinstance(out, (tuple, list)):
@@ -62,6 +79,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def one_kernel(self) -> Iterator[None]:
         """Count only what outlives the block: one fused kernel holds its intermediates in registers."""
         self._pending.append([])
+        self._held.append([])
         try:
             yield
         finally:
@@ -69,6 +87,17 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = reference()
                 if storage is not None:
                     self._add(storage, storage._cdata)
+            self._held.pop()
+
+    def _hold_copy(self, tensor: torch.Tensor) -> None:
+        """Count the copy that a compiled function makes of what it writes into by index, until the function ends."""
+        with self:
+            copy = torch.empty_like(tensor)
+        storage = copy.untyped_storage()
+        # Not pending: it is there while the function runs.
+        self._pending[-1] = [entry for entry in self._pending[-1] if entry[0] != storage._cdata]
+        self._add(storage, storage._cdata)
+        self._held[-1].append(copy)
 
     def relabel(self, tensor: torch.Tensor, label: str) -> None:
         """Count a tensor's storage under another label from now on."""

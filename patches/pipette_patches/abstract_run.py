@@ -36,6 +36,8 @@ def load() -> None:
         import megatron.core.models.gpt.gpt_model
         import megatron.core.optimizer
         import megatron.core.pipeline_parallel.schedules  # noqa: F401
+    # What is loaded stays: looking for cycles in it after each rank takes longer than the rank.
+    gc.freeze()
 
 
 def run_rank(job: Job, layout: Layout, pp_rank: int, *, iterations: int = 2) -> dict[str, Any]:
@@ -69,7 +71,8 @@ class Trainer:
         from megatron.core.optimizer import get_megatron_optimizer
 
         self.job, self.layout, self.pp_rank, self.meter = job, layout, pp_rank, meter
-        self.config = abstract_config.transformer_config(job, layout, num_layers=job.model.num_layers)
+        chunks_of_all = layout.chunk_layers(job.model.num_layers)
+        self.config = abstract_config.transformer_config(job, layout, chunks=chunks_of_all)
         with meter.labelled("weights"):
             chunks = [self._chunk(index) for index in range(layout.vpp)]
         self.chunks = self._wrapped(chunks)

@@ -165,10 +165,10 @@ def _value(answer: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Calla
 
 
 def _scalar(tensor: Any) -> Any:
-    """False, 1 or 1.0: no overflow was found, every norm and count is one."""
+    """False, 0.0 or 1: no overflow was found, no norm is to be clipped, every count is one."""
     if tensor.dtype is torch.bool:
         return False
-    return 1.0 if tensor.dtype.is_floating_point else 1
+    return 0.0 if tensor.dtype.is_floating_point else 1
 
 
 def _nested(tensor: Any) -> Any:
@@ -291,7 +291,7 @@ TORCH = (
     _tensor("tolist", _value(_nested)),
     _tensor("__bool__", _value(lambda _: False)),
     _tensor("__int__", _value(lambda _: 1)),
-    _tensor("__float__", _value(lambda _: 1.0)),
+    _tensor("__float__", _value(lambda _: 0.0)),
     _tensor("is_cuda", lambda _original: property(lambda tensor: tensor.device.type == "meta")),
     Replacement(module="torch.nn", path="Module.cuda", make=_cuda_module),
     Replacement(module="torch.nn.functional", path="dropout", make=_dropout),

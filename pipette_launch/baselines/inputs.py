@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.collectives import Fabric
 from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.groups import Groups
-from pipette_launch.cost.traffic import exchanges
+from pipette_launch.cost.traffic import Hiding, exchanges
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout
@@ -81,7 +81,7 @@ def units(job: Job, layout: Layout, measurements: Measurements, slot_W: NDArray[
     backward = np.array([unit.backward_s for unit in passes])
     fabric = Fabric(measurements.cluster, measurements.collectives)
     ranks_GK = Groups.of(layout).tp
-    for item in exchanges(job, each, 0.0):
+    for item in exchanges(job, each, Hiding()):
         if item.group == "tp":
             seconds = float(fabric.seconds_G(item.kind, slot_W[ranks_GK], item.size_bytes).max())
             forward += seconds * np.array(item.forward)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.collectives import Kind
-from pipette_launch.cost.compute import ComputeTable, attention_core_share
+from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.parameters import expert_dp
 from pipette_launch.cost.simulate import Engine, engine_of
 from pipette_launch.cost.traffic import Exchange, StepTraffic, exchanges, hop_bytes, step_traffic
@@ -34,6 +34,9 @@ class Work:
     """Compute of one micro-batch on a slot of speed 1."""
     backward_s_S: Array
     recompute_s_S: Array
+    forward_idle_s_S: Array
+    """Of the forward, while the device waits for the host: exchanges pass in it."""
+    backward_idle_s_S: Array
     exchanges: tuple[Exchange, ...]
     hop_bytes: int
     traffic: StepTraffic
@@ -52,8 +55,6 @@ class Work:
         """Work it out from the job, the layout and the measured compute times."""
         num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
         passes = compute.chunk_passes(layout)
-        moe = job.model.is_moe_layer(0)
-        core_s = compute.layer_forward_s(layout, moe=moe) * attention_core_share(job.model, moe=moe)
         traffic = step_traffic(job, layout)
         return cls(
             layout=layout,
@@ -62,7 +63,9 @@ class Work:
             forward_s_S=np.array([chunk.forward_s for chunk in passes]),
             backward_s_S=np.array([chunk.backward_s for chunk in passes]),
             recompute_s_S=np.array([chunk.recompute_s for chunk in passes]),
-            exchanges=exchanges(job, layout, core_s),
+            forward_idle_s_S=np.array([chunk.forward_idle_s for chunk in passes]),
+            backward_idle_s_S=np.array([chunk.backward_idle_s for chunk in passes]),
+            exchanges=exchanges(job, layout, compute.hiding(layout)),
             hop_bytes=hop_bytes(job, layout),
             traffic=traffic,
             gradient_bytes_S2=np.array(traffic.gradient_bytes, dtype=np.float64),
@@ -150,10 +153,12 @@ def _pipelines(work: Work, prices: Prices) -> tuple[Array, Array]:
     slowness_SD = prices.slowness_PD[rank_S]
     forward_SD = work.forward_s_S[:, None] * slowness_SD
     backward_SD = (work.backward_s_S + work.recompute_s_S)[:, None] * slowness_SD
+    exchanged = np.zeros((2, *slowness_SD.shape))
     for item, seconds_PD in zip(work.exchanges, prices.exchange_s_PD, strict=True):
         exposed_SD = np.maximum(seconds_PD - item.hidden_s, 0.0)[rank_S]
-        forward_SD = forward_SD + np.array(item.forward)[:, None] * exposed_SD
-        backward_SD = backward_SD + np.array(item.backward)[:, None] * exposed_SD
+        exchanged += np.array([item.forward, item.backward])[:, :, None] * exposed_SD
+    forward_SD = forward_SD + np.maximum(exchanged[0] - work.forward_idle_s_S[:, None] * slowness_SD, 0.0)
+    backward_SD = backward_SD + np.maximum(exchanged[1] - work.backward_idle_s_S[:, None] * slowness_SD, 0.0)
     durations_D = np.concatenate([forward_SD, backward_SD, forward_SD])
     stages = len(rank_S)
     durations_D[2 * stages :] += _first_gather_s(work, prices, durations_D)
@@ -224,7 +229,8 @@ def _reduced_s(work: Work, prices: Prices, drain_S: Array, backward_S: Array, ra
 def _busy_s(work: Work, prices: Prices, rank: int, replica: int) -> dict[str, float]:
     """Seconds that one pipeline rank of one replica computes and communicates inside its passes, by part."""
     stages = slice(rank, None, work.layout.pp)
-    times = work.num_microbatches * float(prices.slowness_PD[rank, replica])
+    slowness = float(prices.slowness_PD[rank, replica])
+    times = work.num_microbatches * slowness
     busy = {
         "compute": times * float((work.forward_s_S + work.backward_s_S)[stages].sum()),
         "recompute": times * float(work.recompute_s_S[stages].sum()),
@@ -232,10 +238,20 @@ def _busy_s(work: Work, prices: Prices, rank: int, replica: int) -> dict[str, fl
         "context_parallel": 0.0,
         "expert_parallel": 0.0,
     }
-    for item, seconds_PD in zip(work.exchanges, prices.exchange_s_PD, strict=True):
-        exposed_s = max(float(seconds_PD[rank, replica]) - item.hidden_s, 0.0)
-        count = sum(item.forward[stages]) + sum(item.backward[stages])
-        busy[item.part] += work.num_microbatches * count * exposed_s
+    seconds = [
+        max(float(seconds_PD[rank, replica]) - item.hidden_s, 0.0)
+        for item, seconds_PD in zip(work.exchanges, prices.exchange_s_PD, strict=True)
+    ]
+    for way, idle_s_S in (("forward", work.forward_idle_s_S), ("backward", work.backward_idle_s_S)):
+        counts_S = [np.array(getattr(item, way)[stages]) for item in work.exchanges]
+        exchanged_S = sum(
+            (count * each for count, each in zip(counts_S, seconds, strict=True)), np.zeros(work.layout.vpp)
+        )
+        left_S = np.maximum(exchanged_S - slowness * idle_s_S[stages], 0.0)
+        # What passes while the device is idle anyway is taken off all exchanges alike.
+        shown_S = np.divide(left_S, exchanged_S, out=np.zeros_like(left_S), where=exchanged_S > 0)
+        for item, counts, each in zip(work.exchanges, counts_S, seconds, strict=True):
+            busy[item.part] += work.num_microbatches * each * float((counts * shown_S).sum())
     return busy
 
 

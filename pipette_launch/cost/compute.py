@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipette_launch.cost.activations import recompute_modules
+from pipette_launch.cost.traffic import Hiding
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import ComputeCase, ComputeTime, Measurements
 from pipette_launch.facts.model import ModelSpec
+
+_CORE = "core_attention"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,26 +26,28 @@ class Passes:
     backward_s: float = 0.0
     recompute_s: float = 0.0
     """Forward passes run again inside the backward; not in `backward_s`."""
+    weight_grad_s: float = 0.0
+    """The part of `backward_s` that the weights' gradients take."""
+    forward_idle_s: float = 0.0
+    """Of the forward, while the device waits for the host."""
+    backward_idle_s: float = 0.0
+    """The same of backward and recompute."""
 
     def __add__(self, other: Passes) -> Passes:
         """Add the passes of two parts that run one after the other."""
-        return Passes(
-            forward_s=self.forward_s + other.forward_s,
-            backward_s=self.backward_s + other.backward_s,
-            recompute_s=self.recompute_s + other.recompute_s,
-        )
+        return Passes(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
 
     def __mul__(self, factor: float) -> Passes:
         """Scale all passes."""
-        return Passes(
-            forward_s=self.forward_s * factor,
-            backward_s=self.backward_s * factor,
-            recompute_s=self.recompute_s * factor,
-        )
+        return Passes(**{name: getattr(self, name) * factor for name in self.__slots__})
 
     def again(self, share: float) -> Passes:
         """Run a share of the forward once more in the backward."""
-        return Passes(forward_s=self.forward_s, backward_s=self.backward_s, recompute_s=self.forward_s * share)
+        return replace(
+            self,
+            recompute_s=self.forward_s * share,
+            backward_idle_s=self.backward_idle_s + self.forward_idle_s * share,
+        )
 
 
 def case_of(layout: Layout) -> ComputeCase:
@@ -92,9 +97,18 @@ class ComputeTable:
         """
         return tuple(self._chunks(layout, self._part_passes(layout)))
 
-    def layer_forward_s(self, layout: Layout, *, moe: bool) -> float:
-        """Seconds of one layer's forward for one micro-batch."""
-        return self._part_passes(layout)["moe_layer" if moe else "layer"].forward_s
+    def hiding(self, layout: Layout) -> Hiding:
+        """Return what of one layer's compute collectives pass behind, of the first layer's kind."""
+        model = self._job.model
+        moe = model.is_moe_layer(0)
+        part = self._part_passes(layout)
+        layer = part["moe_layer" if moe else "layer"]
+        share = column_share(model, moe=moe)
+        return Hiding(
+            core_attention_s=_core_attention_s(model, part, moe=moe),
+            input_grad_s=(layer.backward_s - layer.weight_grad_s) * share,
+            weight_grad_s=layer.weight_grad_s * share,
+        )
 
     def _part_passes(self, layout: Layout) -> dict[str, Passes]:
         case = case_of(layout)
@@ -105,7 +119,8 @@ class ComputeTable:
                 f"let the warm-up measure it"
             )
         factor = _tokens(case, source)
-        return {name: self._passes[source, name] * factor for name in self._parts}
+        known = (*self._parts, *((_CORE,) if (source, _CORE) in self._passes else ()))
+        return {name: self._passes[source, name] * factor for name in known}
 
     def _chunks(self, layout: Layout, part: dict[str, Passes]) -> Iterable[Passes]:
         model = self._job.model
@@ -126,9 +141,13 @@ class ComputeTable:
     def _layers(self, layout: Layout, part: dict[str, Passes], kinds: tuple[int, ...]) -> Passes:
         """Add up the layers of a chunk; `kinds` says 1 for each that has experts."""
         total = Passes()
+        model = self._job.model
         for index, moe in enumerate(kinds):
-            share = recompute_share(self._job.model, layout, index, moe=bool(moe))
-            total += part["moe_layer" if moe else "layer"].again(share)
+            layer = part["moe_layer" if moe else "layer"]
+            share = recompute_share(model, layout, index, moe=bool(moe))
+            if _CORE in part and "core_attn" in recompute_modules(layout):
+                share += part[_CORE].forward_s / layer.forward_s - attention_core_share(model, moe=bool(moe))
+            total += layer.again(share)
         return total
 
 
@@ -148,6 +167,26 @@ def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, *, mo
     names = set(recompute_modules(layout))
     names -= {"shared_experts"} if "moe" in names else set()
     return sum(flops.get(name, 0.0) for name in names) / model.forward_flops_per_token(moe=moe)
+
+
+def column_share(model: ModelSpec, *, moe: bool) -> float:
+    """Part of a layer's FLOPs in one column-parallel matrix, query-key-value or first of the MLP: their mean.
+
+    Behind the input gradient of such a matrix its input is gathered again, behind its weight gradient the input's
+    gradients are summed (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+    """
+    heads = model.num_attention_heads + 2 * model.num_query_groups
+    columns = [2.0 * model.hidden_size * heads * model.kv_channels]
+    if not moe:
+        columns.append(2.0 * model.hidden_size * model.ffn_hidden_size * (2 if model.gated_linear_unit else 1))
+    return statistics.mean(columns) / model.forward_flops_per_token(moe=moe)
+
+
+def _core_attention_s(model: ModelSpec, part: dict[str, Passes], *, moe: bool) -> float:
+    """Seconds of one layer's forward attention: as measured, or by its share of the FLOPs."""
+    if _CORE in part:
+        return part[_CORE].forward_s
+    return part["moe_layer" if moe else "layer"].forward_s * attention_core_share(model, moe=moe)
 
 
 def attention_core_share(model: ModelSpec, *, moe: bool = False) -> float:
@@ -180,6 +219,9 @@ def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str], 
         key: Passes(
             forward_s=median(group, lambda time: time.forward.median_s),
             backward_s=median(group, lambda time: time.input_grad.median_s + time.weight_grad.median_s),
+            weight_grad_s=median(group, lambda time: time.weight_grad.median_s),
+            forward_idle_s=median(group, lambda time: time.forward_idle_s),
+            backward_idle_s=median(group, lambda time: time.backward_idle_s),
         )
         for key, group in times.items()
     }

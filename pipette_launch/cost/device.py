@@ -19,6 +19,7 @@ from pipette_launch.cost.device_work import (
     Load,
     PassLoads,
     Product,
+    core_attention_loads,
     embedding_loads,
     head_loads,
     layer_loads,
@@ -32,7 +33,7 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Samples
 from pipette_launch.units import rate_text
 
-Part = Literal["layer", "moe_layer", "embedding", "head"]
+Part = Literal["layer", "moe_layer", "embedding", "head", "core_attention"]
 
 _COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
 
@@ -135,12 +136,22 @@ def imagined_cluster(device: DeviceSpec, *, num_hosts: int, devices_per_host: in
 
 def pass_s(device: DeviceSpec, dtype: str, load: Load) -> float:
     """Seconds of one pass of one part."""
+    return max(host_s(device, load), device_s(device, dtype, load))
+
+
+def host_s(device: DeviceSpec, load: Load) -> float:
+    """Seconds in which the host asks for all kernels of a pass."""
+    return load.kernels * device.efficiency.launch_s
+
+
+def device_s(device: DeviceSpec, dtype: str, load: Load) -> float:
+    """Seconds of a pass on a device that never waits for the host."""
     efficiency = device.efficiency
     peak = device.peak_flops_per_s(dtype)
     products_s = sum(product.flops / (peak * matmul_efficiency(device, product)) for product in load.products)
     attention_s = load.attention_flops / (peak * efficiency.attention_share)
     moved_s = load.moved_bytes / (device.memory_bytes_per_s * efficiency.memory_share)
-    return max(load.kernels * efficiency.launch_s, products_s + attention_s + moved_s)
+    return products_s + attention_s + moved_s
 
 
 def matmul_efficiency(device: DeviceSpec, product: Product) -> float:
@@ -160,26 +171,43 @@ def _compute_times(
 ) -> Iterator[ComputeTime]:
     case = case_of(layout)
     layer_factor, ends_factor = factors_of(factors, job.model, case)
-    kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
-    parts: dict[Part, PassLoads] = {"embedding": embedding_loads(job, layout), "head": head_loads(job, layout)}
-    if False in kinds:
-        parts["layer"] = layer_loads(job, layout, moe=False)
-    if True in kinds:
-        parts["moe_layer"] = layer_loads(job, layout, moe=True)
-    for name, loads in parts.items():
-        factor = layer_factor if "layer" in name else ends_factor
-
-        def samples(load: Load, factor: float = factor) -> Samples:
-            return Samples(values_s=(factor * pass_s(device, job.model.params_dtype, load),))
-
+    dtype = job.model.params_dtype
+    for name, loads in _parts(job, layout).items():
+        factor = ends_factor if name in {"embedding", "head"} else layer_factor
+        # The two passes of a backward run as one: the host is ahead in one of them while the other is short.
+        backward = loads.input_grad + loads.weight_grad
+        backward_s = pass_s(device, dtype, backward)
+        weight_s = backward_s * _share(device, dtype, loads.weight_grad, backward)
         yield ComputeTime(
             case=case,
             part=name,
             slot=0,
-            forward=samples(loads.forward),
-            input_grad=samples(loads.input_grad),
-            weight_grad=samples(loads.weight_grad),
+            forward=Samples(values_s=(factor * pass_s(device, dtype, loads.forward),)),
+            input_grad=Samples(values_s=(factor * (backward_s - weight_s),)),
+            weight_grad=Samples(values_s=(factor * weight_s,)),
+            forward_idle_s=factor * _idle_s(device, dtype, loads.forward),
+            backward_idle_s=factor * _idle_s(device, dtype, backward),
         )
+
+
+def _parts(job: Job, layout: Layout) -> dict[Part, PassLoads]:
+    kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
+    parts: dict[Part, PassLoads] = {"embedding": embedding_loads(job, layout), "head": head_loads(job, layout)}
+    parts["core_attention"] = core_attention_loads(job.model, layout)
+    if False in kinds:
+        parts["layer"] = layer_loads(job, layout, moe=False)
+    if True in kinds:
+        parts["moe_layer"] = layer_loads(job, layout, moe=True)
+    return parts
+
+
+def _share(device: DeviceSpec, dtype: str, part: Load, whole: Load) -> float:
+    seconds = device_s(device, dtype, whole)
+    return device_s(device, dtype, part) / seconds if seconds else 0.0
+
+
+def _idle_s(device: DeviceSpec, dtype: str, load: Load) -> float:
+    return max(host_s(device, load) - device_s(device, dtype, load), 0.0)
 
 
 def _collective_times(device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout]) -> Iterator[CollectiveTime]:

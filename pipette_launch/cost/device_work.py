@@ -16,6 +16,10 @@ from pipette_launch.facts.model import ModelSpec
 ADAM_BYTES_PER_PARAMETER = 38
 """fp32 gradient read for the norm and for the step, master weight and two moments read and written, weight written."""
 
+_KERNELS_PER_COLLECTIVE = 3.0
+_ACCUMULATED_BYTES = 8
+"""fp32 gradient of each weight, read and written for each micro-batch (gradient accumulation fusion)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Product:
@@ -71,9 +75,15 @@ class PassLoads:
 
 
 def layer_loads(job: Job, layout: Layout, *, moe: bool) -> PassLoads:
-    """One transformer layer on one rank, without communication."""
+    """One transformer layer on one rank: of its communication only what the host does to start it."""
     mlp = _experts(job, layout) if moe else _mlp(job.model, layout, job.model.ffn_hidden_size)
-    return _attention(job.model, layout) + mlp + _norms_and_residuals(job.model, layout)
+    return _attention(job.model, layout) + mlp + _norms_and_residuals(job.model, layout) + _launches(layout)
+
+
+def core_attention_loads(model: ModelSpec, layout: Layout) -> PassLoads:
+    """Scores, softmax and context of one layer: flash attention, or every score written out."""
+    is_flash = not activations.is_local_attention(model) and model.attention_backend != "unfused"
+    return _flash(model, layout) if is_flash else _unfused(model, layout)
 
 
 def embedding_loads(job: Job, layout: Layout) -> PassLoads:
@@ -116,8 +126,12 @@ def _attention(model: ModelSpec, layout: Layout) -> PassLoads:
         input_grad=Load(moved_bytes=rotary, kernels=4 if rotary else 0),
         weight_grad=Load(),
     )
+<<<<<<< HEAD
     is_flash = not attention.is_local(model) and model.attention_backend != "unfused"
     return matrices + turns + (_flash(model, layout) if is_flash else _unfused(model, layout))
+=======
+    return matrices + turns + core_attention_loads(model, layout)
+>>>>>>> ef25630 ([cost] Let collectives pass behind gradients and behind a host that is late)
 
 
 def _flash(model: ModelSpec, layout: Layout) -> PassLoads:
@@ -202,12 +216,28 @@ def _norms_and_residuals(model: ModelSpec, layout: Layout) -> PassLoads:
     )
 
 
+def _launches(layout: Layout) -> PassLoads:
+    """Tensor-parallel collectives of a layer, each worth a few kernels to the host (torch's process group)."""
+    if layout.tp == 1:
+        return PassLoads(forward=Load(), input_grad=Load(), weight_grad=Load())
+    forward, backward = (4, 6) if layout.sequence_parallel else (2, 2)
+    return PassLoads(
+        forward=Load(kernels=forward * _KERNELS_PER_COLLECTIVE),
+        input_grad=Load(kernels=backward * _KERNELS_PER_COLLECTIVE),
+        weight_grad=Load(),
+    )
+
+
 def _matrix(tokens: float, outputs: float, inputs: float, *, count: float = 1.0) -> PassLoads:
-    """One weight matrix: y = xW forward, dx = dy W' and dW = x' dy backward."""
+    """One weight matrix: y = xW forward, dx = dy W' and dW = x' dy backward, added to the gradient of the step."""
     return PassLoads(
         forward=Load(products=(Product(m=tokens, n=outputs, k=inputs, count=count),), kernels=1.5),
         input_grad=Load(products=(Product(m=tokens, n=inputs, k=outputs, count=count),), kernels=1.5),
-        weight_grad=Load(products=(Product(m=outputs, n=inputs, k=tokens, count=count),), kernels=2),
+        weight_grad=Load(
+            products=(Product(m=outputs, n=inputs, k=tokens, count=count),),
+            moved_bytes=_ACCUMULATED_BYTES * outputs * inputs * count,
+            kernels=2,
+        ),
     )
 
 

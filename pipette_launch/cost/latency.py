@@ -23,7 +23,8 @@ NOT_MODELLED = (
     "What waiting slots give back: compute is measured on all slots of a host at once, so shared cores are in it.",
     "Contention for one link or network card between groups or pipelines, beyond what was measured with all at work.",
     "Sends that block the sender or delay each other: a send takes its link's time and no time of the rank.",
-    "Overlap of tensor-parallel collectives with the weight gradient, and of all-to-all with experts.",
+    "Overlap of tensor-parallel collectives in the forward (`--tp-comm-overlap`), and of all-to-all with experts.",
+    "Collectives that slow down the matrix product that they pass behind.",
     "Uneven routing: every expert is given equally many tokens.",
     "Aligned starts of overlapped gradient reduction and parameter gathers over the pipeline ranks.",
     "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
@@ -177,11 +178,16 @@ class PlacementCost:
         slot_W = np.empty_like(self._slots)
         slot_W[np.asarray(placement)] = self._slots
         work, groups, layout = self._work, self._groups, self._work.layout
+        # The same collective comes twice where only one of its uses passes behind compute.
+        priced: dict[tuple[str, str, float], NDArray[np.float64]] = {}
         exchange_s = []
         for item in work.exchanges:
-            ranks_GK = getattr(groups, item.group)
-            seconds_G = self._fabric.seconds_G(item.kind, slot_W[ranks_GK], item.size_bytes)
-            exchange_s.append(groups.lanes_PD(ranks_GK, seconds_G))
+            key = (item.kind, item.group, item.size_bytes)
+            if key not in priced:
+                ranks_GK = getattr(groups, item.group)
+                seconds_G = self._fabric.seconds_G(item.kind, slot_W[ranks_GK], item.size_bytes)
+                priced[key] = groups.lanes_PD(ranks_GK, seconds_G)
+            exchange_s.append(priced[key])
         embedding_s = 0.0
         if work.traffic.embedding_bytes:
             lanes = slot_W[groups.embedding]

@@ -24,6 +24,18 @@ _CROSS_ENTROPY_REDUCTIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Hiding:
+    """Compute of one layer, for one micro-batch, behind which a collective passes."""
+
+    core_attention_s: float = 0.0
+    """The forward's scores and context: behind them go the rings of context parallelism."""
+    input_grad_s: float = 0.0
+    """Input gradient of one column-parallel matrix."""
+    weight_grad_s: float = 0.0
+    """Weight gradient of one column-parallel matrix."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
     """One collective inside the passes of a micro-batch."""
 
@@ -60,12 +72,12 @@ def hop_bytes(job: Job, layout: Layout) -> int:
     return activations.residual_bytes(job.model, layout)
 
 
-def exchanges(job: Job, layout: Layout, attention_core_s: float) -> tuple[Exchange, ...]:
-    """List the collectives of a micro-batch; `attention_core_s` is one layer's forward attention, which hides CP."""
+def exchanges(job: Job, layout: Layout, hiding: Hiding) -> tuple[Exchange, ...]:
+    """List the collectives of a micro-batch, each with what it passes behind."""
     counts = _Counts.of(job, layout)
     found = [
-        *_tensor_parallel(job, layout, counts),
-        *_context_parallel(job, layout, counts, attention_core_s),
+        *_tensor_parallel(job, layout, counts, hiding),
+        *_context_parallel(job, layout, counts, hiding.core_attention_s),
         *_expert_parallel(job, layout, counts),
     ]
     return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
@@ -127,11 +139,13 @@ def _recomputed_layers(layout: Layout, layers: int) -> int:
     return layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
 
 
-def _tensor_parallel(job: Job, layout: Layout, counts: _Counts) -> Iterator[Exchange]:
+def _tensor_parallel(job: Job, layout: Layout, counts: _Counts, hiding: Hiding) -> Iterator[Exchange]:
     """Attention and MLP each cost an all-reduce a pass (Shoeybi et al. 2019, section 3).
 
     With sequence parallelism it is an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2), and
-    the backward gathers the input of each column-parallel matrix once more for the weight gradient (layers.py).
+    the backward gathers the input of each column-parallel matrix once more for the weight gradient (layers.py). That
+    gather passes behind the matrix's input gradient, and the sum of its input's gradients behind its weight gradient,
+    unless `--no-async-tensor-model-parallel-allreduce` says otherwise (until v16, and without sequence parallelism).
     """
     if layout.tp == 1:
         return
@@ -139,23 +153,45 @@ def _tensor_parallel(job: Job, layout: Layout, counts: _Counts) -> Iterator[Exch
     pairs = [attention + mlp for attention, mlp in zip(counts.attention, counts.dense_mlp, strict=True)]
     again = [attention + mlp for attention, mlp in zip(counts.attention_again, counts.dense_mlp_again, strict=True)]
     stages = range(layout.num_chunks)
+    none = [0 for _ in stages]
     embedding = [int(stage == 0) for stage in stages]
     head = [int(stage == stages[-1]) for stage in stages]
+    behind = (_add(none), _add(pairs, head))
     if layout.sequence_parallel:
-        gathers = (_add(pairs, head), _add(pairs, pairs, again, embedding, head))
-        scatters = (_add(pairs, embedding), _add(pairs, again, head))
-        yield _over_tp("all_gather", size, gathers)
-        yield _over_tp("reduce_scatter", size, scatters)
+        yield _over_tp("all_gather", size, (_add(pairs, head), _add(pairs, again, embedding)))
+        yield _over_tp("all_gather", size, behind, hidden_s=hiding.input_grad_s)
+        yield _over_tp("reduce_scatter", size, (_add(pairs, embedding), _add(again)))
+        yield _over_tp("reduce_scatter", size, behind, hidden_s=hiding.weight_grad_s)
     else:
-        yield _over_tp("all_reduce", size, (_add(pairs, embedding), _add(pairs, again, head)))
+        yield _over_tp("all_reduce", size, (_add(pairs, embedding), _add(again)))
+        yield _over_tp("all_reduce", size, behind, hidden_s=hiding.weight_grad_s if _is_async(job) else 0.0)
     losses = [_CROSS_ENTROPY_REDUCTIONS * last for last in head]
+<<<<<<< HEAD
     loss_bytes = _FP32_BYTES * attention.tokens(job.model, layout)
     yield _over_tp("all_reduce", loss_bytes, (_add(losses), _add([0 for _ in stages])))
+=======
+    loss_bytes = _FP32_BYTES * activations.tokens(job.model, layout)
+    yield _over_tp("all_reduce", loss_bytes, (_add(losses), _add(none)))
+>>>>>>> ef25630 ([cost] Let collectives pass behind gradients and behind a host that is late)
 
 
-def _over_tp(kind: Kind, size_bytes: float, passes: tuple[tuple[float, ...], tuple[float, ...]]) -> Exchange:
+def _is_async(job: Job) -> bool:
+    """Whether input gradients are summed while the weight gradient is computed: Megatron's default."""
+    off = ("--no-async-tensor-model-parallel-allreduce", "--disable-async-tensor-model-parallel-allreduce")
+    return not any(flag.startswith(off) for flag in job.performance_flags)
+
+
+def _over_tp(
+    kind: Kind, size_bytes: float, passes: tuple[tuple[float, ...], tuple[float, ...]], *, hidden_s: float = 0.0
+) -> Exchange:
     return Exchange(
-        part="tensor_parallel", kind=kind, group="tp", size_bytes=size_bytes, forward=passes[0], backward=passes[1]
+        part="tensor_parallel",
+        kind=kind,
+        group="tp",
+        size_bytes=size_bytes,
+        forward=passes[0],
+        backward=passes[1],
+        hidden_s=hidden_s,
     )
 
 

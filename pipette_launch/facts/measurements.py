@@ -55,13 +55,24 @@ class ComputeTime:
     """How long one part of the model takes on one slot, for one micro-batch, without communication."""
 
     case: ComputeCase
-    part: Literal["layer", "moe_layer", "embedding", "head"]
+    part: Literal["layer", "moe_layer", "embedding", "head", "core_attention"]
+    """`core_attention` lies within the layer; where it is known, selective recompute costs what it took."""
     slot: int
     forward: Samples
     input_grad: Samples
     """Backward with respect to the input only."""
     weight_grad: Samples
     """What the full backward takes beyond `input_grad`."""
+    forward_idle_s: float = 0.0
+    """Of the forward, seconds in which the device waits for the host: collectives pass in them at no cost."""
+    backward_idle_s: float = 0.0
+    """The same of the two passes of the backward."""
+
+    def __post_init__(self) -> None:
+        if self.forward_idle_s < 0 or self.backward_idle_s < 0:
+            raise FactError(
+                f"{self.part}: idle {self.forward_idle_s} s and {self.backward_idle_s} s must not be negative"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

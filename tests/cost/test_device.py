@@ -7,11 +7,12 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipette_launch.cost.compute import ComputeTable, attention_core_share
 from pipette_launch.cost.device import imagined, matmul_efficiency, optimizer_s_per_parameter, pass_s
 from pipette_launch.cost.device_work import Load, Product, layer_loads
 from pipette_launch.cost.latency import Predictor
 from pipette_launch.errors import FactError
-from pipette_launch.facts import Job, Layout
+from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.facts.device import DeviceSpec, Efficiency, Link
 
 DEVICE = DeviceSpec(
@@ -91,9 +92,40 @@ def test_more_tokens_are_never_faster(mbs: int, tp: int) -> None:
         small, large = sorted(
             (time for time in found.compute if time.part == part), key=lambda time: time.case.micro_batch_size
         )
-        for name in ("forward", "input_grad", "weight_grad"):
-            seconds = getattr(small, name).median_s
-            assert seconds <= getattr(large, name).median_s <= 2 * seconds * (1 + 1e-12)
+        once, twice = (
+            (time.forward.median_s, time.input_grad.median_s + time.weight_grad.median_s) for time in (small, large)
+        )
+        for less, more in zip(once, twice, strict=True):
+            assert less * (1 - 1e-12) <= more <= 2 * less * (1 + 1e-12)
+
+
+def test_short_kernels_leave_the_device_idle() -> None:
+    """A tiny layer takes as long as its launches; a large one leaves nothing idle."""
+    found = imagined(job(), DEVICE, num_hosts=1, devices_per_host=2, layouts=[Layout(dp=2)])
+    tiny = next(time for time in found.compute if time.part == "layer")
+    large_job = job(hidden_size=8192, ffn_hidden_size=32768, kv_channels=2048, seq_length=4096)
+    large = next(
+        time
+        for time in imagined(large_job, DEVICE, num_hosts=1, devices_per_host=2, layouts=[Layout(dp=2)]).compute
+        if time.part == "layer"
+    )
+    kernels = layer_loads(job(), Layout(dp=2), moe=False).forward.kernels
+
+    assert tiny.forward.median_s == kernels * 1e-5
+    assert 0.9 * tiny.forward.median_s < tiny.forward_idle_s < tiny.forward.median_s
+    assert (large.forward_idle_s, large.backward_idle_s) == (0, 0)
+
+
+def test_attention_core_lies_within_the_layer() -> None:
+    """Selective recompute of it costs less than the layer, and without flash more than its share of the FLOPs."""
+    long = job(seq_length=4096, max_position_embeddings=4096, hidden_size=1024, ffn_hidden_size=4096, kv_channels=256)
+    layout = Layout(recompute=Recompute(granularity="selective"))
+    found = imagined(long, DEVICE, num_hosts=1, devices_per_host=1, layouts=[layout])
+    seconds = {time.part: time.forward.median_s for time in found.compute}
+    again_s = ComputeTable(long, found).chunk_passes(layout)[0].recompute_s
+
+    assert again_s == pytest.approx(4 * seconds["core_attention"])
+    assert attention_core_share(long.model) < seconds["core_attention"] / seconds["layer"] < 1
 
 
 def test_groups_across_hosts_use_all_cards() -> None:

@@ -26,19 +26,19 @@ LAYOUTS = (
 
 
 def job(hidden_size: int) -> Job:
-    """A GPT of 4 layers with 16 samples of 512 tokens a step."""
+    """A GPT of 4 layers with 16 samples of 2,048 tokens a step."""
     model = tiny_model(
         hidden_size=hidden_size,
         ffn_hidden_size=4 * hidden_size,
         kv_channels=hidden_size // 4,
-        seq_length=512,
+        seq_length=2048,
         vocab_size=4096,
         params_dtype="bf16",
     )
     return tiny_job(model=model, batch=Batch(global_batch_size=16))
 
 
-def steps(device: DeviceSpec, *factors: CaseFactor, hidden_sizes: tuple[int, ...] = (256, 2048)) -> list[MeasuredStep]:
+def steps(device: DeviceSpec, *factors: CaseFactor, hidden_sizes: tuple[int, ...] = (256, 8192)) -> list[MeasuredStep]:
     """What the device model itself would measure."""
     unmeasured = [
         MeasuredStep(job=job(hidden), layout=layout, num_hosts=1, devices_per_host=4, step_s=1.0)
@@ -61,7 +61,7 @@ def test_planted_device_is_found() -> None:
     assert found.error_after < 0.005
     assert found.device.efficiency.launch_s == pytest.approx(2 * A100.efficiency.launch_s, rel=0.02)
     assert found.device.efficiency.matmul_share == pytest.approx(0.8 * A100.efficiency.matmul_share, rel=0.1)
-    for step in steps(truth, hidden_sizes=(1024,)):
+    for step in steps(truth, hidden_sizes=(2048,)):
         assert predicted_s(step, found.device) == pytest.approx(step.step_s, rel=0.02)
 
 
@@ -73,7 +73,7 @@ def test_what_was_not_exercised_stays() -> None:
 def test_planted_shape_is_found() -> None:
     """One shape whose layers take 1.4 times what the curve has is told apart from the others."""
     odd = CaseFactor(
-        model=shape_of(job(2048).model),
+        model=shape_of(job(8192).model),
         case=ComputeCase(tp=1, cp=1, micro_batch_size=1),
         layer=1.4,
         ends=1.0,

@@ -4,7 +4,7 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.parameters import chunk_parameters
-from pipette_launch.cost.traffic import Exchange, exchanges, hop_bytes, step_traffic
+from pipette_launch.cost.traffic import Exchange, Hiding, exchanges, hop_bytes, step_traffic
 from pipette_launch.facts import Job, Layout, Recompute
 
 FULL = Recompute(granularity="full", method="block", num_layers=1)
@@ -17,7 +17,7 @@ def rows(job: Job, layout: Layout) -> list[Row]:
     def row(item: Exchange) -> Row:
         return item.kind, item.group, item.size_bytes, item.forward, item.backward
 
-    return [row(item) for item in exchanges(job, layout, 1e-3)]
+    return [row(item) for item in exchanges(job, layout, Hiding(core_attention_s=1e-3))]
 
 
 def moe_job(**changes: object) -> Job:
@@ -37,7 +37,8 @@ def test_without_degrees_nothing_is_sent() -> None:
 def test_tensor_parallel_all_reduces() -> None:
     """Two a layer and pass; one more for the embedding forward and the head backward; three of s*b*4 for the loss."""
     expected = [
-        ("all_reduce", "tp", 8192, (5.0, 4.0), (4.0, 5.0)),
+        ("all_reduce", "tp", 8192, (5.0, 4.0), (0.0, 0.0)),
+        ("all_reduce", "tp", 8192, (0.0, 0.0), (4.0, 5.0)),
         ("all_reduce", "tp", 128, (0.0, 3.0), (0.0, 0.0)),
     ]
 
@@ -51,7 +52,7 @@ def test_full_recompute_repeats_the_forward_ones() -> None:
         "tp",
         8192,
         (5.0, 4.0),
-        (6.0, 7.0),
+        (2.0, 2.0),
     )
 
 
@@ -59,17 +60,37 @@ def test_sequence_parallelism_gathers_and_scatters() -> None:
     """Two of each a layer and pass, and two more gathers in the backward for the weight gradients."""
     layout = Layout(tp=2, pp=2, sequence_parallel=True)
     expected = [
-        ("all_gather", "tp", 8192, (4.0, 5.0), (9.0, 9.0)),
-        ("reduce_scatter", "tp", 8192, (5.0, 4.0), (4.0, 5.0)),
+        ("all_gather", "tp", 8192, (4.0, 5.0), (5.0, 4.0)),
+        ("all_gather", "tp", 8192, (0.0, 0.0), (4.0, 5.0)),
+        ("reduce_scatter", "tp", 8192, (5.0, 4.0), (0.0, 0.0)),
+        ("reduce_scatter", "tp", 8192, (0.0, 0.0), (4.0, 5.0)),
         ("all_reduce", "tp", 128, (0.0, 3.0), (0.0, 0.0)),
     ]
 
     assert expected == rows(tiny_job(), layout)
 
 
+@pytest.mark.parametrize(
+    ("sequence_parallel", "flags", "expected"),
+    [
+        (True, (), [0.0, 2e-3, 0.0, 3e-3, 0.0]),
+        (False, (), [0.0, 3e-3, 0.0]),
+        (False, ("--no-async-tensor-model-parallel-allreduce",), [0.0, 0.0, 0.0]),
+    ],
+)
+def test_gradients_pass_behind_gradients(
+    sequence_parallel: bool, flags: tuple[str, ...], expected: list[float]
+) -> None:
+    """Inputs are gathered again behind the input gradient; sums pass behind the weight gradient, unless told not to."""
+    hiding = Hiding(input_grad_s=2e-3, weight_grad_s=3e-3)
+    layout = Layout(tp=2, sequence_parallel=sequence_parallel)
+
+    assert [item.hidden_s for item in exchanges(tiny_job(performance_flags=flags), layout, hiding)] == expected
+
+
 def test_context_parallel_rings() -> None:
     """Keys and values of the whole sequence, once forward and twice backward a layer, half of the attention ahead."""
-    (item,) = exchanges(tiny_job(), Layout(cp=2), 1e-3)
+    (item,) = exchanges(tiny_job(), Layout(cp=2), Hiding(core_attention_s=1e-3))
 
     assert (item.kind, item.group, item.size_bytes) == ("all_gather", "cp", 2 * 8192)
     assert (item.forward, item.backward, item.hidden_s) == ((4.0,), (8.0,), 5e-4)

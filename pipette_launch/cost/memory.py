@@ -30,6 +30,8 @@ class MemoryParts:
     weights: int
     gradients: int
     optimizer: int
+    shared_buffer: int
+    """Megatron's global buffer, which lives on once it was used."""
     activations: int
     """Kept by the layers of all live micro-batches."""
     embedding: int
@@ -45,14 +47,14 @@ class MemoryParts:
     deferred: int
     """What the head's deferred weight gradients wait with."""
     buffers: int
-    """Pipeline receive and send tensors, and the buffer that all layers share."""
+    """The pipeline's tensors in flight."""
     optimizer_step: int
     """Temporaries of the optimizer step, when no activation lives any more."""
 
     @property
     def static(self) -> int:
         """What is there all the time."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.shared_buffer
 
     @property
     def total(self) -> int:
@@ -67,14 +69,14 @@ class MemoryParts:
         """
         kinds = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         if self._kept + max(self._instants) < self.optimizer_step:
-            return {**kinds, "activations": 0, "logits": 0, "buffers": self.optimizer_step}
+            return {**kinds, "activations": 0, "logits": 0, "buffers": self.shared_buffer + self.optimizer_step}
         at_loss, at_backward = self._instants
         is_loss = at_loss >= at_backward
         return {
             **kinds,
             "activations": self.activations + self.embedding + (self.mask if is_loss else at_backward),
             "logits": self.deferred + (self.head if is_loss else 0),
-            "buffers": self.buffers,
+            "buffers": self.shared_buffer + self.buffers,
         }
 
     @property
@@ -109,6 +111,7 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
                 weights=buffered * job.model.dtype_bytes,
                 gradients=buffered * gradient_bytes_per_parameter(job),
                 optimizer=states,
+                shared_buffer=shared_buffer_bytes(job, layout, rank),
                 activations=peak_live_bytes(layout, rank, microbatches, chunk_bytes[rank :: layout.pp]),
                 embedding=input_bytes(job, layout, rank, microbatches),
                 recompute=recompute,
@@ -116,7 +119,7 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
                 mask=mask_bytes(job, layout, rank),
                 head=ends.head_bytes(job, layout) if is_last else 0,
                 deferred=ends.deferred_bytes(job, layout, microbatches) if is_last else 0,
-                buffers=buffer_bytes(job, layout),
+                buffers=in_flight_bytes(job, layout),
                 optimizer_step=step,
             )
         )
@@ -193,19 +196,26 @@ def recompute_working_set_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     return layer.total * (at_once if layout.recompute.method == "uniform" else 1)
 
 
-def buffer_bytes(job: Job, layout: Layout) -> int:
-    """Count the pipeline's tensors in flight, and Megatron's global buffer (megatron.md 8.4).
+def in_flight_bytes(job: Job, layout: Layout) -> int:
+    """Count the pipeline's tensors in flight: received, sent, and the one sent before (megatron.md 8.4).
 
-    In flight are a received tensor, a sent one, and the one before it, which its communication holds until NCCL's
-    watchdog has seen it end (golden rows with a pipeline: one or two tensors of s*b*h beyond the first two, at 4 MiB
-    and at 64 MiB). The buffer is as large as its largest user: the gathered input of sequence parallelism, the tokens
-    that the all-gather dispatcher gathers, or local attention's scores.
+    The last is held by its communication until NCCL's watchdog has seen it end (golden rows with a pipeline: one or two
+    tensors of s*b*h beyond the first two, at 4 MiB and at 64 MiB).
     """
-    in_flight = 3 * activations.stream_bytes(job, layout) if layout.pp > 1 else 0
-    residual = activations.residual_bytes(job.model, layout)
-    gathered = residual * layout.tp if layout.sequence_parallel and layout.tp > 1 else 0
+    return 3 * activations.stream_bytes(job, layout) if layout.pp > 1 else 0
+
+
+def shared_buffer_bytes(job: Job, layout: Layout, rank: int) -> int:
+    """Count Megatron's global buffer, as large as its largest user on this pipeline rank (megatron.md 8.4).
+
+    Users: the gathered input of sequence parallelism, by Megatron's own linear layers, of which TransformerEngine's
+    models have the head alone; the tokens that the all-gather dispatcher gathers; local attention's scores.
+    """
+    has_linear = job.model.transformer_impl == "local" or rank == layout.pp - 1
+    gathers = layout.sequence_parallel and layout.tp > 1 and has_linear
+    gathered = activations.residual_bytes(job.model, layout) * layout.tp if gathers else 0
     dispatched = experts.gather_buffer_bytes(job, layout)
-    return in_flight + max(gathered, dispatched, attention.scores_buffer_bytes(job.model, layout))
+    return max(gathered, dispatched, attention.scores_buffer_bytes(job.model, layout))
 
 
 def _kinds(job: Job) -> tuple[bool, ...]:

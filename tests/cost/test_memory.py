@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from pipette_launch.cost.memory import (
     MemoryParts,
-    buffer_bytes,
     chunk_activation_bytes,
+    in_flight_bytes,
     input_bytes,
     mask_bytes,
     peak_live_bytes,
     peak_memory_bytes,
     recompute_working_set_bytes,
+    shared_buffer_bytes,
 )
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
@@ -44,6 +45,7 @@ def test_a_peak_by_hand() -> None:
         weights=4 * parameters,
         gradients=4 * parameters,
         optimizer=8 * parameters,
+        shared_buffer=8 * 2048,
         activations=4 * layer,
         embedding=8 * 32,
         recompute=0,
@@ -51,12 +53,12 @@ def test_a_peak_by_hand() -> None:
         mask=32 * 32,
         deferred=0,
         head=8 * 2048 + 4 * 32 * 256,
-        buffers=8 * 2048,
+        buffers=0,
         optimizer_step=4 * parameters,
     )
-    passes = 4 * layer + 8 * 32 + 32 * 32 + 8 * 2048 + 4 * 32 * 256 + 8 * 2048
-    assert parts.static == 16 * parameters
-    assert parts.total == 16 * parameters + max(passes, 4 * parameters)
+    passes = 4 * layer + 8 * 32 + 32 * 32 + 8 * 2048 + 4 * 32 * 256
+    assert parts.static == 16 * parameters + 8 * 2048
+    assert parts.total == parts.static + max(passes, 4 * parameters)
 
 
 def test_live_microbatches_of_1f1b() -> None:
@@ -118,16 +120,22 @@ def test_recompute(recompute: Recompute, kept: int, working_set: int) -> None:
     assert recompute_working_set_bytes(job(), layout, moe=False) == working_set
 
 
-def test_buffers() -> None:
-    """Three tensors in flight with a pipeline, the gathered input with sequence parallelism."""
-    assert buffer_bytes(job(), Layout()) == 0
-    assert buffer_bytes(job(), Layout(pp=2)) == 3 * 4096
-    assert buffer_bytes(job(), Layout(tp=2)) == 0
-    assert buffer_bytes(job(), Layout(tp=2, pp=2, sequence_parallel=True)) == 3 * 2048 + 4096
-    # Local attention's scores of 4 * 2048 / tp share the buffer with the gathered input of 4096.
+def test_tensors_in_flight() -> None:
+    """Three with a pipeline, of what sequence parallelism leaves to a rank."""
+    assert in_flight_bytes(job(), Layout(tp=2)) == 0
+    assert in_flight_bytes(job(), Layout(pp=2)) == 3 * 4096
+    assert in_flight_bytes(job(), Layout(tp=2, pp=2, sequence_parallel=True)) == 3 * 2048
+
+
+def test_the_shared_buffer() -> None:
+    """The gathered input of the head, or on every rank of local layers; local scores of 4 * 2048 / tp share it."""
+    parallel = Layout(tp=2, pp=2, sequence_parallel=True)
+
+    assert [shared_buffer_bytes(job(), parallel, rank) for rank in range(2)] == [0, 4096]
+    assert shared_buffer_bytes(job(), Layout(tp=2), 0) == 0
     local = job(transformer_impl="local")
-    assert buffer_bytes(local, Layout(tp=2, sequence_parallel=True)) == 4096
-    assert buffer_bytes(local, Layout()) == 8192
+    assert [shared_buffer_bytes(local, parallel, rank) for rank in range(2)] == [4096, 4096]
+    assert shared_buffer_bytes(local, Layout(), 0) == 8192
 
 
 def test_ends_of_the_pipeline() -> None:
@@ -142,6 +150,7 @@ PARTS = MemoryParts(
     weights=1,
     gradients=2,
     optimizer=3,
+    shared_buffer=0,
     activations=10,
     embedding=1,
     recompute=4,
@@ -166,7 +175,7 @@ def test_loss_and_backward_are_never_at_once() -> None:
     [
         ({}, {"activations": 12, "logits": 7, "buffers": 1}),
         ({"head": 2}, {"activations": 17, "logits": 1, "buffers": 1}),
-        ({"optimizer_step": 30}, {"activations": 0, "logits": 0, "buffers": 30}),
+        ({"optimizer_step": 30, "shared_buffer": 5}, {"activations": 0, "logits": 0, "buffers": 35}),
     ],
 )
 def test_kinds_add_up_to_the_peak(changes: dict[str, int], expected: dict[str, int]) -> None:

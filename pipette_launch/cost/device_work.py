@@ -82,7 +82,7 @@ def layer_loads(job: Job, layout: Layout, *, moe: bool) -> PassLoads:
 
 def core_attention_loads(model: ModelSpec, layout: Layout) -> PassLoads:
     """Scores, softmax and context of one layer: flash attention, or every score written out."""
-    is_flash = not activations.is_local_attention(model) and model.attention_backend != "unfused"
+    is_flash = not attention.is_local(model) and model.attention_backend != "unfused"
     return _flash(model, layout) if is_flash else _unfused(model, layout)
 
 
@@ -126,12 +126,7 @@ def _attention(model: ModelSpec, layout: Layout) -> PassLoads:
         input_grad=Load(moved_bytes=rotary, kernels=4 if rotary else 0),
         weight_grad=Load(),
     )
-<<<<<<< HEAD
-    is_flash = not attention.is_local(model) and model.attention_backend != "unfused"
-    return matrices + turns + (_flash(model, layout) if is_flash else _unfused(model, layout))
-=======
     return matrices + turns + core_attention_loads(model, layout)
->>>>>>> ef25630 ([cost] Let collectives pass behind gradients and behind a host that is late)
 
 
 def _flash(model: ModelSpec, layout: Layout) -> PassLoads:

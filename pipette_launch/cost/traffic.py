@@ -166,13 +166,8 @@ def _tensor_parallel(job: Job, layout: Layout, counts: _Counts, hiding: Hiding) 
         yield _over_tp("all_reduce", size, (_add(pairs, embedding), _add(again)))
         yield _over_tp("all_reduce", size, behind, hidden_s=hiding.weight_grad_s if _is_async(job) else 0.0)
     losses = [_CROSS_ENTROPY_REDUCTIONS * last for last in head]
-<<<<<<< HEAD
     loss_bytes = _FP32_BYTES * attention.tokens(job.model, layout)
-    yield _over_tp("all_reduce", loss_bytes, (_add(losses), _add([0 for _ in stages])))
-=======
-    loss_bytes = _FP32_BYTES * activations.tokens(job.model, layout)
     yield _over_tp("all_reduce", loss_bytes, (_add(losses), _add(none)))
->>>>>>> ef25630 ([cost] Let collectives pass behind gradients and behind a host that is late)
 
 
 def _is_async(job: Job) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job, Layout
+from pipette_patches import abstract_moe
 from pipette_patches.abstract_errors import NotModelledError
 from pipette_patches.workload_config import DTYPES
 
@@ -85,7 +86,8 @@ def flags(job: Job) -> dict[str, str]:
 def notes(job: Job) -> tuple[str, ...]:
     """In what the executed job differs from the user's, one sentence each."""
     left_out = [flag for flag in job.performance_flags if flag.startswith(NOT_MODELLED)]
-    return (f"executed abstractly without {', '.join(left_out)}",) if left_out else ()
+    found = (f"executed abstractly without {', '.join(left_out)}",) if left_out else ()
+    return (*found, *abstract_moe.notes(job))
 
 
 def config_class(job: Job) -> Any:
@@ -105,7 +107,8 @@ def transformer_config(job: Job, layout: Layout, *, chunks: tuple[int, ...]) -> 
         **_fusions(job),
         **_recompute(layout),
         **_taken(job, CONFIG_FLAGS),
-        **extra_fields(job, layout),
+        **_taken(job, abstract_moe.FLAGS),
+        **abstract_moe.fields(job),
     }
     known = inspect.signature(made).parameters
     return made(**{name: value for name, value in fields.items() if name in known})
@@ -253,11 +256,3 @@ def _recompute(layout: Layout) -> dict[str, Any]:
         "recompute_method": recompute.method,
         "recompute_num_layers": recompute.num_layers,
     }
-
-
-def extra_fields(job: Job, layout: Layout) -> dict[str, Any]:
-    """Fields of experts, latent attention and token prediction."""
-    del layout
-    if job.model.num_experts or job.model.latent_attention:
-        raise NotModelledError("experts and latent attention are not executed abstractly yet")
-    return {}

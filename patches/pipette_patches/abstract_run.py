@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job, Layout
-from pipette_patches import abstract_attention, abstract_config, abstract_linear, abstract_te
+from pipette_patches import abstract_attention, abstract_config, abstract_linear, abstract_moe, abstract_te
 from pipette_patches.abstract_core import CORE
 from pipette_patches.abstract_memory import StorageMeter, allocated, metered, under
 from pipette_patches.abstract_torch import TORCH
@@ -26,7 +26,7 @@ def load() -> None:
     if _loaded:
         return
     abstract_te.install()
-    replacements = Replacements((*TORCH, *CORE))
+    replacements = Replacements((*TORCH, *CORE, *abstract_moe.MOE))
     replacements.apply()
     _loaded.append(replacements)
     with warnings.catch_warnings():
@@ -50,6 +50,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, iterations: int = 2) -> 
     """
     abstract_linear.forget_gradients()
     abstract_attention.choose(_backend(job))
+    abstract_moe.choose(job)
     with one_rank(job, layout, pp_rank), metered() as meter:
         trainer = Trainer(job, layout, pp_rank, meter)
         result = trainer.train(iterations)
@@ -92,9 +93,11 @@ class Trainer:
 
         model, layout = self.job.model, self.layout
         stage = index if layout.vpp > 1 else None
+        spec = self._spec(stage)
         chunk = GPTModel(
             config=self.config,
-            transformer_layer_spec=self._spec(stage),
+            transformer_layer_spec=spec,
+            mtp_block_spec=self._prediction_spec(spec, stage),
             vocab_size=model.padded_vocab_size(layout.tp),
             max_sequence_length=model.max_position_embeddings,
             pre_process=self.pp_rank == 0 and index == 0,
@@ -116,6 +119,26 @@ class Trainer:
             normalization=self.job.model.normalization,
             vp_stage=vp_stage,
         )
+
+    def _prediction_spec(self, spec: Any, vp_stage: int | None) -> Any:
+        """Describe the layers of multi-token prediction of a chunk; None where it has none."""
+        from megatron.core.models.gpt import gpt_layer_specs
+
+        if not self.job.model.mtp_num_layers:
+            return None
+        uses_te = self.job.model.transformer_impl == "transformer_engine"
+        last = spec.layer_specs[-1] if spec.layer_specs else self._decoder_specs()[-1]
+        return gpt_layer_specs.get_gpt_mtp_block_spec(
+            self.config, last, use_transformer_engine=uses_te, vp_stage=vp_stage
+        )
+
+    def _decoder_specs(self) -> Any:
+        """Describe every layer of the decoder, for a chunk that has none of its own."""
+        from megatron.core.models.gpt import gpt_layer_specs
+
+        model = self.job.model
+        uses_te = model.transformer_impl == "transformer_engine"
+        return gpt_layer_specs.get_gpt_decoder_layer_specs(self.config, uses_te, normalization=model.normalization)
 
     def _wrapped(self, chunks: Sequence[Any]) -> list[Any]:
         """Convert to the training type and give each chunk its gradient buffers."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipette_patches import abstract_adam, abstract_attention, abstract_kernels, abstract_linear
+from pipette_patches import abstract_adam, abstract_attention, abstract_grouped, abstract_kernels, abstract_linear
 from pipette_patches.abstract_errors import NotModelledError
 
 VERSION = "2.8.0"
@@ -42,7 +42,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "LayerNorm": abstract_linear.LayerNorm,
         "RMSNorm": abstract_linear.RMSNorm,
         "DotProductAttention": abstract_attention.DotProductAttention,
-        "GroupedLinear": not_modelled("GroupedLinear"),
+        "GroupedLinear": abstract_grouped.GroupedLinear,
         "Fp8Padding": not_modelled("Fp8Padding"),
         "Fp8Unpadding": not_modelled("Fp8Unpadding"),
         "ops": SimpleNamespace(
@@ -70,6 +70,16 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "multi_tensor_applier": abstract_kernels.multi_tensor_applier,
         "multi_tensor_l2norm": abstract_kernels.multi_tensor_l2norm,
         "multi_tensor_scale": abstract_kernels.multi_tensor_scale,
+    },
+    "transformer_engine.pytorch.permutation": {
+        name: getattr(abstract_grouped, name)
+        for name in (
+            "moe_permute",
+            "moe_permute_with_probs",
+            "moe_sort_chunks_by_index",
+            "moe_sort_chunks_by_index_with_probs",
+            "moe_unpermute",
+        )
     },
     "transformer_engine.pytorch.router": dict.fromkeys(
         ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")

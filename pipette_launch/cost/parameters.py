@@ -108,17 +108,14 @@ def _head(model: ModelSpec, layout: Layout) -> int:
 
 
 def _prediction(model: ModelSpec, layout: Layout, layer: Parameters) -> Parameters:
-    """Depths of multi-token prediction: a layer each, and where the last rank lacks them, the embeddings it looks up.
+    """Depths of multi-token prediction: a layer each, and on a last rank that is not the first, embeddings to look up.
 
-    A tied head is such a copy already (megatron-core, gpt_model.py:149-157, 726-736).
+    Those come beside the head's copy of a tied embedding (megatron-core, gpt_model.py:149-157, 240-254).
     """
     depths = model.mtp_num_layers
     if not depths:
         return Parameters(dense=0)
-    copied = 0
-    if layout.pp > 1:
-        words = word_embedding_parameters(model, layout) if model.untie_embeddings_and_output_weights else 0
-        copied = _embedding(model, layout) - word_embedding_parameters(model, layout) + words
+    copied = _embedding(model, layout) if layout.pp > 1 else 0
     own = latent.prediction_parameters(model, layout)
     return Parameters(dense=depths * (layer.dense + own) + copied, expert=depths * layer.expert)
 

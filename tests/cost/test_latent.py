@@ -54,8 +54,8 @@ def test_an_unfused_rotary_embedding_keeps_its_angles() -> None:
 
 
 def test_multi_token_prediction_copies_the_embedding_to_the_last_rank() -> None:
-    """A layer, three norms and a projection of 2h to h; the words where the head has others, the positions always."""
-    for is_untied, words in ((True, 256 * 64), (False, 0)):
+    """A layer, three norms and a projection of 2h to h; words and positions, beside a head that is a copy itself."""
+    for is_untied in (True, False):
         plain, predicts = (
             stage_parameters(
                 tiny_model(mtp_num_layers=depths, untie_embeddings_and_output_weights=is_untied), Layout(pp=2)
@@ -65,7 +65,7 @@ def test_multi_token_prediction_copies_the_embedding_to_the_last_rank() -> None:
         layer = layer_parameters(tiny_model(), Layout(), moe=False).dense
 
         assert plain[0] == predicts[0]
-        assert predicts[1].dense - plain[1].dense == layer + 3 * 128 + 2 * 64 * 64 + 32 * 64 + words
+        assert predicts[1].dense - plain[1].dense == layer + 3 * 128 + 2 * 64 * 64 + (32 + 256) * 64
 
 
 def test_predicted_layers_have_experts_where_the_last_layer_has() -> None:

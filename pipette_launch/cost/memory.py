@@ -5,22 +5,16 @@ Not in it: what lies outside the model's tensors (context, communicators, worksp
 warm-up as `Measurements.overhead_bytes`), CP ring buffers, alignment of each parameter within its bucket.
 """
 
-# M = micro-batches, V = model chunks of a rank.
-
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost import activations, attention, ends, experts
+from pipette_launch.cost.memory_live import peak_live_bytes
 from pipette_launch.cost.optimizer import buffered_parameters, gradient_bytes_per_parameter, optimizer_bytes
-from pipette_launch.cost.parameters import stage_parameters
+from pipette_launch.cost.parameters import Parameters, stage_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedules import num_warmup, schedule_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,12 +98,11 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
     parts = []
     for rank, parameters in enumerate(stage_parameters(job.model, layout)):
         is_last = rank == layout.pp - 1
-        states, step = optimizer_bytes(job, parameters, layout)
-        buffered = buffered_parameters(job, parameters, layout)
+        weights, gradients, states, step = rank_states(job, parameters, layout)
         parts.append(
             MemoryParts(
-                weights=buffered * job.model.dtype_bytes,
-                gradients=buffered * gradient_bytes_per_parameter(job),
+                weights=weights,
+                gradients=gradients,
                 optimizer=states,
                 shared_buffer=shared_buffer_bytes(job, layout, rank),
                 activations=peak_live_bytes(layout, rank, microbatches, chunk_bytes[rank :: layout.pp]),
@@ -124,6 +117,13 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
             )
         )
     return tuple(parts)
+
+
+def rank_states(job: Job, parameters: Parameters, layout: Layout) -> tuple[int, int, int, int]:
+    """Bytes of weights, gradients, optimizer states, and temporaries of the optimizer step on one pipeline rank."""
+    buffered = buffered_parameters(job, parameters, layout)
+    weights, gradients = buffered * job.model.dtype_bytes, buffered * gradient_bytes_per_parameter(job)
+    return (weights, gradients, *optimizer_bytes(job, parameters, layout))
 
 
 def input_bytes(job: Job, layout: Layout, rank: int, num_microbatches: int) -> int:
@@ -147,24 +147,6 @@ def mask_bytes(job: Job, layout: Layout, rank: int) -> int:
     if rank not in (0, layout.pp - 1) or layout.recompute.granularity == "full":
         return 0
     return ends.attention_mask_bytes(job, layout)
-
-
-def peak_live_bytes(layout: Layout, rank: int, num_microbatches: int, chunk_bytes_V: tuple[int, ...]) -> int:
-    """Most bytes that a rank's chunks hold for micro-batches whose backward is to come.
-
-    1F1B: min(m, p - r) micro-batches. Interleaved: warm-up + 1 chunk passes, capped by their number, each with the
-    bytes of its own chunk (memory.md section 4, megatron.md 8.3; schedules.py:762-786, 2093).
-    """
-    if layout.vpp == 1:
-        return min(num_microbatches, layout.pp - rank) * chunk_bytes_V[0]
-    group_size = layout.microbatch_group_size or layout.pp
-    chunks_M = _chunk_order(layout.vpp, num_microbatches, group_size)
-    weights_V = np.array(chunk_bytes_V, dtype=np.int64)
-    forward = np.cumsum(weights_V[chunks_M])
-    backward = np.concatenate(([0], np.cumsum(weights_V[layout.vpp - 1 - chunks_M])))
-    ahead = num_warmup(layout.pp, layout.vpp, group_size, rank)
-    done = np.maximum(np.arange(len(forward)) - ahead, 0)
-    return int((forward - backward[done]).max())
 
 
 def chunk_activation_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
@@ -232,8 +214,3 @@ def _after_full_recompute(sizes: list[int], layout: Layout, layer_input: int) ->
         return -(-len(sizes) // recompute.num_layers) * layer_input
     again = min(recompute.num_layers, len(sizes))
     return again * layer_input + sum(sizes[again:])
-
-
-@lru_cache(maxsize=1024)
-def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> NDArray[np.int64]:
-    return np.array([chunk for _, chunk in schedule_table(vpp, num_microbatches, group_size)], dtype=np.int64)

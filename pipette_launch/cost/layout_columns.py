@@ -1,0 +1,157 @@
+"""Many layouts as numpy columns, and the grouping of those that agree in some of their fields."""
+
+# N = layouts, U = groups of layouts that agree, S = stages (pipeline ranks) of all layouts, one layout after another.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts.layout import NO_RECOMPUTE, Layout, Recompute
+
+Ints = NDArray[np.int64]
+Field = Literal[
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+    "etp",
+    "vpp",
+    "microbatch_group_size",
+    "micro_batch_size",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "recompute",
+    "layers_per_chunk",
+]
+NUMBERS: tuple[Field, ...] = (
+    "tp",
+    "pp",
+    "dp",
+    "cp",
+    "ep",
+    "etp",
+    "vpp",
+    "microbatch_group_size",
+    "micro_batch_size",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+)
+_CODE_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """Rows that agree in some columns."""
+
+    first_U: Ints
+    """A row of each group."""
+    group_N: Ints
+    """The group of each row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutColumns:
+    """N layouts: what decides about memory, field by field. Names are those of `Layout`; flags are 0 or 1."""
+
+    tp: Ints
+    pp: Ints
+    dp: Ints
+    cp: Ints
+    ep: Ints
+    etp: Ints
+    vpp: Ints
+    microbatch_group_size: Ints
+    micro_batch_size: Ints
+    sequence_parallel: Ints
+    use_distributed_optimizer: Ints
+    recompute: Ints
+    """Index into `recomputes`."""
+    layers_per_chunk: Ints
+    """Index into `cuts`."""
+    recomputes: tuple[Recompute, ...] = (NO_RECOMPUTE,)
+    cuts: tuple[tuple[int, ...], ...] = ((),)
+    """Layers of every chunk; empty = even."""
+
+    def __post_init__(self) -> None:
+        for name in (*NUMBERS, "recompute", "layers_per_chunk"):
+            column = getattr(self, name)
+            if column.shape != self.tp.shape or column.dtype != np.int64:
+                raise LayoutError(f"column {name} is {column.dtype}{column.shape}, not int64{self.tp.shape}")
+        for name, limit in (("recompute", len(self.recomputes)), ("layers_per_chunk", len(self.cuts))):
+            column = getattr(self, name)
+            if len(column) and not 0 <= column.min() <= column.max() < limit:
+                raise LayoutError(f"column {name} has indices {column.min()} to {column.max()} into {limit} entries")
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout]) -> LayoutColumns:
+        """Turn layouts into columns."""
+        recomputes = {layout.recompute: 0 for layout in layouts} or {NO_RECOMPUTE: 0}
+        cuts = {layout.layers_per_chunk: 0 for layout in layouts} or {(): 0}
+        recomputes = {value: place for place, value in enumerate(recomputes)}
+        cuts = {value: place for place, value in enumerate(cuts)}
+        numbers = {
+            name: np.array([getattr(layout, name) for layout in layouts], dtype=np.int64).reshape(len(layouts))
+            for name in NUMBERS
+        }
+        return cls(
+            **numbers,
+            recompute=np.array([recomputes[layout.recompute] for layout in layouts], dtype=np.int64),
+            layers_per_chunk=np.array([cuts[layout.layers_per_chunk] for layout in layouts], dtype=np.int64),
+            recomputes=tuple(recomputes),
+            cuts=tuple(cuts),
+        )
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.tp)
+
+    def layout(self, row: int) -> Layout:
+        """One row as a layout; raises LayoutError where its degrees contradict each other."""
+        return Layout(
+            tp=int(self.tp[row]),
+            pp=int(self.pp[row]),
+            dp=int(self.dp[row]),
+            cp=int(self.cp[row]),
+            ep=int(self.ep[row]),
+            etp=int(self.etp[row]),
+            vpp=int(self.vpp[row]),
+            microbatch_group_size=int(self.microbatch_group_size[row]),
+            micro_batch_size=int(self.micro_batch_size[row]),
+            sequence_parallel=bool(self.sequence_parallel[row]),
+            use_distributed_optimizer=bool(self.use_distributed_optimizer[row]),
+            recompute=self.recomputes[self.recompute[row]],
+            layers_per_chunk=self.cuts[self.layers_per_chunk[row]],
+        )
+
+    def take(self, rows: Ints) -> LayoutColumns:
+        """Some of the rows."""
+        return replace(
+            self, **{name: getattr(self, name)[rows] for name in (*NUMBERS, "recompute", "layers_per_chunk")}
+        )
+
+    def groups(self, *fields: Field) -> Groups:
+        """Group rows that agree in these fields."""
+        codes = codes_of([getattr(self, name) for name in fields])
+        _, first, group = np.unique(codes, return_index=True, return_inverse=True)
+        return Groups(first_U=first.astype(np.int64), group_N=group.reshape(-1).astype(np.int64))
+
+
+def codes_of(columns: Sequence[Ints]) -> Ints:
+    """Give rows the same number where they agree in every column, and different ones elsewhere."""
+    codes = np.zeros(len(columns[0]), dtype=np.int64)
+    size = 1
+    for column in columns:
+        width = int(column.max(initial=0)) + 1
+        if size * width >= _CODE_LIMIT:
+            codes = np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64)
+            size = len(codes)
+        codes = codes * width + column
+        size *= width
+    return codes

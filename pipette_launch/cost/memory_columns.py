@@ -1,0 +1,187 @@
+"""Peak bytes of many layouts at once, for the wide search: the figures of `cost.memory`, to the byte.
+
+Every tensor is counted by the very functions that count one layout, once for each group of layouts that agree in what
+these depend on; numpy spreads the figures over the stages of all layouts.
+"""
+
+# N = layouts, U = groups of layouts that agree, S = stages (pipeline ranks) of all layouts, one layout after another.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from pipette_launch.cost import activations, ends
+from pipette_launch.cost.layout_columns import Field, Ints, LayoutColumns
+from pipette_launch.cost.live_columns import LAYER, Stages, chunk_bytes, input_bytes, is_uniform_or_block, live_bytes
+from pipette_launch.cost.memory import MemoryParts, rank_states, shared_buffer_bytes
+from pipette_launch.cost.parameters import stage_parameters
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+
+_PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk")
+"""What the parameters of a stage depend on."""
+_SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
+"""What their optimizer states depend on besides."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryColumns:
+    """Predicted peaks of N layouts, stage by stage: the parts of `MemoryParts` as columns of S."""
+
+    starts_N: Ints
+    """The first stage of each layout."""
+    row_S: Ints
+    """The layout of each stage."""
+    stage_S: Ints
+    """Its pipeline rank."""
+    parts: dict[str, Ints]
+    """Columns of S by the names of MemoryParts's fields."""
+
+    @property
+    def total_S(self) -> Ints:
+        """The peak of each stage, put together as `MemoryParts.total` is."""
+        part = self.parts
+        static = part["weights"] + part["gradients"] + part["optimizer"] + part["shared_buffer"]
+        kept = part["activations"] + part["embedding"] + part["deferred"] + part["buffers"]
+        instants = np.maximum(part["mask"] + part["head"], part["recompute"] + part["backward"])
+        total: Ints = static + np.maximum(kept + instants, part["optimizer_step"])
+        return total
+
+    @property
+    def peak_N(self) -> Ints:
+        """The largest stage of each layout."""
+        if not len(self.starts_N):
+            return np.zeros(0, dtype=np.int64)
+        peak: Ints = np.maximum.reduceat(self.total_S, self.starts_N)
+        return peak
+
+    def of(self, row: int) -> tuple[MemoryParts, ...]:
+        """One layout's stages, as `peak_memory_bytes` gives them."""
+        first = self.starts_N[row]
+        stop = self.starts_N[row + 1] if row + 1 < len(self.starts_N) else len(self.row_S)
+        return tuple(
+            MemoryParts(**{name: int(self.parts[name][at]) for name in self.parts}) for at in range(first, stop)
+        )
+
+
+def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
+    """Predict every pipeline rank's peak for many layouts.
+
+    Raises:
+        LayoutError: a row cuts the layers or the batch unevenly; the message names the row.
+
+    """
+    stages = Stages.of(job, layouts)
+    layer = _by_layer(job, layouts)
+    at = {name: column[stages.row_S] for name, column in layer.items()}
+    live = live_bytes(stages, chunk_bytes(job, layouts, layer))
+    zero = np.zeros(len(stages.row_S), dtype=np.int64)
+    has_pipeline = layouts.pp[stages.row_S] > 1
+    parts = {
+        **_states(job, layouts, stages),
+        "shared_buffer": np.where(stages.is_last_S, at["shared_last"], at["shared"]),
+        "activations": live,
+        "embedding": input_bytes(stages, at),
+        "recompute": _recompute(job, layouts, layer)[stages.row_S],
+        "backward": at["backward"],
+        "mask": np.where(stages.is_first_S | stages.is_last_S, at["mask"], zero),
+        "head": np.where(stages.is_last_S, at["head"], zero),
+        "deferred": _deferred(job, layouts)[stages.row_S] * stages.is_last_S,
+        "buffers": np.where(has_pipeline, 3 * at["stream"], zero),
+    }
+    ordered = {field.name: parts[field.name] for field in fields(MemoryParts)}
+    return MemoryColumns(starts_N=stages.starts_N, row_S=stages.row_S, stage_S=stages.stage_S, parts=ordered)
+
+
+def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
+    """Columns of N that a layer's key decides."""
+    groups = layouts.groups(*LAYER)
+    model = job.model
+    kinds = sorted({bool(kind) for kind in model.moe_layer_freq}) or [False]
+    has_experts = bool(model.num_experts)
+
+    def figures(layout: Layout) -> tuple[int, ...]:
+        units = [activations.layer_activations(job, layout, moe=moe) for moe in kinds]
+        modules = activations.recompute_modules(layout)
+        is_full = layout.recompute.granularity == "full"
+        mask = ends.attention_mask_bytes(job, layout)
+        return (
+            activations.kept_bytes(job, layout, moe=False),
+            activations.kept_bytes(job, layout, moe=has_experts),
+            activations.stream_bytes(job, layout),
+            activations.prediction_bytes(job, layout),
+            max(unit.recomputed(modules, moe=moe) for unit, moe in zip(units, kinds, strict=True)),
+            max(unit.total for unit in units),
+            max(activations.backward_bytes(job, layout, moe=moe) for moe in kinds),
+            ends.embedding_bytes(job, layout),
+            0 if is_full else mask,
+            mask if is_full else 0,
+            ends.head_bytes(job, layout),
+            shared_buffer_bytes(job, layout, layout.pp - 1),
+            shared_buffer_bytes(job, layout, layout.pp - 2),
+        )
+
+    names = (
+        "dense",
+        "moe",
+        "stream",
+        "prediction",
+        "recomputed",
+        "unit",
+        "backward",
+        "embedding",
+        "mask",
+        "kept_mask",
+        "head",
+        "shared_last",
+        "shared",
+    )
+    table = np.array([figures(layouts.layout(int(row))) for row in groups.first_U], dtype=np.int64)
+    columns = table.reshape(-1, len(names)).T[:, groups.group_N]
+    return dict(zip(names, columns, strict=True))
+
+
+def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> dict[str, Ints]:
+    """Columns of S: weights, gradients, optimizer states and the step's temporaries."""
+    groups = layouts.groups(*_PARAMETERS, *_SHARDS)
+    cut = layouts.groups(*_PARAMETERS)
+    cut_parameters = [stage_parameters(job.model, layouts.layout(int(row))) for row in cut.first_U]
+    rows: list[tuple[int, int, int, int]] = []
+    starts = []
+    for row in groups.first_U:
+        layout = layouts.layout(int(row))
+        starts.append(len(rows))
+        parameters = cut_parameters[cut.group_N[row]]
+        figures = {each: rank_states(job, each, layout) for each in set(parameters)}
+        rows += [figures[each] for each in parameters]
+    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    place = np.array(starts, dtype=np.int64)[groups.group_N][stages.row_S] + stages.stage_S
+    names = ("weights", "gradients", "optimizer", "optimizer_step")
+    return dict(zip(names, table[place].T, strict=True))
+
+
+def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
+    """What recompute brings back for a while (`memory.recompute_working_set_bytes`)."""
+    counts = layouts.pp * layouts.vpp
+    largest = np.array([max(cut, default=0) for cut in layouts.cuts])[layouts.layers_per_chunk]
+    largest = np.where(largest > 0, largest, job.model.num_layers // counts)
+    methods = np.array([is_uniform_or_block(recompute.method) for recompute in layouts.recomputes])[layouts.recompute]
+    size = np.array([recompute.num_layers for recompute in layouts.recomputes])[layouts.recompute]
+    units = np.where(methods[:, 0], np.minimum(size, largest), methods[:, 1])
+    is_selective = np.array([recompute.granularity == "selective" for recompute in layouts.recomputes])
+    back = np.asarray(units, dtype=np.int64) * layer["unit"] + is_selective[layouts.recompute] * layer["recomputed"]
+    return np.asarray(back, dtype=np.int64)
+
+
+def _deferred(job: Job, layouts: LayoutColumns) -> Ints:
+    """What deferred weight gradients of the head wait with, on the last stage."""
+    if not job.has_flag("--defer-embedding-wgrad-compute"):
+        return np.zeros(len(layouts), dtype=np.int64)
+    groups = layouts.groups("tp", "cp", "dp", "pp", "micro_batch_size", "sequence_parallel", "ep", "etp")
+    table: list[int] = []
+    for row in groups.first_U:
+        layout = layouts.layout(int(row))
+        table.append(ends.deferred_bytes(job, layout, layout.num_microbatches(job.batch.global_batch_size)))
+    return np.array(table, dtype=np.int64)[groups.group_N]

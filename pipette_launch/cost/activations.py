@@ -25,8 +25,10 @@ class LayerActivations:
 
     layer_input: int
     """The input of the layer: all that full recompute keeps."""
-    norm_outputs: int
-    """Outputs of the two norms."""
+    attention_norm: int
+    """Output of the norm before the attention."""
+    mlp_norm: int
+    """Output of the norm before the MLP."""
     attention: int
     """Query, key, value and the context that the projection needs."""
     latent_projections: int
@@ -41,20 +43,28 @@ class LayerActivations:
     """Input of the second matrix."""
     shared_experts: int
     dropout_masks: int
+    fuses_attention_norm: bool
+    """The norm is part of the matrix behind it, so that it cannot be recomputed alone."""
+    fuses_mlp_norm: bool
 
     @property
     def total(self) -> int:
         """Everything, without recompute."""
-        return sum(getattr(self, name) for name in self.__slots__)
+        return sum(getattr(self, name) for name in self.__slots__ if not name.startswith("fuses"))
 
     def recomputed(self, modules: tuple[str, ...], *, moe: bool) -> int:
-        """Bytes that selective recompute of these modules does not keep (Megatron's words; megatron.md 8.3)."""
+        """Bytes that selective recompute of these modules does not keep (Megatron's words; megatron.md 8.3).
+
+        TransformerEngine's dense layers have their norms inside the matrices: `layernorm` then saves nothing, and `mlp`
+        saves the norm too (transformer_layer.py:379-447 of core_v0.16.1).
+        """
         whole_mlp = self.mlp + self.mlp_activation
+        norms = (not self.fuses_attention_norm) * self.attention_norm + (not self.fuses_mlp_norm) * self.mlp_norm
         saved_by_module = {
             "core_attn": self.core_attention,
-            "layernorm": self.norm_outputs,
+            "layernorm": norms,
             "moe_act": self.mlp_activation if moe else 0,
-            "mlp": 0 if moe else whole_mlp,
+            "mlp": 0 if moe else whole_mlp + self.fuses_mlp_norm * self.mlp_norm,
             "moe": whole_mlp + self.shared_experts if moe else 0,
             "shared_experts": self.shared_experts,
             "mla_up_proj": self.latent_projections,
@@ -96,11 +106,13 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
     a GPT with dropout to 34, and to 10 + 24/t without (memory.md section 4, measured and Korthikanti 2022).
     """
     model = job.model
+    uses_te = model.transformer_impl == "transformer_engine"
     residual, stream = residual_bytes(model, layout), stream_bytes(job, layout)
     narrow = model.dtype_bytes if computes_in_fp8(job) else 1
+    fuses_attention_norm, fuses_mlp_norm = uses_te and model.latent_attention is None, uses_te and not moe
     projected, latents = attention.projected_bytes(job, layout) + _attention_in_fp8(job, layout), 0
     if model.latent_attention:
-        fused = model.transformer_impl == "transformer_engine" and not job.has_flag("--no-rope-fusion")
+        fused = uses_te and not job.has_flag("--no-rope-fusion")
         kept = latent.attention_activations(model, model.latent_attention, layout, fused_rope=fused)
         projected, latents = kept.latents + kept.context, kept.projected
     if moe:
@@ -111,7 +123,8 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
     masks = 2 * (residual // model.dtype_bytes) * _MASK_BYTES if model.hidden_dropout > 0 else 0
     return LayerActivations(
         layer_input=stream,
-        norm_outputs=2 * residual // narrow,
+        attention_norm=residual // narrow if fuses_attention_norm else residual,
+        mlp_norm=residual // narrow if fuses_mlp_norm else residual,
         attention=projected,
         latent_projections=latents,
         core_attention=attention.core_bytes(job, layout),
@@ -120,6 +133,8 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
         mlp_activation=act if moe else act // narrow,
         shared_experts=shared,
         dropout_masks=masks,
+        fuses_attention_norm=fuses_attention_norm,
+        fuses_mlp_norm=fuses_mlp_norm,
     )
 
 
@@ -149,7 +164,7 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     one = model.dtype_bytes * tokens(model, layout) * model.ffn_hidden_size // layout.tp
     second = residual + dropped + gathered + one + alone
     activation = residual + layer.mlp
-    freed = layer.mlp + layer.mlp_activation + layer.mlp_input + layer.norm_outputs // 2
+    freed = layer.mlp + layer.mlp_activation + layer.mlp_input + layer.mlp_norm
     core = 2 * residual + attention.backward_bytes(job, layout) - freed
     return max(second, activation, core)
 

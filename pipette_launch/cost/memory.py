@@ -168,14 +168,21 @@ def chunk_activation_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
 
 
 def recompute_working_set_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
-    """What recompute brings back for a while: the unit that is run again (memory.md section 4: one layer, once)."""
-    if layout.recompute.granularity == "none":
+    """What recompute brings back for a while: the unit that is run again (memory.md section 4: one layer, once).
+
+    Of the block method only where every layer of a chunk is run again: otherwise the layers that were kept come first
+    in the backward and are gone by then.
+    """
+    recompute = layout.recompute
+    if recompute.granularity == "none":
         return 0
     layer = activations.layer_activations(job, layout, moe=moe)
-    if layout.recompute.granularity == "selective":
+    if recompute.granularity == "selective":
         return layer.recomputed(activations.recompute_modules(layout), moe=moe)
-    at_once = min(layout.recompute.num_layers, max(layout.chunk_layers(job.model.num_layers)))
-    return layer.total * (at_once if layout.recompute.method == "uniform" else 1)
+    chunks = [layers for layers in layout.chunk_layers(job.model.num_layers) if layers]
+    if recompute.method == "uniform":
+        return layer.total * min(recompute.num_layers, max(chunks))
+    return layer.total if recompute.num_layers >= min(chunks) else 0
 
 
 def in_flight_bytes(job: Job, layout: Layout) -> int:

@@ -164,14 +164,16 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> dict[str, Ints]
 
 def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
     """What recompute brings back for a while (`memory.recompute_working_set_bytes`)."""
-    counts = layouts.pp * layouts.vpp
-    largest = np.array([max(cut, default=0) for cut in layouts.cuts])[layouts.layers_per_chunk]
-    largest = np.where(largest > 0, largest, job.model.num_layers // counts)
-    methods = np.array([is_uniform_or_block(recompute.method) for recompute in layouts.recomputes])[layouts.recompute]
-    size = np.array([recompute.num_layers for recompute in layouts.recomputes])[layouts.recompute]
-    units = np.where(methods[:, 0], np.minimum(size, largest), methods[:, 1])
-    is_selective = np.array([recompute.granularity == "selective" for recompute in layouts.recomputes])
-    back = np.asarray(units, dtype=np.int64) * layer["unit"] + is_selective[layouts.recompute] * layer["recomputed"]
+    even = job.model.num_layers // (layouts.pp * layouts.vpp)
+    sizes = np.array([[max(cut, default=0), min(filter(None, cut), default=0)] for cut in layouts.cuts])
+    largest, smallest = sizes[layouts.layers_per_chunk].T
+    largest, smallest = np.where(largest > 0, largest, even), np.where(smallest > 0, smallest, even)
+    chosen = layouts.recomputes
+    is_uniform, is_block = np.array([is_uniform_or_block(each.method) for each in chosen])[layouts.recompute].T
+    size = np.array([each.num_layers for each in chosen])[layouts.recompute]
+    units = np.where(is_uniform, np.minimum(size, largest), is_block & (size >= smallest))
+    is_selective = np.array([each.granularity == "selective" for each in chosen])[layouts.recompute]
+    back = units * layer["unit"] + is_selective * layer["recomputed"]
     return np.asarray(back, dtype=np.int64)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.collectives import Fabric
 from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.groups import Groups
-from pipette_launch.cost.traffic import Hiding, exchanges
+from pipette_launch.cost.traffic import exchanges
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout
@@ -64,6 +64,8 @@ def slot_of_rank(layout: Layout, measurements: Measurements, placement: Sequence
 def units(job: Job, layout: Layout, measurements: Measurements, slot_W: NDArray[np.int64]) -> Units:
     """Price every unit of the model for one micro-batch; tensor parallelism at its slowest group.
 
+    What passes behind compute in our own model is no part of a timer's figure either.
+
     Raises:
         PlanError: nothing with this tp was measured.
 
@@ -76,16 +78,18 @@ def units(job: Job, layout: Layout, measurements: Measurements, slot_W: NDArray[
         layers_per_chunk=(0, *(1,) * model.num_layers, 0),
         recompute=NO_RECOMPUTE,
     )
-    passes = ComputeTable(job, measurements).chunk_passes(each)
-    forward = np.array([unit.forward_s for unit in passes])
-    backward = np.array([unit.backward_s for unit in passes])
+    table = ComputeTable(job, measurements)
+    passes = table.chunk_passes(each)
+    compute_2U = np.array([[unit.forward_s for unit in passes], [unit.backward_s for unit in passes]])
+    idle_2U = np.array([[unit.forward_idle_s for unit in passes], [unit.backward_idle_s for unit in passes]])
     fabric = Fabric(measurements.cluster, measurements.collectives)
     ranks_GK = Groups.of(layout).tp
-    for item in exchanges(job, each, Hiding()):
+    exchanged_2U = np.zeros_like(compute_2U)
+    for item in exchanges(job, each, table.hiding(each)):
         if item.group == "tp":
             seconds = float(fabric.seconds_G(item.kind, slot_W[ranks_GK], item.size_bytes).max())
-            forward += seconds * np.array(item.forward)
-            backward += seconds * np.array(item.backward)
+            exchanged_2U += np.array([item.forward, item.backward]) * max(seconds - item.hidden_s, 0.0)
+    forward, backward = compute_2U + np.maximum(exchanged_2U - idle_2U, 0.0)
     return Units(forward_s_U=forward, backward_s_U=backward)
 
 

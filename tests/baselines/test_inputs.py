@@ -33,8 +33,7 @@ def test_stages_add_up_as_ours_do(pp: int, micro_batch_size: int) -> None:
 
 def test_tensor_parallel_collectives_are_inside() -> None:
     """Over all units they are what our own prediction spends on them."""
-    # The others do not let any of it pass behind compute.
-    job, layout = tiny_job(4, performance_flags=("--no-async-tensor-model-parallel-allreduce",)), Layout(tp=2, dp=2)
+    job, layout = tiny_job(4), Layout(tp=2, dp=2)
     found = units(job, layout, MEASURED, slot_of_rank(layout, MEASURED, None))
     compute = ComputeTable(job, MEASURED).chunk_passes(layout)[0]
     ours = Predictor(job, MEASURED).step_time(layout, range(4)).breakdown_s["tensor_parallel"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipette_launch.cost import activations, attention, ends, experts
+from pipette_launch.cost.dummy_gradients import dummy_gradient_bytes
 from pipette_launch.cost.memory_live import peak_live_bytes
 from pipette_launch.cost.optimizer import buffered_parameters, gradient_bytes_per_parameter, optimizer_bytes
 from pipette_launch.cost.parameters import Parameters, stage_parameters
@@ -26,6 +27,8 @@ class MemoryParts:
     optimizer: int
     shared_buffer: int
     """Megatron's global buffer, which lives on once it was used."""
+    dummy_gradients: int
+    """What stands in for gradients that are added to the buffer as they are computed, kept for good."""
     activations: int
     """Kept by the layers of all live micro-batches."""
     embedding: int
@@ -48,7 +51,7 @@ class MemoryParts:
     @property
     def static(self) -> int:
         """What is there all the time."""
-        return self.weights + self.gradients + self.optimizer + self.shared_buffer
+        return self.weights + self.gradients + self.optimizer + self._lasting
 
     @property
     def total(self) -> int:
@@ -63,15 +66,19 @@ class MemoryParts:
         """
         kinds = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
         if self._kept + max(self._instants) < self.optimizer_step:
-            return {**kinds, "activations": 0, "logits": 0, "buffers": self.shared_buffer + self.optimizer_step}
+            return {**kinds, "activations": 0, "logits": 0, "buffers": self._lasting + self.optimizer_step}
         at_loss, at_backward = self._instants
         is_loss = at_loss >= at_backward
         return {
             **kinds,
             "activations": self.activations + self.embedding + (self.mask if is_loss else at_backward),
             "logits": self.deferred + (self.head if is_loss else 0),
-            "buffers": self.shared_buffer + self.buffers,
+            "buffers": self._lasting + self.buffers,
         }
+
+    @property
+    def _lasting(self) -> int:
+        return self.shared_buffer + self.dummy_gradients
 
     @property
     def _kept(self) -> int:
@@ -105,6 +112,7 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
                 gradients=gradients,
                 optimizer=states,
                 shared_buffer=shared_buffer_bytes(job, layout, rank),
+                dummy_gradients=dummy_gradient_bytes(job, layout, has_head=is_last),
                 activations=peak_live_bytes(layout, rank, microbatches, chunk_bytes[rank :: layout.pp]),
                 embedding=input_bytes(job, layout, rank, microbatches),
                 recompute=recompute,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from pipette_launch.cost import activations, ends
+from pipette_launch.cost.dummy_gradients import dummy_gradient_bytes
 from pipette_launch.cost.layout_columns import Field, Ints, LayoutColumns
 from pipette_launch.cost.live_columns import LAYER, Stages, chunk_bytes, input_bytes, is_uniform_or_block, live_bytes
 from pipette_launch.cost.memory import MemoryParts, rank_states, shared_buffer_bytes
@@ -44,6 +45,7 @@ class MemoryColumns:
         """The peak of each stage, put together as `MemoryParts.total` is."""
         part = self.parts
         static = part["weights"] + part["gradients"] + part["optimizer"] + part["shared_buffer"]
+        static = static + part["dummy_gradients"]
         kept = part["activations"] + part["embedding"] + part["deferred"] + part["buffers"]
         instants = np.maximum(part["mask"] + part["head"], part["recompute"] + part["backward"])
         total: Ints = static + np.maximum(kept + instants, part["optimizer_step"])
@@ -82,6 +84,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     parts = {
         **_states(job, layouts, stages),
         "shared_buffer": np.where(stages.is_last_S, at["shared_last"], at["shared"]),
+        "dummy_gradients": np.where(stages.is_last_S, at["dummies_last"], at["dummies"]),
         "activations": live,
         "embedding": input_bytes(stages, at),
         "recompute": _recompute(job, layouts, layer)[stages.row_S],
@@ -121,6 +124,8 @@ def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
             ends.head_bytes(job, layout),
             shared_buffer_bytes(job, layout, layout.pp - 1),
             shared_buffer_bytes(job, layout, layout.pp - 2),
+            dummy_gradient_bytes(job, layout, has_head=True),
+            dummy_gradient_bytes(job, layout, has_head=False),
         )
 
     names = (
@@ -137,6 +142,8 @@ def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
         "head",
         "shared_last",
         "shared",
+        "dummies_last",
+        "dummies",
     )
     table = np.array([figures(layouts.layout(int(row))) for row in groups.first_U], dtype=np.int64)
     columns = table.reshape(-1, len(names)).T[:, groups.group_N]

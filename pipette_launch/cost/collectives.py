@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.cluster import Cluster
+from pipette_launch.facts.cluster import Cluster, Links
 from pipette_launch.facts.measurements import CollectiveTime
 
 T = TypeVar("T", float, NDArray[np.float64])
@@ -80,9 +80,8 @@ class Fabric:
         self.latency_s_SS = cluster.latency_s_SS()
         self.seconds_per_byte_SS = cluster.seconds_per_byte_SS()
         self.host_S = np.arange(cluster.num_slots) // cluster.devices_per_host
-        across_SS = self.host_S[:, None] != self.host_S[None, :]
-        self._best_across = self._best_links(across_SS)
-        self._best_within = self._best_links(~across_SS & ~np.eye(cluster.num_slots, dtype=bool))
+        self._best_across = _best_links([cluster.between_hosts])
+        self._best_within = _best_links(cluster.within_host)
         self._collectives = tuple(collectives)
         self._scales: dict[tuple[Kind, int], Scale] = {}
         for measured in self._collectives:
@@ -179,19 +178,24 @@ class Fabric:
         factor = step_s / link_s if step_s < link_s else 1.0
         return factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s
 
-    def _best_links(self, chosen_SS: NDArray[np.bool_]) -> tuple[tuple[float, float], ...]:
-        """(latency, seconds per byte) of the links that no other beats in both."""
-        pairs = zip(self.latency_s_SS[chosen_SS].tolist(), self.seconds_per_byte_SS[chosen_SS].tolist(), strict=True)
-        front: list[tuple[float, float]] = []
-        for latency_s, byte_s in sorted(set(pairs)):
-            if not front or byte_s < front[-1][1]:
-                front.append((latency_s, byte_s))
-        return tuple(front)
-
     def _num_hosts(self, slots_GK: NDArray[np.int64]) -> NDArray[np.int64]:
         hosts_GK = np.sort(self.host_S[slots_GK], axis=1)
         counts: NDArray[np.int64] = 1 + (hosts_GK[:, 1:] != hosts_GK[:, :-1]).sum(axis=1)
         return counts
+
+
+def _best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
+    """(latency, seconds per byte) of the links that no other beats in both."""
+    pairs: set[tuple[float, float]] = set()
+    for links in dict.fromkeys(matrices):
+        chosen = ~np.eye(links.size, dtype=bool)
+        latency_s, byte_s = np.array(links.latency_s)[chosen], links.seconds_per_byte()[chosen]
+        pairs.update(zip(latency_s.tolist(), byte_s.tolist(), strict=True))
+    front: list[tuple[float, float]] = []
+    for latency, per_byte in sorted(pairs):
+        if not front or per_byte < front[-1][1]:
+            front.append((latency, per_byte))
+    return tuple(front)
 
 
 def _links(kind: Kind, slots_GK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

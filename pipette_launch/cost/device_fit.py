@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost import device_work
 from pipette_launch.cost.compute import case_of
 from pipette_launch.cost.device import imagined
 from pipette_launch.cost.device_case import CaseFactor, shape_of
@@ -38,6 +39,7 @@ CASE_WIDTH = 0.3
 
 _MOST_ROUNDS = 20
 _STEP = 1e-3
+_LEAST_GAIN = 1e-3
 _SHARES = ("matmul_share", "attention_share", "memory_share")
 _LINKS = ("within_latency", "within_bandwidth", "between_latency", "between_bandwidth")
 PARAMETERS = (*_SHARES, "half_size", "launch_s", *_LINKS)
@@ -95,13 +97,18 @@ def fit(steps: Sequence[MeasuredStep], device: DeviceSpec, *, by_case: bool = Tr
     """
     if not steps:
         raise FactError("a fit needs at least one measured step")
-    start_K = np.zeros(len(PARAMETERS))
+    told = _told_by(steps)
+
+    def tried(log_K: Array) -> DeviceSpec:
+        full_K = np.zeros(len(PARAMETERS))
+        full_K[told] = log_K
+        return adjusted(device, full_K)
 
     def errors(log_K: Array) -> Array:
-        return _log_errors(steps, adjusted(device, log_K), ())
+        return _log_errors(steps, tried(log_K), ())
 
-    found_K = _least_squares(errors, start_K, DEVICE_WIDTH / NOISE)
-    best = adjusted(device, found_K)
+    start_K = np.zeros(len(told))
+    best = tried(_least_squares(errors, start_K, DEVICE_WIDTH / NOISE))
     factors = _case_factors(steps, best) if by_case else ()
     return Fitted(
         device=replace(best, source=f"{device.source} Fitted to {len(steps)} measured steps."),
@@ -110,6 +117,14 @@ def fit(steps: Sequence[MeasuredStep], device: DeviceSpec, *, by_case: bool = Tr
         error_before=_rms(errors(start_K)),
         error_after=_rms(_log_errors(steps, best, factors)),
     )
+
+
+def _told_by(steps: Sequence[MeasuredStep]) -> list[int]:
+    """Indices of the parameters on which any of these steps can depend."""
+    silent = set() if any(step.num_hosts > 1 for step in steps) else {"between_latency", "between_bandwidth"}
+    if not any(device_work.is_flash(step.job.model) for step in steps):
+        silent.add("attention_share")
+    return [index for index, name in enumerate(PARAMETERS) if name not in silent]
 
 
 def predicted_s(step: MeasuredStep, device: DeviceSpec, factors: Sequence[CaseFactor] = ()) -> float:
@@ -202,7 +217,7 @@ def _least_squares(errors: Callable[[Array], Array], start_K: Array, width: floa
             return found_K
         gain, found_K, errors_N, cost = (cost - tried) / cost, tried_K, tried_N, tried
         damping = max(damping / 10, 1e-9)
-        if gain < 1e-4:
+        if gain < _LEAST_GAIN:
             return found_K
     return found_K
 

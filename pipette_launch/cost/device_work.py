@@ -82,8 +82,12 @@ def layer_loads(job: Job, layout: Layout, *, moe: bool) -> PassLoads:
 
 def core_attention_loads(model: ModelSpec, layout: Layout) -> PassLoads:
     """Scores, softmax and context of one layer: flash attention, or every score written out."""
-    is_flash = not attention.is_local(model) and model.attention_backend != "unfused"
-    return _flash(model, layout) if is_flash else _unfused(model, layout)
+    return _flash(model, layout) if is_flash(model) else _unfused(model, layout)
+
+
+def is_flash(model: ModelSpec) -> bool:
+    """Whether no score is written to memory."""
+    return not attention.is_local(model) and model.attention_backend != "unfused"
 
 
 def embedding_loads(job: Job, layout: Layout) -> PassLoads:

@@ -154,6 +154,8 @@ _NVLINK3 = (6.5, 230.0)
 _NVLINK4 = (4.0, 360.0)
 _HDR = (10.0, 24.0, 1)
 _NDR = (10.0, 47.0, 1)
+# All-gathers of 256 MB on 8 to 64 nodes: 37 to 61 us for each of the ring's steps, however short its piece.
+_EFA = (45.0, 47.0, 1)
 
 _DEVICES = (
     _nvidia(
@@ -201,6 +203,18 @@ _DEVICES = (
         between=_NDR,
         efficiency=_HOPPER,
         remark="; a card of 400 Gbit/s for each device",
+    ),
+    _nvidia(
+        "AWS-P5-H100",
+        half_tflops=989,
+        fp32_tflops=67,
+        fp8_tflops=1979,
+        memory_gb_per_s=3350,
+        memory_gb=80,
+        within=_NVLINK4,
+        between=_EFA,
+        efficiency=_HOPPER,
+        remark="; steps between hosts as published for nanotron's cluster (all-gather of 256 MB on 2 to 64 nodes)",
     ),
     _nvidia(
         "H200",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,12 +156,13 @@ def _number(flag: str, text: str) -> float:
 
 
 def _cache(text: str | None) -> Path | None:
+    from pipette_launch.launch.cache import default_root
+
     if text == "off":
         return None
     if text:
         return Path(text)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipette-launch"
-    except RuntimeError:
+    root = default_root()
+    if root is None:
         sys.stderr.write("pipette-launch: there is no home folder, so no plan is kept; --pipette-cache names one\n")
-        return None
+    return root

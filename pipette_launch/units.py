@@ -26,7 +26,7 @@ def seconds_text(seconds: float) -> str:
 
 def rate_text(bytes_per_s: float) -> str:
     """Print a bandwidth in decimal units, as links are sold: `11.8 GB/s`."""
-    for unit, size in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+    for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if bytes_per_s >= size:
             return f"{bytes_per_s / size:.3g} {unit}"
     return f"{bytes_per_s:.0f} B/s"

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from pipette_launch.cost.memory import MemoryParts, peak_memory_bytes
 from pipette_launch.cost.overhead import Overhead
 from pipette_launch.facts import Job
+from pipette_launch.facts.executed import ExecutedParts
 from pipette_launch.facts.prediction import StageMemory
 
 
-def closed_form(job: Job, pp_ranks: Sequence[int], overhead: Overhead) -> tuple[StageMemory, ...]:
-    """Count the tensors of these pipeline ranks by formula."""
-    parts, layers = peak_memory_bytes(job, job.own), job.own.stage_layers(job.model.num_layers)
-    return tuple(_stage(rank, layers[rank], parts[rank], overhead) for rank in pp_ranks)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counted:
+    """What a method has counted."""
 
-
-def peaks_in_optimizer(job: Job, pp_ranks: Sequence[int]) -> Iterator[int]:
+    stages: tuple[StageMemory, ...]
+    stepping: tuple[int, ...]
     """Pipeline ranks that hold most while the optimizer steps, when no activation lives."""
+    notes: tuple[str, ...] = ()
+
+
+def closed_form(job: Job, pp_ranks: Sequence[int], overhead: Overhead) -> Counted:
+    """Count the tensors of these pipeline ranks by formula."""
     parts = peak_memory_bytes(job, job.own)
-    return (rank for rank in pp_ranks if steps_highest(parts[rank]))
+    return Counted(
+        stages=tuple(_stage(job, rank, parts[rank].by_kind(), overhead) for rank in pp_ranks),
+        stepping=tuple(rank for rank in pp_ranks if steps_highest(parts[rank])),
+    )
+
+
+def executed(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Path | None) -> Counted:
+    """Count them by running megatron-core's own code under fake tensors, in a process of its own.
+
+    Raises:
+        PlanError: megatron-core or torch is missing, refuses the layout, or does something that is not modelled.
+
+    """
+    from pipette_launch.cost.executed import execute
+
+    found = execute(job, job.own, pp_ranks, cache=cache)
+    return Counted(
+        stages=tuple(_stage(job, memory.pp_rank, executed_kinds(memory.parts), overhead) for memory in found),
+        stepping=tuple(memory.pp_rank for memory in found if memory.parts.optimizer_step),
+        notes=tuple(dict.fromkeys(note for memory in found for note in memory.notes)),
+    )
 
 
 def steps_highest(parts: MemoryParts) -> bool:
@@ -27,29 +54,25 @@ def steps_highest(parts: MemoryParts) -> bool:
     return parts.optimizer_step > 0 and parts.total == parts.static + parts.optimizer_step
 
 
-def split(parts: MemoryParts) -> dict[str, int]:
-    """What lives at the peak, by the kinds that users are shown; it sums to `parts.total`.
-
-    Buffers are the rest: what is neither states, activations nor logits.
-    """
-    if steps_highest(parts):
-        kept = {"optimizer": parts.optimizer + parts.optimizer_step, "activations": 0, "logits": 0}
-    else:
-        kept = {
-            "optimizer": parts.optimizer,
-            "activations": parts.activations + parts.recompute + parts.embedding,
-            "logits": parts.head,
-        }
-    found = {"weights": parts.weights, "gradients": parts.gradients, **kept}
-    return {**found, "buffers": parts.total - sum(found.values())}
+def executed_kinds(parts: ExecutedParts) -> dict[str, int]:
+    """Split an executed peak as `MemoryParts.by_kind` splits a counted one; the values sum to it."""
+    return {
+        "weights": parts.weights,
+        "gradients": parts.gradients,
+        "optimizer": parts.optimizer,
+        "activations": parts.activations + parts.working + parts.embedding,
+        "logits": parts.logits,
+        "buffers": parts.buffers + parts.optimizer_step,
+    }
 
 
-def _stage(pp_rank: int, num_layers: int, parts: MemoryParts, overhead: Overhead) -> StageMemory:
-    peak = overhead.device_peak_bytes(parts.total)
+def _stage(job: Job, pp_rank: int, kinds: Mapping[str, int], overhead: Overhead) -> StageMemory:
+    allocated = sum(kinds.values())
+    peak = overhead.device_peak_bytes(allocated)
     return StageMemory(
         pp_rank=pp_rank,
-        num_layers=num_layers,
-        parts_bytes={**split(parts), "overhead": peak - parts.total},
-        model_peak_bytes=parts.total,
+        num_layers=job.own.stage_layers(job.model.num_layers)[pp_rank],
+        parts_bytes={**kinds, "overhead": peak - allocated},
+        model_peak_bytes=allocated,
         peak_bytes=peak,
     )

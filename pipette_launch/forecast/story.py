@@ -9,11 +9,11 @@ from typing import Literal
 
 from pipette_launch import megatron
 from pipette_launch.cost.latency import NOT_MODELLED, Predictor, StepTime
-from pipette_launch.cost.overhead import Overhead, allowed_bytes, overhead_of
+from pipette_launch.cost.overhead import allowed_bytes, overhead_of
 from pipette_launch.cost.parameters import stage_parameters
 from pipette_launch.errors import FactError, MegatronError, PlanError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements
-from pipette_launch.facts.prediction import Prediction, Verdict
+from pipette_launch.facts.prediction import Prediction, StageMemory, Verdict
 from pipette_launch.forecast import stages
 from pipette_launch.forecast.machines import Kind, Machines, machines_of
 
@@ -39,6 +39,7 @@ def predict(
     device_kind: Kind = "cuda",
     script: str = "pretrain_gpt.py",
     environment: Mapping[str, str] | None = None,
+    cache: Path | None = None,
 ) -> Prediction:
     """Predict memory and step time of exactly the configuration that a Megatron command line describes.
 
@@ -59,6 +60,7 @@ def predict(
         device_kind: `cuda` or `cpu`, where neither `gpu` nor `cluster` says it.
         script: looked at only for the Megatron beside it; it need not exist.
         environment: of the job's workers; None for none.
+        cache: a folder that keeps the answers of `abstract`; None keeps none.
 
     Raises:
         PipetteError: a flag is missing or contradicts another, the layout is impossible, a device or a rank is unknown,
@@ -88,36 +90,39 @@ def predict(
     )
     shown = _pp_ranks(job.own, rank=rank, stage=stage)
     notes = (*version_note, *_rank_note(job.own, rank), *machines.notes, *job.notes)
-    return _foretell(job, machines, shown, method, memory_margin, _Words(script, notes, environment))
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """What a prediction says beside its figures."""
-
-    script: str
-    notes: tuple[str, ...]
-    environment: Mapping[str, str]
-
-
-def _foretell(
-    job: Job, machines: Machines, pp_ranks: Sequence[int], method: Method, memory_margin: float, words: _Words
-) -> Prediction:
-    layout = job.own
     overhead = overhead_of(
         job,
-        layout,
+        job.own,
         device_kind=machines.kind,
         device_name=machines.device_name,
         measured_bytes=machines.overhead_bytes,
-        environment=words.environment,
+        environment=environment,
     )
-    memory = stages.closed_form(job, pp_ranks, overhead)
+    counted = (
+        stages.closed_form(job, shown, overhead)
+        if method == "closed"
+        else stages.executed(job, shown, overhead, cache=cache)
+    )
+    notes = (*notes, *overhead.notes(), *_memory_notes(job, counted))
+    return _foretold(job, machines, _Memory(method, counted.stages, memory_margin), script, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What was counted, how, and what must stay free."""
+
+    method: Method
+    stages: tuple[StageMemory, ...]
+    margin: float
+
+
+def _foretold(job: Job, machines: Machines, memory: _Memory, script: str, notes: tuple[str, ...]) -> Prediction:
+    layout = job.own
     capacity = machines.capacity_bytes
-    verdict = _verdict([one.peak_bytes for one in memory], capacity, memory_margin)
+    verdict = _verdict([one.peak_bytes for one in memory.stages], capacity, memory.margin)
     step, step_notes = _step(job, machines)
     return Prediction(
-        script=words.script,
+        script=script,
         layout=layout,
         schedule=layout.schedule_name,
         world_size=machines.world_size,
@@ -130,15 +135,15 @@ def _foretell(
         num_microbatches=layout.num_microbatches(job.batch.global_batch_size),
         num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
         tokens_per_step=job.batch.global_batch_size * job.model.seq_length,
-        method=method,
-        stages=memory,
+        method=memory.method,
+        stages=memory.stages,
         capacity_bytes=capacity,
-        memory_margin=memory_margin,
+        memory_margin=memory.margin,
         fits=None if verdict == "unknown" else verdict == "fits",
         verdict=verdict,
         step_time_s=step.total_s if step else None,
         breakdown_s=dict(step.breakdown_s) if step else {},
-        notes=tuple(dict.fromkeys((*words.notes, *_memory_notes(job, pp_ranks, overhead), *step_notes))),
+        notes=tuple(dict.fromkeys((*notes, *step_notes))),
         megatron_version=job.megatron_version,
     )
 
@@ -186,13 +191,13 @@ def _rank_note(layout: Layout, rank: int | None) -> tuple[str, ...]:
     return (f"Rank {rank} is pp {cell.pp}, dp {cell.dp}, cp {cell.cp}, tp {cell.tp}.",)
 
 
-def _memory_notes(job: Job, pp_ranks: Sequence[int], overhead: Overhead) -> tuple[str, ...]:
-    found = list(overhead.notes())
-    stepping = list(stages.peaks_in_optimizer(job, pp_ranks))
-    if stepping:
-        which = "Every stage shown holds" if len(stepping) == len(pp_ranks) else f"Stages {stepping} hold"
+def _memory_notes(job: Job, counted: stages.Counted) -> tuple[str, ...]:
+    found = list(counted.notes)
+    if counted.stepping:
+        every = len(counted.stepping) == len(counted.stages)
+        which = "Every stage shown holds" if every else f"Stages {', '.join(map(str, counted.stepping))} hold"
         found.append(
-            f"{which} most while the optimizer steps: its temporaries count as optimizer, and no activation lives."
+            f"{which} most while the optimizer steps: no activation lives then, and its temporaries are buffers."
         )
     if job.model.num_experts:
         found.append("Tokens are taken to be routed evenly: an expert that gets more needs more memory and more time.")

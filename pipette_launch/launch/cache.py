@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,6 +59,14 @@ def key_of(
         if name.startswith(STEERING) and not any(word in name for word in TELLING)
     }
     return files.digest(steady, work, versions, list(settings), steering)
+
+
+def default_root() -> Path | None:
+    """Where plans and answers are kept unless the user says otherwise; None where there is no home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipette-launch"
+    except RuntimeError:
+        return None
 
 
 def machines_of(host: Host) -> str:

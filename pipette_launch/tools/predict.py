@@ -50,6 +50,7 @@ def run(args: Namespace) -> int:
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import files
     from pipette_launch.forecast import predict
+    from pipette_launch.launch.cache import default_root
     from pipette_launch.report import prediction_screen
 
     prediction = predict(
@@ -67,6 +68,7 @@ def run(args: Namespace) -> int:
         device_kind=args.device,
         script=args.script,
         environment=os.environ,
+        cache=root / "executed" if (root := default_root()) else None,
     )
     sys.stdout.write(files.dumps(prediction) + "\n" if args.json else prediction_screen(prediction))
     return 0

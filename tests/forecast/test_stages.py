@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.memory import peak_memory_bytes
 from pipette_launch.cost.overhead import overhead_of
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.forecast.stages import closed_form, peaks_in_optimizer, split, steps_highest
+from pipette_launch.facts.executed import ExecutedMemory, ExecutedParts
+from pipette_launch.forecast.stages import closed_form, executed, executed_kinds
 
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
@@ -29,20 +28,12 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("one", JOBS, ids=lambda one: one.own.words())
-def test_the_parts_are_the_peak(one: Job) -> None:
-    """The kinds sum to what the memory model has as the peak, and none is negative."""
-    for parts in peak_memory_bytes(one, one.own):
-        assert parts.total == sum(split(parts).values())
-        assert min(split(parts).values()) >= 0
-
-
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("one", JOBS, ids=lambda one: one.own.words())
 def test_overhead_is_what_is_added_to_the_model(one: Job, kind: str) -> None:
     """Each stage's device holds the model's peak and the overhead; on CPU there is none."""
     overhead = overhead_of(one, one.own, device_kind=kind)
-    stages = closed_form(one, range(one.own.pp), overhead)
+    stages = closed_form(one, range(one.own.pp), overhead).stages
 
     assert tuple(range(one.own.pp)) == tuple(stage.pp_rank for stage in stages)
     assert one.own.stage_layers(4) == tuple(stage.num_layers for stage in stages)
@@ -54,26 +45,72 @@ def test_overhead_is_what_is_added_to_the_model(one: Job, kind: str) -> None:
 def test_only_the_stages_that_were_asked_for_are_told() -> None:
     """In the order of the question."""
     one = job(Layout(pp=4))
-    stages = closed_form(one, (2,), overhead_of(one, one.own, device_kind="cpu"))
+    stages = closed_form(one, (2,), overhead_of(one, one.own, device_kind="cpu")).stages
 
     assert [2] == [stage.pp_rank for stage in stages]
 
 
-def test_at_an_optimizer_peak_no_activation_lives() -> None:
-    """The optimizer's temporaries take the place of activations and logits, and the peak stays the same."""
-    (parts,) = peak_memory_bytes(job(Layout()), Layout())
-    stepping = replace(parts, optimizer_step=parts.total)
-
-    assert steps_highest(stepping)
-    assert (parts.optimizer + parts.total, 0, 0) == tuple(
-        split(stepping)[kind] for kind in ("optimizer", "activations", "logits")
+def test_an_executed_peak_is_split_like_a_counted_one() -> None:
+    """Every byte once, and the optimizer's temporaries among the buffers."""
+    parts = ExecutedParts(
+        weights=1,
+        gradients=2,
+        optimizer=4,
+        activations=8,
+        working=16,
+        embedding=32,
+        logits=64,
+        buffers=128,
+        optimizer_step=256,
     )
-    assert stepping.total == sum(split(stepping).values())
-    assert not steps_highest(replace(parts, optimizer_step=0))
+    kinds = executed_kinds(parts)
+
+    assert {
+        "weights": 1,
+        "gradients": 2,
+        "optimizer": 4,
+        "activations": 56,
+        "logits": 64,
+        "buffers": 384,
+    } == kinds
+    assert parts.total == sum(kinds.values())
+    assert list(kinds) == list(peak_memory_bytes(JOBS[0], JOBS[0].own)[0].by_kind())
 
 
 def test_stages_that_peak_in_the_optimizer_are_named() -> None:
     """A batch of one short sequence under torch's own Adam: temporaries of 4 bytes a parameter are the most."""
     one = job(Layout(pp=4), seq_length=1, vocab_size=1, make_vocab_size_divisible_by=1)
+    overhead = overhead_of(one, one.own, device_kind="cpu")
 
-    assert [0, 1, 2, 3] == list(peaks_in_optimizer(one, range(4)))
+    assert (0, 1, 2, 3) == closed_form(one, range(4), overhead).stepping
+
+
+def test_executed_ranks_carry_their_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the worker says of each rank becomes stages, with one note for all that say the same."""
+    one = job(Layout(pp=2))
+
+    def answer(*_: object, **__: object) -> tuple[ExecutedMemory, ...]:
+        parts = (ExecutedParts(weights=70, activations=30), ExecutedParts(weights=70, optimizer_step=50))
+        return tuple(
+            ExecutedMemory(
+                pp_rank=rank,
+                weights=70,
+                gradients=0,
+                optimizer=0,
+                allocated_after_step=70,
+                first_peak=100,
+                peak=part.total,
+                parts=part,
+                notes=("Something differs.",),
+            )
+            for rank, part in enumerate(parts)
+        )
+
+    monkeypatch.setattr("pipette_launch.cost.executed.execute", answer)
+    counted = executed(one, (0, 1), overhead_of(one, one.own, device_kind="cpu"), cache=None)
+
+    assert ([100, 120], (1,), ("Something differs.",)) == (
+        [stage.peak_bytes for stage in counted.stages],
+        counted.stepping,
+        counted.notes,
+    )

@@ -59,6 +59,12 @@ class MemoryColumns:
         peak: Ints = np.maximum.reduceat(self.total_S, self.starts_N)
         return peak
 
+    def totals(self) -> tuple[tuple[int, ...], ...]:
+        """Return the peaks of every layout's stages."""
+        stops = [*self.starts_N[1:].tolist(), len(self.row_S)]
+        totals = self.total_S.tolist()
+        return tuple(tuple(totals[start:stop]) for start, stop in zip(self.starts_N.tolist(), stops, strict=False))
+
     def of(self, row: int) -> tuple[MemoryParts, ...]:
         """One layout's stages, as `peak_memory_bytes` gives them."""
         first = self.starts_N[row]

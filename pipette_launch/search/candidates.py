@@ -102,8 +102,7 @@ class Field:
         dropped = Counter(found.dropped)
         kept: dict[Layout, tuple[int, ...]] = {}
         legal = found.layouts if found.own_fault is None else found.layouts[1:]
-        for layout in legal:
-            peak_bytes = predictor.peaks(layout)
+        for layout, peak_bytes in zip(legal, predictor.all_peaks(legal), strict=True):
             if max(peak_bytes) > memory_limit_bytes(job, layout, measurements, memory_margin=memory_margin):
                 dropped[OVER_MEMORY] += 1
             elif not predictor.can_price(layout):

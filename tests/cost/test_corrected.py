@@ -85,6 +85,16 @@ def test_memory_is_corrected_carefully() -> None:
     assert 1.09 * plain <= corrected.peaks(Layout(dp=4))[0] <= 1.2 * plain
 
 
+def test_all_peaks_are_the_peaks_of_each() -> None:
+    """Corrected and not, in the order of the layouts; none for none."""
+    layouts = [Layout(dp=4), Layout(pp=2, dp=2), Layout(dp=4, use_distributed_optimizer=True)]
+
+    for corrections in (NOTHING_LEARNED, taught()):
+        predictor = CorrectedPredictor(JOB, MEASURED, corrections)
+        assert tuple(predictor.peaks(layout) for layout in layouts) == predictor.all_peaks(layouts)
+        assert predictor.all_peaks([]) == ()
+
+
 def test_a_layout_unlike_all_measured_is_not_preferred_for_that() -> None:
     """Its figures grow by the mean error of the measured ones; where those did better than predicted, not at all."""
     unlike = Layout(tp=2, cp=2)

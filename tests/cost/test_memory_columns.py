@@ -78,6 +78,7 @@ def test_columns_equal_single_layouts(model: dict[str, object], flags: tuple[str
     assert expected == [columns.of(row) for row in range(len(rows))]
     assert [max(part.total for part in parts) for parts in expected] == columns.peak_N.tolist()
     assert [part.total for parts in expected for part in parts] == columns.total_S.tolist()
+    assert tuple(tuple(part.total for part in parts) for parts in expected) == columns.totals()
 
 
 def test_stages_are_numbered() -> None:
@@ -95,6 +96,7 @@ def test_no_layouts() -> None:
 
     assert columns.peak_N.tolist() == []
     assert columns.total_S.tolist() == []
+    assert columns.totals() == ()
 
 
 @pytest.mark.parametrize(

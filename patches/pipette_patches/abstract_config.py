@@ -72,7 +72,6 @@ NOT_MODELLED = (
     "--fp8",
     "--nccl-ub",
     "--optimizer-cpu-offload",
-    "--overlap-moe-expert-parallel-comm",
     "--tp-comm-overlap",
 )
 """Beginnings of flags that change the bytes, and are left out with a note."""
@@ -103,7 +102,7 @@ def transformer_config(job: Job, layout: Layout, *, chunks: tuple[int, ...]) -> 
     fields = {
         **_shape(job, sum(chunks)),
         **_cuts(job, layout),
-        **_chunks(chunks),
+        **_chunks(chunks, job.model.mtp_num_layers),
         **_fusions(job),
         **_recompute(layout),
         **_taken(job, CONFIG_FLAGS),
@@ -220,13 +219,13 @@ def _cuts(job: Job, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _chunks(chunks: tuple[int, ...]) -> dict[str, Any]:
+def _chunks(chunks: tuple[int, ...], depths: int) -> dict[str, Any]:
     """Name what lies in each chunk, where not all are alike."""
     if len(set(chunks)) == 1:
         return {}
     stages = [["decoder"] * count for count in chunks]
     stages[0].insert(0, "embedding")
-    stages[-1].append("loss")
+    stages[-1] += ["mtp"] * depths + ["loss"]
     return {"pipeline_model_parallel_layout": stages}
 
 

@@ -108,6 +108,7 @@ FLAGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--moe-shared-expert-overlap": ("moe_shared_expert_overlap", lambda _: True),
     "--moe-token-drop-policy": ("moe_token_drop_policy", str),
     "--moe-z-loss-coeff": ("moe_z_loss_coeff", float),
+    "--overlap-moe-expert-parallel-comm": ("overlap_moe_expert_parallel_comm", lambda _: True),
 }
 """Flags of experts: the field of TransformerConfig that each sets, and how its value is read."""
 NOT_MODELLED = ("--moe-router-fusion", "--moe-use-legacy-grouped-gemm")

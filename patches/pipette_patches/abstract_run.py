@@ -243,15 +243,20 @@ class Trainer:
             return batch
         return {name: _part_of_sequence(whole, self.layout.cp) for name, whole in batch.items()}
 
-    def _forward_step(self, batches: Any, chunk: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """Run one micro-batch through one chunk, as pretrain_gpt's forward_step."""
-        inner = chunk.module.module if hasattr(chunk.module, "module") else chunk.module
+    def _forward_step(
+        self, batches: Any, chunk: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """Run one micro-batch through one chunk, or plan to, as pretrain_gpt's forward_step."""
+        inner = chunk
+        while hasattr(inner, "module"):
+            inner = inner.module
         batch: dict[str, Any] = {}
         # A middle stage reads no data.
         if inner.pre_process or inner.post_process:
             with self.meter.labelled("embedding"):
                 batch = next(batches)
-        out = chunk(
+        run = chunk.build_schedule_plan if return_schedule_plan else chunk
+        out = run(
             batch.get("tokens"),
             batch.get("position_ids"),
             batch.get("attention_mask"),

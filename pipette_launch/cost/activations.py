@@ -153,10 +153,12 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     `gradient_accumulation_fusion` a matrix's gradient is there once in the weights' type.
     """
     model = job.model
-    if moe:
-        return experts.exchange_bytes(job, layout)
     residual = residual_bytes(model, layout)
     layer = layer_activations(job, layout, moe=moe)
+    if moe:
+        freed = layer.mlp + layer.mlp_activation + layer.shared_experts + layer.mlp_input + layer.mlp_norm
+        core = 2 * residual + attention.backward_bytes(job, layout) - freed
+        return max(experts.exchange_bytes(job, layout), core) + _overlapped_bytes(job, layout)
     gathered = residual * layout.tp if layout.sequence_parallel else 0
     dropped = residual if model.hidden_dropout > 0 else 0
     matrix = model.dtype_bytes * model.hidden_size * model.ffn_hidden_size // layout.tp
@@ -167,6 +169,14 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     freed = layer.mlp + layer.mlp_activation + layer.mlp_input + layer.mlp_norm
     core = 2 * residual + attention.backward_bytes(job, layout) - freed
     return max(second, activation, core)
+
+
+def _overlapped_bytes(job: Job, layout: Layout) -> int:
+    """What one more layer keeps: the next micro-batch's forward runs beside this backward, layer by layer.
+
+    megatron-core, pipeline_parallel/combined_1f1b.py, with `--overlap-moe-expert-parallel-comm`.
+    """
+    return kept_bytes(job, layout, moe=True) if job.has_flag("--overlap-moe-expert-parallel-comm") else 0
 
 
 def prediction_bytes(job: Job, layout: Layout) -> int:

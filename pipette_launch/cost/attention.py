@@ -69,9 +69,13 @@ def backward_bytes(job: Job, layout: Layout) -> int:
     """
     model = job.model
     rows = _heads(model, layout) * tokens(model, layout)
-    vectors = model.dtype_bytes * tokens(model, layout) * (_heads(model, layout) + _groups(model, layout))
+    channels = 2 * (_heads(model, layout) + _groups(model, layout)) * model.kv_channels
+    if model.latent_attention:
+        latent = model.latent_attention
+        channels = 2 * _heads(model, layout) * (latent.query_channels + latent.v_head_dim)
     unfused = is_local(model) or model.attention_backend == "unfused"
-    return 2 * vectors * model.kv_channels + (model.dtype_bytes * rows * model.seq_length if unfused else 0)
+    scores = rows * model.seq_length if unfused else 0
+    return model.dtype_bytes * (tokens(model, layout) * channels + scores)
 
 
 def is_local(model: ModelSpec) -> bool:

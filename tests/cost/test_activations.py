@@ -13,6 +13,7 @@ from pipette_launch.cost.activations import (
     residual_bytes,
     stream_bytes,
 )
+from pipette_launch.cost.experts import exchange_bytes
 from pipette_launch.facts import Job, Layout, Recompute
 
 LOG_SUM_EXP = 4 * 4 * 32
@@ -187,3 +188,15 @@ def test_the_layers_of_multi_token_prediction() -> None:
     assert prediction_bytes(plain, Layout()) == kept_bytes(plain, Layout(), moe=False) + 12 * 2048 + 8 * 32
     assert prediction_bytes(plain, full) == 2 * 2048 + 12 * 2048 + 8 * 32
     assert prediction_bytes(job(), Layout()) == 0
+
+
+def test_the_backward_of_an_expert_layer() -> None:
+    """The experts' own, or that of unfused attention once the experts' share is freed; overlapped, a layer more."""
+    moe = job(num_experts=4, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128)
+    long = replace(moe, model=replace(moe.model, attention_backend="unfused", seq_length=4096))
+    overlapped = replace(moe, performance_flags=("--overlap-moe-expert-parallel-comm",))
+    plain = backward_bytes(moe, Layout(), moe=True)
+
+    assert plain == exchange_bytes(moe, Layout())
+    assert backward_bytes(long, Layout(), moe=True) > exchange_bytes(long, Layout())
+    assert backward_bytes(overlapped, Layout(), moe=True) == plain + kept_bytes(overlapped, Layout(), moe=True)

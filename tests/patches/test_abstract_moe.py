@@ -10,6 +10,7 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipette_launch.cost.activations import kept_bytes
 from pipette_launch.cost.executed import Executor
 from pipette_launch.cost.memory import peak_memory_bytes
 from pipette_launch.cost.parameters import stage_parameters
@@ -95,6 +96,26 @@ def test_activations_are_those_of_the_closed_form(
     found = executor.execute(job, layout, (0,))[0]
 
     assert pytest.approx(peak_memory_bytes(job, layout)[0].activations, rel=0.05) == found.parts.activations
+
+
+def test_overlapped_exchanges_keep_one_more_layer(executor: Executor) -> None:
+    """The next micro-batch's forward has begun when a backward begins: a layer more, within 5 %."""
+    layout = Layout(dp=2, ep=2)
+    job = job_of(layout, ALLTOALL, GROUPED, "--overlap-moe-expert-parallel-comm", **EXPERTS)
+    found = executor.execute(job, layout, (0,))[0]
+    expected = peak_memory_bytes(job, layout)[0]
+
+    assert expected.backward > kept_bytes(job, layout, moe=True)
+    assert pytest.approx(expected.activations + kept_bytes(job, layout, moe=True), rel=0.05) == found.parts.activations
+
+
+def test_uneven_chunks_with_token_prediction(executor: Executor) -> None:
+    """The layout names them, the prediction with the head."""
+    layout = Layout(pp=2, layers_per_chunk=(3, 1))
+    job = job_of(layout, num_layers=4, mtp_num_layers=1)
+    expected = [2 * parameters.count for parameters in stage_parameters(job.model, layout)]
+
+    assert pytest.approx(expected, rel=0.01) == [found.weights for found in executor.execute(job, layout, range(2))]
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,9 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
 def kept_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     """What a layer keeps for one micro-batch when it is not fully recomputed."""
     activations = layer_activations(job, layout, moe=moe)
-    return activations.total - activations.recomputed(recompute_modules(layout), moe=moe)
+    modules = recompute_modules(layout)
+    held = attention.held_for_recompute_bytes(job.model, layout) if "core_attn" in modules else 0
+    return activations.total - activations.recomputed(modules, moe=moe) + held
 
 
 def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:

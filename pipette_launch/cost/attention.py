@@ -50,6 +50,22 @@ def core_bytes(job: Job, layout: Layout) -> int:
     return rows * model.seq_length * (probabilities + dropped + cast)
 
 
+def held_for_recompute_bytes(model: ModelSpec, layout: Layout) -> int:
+    """Count what recompute of the core holds beyond query, key and value: the rest of the tensor that they lie in.
+
+    Query, key and value are views of one output, and recompute keeps what the core was called with, not contiguous
+    copies. Where a rotary embedding has made a new query and key, the value alone holds the whole; otherwise that is no
+    more than the three, but for the query that query groups copy. Norms of query and key hold that part anyway. By
+    abstract execution: 8 MiB a layer for T = 2048, a * d = k * d = 1024.
+    """
+    if model.latent_attention or model.qk_layernorm:
+        return 0
+    vector = model.dtype_bytes * tokens(model, layout) * model.kv_channels
+    if model.position_embedding_type == "rope":
+        return vector * (_heads(model, layout) + _groups(model, layout))
+    return vector * _heads(model, layout) if _heads(model, layout) > _groups(model, layout) else 0
+
+
 def scores_buffer_bytes(model: ModelSpec, layout: Layout) -> int:
     """Local attention's scores 2as/(h*t): written to one buffer for all layers (dot_product_attention.py).
 

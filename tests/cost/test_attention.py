@@ -3,7 +3,13 @@
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.attention import backward_bytes, core_bytes, projected_bytes, scores_buffer_bytes
+from pipette_launch.cost.attention import (
+    backward_bytes,
+    core_bytes,
+    held_for_recompute_bytes,
+    projected_bytes,
+    scores_buffer_bytes,
+)
 from pipette_launch.facts import Job, Layout
 
 LOG_SUM_EXP = 4 * 4 * 32
@@ -115,3 +121,19 @@ def test_backward() -> None:
     """Gradients of query, key, value and context; unfused one of the scores, 2as/h = 4, on top."""
     assert backward_bytes(job(), Layout()) == 8 * 2048
     assert backward_bytes(job(attention_backend="unfused"), Layout()) == 12 * 2048
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # Query, key and value lie in one tensor of 6 * 2048 bytes; a rotary embedding makes a new query and key.
+        ({}, 0),
+        ({"position_embedding_type": "rope"}, 4 * 2048),
+        ({"position_embedding_type": "rope", "num_query_groups": 2}, 3 * 2048),
+        ({"num_query_groups": 2}, 2 * 2048),
+        ({"position_embedding_type": "rope", "qk_layernorm": True}, 0),
+    ],
+)
+def test_recompute_of_the_core_holds_what_query_key_and_value_lie_in(changes: dict[str, object], expected: int) -> None:
+    """It keeps views, which hold the whole; as abstract execution of megatron-core found."""
+    assert held_for_recompute_bytes(job(**changes).model, Layout()) == expected

@@ -3,7 +3,7 @@
 First the few parameters of the device are fitted to all steps; then each shape of computation that was met (a model's
 widths with tp, cp and micro-batch) gets factors of its own on the time of its layers and of its ends (embedding and
 head), as a warm-up would have measured them. Both are maximum a posteriori: a parameter moves from where it was only as
-far as the steps outweigh its prior width. Gauss-Newton with Levenberg's damping.
+far as the steps outweigh its prior width, and steps far off count less (Huber). Gauss-Newton with Levenberg's damping.
 """
 
 # N = measured steps, K = parameters, in logarithms relative to where they start.
@@ -36,6 +36,8 @@ DEVICE_WIDTH = 0.5
 """Prior belief: a device's parameters are known to within a factor of 1.65."""
 CASE_WIDTH = 0.3
 """Prior belief: a kernel's time differs by 30 % from a smooth curve."""
+OUTLIER = 0.2
+"""A log error beyond this says more of the run than of the device."""
 
 _MOST_ROUNDS = 20
 _STEP = 1e-3
@@ -105,16 +107,15 @@ def fit(steps: Sequence[MeasuredStep], device: DeviceSpec, *, by_case: bool = Tr
         return adjusted(device, full_K)
 
     def errors(log_K: Array) -> Array:
-        return _log_errors(steps, tried(log_K), ())
+        return _tempered(_log_errors(steps, tried(log_K), ()))
 
-    start_K = np.zeros(len(told))
-    best = tried(_least_squares(errors, start_K, DEVICE_WIDTH / NOISE))
+    best = tried(_least_squares(errors, np.zeros(len(told)), DEVICE_WIDTH / NOISE))
     factors = _case_factors(steps, best) if by_case else ()
     return Fitted(
         device=replace(best, source=f"{device.source} Fitted to {len(steps)} measured steps."),
         factors=factors,
         num_steps=len(steps),
-        error_before=_rms(errors(start_K)),
+        error_before=_rms(_log_errors(steps, device, ())),
         error_after=_rms(_log_errors(steps, best, factors)),
     )
 
@@ -184,13 +185,22 @@ def _case_factor(steps: Sequence[MeasuredStep], device: DeviceSpec) -> CaseFacto
         return CaseFactor(model=model, case=case, layer=layer, ends=ends)
 
     def errors(log_K: Array) -> Array:
-        return _log_errors(steps, device, (factor(log_K),))
+        return _tempered(_log_errors(steps, device, (factor(log_K),)))
 
     return factor(_least_squares(errors, np.zeros(2), CASE_WIDTH / NOISE))
 
 
 def _log_errors(steps: Sequence[MeasuredStep], device: DeviceSpec, factors: Sequence[CaseFactor]) -> Array:
     return np.log([predicted_s(step, device, factors) / step.step_s for step in steps])
+
+
+def _tempered(errors_N: Array) -> Array:
+    """Count what is beyond `OUTLIER` in proportion instead of in square (Huber 1964): a hung run is no property."""
+    size_N = np.abs(errors_N)
+    tempered: Array = np.sign(errors_N) * np.where(
+        size_N > OUTLIER, np.sqrt(np.maximum(2 * OUTLIER * size_N - OUTLIER**2, 0.0)), size_N
+    )
+    return tempered
 
 
 def _rms(errors_N: Array) -> float:

@@ -49,16 +49,18 @@ class Stages:
         )
 
     @property
-    def is_first_S(self) -> Flags:
-        """Whether a stage holds the embedding."""
-        flags: Flags = self.stage_S == 0
-        return flags
+    def last_N(self) -> Ints:
+        """The last stage of each layout."""
+        return self.starts_N + self.layouts.pp - 1
 
-    @property
-    def is_last_S(self) -> Flags:
-        """Whether a stage holds the head."""
-        flags: Flags = self.stage_S == self.layouts.pp[self.row_S] - 1
-        return flags
+    def spread(self, size_N: Ints, *, first: Ints | None = None, last: Ints | None = None) -> Ints:
+        """Give every stage of a layout the same, but for its ends; a single stage is the last one."""
+        size_S: Ints = np.repeat(size_N, self.layouts.pp)
+        if first is not None:
+            size_S[self.starts_N] = first
+        if last is not None:
+            size_S[self.last_N] = last
+        return size_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,20 +165,20 @@ def _walked(pp: int, vpp: int, group_size: int, rank: int, num_microbatches: int
     return peak_live_bytes(layout, rank, num_microbatches, sizes_V)
 
 
-def input_bytes(stages: Stages, at: dict[str, Ints]) -> Ints:
+def input_bytes(stages: Stages, layer: dict[str, Ints]) -> Ints:
     """What the model's inputs keep (`memory.input_bytes`): proportional to the live micro-batches of one chunk.
 
     Args:
         stages: where each stage stands.
-        at: columns of S: `embedding`, which the first stage keeps, and `kept_mask`, which both ends keep.
+        layer: columns of N: `embedding`, which the first stage keeps, and `kept_mask`, which both ends keep.
 
     """
-    first = np.where(stages.is_first_S, at["embedding"] + at["kept_mask"], 0)
-    last = np.where(stages.is_last_S & ~stages.is_first_S, at["kept_mask"], 0)
     kept = np.zeros(len(stages.row_S), dtype=np.int64)
-    for sizes, is_last in ((first, False), (last, True)):
-        some = np.flatnonzero(sizes)
-        kept[some] += sizes[some] * _end_chunk_live(stages, some, is_last=is_last)
+    first, mask = layer["embedding"] + layer["kept_mask"], layer["kept_mask"]
+    kept[stages.starts_N] = first * _end_chunk_live(stages, stages.starts_N, is_last=False)
+    behind = np.flatnonzero((stages.layouts.pp > 1) & (mask > 0))
+    last = stages.last_N[behind]
+    kept[last] = mask[behind] * _end_chunk_live(stages, last, is_last=True)
     return kept
 
 

@@ -4,7 +4,8 @@ Every tensor is counted by the very functions that count one layout, once for ea
 these depend on; numpy spreads the figures over the stages of all layouts.
 """
 
-# N = layouts, U = groups of layouts that agree, S = stages (pipeline ranks) of all layouts, one layout after another.
+# N = layouts, U = groups of layouts that agree, S = stages (pipeline ranks) of all layouts, one layout after another,
+# R = stages of one layout of each group.
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from pipette_launch.cost import activations, ends
 from pipette_launch.cost.dummy_gradients import dummy_gradient_bytes
 from pipette_launch.cost.layout_columns import Field, Ints, LayoutColumns
 from pipette_launch.cost.live_columns import LAYER, Stages, chunk_bytes, input_bytes, is_uniform_or_block, live_bytes
-from pipette_launch.cost.memory import MemoryParts, rank_states, shared_buffer_bytes
+from pipette_launch.cost.memory import MemoryParts, shared_buffer_bytes
+from pipette_launch.cost.optimizer import (
+    gradient_bytes_per_parameter,
+    kept_bytes_per_parameter,
+    padded,
+    shard,
+    step_bytes_per_parameter,
+)
 from pipette_launch.cost.parameters import stage_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -83,22 +91,19 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     """
     stages = Stages.of(job, layouts)
     layer = _by_layer(job, layouts)
-    at = {name: column[stages.row_S] for name, column in layer.items()}
-    live = live_bytes(stages, chunk_bytes(job, layouts, layer))
-    zero = np.zeros(len(stages.row_S), dtype=np.int64)
-    has_pipeline = layouts.pp[stages.row_S] > 1
+    none = np.zeros_like(layer["mask"])
     parts = {
         **_states(job, layouts, stages),
-        "shared_buffer": np.where(stages.is_last_S, at["shared_last"], at["shared"]),
-        "dummy_gradients": np.where(stages.is_last_S, at["dummies_last"], at["dummies"]),
-        "activations": live,
-        "embedding": input_bytes(stages, at),
-        "recompute": _recompute(job, layouts, layer)[stages.row_S],
-        "backward": at["backward"],
-        "mask": np.where(stages.is_first_S | stages.is_last_S, at["mask"], zero),
-        "head": np.where(stages.is_last_S, at["head"], zero),
-        "deferred": _deferred(job, layouts)[stages.row_S] * stages.is_last_S,
-        "buffers": np.where(has_pipeline, 3 * at["stream"], zero),
+        "shared_buffer": stages.spread(layer["shared"], last=layer["shared_last"]),
+        "dummy_gradients": stages.spread(layer["dummies"], last=layer["dummies_last"]),
+        "activations": live_bytes(stages, chunk_bytes(job, layouts, layer)),
+        "embedding": input_bytes(stages, layer),
+        "recompute": stages.spread(_recompute(job, layouts, layer)),
+        "backward": stages.spread(layer["backward"]),
+        "mask": stages.spread(none, first=layer["mask"], last=layer["mask"]),
+        "head": stages.spread(none, last=layer["head"]),
+        "deferred": stages.spread(none, last=_deferred(job, layouts)),
+        "buffers": stages.spread(np.where(layouts.pp > 1, 3 * layer["stream"], 0)),
     }
     ordered = {field.name: parts[field.name] for field in fields(MemoryParts)}
     return MemoryColumns(starts_N=stages.starts_N, row_S=stages.row_S, stage_S=stages.stage_S, parts=ordered)
@@ -157,22 +162,35 @@ def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
 
 
 def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> dict[str, Ints]:
-    """Columns of S: weights, gradients, optimizer states and the step's temporaries."""
-    groups = layouts.groups(*_PARAMETERS, *_SHARDS)
+    """Columns of S: weights, gradients, optimizer states and the step's temporaries (`memory.rank_states`)."""
     cut = layouts.groups(*_PARAMETERS)
-    cut_parameters = [stage_parameters(job.model, layouts.layout(int(row))) for row in cut.first_U]
-    rows: list[tuple[int, int, int, int]] = []
-    starts = []
-    for row in groups.first_U:
-        layout = layouts.layout(int(row))
-        starts.append(len(rows))
-        parameters = cut_parameters[cut.group_N[row]]
-        figures = {each: rank_states(job, each, layout) for each in set(parameters)}
-        rows += [figures[each] for each in parameters]
-    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
-    place = np.array(starts, dtype=np.int64)[groups.group_N][stages.row_S] + stages.stage_S
+    counts = [stage_parameters(job.model, layouts.layout(int(row))) for row in cut.first_U]
+    table = np.array([(each.dense, each.expert) for stage in counts for each in stage], dtype=np.int64).reshape(-1, 2)
+    starts = np.cumsum([0, *map(len, counts)])[cut.group_N]
+    groups = layouts.groups(*_PARAMETERS, *_SHARDS)
+    chosen = layouts.take(groups.first_U)
+    rows = np.repeat(groups.first_U, chosen.pp)
+    firsts = np.cumsum(chosen.pp) - chosen.pp
+    own = np.arange(len(rows)) - np.repeat(firsts, chosen.pp)
+    figures = _state_figures(job, layouts, rows, table[starts[rows] + own])
+    place = np.repeat(firsts[groups.group_N], layouts.pp) + stages.stage_S
     names = ("weights", "gradients", "optimizer", "optimizer_step")
-    return dict(zip(names, table[place].T, strict=True))
+    return {name: figure[place] for name, figure in zip(names, figures, strict=True)}
+
+
+def _state_figures(job: Job, layouts: LayoutColumns, row_R: Ints, counts_R2: Ints) -> tuple[Ints, ...]:
+    """Bytes of states of some stages: R rows of the table, each with its dense and expert parameters."""
+    dp, cp, tp, pp = (column[row_R] for column in (layouts.dp, layouts.cp, layouts.tp, layouts.pp))
+    # cost.parameters.expert_dp
+    expert_dp = tp * cp * dp * pp // (layouts.etp[row_R] * layouts.ep[row_R] * pp)
+    is_sharded = layouts.use_distributed_optimizer[row_R] > 0
+    pairs = ((counts_R2[:, 0], dp * cp), (counts_R2[:, 1], expert_dp))
+    count = counts_R2.sum(axis=1)
+    buffered = np.where(is_sharded, sum(padded(job, *pair) for pair in pairs), count)
+    resident = np.where(is_sharded, sum(shard(job, *pair) for pair in pairs), count)
+    states = np.rint(resident * kept_bytes_per_parameter(job)).astype(np.int64)
+    weights, gradients = buffered * job.model.dtype_bytes, buffered * gradient_bytes_per_parameter(job)
+    return weights, gradients, states, resident * step_bytes_per_parameter(job)
 
 
 def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:

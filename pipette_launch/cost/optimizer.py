@@ -6,12 +6,14 @@ MC = megatron/core of core_v0.16.1.
 
 from __future__ import annotations
 
-import math
+import numpy as np
+from numpy.typing import NDArray
 
 from pipette_launch.cost.parameters import Parameters, expert_dp
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 
+Ints = NDArray[np.int64]
 _FP32_BYTES = 4
 _STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _REMAINDER_BYTES = 2
@@ -35,11 +37,8 @@ def buffered_parameters(job: Job, parameters: Parameters, layout: Layout) -> int
     """
     if not layout.use_distributed_optimizer:
         return parameters.count
-    extra = _BUSBW_ALIGNMENT if job.has_flag("--ddp-pad-buckets-for-high-nccl-busbw") else 1
-    return sum(
-        _round_up(count, math.lcm(shards, _SHARD_ALIGNMENT, extra))
-        for count, shards in ((parameters.dense, layout.dp * layout.cp), (parameters.expert, expert_dp(layout)))
-    )
+    dense, expert = np.array(parameters.dense), np.array(parameters.expert)
+    return int(padded(job, dense, np.array(layout.dp * layout.cp)) + padded(job, expert, np.array(expert_dp(layout))))
 
 
 def resident_parameters(job: Job, parameters: Parameters, layout: Layout) -> int:
@@ -50,9 +49,21 @@ def resident_parameters(job: Job, parameters: Parameters, layout: Layout) -> int
     """
     if not layout.use_distributed_optimizer:
         return parameters.count
+    dense, expert = np.array(parameters.dense), np.array(parameters.expert)
+    return int(shard(job, dense, np.array(layout.dp * layout.cp)) + shard(job, expert, np.array(expert_dp(layout))))
+
+
+def padded(job: Job, counts: Ints, num_shards: Ints) -> Ints:
+    """Pad buckets of so many elements for so many shards; see `buffered_parameters`."""
+    extra = _BUSBW_ALIGNMENT if job.has_flag("--ddp-pad-buckets-for-high-nccl-busbw") else 1
+    multiple = np.lcm(np.lcm(num_shards, _SHARD_ALIGNMENT), extra)
+    return np.asarray(-(-counts // multiple) * multiple)
+
+
+def shard(job: Job, counts: Ints, num_shards: Ints) -> Ints:
+    """Give one rank its share of so many elements, rounded up; see `resident_parameters`."""
     instances = int(job.flag_value("--num-distributed-optimizer-instances", "1"))
-    dense, expert = layout.dp * layout.cp // instances, expert_dp(layout) // instances
-    return -(-parameters.dense // max(1, dense)) + -(-parameters.expert // max(1, expert))
+    return np.asarray(-(-counts // np.maximum(1, num_shards // instances)))
 
 
 def optimizer_bytes(job: Job, parameters: Parameters, layout: Layout) -> tuple[int, int]:
@@ -62,13 +73,22 @@ def optimizer_bytes(job: Job, parameters: Parameters, layout: Layout) -> tuple[i
     fp32 are copied to fp32, 4 bytes. Optimizers other than Adam and SGD are counted as Adam.
     """
     resident = resident_parameters(job, parameters, layout)
+    return round(resident * kept_bytes_per_parameter(job)), resident * step_bytes_per_parameter(job)
+
+
+def kept_bytes_per_parameter(job: Job) -> float:
+    """Return `state_bytes_per_parameter`, less what is offloaded to the host."""
     offloaded = float(job.flag_value("--optimizer-offload-fraction", "1")) if job.has_flag(_OFFLOAD) else 0.0
-    states = round(resident * state_bytes_per_parameter(job) * (1 - offloaded))
+    return state_bytes_per_parameter(job) * (1 - offloaded)
+
+
+def step_bytes_per_parameter(job: Job) -> int:
+    """Bytes of the step's temporaries for one parameter that a rank holds."""
     sgd = job.optimizer == "sgd"
     step = 0 if job.model.transformer_impl == "transformer_engine" or sgd else _FP32_BYTES
     if gradient_bytes_per_parameter(job) != _FP32_BYTES and not job.has_flag(_PRECISION_AWARE):
         step += _FP32_BYTES
-    return states, resident * step
+    return step
 
 
 def state_bytes_per_parameter(job: Job) -> int:
@@ -92,7 +112,3 @@ def state_bytes_per_parameter(job: Job) -> int:
 _MOMENTS = ("exp-avg", "exp-avg-sq")
 _OFFLOAD = "--optimizer-cpu-offload"
 _PRECISION_AWARE = "--use-precision-aware-optimizer"
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -5,18 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks.validation import golden
+from benchmarks.validation import baselines, golden, korthikanti, latency, logs, nanotron, vtrain
 from benchmarks.validation.conditions import conditions
 from benchmarks.validation.lines import Found, Section
-from benchmarks.validation.options import GOLDEN_ARGS, GOLDEN_ROWS, Options, parse
+from benchmarks.validation.options import DEFAULT_FILES, GOLDEN_ARGS, GOLDEN_ROWS, Options, parse
 from benchmarks.validation.show import Report, as_json, markdown, print_report
+from pipette_launch.baselines.fujii import estimate_bytes
+from pipette_launch.baselines.megatron_formula import megatron_formula_bytes
 from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Job
+from pipette_launch.facts.device import device_named
 
 TITLE = "Predicted against measured"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Score, print, write; 1 and a line on stderr where a file or a flag is bad."""
+    """Score, print, write; an exit code above 0 and a line on stderr where a file or a flag is bad."""
     try:
         options = parse(argv)
         report = run(options)
@@ -44,7 +48,65 @@ def golden_section(options: Options) -> Section:
     found = Found()
     if "closed" in options.methods:
         found += golden.run(data, "closed form", golden.closed_form)
-    return golden.section(data, files.rows.name, found)
+    if options.baselines:
+        found += baselines.run(data, seed=options.seed)
+    return golden.section(data, files.rows.name, found, baselines.NOTES if options.baselines else ())
 
 
-SECTIONS: dict[str, Callable[[Options], Section]] = {"golden": golden_section}
+def logs_section(options: Options) -> Section:
+    """Memory of every stage in public logs."""
+    memories = {"Megatron formula": _formula, "Fujii 2024": _fujii} if options.baselines else {}
+    return logs.section(options.files["logs"], step_times(options), memories)
+
+
+def korthikanti_section(options: Options) -> Section:
+    """Iteration times of large models."""
+    device = device_named(vtrain.DEVICE)
+    return korthikanti.section(options.files["korthikanti"], device, step_times(options))
+
+
+def vtrain_section(options: Options) -> Section:
+    """Iteration times of many small layouts."""
+    path = options.files["vtrain"]
+    development = DEFAULT_FILES["vtrain"]
+    return vtrain.section(
+        path,
+        device_named(vtrain.DEVICE),
+        latency.BASELINES if options.baselines else {},
+        fraction=options.fraction,
+        seed=options.seed,
+        development=None if path == development else development,
+    )
+
+
+def nanotron_section(options: Options) -> Section:
+    """Ranking of layouts and memory decisions on the nanotron sweep."""
+    device = device_named(nanotron.DEVICE)
+    memories: dict[str, nanotron.MemoryEstimator] = {
+        "closed form + overheads": lambda job: nanotron.device_peak_bytes(job, device)
+    }
+    if options.baselines:
+        memories |= {"Megatron formula": _formula, "Fujii 2024": _fujii}
+    return nanotron.section(options.files["nanotron"], device, step_times(options), memories)
+
+
+def step_times(options: Options) -> dict[str, latency.StepTime]:
+    """Our latency model, and those of others."""
+    return {"pipette": latency.OURS, **(latency.BASELINES if options.baselines else {})}
+
+
+def _formula(job: Job) -> int:
+    return megatron_formula_bytes(job, job.own)
+
+
+def _fujii(job: Job) -> int:
+    return estimate_bytes(job, job.own)
+
+
+SECTIONS: dict[str, Callable[[Options], Section]] = {
+    "golden": golden_section,
+    "logs": logs_section,
+    "korthikanti": korthikanti_section,
+    "vtrain": vtrain_section,
+    "nanotron": nanotron_section,
+}

@@ -34,8 +34,9 @@ NOTES = (
         "the distinct values of a layout on one GPU type."
     ),
     (
-        "'fitted on other tests': one constant per transformer implementation and GPU, the median static residual of "
-        "other families of tests; a family is all tests that share a name, the flags that matter, or the job read."
+        "Workspaces: 'stated' by the product from the libraries' constants, nothing fitted; 'fitted on other tests' "
+        "adds one constant per transformer implementation and GPU, the median static residual of other families of "
+        "tests; a family is all tests that share a name, the flags that matter, or the job read."
     ),
     "A row without a world size ran on one node of 8, that CI's default; release tests without one are left out.",
 )
@@ -124,7 +125,7 @@ def run_baseline(golden: Golden, method: str, estimator: Estimator) -> Found:
     )
 
 
-def section(golden: Golden, name: str, found: Found) -> Section:
+def section(golden: Golden, name: str, found: Found, notes: Sequence[str] = ()) -> Section:
     """Everything that was found on the golden data."""
     layouts = len(golden.given)
     counts = (
@@ -136,7 +137,7 @@ def section(golden: Golden, name: str, found: Found) -> Section:
         source=f"{name} ({golden.data.digest})",
         lines=found.lines,
         skipped=(*golden.skipped, *found.skipped),
-        notes=(counts, *NOTES, *golden.notes),
+        notes=(counts, *NOTES, *notes, *golden.notes),
         details=found.details,
     )
 

@@ -91,6 +91,8 @@ def _read(words: Sequence[str], row: GoldenRow, version: str) -> Job:
         megatron_version=version,
         device_kind="cuda",
         for_prediction=True,
+        environment=row.configuration.environment,
+        device_name="" if row.gpu == "unknown" else row.gpu,
     )
 
 

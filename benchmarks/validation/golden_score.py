@@ -11,6 +11,8 @@ from benchmarks.validation.lines import Line
 from benchmarks.validation.scores import errors
 from benchmarks.validation.workspace import (
     CORRECTIONS,
+    FITTED,
+    STATED,
     Correction,
     Residual,
     fitted_bytes,
@@ -47,6 +49,12 @@ class Scored:
         return self.read.job
 
     @property
+    def workspace_bytes(self) -> float:
+        """Workspaces, stated from the libraries' constants and the test's environment."""
+        row = self.read.layout.newest
+        return stated_bytes(self.job, row.gpu, row.configuration.environment)
+
+    @property
     def residual(self) -> Residual | None:
         """Static memory that the estimate lacks."""
         measured, predicted = self.read.layout.static_bytes, self.estimate.static_bytes
@@ -56,7 +64,7 @@ class Scored:
             family=self.family,
             implementation=self.job.model.transformer_impl,
             gpu=self.read.layout.newest.gpu,
-            bytes=measured - predicted,
+            bytes=measured - predicted - self.workspace_bytes,
         )
 
 
@@ -74,8 +82,9 @@ def _family_keys(read: ReadLayout) -> Iterable[tuple[object, ...]]:
 
 
 def bare(job: Job) -> Job:
-    """Return the job without what memory cannot depend on, so that twins are equal."""
-    return replace(job, megatron_version="", notes=(), pinned=(), log_interval=1, train_iters=None)
+    """Return the job without what tells twins apart: releases, lengths, and the backend that a GPU type chooses."""
+    model = replace(job.model, attention_backend="auto")
+    return replace(job, model=model, megatron_version="", notes=(), pinned=(), log_interval=1, train_iters=None)
 
 
 def total_parameters(model: ModelSpec) -> float:
@@ -114,11 +123,12 @@ WITH_STATIC = ("all", "dense", "MoE")
 def corrected(scored: Scored, residuals: Sequence[Residual], correction: Correction) -> Estimate:
     """Add the workspace constant to peak and static."""
     constant = 0.0
-    implementation, gpu = scored.job.model.transformer_impl, scored.read.layout.newest.gpu
-    if correction == "stated default":
-        constant = stated_bytes(implementation, gpu)
-    elif correction == "fitted on other tests":
-        constant = fitted_bytes(residuals, family=scored.family, implementation=implementation, gpu=gpu)
+    gpu = scored.read.layout.newest.gpu
+    if correction in (STATED, FITTED):
+        constant = scored.workspace_bytes
+    if correction == FITTED:
+        implementation = scored.job.model.transformer_impl
+        constant += fitted_bytes(residuals, family=scored.family, implementation=implementation, gpu=gpu)
     static = scored.estimate.static_bytes
     return Estimate(
         static_bytes=None if static is None else static + constant,
@@ -135,11 +145,11 @@ def score(
         estimates = [corrected(item, residuals, correction) for item in given]
         name = f"{method}, {correction}"
         for group, members in _groups(given):
-            if correction != CORRECTIONS[-1] and group not in WITH_ALL_CORRECTIONS:
+            if correction not in (STATED, FITTED) and group not in WITH_ALL_CORRECTIONS:
                 continue
             chosen = [(given[place], estimates[place]) for place in members]
             lines += _lines(group, name, chosen, skipped.get(group, 0), with_static=group in WITH_STATIC)
-        if correction == CORRECTIONS[-1]:
+        if correction in (STATED, FITTED):
             lines.append(_every_measurement(name, list(zip(given, estimates, strict=True))))
     return lines
 

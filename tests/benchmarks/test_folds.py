@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_lines import job
 
 from benchmarks.validation.folds import families, folds
 from benchmarks.validation.workspace import Residual, fitted_bytes, stated_bytes
@@ -50,10 +51,18 @@ def test_a_constant_never_comes_from_the_own_family() -> None:
     assert 20 == fitted_bytes(others, **wanted) == fitted_bytes(others + own, **wanted)
 
 
-def test_an_unknown_gpu_takes_any_gpu_and_an_unknown_implementation_the_stated_default() -> None:
+def test_an_unknown_gpu_takes_any_gpu_and_an_unknown_implementation_nothing() -> None:
     """Fewer than two families of the same GPU say too little."""
     known = [residual(1, "A100", 10), residual(2, "A100", 20), residual(3, "H100", 90)]
 
     assert 20 == fitted_bytes(known, family=0, implementation="transformer_engine", gpu="B200")
-    assert stated_bytes("local", "A100") == fitted_bytes(known, family=0, implementation="local", gpu="A100")
-    assert 66 * MIB == stated_bytes("local", "H100")
+    assert 0 == fitted_bytes(known, family=0, implementation="local", gpu="A100")
+
+
+def test_workspaces_follow_gpu_and_environment() -> None:
+    """As the libraries' constants have them: cuBLAS as the environment says, TransformerEngine's by the GPU."""
+    te = job("--transformer-impl transformer_engine")
+    variables = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+    assert [68 * MIB, 96 * MIB] == [stated_bytes(te, gpu, variables) for gpu in ("A100", "NVIDIA H100 80GB")]
+    assert stated_bytes(te, "unknown", {}) == stated_bytes(te, "H100", {})

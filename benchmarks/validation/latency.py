@@ -1,0 +1,84 @@
+"""Step times of jobs on machines of a known type: every latency model behind one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipette_launch.baselines import amp, pipette_latency, varuna
+from pipette_launch.cost import Predictor
+from pipette_launch.cost.device import imagined
+from pipette_launch.cost.device_case import CaseFactor
+from pipette_launch.facts import Job
+from pipette_launch.facts.device import DeviceSpec
+from pipette_launch.facts.measurements import Measurements
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machines:
+    """Equal hosts of one device type."""
+
+    device: DeviceSpec
+    num_hosts: int
+    devices_per_host: int
+    factors: tuple[CaseFactor, ...] = ()
+    """What measured steps have told of single shapes of computation."""
+
+
+StepTime = Callable[[Job, Machines], float]
+"""Seconds of one step of the job's own layout, ranks in torchrun's order; raises PipetteError where it cannot tell."""
+
+
+def measurements(job: Job, machines: Machines) -> Measurements:
+    """What the device model says a warm-up would measure for the job's own layout."""
+    return imagined(
+        job,
+        machines.device,
+        num_hosts=machines.num_hosts,
+        devices_per_host=machines.devices_per_host,
+        layouts=[job.own],
+        factors=machines.factors,
+    )
+
+
+def pipette(job: Job, machines: Machines) -> float:
+    """Seconds by the product's own predictor."""
+    predictor = Predictor(job, measurements(job, machines))
+    return predictor.step_time(job.own, range(job.own.world_size)).total_s
+
+
+def amp_arm(job: Job, machines: Machines) -> float:
+    """Seconds by the AMP of Pipette's code."""
+    return pipette_latency.amp_arm_s(job, job.own, measurements(job, machines))
+
+
+def pipette_paper(job: Job, machines: Machines) -> float:
+    """Seconds by the latency model of the Pipette paper."""
+    return pipette_latency.step_time_s(job, job.own, measurements(job, machines))
+
+
+def amp_original(job: Job, machines: Machines) -> float:
+    """Seconds by AMP's own cost model."""
+    return amp.step_time_s(job, job.own, measurements(job, machines))
+
+
+def varuna_simulator(job: Job, machines: Machines) -> float:
+    """Seconds by Varuna's simulator."""
+    return varuna.step_time_s(job, job.own, measurements(job, machines))
+
+
+OURS: StepTime = pipette
+BASELINES: dict[str, StepTime] = {
+    "AMP": amp_original,
+    "AMP of Pipette's code": amp_arm,
+    "Pipette (DATE 2024)": pipette_paper,
+    "Varuna": varuna_simulator,
+}
+"""Latency models of others, on the same imagined measurements as ours."""
+
+
+def hosts_of(world_size: int, devices_per_host: int) -> tuple[int, int]:
+    """Hosts and devices on each, for a job that fills them; a job of less than a host has one small host."""
+    if world_size <= devices_per_host:
+        return 1, world_size
+    return -(-world_size // devices_per_host), devices_per_host

@@ -1,0 +1,287 @@
+"""Memory lines of public Megatron-LM logs: every stage that was printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.validation.latency import Machines, StepTime, hosts_of
+from benchmarks.validation.lines import Line, Section
+from benchmarks.validation.scores import errors
+from benchmarks.validation.shapes import job_of
+from benchmarks.validation.tables import Row, number, one_of, optional, read_table, size, text, whole, word
+from benchmarks.validation.workspace import STATED, stated_bytes
+from pipette_launch.cost import MemoryParts, peak_memory_bytes
+from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Job
+from pipette_launch.facts.device import DeviceSpec, known_devices
+from pipette_launch.units import MIB
+
+DATA = "public logs"
+COLUMNS = {
+    "source": word,
+    "hardware": word,
+    "code": text,
+    "model": word,
+    **dict.fromkeys(("gpus", "tp", "pp", "dp", "ep", "layers", "hidden", "ffn", "heads", "seq", "mbs", "gbs"), size),
+    "recompute": word,
+    "distopt": one_of("yes", "no"),
+    "rank": whole,
+    "stage": whole,
+    "when": word,
+    "allocated_MB": optional(number),
+    "max_allocated_MB": optional(number),
+    "max_reserved_MB": optional(number),
+    "iter_ms": optional(number),
+    "notes": text,
+}
+GPT2_VOCABULARY = 50257
+VOCABULARIES = {"llama-2": 32000, "llama2": 32000, "mixtral": 32000, "mistral": 32000, "llama-3": 128256}
+"""Tokens by the beginning of a model's name, where the log's notes do not say."""
+GROUPED = {"llama-2-70b": 8, "llama-3": 8, "mixtral": 8, "mistral": 8}
+EXPERTS = {"mixtral-8x7b": (8, 2), "mixtral-8x22b": (8, 2)}
+"""Experts and how many of them a token goes to."""
+ADAM_BYTES = 8
+MASTER_BYTES = 4
+NOTES = (
+    (
+        "What a log does not print is taken from its notes and the model's name: vocabulary, grouped queries, experts; "
+        "a feed-forward width other than 4 x hidden means SwiGLU, RMSNorm and untied embeddings without biases."
+    ),
+    "'iter1': the peak is from before the first optimizer step, without Adam's moments, or from within that step.",
+    "Memory includes the stated workspaces of cuBLAS and TransformerEngine; nothing is fitted.",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One line of a log, with the job behind it."""
+
+    row: Row
+    job: Job
+    device: DeviceSpec | None
+    """None where the hardware is none that we know."""
+
+    @property
+    def name(self) -> str:
+        """What the line is of."""
+        return f"line {self.row.line}: {self.row['model']} stage {self.row['stage']}"
+
+
+def section(path: Path, step_times: Mapping[str, StepTime], memories: Mapping[str, Callable[[Job], int]]) -> Section:
+    """Score memory of every stage, and step times where a log has them.
+
+    Args:
+        path: the log lines.
+        step_times: latency models by name.
+        memories: baselines that give one peak for all stages, by name.
+
+    """
+    table = read_table(path, COLUMNS)
+    stages, skipped = [], []
+    for row in table.rows:
+        found = _stage(row)
+        if isinstance(found, Stage):
+            stages.append(found)
+        else:
+            skipped.append((found, f"line {row.line}: {row['model']}"))
+    lines, details = _memory_lines(stages)
+    for name, memory in memories.items():
+        lines += _baseline_lines(name, memory, stages)
+    timed, missing = _time_lines(stages, step_times)
+    return Section(
+        data=DATA,
+        source=f"{path.name} ({table.digest})",
+        lines=(*lines, *timed),
+        skipped=(*skipped, *missing),
+        notes=(f"{len(table.rows)} rows", *NOTES),
+        details=tuple(details),
+    )
+
+
+def job_flags(row: Row) -> dict[str, Any]:
+    """Flags of the run behind a row; raises ValueError with the reason where the row does not say enough."""
+    name, notes = row["model"].lower(), row["notes"]
+    gated = row["ffn"] != 4 * row["hidden"]
+    flags: dict[str, Any] = {
+        "num-layers": row["layers"],
+        "hidden-size": row["hidden"],
+        "ffn-hidden-size": row["ffn"],
+        "num-attention-heads": row["heads"],
+        "seq-length": row["seq"],
+        "max-position-embeddings": row["seq"],
+        "micro-batch-size": row["mbs"],
+        "global-batch-size": row["gbs"],
+        "tensor-model-parallel-size": row["tp"],
+        "pipeline-model-parallel-size": row["pp"],
+        "expert-model-parallel-size": row["ep"],
+        "use-distributed-optimizer": row["distopt"] == "yes",
+        "transformer-impl": "local" if "local" in row["code"] else "transformer_engine",
+        "sequence-parallel": "sequence parallel" in notes and "no sequence parallel" not in notes,
+        "bf16": True,
+        **_vocabulary(name, notes),
+        **_recompute(row["recompute"]),
+    }
+    if gated:
+        flags |= {
+            "swiglu": True,
+            "normalization": "RMSNorm",
+            "disable-bias-linear": True,
+            "position-embedding-type": "rope",
+            "untie-embeddings-and-output-weights": True,
+            "attention-dropout": 0.0,
+            "hidden-dropout": 0.0,
+        }
+    groups = _by_name(GROUPED, name)
+    if groups:
+        flags |= {"group-query-attention": True, "num-query-groups": groups}
+    return flags | _experts(name, row["ep"])
+
+
+def _vocabulary(name: str, notes: str) -> dict[str, Any]:
+    found = re.search(r"vocab(?:ulary)?(?: size)?[ =:]*([\d,]+)", notes)
+    if found:
+        tokens = int(found[1].replace(",", ""))
+        return {"vocab-size": tokens, **({"tokenizer-type": "NullTokenizer"} if "NullTokenizer" in notes else {})}
+    return {"vocab-size": _by_name(VOCABULARIES, name) or GPT2_VOCABULARY}
+
+
+def _recompute(words: str) -> dict[str, Any]:
+    parts = words.split()
+    if parts == ["none"]:
+        return {}
+    if parts == ["selective"]:
+        return {"recompute-granularity": "selective"}
+    if len(parts) == 3 and parts[0] == "full" and parts[1] in ("uniform", "block") and parts[2].isdigit():
+        return {
+            "recompute-granularity": "full",
+            "recompute-method": parts[1],
+            "recompute-num-layers": int(parts[2]),
+        }
+    raise ValueError(f"recompute {words!r} is not understood")
+
+
+def _experts(name: str, ep: int) -> dict[str, Any]:
+    experts = _by_name(EXPERTS, name)
+    if experts:
+        return {"num-experts": experts[0], "moe-router-topk": experts[1]}
+    if ep > 1 or re.search(r"\d+x\d+", name):
+        raise ValueError("the number of experts is not stated")
+    return {}
+
+
+def _by_name(known: Mapping[str, Any], name: str) -> Any:
+    return next((value for start, value in known.items() if name.startswith(start)), None)
+
+
+def _stage(row: Row) -> Stage | str:
+    if row["tp"] * row["pp"] * row["dp"] != row["gpus"]:
+        return "tp x pp x dp is not the number of GPUs"
+    if row["stage"] >= row["pp"]:
+        return "there is no such stage"
+    device = device_of(row["hardware"])
+    try:
+        name = device.name if device else ""
+        return Stage(row=row, job=job_of(job_flags(row), world_size=row["gpus"], device_name=name), device=device)
+    except (PipetteError, ValueError) as error:
+        return str(error).split(";")[0]
+
+
+def device_of(hardware: str) -> DeviceSpec | None:
+    """Return the device type that a description of hardware names; the longest name that matches wins."""
+    plain = re.sub(r"[^a-z0-9]", "", hardware.lower())
+    found = []
+    for device in known_devices().values():
+        parts = re.findall(r"[a-z0-9]+", device.name.lower())
+        matched = [part for part in parts if part.removesuffix("gb") in plain]
+        if parts and parts[0] in plain and (len(matched) > 1 or parts[0] != "rtx"):
+            found.append((len(matched), device))
+    return max(found, key=lambda item: item[0])[1] if found else None
+
+
+def predicted(stage: Stage) -> tuple[float, float]:
+    """Peak and allocated bytes after the step of one stage, workspaces counted."""
+    parts = peak_memory_bytes(stage.job, stage.job.own)[stage.row["stage"]]
+    workspaces = stated_bytes(stage.job, stage.row["hardware"], {})
+    peak = parts.total
+    if stage.row["when"] == "iter1":
+        peak = first_iteration_peak(parts, stage.job)
+    return peak + workspaces, parts.static + workspaces
+
+
+def first_iteration_peak(parts: MemoryParts, job: Job) -> int:
+    """Peak of the first iteration: its passes have no Adam moments yet, its optimizer step has."""
+    master = 0 if job.model.params_dtype == "fp32" else MASTER_BYTES
+    moments = 0 if job.optimizer == "sgd" else parts.optimizer * ADAM_BYTES // (ADAM_BYTES + master)
+    # What the passes add, whether or not they set the steady peak: the peak of a rank without an optimizer step.
+    passes = replace(parts, optimizer_step=0).total - parts.static
+    return max(parts.static + passes - moments, parts.static + parts.optimizer_step)
+
+
+def _memory_lines(stages: Sequence[Stage]) -> tuple[list[Line], list[str]]:
+    answers = [(stage, *predicted(stage)) for stage in stages]
+    peaks = [(peak / MIB, stage.row["max_allocated_MB"]) for stage, peak, _ in answers if stage.row["max_allocated_MB"]]
+    static = [(rest / MIB, stage.row["allocated_MB"]) for stage, _, rest in answers if stage.row["allocated_MB"]]
+    lines = [
+        Line(data=DATA, group="all stages", method=f"closed form, {STATED}", quantity=name, scored=len(pairs),
+             errors=errors([one for one, _ in pairs], [other for _, other in pairs]))
+        for name, pairs in (("peak", peaks), ("static", static))
+    ]  # fmt: skip
+    reserve = [
+        stage.row["max_reserved_MB"] / stage.row["max_allocated_MB"]
+        for stage in stages
+        if stage.row["max_reserved_MB"] and stage.row["max_allocated_MB"]
+    ]
+    if reserve:
+        figures = {"least": min(reserve), "most": max(reserve)}
+        lines.append(Line(data=DATA, group="all stages", method="measured", quantity="reserved / allocated",
+                          scored=len(reserve), figures=figures))  # fmt: skip
+    details = [
+        f"peak {peak / MIB:8.0f} / {stage.row['max_allocated_MB'] or 0:8.0f} MiB  static {rest / MIB:8.0f} / "
+        f"{stage.row['allocated_MB'] or 0:8.0f} MiB  {stage.name}"
+        for stage, peak, rest in answers
+    ]
+    return lines, details
+
+
+def _baseline_lines(name: str, memory: Callable[[Job], int], stages: Sequence[Stage]) -> list[Line]:
+    """One peak of a baseline, which is meant for the fullest stage, against the fullest stage of each run."""
+    runs: dict[Job, float] = {}
+    for stage in stages:
+        runs[stage.job] = max(runs.get(stage.job, 0.0), stage.row["max_allocated_MB"] or 0.0)
+    pairs = [(memory(job) / MIB, measured) for job, measured in runs.items() if measured]
+    scores = errors([one for one, _ in pairs], [other for _, other in pairs])
+    return [Line(data=DATA, group="fullest stage", method=name, quantity="peak", scored=len(pairs), errors=scores)]
+
+
+def _time_lines(
+    stages: Sequence[Stage], step_times: Mapping[str, StepTime]
+) -> tuple[list[Line], list[tuple[str, str]]]:
+    """One line for each latency model over the runs that print an iteration time; a run counts once."""
+    runs = {(stage.job, stage.row["hardware"]): stage for stage in stages if stage.row["iter_ms"]}
+    lines, skipped = [], []
+    for name, model in step_times.items():
+        pairs = []
+        for stage in runs.values():
+            answer = _seconds(stage, model)
+            if isinstance(answer, str):
+                skipped.append((f"{name}: {answer}", stage.name))
+            else:
+                pairs.append((answer, stage.row["iter_ms"] / 1e3))
+        scores = errors([one for one, _ in pairs], [other for _, other in pairs])
+        lines.append(Line(data=DATA, group="iteration time", method=name, quantity="step time", scored=len(pairs),
+                          skipped=len(runs) - len(pairs), errors=scores))  # fmt: skip
+    return lines, skipped
+
+
+def _seconds(stage: Stage, model: StepTime) -> float | str:
+    if stage.device is None:
+        return f"no figures of {stage.row['hardware']}"
+    num_hosts, per_host = hosts_of(stage.row["gpus"], 8)
+    try:
+        return model(stage.job, Machines(device=stage.device, num_hosts=num_hosts, devices_per_host=per_host))
+    except PipetteError as error:
+        return str(error).split(";")[0][:100]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks.validation import baselines, golden, korthikanti, latency, logs, nanotron, vtrain
+from benchmarks.validation import baselines, golden, korthikanti, latency, logs, nanotron, ratchet, vtrain
+from benchmarks.validation.abstract import Abstract
 from benchmarks.validation.conditions import conditions
 from benchmarks.validation.lines import Found, Section
 from benchmarks.validation.options import DEFAULT_FILES, GOLDEN_ARGS, GOLDEN_ROWS, Options, parse
@@ -23,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Score, print, write; an exit code above 0 and a line on stderr where a file or a flag is bad."""
     try:
         options = parse(argv)
+        if options.record:
+            lines = (*ratchet.fast_lines(), *ratchet.abstract_lines(options.cache))
+            print(f"recorded {ratchet.write(ratchet.RECORD, lines, conditions(options.date))} lines: {ratchet.RECORD}")
+            return 0
         report = run(options)
         if options.json:
             options.json.write_text(as_json(report), encoding="utf-8")
@@ -48,6 +53,9 @@ def golden_section(options: Options) -> Section:
     found = Found()
     if "closed" in options.methods:
         found += golden.run(data, "closed form", golden.closed_form)
+    if "abstract" in options.methods:
+        with Abstract(options.cache) as executed:
+            found += golden.run(data, "abstract execution", executed.last_stage, sample=options.sample)
     if options.baselines:
         found += baselines.run(data, seed=options.seed)
     return golden.section(data, files.rows.name, found, baselines.NOTES if options.baselines else ())
@@ -56,7 +64,14 @@ def golden_section(options: Options) -> Section:
 def logs_section(options: Options) -> Section:
     """Memory of every stage in public logs."""
     memories = {"Megatron formula": _formula, "Fujii 2024": _fujii} if options.baselines else {}
-    return logs.section(options.files["logs"], step_times(options), memories)
+    path = options.files["logs"]
+    with Abstract(options.cache) as executed:
+        methods: dict[str, logs.StageMemory] = {}
+        if "closed" in options.methods:
+            methods["closed form"] = logs.closed_form
+        if "abstract" in options.methods:
+            methods["abstract execution"] = logs.by_execution(executed)
+        return logs.section(path, methods, step_times(options), memories)
 
 
 def korthikanti_section(options: Options) -> Section:

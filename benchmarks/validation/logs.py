@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.validation.abstract import Abstract
 from benchmarks.validation.latency import Machines, StepTime, hosts_of
 from benchmarks.validation.lines import Line, Section
 from benchmarks.validation.scores import errors
@@ -71,11 +72,21 @@ class Stage:
         return f"line {self.row.line}: {self.row['model']} stage {self.row['stage']}"
 
 
-def section(path: Path, step_times: Mapping[str, StepTime], memories: Mapping[str, Callable[[Job], int]]) -> Section:
+StageMemory = Callable[[Stage], tuple[float, float]]
+"""Peak, and bytes allocated after the step, of one stage without workspaces; raises PipetteError if it cannot tell."""
+
+
+def section(
+    path: Path,
+    methods: Mapping[str, StageMemory],
+    step_times: Mapping[str, StepTime],
+    memories: Mapping[str, Callable[[Job], int]],
+) -> Section:
     """Score memory of every stage, and step times where a log has them.
 
     Args:
         path: the log lines.
+        methods: our own, by name, that predict every stage.
         step_times: latency models by name.
         memories: baselines that give one peak for all stages, by name.
 
@@ -88,7 +99,14 @@ def section(path: Path, step_times: Mapping[str, StepTime], memories: Mapping[st
             stages.append(found)
         else:
             skipped.append((found, f"line {row.line}: {row['model']}"))
-    lines, details = _memory_lines(stages)
+    lines: list[Line] = []
+    details: list[str] = []
+    for name, method in methods.items():
+        answers, refused = _answers(stages, method)
+        skipped += [(f"{name}: {reason}", stage.name) for stage, reason in refused]
+        lines += _memory_lines(f"{name}, {STATED}", answers, len(refused))
+        details += [_detail(name, *answer) for answer in answers]
+    lines += _reserve_lines(stages)
     for name, memory in memories.items():
         lines += _baseline_lines(name, memory, stages)
     timed, missing = _time_lines(stages, step_times)
@@ -202,14 +220,24 @@ def device_of(hardware: str) -> DeviceSpec | None:
     return max(found, key=lambda item: item[0])[1] if found else None
 
 
-def predicted(stage: Stage) -> tuple[float, float]:
-    """Peak and allocated bytes after the step of one stage, workspaces counted."""
+def closed_form(stage: Stage) -> tuple[float, float]:
+    """Peak, and bytes allocated after the step, of one stage by the closed form."""
     parts = peak_memory_bytes(stage.job, stage.job.own)[stage.row["stage"]]
-    workspaces = stated_bytes(stage.job, stage.row["hardware"], {})
-    peak = parts.total
-    if stage.row["when"] == "iter1":
-        peak = first_iteration_peak(parts, stage.job)
-    return peak + workspaces, parts.static + workspaces
+    peak = first_iteration_peak(parts, stage.job) if stage.row["when"] == "iter1" else parts.total
+    return peak, parts.static
+
+
+def by_execution(executed: Abstract) -> StageMemory:
+    """Return the same by executing megatron-core abstractly."""
+
+    def memory(stage: Stage) -> tuple[float, float]:
+        found = executed.stage(stage.job, stage.row["stage"])
+        # A peak within the optimizer step is the first iteration's as well: the states exist by then.
+        if stage.row["when"] != "iter1" or found.parts.optimizer_step:
+            return found.peak, found.allocated_after_step
+        return max(found.first_peak, found.allocated_after_step), found.allocated_after_step
+
+    return memory
 
 
 def first_iteration_peak(parts: MemoryParts, job: Job) -> int:
@@ -221,30 +249,67 @@ def first_iteration_peak(parts: MemoryParts, job: Job) -> int:
     return max(parts.static + passes - moments, parts.static + parts.optimizer_step)
 
 
-def _memory_lines(stages: Sequence[Stage]) -> tuple[list[Line], list[str]]:
-    answers = [(stage, *predicted(stage)) for stage in stages]
+def _answers(
+    stages: Sequence[Stage], method: StageMemory
+) -> tuple[list[tuple[Stage, float, float]], list[tuple[Stage, str]]]:
+    """Peak and static bytes of each stage with the stated workspaces, and who could not be answered."""
+    answers, refused = [], []
+    for stage in stages:
+        found = _attempt(method, stage)
+        if isinstance(found, str):
+            refused.append((stage, found))
+        else:
+            workspaces = stated_bytes(stage.job, stage.row["hardware"], {})
+            answers.append((stage, found[0] + workspaces, found[1] + workspaces))
+    return answers, refused
+
+
+def _attempt(method: StageMemory, stage: Stage) -> tuple[float, float] | str:
+    try:
+        return method(stage)
+    except PipetteError as error:
+        return str(error).split(";")[0][:100]
+
+
+def _memory_lines(method: str, answers: Sequence[tuple[Stage, float, float]], skipped: int) -> list[Line]:
     peaks = [(peak / MIB, stage.row["max_allocated_MB"]) for stage, peak, _ in answers if stage.row["max_allocated_MB"]]
     static = [(rest / MIB, stage.row["allocated_MB"]) for stage, _, rest in answers if stage.row["allocated_MB"]]
-    lines = [
-        Line(data=DATA, group="all stages", method=f"closed form, {STATED}", quantity=name, scored=len(pairs),
-             errors=errors([one for one, _ in pairs], [other for _, other in pairs]))
+    return [
+        Line(
+            data=DATA,
+            group="all stages",
+            method=method,
+            quantity=name,
+            scored=len(pairs),
+            skipped=skipped,
+            errors=errors([predicted for predicted, _ in pairs], [measured for _, measured in pairs]),
+        )
         for name, pairs in (("peak", peaks), ("static", static))
-    ]  # fmt: skip
-    reserve = [
+    ]
+
+
+def _reserve_lines(stages: Sequence[Stage]) -> list[Line]:
+    """What the allocator reserved over what it allocated: measured, and predicted by nobody here."""
+    ratios = [
         stage.row["max_reserved_MB"] / stage.row["max_allocated_MB"]
         for stage in stages
         if stage.row["max_reserved_MB"] and stage.row["max_allocated_MB"]
     ]
-    if reserve:
-        figures = {"least": min(reserve), "most": max(reserve)}
-        lines.append(Line(data=DATA, group="all stages", method="measured", quantity="reserved / allocated",
-                          scored=len(reserve), figures=figures))  # fmt: skip
-    details = [
-        f"peak {peak / MIB:8.0f} / {stage.row['max_allocated_MB'] or 0:8.0f} MiB  static {rest / MIB:8.0f} / "
-        f"{stage.row['allocated_MB'] or 0:8.0f} MiB  {stage.name}"
-        for stage, peak, rest in answers
+    if not ratios:
+        return []
+    figures = {"least": min(ratios), "most": max(ratios)}
+    quantity = "reserved / allocated"
+    return [
+        Line(data=DATA, group="all stages", method="measured", quantity=quantity, scored=len(ratios), figures=figures)
     ]
-    return lines, details
+
+
+def _detail(method: str, stage: Stage, peak: float, static: float) -> str:
+    row = stage.row
+    return (
+        f"{method}: peak {peak / MIB:8.0f} / {row['max_allocated_MB'] or 0:8.0f} MiB  static {static / MIB:8.0f} / "
+        f"{row['allocated_MB'] or 0:8.0f} MiB  {stage.name}"
+    )
 
 
 def _baseline_lines(name: str, memory: Callable[[Job], int], stages: Sequence[Stage]) -> list[Line]:

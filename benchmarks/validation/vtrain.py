@@ -83,11 +83,11 @@ class Sample:
         return tuple(self.row[name] for name in names)
 
 
-def read(path: Path) -> tuple[str, tuple[Sample, ...], tuple[tuple[str, str], ...]]:
-    """Read rows: digest, samples, and (reason, row) of those that cannot be priced."""
+def read(path: Path, every: int = 1) -> tuple[str, tuple[Sample, ...], tuple[tuple[str, str], ...]]:
+    """Read every so many rows: digest, samples, and (reason, row) of those that cannot be priced."""
     table = read_table(path, COLUMNS)
     samples, skipped = [], []
-    for row in table.rows:
+    for row in table.rows[::every]:
         found = _sample(row)
         if isinstance(found, Sample):
             samples.append(found)
@@ -104,6 +104,7 @@ def section(
     fraction: float,
     seed: int,
     development: Path | None = None,
+    every: int = 1,
 ) -> Section:
     """Fit to a fraction of the rows, predict the rest.
 
@@ -114,10 +115,12 @@ def section(
         fraction: share of the rows that may be fitted to.
         seed: of the draw.
         development: other measurements; where given, a fit to a fraction of them alone is scored on all rows of `path`.
+        every: take only every so many rows.
 
     """
-    digest, samples, skipped = read(path)
+    digest, samples, skipped = read(path, every)
     plain = Machines(device=device, num_hosts=1, devices_per_host=1)
+    shares: list[str] = []
     lines, left_out = _scored(samples, "pipette, built-in figures", pipette, plain)
     if development is not None:
         known = read(development)[1]
@@ -131,12 +134,13 @@ def section(
             continue
         machines = _machines(_fitted(samples, chosen, device))
         rest = [sample for place, sample in enumerate(samples) if place not in chosen]
-        share = f"{len(chosen) / len(samples):.1%}"
-        _add(lines, left_out, _scored(rest, f"pipette, fitted to {name} ({share})", pipette, machines))
+        shares.append(f"{name} {len(chosen) / len(samples):.1%}")
+        _add(lines, left_out, _scored(rest, f"pipette, fitted to {name}", pipette, machines))
         if name == "drawn rows":
             for other, model in baselines.items():
                 _add(lines, left_out, _scored(rest, other, model, machines))
-    counts = f"{len(samples)} rows read, {len({sample.stratum for sample in samples})} strata, seed {seed}"
+    counts = f"{len(samples)} rows read, {len({sample.stratum for sample in samples})} strata, seed {seed}; fitted to: "
+    counts += ", ".join(shares) or "nothing, there are too few rows"
     return Section(
         data=DATA,
         source=f"{path.name} ({digest})",

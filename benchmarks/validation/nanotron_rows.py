@@ -83,6 +83,12 @@ class Configuration:
         return bool(self.tok_s_gpu)
 
     @property
+    def has_plain_replicas(self) -> bool:
+        """Whether gradients of a pipeline's replicas are reduced without ZeRO."""
+        own = self.job.own
+        return own.pp > 1 and own.dp > 1 and not own.use_distributed_optimizer
+
+    @property
     def step_s(self) -> float:
         """Measured seconds of one step: the median over repeated rows."""
         return self.tokens / (statistics.median(self.tok_s_gpu) * self.job.own.world_size)

@@ -39,6 +39,8 @@ COLUMNS = {
 }
 DEVICE = "A100-80GB"
 DEVICES_PER_HOST = 8
+MOST_FITTED = 150
+"""More steps than this make a fit slower, not better."""
 NOTES = (
     (
         "Megatron-DeepSpeed on A100 with activation checkpointing, priced as Megatron with full recompute, Megatron's "
@@ -157,7 +159,7 @@ def drawn_rows(samples: Sequence[Sample], fraction: float, seed: int) -> set[int
     for places in strata:
         rng.shuffle(places)
     rng.shuffle(strata)
-    most = int(fraction * len(samples))
+    most = min(int(fraction * len(samples)), MOST_FITTED)
     rounds = max((len(places) for places in strata), default=0)
     order = [places[turn] for turn in range(rounds) for places in strata if turn < len(places)]
     return set(order[:most])
@@ -169,7 +171,7 @@ def whole_strata(samples: Sequence[Sample], fraction: float, seed: int) -> set[i
     random.Random(seed).shuffle(strata)
     chosen: set[int] = set()
     for places in strata:
-        if len(chosen) + len(places) <= fraction * len(samples):
+        if len(chosen) + len(places) <= min(fraction * len(samples), MOST_FITTED):
             chosen.update(places)
     return chosen
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -106,13 +107,14 @@ def test_devices_are_found_in_descriptions(hardware: str, name: str | None) -> N
 
 def test_the_first_iteration_has_no_moments_in_its_passes() -> None:
     """12 bytes of optimizer state hold 8 of moments; the optimizer step itself has them."""
-    shared = {"weights": 2, "gradients": 4, "optimizer": 12, "recompute": 0, "embedding": 0, "head": 0, "buffers": 0}
+    nothing = MemoryParts(**dict.fromkeys((field.name for field in fields(MemoryParts)), 0))
+    rank = replace(nothing, weights=2, gradients=4, optimizer=12, optimizer_step=6)
     (asked,) = [
         logs.job_of(logs.job_flags(logs.read_table(DEFAULT_FILES["logs"], logs.COLUMNS).rows[-1]), world_size=8)
     ]
 
-    assert 18 + 100 - 8 == logs.first_iteration_peak(MemoryParts(activations=100, optimizer_step=6, **shared), asked)
-    assert 18 + 6 == logs.first_iteration_peak(MemoryParts(activations=5, optimizer_step=6, **shared), asked)
+    assert 18 + 100 - 8 == logs.first_iteration_peak(replace(rank, activations=100), asked)
+    assert 18 + 6 == logs.first_iteration_peak(replace(rank, activations=5), asked)
 
 
 def test_every_stage_and_each_run_are_scored() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from pipette_launch.cost import Predictor
 from pipette_launch.cost.device import imagined
 from pipette_launch.cost.device_case import CaseFactor
 from pipette_launch.facts import Job
-from pipette_launch.facts.device import DeviceSpec
+from pipette_launch.facts.device import DeviceSpec, known_devices
 from pipette_launch.facts.measurements import Measurements
 
 
@@ -82,3 +83,16 @@ def hosts_of(world_size: int, devices_per_host: int) -> tuple[int, int]:
     if world_size <= devices_per_host:
         return 1, world_size
     return -(-world_size // devices_per_host), devices_per_host
+
+
+def device_of(hardware: str) -> DeviceSpec | None:
+    """Return the device type that a description of hardware names: of several, the one with the most words in it."""
+    plain = re.sub(r"[^a-z0-9]", "", hardware.lower())
+    found = []
+    for device in known_devices().values():
+        words = re.findall(r"[a-z0-9]+", device.name.lower())
+        named = [word.removesuffix("gb") in plain for word in words]
+        is_type = [re.fullmatch(r"[a-z]\d{2,3}s?|\d{4}", word) is not None for word in words]
+        if any(there and kind for there, kind in zip(named, is_type, strict=True)):
+            found.append((sum(named), -len(words), device))
+    return max(found, key=lambda item: item[:2])[2] if found else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.validation.abstract import Abstract
-from benchmarks.validation.latency import Machines, StepTime, hosts_of
+from benchmarks.validation.latency import Machines, StepTime, device_of, hosts_of
 from benchmarks.validation.lines import Line, Section
 from benchmarks.validation.scores import errors
 from benchmarks.validation.shapes import job_of
@@ -18,7 +18,7 @@ from benchmarks.validation.workspace import STATED, stated_bytes
 from pipette_launch.cost import MemoryParts, peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.device import DeviceSpec, known_devices
+from pipette_launch.facts.device import DeviceSpec
 from pipette_launch.units import MIB
 
 DATA = "public logs"
@@ -206,18 +206,6 @@ def _stage(row: Row) -> Stage | str:
         return Stage(row=row, job=job_of(job_flags(row), world_size=row["gpus"], device_name=name), device=device)
     except (PipetteError, ValueError) as error:
         return str(error).split(";")[0]
-
-
-def device_of(hardware: str) -> DeviceSpec | None:
-    """Return the device type that a description of hardware names; the longest name that matches wins."""
-    plain = re.sub(r"[^a-z0-9]", "", hardware.lower())
-    found = []
-    for device in known_devices().values():
-        parts = re.findall(r"[a-z0-9]+", device.name.lower())
-        matched = [part for part in parts if part.removesuffix("gb") in plain]
-        if parts and parts[0] in plain and (len(matched) > 1 or parts[0] != "rtx"):
-            found.append((len(matched), device))
-    return max(found, key=lambda item: item[0])[1] if found else None
 
 
 def closed_form(stage: Stage) -> tuple[float, float]:

@@ -20,14 +20,15 @@ from pipette_launch.facts import Job
 from pipette_launch.facts.device import DeviceSpec
 
 DATA = "nanotron"
-DEVICE = "H100-SXM"
+DEVICE = "AWS-P5-H100"
 PLAIN_REPLICAS = "pp > 1, dp > 1, no ZeRO"
 SMALLEST_GROUP = 3
 """Fewer configurations than this have no ranking worth a figure."""
 NOTES = (
     (
         "nanotron is a trainer of its own; it is priced as Megatron, cut by nanotron's rule, on the built-in "
-        "figures of an H100, 8 a node. Compared are seconds per token, medians of repeated rows; slow outliers stay."
+        "figures of an H100, 8 a node, and the collectives between nodes that were published for this very cluster "
+        "(no scored row is in them). Compared are seconds per token, medians of repeated rows; slow outliers stay."
     ),
     (
         "Pipelines of plain replicas (pp > 1, dp > 1, no ZeRO) took up to 33 x as long as the same layout with ZeRO-1, "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.validation import korthikanti, logs
-from benchmarks.validation.latency import hosts_of, pipette
+from benchmarks.validation.latency import device_of, hosts_of, pipette
 from benchmarks.validation.options import DEFAULT_FILES
 from benchmarks.validation.tables import DataError
 from pipette_launch.cost import MemoryParts
@@ -95,12 +95,14 @@ def test_a_bad_number_is_an_error(tmp_path: Path) -> None:
         ("RTX 4090-48G x8", "RTX-4090-48GB"),
         ("8 x NVIDIA H100 80GB", "H100-SXM"),
         ("DGX A100 80GB", "A100-80GB"),
+        ("p5.48xlarge of AWS, 8 H100", "AWS-P5-H100"),
+        ("GeForce RTX 2080", None),
         ("AWS g7e.48xlarge x4 (32 GPUs of 96 GB)", None),
     ],
 )
 def test_devices_are_found_in_descriptions(hardware: str, name: str | None) -> None:
     """The type whose name matches best, or none."""
-    found = logs.device_of(hardware)
+    found = device_of(hardware)
 
     assert name == (found.name if found else None)
 

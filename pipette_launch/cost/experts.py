@@ -153,16 +153,27 @@ def expert_activations(job: Job, layout: Layout) -> ExpertActivations:
     model = job.model
     options = expert_options(job.performance_flags, model)
     rows = expert_rows(model, layout, options)
-    one = model.dtype_bytes * rows * model.moe_ffn_hidden_size // layout.etp
+    widths = rows * model.moe_ffn_hidden_size // layout.etp
     outputs, between = activation_widths(job, fused=options.fused_activation)
+    narrow = matrix_input_bytes(job)
     return ExpertActivations(
         router=_router_bytes(model, layout, options),
         dispatch=_dispatch_bytes(model, layout, options, rows) + options.router_bytes * rows,
-        inputs=model.dtype_bytes * rows * model.hidden_size,
-        outputs=outputs * one,
-        activation=between * one,
+        inputs=narrow * rows * model.hidden_size,
+        outputs=outputs * model.dtype_bytes * widths,
+        activation=((between - 1) * model.dtype_bytes + narrow) * widths,
         shared=_shared_bytes(job, layout, options),
     )
+
+
+def matrix_input_bytes(job: Job) -> int:
+    """Bytes of one element of what a matrix multiplication keeps of its input.
+
+    In FP8 that is the quantised input (Transformer Engine, module/grouped_linear.py: `fused_multi_quantize`), one byte;
+    its scales are not counted.
+    """
+    is_fp8 = job.model.transformer_impl == "transformer_engine" and job.has_flag("--fp8-format")
+    return 1 if is_fp8 else job.model.dtype_bytes
 
 
 def activation_widths(job: Job, *, fused: bool) -> tuple[int, int]:

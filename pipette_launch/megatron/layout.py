@@ -19,6 +19,10 @@ def read_recompute(arguments: Arguments) -> Recompute:
     """Activation recompute; selective without modules is core attention, as in Megatron."""
     granularity = "selective" if arguments.get("recompute_activations") else arguments.get("recompute_granularity")
     method, num_layers = arguments.get("recompute_method"), arguments.get("recompute_num_layers")
+    # The old word for one more module (transformer_config.py:1255-1266).
+    of_experts = ("moe",) if arguments.get("moe_layer_recompute") and granularity != "full" else ()
+    if of_experts:
+        granularity = "selective"
     if granularity is None:
         return NO_RECOMPUTE
     if granularity == "selective":
@@ -26,7 +30,8 @@ def read_recompute(arguments: Arguments) -> Recompute:
             raise MegatronError(
                 "selective recompute takes neither --recompute-method nor --recompute-num-layers; remove them"
             )
-        return Recompute(granularity="selective", modules=tuple(arguments.get("recompute_modules") or ("core_attn",)))
+        modules = tuple(arguments.get("recompute_modules") or ("core_attn",))
+        return Recompute(granularity="selective", modules=(*modules, *(set(of_experts) - set(modules))))
     if granularity != "full" or method not in ("uniform", "block") or num_layers is None:
         raise MegatronError(
             f"{arguments.shown('recompute_granularity')}: full recompute needs --recompute-method uniform or block "

@@ -214,7 +214,8 @@ def _optimizer(arguments: Arguments, _own: Layout, _device_kind: str) -> Iterato
 def _devices(arguments: Arguments, _own: Layout, device_kind: str) -> Iterator[Pin]:
     if device_kind == "cpu":
         yield Pin(fields=("cp",), note="context parallelism needs Transformer Engine, and so a GPU: cp stays 1 on CPU")
-    for dest in ("distribute_saved_activations", "fine_grained_activation_offloading", "enable_cuda_graph"):
+    keeps = ("distribute_saved_activations", "enable_cuda_graph", "fine_grained_activation_offloading")
+    for dest in (*keeps, "moe_layer_recompute"):
         if arguments.get(dest):
             yield Pin(fields=("recompute",), note=f"{arguments.shown(dest)}: recompute stays")
 

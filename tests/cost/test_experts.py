@@ -110,6 +110,15 @@ def test_the_legacy_kernel_is_fused() -> None:
     assert expert_activations(job("--moe-use-legacy-grouped-gemm"), Layout()).activation == 2 * 64 * 96
 
 
+def test_fp8_halves_the_inputs_of_matrices() -> None:
+    """Rows and second matrices' inputs in one byte; the first matrices' outputs stay in bf16."""
+    wide = expert_activations(job(gated_linear_unit=True), Layout())
+    narrow = expert_activations(job("--fp8-format hybrid", gated_linear_unit=True), Layout())
+
+    assert (wide.inputs, wide.activation) == (2 * narrow.inputs, 2 * narrow.activation)
+    assert (wide.outputs, wide.router, wide.dispatch) == (narrow.outputs, narrow.router, narrow.dispatch)
+
+
 def test_fused_permutation_keeps_a_map() -> None:
     """Nine 4-byte entries a token for four experts, and a probability for each of its rows."""
     assert expert_activations(job(ALLTOALL, "--moe-permute-fusion"), Layout()).dispatch == 4 * 9 * 32 + 2 * 64

@@ -39,6 +39,7 @@ EXPERTS = "--num-experts 4"
         ("--optimizer muon", ("etp", *OPTIMIZER[:2], "tp", OPTIMIZER[2])),
         ("--use-distributed-optimizer --use-precision-aware-optimizer", OPTIMIZER),
         ("--distribute-saved-activations", ("recompute",)),
+        ("--num-experts 4 --moe-layer-recompute", ("recompute",)),
         ("--data-parallel-random-init", ("dp",)),
     ],
 )
@@ -114,3 +115,11 @@ def test_what_is_not_modelled_is_not_predicted(words: str) -> None:
     """Prediction refuses what it knows nothing of."""
     with pytest.raises(MegatronError):
         job(words, for_prediction=True)
+
+
+def test_the_old_word_for_recomputed_experts() -> None:
+    """It adds a module to selective recompute, and makes it selective."""
+    experts = "--num-experts 4 --moe-layer-recompute"
+
+    assert job(experts).own.recompute.modules == ("core_attn", "moe")
+    assert job(experts, "--recompute-granularity selective --recompute-modules moe").own.recompute.modules == ("moe",)

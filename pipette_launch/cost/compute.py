@@ -135,8 +135,15 @@ class ComputeTable:
             if chunk == 0:
                 total += part["embedding"]
             if chunk == layout.num_chunks - 1:
-                total += part["head"]
+                total += part["head"] + self._prediction(part)
             yield total
+
+    def _prediction(self, part: dict[str, Passes]) -> Passes:
+        """Each depth of multi-token prediction runs a layer and the head once more (DeepSeek-V3, section 2.2)."""
+        model = self._job.model
+        if not model.mtp_num_layers:
+            return Passes()
+        return (part["moe_layer" if model.has_expert_prediction else "layer"] + part["head"]) * model.mtp_num_layers
 
     def _layers(self, layout: Layout, part: dict[str, Passes], kinds: tuple[int, ...]) -> Passes:
         """Add up the layers of a chunk; `kinds` says 1 for each that has experts."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pipette_launch.cost import activations, attention
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.model import LatentAttention, ModelSpec
 
 ADAM_BYTES_PER_PARAMETER = 38
 """fp32 gradient read for the norm and for the step, master weight and two moments read and written, weight written."""
@@ -121,10 +121,12 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
 
 def _attention(model: ModelSpec, layout: Layout) -> PassLoads:
     tokens = attention.tokens(model, layout)
-    query = model.num_attention_heads * model.kv_channels // layout.tp
-    groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
-    matrices = _matrix(tokens, query + 2 * groups, model.hidden_size) + _matrix(tokens, model.hidden_size, query)
-    rotary = 4.0 * tokens * (query + groups) * model.dtype_bytes if model.position_embedding_type == "rope" else 0.0
+    latent = model.latent_attention
+    matrices = _projections(model, layout) if latent is None else _latent_projections(model, latent, layout)
+    groups = model.num_attention_heads if latent else max(layout.tp, model.num_query_groups)
+    width = latent.qk_pos_emb_head_dim if latent else model.kv_channels
+    turned = (model.num_attention_heads + groups) // layout.tp * width
+    rotary = 4.0 * tokens * turned * model.dtype_bytes if latent or model.position_embedding_type == "rope" else 0.0
     turns = PassLoads(
         forward=Load(moved_bytes=rotary, kernels=4 if rotary else 0),
         input_grad=Load(moved_bytes=rotary, kernels=4 if rotary else 0),
@@ -133,9 +135,33 @@ def _attention(model: ModelSpec, layout: Layout) -> PassLoads:
     return matrices + turns + core_attention_loads(model, layout)
 
 
+def _projections(model: ModelSpec, layout: Layout) -> PassLoads:
+    tokens = attention.tokens(model, layout)
+    query = model.num_attention_heads * model.kv_channels // layout.tp
+    groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
+    return _matrix(tokens, query + 2 * groups, model.hidden_size) + _matrix(tokens, model.hidden_size, query)
+
+
+def _latent_projections(model: ModelSpec, latent: LatentAttention, layout: Layout) -> PassLoads:
+    """Down to the latents, whole on each rank, and up to the heads of this one (megatron-core, MLA:441-553)."""
+    tokens = attention.tokens(model, layout)
+    hidden, heads = model.hidden_size, model.num_attention_heads // layout.tp
+    query = heads * latent.query_channels
+    loads = _matrix(tokens, latent.kv_lora_rank + latent.qk_pos_emb_head_dim, hidden)
+    loads += _matrix(tokens, heads * (latent.qk_head_dim + latent.v_head_dim), latent.kv_lora_rank)
+    loads += _matrix(tokens, hidden, heads * latent.v_head_dim)
+    if latent.q_lora_rank is None:
+        return loads + _matrix(tokens, query, hidden)
+    return loads + _matrix(tokens, latent.q_lora_rank, hidden) + _matrix(tokens, query, latent.q_lora_rank)
+
+
 def _flash(model: ModelSpec, layout: Layout) -> PassLoads:
-    """Half of 4 * T * s * d * a / t is behind the causal mask and skipped; backward 5 products to 2 (Dao 2023)."""
-    flops = 2.0 * attention.tokens(model, layout) * model.seq_length * _head_width(model, layout)
+    """Half of 2 * T * s * a * (d of query + d of value) / t is behind the causal mask and skipped.
+
+    The backward has 5 products to the forward's 2 (Dao 2023).
+    """
+    heads = model.num_attention_heads // layout.tp
+    flops = 1.0 * attention.tokens(model, layout) * model.seq_length * heads * sum(_head_channels(model))
     return PassLoads(
         forward=Load(attention_flops=flops, kernels=2),
         input_grad=Load(attention_flops=2.5 * flops, kernels=4),
@@ -147,10 +173,10 @@ def _unfused(model: ModelSpec, layout: Layout) -> PassLoads:
     """Scores and context in full, and T * s * a / t scores written, masked and normalised, dropped, and read again."""
     heads = model.num_attention_heads // layout.tp
     batch = heads * attention.tokens(model, layout) / model.seq_length
-    width = model.kv_channels
+    query, value = _head_channels(model)
     one = model.seq_length
-    scores = Product(m=one, n=one, k=width, count=batch)
-    context = Product(m=one, n=width, k=one, count=batch)
+    scores = Product(m=one, n=one, k=query, count=batch)
+    context = Product(m=one, n=value, k=one, count=batch)
     probabilities = batch * one * one * model.dtype_bytes
     dropout = 2.5 * probabilities if model.attention_dropout > 0 else 0.0
     return PassLoads(
@@ -160,6 +186,12 @@ def _unfused(model: ModelSpec, layout: Layout) -> PassLoads:
         ),
         weight_grad=Load(),
     )
+
+
+def _head_channels(model: ModelSpec) -> tuple[int, int]:
+    """Channels of one head's query and key, and of its value."""
+    latent = model.latent_attention
+    return (latent.query_channels, latent.v_head_dim) if latent else (model.kv_channels, model.kv_channels)
 
 
 def _mlp(model: ModelSpec, layout: Layout, ffn_hidden_size: int) -> PassLoads:
@@ -238,10 +270,6 @@ def _matrix(tokens: float, outputs: float, inputs: float, *, count: float = 1.0)
             kernels=2,
         ),
     )
-
-
-def _head_width(model: ModelSpec, layout: Layout) -> int:
-    return model.num_attention_heads * model.kv_channels // layout.tp
 
 
 def _residual_elements(model: ModelSpec, layout: Layout) -> int:

@@ -28,7 +28,7 @@ NOT_MODELLED = (
     "Uneven routing: every expert is given equally many tokens.",
     "Aligned starts of overlapped gradient reduction and parameter gathers over the pipeline ranks.",
     "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
-    "Collectives that selective recompute of mlp or moe runs again.",
+    "Collectives that selective recompute of mlp or moe runs again, and those of multi-token prediction.",
     "Data loading, logging, evaluation and checkpoints.",
 )
 """What the predicted step time leaves out, one sentence each."""

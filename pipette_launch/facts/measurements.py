@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster
+from pipette_launch.facts.model import ADDED_LATER
 
 UNSTABLE_SPREAD = 0.10
 """A spread above this makes a value unstable (pyperf's rule)."""
@@ -63,9 +64,9 @@ class ComputeTime:
     """Backward with respect to the input only."""
     weight_grad: Samples
     """What the full backward takes beyond `input_grad`."""
-    forward_idle_s: float = 0.0
+    forward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Of the forward, seconds in which the device waits for the host: collectives pass in them at no cost."""
-    backward_idle_s: float = 0.0
+    backward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
     """The same of the two passes of the backward."""
 
     def __post_init__(self) -> None:

@@ -30,6 +30,13 @@ def test_ends_are_not_free() -> None:
     assert milliseconds(table().chunk_passes(Layout(pp=4))) == [(1.1, 2.2, 0), (1, 2, 0), (1, 2, 0), (1.5, 3.0, 0)]
 
 
+def test_every_predicted_token_costs_a_layer_and_a_head() -> None:
+    """Two depths on the last stage: 2 * (1 + 0.5) ms more a pass than its layer and its head."""
+    deep = ComputeTable(tiny_job(model=tiny_model(mtp_num_layers=2)), tiny_measurements(tiny_cluster(), (CASE,)))
+
+    assert milliseconds(deep.chunk_passes(Layout(pp=4)))[-1] == (4.5, 9.0, 0)
+
+
 def test_full_recompute_adds_a_forward() -> None:
     """All layers with method uniform, the first of each chunk with block; embedding and head never."""
     uniform = Recompute(granularity="full", method="uniform", num_layers=2)

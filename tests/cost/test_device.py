@@ -14,6 +14,7 @@ from pipette_launch.cost.latency import Predictor
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.facts.device import DeviceSpec, Efficiency, Link
+from pipette_launch.facts.model import LatentAttention
 
 DEVICE = DeviceSpec(
     name="test device",
@@ -69,6 +70,20 @@ def test_layer_flops_are_those_of_the_model(backend: str, moe: bool) -> None:
     expected = 3 * 32 * (model.forward_flops_per_token(moe=moe) - core * (0.5 if backend == "flash" else 0))
 
     assert expected == 2 * (sum(product.flops for product in forward.products) + forward.attention_flops)
+
+
+@pytest.mark.parametrize(("q_lora_rank", "query_weights"), [(None, 64 * 4 * 24), (32, 64 * 32 + 32 * 4 * 24)])
+def test_latent_attention_flops(q_lora_rank: int | None, query_weights: int) -> None:
+    """Latents of 48 + 8, four heads of 16 + 8 channels of query and 20 of value, on one rank: counted by hand."""
+    latent = LatentAttention(
+        q_lora_rank=q_lora_rank, kv_lora_rank=48, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=20
+    )
+    model = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", latent_attention=latent)
+    forward = layer_loads(tiny_job(model=model), Layout(), moe=False).forward
+    weights = query_weights + 64 * (48 + 8) + 48 * 4 * (16 + 20) + 4 * 20 * 64 + 2 * 64 * 256
+
+    assert sum(product.flops for product in forward.products) == 2 * 32 * weights
+    assert forward.attention_flops == 32 * 32 * 4 * (24 + 20)
 
 
 def test_weight_gradient_costs_what_the_forward_does() -> None:

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from megatron_lines import SMALL
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,7 +44,7 @@ def test_the_wheel_holds_what_it_should(wheel: Path) -> None:
 
 
 def test_the_wheel_runs_without_the_sources(wheel: Path, tmp_path: Path) -> None:
-    """Installed elsewhere and started from elsewhere, the launcher runs a script."""
+    """Installed elsewhere and started from elsewhere, the launcher runs a script, and a prediction needs none."""
     target = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
     subprocess.run([*install, str(wheel)], check=True)
@@ -62,3 +63,15 @@ def test_the_wheel_runs_without_the_sources(wheel: Path, tmp_path: Path) -> None
 
     assert 0 == done.returncode, done.stderr
     assert f"from {target}" in done.stdout
+
+    foretold = subprocess.run(
+        [sys.executable, str(target / "bin" / "pipette"), "predict", "--world-size=8", "--gpu=H100", "gpt.py", *SMALL],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+
+    assert 0 == foretold.returncode, foretold.stderr
+    assert "It fits" in foretold.stdout

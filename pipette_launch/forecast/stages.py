@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipette_launch.cost.memory import MemoryParts, peak_memory_bytes
 from pipette_launch.cost.overhead import Overhead
+from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job
 from pipette_launch.facts.executed import ExecutedParts
 from pipette_launch.facts.prediction import StageMemory
+
+NEEDED = {"torch": "torch", "megatron-core": "megatron"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,12 @@ def executed(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Pa
     """
     from pipette_launch.cost.executed import execute
 
+    missing = [name for name, module in NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise PlanError(
+            f"abstract execution runs megatron-core's own code, and {' and '.join(missing)} cannot be imported here; "
+            f"install what is missing, or count by formula with --method closed"
+        )
     found = execute(job, job.own, pp_ranks, cache=cache)
     return Counted(
         stages=tuple(_stage(job, memory.pp_rank, executed_kinds(memory.parts), overhead) for memory in found),

@@ -165,7 +165,7 @@ def _version(given: str | None, script: str, environment: Mapping[str, str]) -> 
     except MegatronError:
         newest = f"{megatron.newest_release()}.0"
         return newest, (
-            f"No Megatron is here: flags and defaults of core_v{newest} are assumed; --megatron-version names another.",
+            f"No Megatron is here: flags and defaults of {newest} are assumed; --megatron-version names another.",
         )
 
 

@@ -22,7 +22,7 @@ from pipette_launch.report.draw import (
     text,
 )
 from pipette_launch.report.plan import NOT_MODELLED
-from pipette_launch.units import GIB, bytes_text, count_text, seconds_text
+from pipette_launch.units import GIB, MIB, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,6 +42,10 @@ SHORT = {
     "logits": "logits",
     "buffers": "buffer",
     "overhead": "overhd",
+}
+METHODS = {
+    "closed": "the model's tensors counted by formula",
+    "abstract": "the model's tensors counted by running megatron-core's own code without data",
 }
 STYLES = {"fits": "bold green", "tight": "bold yellow", "too large": "bold red", "unknown": "bold"}
 
@@ -131,6 +135,7 @@ def _memory(prediction: Prediction) -> Iterator[RenderableType]:
     hidden = len(prediction.stages) - len(shown)
     if hidden:
         yield text(f"… {hidden} more stages, none fuller; --stage S and --json show them", "dim")
+    yield text(METHODS[prediction.method], "dim")
 
 
 def _shown(prediction: Prediction, most: int) -> Sequence[StageMemory]:
@@ -148,21 +153,23 @@ def _split(prediction: Prediction, width: int) -> Iterator[RenderableType]:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2 if width >= LONG_WIDTH else 1, 0, 0))
-    heads = ["GiB", "layers", *(part if width >= LONG_WIDTH else SHORT[part] for part in PARTS), "peak"]
+    unit, size = ("GiB", GIB) if prediction.fullest.model_peak_bytes >= GIB else ("MiB", MIB)
+    heads = [unit, "layers", *(part if width >= LONG_WIDTH else SHORT[part] for part in PARTS), "peak"]
     for _ in heads:
         table.add_column(justify="right", no_wrap=True)
     table.add_row(*(text(head, "dim") for head in heads))
     for stage in _shown(prediction, MOST_ROWS):
         sizes = [stage.parts_bytes[part] for part in PARTS] + [stage.peak_bytes]
-        cells = [f"stage {stage.pp_rank}", str(stage.num_layers), *(_gib(size) for size in sizes)]
+        cells = [f"stage {stage.pp_rank}", str(stage.num_layers), *(_amount(part / size) for part in sizes)]
         table.add_row(*(text(cell) for cell in cells))
     yield table
 
 
-def _gib(size: int) -> str:
-    """Two decimals, or two digits of what is smaller."""
-    amount = size / GIB
-    return f"{amount:.2f}" if amount >= 0.095 or size == 0 else f"{amount:.2g}"
+def _amount(amount: float) -> str:
+    """At most five characters."""
+    if 0 < amount < 0.005:
+        return "<0.01"
+    return f"{amount:.2f}" if amount < 100 else f"{amount:.1f}"
 
 
 def _step(prediction: Prediction) -> Iterator[Text]:

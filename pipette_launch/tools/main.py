@@ -12,6 +12,7 @@ from pipette_launch.tools import predict
 from pipette_launch.tools.command import Command
 
 COMMANDS: Mapping[str, Command] = {"predict": predict.COMMAND}
+BEHIND = "and mind that the script's own flags stand behind its name"
 BAD_INPUT = (UsageError, MegatronError, FactError, FileFormatError, ClusterError)
 """Errors of what was typed or of a file that was named: they exit with 2, as argparse's own do."""
 
@@ -33,8 +34,11 @@ def parser() -> ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `pipette`; exits with 0 when there is an answer, whatever it says, and with 2 for input that makes none."""
-    args = parser().parse_args(argv)
+    whole = parser()
+    args, strange = whole.parse_known_args(argv)
     try:
+        if strange:
+            raise UsageError(f"unknown flag {strange[0]}; see pipette {args.command} --help, {BEHIND}")
         code = COMMANDS[args.command].run(args)
     except PipetteError as error:
         sys.stderr.write(f"pipette {args.command}: error: {error}\n")

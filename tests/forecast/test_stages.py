@@ -7,6 +7,7 @@ from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.memory import peak_memory_bytes
 from pipette_launch.cost.overhead import overhead_of
+from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.executed import ExecutedMemory, ExecutedParts
 from pipette_launch.forecast.stages import closed_form, executed, executed_kinds
@@ -114,3 +115,12 @@ def test_executed_ranks_carry_their_notes(monkeypatch: pytest.MonkeyPatch) -> No
         counted.stepping,
         counted.notes,
     )
+
+
+def test_without_megatron_abstract_execution_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what to do instead."""
+    one = job(Layout(pp=2))
+    monkeypatch.setattr("pipette_launch.forecast.stages.find_spec", lambda name: None)
+
+    with pytest.raises(PlanError, match=r"torch and megatron-core cannot be imported here; .* --method closed"):
+        executed(one, (0,), overhead_of(one, one.own, device_kind="cpu"), cache=None)

@@ -120,7 +120,7 @@ def test_without_megatron_the_newest_flags_count(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     found = predict(PIPELINE, world_size=8)
 
-    assert any(note.startswith("No Megatron is here: flags and defaults of core_v") for note in found.notes)
+    assert any(note.startswith("No Megatron is here: flags and defaults of 0.") for note in found.notes)
 
 
 def _not_installed(name: str) -> str:

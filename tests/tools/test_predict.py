@@ -65,6 +65,10 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
             "--memory-margin must be at least 0 and below 1 (0.08 is 8 %), got 8",
         ),
         (f"--world-size 8 --method oracle {JOB}", "invalid choice: 'oracle'"),
+        (
+            f"--world-size 8 --num-layers 2 {JOB}",
+            "unknown flag --num-layers; see pipette predict --help, and mind that",
+        ),
         ("--world-size 8", "the following arguments are required: SCRIPT"),
         ("--world-size 8 pretrain_gpt.py", "the command line lacks --num-layers"),
         (f"--world-size 8 {JOB} --attention-backend warp", "--attention-backend warp: 'warp' is not understood"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pipette_launch.cost import activations, attention, ends, experts
 from pipette_launch.cost.dummy_gradients import dummy_gradient_bytes
+from pipette_launch.cost.fp8_weights import fp8_weight_bytes
 from pipette_launch.cost.memory_live import peak_live_bytes
 from pipette_launch.cost.optimizer import buffered_parameters, gradient_bytes_per_parameter, optimizer_bytes
 from pipette_launch.cost.parameters import Parameters, stage_parameters
@@ -23,6 +24,7 @@ class MemoryParts:
     """Bytes on one pipeline rank at its peak, by kind."""
 
     weights: int
+    """With their copies in FP8."""
     gradients: int
     optimizer: int
     shared_buffer: int
@@ -102,13 +104,14 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
     kinds = _kinds(job)
     recompute = max(recompute_working_set_bytes(job, layout, moe=moe) for moe in kinds)
     backward = max(activations.backward_bytes(job, layout, moe=moe) for moe in kinds)
+    copies = fp8_weight_bytes(job, layout)
     parts = []
     for rank, parameters in enumerate(stage_parameters(job.model, layout)):
         is_last = rank == layout.pp - 1
         weights, gradients, states, step = rank_states(job, parameters, layout)
         parts.append(
             MemoryParts(
-                weights=weights,
+                weights=weights + copies[rank],
                 gradients=gradients,
                 optimizer=states,
                 shared_buffer=shared_buffer_bytes(job, layout, rank),

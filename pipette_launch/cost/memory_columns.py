@@ -15,6 +15,7 @@ import numpy as np
 
 from pipette_launch.cost import activations, ends
 from pipette_launch.cost.dummy_gradients import dummy_gradient_bytes
+from pipette_launch.cost.fp8_weights import fp8_weight_bytes
 from pipette_launch.cost.layout_columns import Field, Ints, LayoutColumns
 from pipette_launch.cost.live_columns import LAYER, Stages, chunk_bytes, input_bytes, is_uniform_or_block, live_bytes
 from pipette_launch.cost.memory import MemoryParts, shared_buffer_bytes
@@ -164,32 +165,40 @@ def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
 def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> dict[str, Ints]:
     """Columns of S: weights, gradients, optimizer states and the step's temporaries (`memory.rank_states`)."""
     cut = layouts.groups(*_PARAMETERS)
-    counts = [stage_parameters(job.model, layouts.layout(int(row))) for row in cut.first_U]
-    table = np.array([(each.dense, each.expert) for stage in counts for each in stage], dtype=np.int64).reshape(-1, 2)
-    starts = np.cumsum([0, *map(len, counts)])[cut.group_N]
+    counts_C3: list[tuple[int, int, int]] = []
+    starts = []
+    for row in cut.first_U:
+        layout = layouts.layout(int(row))
+        starts.append(len(counts_C3))
+        stage_counts = stage_parameters(job.model, layout)
+        copies = fp8_weight_bytes(job, layout)
+        counts_C3 += [(each.dense, each.expert, copy) for each, copy in zip(stage_counts, copies, strict=True)]
+    table = np.array(counts_C3, dtype=np.int64).reshape(-1, 3)
+    starts_N = np.array(starts, dtype=np.int64)[cut.group_N]
     groups = layouts.groups(*_PARAMETERS, *_SHARDS)
     chosen = layouts.take(groups.first_U)
     rows = np.repeat(groups.first_U, chosen.pp)
     firsts = np.cumsum(chosen.pp) - chosen.pp
     own = np.arange(len(rows)) - np.repeat(firsts, chosen.pp)
-    figures = _state_figures(job, layouts, rows, table[starts[rows] + own])
+    figures = _state_figures(job, layouts, rows, table[starts_N[rows] + own])
     place = np.repeat(firsts[groups.group_N], layouts.pp) + stages.stage_S
     names = ("weights", "gradients", "optimizer", "optimizer_step")
     return {name: figure[place] for name, figure in zip(names, figures, strict=True)}
 
 
-def _state_figures(job: Job, layouts: LayoutColumns, row_R: Ints, counts_R2: Ints) -> tuple[Ints, ...]:
-    """Bytes of states of some stages: R rows of the table, each with its dense and expert parameters."""
+def _state_figures(job: Job, layouts: LayoutColumns, row_R: Ints, counts_R3: Ints) -> tuple[Ints, ...]:
+    """Bytes of states of some stages: R rows of the table, each with its dense and expert parameters and FP8 copies."""
     dp, cp, tp, pp = (column[row_R] for column in (layouts.dp, layouts.cp, layouts.tp, layouts.pp))
     # cost.parameters.expert_dp
     expert_dp = tp * cp * dp * pp // (layouts.etp[row_R] * layouts.ep[row_R] * pp)
     is_sharded = layouts.use_distributed_optimizer[row_R] > 0
-    pairs = ((counts_R2[:, 0], dp * cp), (counts_R2[:, 1], expert_dp))
-    count = counts_R2.sum(axis=1)
+    pairs = ((counts_R3[:, 0], dp * cp), (counts_R3[:, 1], expert_dp))
+    count = counts_R3[:, 0] + counts_R3[:, 1]
     buffered = np.where(is_sharded, sum(padded(job, *pair) for pair in pairs), count)
     resident = np.where(is_sharded, sum(shard(job, *pair) for pair in pairs), count)
     states = np.rint(resident * kept_bytes_per_parameter(job)).astype(np.int64)
-    weights, gradients = buffered * job.model.dtype_bytes, buffered * gradient_bytes_per_parameter(job)
+    weights = buffered * job.model.dtype_bytes + counts_R3[:, 2]
+    gradients = buffered * gradient_bytes_per_parameter(job)
     return weights, gradients, states, resident * step_bytes_per_parameter(job)
 
 

@@ -109,6 +109,9 @@ def transformer_config(job: Job, layout: Layout, *, chunks: tuple[int, ...]) -> 
         **_taken(job, abstract_moe.FLAGS),
         **abstract_moe.fields(job),
     }
+    if job.model.num_experts:
+        # A part of the model is run only where all its layers are alike.
+        fields["moe_layer_freq"] = list(job.model.moe_layer_freq[: sum(chunks)])
     known = inspect.signature(made).parameters
     return made(**{name: value for name, value in fields.items() if name in known})
 

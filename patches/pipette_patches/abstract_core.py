@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipette_patches.abstract_linear import LayerNorm, RMSNorm
-from pipette_patches.abstract_memory import as_one_kernel, under
+from pipette_patches.abstract_memory import as_one_kernel, current, under
 from pipette_patches.cpu_torch import instead
 from pipette_patches.replacements import Replacement
 
@@ -42,6 +42,26 @@ class Bf16Tensor(metaclass=_OfDtype):
 def _one_kernel(_original: object) -> Callable[[Any], Any]:
     """Let a compiled function hold no intermediates, as on a GPU; compiling is not needed to count its outputs."""
     return lambda function=None, **_options: _one_kernel(None) if function is None else as_one_kernel(function)
+
+
+def _pass(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Count a pass under its label, as a stretch of its own."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        labelled = under(label, original)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            meter = current()
+            if meter is None:
+                return original(*args, **kwargs)
+            meter.mark()
+            result = labelled(*args, **kwargs)
+            meter.mark()
+            return result
+
+        return run
+
+    return make
 
 
 def _labelled(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -86,7 +106,7 @@ CORE = (
     Replacement(module=_RANDOM, path="_get_cuda_rng_state", make=lambda _: lambda *_a, **_k: torch.zeros(16)),
     Replacement(module=_RANDOM, path="_set_cuda_rng_state", make=lambda _: lambda *_a, **_k: None),
     Replacement(module=_RANDOM, path="CheckpointWithoutOutput.__init__", make=_without_fp8),
-    Replacement(module=_SCHEDULES, path="backward_step", make=_labelled("backward")),
+    Replacement(module=_SCHEDULES, path="backward_step", make=_pass("backward")),
     Replacement(module=_P2P, path="P2PCommunicator._communicate", make=_labelled("buffers")),
     Replacement(module="megatron.core.utils", path="GlobalMemoryBuffer.get_tensor", make=_labelled("buffers")),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -30,12 +31,27 @@ def allocated(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What was live, by label, when most was live between two marks."""
+
+    phase: str
+    at_peak: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.at_peak.values())
+
+
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows every storage that operations make while it is entered; `label` says to what the next ones belong."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.label = "activations"
+        self.phase = "setup"
+        self.stretches: list[Stretch] = []
         self.by_label: dict[str, int] = {}
         self.total = 0
         self.peak = 0
@@ -118,9 +134,10 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._live[storage._cdata] = (reference, new, label)
             self._change(label, new - size)
 
-    def restart_peak(self) -> None:
-        """Let the peak begin again at what is live now."""
-        self.peak, self.at_peak = self.total, dict(self.by_label)
+    def mark(self) -> None:
+        """End a stretch of the run: keep its peak, and let the next begin at what is live now."""
+        self.stretches.append(Stretch(phase=self.phase, at_peak=self.at_peak))
+        self.peak, self.at_peak = self.total, self.by_label.copy()
 
     def _note(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != "meta":

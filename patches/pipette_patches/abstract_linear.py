@@ -159,8 +159,8 @@ class Linear(torch.nn.Module):
         **_kernel_options: Any,
     ) -> None:
         super().__init__()
-        self.cut = Cut(mode=parallel_mode, ranks=tp_size, sequence_parallel=sequence_parallel)
         self.parallel_mode = parallel_mode
+        self._ranks, self._sequence_parallel = tp_size, sequence_parallel
         self.rms = False
         self.fuses_accumulation = fuse_wgrad_accumulation
         self.returns_bias = return_bias
@@ -176,6 +176,11 @@ class Linear(torch.nn.Module):
             _mark(self.bias, split=True, dimension=0)
         if self.bias is not None and parallel_mode == "row":
             vars(self.bias)["sequence_parallel"] = sequence_parallel
+
+    @property
+    def cut(self) -> Cut:
+        """How it is cut now: Megatron takes the mode away from layers whose exchanges it does itself."""
+        return Cut(mode=self.parallel_mode, ranks=self._ranks, sequence_parallel=self._sequence_parallel)
 
     def forward(self, inp: torch.Tensor, **_options: Any) -> Any:
         """Multiply; hand the bias out where the caller adds it."""

@@ -99,10 +99,15 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            for _, reference in self._pending.pop():
-                storage = reference()
-                if storage is not None:
-                    self._add(storage, storage._cdata)
+            made = self._pending.pop()
+            if self._pending:
+                # Part of a larger kernel, whose end decides.
+                self._pending[-1] += made
+            else:
+                for _, reference in made:
+                    storage = reference()
+                    if storage is not None:
+                        self._add(storage, storage._cdata)
             self._held.pop()
 
     def _hold_copy(self, tensor: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from pipette_launch.facts.layout import Layout
 __all__ = ["ExecutedMemory", "ExecutedParts", "Executor", "execute"]
 
 WORKER = ("-u", "-m", "pipette_patches.abstract")
-REVISION = 3
+REVISION = 4
 """Changes whenever abstract execution counts anything differently: what was kept before is then counted anew."""
 _ERROR_LINES = 3
 

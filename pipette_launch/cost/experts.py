@@ -275,8 +275,10 @@ def exchange_bytes(job: Job, layout: Layout) -> int:
     """Most that the backward of one MoE layer needs for a while, beyond what the layer keeps.
 
     While the second matrices' gradient is computed: the gradient of their output (M*h), that of their input, its
-    product with the activation for the probability's gradient, and that of the first matrices' outputs. While rows go
-    back through sort and exchange: two copies of M*h and the layer's own gradient.
+    product with the activation for the probability's gradient, and that of the first matrices' outputs. Where the
+    activation is not fused and probabilities are wider than it, three of its gradients are as wide as they, when the
+    second matrices' input is freed. While rows go back through sort and exchange: two copies of M*h and the layer's own
+    gradient.
     """
     model = job.model
     options = expert_options(job.performance_flags, model)
@@ -284,10 +286,12 @@ def exchange_bytes(job: Job, layout: Layout) -> int:
     first = 2 if model.gated_linear_unit else 1
     width = model.moe_ffn_hidden_size // layout.etp
     at_once = rows if options.grouped else -(-rows // max(1, (model.num_experts or 1) // layout.ep))
-    computing = rows * model.hidden_size + at_once * width * (1 + first)
-    moving = 2 * rows * model.hidden_size
-    own = 2 * local_tokens(model, layout) * model.hidden_size
-    return model.dtype_bytes * (max(computing, moving) + own)
+    of_width = model.dtype_bytes * (1 + first)
+    if not options.fused_activation and options.router_bytes > model.dtype_bytes:
+        of_width = max(of_width, 3 * options.router_bytes - model.dtype_bytes)
+    computing = model.dtype_bytes * rows * model.hidden_size + at_once * width * of_width
+    moving = model.dtype_bytes * 2 * rows * model.hidden_size
+    return max(computing, moving) + 2 * model.dtype_bytes * local_tokens(model, layout) * model.hidden_size
 
 
 def router_parameters(model: ModelSpec) -> int:

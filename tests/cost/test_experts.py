@@ -156,6 +156,15 @@ def test_the_backward_of_one_layer() -> None:
     assert exchange_bytes(job("--moe-grouped-gemm"), Layout()) == 2 * (64 * 64 + 64 * 96 * 2 + 2 * 32 * 64)
 
 
+def test_wide_probabilities_widen_the_backward() -> None:
+    """Three gradients of 4 bytes less the 2 that are freed, in place of two of 2; fused ones never leave the kernel."""
+    plain, wide = job("--moe-grouped-gemm"), job("--moe-grouped-gemm", "--moe-router-dtype fp32")
+    fused = job("--moe-grouped-gemm", "--moe-router-dtype fp32", gated_linear_unit=True)
+
+    assert exchange_bytes(wide, Layout()) - exchange_bytes(plain, Layout()) == 64 * 96 * (10 - 4)
+    assert exchange_bytes(fused, Layout()) == 2 * (64 * 64 + 64 * 96 * 3 + 2 * 32 * 64)
+
+
 def test_a_router_has_a_bias_where_the_model_has() -> None:
     """One row of h for each expert, and one more number with biases."""
     assert (4 * 64, 4 * 65) == (router_parameters(job().model), router_parameters(job(add_bias_linear=True).model))

@@ -65,6 +65,17 @@ def test_a_kernel_holds_no_intermediates() -> None:
         assert given.shape == kept.shape
 
 
+def test_a_kernel_within_a_kernel_holds_none_either() -> None:
+    """What the inner one hands out is an intermediate of the outer one."""
+    with metered() as meter:
+        given = make(KIB)
+        inner = as_one_kernel(lambda one: one * 2)
+        out = as_one_kernel(lambda one: inner(one) * inner(one))(given)
+
+        assert (8 * KIB, 8 * KIB) == (meter.total, meter.peak)
+        assert given.shape == out.shape
+
+
 def test_labels_split_the_peak() -> None:
     """What a function makes is counted under its label, at the peak too; a tensor can change its label."""
     with metered() as meter:

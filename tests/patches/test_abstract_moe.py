@@ -77,6 +77,7 @@ def job_of(layout: Layout, *flags: str, **changes: object) -> Job:
         (Layout(tp=2, dp=2, ep=2, etp=2, sequence_parallel=True), (ALLTOALL, GROUPED), EXPERTS),
         (Layout(tp=2, dp=2, ep=4, sequence_parallel=True), (GROUPED,), EXPERTS),
         (Layout(), (ALLTOALL,), EXPERTS | SHARED),
+        (Layout(tp=2, dp=2, ep=2, sequence_parallel=True), (ALLTOALL, "--moe-shared-expert-overlap"), EXPERTS | SHARED),
         (Layout(), ("--moe-router-load-balancing-type sinkhorn",), EXPERTS | {"moe_router_topk": 1}),
         (Layout(), (ALLTOALL, "--moe-aux-loss-coeff 1e-2", "--moe-router-dtype fp32"), EXPERTS),
         (

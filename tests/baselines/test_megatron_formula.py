@@ -23,10 +23,7 @@ def job(**changes: object) -> Job:
 
 
 def test_what_megatron_printed_for_65b_is_reproduced() -> None:
-    """35695 MB of states, 86554 MB of activations, 122250 MB in all, at 8,192 tokens a micro-batch.
-
-    The public log is said to be of 4,096 tokens (sequence 4096, micro-batch 1); the printed figure needs twice that.
-    """
+    """35695 MB of states, 86554 MB of activations, 122250 MB in all, at 8,192 tokens (see test_published)."""
     printed = megatron_formula(gpt_65b(), replace(GPT_65B_LAYOUT, micro_batch_size=2), before_v18=True)
 
     assert 35695 == round(printed.weights_and_optimizer / MIB)

@@ -16,6 +16,8 @@ from pipette_launch.facts.job import Job
 NUM_CUBLAS_THREADS = 2
 """The main thread and the backward's."""
 NUM_GROUPED_GEMM_STREAMS = 4
+NUM_OVERLAP_STREAMS = 3
+"""With `--tp-comm-overlap` TransformerEngine's own workspace serves so many at once (pytorch/module/base.py)."""
 _KIB = 1 << 10
 _HOPPER = 9
 _LARGE_BYTES = 32 << 20
@@ -26,7 +28,8 @@ _SMALL_TE_BYTES = 4 << 20
 def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[str, str]) -> int:
     """Bytes of all workspaces that one rank of a job holds all the time.
 
-    Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both to 0.1 MiB at pp 1 (memory.md 7).
+    Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both to 0.1 MiB at pp 1 (memory.md 7); the
+    test with `--tp-comm-overlap` holds 64 MiB more.
 
     Args:
         job: its implementation and grouped GEMMs count.
@@ -38,7 +41,8 @@ def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[s
     if job.model.transformer_impl == "transformer_engine":
         own = _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_TE_BYTES
         grouped = bool(job.model.num_experts) and "--moe-grouped-gemm" in job.performance_flags
-        total += own * (1 + (NUM_GROUPED_GEMM_STREAMS if grouped else 0))
+        streams = NUM_OVERLAP_STREAMS if job.has_flag("--tp-comm-overlap") else 1
+        total += own * (streams + (NUM_GROUPED_GEMM_STREAMS if grouped else 0))
     return total
 
 

@@ -55,3 +55,17 @@ def test_grouped_gemms_have_four_more() -> None:
     sizes = [workspace_bytes(job, compute_capability=A100, environment=DETERMINISTIC) for job in (plain, grouped)]
 
     assert sizes == [68 * MIB, 84 * MIB]
+
+
+def test_overlapped_tensor_parallelism_has_three() -> None:
+    """TransformerEngine's own workspace is three times as large; Megatron's own layers have none."""
+    sizes = [
+        workspace_bytes(
+            tiny_job(model=tiny_model(transformer_impl=impl), performance_flags=("--tp-comm-overlap",)),
+            compute_capability=H100,
+            environment={},
+        )
+        for impl in ("transformer_engine", "local")
+    ]
+
+    assert sizes == [(64 + 96) * MIB, 64 * MIB]

@@ -176,10 +176,10 @@ def _step(prediction: Prediction) -> Iterator[Text]:
     if prediction.step_time_s is None or prediction.tokens_per_s is None:
         return
     rate = prediction.tokens_per_s
+    condition = ", if there were memory for it" if prediction.verdict == "too large" else ""
     line = text(seconds_text(prediction.step_time_s), "bold")
-    line.append(
-        f" a step predicted: {count_text(rate)} tokens/s, {rate / prediction.world_size:,.0f} on each rank", "default"
-    )
+    rates = f"{count_text(rate)} tokens/s, {rate / prediction.world_size:,.0f} on each rank"
+    line.append(f" a step predicted{condition}: {rates}", "default")
     yield line
     yield breakdown(prediction.breakdown_s, prediction.step_time_s)
 

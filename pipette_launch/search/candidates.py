@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from pipette_launch.cost.corrected import NOTHING_LEARNED, CorrectedPredictor, Corrections
 from pipette_launch.cost.memory import peak_memory_bytes
-from pipette_launch.cost.overhead import Overhead, overhead_of
+from pipette_launch.cost.overhead import Overhead, num_communicators, overhead_of
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
 from pipette_launch.search.enumerate import Enumeration
 from pipette_launch.search.place import Placed, host_order, meets
@@ -101,9 +101,14 @@ class Field:
         predictor = CorrectedPredictor(job, measurements, corrections)
         dropped = Counter(found.dropped)
         kept: dict[Layout, tuple[int, ...]] = {}
+        limits: dict[int, int] = {}
         legal = found.layouts if found.own_fault is None else found.layouts[1:]
         for layout, peak_bytes in zip(legal, predictor.all_peaks(legal), strict=True):
-            if max(peak_bytes) > memory_limit_bytes(job, layout, measurements, memory_margin=memory_margin):
+            groups = num_communicators(layout)
+            if groups not in limits:
+                # Nothing else of a layout moves the limit.
+                limits[groups] = memory_limit_bytes(job, layout, measurements, memory_margin=memory_margin)
+            if max(peak_bytes) > limits[groups]:
                 dropped[OVER_MEMORY] += 1
             elif not predictor.can_price(layout):
                 dropped[NOT_MEASURED] += 1

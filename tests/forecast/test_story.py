@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from megatron_lines import SMALL
+from search.worlds import on_gpus
 
 import pipette_launch
 from pipette_launch.cost import Predictor, peak_memory_bytes
@@ -18,6 +21,7 @@ from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.prediction import PARTS, Prediction
 from pipette_launch.forecast import predict
 from pipette_launch.megatron import read_job
+from pipette_launch.search.candidates import memory_limit_bytes
 
 PIPELINE = (*SMALL, "--pipeline-model-parallel-size", "4")
 ROOT = Path(__file__).parent.parent.parent
@@ -56,6 +60,20 @@ def test_the_verdict_depends_on_the_margin(part: float, verdict: str, fits: bool
     found = predict(PIPELINE, cluster=measured(int(part * peak)), megatron_version="0.16.1")
 
     assert (verdict, fits) == (found.verdict, found.fits)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(70_000_000, 95_000_000), st.integers(1, 15_000_000), st.sampled_from((0.0, 0.01, 0.1)))
+def test_the_planner_and_the_prediction_follow_one_rule(memory: int, overhead: int, margin: float) -> None:
+    """On measured GPUs a configuration fits exactly if the planner would let it in."""
+    cluster = replace(measured(memory), cluster=on_gpus(measured(memory).cluster), overhead_bytes=overhead)
+    local = [*PIPELINE, "--transformer-impl", "local"]
+    found = predict(local, cluster=cluster, memory_margin=margin, megatron_version="0.16.1")
+    job = read_job(local, world_size=8, megatron_version="0.16.1", device_kind="cuda", device_name="test cpu")
+    limit = memory_limit_bytes(job, job.own, cluster, memory_margin=margin)
+    needed = max(parts.total for parts in peak_memory_bytes(job, job.own))
+
+    assert (needed <= limit) == found.fits
 
 
 def test_of_unknown_machines_only_memory_is_told() -> None:

@@ -12,8 +12,8 @@ from pipette_launch.cost.device import imagined, matmul_efficiency, optimizer_s_
 from pipette_launch.cost.device_work import Load, Product, layer_loads
 from pipette_launch.cost.latency import Predictor
 from pipette_launch.errors import FactError
-from pipette_launch.facts import Job, Layout, Recompute
-from pipette_launch.facts.device import DeviceSpec, Efficiency, Link
+from pipette_launch.facts import Batch, Job, Layout, Recompute
+from pipette_launch.facts.device import DeviceSpec, Efficiency, Link, known_devices
 from pipette_launch.facts.model import LatentAttention
 
 DEVICE = DeviceSpec(
@@ -166,6 +166,30 @@ def test_predictor_prices_what_was_imagined() -> None:
         assert predictor.can_price(layout)
         assert predictor.notes(layout) == ()
         assert predictor.step_time(layout, range(4)).total_s > 0
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    mbs=st.sampled_from([1, 2]),
+    name=st.sampled_from(sorted(known_devices())),
+    sequence_parallel=st.booleans(),
+    full=st.booleans(),
+)
+def test_no_step_beats_the_peak(tp: int, pp: int, mbs: int, name: str, sequence_parallel: bool, full: bool) -> None:
+    """All devices together compute at most at their share of the peak, whatever the layout and its overlaps."""
+    device = known_devices()[name]
+    model = tiny_model(hidden_size=2048, ffn_hidden_size=8192, kv_channels=512, seq_length=1024, params_dtype="fp16")
+    recompute = Recompute(granularity="full", method="uniform", num_layers=1) if full else Recompute(granularity="none")
+    layout = Layout(
+        tp=tp, pp=pp, dp=16 // tp // pp, micro_batch_size=mbs, sequence_parallel=sequence_parallel, recompute=recompute
+    )
+    this = tiny_job(model=model, batch=Batch(global_batch_size=64))
+    found = imagined(this, device, num_hosts=2, devices_per_host=8, layouts=[layout])
+    flops = 64 * 1024 * 4 * model.forward_flops_per_token() * (4 if full else 3)
+    fastest_s = flops / (16 * device.peak_flops_per_s("fp16") * device.efficiency.matmul_share)
+
+    assert Predictor(this, found).step_time(layout, range(16)).total_s > fastest_s
 
 
 def test_assumptions_are_stated() -> None:

@@ -76,6 +76,15 @@ class FusedAdam(torch.optim.Optimizer):
             del copies
 
 
+def choose(*, fused: bool) -> None:
+    """Let megatron-core build fused optimizers from now on, or torch's own, as it does where neither TE nor Apex is."""
+    from megatron.core import optimizer
+
+    optimizer.USING_PYTORCH_OPTIMIZER = not fused
+    optimizer.Adam = FusedAdam if fused else torch.optim.AdamW
+    optimizer.SGD = FusedSGD if fused else torch.optim.SGD
+
+
 class FusedSGD(torch.optim.SGD):
     """Stochastic gradient descent over lists of tensors; its momentum is made at the first step."""
 

@@ -87,9 +87,16 @@ def weight_gradient(weight: Any, *, fused: bool) -> torch.Tensor:
     if not (fused and hasattr(weight, "grad_added_to_main_grad")):
         return torch.empty_like(weight)
     weight.grad_added_to_main_grad = True
-    key = (weight.shape[0], weight.shape[1], weight.dtype)
+    return get_dummy_wgrad(list(weight.shape), weight.dtype)
+
+
+def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """Find the empty gradient of a shape; megatron-core's own linear layers ask for it too."""
+    del zero
+    rows, columns = shape
+    key = (rows, columns, dtype)
     if key not in _dummy_gradients:
-        _dummy_gradients[key] = under("buffers", torch.empty_like)(weight)
+        _dummy_gradients[key] = under("buffers", torch.empty)(rows, columns, dtype=dtype, device="cuda")
     return _dummy_gradients[key].detach()
 
 

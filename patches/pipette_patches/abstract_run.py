@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from pipette_launch.facts import Job, Layout
-from pipette_patches import abstract_attention, abstract_linear, abstract_moe, abstract_te
+from pipette_patches import abstract_adam, abstract_attention, abstract_linear, abstract_moe, abstract_te
 from pipette_patches.abstract_core import CORE
 from pipette_patches.abstract_memory import metered
 from pipette_patches.abstract_scale import full_size, scaled
@@ -58,6 +58,8 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
     def run(size: Size, forward_and_backward: bool) -> Trace:
         abstract_linear.forget_gradients()
         abstract_attention.choose(_backend(job))
+        # Whoever runs Megatron's own layers has no Transformer Engine, and so no fused optimizer (memory.md 4).
+        abstract_adam.choose(fused=job.model.transformer_impl == "transformer_engine")
         abstract_moe.choose(job)
         with metered() as meter:
             trainer = Trainer(job, layout, pp_rank, meter=meter, size=size)

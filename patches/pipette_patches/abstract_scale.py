@@ -37,7 +37,10 @@ def full_size(job: Job, layout: Layout) -> Size:
 def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
     """Trace a rank at full size, from as small runs as are exact."""
     full = full_size(job, layout)
-    size = replace(full, num_microbatches=enough_microbatches(layout, pp_rank, full.num_microbatches))
+    # Deferred weight gradients of the output layer keep something of every micro-batch.
+    repeats = "--defer-embedding-wgrad-compute" not in abstract_config.flags(job)
+    enough = enough_microbatches(layout, pp_rank, full.num_microbatches) if repeats else full.num_microbatches
+    size = replace(full, num_microbatches=enough)
     own = size.chunks[pp_rank :: layout.pp]
     period, wanted = layer_period(job, layout), max(own)
     small = smallest(layout, period, wanted)

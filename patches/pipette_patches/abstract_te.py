@@ -64,6 +64,8 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "FP8GlobalStateManager": abstract_kernels.NoQuantization,
         "fp8_autocast": abstract_kernels.no_quantization,
     },
+    "transformer_engine.pytorch.module": {},
+    "transformer_engine.pytorch.module.base": {"get_dummy_wgrad": abstract_linear.get_dummy_wgrad},
     "transformer_engine.pytorch.optimizers": {
         "FusedAdam": abstract_adam.FusedAdam,
         "FusedSGD": abstract_adam.FusedSGD,

@@ -148,3 +148,24 @@ def test_the_command_itself(words: list[str], code: int, capsys: pytest.CaptureF
 
     assert code == caught.value.code
     assert "pipette" in "".join(capsys.readouterr())
+
+
+@pytest.mark.timeout(300)
+def test_abstract_execution_answers_like_the_formula(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core's own code, run without data, holds the same weights, gradients and states."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    answers = {}
+    for method in ("closed", "abstract"):
+        words = f"--json --world-size 8 --stage 1 --method {method} {JOB} --bf16 --transformer-impl local"
+        code, out, err = answer(words, capsys)
+        assert (0, "") == (code, err)
+        answers[method] = files.loads(Prediction, out, "stdout")
+    (closed,), (executed,) = answers["closed"].stages, answers["abstract"].stages
+
+    assert ("closed", "abstract") == (answers["closed"].method, answers["abstract"].method)
+    for kind in ("weights", "gradients", "optimizer"):
+        assert closed.parts_bytes[kind] == pytest.approx(executed.parts_bytes[kind], rel=0.05)
+    assert closed.model_peak_bytes == pytest.approx(executed.model_peak_bytes, rel=0.15)
+    assert 1 == len(list((tmp_path / "pipette-launch" / "executed").iterdir()))

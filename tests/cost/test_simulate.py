@@ -286,3 +286,15 @@ def test_a_large_pipeline_is_priced_in_a_third_of_a_second() -> None:
 
     # The quickest of five: other processes share the cores.
     assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_a_large_split_pipeline_is_priced_in_a_third_of_a_second() -> None:
+    """The same with two chunks on each rank and a split backward: 49,152 actions, told one by one."""
+    schedule = interleaved_zero_bubble(32, 2, 256)
+
+    def seconds() -> float:
+        start = time.process_time()
+        assert simulate(schedule, equal_stages(64)).makespan_s == 2 * 3 * 256 + 31.0
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(5)) < 0.3

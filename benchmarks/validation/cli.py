@@ -11,7 +11,7 @@ from benchmarks.validation.conditions import conditions
 from benchmarks.validation.lines import Found, Section
 from benchmarks.validation.options import DEFAULT_FILES, GOLDEN_ARGS, GOLDEN_ROWS, Options, parse
 from benchmarks.validation.show import Report, as_json, markdown, print_report
-from pipette_launch.baselines.fujii import estimate_bytes
+from pipette_launch.baselines import fujii
 from pipette_launch.baselines.megatron_formula import megatron_formula_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
@@ -97,11 +97,11 @@ def vtrain_section(options: Options) -> Section:
 def nanotron_section(options: Options) -> Section:
     """Ranking of layouts and memory decisions on the nanotron sweep."""
     device = device_named(nanotron.DEVICE)
-    memories: dict[str, nanotron.MemoryEstimator] = {
-        "closed form + overheads": lambda job: nanotron.device_peak_bytes(job, device)
-    }
+    ours = nanotron.MemoryModel(estimate=lambda job: nanotron.device_peak_bytes(job, device))
+    memories = {"closed form + overheads": ours}
     if options.baselines:
-        memories |= {"Megatron formula": _formula, "Fujii 2024": _fujii}
+        memories["Megatron formula"] = nanotron.MemoryModel(estimate=_formula)
+        memories["Fujii 2024 + 80 % rule"] = nanotron.MemoryModel(estimate=_fujii, share=fujii.SAFE_SHARE)
     return nanotron.section(options.files["nanotron"], device, step_times(options), memories)
 
 
@@ -115,7 +115,7 @@ def _formula(job: Job) -> int:
 
 
 def _fujii(job: Job) -> int:
-    return estimate_bytes(job, job.own)
+    return fujii.estimate_bytes(job, job.own)
 
 
 SECTIONS: dict[str, Callable[[Options], Section]] = {

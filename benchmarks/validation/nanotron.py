@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -47,6 +47,14 @@ MemoryEstimator = Callable[[Job], float]
 """Bytes that the fullest device holds."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryModel:
+    """An estimator, and how much of a device its authors would fill by it."""
+
+    estimate: MemoryEstimator
+    share: float = 1.0
+
+
 def device_peak_bytes(job: Job, device: DeviceSpec) -> float:
     """Bytes of the fullest stage by the closed form, with the product's stated overheads."""
     stages = peak_memory_bytes(job, job.own)
@@ -55,7 +63,7 @@ def device_peak_bytes(job: Job, device: DeviceSpec) -> float:
 
 
 def section(
-    path: Path, device: DeviceSpec, step_times: Mapping[str, StepTime], memories: Mapping[str, MemoryEstimator]
+    path: Path, device: DeviceSpec, step_times: Mapping[str, StepTime], memories: Mapping[str, MemoryModel]
 ) -> Section:
     """Score every latency model and every memory model on the sweep.
 
@@ -70,7 +78,7 @@ def section(
     measured = [item for item in configurations if item.is_measured]
     groups = _groups(measured)
     fits = next(iter(memories.values()))
-    fitting = {item for item in measured if fits(item.job) <= device.memory_bytes}
+    fitting = {item for item in measured if fits.estimate(item.job) <= fits.share * device.memory_bytes}
     answers: dict[str, Mapping[Configuration, float]] = {}
     lines: list[Line] = []
     left_out = list(skipped)
@@ -81,9 +89,9 @@ def section(
         answers[name] = times
     lines += _subset_lines(groups, answers, fitting)
     for name, memory in memories.items():
-        found, refused = _sizes(configurations, memory)
+        found, refused = _sizes(configurations, memory.estimate)
         left_out += [(f"{name}: {reason}", _row(item)) for item, reason in refused]
-        lines += memory_lines(name, found, device.memory_bytes)
+        lines += memory_lines(name, found, memory.share * device.memory_bytes)
     unsteady = [item for item in measured if item.spread > 1.1]
     repeats = f"{len(table.rows)} rows, {len(configurations)} configurations, {len(measured)} measured; repeats of "
     repeats += f"{len(unsteady)} differ by more than 10 %, at most {max([1.0, *(i.spread for i in measured)]):.1f} x."

@@ -40,7 +40,10 @@ def fast_lines() -> tuple[Line, ...]:
         logs.section(DEFAULT_FILES["logs"], {"closed form": logs.closed_form}, times, {}),
         korthikanti.section(DEFAULT_FILES["korthikanti"], a100, times),
         nanotron.section(
-            DEFAULT_FILES["nanotron"], h100, times, {"closed form": lambda job: nanotron.device_peak_bytes(job, h100)}
+            DEFAULT_FILES["nanotron"],
+            h100,
+            times,
+            {"closed form": nanotron.MemoryModel(estimate=lambda job: nanotron.device_peak_bytes(job, h100))},
         ),
         vtrain.section(DEFAULT_FILES["vtrain"], a100, {}, fraction=0.1, seed=0, every=VTRAIN_EVERY),
     )

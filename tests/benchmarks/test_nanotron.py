@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.validation.latency import Machines
 from benchmarks.validation.lines import Line
-from benchmarks.validation.nanotron import section
+from benchmarks.validation.nanotron import MemoryModel, section
 from benchmarks.validation.nanotron_rows import COLUMNS, SHAPES, read, stage_layers
 from benchmarks.validation.scores import Errors
 from benchmarks.validation.tables import DataError
@@ -96,16 +96,19 @@ def test_a_model_that_knows_the_answer_scores_perfectly(tmp_path: Path) -> None:
     def backwards(job: Job, machines: Machines) -> float:
         return perfect(job, machines) * job.own.micro_batch_size**2
 
-    found = section(path, device, {"good": perfect, "bad": backwards}, {"bytes": lambda job: job.own.micro_batch_size})
+    held = MemoryModel(estimate=lambda job: job.own.micro_batch_size * device.memory_bytes / 5)
+    careful = MemoryModel(estimate=held.estimate, share=0.5)
+    found = section(path, device, {"good": perfect, "bad": backwards}, {"bytes": held, "half": careful})
     lines = {(line.group, line.method): line for line in found.lines}
 
     assert [0.0, 1.0] == [lines["all groups", "good"].figures[name] for name in ("regret median", "Spearman median")]
     assert 3.0 == lines["all groups", "bad"].figures["regret median"]
     assert -1.0 == lines["1.34B, 1 node", "bad"].errors.spearman  # type: ignore[union-attr]
     assert lines["1.34B, 1 node", "good"].errors.largest < 1e-12  # type: ignore[union-attr]
-    assert {"AUC": 1.0, "measured but predicted not to fit": 0, "no result but predicted to fit": 1} == lines[
-        "fits or not", "bytes"
-    ].figures
+    right = {"AUC": 1.0, "measured but predicted not to fit": 0, "no result but predicted to fit": 0}
+    assert right == lines["fits or not", "bytes"].figures
+    # A batch of 4 takes 80 % of the device: more than half.
+    assert right | {"measured but predicted not to fit": 2} == lines["fits or not", "half"].figures
     assert 3 == lines["gpu_mem_GB", "bytes"].scored
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.validation import golden
 from benchmarks.validation.cli import main
-from benchmarks.validation.golden_jobs import command_line, nearest_release, read_layout
+from benchmarks.validation.golden_jobs import command_line, nearest_release, read_layout, short_reason
 from benchmarks.validation.golden_rows import COLUMNS, distinct_layouts, read_golden
 from benchmarks.validation.golden_score import families_of
 from benchmarks.validation.options import GOLDEN_ARGS, GOLDEN_ROWS
@@ -168,6 +168,19 @@ def test_what_is_not_scored_has_a_reason(
     data = read(files(tmp_path, [row], {"k": more}, kind))
 
     assert [(reason, "line 2")] == [(why, name.split(":")[0]) for why, name in data.skipped]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("--fp8 e4m3: not modelled; remove it", "not modelled"),
+        ("abstract execution of tp2 pp2: core refuses it: no bias", "core refuses it: no bias"),
+        ("layers do not divide; change them", "layers do not divide"),
+    ],
+)
+def test_reasons_are_short(message: str, reason: str) -> None:
+    """Without the values of one row, so that equal ones are counted together."""
+    assert reason == short_reason(ValueError(message))
 
 
 def test_unknown_tags_and_flags_are_read_with_a_note(tmp_path: Path) -> None:

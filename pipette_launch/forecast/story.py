@@ -41,9 +41,7 @@ def predict(
     environment: Mapping[str, str] | None = None,
     cache: Path | None = None,
 ) -> Prediction:
-    """Predict memory and step time of exactly the configuration that a Megatron command line describes.
-
-    Nothing is started, and neither torch nor a GPU is needed for the closed form.
+    """Predict memory and step time of exactly the configuration that a Megatron command line describes; start nothing.
 
     Args:
         arguments: the words behind the script's name, as the job would be given them.
@@ -54,7 +52,7 @@ def predict(
         cluster: cluster.json of a warm-up, or its contents. Without `gpu` and `cluster` only memory is predicted.
         rank: tell only the stage that this RANK runs.
         stage: tell only this pipeline rank.
-        method: `closed` counts by formula; `abstract` runs megatron-core's own code under fake tensors.
+        method: `closed` counts by formula; `abstract` runs megatron-core's own code without data.
         memory_margin: part of the device's memory that must stay free.
         megatron_version: as `0.16.1`; None for the one that `script` would import, else the newest that is known.
         device_kind: `cuda` or `cpu`, where neither `gpu` nor `cluster` says it.
@@ -63,11 +61,9 @@ def predict(
         cache: a folder that keeps the answers of `abstract`; None keeps none.
 
     Raises:
-        PipetteError: a flag is missing or contradicts another, the layout is impossible, a device or a rank is unknown,
-            the cluster has another size, or megatron-core is needed and missing; the message says which and what to do.
+        PipetteError: the flags or sizes make no sense, a name is unknown, or what `abstract` needs is missing.
 
     """
-    environment = environment or {}
     machines = machines_of(
         world_size=world_size,
         num_hosts=num_hosts,
@@ -76,10 +72,16 @@ def predict(
         cluster=Path(cluster) if isinstance(cluster, str) else cluster,
         device_kind=device_kind,
     )
-    if not 0 <= memory_margin < 1:
-        raise UsageError(f"--memory-margin must be at least 0 and below 1 (0.08 is 8 %), got {memory_margin:g}")
-    version, version_note = _version(megatron_version, script, environment)
-    job = megatron.read_job(
+    margin, variables = _checked(memory_margin), environment or {}
+    version, version_note = _version(megatron_version, script, variables)
+    job = _job(arguments, machines, version, variables)
+    memory, notes = _memory(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method, variables, cache)
+    first = (*version_note, *_rank_note(job.own, rank), *machines.notes, *job.notes)
+    return _foretold(job, machines, _Memory(method, memory, margin), script, (*first, *notes))
+
+
+def _job(arguments: Sequence[str], machines: Machines, version: str, environment: Mapping[str, str]) -> Job:
+    return megatron.read_job(
         arguments,
         world_size=machines.world_size,
         megatron_version=version,
@@ -88,8 +90,17 @@ def predict(
         environment=environment,
         device_name=machines.device_name,
     )
-    shown = _pp_ranks(job.own, rank=rank, stage=stage)
-    notes = (*version_note, *_rank_note(job.own, rank), *machines.notes, *job.notes)
+
+
+def _memory(
+    job: Job,
+    machines: Machines,
+    pp_ranks: Sequence[int],
+    method: Method,
+    environment: Mapping[str, str],
+    cache: Path | None,
+) -> tuple[tuple[StageMemory, ...], tuple[str, ...]]:
+    """Count the stages, and say what that rests on."""
     overhead = overhead_of(
         job,
         job.own,
@@ -99,12 +110,17 @@ def predict(
         environment=environment,
     )
     counted = (
-        stages.closed_form(job, shown, overhead)
+        stages.closed_form(job, pp_ranks, overhead)
         if method == "closed"
-        else stages.executed(job, shown, overhead, cache=cache)
+        else stages.executed(job, pp_ranks, overhead, cache=cache)
     )
-    notes = (*notes, *overhead.notes(), *_memory_notes(job, counted))
-    return _foretold(job, machines, _Memory(method, counted.stages, memory_margin), script, notes)
+    return counted.stages, (*overhead.notes(), *_memory_notes(job, counted))
+
+
+def _checked(memory_margin: float) -> float:
+    if not 0 <= memory_margin < 1:
+        raise UsageError(f"--memory-margin must be at least 0 and below 1 (0.08 is 8 %), got {memory_margin:g}")
+    return memory_margin
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,8 @@ __all__ = ["ExecutedMemory", "ExecutedParts", "Executor", "execute"]
 WORKER = ("-u", "-m", "pipette_patches.abstract")
 REVISION = 4
 """Changes whenever abstract execution counts anything differently: what was kept before is then counted anew."""
+LIMIT_S = 300.0
+"""Answers take seconds; megatron-core's own recompute of `mlp` never ends where that layer has biases (0.16.1)."""
 _ERROR_LINES = 3
 
 
@@ -38,6 +41,7 @@ def execute(
     *,
     cache: Path | None = None,
     python: str = sys.executable,
+    limit_s: float = LIMIT_S,
 ) -> tuple[ExecutedMemory, ...]:
     """Count the bytes of one rank of each pipeline rank named, by executing megatron-core abstractly.
 
@@ -47,12 +51,14 @@ def execute(
         pp_ranks: pipeline ranks.
         cache: a folder that keeps answers; None keeps none.
         python: an interpreter that has torch, megatron-core and this package.
+        limit_s: seconds that the answer may take.
 
     Raises:
-        PlanError: megatron-core refuses the layout, or something in it is not modelled; the message says what.
+        PlanError: megatron-core refuses the layout or does not end, or something in it is not modelled; the message
+            says what.
 
     """
-    with Executor(cache=cache, python=python) as executor:
+    with Executor(cache=cache, python=python, limit_s=limit_s) as executor:
         return executor.execute(job, layout, pp_ranks)
 
 
@@ -62,9 +68,10 @@ class Executor:
     The process starts with the first request that the cache cannot answer.
     """
 
-    def __init__(self, *, cache: Path | None = None, python: str = sys.executable) -> None:
+    def __init__(self, *, cache: Path | None = None, python: str = sys.executable, limit_s: float = LIMIT_S) -> None:
         self._cache = cache
         self._python = python
+        self._limit_s = limit_s
         self._worker: subprocess.Popen[str] | None = None
         self._errors: IO[str] | None = None
 
@@ -108,15 +115,13 @@ class Executor:
         return tuple(found for rank in pp_ranks if (found := kept[rank]) is not None)
 
     def _asked(self, request: ExecutionRequest) -> tuple[ExecutedMemory, ...]:
-        worker = self._started()
-        if worker.stdin is None or worker.stdout is None:
-            raise PlanError("the worker of abstract execution has no pipes")
-        try:
-            worker.stdin.write(json.dumps(to_plain(request)) + "\n")
-            worker.stdin.flush()
-            line = worker.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+        line, is_late = self._exchanged(json.dumps(to_plain(request)))
+        if is_late:
+            self.close()
+            raise PlanError(
+                f"abstract execution of {request.layout.words()} gave no answer within {self._limit_s:g} s; "
+                f"use the closed form"
+            )
         if not line:
             reason = self._last_words()
             self.close()
@@ -130,6 +135,29 @@ class Executor:
         if tuple(memory.pp_rank for memory in answer.ranks) != request.pp_ranks:
             raise PlanError("abstract execution answered for other pipeline ranks than it was asked for")
         return answer.ranks
+
+    def _exchanged(self, line: str) -> tuple[str, bool]:
+        """Send a line; return the one that comes back, empty if none does, and whether the time ran out."""
+        worker = self._started()
+        if worker.stdin is None or worker.stdout is None:
+            raise PlanError("the worker of abstract execution has no pipes")
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            worker.kill()
+
+        clock = threading.Timer(self._limit_s, stop)
+        clock.daemon = True
+        clock.start()
+        try:
+            worker.stdin.write(f"{line}\n")
+            worker.stdin.flush()
+            return worker.stdout.readline(), late.is_set()
+        except BrokenPipeError:
+            return "", late.is_set()
+        finally:
+            clock.cancel()
 
     def _started(self) -> subprocess.Popen[str]:
         if self._worker is None:

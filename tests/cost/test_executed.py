@@ -108,6 +108,18 @@ def test_a_broken_worker_is_an_error(fake: Callable[[str], Log], answer: str, re
         executed.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
 
 
+def test_an_answer_that_never_comes_is_an_error(fake: Callable[[str], Log]) -> None:
+    """A worker that runs past its limit is ended and named, and the next question gets a new one."""
+    fake("__import__('time').sleep(600)")
+
+    with Executor(limit_s=0.5) as executor, pytest.raises(PlanError, match=r"no answer within 0\.5 s; use the closed"):
+        executor.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
+    fake(GOOD)
+
+    assert (memory(0),) == executor.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
+    executor.close()
+
+
 def test_bad_questions_are_refused_at_once(fake: Callable[[str], Log]) -> None:
     """A pipeline rank that does not exist and an interpreter that is not there are errors; nothing is started."""
     log = fake(GOOD)

@@ -203,9 +203,16 @@ def _stage(row: Row) -> Stage | str:
     device = device_of(row["hardware"])
     try:
         name = device.name if device else ""
-        return Stage(row=row, job=job_of(job_flags(row), world_size=row["gpus"], device_name=name), device=device)
+        job = job_of(job_flags(row), world_size=row["gpus"], device_name=name)
+        return Stage(row=row, job=of_release(job, row["code"]), device=device)
     except (PipetteError, ValueError) as error:
         return str(error).split(";")[0]
+
+
+def of_release(job: Job, code: str) -> Job:
+    """Count a job as the release that ran it does, where the page names one; flags are read as the nearest known."""
+    release = re.search(r"\d+\.\d+(\.\d+)?", code)
+    return replace(job, megatron_version=release[0]) if release else job
 
 
 def closed_form(stage: Stage) -> tuple[float, float]:

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from facts_for_tests import tiny_job
 
 from benchmarks.validation import korthikanti, logs
 from benchmarks.validation.latency import device_of, hosts_of, pipette
@@ -81,6 +82,14 @@ def test_what_a_row_does_not_say_is_a_reason(tmp_path: Path, row: dict[str, str]
     found = logs.section(file(tmp_path, row), {}, {}, {})
 
     assert [(reason, "line 2: GPT 1B")] == list(found.skipped)
+
+
+def test_a_release_that_is_named_counts() -> None:
+    """What newer releases keep is not charged to an old one; without a name the job stays as it was read."""
+    job = tiny_job()
+
+    assert "0.10.0" == logs.of_release(job, "Megatron-LM core_r0.10.0").megatron_version
+    assert job == logs.of_release(job, "Megatron-LM main 2026-03")
 
 
 def test_a_bad_number_is_an_error(tmp_path: Path) -> None:

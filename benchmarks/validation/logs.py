@@ -227,10 +227,8 @@ def by_execution(executed: Abstract) -> StageMemory:
 
     def memory(stage: Stage) -> tuple[float, float]:
         found = executed.stage(stage.job, stage.row["stage"])
-        # A peak within the optimizer step is the first iteration's as well: the states exist by then.
-        if stage.row["when"] != "iter1" or found.parts.optimizer_step:
-            return found.peak, found.allocated_after_step
-        return max(found.first_peak, found.allocated_after_step), found.allocated_after_step
+        peak = found.first_peak if stage.row["when"] == "iter1" else found.peak
+        return peak, found.allocated_after_step
 
     return memory
 

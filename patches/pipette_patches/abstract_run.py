@@ -17,7 +17,7 @@ from pipette_patches.abstract_world import one_rank
 from pipette_patches.replacements import Replacements
 
 _loaded: list[Replacements] = []
-FIRST = ("setup", "first")
+FIRST = ("setup", "first", "first step")
 """Phases up to the end of the first iteration's backward."""
 
 
@@ -50,8 +50,8 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
         whole: run every layer and micro-batch, even where fewer tell the same.
 
     Returns:
-        bytes: `weights`, `gradients`, `optimizer`, `allocated_after_step`, `first_peak` (of the first iteration's
-        forward and backward), `peak`, and `parts`: the peak by label.
+        bytes: `weights`, `gradients`, `optimizer`, `allocated_after_step`, `first_peak` (of the first iteration,
+        its optimizer step too), `peak`, and `parts`: the peak by label.
 
     """
 

@@ -27,7 +27,7 @@ from pipette_launch.facts.layout import Layout
 __all__ = ["ExecutedMemory", "ExecutedParts", "Executor", "execute"]
 
 WORKER = ("-u", "-m", "pipette_patches.abstract")
-REVISION = 5
+REVISION = 6
 """Changes whenever abstract execution counts anything differently: what was kept before is then counted anew."""
 LIMIT_S = 300.0
 """Answers take seconds; megatron-core's own recompute of `mlp` never ends where that layer has biases (0.16.1)."""

@@ -59,7 +59,7 @@ class ExecutedMemory:
     allocated_after_step: int
     """What is left when a step is over."""
     first_peak: int
-    """The peak of the first iteration's forward and backward, before the optimizer has made its states."""
+    """The peak of the first iteration: its passes lack the optimizer's states, its step makes them."""
     peak: int
     """The most, the optimizer's states and its step included."""
     parts: ExecutedParts

@@ -82,13 +82,11 @@ def test_notes_are_counted() -> None:
     [
         ("iter1", PEAK, (20, 7)),
         ("iter2", PEAK, (30, 7)),
-        ("iter1", replace(PEAK, first_peak=5), (7, 7)),
-        ("iter1", replace(PEAK, parts=ExecutedParts(optimizer_step=4)), (30, 7)),
     ],
-    ids=["passes", "later", "states", "optimizer step"],
+    ids=["first", "later"],
 )
 def test_executed_memory_of_the_first_iteration(when: str, memory: ExecutedMemory, expected: tuple[int, int]) -> None:
-    """Without Adam's moments in its passes; a peak within the step, or the states alone, are the first one's too."""
+    """Logs of the first iteration are held against its peak, later ones against the steady one."""
     row = logs.read_table(DEFAULT_FILES["logs"], logs.COLUMNS).rows[-1]
     stage = logs.Stage(
         row=replace(row, values={**row.values, "when": when}),

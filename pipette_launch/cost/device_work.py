@@ -14,7 +14,8 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import LatentAttention, ModelSpec
 
 ADAM_BYTES_PER_PARAMETER = 38
-"""fp32 gradient read for the norm and for the step, master weight and two moments read and written, weight written."""
+"""fp32 gradient read for the norm and for the step, master weight and two moments read and written, weight written,
+gradient zeroed: 8 + 24 + 2 + 4."""
 
 _KERNELS_PER_COLLECTIVE = 3.0
 _ACCUMULATED_BYTES = 8

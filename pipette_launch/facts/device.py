@@ -143,6 +143,7 @@ def _nvidia(
     )
 
 
+# 50 us: the trainer's own Python around each kernel, as in Megatron's functional tests of small models; CUDA takes 5.
 _AMPERE = Efficiency(matmul_share=0.80, half_size=64, attention_share=0.5, memory_share=0.8, launch_s=50e-6)
 # A dense product at full clock exceeds the power limit of these, so less of the nominal peak is left.
 _HOPPER = Efficiency(matmul_share=0.72, half_size=128, attention_share=0.4, memory_share=0.8, launch_s=50e-6)

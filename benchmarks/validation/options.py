@@ -55,6 +55,10 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         raise UsageError(f"--vtrain-fraction {given.vtrain_fraction}: must be between 0 and 1")
     if given.record and (named or given.only):
         raise UsageError("--record takes the figures of all the development data; remove the flags that choose data")
+    if given.only and (left_out := sorted(set(named) - set(given.only))):
+        raise UsageError(f"--only {' '.join(given.only)} leaves out the file of --{left_out[0]}; remove one of them")
+    if given.sample is not None and given.sample < 1:
+        raise UsageError(f"--sample {given.sample}: must be at least 1")
     names = given.only or tuple(named) or DATA_SETS
     return Options(
         files={name: named.get(name, DEFAULT_FILES[name]) for name in DATA_SETS if name in names},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,10 @@ from pipette_launch.facts.device import DeviceSpec, device_named
 
 DEVICES_PER_HOST = 8
 """Where the user does not say how many devices a host has."""
+ITS_OWN_MODEL = (
+    "Layer times are those of the model that the warm-up timed; for layers of another kind or size they are wrong."
+)
+"""The file of a cluster does not tell which model that was, so nothing can check it."""
 
 Kind = Literal["cuda", "cpu"]
 
@@ -97,6 +102,8 @@ def machines_of(
     """
     sizes = {"--world-size": world_size, "--nodes": num_hosts, "--nproc-per-node": devices_per_host}
     for flag, value in sizes.items():
+        if value is not None and not isinstance(value, Integral):
+            raise UsageError(f"{flag} must be a whole number, got {value!r}")
         if value is not None and value < 1:
             raise UsageError(f"{flag} must be at least 1, got {value}")
     if gpu is not None and cluster is not None:
@@ -132,6 +139,7 @@ def _measured(
         devices_per_host=found.devices_per_host,
         kind=found.device_kind,
         measured=measured,
+        notes=(ITS_OWN_MODEL,),
     )
 
 

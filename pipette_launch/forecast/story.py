@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pipette_launch import megatron
 from pipette_launch.cost.latency import NOT_MODELLED, Predictor, StepTime
@@ -72,7 +72,7 @@ def predict(
         cluster=Path(cluster) if isinstance(cluster, str) else cluster,
         device_kind=device_kind,
     )
-    margin, variables = _checked(memory_margin), environment or {}
+    margin, variables = _checked(memory_margin, method), environment or {}
     version, version_note = _version(megatron_version, script, variables)
     job = _job(arguments, machines, version, variables)
     memory, notes = _memory(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method, variables, cache)
@@ -82,7 +82,7 @@ def predict(
 
 def _job(arguments: Sequence[str], machines: Machines, version: str, environment: Mapping[str, str]) -> Job:
     return megatron.read_job(
-        arguments,
+        _words(arguments),
         world_size=machines.world_size,
         megatron_version=version,
         device_kind=machines.kind,
@@ -117,7 +117,16 @@ def _memory(
     return counted.stages, (*overhead.notes(), *_memory_notes(job, counted))
 
 
-def _checked(memory_margin: float) -> float:
+def _words(arguments: Sequence[str]) -> Sequence[str]:
+    """Refuse a whole command line in one string: it is a sequence of strings too, of one letter each."""
+    if isinstance(arguments, str) or not all(isinstance(word, str) for word in arguments):
+        raise UsageError("the arguments must be a sequence of words, each a str; shlex.split makes them of one line")
+    return arguments
+
+
+def _checked(memory_margin: float, method: str) -> float:
+    if method not in get_args(Method):
+        raise UsageError(f"method must be one of {', '.join(get_args(Method))}, got {method!r}")
     if not 0 <= memory_margin < 1:
         raise UsageError(f"--memory-margin must be at least 0 and below 1 (0.08 is 8 %), got {memory_margin:g}")
     return memory_margin

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
@@ -20,6 +21,7 @@ from pipette_launch.errors import MegatronError, PipetteError, UsageError
 from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.prediction import PARTS, Prediction
 from pipette_launch.forecast import predict
+from pipette_launch.forecast.machines import ITS_OWN_MODEL
 from pipette_launch.megatron import read_job
 from pipette_launch.search.candidates import memory_limit_bytes
 
@@ -195,3 +197,32 @@ def test_no_torch_is_needed() -> None:
 
     assert (0, "") == (done.returncode, done.stderr)
     assert "It fits" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"arguments": " ".join(PIPELINE)}, "shlex.split"),
+        ({"arguments": [*PIPELINE, "--seed", 5]}, "each a str"),
+        ({"method": "guess"}, "method must be one of closed, abstract, got 'guess'"),
+        ({"world_size": "8"}, "--world-size must be a whole number, got '8'"),
+        ({"world_size": 8.0}, "--world-size must be a whole number, got 8.0"),
+    ],
+)
+def test_values_of_another_type_are_refused_in_words(wrong: dict[str, Any], message: str) -> None:
+    """A line in one string, a word that is none, an unknown method and sizes that are no integers are usage errors."""
+    given_ = {"arguments": PIPELINE, "world_size": 8, "megatron_version": "0.16.1"} | wrong
+
+    with pytest.raises(UsageError, match=message):
+        predict(**given_)
+
+
+def test_a_measured_cluster_says_whose_layers_it_timed() -> None:
+    """Its file names no model, so the answer says whose its layer times are; imagined ones are of this very model."""
+    told, imagined = (
+        predict(PIPELINE, cluster=measured(), megatron_version="0.16.1"),
+        predict(PIPELINE, world_size=8, gpu="H100", megatron_version="0.16.1"),
+    )
+
+    assert ITS_OWN_MODEL in told.notes
+    assert ITS_OWN_MODEL not in imagined.notes

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pipette_launch import megatron
+from pipette_launch.cost.activations import computes_in_fp8
 from pipette_launch.cost.latency import NOT_MODELLED, Predictor, StepTime
 from pipette_launch.cost.overhead import allowed_bytes, overhead_of
 from pipette_launch.cost.parameters import stage_parameters
@@ -19,6 +20,9 @@ from pipette_launch.forecast.machines import Kind, Machines, machines_of
 
 MEMORY_MARGIN = 0.08
 """The launcher's own default: part of the device's memory that stays free."""
+FP8_AS_16_BIT = (
+    "FP8 counts in the memory alone: matrix products are priced at the 16-bit peak, so the step is too long."
+)
 
 Method = Literal["closed", "abstract"]
 
@@ -242,4 +246,5 @@ def _step(job: Job, machines: Machines) -> tuple[StepTime | None, tuple[str, ...
     except (FactError, PlanError) as error:
         return None, (f"No step time: {error}.",)
     left_out = (f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED)
-    return step, (*measurements.notes, *predictor.notes(job.own), *left_out)
+    eight_bit = (FP8_AS_16_BIT,) if machines.spec is not None and computes_in_fp8(job) else ()
+    return step, (*measurements.notes, *eight_bit, *predictor.notes(job.own), *left_out)

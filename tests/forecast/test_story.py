@@ -22,6 +22,7 @@ from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.prediction import PARTS, Prediction
 from pipette_launch.forecast import predict
 from pipette_launch.forecast.machines import ITS_OWN_MODEL
+from pipette_launch.forecast.story import FP8_AS_16_BIT
 from pipette_launch.megatron import read_job
 from pipette_launch.search.candidates import memory_limit_bytes
 
@@ -226,3 +227,16 @@ def test_a_measured_cluster_says_whose_layers_it_timed() -> None:
 
     assert ITS_OWN_MODEL in told.notes
     assert ITS_OWN_MODEL not in imagined.notes
+
+
+def test_fp8_on_imagined_machines_is_said_to_be_priced_as_16_bit() -> None:
+    """With --fp8-format the note is there, without it it is not; the step is as long either way."""
+    line = (*PIPELINE, "--bf16", "--transformer-impl", "transformer_engine")
+    plain, eight = (
+        predict(words, world_size=8, gpu="H100", megatron_version="0.16.1")
+        for words in (line, (*line, "--fp8-format", "hybrid"))
+    )
+
+    assert FP8_AS_16_BIT not in plain.notes
+    assert FP8_AS_16_BIT in eight.notes
+    assert plain.breakdown_s["compute"] == eight.breakdown_s["compute"]

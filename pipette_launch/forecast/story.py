@@ -188,7 +188,8 @@ def _verdict(peaks_bytes: Sequence[int], capacity_bytes: int | None, memory_marg
 def _version(given: str | None, script: str, environment: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Return the Megatron whose flags are read, and a note where it had to be guessed."""
     if given is not None:
-        return given, ()
+        # Megatron's own tags read core_v0.16.1.
+        return given.removeprefix("core_").removeprefix("v"), ()
     try:
         return megatron.script_version(script, environment), ()
     except MegatronError:

@@ -61,6 +61,9 @@ def read_job(
     check_layout(own, model, given, global_batch_size=batch.global_batch_size)
     held = (*pins(given, own, device_kind), *demands.pins)
     notes = [vocabulary.note, *demands.notes, *(pin.note for pin in held), *_notes(given, own, flags_layout)]
+    if for_prediction:
+        # A launched script refuses what it does not know; here nobody would say so.
+        notes += _unknown(given)
     if fixed:
         notes.append(f"--pipette-fix: {', '.join(fixed)} stay")
     return Job(
@@ -94,6 +97,12 @@ def _train_iters(given: Arguments, batch: Batch) -> int:
     if given.get("rampup_batch_size") and not samples:
         raise MegatronError(f"{given.shown('rampup_batch_size')} works only with --train-samples; remove one")
     return int(iterations or 0) or -(-int(samples or 0) // batch.global_batch_size)
+
+
+def _unknown(given: Arguments) -> list[str]:
+    """Name the flags that this release does not have: a script's own, or a slip of the pen."""
+    unknown = [word for token in given.tokens if token.flag is None for word in token.words if word.startswith("--")]
+    return [f"not flags of Megatron {given.version}, so without effect here: {', '.join(unknown)}"] if unknown else []
 
 
 def _notes(given: Arguments, own: Layout, flags_layout: Layout) -> list[str]:

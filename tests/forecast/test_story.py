@@ -240,3 +240,13 @@ def test_fp8_on_imagined_machines_is_said_to_be_priced_as_16_bit() -> None:
     assert FP8_AS_16_BIT not in plain.notes
     assert FP8_AS_16_BIT in eight.notes
     assert plain.breakdown_s["compute"] == eight.breakdown_s["compute"]
+
+
+def test_flags_that_megatron_does_not_have_are_named() -> None:
+    """A slip of the pen falls back to a default, so it is said; Megatron's tag is as good as its version."""
+    found = predict((*PIPELINE, "--num-layres", "3"), cluster=measured(), megatron_version="core_v0.16.1")
+    clean = predict(PIPELINE, cluster=measured(), megatron_version="0.16.1")
+
+    note = "not flags of Megatron 0.16.1, so without effect here: --num-layres"
+    assert [note] == [each for each in found.notes if each not in clean.notes]
+    assert clean.stages == found.stages

@@ -16,7 +16,7 @@ import torch
 from pipette_launch.facts import Job, Layout
 from pipette_patches import abstract_moe
 from pipette_patches.abstract_errors import NotModelledError
-from pipette_patches.workload_config import DTYPES
+from pipette_patches.workload_config import DTYPES, model_fields
 
 _STATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
 
@@ -180,26 +180,9 @@ def _taken(job: Job, table: dict[str, tuple[str, Convert]]) -> dict[str, Any]:
 
 
 def _shape(job: Job, num_layers: int) -> dict[str, Any]:
-    model = job.model
     return {
-        "num_layers": num_layers,
-        "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "kv_channels": model.kv_channels,
-        "gated_linear_unit": model.gated_linear_unit,
-        "activation_func": torch.nn.functional.silu if model.gated_linear_unit else torch.nn.functional.gelu,
-        "normalization": model.normalization,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
-        "attention_dropout": model.attention_dropout,
-        "hidden_dropout": model.hidden_dropout,
-        "bf16": model.params_dtype == "bf16",
-        "fp16": model.params_dtype == "fp16",
-        "params_dtype": DTYPES[model.params_dtype],
-        "pipeline_dtype": DTYPES[model.params_dtype],
-        "transformer_impl": model.transformer_impl,
+        **model_fields(job.model, num_layers),
+        "transformer_impl": job.model.transformer_impl,
         "perform_initialization": False,
     }
 

@@ -40,12 +40,30 @@ def transformer_config(
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     model = job.model
-    dtype = DTYPES[model.params_dtype]
     on_cuda = device_kind == "cuda"
     experts, notes = _expert_fields(job, kinds, uses_te=uses_te)
     switched, unheeded = _flagged(job.performance_flags)
     fields: dict[str, Any] = {
-        "num_layers": len(kinds),
+        **model_fields(model, len(kinds)),
+        "tensor_model_parallel_size": case.tp,
+        "context_parallel_size": case.cp,
+        # Nobody trains with tensor parallelism on GPUs without it, and experts demand it everywhere.
+        "sequence_parallel": case.tp > 1 and (on_cuda or job.own.sequence_parallel or "moe_layer" in kinds),
+        "use_cpu_initialization": not on_cuda,
+        **_fusions(job, on_cuda=on_cuda, uses_te=uses_te),
+        **_attention_backend(model, on_cuda=on_cuda),
+        **experts,
+        **switched,
+    }
+    known = inspect.signature(TransformerConfig).parameters
+    return TransformerConfig(**{name: value for name, value in fields.items() if name in known}), notes + unheeded
+
+
+def model_fields(model: ModelSpec, num_layers: int) -> dict[str, Any]:
+    """Fields that say what the model is, whatever it runs on."""
+    dtype = DTYPES[model.params_dtype]
+    return {
+        "num_layers": num_layers,
         "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.ffn_hidden_size,
         "num_attention_heads": model.num_attention_heads,
@@ -62,18 +80,7 @@ def transformer_config(
         "fp16": model.params_dtype == "fp16",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "tensor_model_parallel_size": case.tp,
-        "context_parallel_size": case.cp,
-        # Nobody trains with tensor parallelism on GPUs without it, and experts demand it everywhere.
-        "sequence_parallel": case.tp > 1 and (on_cuda or job.own.sequence_parallel or "moe_layer" in kinds),
-        "use_cpu_initialization": not on_cuda,
-        **_fusions(job, on_cuda=on_cuda, uses_te=uses_te),
-        **_attention_backend(model, on_cuda=on_cuda),
-        **experts,
-        **switched,
     }
-    known = inspect.signature(TransformerConfig).parameters
-    return TransformerConfig(**{name: value for name, value in fields.items() if name in known}), notes + unheeded
 
 
 def _flagged(flags: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -61,11 +61,9 @@ def read_job(
     check_layout(own, model, given, global_batch_size=batch.global_batch_size)
     held = (*pins(given, own, device_kind), *demands.pins)
     notes = [vocabulary.note, *demands.notes, *(pin.note for pin in held), *_notes(given, own, flags_layout)]
-    if for_prediction:
-        # A launched script refuses what it does not know; here nobody would say so.
-        notes += _unknown(given)
-    if fixed:
-        notes.append(f"--pipette-fix: {', '.join(fixed)} stay")
+    # A launched script refuses what it does not know; here nobody would say so.
+    notes += _unknown(given) if for_prediction else []
+    notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
     return Job(
         model=model,
         batch=batch,

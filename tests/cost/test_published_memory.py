@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from baselines.published import LLAMA_LAYOUT, llama_7b
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.memory import peak_memory_bytes
 from pipette_launch.cost.workspaces import workspace_bytes
-from pipette_launch.facts import Batch, Job, Layout, Recompute
+from pipette_launch.facts import Batch, Layout, Recompute
 from pipette_launch.units import MIB
 
 SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
@@ -61,30 +62,6 @@ def test_activations_of_korthikanti(
     assert selective_gib * 1024 * MIB == frugal_first
 
 
-def llama_7b() -> Job:
-    """Llama-2-7B on Megatron core_r0.10."""
-    model = tiny_model(
-        num_layers=32,
-        hidden_size=4096,
-        ffn_hidden_size=11008,
-        num_attention_heads=32,
-        num_query_groups=32,
-        kv_channels=128,
-        seq_length=4096,
-        max_position_embeddings=4096,
-        vocab_size=32000,
-        gated_linear_unit=True,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        position_embedding_type="rope",
-        untie_embeddings_and_output_weights=True,
-        params_dtype="bf16",
-        transformer_impl="transformer_engine",
-        attention_backend="flash",
-    )
-    return replace(tiny_job(model=model, batch=Batch(global_batch_size=128)), megatron_version="0.10.0")
-
-
 @pytest.mark.parametrize(
     ("stage", "allocated_mib", "peak_mib"),
     [(0, 20034.75, 30227.65), (1, 18598.75, 25079.27), (2, 18598.75, 20931.01), (3, 20115.05, 20115.08)],
@@ -94,7 +71,8 @@ def test_every_stage_of_llama_7b(stage: int, allocated_mib: float, peak_mib: flo
 
     Source: Infinigence, "NVIDIA 4090/4090D training best practice", log after one iteration.
     """
-    job, layout = llama_7b(), Layout(pp=4, dp=2, use_distributed_optimizer=True)
+    # The log is of Megatron core_r0.10.
+    job, layout = replace(llama_7b(), megatron_version="0.10.0"), LLAMA_LAYOUT
     parts = peak_memory_bytes(job, layout)[stage]
     workspaces = workspace_bytes(job, compute_capability=8, environment={})
     moments = parts.optimizer * 8 // 12

@@ -38,6 +38,8 @@ class Choice:
     """Peak on each pipeline rank with all overhead, uncorrected: what the driver should show."""
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Of layout and model, by which outcomes of several jobs are compared."""
+    bound_reason: str = field(default="", metadata=ADDED_LATER)
+    """What `bound_s` rests on, in one sentence; empty where it is the best link everywhere."""
 
     def __post_init__(self) -> None:
         if sorted(self.placement) != list(range(self.layout.world_size)):
@@ -92,12 +94,21 @@ class Plan:
     """Layouts that fell out, by reason."""
     solve_s: float
     provenance: Provenance
+    floor_s: float = field(default=0.0, metadata=ADDED_LATER)
+    """No legal layout that fits is faster than this in any placement, under the same model; 0 = nothing was proven."""
+    num_solvers: int = field(default=1, metadata=ADDED_LATER)
+    """Processes that shared the search."""
 
     def __post_init__(self) -> None:
         slots = len(self.hosts) * self.devices_per_host
         for choice in (self.chosen, *self.alternatives, self.own):
             if choice.layout.world_size != slots:
                 raise FactError(f"a layout of {choice.layout.world_size} ranks for {slots} slots")
+
+    @property
+    def gap(self) -> float | None:
+        """By how much of the floor the chosen step time exceeds it, at most; None where nothing was proven."""
+        return max(self.chosen.step_time_s / self.floor_s - 1, 0.0) if self.floor_s > 0 else None
 
     def candidates(self) -> tuple[Choice, ...]:
         """What to try, in order, before the user's own configuration."""

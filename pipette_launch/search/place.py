@@ -86,6 +86,73 @@ def host_order(num_slots: int) -> Placement:
     return tuple(range(num_slots))
 
 
+def begin(
+    layout: Layout,
+    cluster: Cluster,
+    *,
+    cost: Cost,
+    bound_s: float,
+    clock: Callable[[], float],
+    deadline_s: float,
+) -> Placed:
+    """Return the best of a few starts or, for a few slots, of all placements."""
+    seats = Seats.of(cluster)
+    best = _best_start(cluster, seats, cost, bound_s)
+    if num_placements(layout, seats) <= AT_ONCE and not best.is_optimal:
+        *_, best = (
+            best,
+            *exhaustion(layout, seats, best, cost=cost, clock=clock, deadline_s=deadline_s),
+        )
+    return best
+
+
+def improve(
+    cluster: Cluster,
+    best: Placed,
+    *,
+    cost: Cost,
+    bound_s: float,
+    strays: bool,
+    rng: random.Random,
+    clock: Callable[[], float],
+    deadline_s: float,
+) -> Placed:
+    """Go one bounded piece of work further from the best placement so far: an annealing, never worse.
+
+    Args:
+        cluster: the slots.
+        best: where to begin.
+        cost: seconds per step of a placement.
+        bound_s: no placement is faster.
+        strays: walk away from the best first, so that not every round ends in one valley.
+        rng: the only source of chance.
+        clock: seconds, on the scale of `deadline_s`.
+        deadline_s: when to stop.
+
+    """
+    seats = Seats.of(cluster)
+
+    def step(placement: Placement, chance: random.Random) -> Placement:
+        return neighbour(placement, seats, chance)
+
+    start = best.placement
+    for _ in range(seats.num_slots if strays else 0):
+        start = step(start, rng)
+    annealed = anneal(
+        start,
+        cost=cost,
+        neighbour=step,
+        cooling=Cooling(start=START_TEMPERATURE, end=END_TEMPERATURE, steps=_moves(seats)),
+        scale=best.cost_s - bound_s,
+        rng=rng,
+        clock=clock,
+        deadline_s=deadline_s,
+    )
+    if annealed.cost >= best.cost_s:
+        return best
+    return Placed(placement=annealed.state, cost_s=annealed.cost, is_optimal=meets(annealed.cost, bound_s))
+
+
 def improvements(
     layout: Layout,
     cluster: Cluster,
@@ -101,38 +168,23 @@ def improvements(
     First the starts, then for a few slots every placement, else some annealings from around the best so far. The
     course depends on the arguments and `rng` alone; whoever stops asking, or the deadline, only cuts it short.
     """
-    seats = Seats.of(cluster)
-    best = _best_start(cluster, seats, cost, bound_s)
-    if num_placements(layout, seats) <= AT_ONCE and not best.is_optimal:
-        for found in exhaustion(layout, seats, best, cost=cost, clock=clock, deadline_s=deadline_s):
-            best = found
-        yield best
-        return
+    best = begin(layout, cluster, cost=cost, bound_s=bound_s, clock=clock, deadline_s=deadline_s)
     yield best
-    cooling = Cooling(start=START_TEMPERATURE, end=END_TEMPERATURE, steps=_moves(seats))
-
-    def step(placement: Placement, chance: random.Random) -> Placement:
-        return neighbour(placement, seats, chance)
-
+    if num_placements(layout, Seats.of(cluster)) <= AT_ONCE:
+        return
     for annealing in range(ANNEALINGS):
         if best.is_optimal or clock() >= deadline_s:
             return
-        start = best.placement
-        # Away from the best after the first time, so that not all of them end in one valley.
-        for _ in range(seats.num_slots if annealing else 0):
-            start = step(start, rng)
-        annealed = anneal(
-            start,
+        best = improve(
+            cluster,
+            best,
             cost=cost,
-            neighbour=step,
-            cooling=cooling,
-            scale=best.cost_s - bound_s,
+            bound_s=bound_s,
+            strays=annealing > 0,
             rng=rng,
             clock=clock,
             deadline_s=deadline_s,
         )
-        if annealed.cost < best.cost_s:
-            best = Placed(placement=annealed.state, cost_s=annealed.cost, is_optimal=meets(annealed.cost, bound_s))
         yield best
 
 

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pipette_launch.facts import Cluster, Layout, Links
+from pipette_launch.facts import Cluster, Layout
 from pipette_launch.search.anneal import Cooling, anneal
+from pipette_launch.search.tiers import tiers_of
 
 Placement = tuple[int, ...]
 Cost = Callable[[Placement], float]
@@ -29,8 +27,6 @@ MOVES_PER_SLOT = 60
 MOST_MOVES = 600
 START_TEMPERATURE = 0.1
 END_TEMPERATURE = 0.01
-TYPICAL_MESSAGE_BYTES = 4 << 20
-"""Weighs latency against bandwidth where only the nearness of hosts matters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +257,7 @@ def neighbour(placement: Placement, seats: Seats, rng: random.Random) -> Placeme
 
 def starts(cluster: Cluster, seats: Seats) -> list[Placement]:
     """Placements to begin with: host order, near hosts side by side, and near hosts dealt ranks in turn."""
-    chain = near_hosts(cluster.between_hosts)
+    chain = tiers_of(cluster.between_hosts).order_H.tolist()
     blocks, dealt = [0] * seats.num_slots, [0] * seats.num_slots
     for position, host in enumerate(chain):
         for device, slot in enumerate(seats.host(host)):
@@ -269,23 +265,6 @@ def starts(cluster: Cluster, seats: Seats) -> list[Placement]:
             dealt[slot] = position + device * seats.num_hosts
     found = dict.fromkeys((host_order(seats.num_slots), tuple(blocks), tuple(dealt)))
     return [placement for placement in found if seats.allows(placement)]
-
-
-def near_hosts(links: Links) -> tuple[int, ...]:
-    """Order hosts so that near ones stand side by side.
-
-    The two nearest groups are joined, best ends together, until one is left (clustering by average linkage).
-    """
-    distance_HH = np.array(links.latency_s) + TYPICAL_MESSAGE_BYTES * links.seconds_per_byte()
-    distance_HH = (distance_HH + distance_HH.T) / 2
-    groups = [[host] for host in range(links.size)]
-    apart_GG = distance_HH + np.diag([np.inf] * links.size)
-    while len(groups) > 1:
-        left, right = sorted(int(index) for index in np.unravel_index(np.argmin(apart_GG), apart_GG.shape))
-        weights = len(groups[left]), len(groups[right])
-        apart_GG = _merged(apart_GG, left, right, weights)
-        groups[left] = _joined(groups[left], groups.pop(right), distance_HH)
-    return tuple(groups[0])
 
 
 def _turns(layout: Layout) -> bool:
@@ -335,19 +314,3 @@ def _rearranged(length: int, rng: random.Random) -> list[int]:
     else:
         order.insert(first, order.pop(second))
     return order
-
-
-def _merged(apart_GG: NDArray[np.float64], left: int, right: int, weights: tuple[int, int]) -> NDArray[np.float64]:
-    """Distances between groups after two of them are joined, by average linkage."""
-    row = (weights[0] * apart_GG[left] + weights[1] * apart_GG[right]) / sum(weights)
-    merged = apart_GG.copy()
-    merged[left, :] = merged[:, left] = row
-    merged[left, left] = np.inf
-    return np.delete(np.delete(merged, right, axis=0), right, axis=1)
-
-
-def _joined(left: list[int], right: list[int], distance_HH: NDArray[np.float64]) -> list[int]:
-    """Two chains as one, turned so that their nearest ends meet."""
-    options = [(one, two) for one in (left, left[::-1]) for two in (right, right[::-1])]
-    one, two = min(options, key=lambda pair: distance_HH[pair[0][-1], pair[1][0]])
-    return one + two

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import permutations
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
@@ -21,7 +21,6 @@ from pipette_launch.search.place import (
     exhaustion,
     host_order,
     improvements,
-    near_hosts,
     neighbour,
     num_placements,
     placements,
@@ -210,29 +209,6 @@ def test_renaming_equal_slots_changes_nothing(names: list[int], layout: Layout) 
     cost = link_cost(layout, equal)
 
     assert cost(tuple(range(6))) == cost(tuple(names))
-
-
-def test_near_hosts_stand_side_by_side() -> None:
-    """Two racks, interleaved in torchrun's order, are told apart."""
-    racks = (0, 1, 0, 1, 0, 1)
-    bandwidth = tuple(
-        tuple(0.0 if i == j else (1e10 if racks[i] == racks[j] else 1e8) for j in range(6)) for i in range(6)
-    )
-    latency = tuple(tuple(0.0 if i == j else 1e-5 for j in range(6)) for i in range(6))
-
-    chain = near_hosts(Links(latency_s=latency, bandwidth_bytes_per_s=bandwidth))
-
-    assert [racks[host] for host in chain] in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
-
-
-def test_a_slow_link_is_kept_out_of_the_chain() -> None:
-    """Four hosts on a square with one slow side: the chain goes round the other way."""
-    slow = {(0, 1), (1, 0)}
-    bandwidth = tuple(tuple(0.0 if i == j else (1e7 if (i, j) in slow else 1e9) for j in range(4)) for i in range(4))
-    links = Links(latency_s=((0.0,) * 4,) * 4, bandwidth_bytes_per_s=bandwidth)
-    chain = near_hosts(links)
-
-    assert slow & set(pairwise(chain)) == set()
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

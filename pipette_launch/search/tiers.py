@@ -1,0 +1,162 @@
+"""Which hosts lie near each other: racks, leaves and pods, found in the measured links alone."""
+
+# H = hosts, L = tiers. Tier 0 is the finest; the groups of each tier are unions of those of the tier before.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.facts import Links
+
+TYPICAL_MESSAGE_BYTES = 4 << 20
+"""Weighs latency against bandwidth where only the nearness of hosts matters."""
+LEAST_RATIO = 1.12
+"""A tier ends where the next joint is longer by this factor: noise of 8 % leaves no such gap among full racks."""
+MOST_TIERS = 4
+_MOST_GAPS = 12
+_QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9)
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tiers:
+    """The hosts of an allocation as a hierarchy of near ones."""
+
+    order_H: Ints
+    """Hosts in an order in which near ones stand side by side: every group of every tier is a run of it."""
+    group_LH: Ints
+    """The group of each host in each tier, finest tier first, numbered from 0 along the order; no row = all alike."""
+    reach_s_L: Floats
+    """Seconds of a typical message over the longest joint inside a group of each tier."""
+
+    @property
+    def num_tiers(self) -> int:
+        """How many levels were told apart."""
+        return len(self.group_LH)
+
+    def runs(self, tier: int) -> list[Ints]:
+        """Hosts of each group of a tier, along the order."""
+        sizes = np.bincount(self.group_LH[tier])
+        return np.split(self.order_H, np.cumsum(sizes)[:-1])
+
+
+def tiers_of(links: Links) -> Tiers:
+    """Cluster hosts by single linkage, and cut where the joints grow by the largest factors. O(H^2 log H).
+
+    Single linkage goes by the best link between two groups, so noise on single links hardly moves it. What makes all
+    links of one host slow is taken out first: a bad host stays in its rack.
+    """
+    distance_HH = distances_s(links)
+    joints = _spanning_tree(_without_bad_hosts(distance_HH))
+    lengths = np.array([seconds for seconds, _, _ in joints])
+    chain, snapshots = _join(joints, distance_HH, _gaps(lengths))
+    order_H = np.array(chain, dtype=np.int64)
+    cuts = sorted(_told_apart(snapshots, lengths))
+    rows = [_numbered(snapshots[cut], order_H) for cut in cuts]
+    return Tiers(
+        order_H=order_H,
+        group_LH=np.array(rows, dtype=np.int64).reshape(len(rows), links.size),
+        reach_s_L=np.array([lengths[cut - 1] for cut in cuts]),
+    )
+
+
+def distances_s(links: Links) -> Floats:
+    """Seconds of a typical message between two hosts, the mean of both ways (H x H, 0 on the diagonal)."""
+    one_way_HH = np.asarray(links.latency_s) + TYPICAL_MESSAGE_BYTES * links.seconds_per_byte()
+    symmetric: Floats = (one_way_HH + one_way_HH.T) / 2
+    return symmetric
+
+
+def _without_bad_hosts(distance_HH: Floats) -> Floats:
+    """Divide by how much slower a host is than the others to near and to far ones alike.
+
+    A host alone in its rack is far from its nearest, but not from its farthest, so it counts as good.
+    """
+    size = len(distance_HH)
+    if size < 3:
+        return distance_HH
+    others_HO = np.sort(distance_HH, axis=1)[:, 1:]
+    places = np.round(np.array(_QUANTILES) * (size - 2)).astype(np.int64)
+    quantile_HK = others_HO[:, places]
+    typical_K = np.maximum(np.median(quantile_HK, axis=0), np.finfo(float).tiny)
+    badness_H = np.maximum((quantile_HK / typical_K).min(axis=1), 1.0)
+    corrected: Floats = distance_HH / np.maximum(badness_H[:, None], badness_H[None, :])
+    return corrected
+
+
+def _spanning_tree(distance_HH: Floats) -> list[tuple[float, int, int]]:
+    """Edges of a minimum spanning tree, shortest first (Prim 1957)."""
+    size = len(distance_HH)
+    nearest_s_H, parent_H = distance_HH[0].copy(), np.zeros(size, dtype=np.int64)
+    nearest_s_H[0] = np.inf
+    outside_H = np.ones(size, dtype=bool)
+    outside_H[0] = False
+    edges = []
+    for _ in range(size - 1):
+        host = int(nearest_s_H.argmin())
+        edges.append((float(nearest_s_H[host]), int(parent_H[host]), host))
+        outside_H[host] = False
+        nearest_s_H[host] = np.inf
+        nearer_H = outside_H & (distance_HH[host] < nearest_s_H)
+        np.copyto(nearest_s_H, distance_HH[host], where=nearer_H)
+        parent_H[nearer_H] = host
+    return sorted(edges)
+
+
+def _gaps(lengths: Floats) -> list[int]:
+    """How many of the sorted joints lie before each of the widest gaps."""
+    if len(lengths) < 2:
+        return []
+    ratios = lengths[1:] / np.maximum(lengths[:-1], np.finfo(float).tiny)
+    widest = np.argsort(-ratios, kind="stable")[:_MOST_GAPS]
+    return [int(index) + 1 for index in widest if ratios[index] >= LEAST_RATIO]
+
+
+def _join(
+    joints: Sequence[tuple[float, int, int]], distance_HH: Floats, gaps: Sequence[int]
+) -> tuple[list[int], dict[int, Ints]]:
+    """Join chains of hosts, best ends together, joint by joint; and the group of each host after so many joints."""
+    size = len(distance_HH)
+    chains = {host: [host] for host in range(size)}
+    name_H = np.arange(size)
+    snapshots = {}
+    for done, (_, one, other) in enumerate(joints, start=1):
+        left, right = sorted((int(name_H[one]), int(name_H[other])))
+        chain = _joined(chains[left], chains.pop(right), distance_HH)
+        name_H[chain] = left
+        chains[left] = chain
+        if done in gaps:
+            snapshots[done] = name_H.copy()
+    return chains[0], snapshots
+
+
+def _joined(left: list[int], right: list[int], distance_HH: Floats) -> list[int]:
+    """Two chains as one, turned so that their nearest ends meet."""
+    options = [(one, two) for one in (left, left[::-1]) for two in (right, right[::-1])]
+    one, two = min(options, key=lambda pair: distance_HH[pair[0][-1], pair[1][0]])
+    return one + two
+
+
+def _told_apart(snapshots: dict[int, Ints], lengths: Floats) -> list[int]:
+    """Cuts that make tiers, widest gaps first: two groups or more, and half of the hosts not alone in theirs."""
+    chosen = []
+    for cut, name_H in snapshots.items():
+        sizes = np.bincount(name_H)
+        if (sizes > 1).sum() >= 2 and 2 * sizes[sizes > 1].sum() >= len(name_H):
+            chosen.append(cut)
+    chosen.sort(key=lambda cut: (-lengths[cut] / max(lengths[cut - 1], np.finfo(float).tiny), cut))
+    return chosen[:MOST_TIERS]
+
+
+def _numbered(name_H: Ints, order_H: Ints) -> Ints:
+    """Groups numbered along the order, in which each is a run."""
+    along_H = name_H[order_H]
+    group_H = np.empty_like(along_H)
+    group_H[order_H] = np.concatenate(([0], np.cumsum(along_H[1:] != along_H[:-1])))
+    return group_H

@@ -80,8 +80,15 @@ class CorrectedPredictor(Predictor):
         self._corrections = corrections
         self._factors: dict[Layout, float] = {}
 
+    @property
+    def least_factor(self) -> float:
+        """No layout's step is multiplied with less; 0 where something was learned: nothing bounds that from below."""
+        return 1.0 if self._corrections.step is None else 0.0
+
     def factor(self, layout: Layout) -> float:
         """What a layout's step is multiplied with."""
+        if self._corrections.step is None:
+            return 1.0
         if layout not in self._factors:
             devices = self._measurements.cluster.devices_per_host
             self._factors[layout] = self._corrections.step_factor(self._job, layout, devices_per_host=devices)
@@ -117,6 +124,8 @@ class CorrectedPredictor(Predictor):
     def all_peaks(self, layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
         """Return `peaks` of many layouts, far faster than one by one."""
         totals = peak_memory_columns(self._job, LayoutColumns.of(layouts)).totals()
+        if self._corrections.memory is None:
+            return tuple(tuple(math.ceil(total) for total in stages) for stages in totals)
         factors = [self.memory_factor(layout) for layout in layouts]
         return tuple(
             tuple(math.ceil(total * factor) for total in stages) for stages, factor in zip(totals, factors, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pipette_launch.cost.overhead import allowed_bytes
@@ -16,11 +16,11 @@ MOST_HOSTS_MORE = 8
 """A larger allocation is proposed up to so many times its hosts."""
 
 
-def nothing_left(field: Field, found: Enumeration, *, memory_margin: float) -> PlanError:
-    """Explain why no layout is left to price."""
-    if field.dropped.get(OVER_MEMORY):
+def nothing_left(field: Field, found: Enumeration, *, dropped: Mapping[str, int], memory_margin: float) -> PlanError:
+    """Explain why no layout is left to price, all of those that are legal having fallen out."""
+    if dropped.get(OVER_MEMORY):
         return _nothing_fits(field, found, memory_margin)
-    if field.dropped.get(NOT_MEASURED):
+    if dropped.get(NOT_MEASURED):
         cases = ", ".join(
             f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in field.measurements.compute_cases()
         )

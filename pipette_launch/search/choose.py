@@ -51,7 +51,7 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
         rest = [one for one in rest if one.placed.cost_s < own.step_time_s]
     return Chosen(
         choice=own if keeps_own else _to_choice(field, best),
-        alternatives=tuple(_to_choice(field, one) for one in _diverse(field, rest, best, num_alternatives)),
+        alternatives=tuple(_to_choice(field, one) for one in _diverse(rest, best, num_alternatives)),
         own=own,
         own_basis=basis,
         best=best,
@@ -100,9 +100,10 @@ def _to_choice(field: Field, candidate: Candidate) -> Choice:
         schedule=layout.schedule_name,
         step_time_s=step.total_s,
         breakdown_s=dict(step.breakdown_s),
-        peak_memory_bytes=field.peak_bytes[layout],
+        peak_memory_bytes=candidate.peak_bytes,
         memory_limit_bytes=field.limit_bytes(layout),
         bound_s=candidate.bound_s,
+        bound_reason=candidate.bound_reason,
         **_evidence(field, layout),
     )
 
@@ -132,15 +133,15 @@ def _is_own(candidate: Candidate, own: Choice) -> bool:
     return candidate.layout == own.layout and candidate.placed.placement == own.placement
 
 
-def _diverse(field: Field, rest: list[Candidate], best: Candidate, count: int) -> list[Candidate]:
+def _diverse(rest: list[Candidate], best: Candidate, count: int) -> list[Candidate]:
     """The next best, then the next best of those that need clearly less memory, filled up in order.
 
     Whoever goes on after running out of memory needs an alternative that is leaner, not one that is nearly as fast.
     """
     chosen: list[Candidate] = []
-    least = max(field.peak_bytes[best.layout])
+    least = max(best.peak_bytes)
     for candidate in rest:
-        need = max(field.peak_bytes[candidate.layout])
+        need = max(candidate.peak_bytes)
         if not chosen or need <= LEANER * least:
             chosen.append(candidate)
             least = min(least, need)

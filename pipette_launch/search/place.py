@@ -22,7 +22,8 @@ AT_ONCE = 720
 EXACT = 10_080
 """Up to so many placements (most layouts on eight slots) all are tried for the best layout."""
 EXACT_QUANTUM = 64
-ANNEALINGS = 4
+ROUNDS = 4
+"""Improvements of one layout's placement, after which nothing new is tried."""
 MOVES_PER_SLOT = 60
 MOST_MOVES = 600
 START_TEMPERATURE = 0.1
@@ -168,7 +169,7 @@ def improvements(
     yield best
     if num_placements(layout, Seats.of(cluster)) <= AT_ONCE:
         return
-    for annealing in range(ANNEALINGS):
+    for annealing in range(ROUNDS):
         if best.is_optimal or clock() >= deadline_s:
             return
         best = improve(

@@ -25,14 +25,15 @@ PART_NAMES = {
 }
 DRIVERS_SHARE = 0.03
 """A GPU whose used memory is no larger part than this is free."""
+_ROUNDING = 1e-9
 _NOTHING = 0.0005
 """Less than this part of a step prints as 0.0 %."""
 
 
-def reasons(field: Field, chosen: Chosen, *, margin: float) -> tuple[str, ...]:
-    """Say why this plan and not another."""
+def reasons(field: Field, chosen: Chosen, *, floor_s: float, margin: float) -> tuple[str, ...]:
+    """Say why this plan and not another, and how much better any other could be."""
     why = _why_own(chosen, margin) if chosen.keeps_own else _why_other(field, chosen)
-    return (*why, *_runner_up(chosen), _bound(chosen))
+    return (*why, *_runner_up(chosen), _bound(chosen), _floor(chosen, floor_s))
 
 
 def notes(field: Field, chosen: Chosen) -> tuple[str, ...]:
@@ -57,11 +58,12 @@ def notes(field: Field, chosen: Chosen) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def cut_short(field: Field, num_seen: int, budget_s: float) -> str:
+def cut_short(num_seen: int, budget_s: float) -> str:
     """Say that more time might find more."""
+    layouts = "one layout" if num_seen == 1 else f"{num_seen} layouts"
     return (
-        f"The search stopped at its budget of {seconds_text(budget_s)}, with {num_seen} of {len(field.peak_bytes)} "
-        f"layouts looked at; more time might find a better plan."
+        f"The search stopped at its budget of {seconds_text(budget_s)}, with {layouts} looked at; more time might find "
+        f"a better plan."
     )
 
 
@@ -138,11 +140,21 @@ def _runner_up(chosen: Chosen) -> list[str]:
 def _bound(chosen: Chosen) -> str:
     choice, best = chosen.choice, chosen.best
     gap = choice.step_time_s / choice.bound_s - 1 if choice.bound_s > 0 else 0.0
-    if gap <= 1e-9:
+    if gap <= _ROUNDING:
         return "No placement of this layout can be faster: it meets the bound."
     proven = best.placed.is_optimal and best.placed.placement == choice.placement and best.layout == choice.layout
     tried = "All placements of this layout were tried, this is the fastest" if proven else "No placement can be faster"
-    return f"{tried}; with the best link everywhere it would take {seconds_text(choice.bound_s)}, a gap of {gap:.1%}."
+    why = choice.bound_reason or "with the best link everywhere"
+    return f"{tried}; {why} it would take {seconds_text(choice.bound_s)}, a gap of {gap:.1%}."
+
+
+def _floor(chosen: Chosen, floor_s: float) -> str:
+    gap = chosen.choice.step_time_s / floor_s - 1 if floor_s > 0 else float("inf")
+    if gap <= _ROUNDING:
+        return "No legal layout that fits is predicted to be faster in any placement: proven."
+    if gap == float("inf"):
+        return "How much faster another layout could be is not known."
+    return f"No legal layout that fits takes less than {seconds_text(floor_s)} in any placement: a gap of {gap:.1%}."
 
 
 def _taken(field: Field) -> list[str]:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
-from search.worlds import field_of, on_gpus
+from search.worlds import on_gpus
 
-from pipette_launch.facts import Cluster, Layout, Recompute
-from pipette_launch.search.candidates import doublings_apart, memory_limit_bytes, rough_cost
+from pipette_launch.facts import Cluster, Layout
+from pipette_launch.search.candidates import doublings_apart, memory_limit_bytes
 
 GIB = 1 << 30
 
@@ -41,28 +41,6 @@ def test_on_gpus_the_limit_leaves_the_allocators_reserve_too() -> None:
     limit = memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.0)
 
     assert int(7 * GIB / 1.03) - (64 << 20) == limit
-
-
-def test_the_users_own_layout_comes_first() -> None:
-    """However poor it looks, it is priced before all others."""
-    own = Layout(pp=4, recompute=Recompute(granularity="full", method="uniform", num_layers=1))
-
-    assert next(iter(field_of(tiny_job(4, own=own)).peak_bytes)) == own
-
-
-def test_rough_costs_put_the_likely_first() -> None:
-    """Bubble, recompute and tensor parallelism over hosts cost; only the order counts."""
-    job = tiny_job(4)
-    likely_first = [
-        Layout(dp=4, micro_batch_size=2),
-        Layout(tp=2, dp=2, micro_batch_size=2),
-        Layout(dp=4, micro_batch_size=2, recompute=Recompute(granularity="full", method="uniform", num_layers=1)),
-        Layout(pp=4, micro_batch_size=2),
-        Layout(tp=4, micro_batch_size=2),
-    ]
-    costs = [rough_cost(job, layout, devices_per_host=2) for layout in likely_first]
-
-    assert sorted(costs) == costs
 
 
 @pytest.mark.parametrize(

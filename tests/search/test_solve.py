@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from itertools import permutations
 
+import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
@@ -15,7 +16,8 @@ from search.worlds import ALL_FIELDS, PROVENANCE, on_gpus, pipeline_job, planned
 
 from pipette_launch.cost.latency import Predictor
 from pipette_launch.errors import UsageError
-from pipette_launch.facts import Batch, ComputeCase, Layout, Plan, files
+from pipette_launch.facts import Batch, ComputeCase, Layout, Links, Plan, files
+from pipette_launch.search.enumerate import layouts
 from pipette_launch.search.solve import SolveOptions, solve
 
 
@@ -95,7 +97,7 @@ def test_no_budget_still_gives_a_plan() -> None:
     plan = solve(tiny_job(4), tiny_measurements(tiny_cluster()), options=options, clock=Ticks(), provenance=PROVENANCE)
 
     assert plan.keeps_own
-    assert "stopped at its budget of 0 us, with 1 of" in plan.notes[0]
+    assert "stopped at its budget of 0 us, with one layout looked at" in plan.notes[0]
 
 
 def test_a_plan_fits_in_memory() -> None:
@@ -195,3 +197,21 @@ def test_renaming_equal_slots_changes_nothing(names: list[int]) -> None:
     cost = Predictor(job, tiny_measurements(tiny_cluster(4, 1))).objective(job.own)
 
     assert cost(tuple(names)) == pytest.approx(cost((0, 1, 2, 3)), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_layout_in_any_placement_is_faster_than_the_floor(seed: int) -> None:
+    """All layouts that fit, in all placements of four unequal slots, take at least as long as the plan says."""
+    rng = np.random.default_rng(seed)
+    speeds = tuple(tuple(row) for row in rng.uniform(1e7, 1e9, (4, 4)).tolist())
+    links = Links(latency_s=((1e-4,) * 4,) * 4, bandwidth_bytes_per_s=speeds)
+    cluster = replace(tiny_cluster(4, 1), between_hosts=links)
+    job, measurements = tiny_job(4, pinned=("recompute", "micro_batch_size")), tiny_measurements(cluster)
+    plan = planned(job, measurements, margin=0.0)
+    predictor = Predictor(job, measurements)
+    found = layouts(job, world_size=4, devices_per_host=1, device_kind="cpu").layouts
+    fastest_s = min(predictor.objective(layout)(order) for layout in found for order in permutations(range(4)))
+
+    assert 0 < plan.floor_s <= fastest_s * (1 + 1e-12)
+    assert fastest_s == pytest.approx(plan.chosen.step_time_s)
+    assert plan.gap == plan.chosen.step_time_s / plan.floor_s - 1

@@ -8,7 +8,6 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.facts import Batch, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
 from pipette_launch.search.candidates import Field
-from pipette_launch.search.enumerate import layouts
 from pipette_launch.search.solve import SolveOptions, solve
 
 PROVENANCE = Provenance(key="0123456789abcdef", made_at="2026-11-21T00:00:00Z", versions={}, source="measured")
@@ -63,8 +62,4 @@ def planned(job: Job, measurements: Measurements | None = None, **options: float
 def field_of(job: Job, measurements: Measurements | None = None, *, memory_margin: float = 0.08) -> Field:
     """What the search looks at."""
     measurements = measurements or tiny_measurements(tiny_cluster())
-    cluster = measurements.cluster
-    found = layouts(
-        job, world_size=cluster.num_slots, devices_per_host=cluster.devices_per_host, device_kind=cluster.device_kind
-    )
-    return Field.of(job, measurements, found, memory_margin=memory_margin)
+    return Field.of(job, measurements, memory_margin=memory_margin)

@@ -1,0 +1,208 @@
+"""The course of a search: price the promising, place the best of them further, then prove how good the best is.
+
+What comes next depends on what came before, never on the clock: the deadline cuts the course short and does not change
+it, so more time is never worse. Batches are made before any of their tasks is done, so a crew of any size finds the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pipette_launch.facts import Layout
+from pipette_launch.search.candidates import Candidate, Field
+from pipette_launch.search.frontier import Frontier, Promising
+from pipette_launch.search.place import AT_ONCE, EXACT, Placed, Seats, num_placements
+from pipette_launch.search.share import Clock, Crew, Task, Tried, perform
+
+FIRST_BATCH = 8
+"""Layouts that are priced before the best of all so far is placed; each batch is half as large again."""
+MOST_AT_ONCE = 64
+WHILE_PRICING = 1
+"""So many layouts are placed further after each batch."""
+AFTER_PRICING = (8, 4, 2, 2)
+"""And so many in each round once all are priced."""
+RUNNERS_UP = 6
+"""So many that cannot win are priced all the same, and as many that need less memory: they are what to try next."""
+LEANER = 0.8
+"""An alternative counts as needing less memory from this part of the need of the best."""
+SHARPENED = 6
+"""So many candidates whose bound is below the best step time are bounded again by the links they would have to use."""
+
+Sharpen = Callable[[Layout], tuple[float, str]]
+"""A sharper bound of a layout in seconds, and what it rests on in a sentence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Searched:
+    """What the search came back with."""
+
+    candidates: tuple[Candidate, ...]
+    """The layouts that were priced, in that order; the user's own first, where it fits."""
+    num_seen: int
+    """Layouts that were priced, or whose own bound showed that they cannot win."""
+    floor_s: float
+    """No legal layout that fits is faster in any placement."""
+    is_cut_short: bool
+    """The deadline came before the end of the course."""
+
+
+class Course:
+    """The state of a search: what was priced so far, and how far the placing of each layout has come."""
+
+    def __init__(
+        self,
+        field: Field,
+        frontier: Frontier,
+        crew: Crew,
+        *,
+        sharpen: Sharpen,
+        seed: int,
+        clock: Clock,
+        deadline_s: float,
+    ) -> None:
+        self._field = field
+        self._frontier = frontier
+        self._crew = crew
+        self._sharpen = sharpen
+        self._seed = seed
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._pool: dict[Layout, Candidate] = {}
+        self._beaten: dict[Layout, Promising] = {}
+        self._missed_s = float("inf")
+        """Least bound of what was taken and could not be priced in time."""
+
+    def run(self) -> Searched:
+        """Go the course to its end or to the deadline."""
+        self._price_own()
+        size = FIRST_BATCH
+        while batch := self._frontier.take(size, below_s=self._best_s()):
+            self._price(batch, beat_s=self._best_s())
+            self._place(WHILE_PRICING)
+            size = min(size + size // 2, MOST_AT_ONCE)
+            if self._is_late():
+                break
+        for width in AFTER_PRICING:
+            self._place(width)
+        self._exhaust()
+        self._price_runners_up()
+        self._prove()
+        return Searched(
+            candidates=tuple(self._pool.values()),
+            num_seen=len(self._pool) + len(self._beaten),
+            floor_s=self._floor_s(),
+            is_cut_short=self._is_late(),
+        )
+
+    def _price_own(self) -> None:
+        """The user's own layout is priced whatever the time, if it can be: nothing is chosen without it."""
+        field, own = self._field, self._field.job.own
+        if field.own_fault is None and field.own_dropped is None:
+            first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=field.predictor.peaks(own))]
+        else:
+            first = self._frontier.take(1)
+        for one in first:
+            task = Task(stage="price", layout=one.layout)
+            tried = perform(self._field, task, seed=self._seed, clock=self._clock, deadline_s=self._deadline_s)
+            self._pool[one.layout] = _candidate(one, tried)
+
+    def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
+        found = self._crew([Task(stage="price", layout=one.layout, beat_s=beat_s) for one in batch])
+        for one, tried in zip(batch, found, strict=True):
+            if tried is None:
+                self._missed_s = min(self._missed_s, one.least_s)
+            elif tried.is_priced:
+                self._pool[one.layout] = _candidate(one, tried)
+            else:
+                self._beaten[one.layout] = replace(one, least_s=tried.bound_s)
+
+    def _place(self, width: int) -> None:
+        """Go one round further with the placing of the most promising layouts."""
+        best_s = self._best_s()
+        hopes = sorted(
+            (one for one in self._pool.values() if one.can_improve and one.bound_s < best_s),
+            key=lambda one: one.promise_s,
+        )[:width]
+        tasks = [
+            Task(
+                stage="improve",
+                layout=one.layout,
+                placement=one.placed.placement,
+                cost_s=one.placed.cost_s,
+                bound_s=one.bound_s,
+                round=one.rounds,
+            )
+            for one in hopes
+        ]
+        for one, tried in zip(hopes, self._crew(tasks), strict=True):
+            if tried is not None:
+                self._pool[one.layout] = replace(_better(one, tried), rounds=one.rounds + 1)
+
+    def _exhaust(self) -> None:
+        """Try every placement of the best layout, where they are few."""
+        leader = self._leader()
+        few = AT_ONCE < num_placements(leader.layout, Seats.of(self._field.cluster)) <= EXACT
+        if leader.meets_bound or not few:
+            return
+        placed = leader.placed
+        task = Task(stage="exhaust", layout=leader.layout, placement=placed.placement, cost_s=placed.cost_s)
+        for tried in self._crew([task]):
+            if tried is not None:
+                self._pool[leader.layout] = _better(leader, tried)
+
+    def _price_runners_up(self) -> None:
+        """Price the nearest of those that cannot win, and of those the nearest that need less memory."""
+        near = sorted(self._beaten.values())[:RUNNERS_UP]
+        near += self._frontier.take(RUNNERS_UP - len(near))
+        lean = self._frontier.lean(RUNNERS_UP, most_bytes=LEANER * max(self._leader().peak_bytes))
+        for one in near:
+            self._beaten.pop(one.layout, None)
+        self._price([*near, *lean])
+
+    def _prove(self) -> None:
+        """Sharpen the lowest bounds, and the best layout's, by the links that these layouts would have to use."""
+        for turn in range(SHARPENED):
+            leader = self._leader()
+            lowest = min(self._pool.values(), key=lambda one: (one.floor_s, one.placed.cost_s))
+            one = leader if turn == 0 else lowest
+            if self._is_late() or one.bound_reason or one.floor_s >= leader.placed.cost_s:
+                if turn:
+                    return
+                continue
+            bound_s, reason = self._sharpen(one.layout)
+            self._pool[one.layout] = replace(one, bound_s=max(bound_s, one.bound_s), bound_reason=reason)
+
+    def _floor_s(self) -> float:
+        """What was beaten lies above the best; of the rest each has its own floor."""
+        floors = [one.floor_s for one in self._pool.values()]
+        return min(
+            self._best_s(), self._missed_s, *floors, *([self._frontier.least_s] if self._frontier.num_left else [])
+        )
+
+    def _leader(self) -> Candidate:
+        return min(self._pool.values(), key=lambda one: one.placed.cost_s)
+
+    def _best_s(self) -> float:
+        return min((one.placed.cost_s for one in self._pool.values()), default=float("inf"))
+
+    def _is_late(self) -> bool:
+        return self._clock() >= self._deadline_s
+
+
+def _candidate(one: Promising, tried: Tried) -> Candidate:
+    return Candidate(
+        layout=one.layout,
+        peak_bytes=one.peak_bytes,
+        bound_s=tried.bound_s,
+        host_order_s=tried.host_order_s,
+        placed=Placed(placement=tried.placement, cost_s=tried.cost_s, is_optimal=tried.is_optimal),
+    )
+
+
+def _better(one: Candidate, tried: Tried) -> Candidate:
+    """The candidate with the placement that was found, where it is no worse."""
+    if tried.cost_s > one.placed.cost_s:
+        return one
+    return replace(one, placed=Placed(placement=tried.placement, cost_s=tried.cost_s, is_optimal=tried.is_optimal))

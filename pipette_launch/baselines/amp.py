@@ -150,9 +150,9 @@ def node_seconds_per_byte(cluster: Cluster) -> Array:
 
     A node's figures are its best links'; between two nodes the lower of both counts.
     """
-    rate_NN = np.array(cluster.between_hosts.bandwidth_bytes_per_s)
+    rate_NN = cluster.between_hosts.bandwidth_bytes_per_s
     out_N = np.maximum(rate_NN.max(axis=1), rate_NN.max(axis=0))
-    in_N = np.array([np.array(links.bandwidth_bytes_per_s).max() for links in cluster.within_host])
+    in_N = np.array([links.bandwidth_bytes_per_s.max() for links in cluster.within_host])
     host_S = np.arange(cluster.num_slots) // cluster.devices_per_host
     same_SS = host_S[:, None] == host_S[None, :]
     rate_SS = np.where(same_SS, in_N[host_S][:, None], np.minimum(out_N[host_S][:, None], out_N[host_S][None, :]))

@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
 
-Matrix = tuple[tuple[float, ...], ...]
+Matrix: TypeAlias = NDArray[np.float64]
+MatrixLike: TypeAlias = Matrix | Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,25 +52,42 @@ class Host:
             raise FactError(f"host {self.name} has no devices")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, init=False, eq=False)
 class Links:
-    """Latency and bandwidth between n places; row sends to column. The diagonal is no link and is stored as 0."""
+    """Latency and bandwidth between n places; row sends to column. The diagonal is no link and is stored as 0.
+
+    Both are read-only arrays. Two of them are equal if all their numbers are.
+    """
 
     latency_s: Matrix
     bandwidth_bytes_per_s: Matrix
 
-    def __post_init__(self) -> None:
-        size = len(self.latency_s)
-        for matrix in (self.latency_s, self.bandwidth_bytes_per_s):
-            if len(matrix) != size or any(len(row) != size for row in matrix):
-                raise FactError(f"links: both matrices must be {size} x {size}")
-        for i in range(size):
-            for j in range(size):
-                if i != j and not (self.latency_s[i][j] >= 0 and self.bandwidth_bytes_per_s[i][j] > 0):
-                    raise FactError(
-                        f"links: {i} -> {j} has latency {self.latency_s[i][j]} s and bandwidth "
-                        f"{self.bandwidth_bytes_per_s[i][j]} bytes/s"
-                    )
+    def __init__(self, *, latency_s: MatrixLike, bandwidth_bytes_per_s: MatrixLike) -> None:
+        """Take n x n numbers each, as arrays or as rows; raise FactError where they are not, or describe no link."""
+        size = len(latency_s)
+        matrices = [_matrix(rows, size) for rows in (latency_s, bandwidth_bytes_per_s)]
+        for name, matrix in zip(("latency_s", "bandwidth_bytes_per_s"), matrices, strict=True):
+            object.__setattr__(self, name, matrix)
+        good = (matrices[0] >= 0) & (matrices[1] > 0)
+        np.fill_diagonal(good, val=True)
+        if not good.all():
+            i, j = (int(index) for index in np.unravel_index(int(good.argmin()), good.shape))
+            raise FactError(
+                f"links: {i} -> {j} has latency {float(matrices[0][i, j])} s and bandwidth "
+                f"{float(matrices[1][i, j])} bytes/s"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Links):
+            return NotImplemented
+        return np.array_equal(self.latency_s, other.latency_s) and np.array_equal(
+            self.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def size(self) -> int:
@@ -77,17 +97,36 @@ class Links:
     @classmethod
     def uniform(cls, size: int, *, latency_s: float, bandwidth_bytes_per_s: float) -> Links:
         """Give every pair the same link."""
+        latency, bandwidth = (np.full((size, size), float(value)) for value in (latency_s, bandwidth_bytes_per_s))
+        for matrix in (latency, bandwidth):
+            np.fill_diagonal(matrix, 0.0)
+        return cls(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
-        def matrix(value: float) -> Matrix:
-            return tuple(tuple(0.0 if i == j else value for j in range(size)) for i in range(size))
+    def seconds_per_byte(self) -> Matrix:
+        """1 / bandwidth, with 0 on the diagonal; read-only."""
+        return self._seconds_per_byte
 
-        return cls(latency_s=matrix(latency_s), bandwidth_bytes_per_s=matrix(bandwidth_bytes_per_s))
-
-    def seconds_per_byte(self) -> NDArray[np.float64]:
-        """1 / bandwidth, with 0 on the diagonal."""
+    @cached_property
+    def _seconds_per_byte(self) -> Matrix:
         inverse = np.zeros((self.size, self.size))
-        np.divide(1.0, np.array(self.bandwidth_bytes_per_s), out=inverse, where=~np.eye(self.size, dtype=bool))
+        np.divide(1.0, self.bandwidth_bytes_per_s, out=inverse, where=~np.eye(self.size, dtype=bool))
+        inverse.flags.writeable = False
         return inverse
+
+    @cached_property
+    def _hash(self) -> int:
+        # + 0.0 makes one zero of 0.0 and -0.0, which are equal but differ in their bytes.
+        return hash(((self.latency_s + 0.0).tobytes(), (self.bandwidth_bytes_per_s + 0.0).tobytes()))
+
+
+def _matrix(rows: MatrixLike, size: int) -> Matrix:
+    """Return size x size numbers as an array that nobody can change."""
+    if len(rows) != size or any(len(row) != size for row in rows):
+        raise FactError(f"links: both matrices must be {size} x {size}")
+    # A copy, so that an array of the caller's stays writable, and cannot be changed behind our back.
+    matrix = np.array(rows, dtype=np.float64).reshape(size, size)
+    matrix.flags.writeable = False
+    return matrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +152,9 @@ class Cluster:
             raise FactError(f"between_hosts is {self.between_hosts.size} wide for {len(self.hosts)} hosts")
         if [links.size for links in self.within_host] != [self.devices_per_host] * len(self.hosts):
             raise FactError("within_host needs one matrix for each host, as wide as the host has devices")
+        # Hosts that are alike share one object, so that whoever works through the links meets each only once.
+        shared: dict[Links, Links] = {}
+        object.__setattr__(self, "within_host", tuple(shared.setdefault(links, links) for links in self.within_host))
         if len(self.slot_speed) != self.num_slots or not all(speed > 0 for speed in self.slot_speed):
             raise FactError(f"slot_speed needs {self.num_slots} positive values, got {self.slot_speed}")
 
@@ -145,9 +187,8 @@ class Cluster:
         return f"{self.hosts[self.host_of(slot)].name}:{slot % self.devices_per_host}"
 
     def latency_s_SS(self) -> NDArray[np.float64]:
-        """Seconds before the first byte arrives, from slot (row) to slot (column)."""
-        within = [np.array(links.latency_s) for links in self.within_host]
-        return self._expand(np.array(self.between_hosts.latency_s), within)
+        """Seconds before the first byte arrives, from slot (row) to slot (column): S * S numbers, for few slots."""
+        return self._expand(self.between_hosts.latency_s, [links.latency_s for links in self.within_host])
 
     def seconds_per_byte_SS(self) -> NDArray[np.float64]:
         """1 / bandwidth from slot (row) to slot (column); 0 on the diagonal."""

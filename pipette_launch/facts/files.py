@@ -18,6 +18,9 @@ import typing
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipette_launch.errors import FactError, FileFormatError
 
 
@@ -33,13 +36,15 @@ D = TypeVar("D", bound=Document)
 
 
 def to_plain(value: Any) -> Any:
-    """Turn a fact into JSON's own types: dataclasses become objects, tuples become lists."""
+    """Turn a fact into JSON's own types: dataclasses become objects, tuples and arrays become lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (tuple, list)):
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
         return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     return value
 
 
@@ -47,7 +52,8 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     """Build a `kind` from JSON's own types.
 
     Args:
-        kind: a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]` or a Literal.
+        kind: a dataclass, `int`, `float`, `str`, `bool`, `X | None`, `tuple[X, ...]`, `dict[str, X]`, a Literal, or
+            `NDArray[np.float64]`, which is a square matrix: a list of rows.
         value: what `json.loads` returned.
         where: the path of the field, for the error.
 
@@ -60,10 +66,8 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return _optional(kind, value, where)
-    if origin is tuple:
-        return _tuple(kind, value, where)
-    if origin is dict:
-        return _mapping(kind, value, where)
+    if origin in (tuple, dict, np.ndarray):
+        return _collection(origin, kind, value, where)
     if origin is typing.Literal:
         if value in typing.get_args(kind):
             return value
@@ -158,6 +162,12 @@ def _optional(kind: Any, value: Any, where: str) -> Any:
     return None if value is None else from_plain(inner[0], value, where)
 
 
+def _collection(origin: Any, kind: Any, value: Any, where: str) -> Any:
+    if origin is np.ndarray:
+        return _matrix(value, where)
+    return _tuple(kind, value, where) if origin is tuple else _mapping(kind, value, where)
+
+
 def _tuple(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise FileFormatError(f"{where}: expected a list, found {type(value).__name__}")
@@ -172,6 +182,25 @@ def _mapping(kind: Any, value: Any, where: str) -> dict[str, Any]:
         raise FileFormatError(f"{where}: expected an object, found {type(value).__name__}")
     _, inner = typing.get_args(kind)
     return {key: from_plain(inner, item, f"{where}: {key}") for key, item in value.items()}
+
+
+def _matrix(value: Any, where: str) -> NDArray[np.float64]:
+    """Read rows of numbers, a row at once where all of it is well; else item by item, so that the bad one is named."""
+    if not isinstance(value, list):
+        raise FileFormatError(f"{where}: expected a list, found {type(value).__name__}")
+    rows = [_row(row, f"{where}[{index}]") for index, row in enumerate(value)]
+    odd = next((index for index, row in enumerate(rows) if len(row) != len(rows)), None)
+    if odd is not None:
+        raise FileFormatError(f"{where}[{odd}]: {len(rows[odd])} numbers in a matrix of {len(rows)} rows")
+    return np.array(rows, dtype=np.float64).reshape(len(rows), len(rows))
+
+
+def _row(row: Any, where: str) -> NDArray[np.float64]:
+    if isinstance(row, list) and set(map(type, row)) <= {float}:
+        numbers = np.array(row, dtype=np.float64)
+        if np.isfinite(numbers).all():
+            return numbers
+    return np.array(_tuple(tuple[float, ...], row, where), dtype=np.float64)
 
 
 def _scalar(kind: Any, value: Any, where: str) -> Any:

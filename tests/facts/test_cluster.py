@@ -68,3 +68,40 @@ def test_a_link_needs_a_bandwidth() -> None:
     """A link of no bandwidth is named by its ends."""
     with pytest.raises(FactError, match=re.escape("0 -> 1 has latency 0.0 s and bandwidth 0.0")):
         Links(latency_s=((0.0, 0.0), (0.0, 0.0)), bandwidth_bytes_per_s=((0.0, 0.0), (1.0, 0.0)))
+
+
+def test_links_are_equal_by_their_numbers() -> None:
+    """Rows and arrays make the same links, which nobody can change afterwards."""
+    rows = [[0.0, 1.0], [2.0, 0.0]]
+    array = np.array(rows)
+    one, two = (Links(latency_s=given, bandwidth_bytes_per_s=given) for given in (rows, array))
+    array[0, 1] = 7.0
+
+    assert (one, hash(one)) == (two, hash(two))
+    assert one != replace(one, latency_s=np.array([[0.0, 3.0], [2.0, 0.0]]))
+    assert not two.latency_s.flags.writeable
+    assert hash(one) == hash(replace(one, latency_s=[[-0.0, 1.0], [2.0, 0.0]]))
+
+
+@pytest.mark.parametrize("rows", [[[0.0, 1.0]], [[0.0, 1.0], [1.0]], [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]])
+def test_links_are_square(rows: list[list[float]]) -> None:
+    """Rows of other lengths than the matrix is high are refused."""
+    with pytest.raises(FactError, match="links: both matrices must be 2 x 2"):
+        Links(latency_s=[[0.0, 1.0], [1.0, 0.0]], bandwidth_bytes_per_s=rows)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan")])
+def test_the_first_bad_link_is_named(bad: float) -> None:
+    """A latency below 0, or none, is named by the first such pair in reading order; the diagonal is not looked at."""
+    latency = np.zeros((3, 3))
+    latency[0, 0] = latency[1, 2] = latency[2, 0] = bad
+
+    with pytest.raises(FactError, match=re.escape(f"links: 1 -> 2 has latency {bad} s and bandwidth 5.0 bytes/s")):
+        Links(latency_s=latency, bandwidth_bytes_per_s=np.full((3, 3), 5.0))
+
+
+def test_hosts_that_are_alike_share_their_links() -> None:
+    """A cluster keeps one object for all hosts whose links are equal."""
+    cluster = tiny_cluster(hosts=3, devices=2)
+
+    assert 1 == len({id(links) for links in cluster.within_host})

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.errors import FileFormatError
-from pipette_launch.facts import Choice, Layout, Measurements, ModelSpec, Plan, Provenance, files
+from pipette_launch.facts import Choice, Layout, Links, Measurements, ModelSpec, Plan, Provenance, files
 
 
 def plan(placement: tuple[int, ...] = (1, 0)) -> Plan:
@@ -106,6 +106,31 @@ def test_a_nested_fact_checks_itself() -> None:
 
     with pytest.raises(FileFormatError, match="here: chosen: placement must hold every rank"):
         files.loads(Plan, json.dumps(plain), "here")
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ("fast", "here: latency_s: expected a list, found str"),
+        ([[0.0, 1.0], 2.0], "here: latency_s[1]: expected a list, found float"),
+        ([[0.0, "x"], [1.0, 0.0]], "here: latency_s[0][1]: expected float, found 'x'"),
+        ([[0.0, 1.0], [True, 0.0]], "here: latency_s[1][0]: expected float, found True"),
+        ([[0.0, float("inf")], [1.0, 0.0]], "here: latency_s[0][1]: expected float, found inf"),
+        ([[0.0, 1.0], [1.0]], "here: latency_s[1]: 1 numbers in a matrix of 2 rows"),
+        ([[0.0, 1.0]], "here: latency_s[0]: 2 numbers in a matrix of 1 rows"),
+        ([[0.0, -1.0], [1.0, 0.0]], "here: links: 0 -> 1 has latency -1.0 s"),
+    ],
+)
+def test_a_bad_matrix_is_refused(rows: object, expected: str) -> None:
+    """A matrix is a square list of rows of finite numbers; what is not is named by its place."""
+    good = [[0.0, 1], [1.0, 0.0]]
+
+    assert Links(latency_s=good, bandwidth_bytes_per_s=good) == files.from_plain(
+        Links, {"latency_s": good, "bandwidth_bytes_per_s": good}, "here"
+    )
+    with pytest.raises(FileFormatError) as caught:
+        files.from_plain(Links, {"latency_s": rows, "bandwidth_bytes_per_s": good}, "here")
+    assert expected in str(caught.value)
 
 
 def test_a_field_added_later_may_be_missing() -> None:

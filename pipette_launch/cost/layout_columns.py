@@ -27,6 +27,9 @@ Field = Literal[
     "micro_batch_size",
     "sequence_parallel",
     "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "use_tp_pp_dp_mapping",
     "recompute",
     "layers_per_chunk",
 ]
@@ -42,6 +45,9 @@ NUMBERS: tuple[Field, ...] = (
     "micro_batch_size",
     "sequence_parallel",
     "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "use_tp_pp_dp_mapping",
 )
 _CODE_LIMIT = 1 << 62
 
@@ -58,7 +64,7 @@ class Groups:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutColumns:
-    """N layouts: what decides about memory, field by field. Names are those of `Layout`; flags are 0 or 1."""
+    """N layouts, field by field. Names are those of `Layout`; flags are 0 or 1."""
 
     tp: Ints
     pp: Ints
@@ -71,6 +77,9 @@ class LayoutColumns:
     micro_batch_size: Ints
     sequence_parallel: Ints
     use_distributed_optimizer: Ints
+    overlap_grad_reduce: Ints
+    overlap_param_gather: Ints
+    use_tp_pp_dp_mapping: Ints
     recompute: Ints
     """Index into `recomputes`."""
     layers_per_chunk: Ints
@@ -126,6 +135,9 @@ class LayoutColumns:
             micro_batch_size=int(self.micro_batch_size[row]),
             sequence_parallel=bool(self.sequence_parallel[row]),
             use_distributed_optimizer=bool(self.use_distributed_optimizer[row]),
+            overlap_grad_reduce=bool(self.overlap_grad_reduce[row]),
+            overlap_param_gather=bool(self.overlap_param_gather[row]),
+            use_tp_pp_dp_mapping=bool(self.use_tp_pp_dp_mapping[row]),
             recompute=self.recomputes[self.recompute[row]],
             layers_per_chunk=self.cuts[self.layers_per_chunk[row]],
         )

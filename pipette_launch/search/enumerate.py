@@ -1,21 +1,55 @@
-"""Every layout that Megatron allows for a job, and how many fell out for which reason."""
+"""Every layout that Megatron allows for a job, and how many fell out for which reason.
+
+A *cut* is a layout without the choice of what saves memory: degrees, chunks, micro-batch. Thousands of them stand as
+numpy columns; the *savers* of a cut are its variants, listed only where somebody asks.
+"""
+
+# N = cuts.
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from pipette_launch.facts import ComputeCase, Job, Layout, ModelSpec, Recompute
-from pipette_launch.search.rules import Degrees, Rules
+import numpy as np
 
-T = TypeVar("T")
+from pipette_launch.cost.layout_columns import Ints, LayoutColumns
+from pipette_launch.facts import ComputeCase, Job, Layout, Recompute
+from pipette_launch.search import axes
+from pipette_launch.search.rules import Degrees, Rules, Saver
 
-NO_RECOMPUTE = Recompute(granularity="none")
-SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
-FULL = Recompute(granularity="full", method="uniform", num_layers=1)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cuts:
+    """The legal cuts as columns, each with the first of its savers: those that keep TP in a host first."""
+
+    rules: Rules
+    columns: LayoutColumns
+    dropped: dict[str, int]
+    """Combinations by the first constraint they break; what breaks one early counts once, whatever could follow."""
+    own_fault: str | None
+    """The constraint that the user's own layout breaks, if any."""
+    num_layouts: int
+    """All legal layouts: the cuts with all their savers, and the user's own."""
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.columns)
+
+    def layout(self, row: int) -> Layout:
+        """One cut with the first of its savers."""
+        return self.columns.layout(row)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """All cuts with the first of their savers; some microseconds each."""
+        return tuple(self.columns.layout(row) for row in range(len(self)))
+
+    def savers(self, row: int) -> tuple[Layout, ...]:
+        """All legal variants of a cut, the quickest kinds first."""
+        return savers(self.rules, self.columns.layout(row))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,16 +58,16 @@ class Enumeration:
 
     layouts: tuple[Layout, ...]
     dropped: dict[str, int]
-    """Combinations by the first constraint they break; degrees that break one count once, whatever could follow."""
+    """As in `Cuts`."""
     own_fault: str | None
     """The constraint that the user's own layout breaks, if any."""
 
 
-def layouts(job: Job, *, world_size: int, devices_per_host: int, device_kind: str) -> Enumeration:
-    """Enumerate every legal layout of a job, the user's own first.
+def cuts(job: Job, *, world_size: int, devices_per_host: int, device_kind: str) -> Cuts:
+    """Enumerate the legal degrees, chunks and micro-batches of a job.
 
-    TP beyond `devices_per_host` is legal in Megatron, so it stays in, after the layouts that keep TP in a host; the
-    cost model prices its slow links.
+    TP beyond `devices_per_host` is legal in Megatron, so it stays in, after the cuts that keep TP in a host; the cost
+    model prices its slow links.
 
     Args:
         job: the model, the batch, the user's own layout and its pins.
@@ -44,13 +78,44 @@ def layouts(job: Job, *, world_size: int, devices_per_host: int, device_kind: st
     """
     rules = Rules.of(job, device_kind=device_kind)
     dropped: Counter[str] = Counter()
-    found = dict.fromkeys(_legal(rules, world_size, dropped))
-    found.pop(job.own, None)
-    others = sorted(found, key=lambda layout: layout.tp > devices_per_host)
-    return Enumeration(layouts=(job.own, *others), dropped=dict(dropped.most_common()), own_fault=rules.fault(job.own))
+    tails = _Tails(rules)
+    degrees: list[Degrees] = []
+    places: list[int] = []
+    for one in _degrees(rules, world_size, dropped):
+        place = tails.place(one)
+        if place is not None:
+            degrees.append(one)
+            places.append(place)
+    degrees_D = np.array(degrees, dtype=np.int64).reshape(-1, len(Degrees._fields))
+    columns = _columns(degrees_D, np.array(places, dtype=np.int64), tails)
+    columns = columns.take(np.argsort(columns.tp > devices_per_host, kind="stable"))
+    columns, num_layouts = _with_savers(rules, columns, dropped)
+    own_fault = rules.fault(job.own)
+    return Cuts(
+        rules=rules,
+        columns=columns,
+        dropped=dict((dropped + tails.dropped).most_common()),
+        own_fault=own_fault,
+        num_layouts=num_layouts + (own_fault is not None),
+    )
 
 
-def compute_cases(candidates: tuple[Layout, ...]) -> tuple[ComputeCase, ...]:
+def savers(rules: Rules, cut: Layout) -> tuple[Layout, ...]:
+    """All legal variants of a cut: recompute, sequence parallelism, optimizer, overlap; the quickest kinds first."""
+    kinds = _savers(rules, _degrees_of(cut), rules.layers_of_chunks(cut), Counter())
+    return tuple(replace(cut, **saver._asdict()) for saver in kinds)
+
+
+def layouts(job: Job, *, world_size: int, devices_per_host: int, device_kind: str) -> Enumeration:
+    """List every legal layout of a job, the user's own first: all cuts with all their savers (see `cuts`)."""
+    found = cuts(job, world_size=world_size, devices_per_host=devices_per_host, device_kind=device_kind)
+    every = (layout for row in range(len(found)) for layout in found.savers(row))
+    return Enumeration(
+        layouts=tuple(dict.fromkeys((job.own, *every))), dropped=found.dropped, own_fault=found.own_fault
+    )
+
+
+def compute_cases(candidates: Sequence[Layout]) -> tuple[ComputeCase, ...]:
     """Name the distinct shapes of computation that layouts need, most promising first.
 
     The first layout (the user's own) comes first: nothing can be compared without it. Then the rest by how many
@@ -68,134 +133,147 @@ def compute_cases(candidates: tuple[Layout, ...]) -> tuple[ComputeCase, ...]:
     return tuple(sorted(count, key=lambda case: (case != own, doublings(case), -count[case], case)))
 
 
-def micro_batch_sizes(samples: int, *, own: int) -> tuple[int, ...]:
-    """Sizes worth trying for so many samples on a replica: powers of two, quotients by them, and the user's own.
-
-    Every number of micro-batches that is a power of two is reached, and so is every size that is one.
-    """
-    powers = [1 << exponent for exponent in range(samples.bit_length())]
-    sizes = {power for power in powers if samples % power == 0}
-    sizes |= {samples // power for power in sizes} | ({own} if samples % own == 0 else set())
-    return tuple(sorted(sizes))
-
-
-def selective_recompute_matters(model: ModelSpec) -> bool:
-    """Whether attention keeps its score matrices, so that recomputing them saves memory (not with flash or cuDNN)."""
-    return model.transformer_impl == "local" or model.attention_backend in ("unfused", "local")
+def _degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iterator[Degrees]:
+    """Yield the legal degrees; each axis is checked before the next is looked at."""
+    for tp, pp, cp in _dense_degrees(rules, world_size, dropped):
+        dp = world_size // (tp * pp * cp)
+        for ep in axes.expert_sizes(rules.job):
+            for etp in axes.expert_tensor_sizes(rules.job, tp):
+                degrees = Degrees(tp, pp, dp, cp, ep, etp, rules.job.own.use_tp_pp_dp_mapping)
+                if not _drops(rules.expert_fault(degrees), dropped):
+                    yield degrees
 
 
-def _legal(rules: Rules, world_size: int, dropped: Counter[str]) -> Iterator[Layout]:
-    for degrees in _degrees(rules.job, world_size):
-        fault = rules.degrees_fault(degrees)
-        if fault:
-            dropped[fault] += 1
+def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iterator[tuple[int, int, int]]:
+    job = rules.job
+    for tp in axes.values(job, "tp", axes.divisors(world_size)):
+        if world_size % tp or _drops(rules.tensor_fault(tp), dropped):
             continue
-        for cut in _cut(rules, degrees, dropped):
-            for layout in _savers(rules.job, cut, rules.device_kind):
-                fault = rules.state_fault(layout) or rules.recompute_fault(layout)
-                if fault:
-                    dropped[fault] += 1
-                else:
-                    yield layout
-
-
-def _degrees(job: Job, world_size: int) -> Iterator[Degrees]:
-    experts = job.model.num_experts
-    for tp in _values(job, "tp", _divisors(world_size)):
-        for pp in _values(job, "pp", _divisors(world_size)):
-            for cp in _values(job, "cp", _divisors(world_size)):
+        for pp in axes.values(job, "pp", axes.divisors(world_size // tp)):
+            if world_size % (tp * pp) or _drops(rules.pipeline_fault(pp), dropped):
+                continue
+            for cp in axes.values(job, "cp", axes.divisors(world_size // (tp * pp))):
                 dp, rest = divmod(world_size, tp * pp * cp)
-                if rest or dp not in _values(job, "dp", (dp,)):
+                if rest or dp not in axes.values(job, "dp", (dp,)):
                     continue
-                for ep in _values(job, "ep", _divisors(experts) if experts else (1,)):
-                    for etp in _expert_tensor_sizes(job, tp):
-                        yield Degrees(tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp)
+                if not _drops(rules.context_fault(tp, cp) or rules.replicas_fault(dp, cp), dropped):
+                    yield tp, pp, cp
 
 
-def _expert_tensor_sizes(job: Job, tp: int) -> tuple[int, ...]:
-    """Keep ETP as the user has it: the same number, or Megatron's default, which follows TP."""
-    own = job.own
-    if "etp" in job.pinned or own.etp != own.tp:
-        return (own.etp,)
-    return tuple(sorted({tp, own.etp})) if job.model.num_experts else (tp,)
+class _Tails:
+    """What may follow some degrees: chunks, micro-batches and their groups; the same for all that share DP and PP."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.tables: list[list[tuple[int, int, int, int]]] = []
+        """Rows of vpp, group size, place in `cuts`, micro-batch size."""
+        self.cuts: dict[tuple[int, ...], int] = {(): 0}
+        self._rules = rules
+        self._places: dict[tuple[int, int], int] = {}
+        self._faults: list[Counter[str]] = []
+        self._uses: list[int] = []
+
+    def place(self, degrees: Degrees) -> int | None:
+        """Which table follows these degrees; None where none is left."""
+        key = degrees.dp, degrees.pp
+        if key not in self._places:
+            self._places[key] = len(self.tables)
+            self._faults.append(Counter())
+            self._uses.append(0)
+            self.tables.append(list(self._rows(*key, self._faults[-1])))
+        place = self._places[key]
+        self._uses[place] += 1
+        return place if self.tables[place] else None
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """What fell out, as often as it was looked at."""
+        total: Counter[str] = Counter()
+        for faults, uses in zip(self._faults, self._uses, strict=True):
+            total.update({reason: count * uses for reason, count in faults.items()})
+        return total
+
+    def _rows(self, dp: int, pp: int, dropped: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
+        rules, job = self._rules, self._rules.job
+        samples = job.batch.global_batch_size // dp
+        sizes = axes.values(
+            job, "micro_batch_size", axes.micro_batch_sizes(samples, own=job.own.micro_batch_size) if samples else (1,)
+        )
+        legal = [size for size in sizes if not _drops(rules.batch_fault(dp, size), dropped)]
+        for vpp, layers_per_chunk in axes.chunk_cuts(job, pp):
+            if _drops(rules.chunks_fault(pp, vpp, layers_per_chunk), dropped):
+                continue
+            cut = self.cuts.setdefault(layers_per_chunk, len(self.cuts))
+            for size in legal:
+                for group in axes.group_sizes(job):
+                    if not _drops(rules.schedule_fault(pp, vpp, group, samples // size), dropped):
+                        yield vpp, group, cut, size
 
 
-def _cut(rules: Rules, degrees: Degrees, dropped: Counter[str]) -> Iterator[Layout]:
-    """Choose virtual stages and micro-batches."""
-    job, own = rules.job, rules.job.own
-    samples = job.batch.global_batch_size // degrees.dp
-    sizes = micro_batch_sizes(samples, own=own.micro_batch_size) if samples else (1,)
-    for vpp, layers_per_chunk in _chunks(job, degrees.pp):
-        fault = rules.chunks_fault(degrees.pp, vpp, layers_per_chunk)
-        if fault:
-            dropped[fault] += 1
-            continue
-        for micro_batch_size in _values(job, "micro_batch_size", sizes):
-            layout = Layout(
-                **degrees._asdict(),
-                vpp=vpp,
-                microbatch_group_size=_values(job, "microbatch_group_size", (0,))[0],
-                layers_per_chunk=layers_per_chunk,
-                micro_batch_size=micro_batch_size,
-                use_tp_pp_dp_mapping=own.use_tp_pp_dp_mapping,
-            )
-            fault = rules.batch_fault(layout)
-            if fault:
-                dropped[fault] += 1
-            else:
-                yield layout
+def _columns(degrees_D: Ints, place_D: Ints, tails: _Tails) -> LayoutColumns:
+    """Spread degrees over what follows them."""
+    lengths = np.array([len(table) for table in tails.tables], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    table = np.array([row for rows in tails.tables for row in rows], dtype=np.int64).reshape(-1, 4)
+    counts_D = lengths[place_D]
+    firsts_D = np.cumsum(counts_D) - counts_D
+    inner_N = np.arange(counts_D.sum()) - np.repeat(firsts_D, counts_D)
+    tail = dict(
+        zip(
+            ("vpp", "microbatch_group_size", "layers_per_chunk", "micro_batch_size"),
+            table[np.repeat(starts[place_D], counts_D) + inner_N].T,
+            strict=True,
+        )
+    )
+    head = {name: np.repeat(column, counts_D) for name, column in zip(Degrees._fields, degrees_D.T, strict=True)}
+    none = np.zeros(len(inner_N), dtype=np.int64)
+    return LayoutColumns(
+        **head, **tail, **dict.fromkeys(Saver._fields, none), recomputes=(axes.NO_RECOMPUTE,), cuts=tuple(tails.cuts)
+    )
 
 
-def _chunks(job: Job, pp: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Virtual stages and layers of each chunk: even ones, and the user's own cut where it has as many stages."""
-    own = job.own
-    per_stage, rest = divmod(job.model.num_layers, pp)
-    if "layers_per_chunk" not in job.pinned or not own.layers_per_chunk:
-        for vpp in _values(job, "vpp", _divisors(per_stage) if pp > 1 and not rest else (1,)):
-            yield vpp, ()
-    if own.layers_per_chunk and pp == own.pp:
-        yield own.vpp, own.layers_per_chunk
+def _with_savers(rules: Rules, columns: LayoutColumns, dropped: Counter[str]) -> tuple[LayoutColumns, int]:
+    """Give each cut the first of its savers and drop those without any; and count all."""
+    groups = columns.groups("tp", "pp", "dp", "cp", "ep", "etp", "vpp", "layers_per_chunk")
+    sizes = np.bincount(groups.group_N, minlength=len(groups.first_U))
+    memo: dict[object, tuple[tuple[Saver, ...], Counter[str]]] = {}
+    recomputes: dict[Recompute, int] = {axes.NO_RECOMPUTE: 0}
+    first_U5 = np.zeros((len(groups.first_U), 5), dtype=np.int64)
+    legal_U = np.zeros(len(groups.first_U), dtype=np.int64)
+    for place, (row, size) in enumerate(zip(groups.first_U.tolist(), sizes.tolist(), strict=True)):
+        cut = columns.layout(row)
+        degrees, layers = _degrees_of(cut), rules.layers_of_chunks(cut)
+        key = degrees.tp, degrees.cp, degrees.dp * degrees.cp > 1, degrees.expert_dp > 1, layers
+        if key not in memo:
+            faults: Counter[str] = Counter()
+            memo[key] = _savers(rules, degrees, layers, faults), faults
+        kinds, faults = memo[key]
+        dropped.update({reason: count * size for reason, count in faults.items()})
+        legal_U[place] = len(kinds)
+        if kinds:
+            *flags, recompute = kinds[0]
+            first_U5[place] = *flags, recomputes.setdefault(recompute, len(recomputes))
+    chosen = dict(zip(Saver._fields, first_U5[groups.group_N].T, strict=True))
+    columns = replace(columns, **chosen, recomputes=tuple(recomputes))
+    return columns.take(np.flatnonzero(legal_U[groups.group_N])), int(legal_U @ sizes)
 
 
-def _savers(job: Job, cut: Layout, device_kind: str) -> Iterator[Layout]:
-    """Choose sequence parallelism, distributed optimizer, overlap and recompute."""
-    on_cuda = device_kind == "cuda"
-    divides = job.model.seq_length // cut.cp % cut.tp == 0
-    pays = cut.tp > 1 and on_cuda and (divides or bool(job.model.num_experts))
-    sequence_parallel = cut.tp > 1 and _values(job, "sequence_parallel", (pays,))[0]
-    sharded = (False, True) if cut.dp * cut.cp > 1 else (job.own.use_distributed_optimizer,)
-    for use_distributed_optimizer in _values(job, "use_distributed_optimizer", sharded):
-        for grad_reduce, param_gather in _overlaps(job, use_distributed_optimizer, on_cuda=on_cuda):
-            for recompute in _recomputes(job):
-                yield replace(
-                    cut,
-                    sequence_parallel=sequence_parallel,
-                    use_distributed_optimizer=use_distributed_optimizer,
-                    overlap_grad_reduce=grad_reduce,
-                    overlap_param_gather=param_gather,
-                    recompute=recompute,
-                )
+def _savers(rules: Rules, degrees: Degrees, layers: frozenset[int], dropped: Counter[str]) -> tuple[Saver, ...]:
+    """List the legal savers of cuts with these degrees and these numbers of layers in their chunks."""
+    states = [
+        state
+        for state in axes.states(rules, degrees)
+        if not _drops(rules.state_fault(degrees.tp, degrees.cp, state), dropped)
+    ]
+    kinds = (state._replace(recompute=recompute) for recompute in axes.recomputes(rules.job) for state in states)
+    return tuple(saver for saver in kinds if not _drops(rules.recompute_fault(degrees.tp, layers, saver), dropped))
 
 
-def _overlaps(job: Job, sharded: bool, *, on_cuda: bool) -> tuple[tuple[bool, bool], ...]:
-    """Give the overlap flags as the user has them, as far as they go together, and both on where that pays."""
-    own = job.own
-    gather = own.overlap_param_gather and (sharded or "overlap_param_gather" in job.pinned)
-    pairs = {(own.overlap_grad_reduce, gather)}
-    if sharded and on_cuda:
-        pairs.add((_values(job, "overlap_grad_reduce", (True,))[0], _values(job, "overlap_param_gather", (True,))[0]))
-    return tuple(sorted(pairs))
+def _degrees_of(layout: Layout) -> Degrees:
+    return Degrees(*(getattr(layout, name) for name in Degrees._fields))
 
 
-def _recomputes(job: Job) -> tuple[Recompute, ...]:
-    options = [NO_RECOMPUTE, *([SELECTIVE] if selective_recompute_matters(job.model) else []), FULL, job.own.recompute]
-    return _values(job, "recompute", tuple(dict.fromkeys(options)))
-
-
-def _values(job: Job, field: str, options: tuple[T, ...]) -> tuple[T, ...]:
-    """What a field may be: the options, or the user's own value where it is pinned."""
-    return (getattr(job.own, field),) if field in job.pinned else options
-
-
-def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
+def _drops(fault: str | None, dropped: Counter[str]) -> bool:
+    """Count a fault; whether there is one."""
+    if fault:
+        dropped[fault] += 1
+    return bool(fault)

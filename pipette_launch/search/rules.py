@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipette_launch.facts import Job, Layout
+from pipette_launch.facts import Job, Layout, Recompute
 
 ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
 
@@ -23,6 +23,7 @@ class Degrees(NamedTuple):
     cp: int
     ep: int
     etp: int
+    use_tp_pp_dp_mapping: bool = False
 
     @property
     def world_size(self) -> int:
@@ -35,9 +36,23 @@ class Degrees(NamedTuple):
         return self.world_size // (self.etp * self.ep * self.pp)
 
 
+class Saver(NamedTuple):
+    """What a layout does to save memory or to hide communication, beside its degrees and its cut."""
+
+    sequence_parallel: bool
+    use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    recompute: Recompute
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What Megatron allows for one job on one kind of device."""
+    """What Megatron allows for one job on one kind of device.
+
+    There is a check for each axis, which sees that axis and those before it only: TP, PP, CP, DP, EP with ETP, chunks,
+    micro-batches, savers.
+    """
 
     job: Job
     device_kind: str
@@ -52,199 +67,221 @@ class Rules:
 
     def fault(self, layout: Layout) -> str | None:
         """Name the first constraint that a layout breaks, or None for a legal one."""
-        degrees = Degrees(tp=layout.tp, pp=layout.pp, dp=layout.dp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
+        degrees = Degrees(
+            tp=layout.tp,
+            pp=layout.pp,
+            dp=layout.dp,
+            cp=layout.cp,
+            ep=layout.ep,
+            etp=layout.etp,
+            use_tp_pp_dp_mapping=layout.use_tp_pp_dp_mapping,
+        )
+        saver = Saver(*(getattr(layout, name) for name in Saver._fields))
         return (
             self.degrees_fault(degrees)
             or self.chunks_fault(layout.pp, layout.vpp, layout.layers_per_chunk)
-            or self.batch_fault(layout)
-            or self.state_fault(layout)
-            or self.recompute_fault(layout)
+            or self.batch_fault(layout.dp, layout.micro_batch_size)
+            or self.schedule_fault(layout.pp, layout.vpp, layout.microbatch_group_size, self.num_microbatches(layout))
+            or self.state_fault(layout.tp, layout.cp, saver)
+            or self.recompute_fault(layout.tp, self.layers_of_chunks(layout), saver)
         )
 
     def degrees_fault(self, degrees: Degrees) -> str | None:
         """Check what depends on TP, PP, DP, CP, EP and ETP alone."""
         return (
-            self._tensor_fault(degrees)
-            or self._context_fault(degrees)
-            or self._expert_fault(degrees)
-            or self._degree_flags_fault(degrees)
+            self.tensor_fault(degrees.tp)
+            or self.pipeline_fault(degrees.pp)
+            or self.context_fault(degrees.tp, degrees.cp)
+            or self.replicas_fault(degrees.dp, degrees.cp)
+            or self.expert_fault(degrees)
         )
+
+    def tensor_fault(self, tp: int) -> str | None:
+        """Check the widths that tensor parallelism cuts."""
+        return next(self._tensor_faults(tp), None)
+
+    def pipeline_fault(self, pp: int) -> str | None:
+        """Check flags that ask for a pipeline, or for none."""
+        return next(self._pipeline_faults(pp), None)
+
+    def context_fault(self, tp: int, cp: int) -> str | None:
+        """Check the sequence that context parallelism cuts, and how it exchanges keys and values."""
+        return next(self._context_faults(tp, cp), None)
+
+    def replicas_fault(self, dp: int, cp: int) -> str | None:
+        """Check the replicas of the dense weights against the global batch and the optimizer's instances."""
+        return next(self._replicas_faults(dp, cp), None)
+
+    def expert_fault(self, degrees: Degrees) -> str | None:
+        """Check the grid of the experts."""
+        return next(self._expert_faults(degrees), None)
 
     def chunks_fault(self, pp: int, vpp: int, layers_per_chunk: tuple[int, ...]) -> str | None:
         """Check how the layers are cut into stages and virtual stages."""
-        layers = self.job.model.num_layers
-        if layers_per_chunk:
-            given = len(layers_per_chunk) == pp * vpp and sum(layers_per_chunk) == layers
-            even = given
-        else:
-            even = layers % (pp * vpp) == 0
-        return _first(
-            (vpp > 1 and pp == 1, "virtual stages need pp > 1"),
-            (not even, f"pp*vpp does not divide num_layers={layers}"),
-            (
-                vpp > 1 and pp == 2 and "--no-overlap-p2p-communication" in self.flags,
-                "--no-overlap-p2p-communication allows virtual stages only with pp > 2",
-            ),
-            (
-                vpp == 1 and pp > 1 and "--overlap-moe-expert-parallel-comm" in self.flags,
-                "--overlap-moe-expert-parallel-comm needs virtual stages where pp > 1",
-            ),
-            (
-                vpp == 1 and "--overlap-param-gather-with-optimizer-step" in self.flags,
-                "--overlap-param-gather-with-optimizer-step needs virtual stages",
-            ),
-        )
+        return next(self._chunks_faults(pp, vpp, layers_per_chunk), None)
 
-    def batch_fault(self, layout: Layout) -> str | None:
-        """Check the micro-batches of one step against the global batch, its ramp-up and the schedule."""
-        per_round = layout.micro_batch_size * layout.dp
-        batch_size = self.job.batch.global_batch_size
-        rampup = [int(value) for value in self.flags.get("--rampup-batch-size", ())[:2]]
-        num_microbatches = batch_size // per_round
-        group = layout.microbatch_group_size or layout.pp
-        rest = num_microbatches % group
-        return _first(
-            (batch_size % per_round != 0, f"micro_batch_size*dp does not divide global_batch_size={batch_size}"),
-            (any(size % per_round for size in rampup), "micro_batch_size*dp does not divide every --rampup-batch-size"),
-            (
-                layout.vpp > 1 and not layout.pp <= group <= num_microbatches,
-                "interleaving needs at least pp micro-batches",
-            ),
-            (layout.vpp > 1 and 0 < rest < layout.pp, "interleaving needs micro-batches in multiples of pp"),
-        )
+    def batch_fault(self, dp: int, micro_batch_size: int) -> str | None:
+        """Check the micro-batches of one step against the global batch and its ramp-up."""
+        return next(self._batch_faults(micro_batch_size * dp), None)
 
-    def state_fault(self, layout: Layout) -> str | None:
+    def schedule_fault(self, pp: int, vpp: int, group_size: int, num_microbatches: int) -> str | None:
+        """Check that there are enough micro-batches for interleaving (schedules.py:996-1019)."""
+        if vpp == 1:
+            return None
+        group = group_size or pp
+        if not pp <= group <= num_microbatches:
+            return "interleaving needs at least pp micro-batches"
+        if 0 < num_microbatches % group < pp:
+            return "interleaving needs micro-batches in multiples of pp"
+        return None
+
+    def state_fault(self, tp: int, cp: int, saver: Saver) -> str | None:
         """Check sequence parallelism, the distributed optimizer and the overlap of its communication."""
+        return next(self._sequence_faults(tp, cp, saver), None) or next(self._optimizer_faults(saver), None)
+
+    def recompute_fault(self, tp: int, layers: frozenset[int], saver: Saver) -> str | None:
+        """Check recompute against the chunks' layers and the flags that exclude it or ask for it."""
+        return next(self._recompute_faults(tp, layers, saver), None)
+
+    def layers_of_chunks(self, layout: Layout) -> frozenset[int]:
+        """The different numbers of layers that chunks have."""
+        return frozenset(layout.layers_per_chunk or (self.job.model.num_layers // layout.num_chunks,))
+
+    def num_microbatches(self, layout: Layout) -> int:
+        """Micro-batches of one step, rounded down where they do not divide."""
+        return self.job.batch.global_batch_size // (layout.micro_batch_size * layout.dp)
+
+    def _tensor_faults(self, tp: int) -> Iterator[str]:
         model = self.job.model
-        sharded = layout.use_distributed_optimizer
-        needs_sharding = [name for name in _NEEDS_DISTRIBUTED_OPTIMIZER if name in self.flags]
-        return _first(
-            (layout.sequence_parallel and layout.tp == 1, "sequence parallelism needs tp > 1"),
-            (layout.sequence_parallel and self.device_kind == "cpu", "sequence parallelism does not run on CPU"),
-            (
-                layout.sequence_parallel and model.seq_length // layout.cp % layout.tp != 0,
-                f"tp does not divide seq_length={model.seq_length}/cp for sequence parallelism",
-            ),
-            (
-                bool(model.num_experts) and layout.tp > 1 and not layout.sequence_parallel,
-                "experts with tp > 1 need sequence parallelism",
-            ),
-            (
-                "--tp-comm-overlap" in self.flags and not layout.sequence_parallel,
-                "--tp-comm-overlap needs sequence parallelism",
-            ),
-            (sharded and self.job.optimizer != "adam", ONLY_ADAM_SHARDS),
-            (not sharded and bool(needs_sharding), f"{'/'.join(needs_sharding)} needs the distributed optimizer"),
-            (
-                layout.overlap_param_gather and not (sharded and layout.overlap_grad_reduce),
-                "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce",
-            ),
-        )
-
-    def recompute_fault(self, layout: Layout) -> str | None:
-        """Check recompute against the flags that exclude it or ask for it."""
-        full = layout.recompute.granularity == "full"
-        graphs = self.flags.get("--cuda-graph-impl", ("none",))[0] in {"local", "transformer_engine"}
-        return _first(
-            (full and "--overlap-moe-expert-parallel-comm" in self.flags, "MoE overlap excludes full recompute"),
-            (full and graphs, "CUDA graphs exclude full recompute"),
-            (
-                layout.recompute.granularity != "none" and "--cpu-offloading-num-layers" in self.flags,
-                "--cpu-offloading-num-layers excludes recompute",
-            ),
-            (
-                "--distribute-saved-activations" in self.flags
-                and not (full and layout.tp > 1 and not layout.sequence_parallel),
-                "--distribute-saved-activations needs full recompute and tp > 1 without sequence parallelism",
-            ),
-        )
-
-    def _tensor_fault(self, degrees: Degrees) -> str | None:
-        model, tp = self.job.model, degrees.tp
         groups = model.num_query_groups
         # megatron-core 0.16 learned to replicate query groups over more tensor ranks than there are groups.
         replicates = _version(self.job.megatron_version) >= (0, 16)
         padded = int(self.flags.get("--padded-vocab-size", ("0",))[0])
-        return _first(
-            (
-                model.num_attention_heads % tp != 0,
-                f"tp does not divide num_attention_heads={model.num_attention_heads}",
-            ),
-            (
-                groups % tp != 0 and not (replicates and tp % groups == 0),
-                f"tp is no divisor{' or multiple' if replicates else ''} of num_query_groups={groups}",
-            ),
-            (model.ffn_hidden_size % tp != 0, f"tp does not divide ffn_hidden_size={model.ffn_hidden_size}"),
-            (padded % tp != 0, f"tp does not divide --padded-vocab-size={padded}"),
-            (
-                bool(model.moe_shared_expert_intermediate_size % tp),
-                "tp does not divide moe_shared_expert_intermediate_size",
-            ),
-        )
+        if model.num_attention_heads % tp:
+            yield f"tp does not divide num_attention_heads={model.num_attention_heads}"
+        if groups % tp and not (replicates and tp % groups == 0):
+            yield f"tp is no divisor{' or multiple' if replicates else ''} of num_query_groups={groups}"
+        if model.ffn_hidden_size % tp:
+            yield f"tp does not divide ffn_hidden_size={model.ffn_hidden_size}"
+        if padded % tp:
+            yield f"tp does not divide --padded-vocab-size={padded}"
+        if model.moe_shared_expert_intermediate_size % tp:
+            yield "tp does not divide moe_shared_expert_intermediate_size"
 
-    def _context_fault(self, degrees: Degrees) -> str | None:
-        model, cp = self.job.model, degrees.cp
-        if cp == 1:
-            sizes = self.flags.get("--hierarchical-context-parallel-sizes", ())
-            return "cp is not the product of --hierarchical-context-parallel-sizes" if sizes else None
-        sizes = self.flags.get("--hierarchical-context-parallel-sizes", (str(cp),))
-        heads = model.num_attention_heads // degrees.tp
-        return _first(
-            (self.device_kind == "cpu", "context parallelism does not run on CPU"),
-            (model.transformer_impl == "local", "context parallelism needs Transformer Engine's attention"),
-            (model.seq_length % (2 * cp) != 0, f"2*cp does not divide seq_length={model.seq_length}"),
-            (
-                "a2a" in self.flags.get("--cp-comm-type", ()) and heads % cp != 0,
-                "--cp-comm-type a2a needs heads/tp divisible by cp",
-            ),
-            (
-                math.prod(int(size) for size in sizes) != cp,
-                "cp is not the product of --hierarchical-context-parallel-sizes",
-            ),
-        )
+    def _pipeline_faults(self, pp: int) -> Iterator[str]:
+        if pp > 1 and "--cpu-offloading-num-layers" in self.flags:
+            yield "--cpu-offloading-num-layers needs pp = 1"
+        if pp == 1 and "--defer-embedding-wgrad-compute" in self.flags:
+            yield "--defer-embedding-wgrad-compute needs pp > 1"
 
-    def _expert_fault(self, degrees: Degrees) -> str | None:
+    def _context_faults(self, tp: int, cp: int) -> Iterator[str]:
         model = self.job.model
-        inside = degrees.etp * degrees.ep * degrees.pp
-        if degrees.world_size % inside:
-            return "etp*ep*pp does not divide the ranks"
-        if not model.num_experts:
-            return "expert parallelism needs experts" if degrees.ep > 1 else None
-        swapped = self.job.own.use_tp_pp_dp_mapping and degrees.pp > 1
-        dispatcher = self.flags.get("--moe-token-dispatcher-type", ("",))[0]
-        return _first(
-            (model.num_experts % degrees.ep != 0, f"ep does not divide num_experts={model.num_experts}"),
-            (
-                model.moe_ffn_hidden_size % degrees.etp != 0,
-                f"etp does not divide moe_ffn_hidden_size={model.moe_ffn_hidden_size}",
-            ),
-            (
-                swapped and degrees.expert_dp != degrees.dp,
-                "--use-tp-pp-dp-mapping needs as many expert replicas as replicas where pp > 1",
-            ),
-            (dispatcher == "flex" and degrees.etp * degrees.ep == 1, "the flex dispatcher needs etp*ep > 1"),
-            (
-                degrees.ep == 1 and "--overlap-moe-expert-parallel-comm" in self.flags,
-                "--overlap-moe-expert-parallel-comm needs ep > 1",
-            ),
-        )
+        if math.prod(int(size) for size in self.flags.get("--hierarchical-context-parallel-sizes", (str(cp),))) != cp:
+            yield "cp is not the product of --hierarchical-context-parallel-sizes"
+        if cp == 1:
+            return
+        if self.device_kind == "cpu":
+            yield "context parallelism does not run on CPU"
+        if model.transformer_impl == "local":
+            yield "context parallelism needs Transformer Engine's attention"
+        if model.seq_length % (2 * cp):
+            yield f"2*cp does not divide seq_length={model.seq_length}"
+        if "a2a" in self.flags.get("--cp-comm-type", ()) and model.num_attention_heads // tp % cp:
+            yield "--cp-comm-type a2a needs heads/tp divisible by cp"
 
-    def _degree_flags_fault(self, degrees: Degrees) -> str | None:
+    def _replicas_faults(self, dp: int, cp: int) -> Iterator[str]:
+        batch_size = self.job.batch.global_batch_size
         instances = int(self.flags.get("--num-distributed-optimizer-instances", ("1",))[0])
-        return _first(
-            (
-                bool(degrees.dp * degrees.cp % instances or degrees.expert_dp % instances),
-                "--num-distributed-optimizer-instances does not divide dp*cp",
-            ),
-            (
-                degrees.pp > 1 and "--cpu-offloading-num-layers" in self.flags,
-                "--cpu-offloading-num-layers needs pp = 1",
-            ),
-            (
-                degrees.pp == 1 and "--defer-embedding-wgrad-compute" in self.flags,
-                "--defer-embedding-wgrad-compute needs pp > 1",
-            ),
-        )
+        if batch_size % dp:
+            yield f"micro_batch_size*dp does not divide global_batch_size={batch_size}"
+        if dp * cp % instances:
+            yield "--num-distributed-optimizer-instances does not divide dp*cp"
+
+    def _expert_faults(self, degrees: Degrees) -> Iterator[str]:
+        model = self.job.model
+        instances = int(self.flags.get("--num-distributed-optimizer-instances", ("1",))[0])
+        if degrees.world_size % (degrees.etp * degrees.ep * degrees.pp):
+            yield "etp*ep*pp does not divide the ranks"
+        if degrees.expert_dp % instances:
+            yield "--num-distributed-optimizer-instances does not divide dp*cp"
+        if not model.num_experts:
+            if degrees.ep > 1:
+                yield "expert parallelism needs experts"
+            return
+        if model.num_experts % degrees.ep:
+            yield f"ep does not divide num_experts={model.num_experts}"
+        if model.moe_ffn_hidden_size % degrees.etp:
+            yield f"etp does not divide moe_ffn_hidden_size={model.moe_ffn_hidden_size}"
+        if degrees.use_tp_pp_dp_mapping and degrees.pp > 1 and degrees.expert_dp != degrees.dp:
+            yield "--use-tp-pp-dp-mapping needs as many expert replicas as replicas where pp > 1"
+        if self.flags.get("--moe-token-dispatcher-type", ("",))[0] == "flex" and degrees.etp * degrees.ep == 1:
+            yield "the flex dispatcher needs etp*ep > 1"
+        if degrees.ep == 1 and "--overlap-moe-expert-parallel-comm" in self.flags:
+            yield "--overlap-moe-expert-parallel-comm needs ep > 1"
+
+    def _chunks_faults(self, pp: int, vpp: int, layers_per_chunk: tuple[int, ...]) -> Iterator[str]:
+        layers = self.job.model.num_layers
+        if vpp > 1 and pp == 1:
+            yield "virtual stages need pp > 1"
+        if layers_per_chunk:
+            divides = len(layers_per_chunk) == pp * vpp and sum(layers_per_chunk) == layers
+        else:
+            divides = layers % (pp * vpp) == 0
+        if not divides:
+            yield f"pp*vpp does not divide num_layers={layers}"
+        if vpp > 1 and pp == 2 and "--no-overlap-p2p-communication" in self.flags:
+            yield "--no-overlap-p2p-communication allows virtual stages only with pp > 2"
+        if vpp == 1 and pp > 1 and "--overlap-moe-expert-parallel-comm" in self.flags:
+            yield "--overlap-moe-expert-parallel-comm needs virtual stages where pp > 1"
+        if vpp == 1 and "--overlap-param-gather-with-optimizer-step" in self.flags:
+            yield "--overlap-param-gather-with-optimizer-step needs virtual stages"
+
+    def _batch_faults(self, samples: int) -> Iterator[str]:
+        batch_size = self.job.batch.global_batch_size
+        if batch_size % samples:
+            yield f"micro_batch_size*dp does not divide global_batch_size={batch_size}"
+        if any(int(size) % samples for size in self.flags.get("--rampup-batch-size", ())[:2]):
+            yield "micro_batch_size*dp does not divide every --rampup-batch-size"
+
+    def _sequence_faults(self, tp: int, cp: int, saver: Saver) -> Iterator[str]:
+        model = self.job.model
+        if not saver.sequence_parallel:
+            if model.num_experts and tp > 1:
+                yield "experts with tp > 1 need sequence parallelism"
+            if "--tp-comm-overlap" in self.flags:
+                yield "--tp-comm-overlap needs sequence parallelism"
+            return
+        if tp == 1:
+            yield "sequence parallelism needs tp > 1"
+        if self.device_kind == "cpu":
+            yield "sequence parallelism does not run on CPU"
+        if model.seq_length // cp % tp:
+            yield f"tp does not divide seq_length={model.seq_length}/cp for sequence parallelism"
+
+    def _optimizer_faults(self, saver: Saver) -> Iterator[str]:
+        sharded = saver.use_distributed_optimizer
+        needs_sharding = [name for name in _NEEDS_DISTRIBUTED_OPTIMIZER if name in self.flags]
+        if sharded and self.job.optimizer != "adam":
+            yield ONLY_ADAM_SHARDS
+        if needs_sharding and not sharded:
+            yield f"{'/'.join(needs_sharding)} needs the distributed optimizer"
+        if saver.overlap_param_gather and not (sharded and saver.overlap_grad_reduce):
+            yield "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce"
+
+    def _recompute_faults(self, tp: int, layers: frozenset[int], saver: Saver) -> Iterator[str]:
+        full = saver.recompute.granularity == "full"
+        unit = saver.recompute.num_layers if saver.recompute.method == "uniform" else 1
+        # transformer_block.py:541-547 runs whole units, past the end of the chunk.
+        if any(size % unit for size in layers):
+            yield "uniform recompute takes units that divide every chunk's layers"
+        if full and "--overlap-moe-expert-parallel-comm" in self.flags:
+            yield "MoE overlap excludes full recompute"
+        if full and self.flags.get("--cuda-graph-impl", ("none",))[0] in {"local", "transformer_engine"}:
+            yield "CUDA graphs exclude full recompute"
+        if saver.recompute.granularity != "none" and "--cpu-offloading-num-layers" in self.flags:
+            yield "--cpu-offloading-num-layers excludes recompute"
+        if "--distribute-saved-activations" in self.flags and not (full and tp > 1 and not saver.sequence_parallel):
+            yield "--distribute-saved-activations needs full recompute and tp > 1 without sequence parallelism"
 
 
 _NEEDS_DISTRIBUTED_OPTIMIZER = (
@@ -252,10 +289,6 @@ _NEEDS_DISTRIBUTED_OPTIMIZER = (
     "--use-precision-aware-optimizer",
     "--overlap-param-gather-with-optimizer-step",
 )
-
-
-def _first(*cases: tuple[bool, str]) -> str | None:
-    return next((reason for broken, reason in cases if broken), None)
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import product
+from typing import Any
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Recompute
 from pipette_launch.megatron import read_job, write_arguments
-from pipette_launch.search.enumerate import FULL, NO_RECOMPUTE, SELECTIVE, compute_cases, layouts, micro_batch_sizes
-from pipette_launch.search.rules import Rules
+from pipette_launch.search.axes import FULL, NO_RECOMPUTE, SELECTIVE, micro_batch_sizes
+from pipette_launch.search.enumerate import compute_cases, cuts, layouts
+from pipette_launch.search.rules import Rules, Saver
+
+NO_SAVERS: dict[str, Any] = {name: getattr(Layout(), name) for name in Saver._fields}
 
 
 def is_legal(job: Job, layout: Layout, *, kind: str) -> bool:
@@ -137,6 +141,21 @@ def test_it_agrees_with_trying_everything(case: tuple[Job, int, str]) -> None:
     assert job.own == found[0]
     assert len(expected) == len(found)
     assert expected == set(found)
+
+
+@settings(max_examples=30, deadline=None)
+@given(jobs())
+def test_cuts_with_their_savers_are_all_layouts(case: tuple[Job, int, str]) -> None:
+    """Cuts, each with its first saver, stand for all layouts, and say how many these are."""
+    job, world_size, kind = case
+    found = cuts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    every = layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+
+    assert len(every.layouts) == found.num_layouts
+    assert all(cut == found.savers(row)[0] for row, cut in enumerate(found.layouts))
+    assert len({replace(layout, **NO_SAVERS) for layout in every.layouts} | {replace(job.own, **NO_SAVERS)}) == len(
+        {replace(cut, **NO_SAVERS) for cut in found.layouts} | {replace(job.own, **NO_SAVERS)}
+    )
 
 
 @settings(max_examples=30, deadline=None)

@@ -9,7 +9,10 @@ seconds of a pass = max(host, device), with
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from pipette_launch.cost.collectives import Kind, chunk_share, num_steps
 from pipette_launch.cost.compute import case_of
@@ -28,6 +31,7 @@ from pipette_launch.cost.parameters import expert_dp
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster, Device, Host, Links
 from pipette_launch.facts.device import DeviceSpec
+from pipette_launch.facts.fabric import UNIFORM, FabricSpec
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Samples
@@ -46,6 +50,7 @@ def imagined(
     devices_per_host: int,
     layouts: Iterable[Layout],
     factors: Sequence[CaseFactor] = (),
+    fabric: FabricSpec = UNIFORM,
 ) -> Measurements:
     """Return what the warm-up would measure on equal hosts of one device type, to be priced by the ordinary Predictor.
 
@@ -56,9 +61,11 @@ def imagined(
         devices_per_host: devices of each.
         layouts: those that will be priced; their shapes of computation and group sizes are covered.
         factors: what measured steps have told about shapes of computation (`device_fit.fit`).
+        fabric: what lies between the hosts.
 
     Raises:
-        FactError: the numbers are not positive, there is no layout, or the device has no peak for the model's type.
+        FactError: the numbers are not positive, there is no layout, the device has no peak for the model's type, or
+            the fabric is none of so many hosts.
 
     """
     chosen = tuple(layouts)
@@ -67,7 +74,7 @@ def imagined(
             f"an imagined cluster needs hosts, devices and a layout, got {num_hosts} hosts of {devices_per_host} "
             f"devices and {len(chosen)} layouts"
         )
-    cluster = imagined_cluster(device, num_hosts=num_hosts, devices_per_host=devices_per_host)
+    cluster = imagined_cluster(device, num_hosts=num_hosts, devices_per_host=devices_per_host, fabric=fabric)
     first: dict[ComputeCase, Layout] = {}
     for layout in chosen:
         first.setdefault(case_of(layout), layout)
@@ -80,19 +87,19 @@ def imagined(
         versions={},
         taken_at="1970-01-01T00:00:00Z",
         phase_s={},
-        notes=assumptions(job, device),
+        notes=assumptions(job, device, fabric),
         optimizer_s_per_parameter=optimizer_s_per_parameter(device),
     )
 
 
-def assumptions(job: Job, device: DeviceSpec) -> tuple[str, ...]:
+def assumptions(job: Job, device: DeviceSpec, fabric: FabricSpec = UNIFORM) -> tuple[str, ...]:
     """Say in sentences what an imagined measurement rests on."""
-    efficiency, inside, outside = device.efficiency, device.within_host, device.between_hosts
+    efficiency, inside = device.efficiency, device.within_host
     peak = f"{device.peak_flops_per_s(job.model.params_dtype) / 1e12:.0f} TFLOP/s ({job.model.params_dtype})"
     memory = rate_text(device.memory_bytes_per_s)
-    links = tuple(
-        f"Links {where} hosts: {link.latency_s * 1e6:g} us, {rate_text(link.fair_bytes_per_s)} each."
-        for where, link in (("within", inside), ("between", outside))
+    links = (
+        f"Links within hosts: {inside.latency_s * 1e6:g} us, {rate_text(inside.fair_bytes_per_s)} each.",
+        f"Links between hosts: {fabric.words(device)}. {fabric.source}",
     )
     return (
         f"Nothing was measured: times come from a model of {device.name}. {device.source}",
@@ -102,14 +109,25 @@ def assumptions(job: Job, device: DeviceSpec) -> tuple[str, ...]:
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
         *links,
         "Collectives are rings; a group with several members on each host uses the links of all of them.",
-        "All devices are equally fast.",
+        *_laggards(fabric),
     )
 
 
-def imagined_cluster(device: DeviceSpec, *, num_hosts: int, devices_per_host: int) -> Cluster:
-    """Return equal hosts with the device's usual links."""
+def _laggards(fabric: FabricSpec) -> Iterator[str]:
+    if not fabric.compute_factor:
+        yield "All devices are equally fast."
+    for what, factors in (("Devices", fabric.compute_factor), ("Network cards", fabric.network_factor)):
+        if factors:
+            slowest = min(factors, key=lambda host: factors[host])
+            yield f"{what} of {len(factors)} hosts are slower, {slowest} by most: {factors[slowest]:g} of the others'."
 
-    def host(index: int) -> Host:
+
+def imagined_cluster(
+    device: DeviceSpec, *, num_hosts: int, devices_per_host: int, fabric: FabricSpec = UNIFORM
+) -> Cluster:
+    """Return hosts of equal devices, with the device's usual links within and the fabric's between them."""
+
+    def host(index: int, name: str) -> Host:
         devices = tuple(
             Device(
                 kind="cuda",
@@ -120,17 +138,15 @@ def imagined_cluster(device: DeviceSpec, *, num_hosts: int, devices_per_host: in
             )
             for local in range(devices_per_host)
         )
-        return Host(name=f"host{index}", address="", cores=devices_per_host, devices=devices)
+        return Host(name=name, address="", cores=devices_per_host, devices=devices)
 
-    inside, outside = device.within_host, device.between_hosts
+    inside = device.within_host
     within = Links.uniform(devices_per_host, latency_s=inside.latency_s, bandwidth_bytes_per_s=inside.fair_bytes_per_s)
     return Cluster(
-        hosts=tuple(host(index) for index in range(num_hosts)),
-        between_hosts=Links.uniform(
-            num_hosts, latency_s=outside.latency_s, bandwidth_bytes_per_s=outside.fair_bytes_per_s
-        ),
+        hosts=tuple(host(index, name) for index, name in enumerate(fabric.host_names(num_hosts))),
+        between_hosts=fabric.links(num_hosts, device),
         within_host=(within,) * num_hosts,
-        slot_speed=(1.0,) * (num_hosts * devices_per_host),
+        slot_speed=fabric.slot_speed(num_hosts, devices_per_host),
     )
 
 
@@ -211,12 +227,34 @@ def _idle_s(device: DeviceSpec, dtype: str, load: Load) -> float:
 
 
 def _collective_times(device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout]) -> Iterator[CollectiveTime]:
-    for size in sorted({size for layout in layouts for size in _group_sizes(layout)} - {1}):
+    latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
+    byte_s_HH = cluster.between_hosts.seconds_per_byte()
+    shapes = {(one.tp, one.cp, one.ep, one.etp, one.dp, one.pp): one for one in layouts}
+    for size in sorted({size for layout in shapes.values() for size in _group_sizes(layout)} - {1}):
         for hosts in _spans(size, cluster):
             members = -(-size // hosts)
-            slots = [slot for slot in range(cluster.num_slots) if slot % cluster.devices_per_host < members]
+            first, second = np.arange(hosts), np.roll(np.arange(hosts), -1)
+            across = _Across(
+                hosts=hosts,
+                latency_s=float(latency_s_HH[first, second].max()),
+                ring_byte_s=float(byte_s_HH[first, second].max()),
+                worst_byte_s=float(byte_s_HH[:hosts, :hosts].max()),
+            )
+            slots = [host * cluster.devices_per_host + local for host in range(hosts) for local in range(members)]
             for kind in _COLLECTIVES:
-                yield _collective_time(device, kind, tuple(slots[:size]), hosts=hosts)
+                yield _collective_time(device, kind, tuple(slots[:size]), across)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Across:
+    """The slowest links between the hosts of a group, of one device when all send."""
+
+    hosts: int
+    latency_s: float
+    ring_byte_s: float
+    """Along the ring of its hosts."""
+    worst_byte_s: float
+    """Between any two of them."""
 
 
 def _group_sizes(layout: Layout) -> set[int]:
@@ -231,21 +269,28 @@ def _spans(size: int, cluster: Cluster) -> list[int]:
     return sorted({most, *(fewest << power for power in range(most.bit_length()) if fewest << power <= most)})
 
 
-def _collective_time(device: DeviceSpec, kind: Kind, slots: tuple[int, ...], *, hosts: int) -> CollectiveTime:
-    """Price a ring of equal steps; between hosts each member of a host brings its own share of the network cards."""
+def _collective_time(device: DeviceSpec, kind: Kind, slots: tuple[int, ...], across: _Across) -> CollectiveTime:
+    """Price a ring of equal steps; between hosts each member of a host brings its own share of the network cards.
+
+    An all-to-all is not a ring: each member sends its pieces for other hosts through its own share alone, while those
+    for its own host pass inside.
+    """
     size = len(slots)
     steps = num_steps(kind, size)
-    byte_s = 1 / device.within_host.fair_bytes_per_s
+    members = max(1, size // across.hosts)
+    inside_byte_s = 1 / device.within_host.fair_bytes_per_s
     latency_s = device.within_host.latency_s
-    if hosts > 1:
-        members = max(1, size // hosts)
-        byte_s = max(byte_s, 1 / (members * device.between_hosts.fair_bytes_per_s))
-        latency_s = max(latency_s, device.between_hosts.latency_s)
+    byte_s = steps * chunk_share(kind, size) * inside_byte_s
+    if across.hosts > 1:
+        latency_s = max(latency_s, across.latency_s)
+        byte_s = steps * chunk_share(kind, size) * max(inside_byte_s, across.ring_byte_s / members)
+    if across.hosts > 1 and kind == "all_to_all":
+        byte_s = max((members - 1) * inside_byte_s, (size - members) * across.worst_byte_s) / size
     return CollectiveTime(
         kind=kind,
         slots=slots,
         latency_s=steps * latency_s,
-        seconds_per_byte=steps * chunk_share(kind, size) * byte_s,
+        seconds_per_byte=byte_s,
         spread=0.0,
         sizes_bytes=(),
     )

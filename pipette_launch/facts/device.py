@@ -1,95 +1,13 @@
-"""What a type of accelerator can do: rates, memory and links, for plans of machines that nobody has measured yet."""
+"""The devices whose figures are built in, for plans of machines that nobody has measured yet."""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.accelerator import DeviceSpec, Efficiency, Link
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """The way from one device to another: seconds = latency_s + bytes / bytes_per_s."""
-
-    latency_s: float
-    """Of one step of a collective, or of one message."""
-    bytes_per_s: float
-    """In one direction, when the devices that share it are silent."""
-    shared_by: int = 1
-    """Devices that have to share it when all of them send: 8 for one network card in a host of 8 devices."""
-
-    def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bytes_per_s <= 0 or self.shared_by < 1:
-            raise FactError(
-                f"a link needs latency_s >= 0, bytes_per_s > 0 and shared_by >= 1, got {self.latency_s}, "
-                f"{self.bytes_per_s} and {self.shared_by}"
-            )
-
-    @property
-    def fair_bytes_per_s(self) -> float:
-        """What each device gets when all send at once."""
-        return self.bytes_per_s / self.shared_by
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Efficiency:
-    """How much of its peak a device reaches.
-
-    A matrix product of m x n x k runs at `matmul_share` / (1 + `half_size` * (1/m + 1/n + 1/k)) of the peak: it rises
-    with every dimension and saturates. It is the roofline with products and memory traffic one after the other, as
-    half_size / peak = half the time to move one element.
-    """
-
-    matmul_share: float
-    half_size: float
-    """A product that is this long in one dimension and endless in the others reaches half of `matmul_share`."""
-    attention_share: float
-    """Of the peak, by flash attention's products."""
-    memory_share: float
-    """Of the memory bandwidth, by norms, activation functions, dropout and the optimizer."""
-    launch_s: float
-    """Seconds of the host (Python, torch's dispatcher, the launch itself) for each kernel of `cost.device_work`.
-
-    Where kernels are shorter, the host sets the time. 50 us is what Megatron-LM's functional tests come to on DGX A100
-    and H100: 3 to 6 ms for a layer and micro-batch of hidden size 512.
-    """
-
-    def __post_init__(self) -> None:
-        for name in ("matmul_share", "attention_share", "memory_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise FactError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
-        if self.half_size < 0 or self.launch_s < 0:
-            raise FactError(f"half_size={self.half_size} and launch_s={self.launch_s} must not be negative")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceSpec:
-    """One type of accelerator in its usual host."""
-
-    name: str
-    flops_per_s: dict[str, float]
-    """Peak of dense matrix products, by element type: fp32 (as Megatron runs it, TF32 off), fp16, bf16, fp8."""
-    memory_bytes_per_s: float
-    memory_bytes: int
-    within_host: Link
-    between_hosts: Link
-    efficiency: Efficiency
-    source: str
-    """Where the figures come from, one sentence."""
-
-    def __post_init__(self) -> None:
-        if not self.flops_per_s or not all(peak > 0 for peak in self.flops_per_s.values()):
-            raise FactError(f"device {self.name} needs peaks above 0, got {self.flops_per_s}")
-        if self.memory_bytes_per_s <= 0 or self.memory_bytes <= 0:
-            raise FactError(f"device {self.name} needs a memory size and bandwidth above 0")
-
-    def peak_flops_per_s(self, dtype: str) -> float:
-        """Peak for one element type; raises FactError with those that are known."""
-        if dtype not in self.flops_per_s:
-            known = ", ".join(sorted(self.flops_per_s))
-            raise FactError(f"{self.name} has no known peak for {dtype}; known: {known}")
-        return self.flops_per_s[dtype]
+__all__ = ["DeviceSpec", "Efficiency", "Link", "device_named", "known_devices"]
 
 
 def device_named(name: str) -> DeviceSpec:
@@ -103,6 +21,8 @@ def device_named(name: str) -> DeviceSpec:
     begun = [key for key in devices if name and key.startswith(name.lower())]
     if len(begun) == 1:
         return devices[begun[0]]
+    if begun:
+        raise FactError(f"{name!r} may be {' or '.join(devices[key].name for key in begun)}; say which")
     near = difflib.get_close_matches(name.lower(), devices, n=1, cutoff=0.4)
     hint = f" Did you mean {devices[near[0]].name}?" if near else ""
     raise FactError(f"unknown device {name!r}; known: {', '.join(known_devices())}.{hint}")
@@ -125,7 +45,10 @@ def _nvidia(
     fp8_tflops: float = 0.0,
     bf16: bool = True,
     efficiency: Efficiency,
+    sheet: str,
     remark: str = "",
+    devices_per_host: int = 8,
+    domain_hosts: int = 1,
 ) -> DeviceSpec:
     """Bring a data sheet to SI; links are (us, GB/s) and (us, GB/s, devices that share it)."""
     peaks = {"fp32": fp32_tflops * 1e12, "fp16": half_tflops * 1e12}
@@ -139,12 +62,16 @@ def _nvidia(
         within_host=Link(latency_s=within[0] * 1e-6, bytes_per_s=within[1] * 1e9),
         between_hosts=Link(latency_s=between[0] * 1e-6, bytes_per_s=between[1] * 1e9, shared_by=between[2]),
         efficiency=efficiency,
-        source=f"Peaks and memory: NVIDIA's data sheet; shares of them and links: usual figures{remark}.",
+        source=f"Peaks and memory: NVIDIA's data sheet ({sheet}); shares of them and links: usual figures{remark}.",
+        devices_per_host=devices_per_host,
+        domain_hosts=domain_hosts,
     )
 
 
 # 50 us: the trainer's own Python around each kernel, as in Megatron's functional tests of small models; CUDA takes 5.
 _AMPERE = Efficiency(matmul_share=0.80, half_size=64, attention_share=0.5, memory_share=0.8, launch_s=50e-6)
+# Its board takes 300 W and not 400; NVIDIA puts such a card at 90 % of the SXM module.
+_AMPERE_300_W = Efficiency(matmul_share=0.72, half_size=64, attention_share=0.45, memory_share=0.8, launch_s=50e-6)
 # A dense product at full clock exceeds the power limit of these, so less of the nominal peak is left.
 _HOPPER = Efficiency(matmul_share=0.72, half_size=128, attention_share=0.4, memory_share=0.8, launch_s=50e-6)
 _BLACKWELL = Efficiency(matmul_share=0.70, half_size=192, attention_share=0.35, memory_share=0.8, launch_s=50e-6)
@@ -153,6 +80,7 @@ _ADA = Efficiency(matmul_share=0.85, half_size=64, attention_share=0.6, memory_s
 
 _NVLINK3 = (6.5, 230.0)
 _NVLINK4 = (4.0, 360.0)
+_NVLINK5 = (4.0, 720.0)
 _HDR = (10.0, 24.0, 1)
 _NDR = (10.0, 47.0, 1)
 # All-gathers of 256 MB on 8 to 64 nodes: 37 to 61 us for each of the ring's steps, however short its piece.
@@ -169,6 +97,20 @@ _DEVICES = (
         within=(5.0, 130.0),
         between=(10.0, 12.0, 2),
         efficiency=_VOLTA,
+        sheet="V100, January 2020",
+        remark="; 4 cards of 100 Gbit/s for 8 devices",
+    ),
+    _nvidia(
+        "V100-SXM2-16GB",
+        half_tflops=125,
+        fp32_tflops=15.7,
+        memory_gb_per_s=900,
+        memory_gb=16,
+        bf16=False,
+        within=(5.0, 130.0),
+        between=(10.0, 12.0, 2),
+        efficiency=_VOLTA,
+        sheet="V100, January 2020",
         remark="; 4 cards of 100 Gbit/s for 8 devices",
     ),
     _nvidia(
@@ -180,6 +122,7 @@ _DEVICES = (
         within=_NVLINK3,
         between=_HDR,
         efficiency=_AMPERE,
+        sheet="A100, June 2021",
         remark="; a card of 200 Gbit/s for each device",
     ),
     _nvidia(
@@ -191,7 +134,20 @@ _DEVICES = (
         within=_NVLINK3,
         between=_HDR,
         efficiency=_AMPERE,
+        sheet="A100, June 2021",
         remark="; a card of 200 Gbit/s for each device",
+    ),
+    _nvidia(
+        "A100-80GB-PCIe",
+        half_tflops=312,
+        fp32_tflops=19.5,
+        memory_gb_per_s=1935,
+        memory_gb=80,
+        within=(8.0, 20.0),
+        between=(10.0, 23.0, 4),
+        efficiency=_AMPERE_300_W,
+        sheet="A100, June 2021",
+        remark="; PCIe, 2 cards of 200 Gbit/s for 8",
     ),
     _nvidia(
         "H100-SXM",
@@ -203,6 +159,7 @@ _DEVICES = (
         within=_NVLINK4,
         between=_NDR,
         efficiency=_HOPPER,
+        sheet="H100, SXM5, without sparsity",
         remark="; a card of 400 Gbit/s for each device",
     ),
     _nvidia(
@@ -215,6 +172,7 @@ _DEVICES = (
         within=_NVLINK4,
         between=_EFA,
         efficiency=_HOPPER,
+        sheet="H100, SXM5, without sparsity",
         remark="; steps between hosts as published for nanotron's cluster (all-gather of 256 MB on 2 to 64 nodes)",
     ),
     _nvidia(
@@ -227,19 +185,36 @@ _DEVICES = (
         within=_NVLINK4,
         between=_NDR,
         efficiency=_HOPPER,
+        sheet="H200, SXM, without sparsity",
         remark="; a card of 400 Gbit/s for each device",
     ),
     _nvidia(
         "B200",
         half_tflops=2250,
-        fp32_tflops=80,
+        fp32_tflops=75,
         fp8_tflops=4500,
         memory_gb_per_s=7700,
         memory_gb=180,
-        within=(4.0, 720.0),
+        within=_NVLINK5,
         between=_NDR,
         efficiency=_BLACKWELL,
+        sheet="Blackwell, HGX B200, without sparsity",
         remark="; a card of 400 Gbit/s for each device",
+    ),
+    _nvidia(
+        "GB200-NVL72",
+        half_tflops=2500,
+        fp32_tflops=80,
+        fp8_tflops=5000,
+        memory_gb_per_s=8000,
+        memory_gb=186,
+        within=_NVLINK5,
+        between=_NDR,
+        efficiency=_BLACKWELL,
+        sheet="Blackwell, GB200 NVL72, without sparsity",
+        remark="; 18 trays of 4 devices in one NVLink domain, a card of 400 Gbit/s for each device",
+        devices_per_host=4,
+        domain_hosts=18,
     ),
     _nvidia(
         "L40S",
@@ -251,6 +226,7 @@ _DEVICES = (
         within=(8.0, 20.0),
         between=(10.0, 23.0, 4),
         efficiency=_ADA,
+        sheet="L40S, without sparsity",
         remark="; PCIe, 2 cards of 200 Gbit/s for 8",
     ),
     _nvidia(
@@ -263,6 +239,7 @@ _DEVICES = (
         within=(10.0, 12.0),
         between=(15.0, 12.0, 8),
         efficiency=_ADA,
+        sheet="Ada architecture, FP32 accumulation, without sparsity",
         remark="; PCIe through the host's memory, a card of 100 Gbit/s for 8",
     ),
     _nvidia(
@@ -275,6 +252,7 @@ _DEVICES = (
         within=(10.0, 12.0),
         between=(15.0, 12.0, 8),
         efficiency=_ADA,
+        sheet="Ada architecture, FP32 accumulation, without sparsity; 48 GB are no product of NVIDIA's",
         remark="; PCIe through the host's memory, a card of 100 Gbit/s for 8",
     ),
 )

@@ -14,6 +14,7 @@ from pipette_launch.cost.latency import Predictor
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.device import DeviceSpec, Efficiency, Link, known_devices
+from pipette_launch.facts.fabric import UNIFORM, FabricSpec, Tier
 from pipette_launch.facts.model import LatentAttention
 
 DEVICE = DeviceSpec(
@@ -154,6 +155,28 @@ def test_groups_across_hosts_use_all_cards() -> None:
     }
 
     assert byte_s == pytest.approx({(2, 1): 1 / 2 / 100e9, (2, 2): 1 / 2 / 10e9, (4, 2): 3 / 4 / 20e9})
+
+
+def test_an_exchange_across_hosts_goes_through_each_members_own_card() -> None:
+    """4 of 4 on 2 hosts: 2 of 4 pieces leave at 10 GB/s each, while the ring of the same group has both cards."""
+    found = imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)]).collectives
+    byte_s = {time.kind: time.seconds_per_byte for time in found if len(time.slots) == 4}
+
+    assert byte_s["all_to_all"] == pytest.approx(2 / 4 / 10e9)
+    assert byte_s["all_gather"] == pytest.approx(3 / 4 / 20e9)
+
+
+def test_groups_across_tiers_are_as_slow_as_their_slowest_link() -> None:
+    """Behind half of the uplinks a ring of four hosts takes twice as long; within a leaf nothing changes."""
+    fabric = FabricSpec(source="-", tiers=(Tier(name="leaf", hosts_per_group=2), Tier(name="spine", share=0.5)))
+    ring_s, step_s = [], []
+    for one in (UNIFORM, fabric):
+        found = imagined(job(), DEVICE, num_hosts=4, devices_per_host=1, layouts=[Layout(dp=4)], fabric=one)
+        ring_s += [time.seconds_per_byte for time in found.collectives if time.kind == "all_gather"]
+        step_s.append(Predictor(job(), found).step_time(Layout(dp=4), range(4)).breakdown_s["data_parallel"])
+
+    assert ring_s[1] == pytest.approx(2 * ring_s[0])
+    assert step_s[1] > 1.2 * step_s[0]
 
 
 def test_predictor_prices_what_was_imagined() -> None:

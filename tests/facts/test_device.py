@@ -62,7 +62,16 @@ def test_negative_figures_are_refused() -> None:
 
 
 def test_the_beginning_of_a_name_is_enough_where_it_tells() -> None:
-    """One device begins with H1; two begin with A100."""
+    """One device begins with H1; three begin with A100."""
     assert device_named("h1") == known_devices()["H100-SXM"]
-    with pytest.raises(FactError, match="A100-40GB, A100-80GB"):
+    with pytest.raises(FactError, match="'A100' may be A100-40GB or A100-80GB or A100-80GB-PCIe; say which"):
         device_named("A100")
+
+
+def test_only_rack_machines_have_a_domain_beyond_the_host() -> None:
+    """GB200 NVL72: 18 trays of 4 devices share one NVLink domain."""
+    wide = {name: one for name, one in known_devices().items() if one.domain_hosts > 1}
+
+    assert {"GB200-NVL72": (18, 4)} == {name: (one.domain_hosts, one.devices_per_host) for name, one in wide.items()}
+    with pytest.raises(FactError, match="one host a domain"):
+        replace(known_devices()["H200"], domain_hosts=0)

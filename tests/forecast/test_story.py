@@ -92,7 +92,7 @@ def test_the_gpu_and_the_environment_decide_the_attention() -> None:
     words = [*SMALL, *"--transformer-impl transformer_engine --fp16 --seq-length 2048".split()]
     words += ["--max-position-embeddings", "2048"]
     volta, ampere = (
-        predict(words, world_size=8, gpu=name, megatron_version="0.16.1") for name in ("V100", "A100-80GB")
+        predict(words, world_size=8, gpu=name, megatron_version="0.16.1") for name in ("V100-SXM2-32GB", "A100-80GB")
     )
 
     assert volta.stages[0].parts_bytes["activations"] > ampere.stages[0].parts_bytes["activations"]
@@ -121,7 +121,7 @@ def test_what_was_not_measured_has_no_time() -> None:
 
 def test_a_device_without_a_peak_has_no_time() -> None:
     """A V100 computes no bf16; memory is told all the same."""
-    found = predict([*PIPELINE, "--bf16"], world_size=8, gpu="V100", megatron_version="0.16.1")
+    found = predict([*PIPELINE, "--bf16"], world_size=8, gpu="V100-SXM2-32GB", megatron_version="0.16.1")
 
     assert found.step_time_s is None
     assert any("V100-SXM2-32GB has no known peak for bf16" in note for note in found.notes)

@@ -106,7 +106,7 @@ class StepParts:
 
 def total_s(work: Work, prices: Prices) -> float:
     """Seconds of the step."""
-    durations_D, hops_D = _pipelines(work, prices)
+    durations_D, hops_D = pipelines(work, prices)
     worst = _undominated(np.concatenate([durations_D, hops_D]))
     drain_S = work.engine.drain_s_SR(durations_D[:, worst], hops_D[:, worst]).max(axis=1)
     return _finish(work, prices, drain_S, durations_D).total_s
@@ -114,7 +114,7 @@ def total_s(work: Work, prices: Prices) -> float:
 
 def step_parts(work: Work, prices: Prices) -> StepParts:
     """Seconds of the step, told along its slowest pipeline rank: what it computes, sends and waits for."""
-    durations_D, hops_D = _pipelines(work, prices)
+    durations_D, hops_D = pipelines(work, prices)
     drain_SD = work.engine.drain_s_SR(durations_D, hops_D)
     tail = _finish(work, prices, drain_SD.max(axis=1), durations_D)
     rank = tail.rank
@@ -147,7 +147,7 @@ class _Tail:
     total_s: float
 
 
-def _pipelines(work: Work, prices: Prices) -> tuple[Array, Array]:
+def pipelines(work: Work, prices: Prices) -> tuple[Array, Array]:
     """Durations and hops of every replica's pipeline, laid out as in `StageTimes`."""
     rank_S = work.rank_S
     slowness_SD = prices.slowness_PD[rank_S]
@@ -189,7 +189,7 @@ def _finish(work: Work, prices: Prices, drain_S: Array, durations_D: Array) -> _
     """
     pp = work.layout.pp
     backward_S = durations_D[len(drain_S) : 2 * len(drain_S)].min(axis=1)
-    finish_P = np.array([_reduced_s(work, prices, drain_S, backward_S, rank) for rank in range(pp)])
+    finish_P = np.array([reduced_s(work, prices, drain_S, backward_S, rank) for rank in range(pp)])
     rank = int(finish_P.argmax())
     tied_s = max(finish_P[0], finish_P[-1]) + prices.embedding_s
     embedding_s = max(float(tied_s - finish_P[rank]), 0.0)
@@ -208,7 +208,7 @@ def _finish(work: Work, prices: Prices, drain_S: Array, durations_D: Array) -> _
     )
 
 
-def _reduced_s(work: Work, prices: Prices, drain_S: Array, backward_S: Array, rank: int) -> float:
+def reduced_s(work: Work, prices: Prices, drain_S: Array, backward_S: Array, rank: int) -> float:
     """When a rank's gradients are reduced.
 
     Without overlap everything leaves after its last backward. With overlap each chunk leaves when its own last

@@ -163,21 +163,21 @@ class PlacementCost:
     """The step time of one layout as a function of the placement alone: everything else is worked out once."""
 
     def __init__(self, work: Work, fabric: Fabric, slowness_W: NDArray[np.float64]) -> None:
-        self._work = work
-        self._fabric = fabric
-        self._slowness_W = slowness_W
-        self._groups = Groups.of(work.layout)
+        self.work = work
+        self.fabric = fabric
+        self.slowness_W = slowness_W
+        self.groups = Groups.of(work.layout)
         self._slots = np.arange(work.layout.world_size)
 
     def cost(self, placement: Sequence[int]) -> float:
         """Predicted seconds per step; `placement` is the RANK of each slot."""
-        return total_s(self._work, self.prices(placement))
+        return total_s(self.work, self.prices(placement))
 
     def prices(self, placement: Sequence[int]) -> Prices:
         """Price every group on the slots that the placement gives it."""
         slot_W = np.empty_like(self._slots)
         slot_W[np.asarray(placement)] = self._slots
-        work, groups, layout = self._work, self._groups, self._work.layout
+        work, groups, layout = self.work, self.groups, self.work.layout
         # The same collective comes twice where only one of its uses passes behind compute.
         priced: dict[tuple[str, str, float], NDArray[np.float64]] = {}
         exchange_s = []
@@ -185,16 +185,16 @@ class PlacementCost:
             key = (item.kind, item.group, item.size_bytes)
             if key not in priced:
                 ranks_GK = getattr(groups, item.group)
-                seconds_G = self._fabric.seconds_G(item.kind, slot_W[ranks_GK], item.size_bytes)
+                seconds_G = self.fabric.seconds_G(item.kind, slot_W[ranks_GK], item.size_bytes)
                 priced[key] = groups.lanes_PD(ranks_GK, seconds_G)
             exchange_s.append(priced[key])
         embedding_s = 0.0
         if work.traffic.embedding_bytes:
             lanes = slot_W[groups.embedding]
-            embedding_s = float(self._fabric.seconds_G("all_reduce", lanes, work.traffic.embedding_bytes).max())
+            embedding_s = float(self.fabric.seconds_G("all_reduce", lanes, work.traffic.embedding_bytes).max())
         forward_s, backward_s = self._hops(slot_W)
         return Prices(
-            slowness_PD=groups.slowest_PD(self._slowness_W[slot_W]),
+            slowness_PD=groups.slowest_PD(self.slowness_W[slot_W]),
             exchange_s_PD=tuple(exchange_s),
             forward_hop_s_PD=forward_s,
             backward_hop_s_PD=backward_s,
@@ -205,25 +205,25 @@ class PlacementCost:
 
     def _hops(self, slot_W: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """From each pipeline rank to the next and back, slowest lane of each replica: its lanes wait for each other."""
-        layout = self._work.layout
+        layout = self.work.layout
         if layout.pp == 1:
             nothing = np.zeros((1, layout.dp))
             return nothing, nothing
-        pairs = slot_W[self._groups.forward_hop]
+        pairs = slot_W[self.groups.forward_hop]
         shape = (layout.pp, layout.dp, layout.cp * layout.tp)
         both = [
-            self._fabric.seconds_G("send", way, self._work.hop_bytes).reshape(shape).max(axis=2)
+            self.fabric.seconds_G("send", way, self.work.hop_bytes).reshape(shape).max(axis=2)
             for way in (pairs, pairs[:, ::-1])
         ]
         return both[0], both[1]
 
     def _once_a_step(self, slot_W: NDArray[np.int64], *, gathers: bool) -> NDArray[np.float64]:
         """Reduce every stage's gradients, or gather its parameters: slowest group of the pipeline rank."""
-        work, layout = self._work, self._work.layout
+        work, layout = self.work, self.work.layout
         kind = work.gather_kind if gathers else work.reduce_kind
         sizes_S2 = work.parameter_bytes_S2 if gathers else work.gradient_bytes_S2
         seconds_S = np.zeros(layout.num_chunks)
-        for ranks_GK, column in ((self._groups.dp_cp, 0), (self._groups.expert_dp, 1)):
+        for ranks_GK, column in ((self.groups.dp_cp, 0), (self.groups.expert_dp, 1)):
             if ranks_GK.shape[1] == 1 or not sizes_S2[:, column].any():
                 continue
             slots_GK = slot_W[ranks_GK]
@@ -231,7 +231,7 @@ class PlacementCost:
             for first in range(0, layout.num_chunks, layout.pp):
                 place = slice(first, first + layout.pp)
                 size_G = np.repeat(sizes_S2[place, column], lanes)
-                seconds_G = self._fabric.seconds_G(kind, slots_GK, size_G) * (size_G > 0)
+                seconds_G = self.fabric.seconds_G(kind, slots_GK, size_G) * (size_G > 0)
                 seconds_S[place] += seconds_G.reshape(-1, lanes).max(axis=1)
         return seconds_S
 

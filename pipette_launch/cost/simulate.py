@@ -91,7 +91,8 @@ class Engine:
         self._place_A = np.empty(len(level_A) + 1, dtype=np.int64)
         self._place_A[self._order_A] = np.arange(len(level_A))
         self._place_A[-1] = len(level_A)  # one more place, for the action -1: it always ends at 0
-        self._table_A = self._columns()
+        self.table_A = self._columns()
+        """(previous, cause, hop, duration) of each action in the engine's own order, as indices."""
         _, stage_A, kind_A, _ = self.dependencies.columns
         ends_A = np.flatnonzero((kind_A != FORWARD) & (kind_A != INPUT))
         last_S = np.zeros(schedule.num_stages, dtype=np.int64)
@@ -122,12 +123,16 @@ class Engine:
                 self._run(durations_R[:, r].tolist(), hops_R[:, r].tolist()) for r in range(durations_R.shape[1])
             ]
             return np.array([[ends[place] for ends in columns] for place in self._last_backward_S])
+        drained: Floats = self.ends_AR(durations_R, hops_R)[self._last_backward_S]
+        return drained
+
+    def ends_AR(self, durations_R: Floats, hops_R: Floats) -> Floats:
+        """Ends of all actions of several pipelines, in the engine's own order, and a row of 0 behind them."""
         ends = np.zeros((len(self._order_A) + 1, durations_R.shape[1]))
         for start, stop, previous, cause, hop, duration in self._levels:
             ready = np.maximum(ends[previous], ends[cause] + hops_R[hop])
             np.add(ready, durations_R[duration], out=ends[start:stop])
-        drained: Floats = ends[self._last_backward_S]
-        return drained
+        return ends
 
     def timeline(self, times: StageTimes) -> Timeline:
         """Return every action's start and end, and the critical path."""
@@ -146,13 +151,13 @@ class Engine:
     @cached_property
     def _steps(self) -> list[tuple[int, int, int, int]]:
         """(previous, cause, hop, duration) of each action, in the engine's own order."""
-        return list(zip(*(column.tolist() for column in self._table_A), strict=True))
+        return list(zip(*(column.tolist() for column in self.table_A), strict=True))
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints]]:
         """The same for actions of equal level as arrays: none of them needs another."""
         bounds = np.cumsum(np.bincount(self.dependencies.level_A)).tolist()
-        previous, cause, hop, duration = self._table_A
+        previous, cause, hop, duration = self.table_A
         return [
             (start, stop, previous[start:stop], cause[start:stop], hop[start:stop], duration[start:stop])
             for start, stop in zip([0, *bounds[:-1]], bounds, strict=True)

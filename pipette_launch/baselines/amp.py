@@ -7,7 +7,7 @@ slowest link of a ring is the slowest of all, not the last; and elements are as 
 `pipette_latency.amp_arm_s` is the other AMP, the one in Pipette's code.
 """
 
-# U = units of AMP's layer list, N = hosts, S = slots, D = replicas, T = tensor-parallel ranks.
+# U = units of AMP's layer list, E = ends of parts in it, N = hosts, S = slots, D = replicas, T = tensor-parallel ranks.
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.baselines.inputs import Array, refuse, slot_of_rank, units
+from pipette_launch.baselines.inputs import Array, Units, refuse, slot_of_rank, units
 from pipette_launch.cost.groups import rank_grid
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster
@@ -49,9 +49,13 @@ def step_time_s(job: Job, layout: Layout, measurements: Measurements, placement:
     """
     refuse("AMP", layout, cp=1, ep=1, vpp=1)
     slot_W = slot_of_rank(layout, measurements, placement)
-    layers = layout.stage_layers(job.model.num_layers)
-    forward, _ = units(job, layout, measurements, slot_W).stages_s(layers)
-    seconds_per_byte_SS = node_seconds_per_byte(measurements.cluster)
+    priced = units(job, layout, measurements, slot_W)
+    return priced_s(job, layout, priced, node_seconds_per_byte(measurements.cluster), slot_W)
+
+
+def priced_s(job: Job, layout: Layout, priced: Units, seconds_per_byte_SS: Array, slot_W: NDArray[np.int64]) -> float:
+    """T = T_pipe + T_dp, of units and links that are priced already; arguments as of the functions below."""
+    forward, _ = priced.stages_s(layout.stage_layers(job.model.num_layers))
     slots_PDT = slot_W[rank_grid(layout)][:, :, 0, :]
     return pipeline_s(
         microbatches=layout.num_microbatches(job.batch.global_batch_size),
@@ -72,13 +76,27 @@ def own_partition(job: Job, layout: Layout, measurements: Measurements) -> Layou
 
     """
     refuse("AMP", layout, cp=1, ep=1, vpp=1)
+    forward = units(job, layout, measurements, slot_of_rank(layout, measurements, None))
+    return replace(layout, layers_per_chunk=own_cut(job, layout, forward))
+
+
+def own_cut(job: Job, layout: Layout, priced: Units) -> tuple[int, ...]:
+    """Return the layers of each stage as AMP would cut them, empty where that is evenly.
+
+    Raises:
+        LayoutError: the batch does not divide.
+
+    """
+    layers = job.model.num_layers
     if layout.pp == 1 or layout.num_microbatches(job.batch.global_batch_size) == 1:
-        return replace(layout, layers_per_chunk=())
-    forward = units(job, layout, measurements, slot_of_rank(layout, measurements, None)).forward_s_U
-    layers = forward[1:-1].copy()
-    layers[0] += forward[0]
-    layers[-1] += forward[-1]
-    return replace(layout, layers_per_chunk=partition(layers.tolist(), layout.pp))
+        short, rest = divmod(layers, layout.pp)
+        return (short + 1,) * rest + (short,) * (layout.pp - rest) if rest else ()
+    forward_s = priced.forward_s_U
+    seconds = forward_s[1:-1].copy()
+    seconds[0] += forward_s[0]
+    seconds[-1] += forward_s[-1]
+    cut = partition(seconds.tolist(), layout.pp)
+    return cut if len(set(cut)) > 1 else ()
 
 
 def partition(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
@@ -95,16 +113,15 @@ def partition(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
         raise FactError(f"{len(seconds)} layers cannot make {stages} stages; take between 1 and {len(seconds)}")
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     count = len(seconds)
-    least = sums.copy()  # of the first i entries in one part
+    place = np.arange(count + 1)
+    # Of one part from entry `start` (row) to before entry `end` (column).
+    part_EE = np.where(place[:, None] < place, sums - sums[:, None], math.inf)
+    least = np.where(place > 0, sums, math.inf)  # of the first i entries in one part
     starts = []
-    for part in range(2, stages + 1):
-        best = np.full(count + 1, math.inf)
-        start = np.zeros(count + 1, dtype=np.int64)
-        for end in range(part, count + 1):
-            worst = np.maximum(least[part - 1 : end], sums[end] - sums[part - 1 : end])
-            start[end] = part - 1 + int(worst.argmin())
-            best[end] = worst.min()
-        least = best
+    for _ in range(1, stages):
+        worst_EE = np.maximum(least[:, None], part_EE)
+        start = worst_EE.argmin(axis=0)
+        least = worst_EE[start, place]
         starts.append(start)
     bounds = [count]
     for start in reversed(starts):

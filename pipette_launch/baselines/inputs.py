@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.collectives import Fabric
+from pipette_launch.cost.collectives import Fabric, Kind
 from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.groups import Groups
 from pipette_launch.cost.traffic import exchanges
@@ -61,6 +61,60 @@ def slot_of_rank(layout: Layout, measurements: Measurements, placement: Sequence
     return slots
 
 
+class UnitPrices:
+    """Units of the layouts of one job on one allocation; each tp and micro-batch in torchrun's order is priced once."""
+
+    def __init__(self, job: Job, measurements: Measurements) -> None:
+        self._job = job
+        self._measurements = measurements
+        self._table = ComputeTable(job, measurements)
+        self._fabric = Fabric(measurements.cluster, measurements.collectives)
+        self._known: dict[tuple[int, int, bool], Units] = {}
+
+    def in_torchrun_order(self, layout: Layout) -> Units:
+        """Price the units of a layout; its other degrees make no difference, as TP is the innermost of them.
+
+        Raises:
+            PlanError: nothing with this tp was measured.
+
+        """
+        key = (layout.tp, layout.micro_batch_size, layout.sequence_parallel)
+        if key not in self._known:
+            self._known[key] = self.of(layout, slot_of_rank(layout, self._measurements, None))
+        return self._known[key]
+
+    def of(self, layout: Layout, slot_W: NDArray[np.int64]) -> Units:
+        """Price the units of a layout on given slots; tensor parallelism at its slowest group.
+
+        Raises:
+            PlanError: nothing with this tp was measured.
+
+        """
+        model = self._job.model
+        each = replace(
+            layout,
+            pp=model.num_layers + 2,
+            vpp=1,
+            layers_per_chunk=(0, *(1,) * model.num_layers, 0),
+            recompute=NO_RECOMPUTE,
+        )
+        passes = self._table.chunk_passes(each)
+        compute_2U = np.array([[unit.forward_s for unit in passes], [unit.backward_s for unit in passes]])
+        idle_2U = np.array([[unit.forward_idle_s for unit in passes], [unit.backward_idle_s for unit in passes]])
+        slots_GK = slot_W[Groups.of(layout).tp]
+        exchanged_2U = np.zeros_like(compute_2U)
+        priced: dict[tuple[Kind, float], float] = {}
+        for item in exchanges(self._job, each, self._table.hiding(each)):
+            if item.group == "tp":
+                key = (item.kind, item.size_bytes)
+                if key not in priced:
+                    priced[key] = float(self._fabric.seconds_G(item.kind, slots_GK, item.size_bytes).max())
+                seconds = priced[key]
+                exchanged_2U += np.array([item.forward, item.backward]) * max(seconds - item.hidden_s, 0.0)
+        forward, backward = compute_2U + np.maximum(exchanged_2U - idle_2U, 0.0)
+        return Units(forward_s_U=forward, backward_s_U=backward)
+
+
 def units(job: Job, layout: Layout, measurements: Measurements, slot_W: NDArray[np.int64]) -> Units:
     """Price every unit of the model for one micro-batch; tensor parallelism at its slowest group.
 
@@ -70,27 +124,7 @@ def units(job: Job, layout: Layout, measurements: Measurements, slot_W: NDArray[
         PlanError: nothing with this tp was measured.
 
     """
-    model = job.model
-    each = replace(
-        layout,
-        pp=model.num_layers + 2,
-        vpp=1,
-        layers_per_chunk=(0, *(1,) * model.num_layers, 0),
-        recompute=NO_RECOMPUTE,
-    )
-    table = ComputeTable(job, measurements)
-    passes = table.chunk_passes(each)
-    compute_2U = np.array([[unit.forward_s for unit in passes], [unit.backward_s for unit in passes]])
-    idle_2U = np.array([[unit.forward_idle_s for unit in passes], [unit.backward_idle_s for unit in passes]])
-    fabric = Fabric(measurements.cluster, measurements.collectives)
-    ranks_GK = Groups.of(layout).tp
-    exchanged_2U = np.zeros_like(compute_2U)
-    for item in exchanges(job, each, table.hiding(each)):
-        if item.group == "tp":
-            seconds = float(fabric.seconds_G(item.kind, slot_W[ranks_GK], item.size_bytes).max())
-            exchanged_2U += np.array([item.forward, item.backward]) * max(seconds - item.hidden_s, 0.0)
-    forward, backward = compute_2U + np.maximum(exchanged_2U - idle_2U, 0.0)
-    return Units(forward_s_U=forward, backward_s_U=backward)
+    return UnitPrices(job, measurements).of(layout, slot_W)
 
 
 def refuse(model_name: str, layout: Layout, **largest: int) -> None:

@@ -6,18 +6,18 @@ at one of two figures, within a machine or between machines. T = simulated pipel
 micro-batches in flight are not counted. Left out: jitter, which is drawn anew for every price.
 """
 
-# W = ranks, S = slots.
+# W = ranks, S = slots, D = replicas, P = stages.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipette_launch.baselines.inputs import refuse, slot_of_rank, units
+from pipette_launch.baselines.inputs import UnitPrices, refuse, slot_of_rank
 from pipette_launch.baselines.varuna_schedule import PipelineTimes, makespan_s
 from pipette_launch.cost import activations, ends
 from pipette_launch.cost.collectives import Fabric
@@ -56,22 +56,47 @@ def step_time_s(
         LayoutError: the batch or the layers do not divide.
 
     """
-    refuse("Varuna", layout, tp=1, cp=1, ep=1, vpp=1)
-    layout = layout if placement is not None else replace(layout, use_tp_pp_dp_mapping=True)
-    slot_W = slot_of_rank(layout, measurements, placement)
-    forward, backward = units(job, layout, measurements, slot_W).stages_s(layout.stage_layers(job.model.num_layers))
-    groups = Groups.of(layout)
-    fabric = Fabric(measurements.cluster, measurements.collectives)
-    gradient_bytes = max(part.count for part in stage_parameters(job.model, layout)) * gradient_bytes_per_parameter(job)
-    pipelines = slot_W[groups.grid_PDCT].reshape(layout.pp, layout.dp).T.tolist()
-    microbatches = layout.num_microbatches(job.batch.global_batch_size)
-    simulate = makespan_s if priority == "varuna" else _one_forward_one_backward_s
-    passes = {"forward_s": tuple(forward.tolist()), "backward_s": tuple(backward.tolist())}
-    pipeline_s = max(
-        simulate(PipelineTimes(**passes, hop_s=hops), microbatches)
-        for hops in {_hops_s(job, layout, measurements.cluster, slots) for slots in pipelines}
-    )
-    return pipeline_s + float(fabric.seconds_G("all_reduce", slot_W[groups.dp_cp], gradient_bytes).max())
+    return VarunaPrices(job, measurements).step_time_s(layout, placement, priority=priority)
+
+
+class VarunaPrices:
+    """Varuna's step times of one job on one allocation; what layouts share is priced once."""
+
+    def __init__(self, job: Job, measurements: Measurements) -> None:
+        self._job = job
+        self._measurements = measurements
+        self._units = UnitPrices(job, measurements)
+        self._fabric = Fabric(measurements.cluster, measurements.collectives)
+        self._sends = _mean_sends(measurements.cluster)
+
+    def step_time_s(
+        self, layout: Layout, placement: Sequence[int] | None = None, *, priority: Priority = "varuna"
+    ) -> float:
+        """Predict seconds per step; see the function of this name."""
+        refuse("Varuna", layout, tp=1, cp=1, ep=1, vpp=1)
+        job = self._job
+        layout = layout if placement is not None else replace(layout, use_tp_pp_dp_mapping=True)
+        slot_W = slot_of_rank(layout, self._measurements, placement)
+        forward, backward = self._units.in_torchrun_order(layout).stages_s(layout.stage_layers(job.model.num_layers))
+        groups = Groups.of(layout)
+        gradient_bytes = max(part.count for part in stage_parameters(job.model, layout)) * gradient_bytes_per_parameter(
+            job
+        )
+        host_DP = self._fabric.host_S[slot_W[groups.grid_PDCT].reshape(layout.pp, layout.dp).T]
+        microbatches = layout.num_microbatches(job.batch.global_batch_size)
+        simulate = makespan_s if priority == "varuna" else _one_forward_one_backward_s
+        passes = {"forward_s": tuple(forward.tolist()), "backward_s": tuple(backward.tolist())}
+        pipeline_s = max(
+            simulate(PipelineTimes(**passes, hop_s=hops), microbatches) for hops in self._hops_s(layout, host_DP)
+        )
+        return pipeline_s + float(self._fabric.seconds_G("all_reduce", slot_W[groups.dp_cp], gradient_bytes).max())
+
+    def _hops_s(self, layout: Layout, host_DP: NDArray[np.int64]) -> set[tuple[float, ...]]:
+        """Price the hops of each pipeline: the mean send of all links within hosts, or of all between them."""
+        size = activations.residual_bytes(self._job.model, layout)
+        within, between = (latency_s + size * byte_s for latency_s, byte_s in self._sends)
+        hops_DP = np.where(host_DP[:, 1:] == host_DP[:, :-1], within, between)
+        return {tuple(hops) for hops in hops_DP.tolist()}
 
 
 def memory_bytes(job: Job, layout: Layout) -> int:
@@ -126,18 +151,19 @@ def largest_micro_batch(job: Job, layout: Layout, capacity_bytes: float) -> int:
     return low
 
 
-def _hops_s(job: Job, layout: Layout, cluster: Cluster, slots: Sequence[int]) -> tuple[float, ...]:
-    """Price each hop of a pipeline: the mean send of all links within hosts, or of all between them."""
-    size = activations.residual_bytes(job.model, layout)
-    latency, byte_s = cluster.latency_s_SS(), cluster.seconds_per_byte_SS()
-    host_S = np.arange(cluster.num_slots) // cluster.devices_per_host
-    same_SS = host_S[:, None] == host_S[None, :]
-    no_link = np.eye(cluster.num_slots, dtype=bool)
-    mean_s = {
-        same: float((latency + size * byte_s)[(same_SS == same) & ~no_link].mean()) if chosen else 0.0
-        for same, chosen in ((True, cluster.devices_per_host > 1), (False, len(cluster.hosts) > 1))
-    }
-    return tuple(mean_s[bool(same_SS[a, b])] for a, b in itertools.pairwise(slots))
+def _mean_sends(cluster: Cluster) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Mean latency and mean seconds per byte of all links within hosts, and of all between them; 0 for no link."""
+    inside = [(np.array(links.latency_s), links.seconds_per_byte()) for links in cluster.within_host]
+    outside = [(np.array(cluster.between_hosts.latency_s), cluster.between_hosts.seconds_per_byte())]
+
+    def mean(matrices: list[NDArray[np.float64]]) -> float:
+        width = len(matrices[0])
+        return float(np.mean(matrices, axis=0)[~np.eye(width, dtype=bool)].mean()) if width > 1 else 0.0
+
+    def means(pairs: list[tuple[NDArray[np.float64], NDArray[np.float64]]]) -> tuple[float, float]:
+        return mean([latency_s for latency_s, _ in pairs]), mean([byte_s for _, byte_s in pairs])
+
+    return means(inside), means(outside)
 
 
 def _one_forward_one_backward_s(times: PipelineTimes, microbatches: int) -> float:

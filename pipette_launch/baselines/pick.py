@@ -1,0 +1,151 @@
+"""What a rival planner is: from the job and the same measurements as ours to a layout and a placement of its own.
+
+A rival decides what it has a notion of (degrees, micro-batch, cut of the layers, order of hosts) and leaves everything
+else as the user has it: recompute, distributed optimizer, overlap. It never interleaves, and knows no CP and no EP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from pipette_launch.cost.memory import peak_memory_bytes
+from pipette_launch.cost.overhead import overhead_of
+from pipette_launch.errors import FactError, PlanError
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout, Recompute
+from pipette_launch.facts.measurements import Measurements
+
+Clock = Callable[[], float]
+Placement = tuple[int, ...]
+"""RANK of each slot."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannerOptions:
+    """What a rival may use beside the job and the measurements."""
+
+    capacity_bytes: int
+    """Memory of a device, all of it: each rival keeps a margin of its own."""
+    clock: Clock
+    """Seconds that only grow, such as `time.monotonic`."""
+    budget_s: float = 10.0
+    """For each candidate of a rival that anneals; Pipette's scripts give 10 s."""
+    seed: int = 0
+    memory_margin: float = 0.08
+    """Part of the device's memory that stays free, for rules that say no more than that it must fit."""
+    switches_H: tuple[tuple[int, ...], ...] = ()
+    """Declared switches above each host, topmost first, such as (pod, leaf); empty where nobody declared any."""
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes < 1 or not self.budget_s >= 0:
+            raise FactError(
+                f"planners need capacity_bytes >= 1 and budget_s >= 0, got {self.capacity_bytes} and {self.budget_s}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pick:
+    """One configuration of a rival's choice."""
+
+    layout: Layout
+    placement: Placement
+    claimed_s: float | None
+    """Step time by its own model; None where it has none."""
+    note: str
+    """What it looked at and left out, one sentence."""
+
+
+Ranking = Callable[[Job, Measurements, PlannerOptions], tuple[Pick, ...]]
+"""All that a rival considers, best first by its own lights; raises PlanError where that is nothing."""
+Planner = Callable[[Job, Measurements, PlannerOptions], Pick]
+
+
+def first_of(ranking: Ranking) -> Planner:
+    """Make a planner of a ranking: its first pick."""
+
+    def planner(job: Job, measurements: Measurements, options: PlannerOptions) -> Pick:
+        return ranking(job, measurements, options)[0]
+
+    return planner
+
+
+def ranked(name: str, picks: Iterator[Pick], *, nothing: str) -> tuple[Pick, ...]:
+    """Sort picks by the time that their own model claims, ties as they came; raises PlanError where there are none."""
+    found = tuple(sorted(picks, key=lambda pick: pick.claimed_s or 0.0))
+    if not found:
+        raise PlanError(f"{name} finds no layout: {nothing}")
+    return found
+
+
+def torchrun_order(world_size: int) -> Placement:
+    """Slot s has RANK s."""
+    return tuple(range(world_size))
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, rising; none of 0."""
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+def tensor_sizes(job: Job, measurements: Measurements) -> tuple[int, ...]:
+    """Return the TP that divides a host's devices and the model's heads, query groups and MLP."""
+    model = job.model
+    sides = (model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size)
+    return tuple(
+        size
+        for size in divisors(measurements.cluster.devices_per_host)
+        if all(side % size == 0 for side in sides)
+        and model.moe_shared_expert_intermediate_size % size == 0
+        and model.moe_ffn_hidden_size % size == 0
+    )
+
+
+def variant(
+    job: Job,
+    measurements: Measurements,
+    *,
+    tp: int,
+    pp: int,
+    dp: int,
+    micro_batch_size: int,
+    layers_per_chunk: tuple[int, ...] = (),
+    recompute: Recompute | None = None,
+) -> Layout | None:
+    """Return the user's own layout with other degrees, or None where a pin forbids them.
+
+    Sequence parallelism comes with TP, as Megatron's guide asks for, unless the user runs TP without it.
+    """
+    own = job.own
+    is_open = own.tp == 1 and "sequence_parallel" not in job.pinned
+    wants_sequence = own.sequence_parallel or (is_open and measurements.cluster.device_kind == "cuda")
+    layout = replace(
+        own,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        cp=1,
+        ep=1,
+        etp=tp,
+        vpp=1,
+        microbatch_group_size=0,
+        layers_per_chunk=layers_per_chunk,
+        micro_batch_size=micro_batch_size,
+        sequence_parallel=tp > 1 and wants_sequence and job.model.seq_length % tp == 0,
+        use_tp_pp_dp_mapping=False,
+        recompute=own.recompute if recompute is None else recompute,
+    )
+    return layout if all(getattr(layout, name) == getattr(own, name) for name in job.pinned) else None
+
+
+def device_peak_bytes(job: Job, layout: Layout, measurements: Measurements) -> int:
+    """What the fullest device holds by our own closed form, overhead included, for rivals that ship no figures."""
+    cluster = measurements.cluster
+    overhead = overhead_of(
+        job,
+        layout,
+        device_kind=cluster.device_kind,
+        device_name=cluster.hosts[0].devices[0].name,
+        measured_bytes=measurements.overhead_bytes,
+    )
+    return overhead.device_peak_bytes(max(parts.total for parts in peak_memory_bytes(job, layout)))

@@ -1,0 +1,196 @@
+"""The rivals as planners: legal picks, each the best by its own model, and what each of them cannot see."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+
+from pipette_launch.baselines import amp, pipette_latency, varuna
+from pipette_launch.baselines.pick import Pick, PlannerOptions
+from pipette_launch.baselines.placers import PLACERS
+from pipette_launch.baselines.planners import PLANNERS, RANKINGS
+from pipette_launch.errors import FactError, PlanError
+from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Links, Measurements
+from pipette_launch.search.rules import Rules
+from pipette_launch.units import GIB
+
+CASES = tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))
+SEARCHING = ("amp", "amp-pipette", "varuna", "varuna-1f1b", "pipette", "megatron-rules")
+
+
+class Ticks:
+    """A clock that shows a millisecond more at every look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        """Tick once."""
+        self.now += 1e-3
+        return self.now
+
+
+def options(**changes: object) -> PlannerOptions:
+    """Plenty of memory, and 300 steps for each annealing."""
+    given = PlannerOptions(capacity_bytes=8 * GIB, clock=Ticks(), budget_s=0.3)
+    return replace(given, **changes)  # type: ignore[arg-type]
+
+
+def unequal(hosts: int = 4) -> Measurements:
+    """Hosts of two devices; the farther apart two hosts are named, the slower their link, one way more than back."""
+    cluster = tiny_cluster(hosts, 2)
+    rates = tuple(
+        tuple(0.0 if a == b else 1e8 / (1 + abs(a - b) + 0.1 * (a > b)) for b in range(hosts)) for a in range(hosts)
+    )
+    links = Links(latency_s=cluster.between_hosts.latency_s, bandwidth_bytes_per_s=rates)
+    return tiny_measurements(replace(cluster, between_hosts=links), CASES)
+
+
+def picked(name: str, job: Job, measurements: Measurements, **changes: object) -> Pick:
+    """The pick of one rival."""
+    return PLANNERS[name](job, measurements, options(**changes))
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_every_pick_is_legal_and_fills_every_slot(name: str) -> None:
+    """Megatron takes each layout of a ranking, every RANK is used once, and the order is by the rival's own claims."""
+    job = tiny_job(8)
+    ranking = RANKINGS[name](job, unequal(), options())
+    rules = Rules.of(job, device_kind="cpu")
+
+    assert not [reason for pick in ranking if (reason := rules.fault(pick.layout))]
+    assert all(list(range(8)) == sorted(pick.placement) for pick in ranking)
+    assert len(ranking) == len({pick.layout for pick in ranking})
+    if name in SEARCHING and name != "megatron-rules":
+        claims = [pick.claimed_s for pick in ranking]
+        assert claims == sorted(claims)
+
+
+def test_claims_are_those_of_the_published_models() -> None:
+    """What a planner says of its pick is what the model of the same name says of that layout and placement."""
+    job, measured = tiny_job(8), unequal()
+
+    for pick in RANKINGS["amp"](job, measured, options()):
+        assert pick.claimed_s == pytest.approx(amp.step_time_s(job, pick.layout, measured))
+    for pick in RANKINGS["amp-pipette"](job, measured, options()):
+        assert pick.claimed_s == pytest.approx(pipette_latency.amp_arm_s(job, pick.layout, measured))
+    for pick in RANKINGS["varuna"](job, measured, options()):
+        assert pick.claimed_s == pytest.approx(varuna.step_time_s(job, pick.layout, measured, pick.placement))
+    for pick in RANKINGS["pipette"](job, measured, options()):
+        claim = pipette_latency.step_time_s(job, pick.layout, measured, pick.placement)
+        assert pick.claimed_s == pytest.approx(claim)
+
+
+def test_amp_takes_the_least_of_its_own_model() -> None:
+    """Every tp, dp, micro-batch and cut of four layers, tried one by one."""
+    job, measured = replace(tiny_job(4), batch=Batch(global_batch_size=4)), tiny_measurements(tiny_cluster(2, 2), CASES)
+    claims = {}
+    for tp, dp, size in itertools.product((1, 2), (1, 2, 4), (1, 2, 4)):
+        pp = 4 // (tp * dp)
+        if tp * dp > 4 or 4 // dp % size:
+            continue
+        for cut in itertools.product(range(1, 5), repeat=pp):
+            if sum(cut) == 4:
+                layout = Layout(tp=tp, etp=tp, pp=pp, dp=dp, micro_batch_size=size, layers_per_chunk=cut)
+                claims[layout] = amp.step_time_s(job, layout, measured)
+
+    assert min(claims.values()) == pytest.approx(picked("amp", job, measured).claimed_s)
+
+
+def test_amp_does_not_ask_for_memory_and_the_others_do() -> None:
+    """On devices of 100 kB AMP picks what it always picks; Varuna, Pipette and the rules find nothing."""
+    job, measured = tiny_job(8), unequal()
+
+    assert picked("amp", job, measured) == picked("amp", job, measured, capacity_bytes=100_000)
+    for name in ("varuna", "pipette", "megatron-rules"):
+        with pytest.raises(PlanError, match="find"):
+            picked(name, job, measured, capacity_bytes=100_000)
+
+
+@pytest.mark.parametrize("name", ["varuna", "varuna-1f1b"])
+def test_varuna_has_no_tensor_parallelism_and_packs_its_pipelines(name: str) -> None:
+    """Tp = 1, full recompute, the largest micro-batch that divides, and slots in a row are stages in a row."""
+    job, measured = tiny_job(8), unequal()
+
+    for pick in RANKINGS[name](job, measured, options()):
+        layout = pick.layout
+        cells = [layout.cell_of(rank) for rank in pick.placement]
+        assert (1, "full", 16 // layout.dp) == (layout.tp, layout.recompute.granularity, layout.micro_batch_size)
+        assert [slot % layout.pp for slot in range(8)] == [cell.pp for cell in cells]
+        assert [slot // layout.pp for slot in range(8)] == [cell.dp for cell in cells]
+
+
+def test_varuna_takes_a_smaller_micro_batch_where_memory_ends() -> None:
+    """Between the needs of two and of four samples it takes two."""
+    job, measured = tiny_job(8), unequal()
+    two, four = (varuna.memory_bytes(job, Layout(pp=2, dp=4, micro_batch_size=size)) for size in (2, 4))
+    found = RANKINGS["varuna"](job, measured, options(capacity_bytes=(two + four) // 2))
+
+    assert [2] == [pick.layout.micro_batch_size for pick in found if pick.layout.pp == 2]
+
+
+def test_pipette_moves_its_hosts_off_the_slow_links() -> None:
+    """Hosts in a shuffled chain: its mapping claims less than torchrun's order, and the same seed gives it again."""
+    cluster = unequal().cluster
+    shuffled = [2, 0, 3, 1]
+    rates = cluster.between_hosts.bandwidth_bytes_per_s
+    chain = tuple(tuple(rates[a][b] for b in shuffled) for a in shuffled)
+    links = replace(cluster.between_hosts, bandwidth_bytes_per_s=chain)
+    measured = tiny_measurements(replace(cluster, between_hosts=links), CASES)
+    job = replace(tiny_job(8, pinned=("pp",)), own=Layout(pp=4, dp=2), batch=Batch(global_batch_size=64))
+    pick = picked("pipette", job, measured)
+
+    assert 4 == pick.layout.pp
+    assert pick.claimed_s is not None
+    assert pick.claimed_s < pipette_latency.step_time_s(job, pick.layout, measured)
+    assert pick == picked("pipette", job, measured)
+
+
+def test_megatrons_rules_widen_tp_before_pp_and_recompute_last() -> None:
+    """As memory shrinks: data parallelism alone, then TP, then PP, then recompute."""
+    model = tiny_model(num_layers=4, hidden_size=512, ffn_hidden_size=2048, kv_channels=128, seq_length=256)
+    job, measured = tiny_job(8, model=model), unequal()
+    layouts = [
+        picked("megatron-rules", job, measured, capacity_bytes=mebibytes << 20).layout
+        for mebibytes in (200, 100, 70, 60, 50)
+    ]
+
+    assert [(1, 1), (2, 1), (2, 2), (2, 4), (2, 4)] == [(layout.tp, layout.pp) for layout in layouts]
+    assert ["none"] * 4 + ["full"] == [layout.recompute.granularity for layout in layouts]
+
+
+def test_pins_hold() -> None:
+    """No rival changes what the user has pinned; where nothing of that kind is left, it says so."""
+    job = tiny_job(8, pinned=("tp",))
+
+    assert all(1 == picked(name, job, unequal()).layout.tp for name in SEARCHING)
+    with pytest.raises(PlanError, match="Varuna finds no layout"):
+        picked("varuna", tiny_job(8, own=Layout(tp=2, etp=2, dp=4), pinned=("tp",)), unequal())
+
+
+def test_sorted_order_groups_the_hosts_of_a_switch() -> None:
+    """Leaves b, a, b, a: the hosts of leaf a come first, each in its order; without a map nothing moves."""
+    measured, layout = unequal(), Layout(dp=8)
+    placed = {
+        switches: PLACERS["topology-sorted"](layout, measured, options(switches_H=switches))
+        for switches in (((0, 2), (0, 1), (0, 2), (0, 1)), ())
+    }
+
+    assert [(4, 5, 0, 1, 6, 7, 2, 3), tuple(range(8))] == list(placed.values())
+    with pytest.raises(PlanError, match="declared for 1 hosts"):
+        PLACERS["topology-sorted"](layout, measured, options(switches_H=((1,),)))
+
+
+def test_random_order_is_seeded_and_moves_whole_hosts() -> None:
+    """The same seed gives the same order; the two devices of a host stay neighbours."""
+    orders = [PLACERS["random"](Layout(dp=8), unequal(), options(seed=seed)) for seed in (3, 3, 4)]
+
+    assert orders[0] == orders[1] != orders[2]
+    assert all(order[2 * host] + 1 == order[2 * host + 1] for order in orders for host in range(4))
+
+
+def test_impossible_options_are_refused() -> None:
+    """Memory and time are positive."""
+    with pytest.raises(FactError, match="capacity_bytes >= 1"):
+        options(capacity_bytes=0)

@@ -74,7 +74,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 110) -> Done:
+def finish(process: subprocess.Popen[str], timeout_s: float = 200) -> Done:
     """Wait for a launcher."""
     out, err = process.communicate(timeout=timeout_s)
     return Done(process.returncode, out, err)

@@ -11,7 +11,7 @@ from end_to_end.jobs import ECHO, HOST, MODEL, Done, finish, pipette, plan, plan
 
 from pipette_launch.facts import Layout
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.processes
 ONE_STEP = [*MODEL, "--train-iters", "1"]
 
 

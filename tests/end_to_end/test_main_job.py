@@ -14,7 +14,7 @@ from pipette_launch import megatron
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.outcome import Outcome
 
-pytestmark = [pytest.mark.timeout(230), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(420), pytest.mark.processes]
 STEPS = ["--train-iters", "4"]
 
 

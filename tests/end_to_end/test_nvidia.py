@@ -11,7 +11,7 @@ from end_to_end.jobs import pipette
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.slow,
+    pytest.mark.processes,
     pytest.mark.skipif(not CHECKOUT, reason="needs a checkout of Megatron-LM, named by MEGATRON_LM_DIR"),
 ]
 # A command for GPUs: nothing in it knows of the CPU.

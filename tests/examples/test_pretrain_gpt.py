@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 TINY = (

@@ -28,7 +28,7 @@ def found() -> dict[str, list[dict[str, Any]]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=200,
     )
     assert 0 == worker.returncode, worker.stderr[-2000:]
     result: dict[str, list[dict[str, Any]]] = json.loads(worker.stdout.splitlines()[-1])

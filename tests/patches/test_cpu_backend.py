@@ -111,7 +111,7 @@ def losses(num_processes: int, cases: dict[str, dict[str, Any]]) -> dict[str, li
         env=environ,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -119,7 +119,7 @@ def losses(num_processes: int, cases: dict[str, dict[str, Any]]) -> dict[str, li
     return {case: [float(loss) for name, loss in lines if name == case] for case in cases}
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_tiny_gpt_learns_in_every_parallel_way() -> None:
     """Each kind of parallelism that a CPU can do lowers the loss in five steps, and sequence parallelism is exact."""
     moe = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
@@ -140,7 +140,7 @@ def test_a_tiny_gpt_learns_in_every_parallel_way() -> None:
     assert found["tp"] == found["tp sp"]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_recomputing_changes_no_number() -> None:
     """Full recompute, and the selective kinds that crash without Transformer Engine, give the losses of neither."""
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -107,7 +107,7 @@ def test_our_own_errors_are_one_line(tmp_path: Path, arguments: list[str], code:
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_spawned_processes_are_patched(tmp_path: Path) -> None:
     """A process that multiprocessing spawns finds the script's names, its argv and the patch."""
     (tmp_path / "spawns.py").write_text(SPAWNS)

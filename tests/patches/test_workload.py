@@ -24,7 +24,7 @@ def found() -> dict[str, Any]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=200,
     )
     assert 0 == worker.returncode, worker.stderr
     result: dict[str, Any] = json.loads(worker.stdout.splitlines()[-1])

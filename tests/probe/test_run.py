@@ -12,7 +12,7 @@ from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.run import main
 
 # Eight seconds on two idle cores, most of it imports; more than ten times that on a busy machine.
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.processes
 TP2 = ComputeCase(tp=2, cp=1, micro_batch_size=1)
 CP2 = ComputeCase(tp=1, cp=2, micro_batch_size=1)
 PARTS = {"layer", "moe_layer", "embedding", "head"}

@@ -16,7 +16,7 @@ from pipette_launch.facts import ComputeCase, files
 from pipette_launch.probe.options import ProbeOptions
 
 ROOT = Path(__file__).parent.parent.parent
-LIMIT_S = 100
+LIMIT_S = 200
 REFERENCE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 
 

@@ -16,103 +16,132 @@ is the library's, not the link's. A send is not corrected: the links themselves 
 at the same time are priced each by itself: their contention is in the price as far as it was in the measurement.
 """
 
-# S = slots, G = groups of one kind, K = members of a group in ring order.
+# G = groups of one kind, K = members of a group in ring order, L = links of a group.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.errors import FactError
-from pipette_launch.facts.cluster import Cluster, Links
+from pipette_launch.cost.links import LinkTable, best_links
+from pipette_launch.cost.scales import Kind, MeasuredGroups, Scale, chunk_share, num_steps
+from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.measurements import CollectiveTime
 
-T = TypeVar("T", float, NDArray[np.float64])
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+__all__ = ["Fabric", "Kind", "Routes", "chunk_share", "num_steps"]
 
-# Which kind stands in where one was not measured: the same ring, only run once or twice.
-_STAND_IN: dict[Kind, tuple[Kind, ...]] = {
-    "all_reduce": ("reduce_scatter", "all_gather"),
-    "all_gather": ("reduce_scatter", "all_reduce"),
-    "reduce_scatter": ("all_gather", "all_reduce"),
-    "all_to_all": (),
-    "send": (),
-}
-
-
-def num_steps(kind: Kind, size: int) -> int:
-    """How many chunks each member of a group of `size` sends, one after the other."""
-    if size < 2:
-        return 0
-    if kind == "send":
-        return 1
-    return 2 * (size - 1) if kind == "all_reduce" else size - 1
-
-
-def chunk_share(kind: Kind, size: int) -> float:
-    """The part of the tensor that one step moves."""
-    return 1.0 if kind == "send" else 1.0 / size
+LINKS_AT_ONCE = 1 << 19
+"""An all-to-all is priced in pieces of about so many links, some tens of MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scale:
-    """How a collective was measured to differ from the formula; entry h is for groups on h hosts, 0 is unused."""
+class Routes:
+    """The links of rings or sends, looked up once and priced for any number of sizes."""
 
-    latency_factor: NDArray[np.float64]
-    """On each link's latency, at most 1."""
-    extra_latency_s: NDArray[np.float64]
-    """Of each step, on top of its link's."""
-    bytes_factor: NDArray[np.float64]
-    """On each link's time per byte."""
-    is_measured: bool
+    hosts_G: NDArray[np.int64]
+    """Hosts that each group lies on; 0 where no measurement asks for it."""
+    latency_s_GL: NDArray[np.float64]
+    seconds_per_byte_GL: NDArray[np.float64]
 
 
 class Fabric:
-    """The links of an allocation, with what was measured on groups of them."""
+    """The links of an allocation, with what was measured on groups of them.
+
+    It holds the H x H links between hosts and the D x D within each different one, never S x S.
+    """
 
     def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime] = ()) -> None:
         self.cluster = cluster
-        self.latency_s_SS = cluster.latency_s_SS()
-        self.seconds_per_byte_SS = cluster.seconds_per_byte_SS()
-        self.host_S = np.arange(cluster.num_slots) // cluster.devices_per_host
-        self._best_across = _best_links([cluster.between_hosts])
-        self._best_within = _best_links(cluster.within_host)
-        self._collectives = tuple(collectives)
-        self._scales: dict[tuple[Kind, int], Scale] = {}
-        for measured in self._collectives:
-            if not all(0 <= slot < cluster.num_slots for slot in measured.slots) or len(measured.slots) < 2:
-                raise FactError(
-                    f"{measured.kind} was measured on slots {measured.slots}; a group needs two or more of the "
-                    f"{cluster.num_slots} slots of this cluster"
-                )
+        self._table = LinkTable.of(cluster)
+        self.host_S = self._table.host_S
+        self._best_across = best_links([cluster.between_hosts])
+        self._best_within = best_links(cluster.within_host)
+        self._measured = MeasuredGroups(cluster, collectives, self._table)
+
+    def latency_s(self, sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds before the first byte arrives, from slots to slots of equal shape; 0 from a slot to itself."""
+        return self._table.latency_s_L[self._table.links(sender, receiver)]
+
+    def seconds_per_byte(self, sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> NDArray[np.float64]:
+        """1 / bandwidth from slots to slots of equal shape; 0 from a slot to itself."""
+        return self._table.seconds_per_byte_L[self._table.links(sender, receiver)]
 
     def seconds(self, kind: Kind, slots: Sequence[int], size_bytes: float) -> float:
         """Price one group; its ring runs in the order of `slots`."""
         return float(self.seconds_G(kind, np.array([slots], dtype=np.int64), size_bytes)[0])
 
     def seconds_G(
-        self, kind: Kind, slots_GK: NDArray[np.int64], size_bytes: float | NDArray[np.float64]
+        self,
+        kind: Kind,
+        slots_GK: NDArray[np.int64],
+        size_bytes: float | NDArray[np.float64],
+        *,
+        links_at_once: int = LINKS_AT_ONCE,
     ) -> NDArray[np.float64]:
         """Price groups of one size, each by itself; `size_bytes` may differ from group to group."""
         size = slots_GK.shape[1]
-        steps = num_steps(kind, size)
-        if steps == 0:
+        if num_steps(kind, size) == 0:
             return np.zeros(slots_GK.shape[0])
-        scale = self.scale(kind, size)
+        if kind != "all_to_all":
+            return self.routed_s_G(kind, size, self.routes(kind, slots_GK), size_bytes)
         hosts_G = self._num_hosts(slots_GK)
-        sender, receiver = _links(kind, slots_GK)
-        chunk_G = np.broadcast_to(np.asarray(size_bytes, dtype=np.float64), hosts_G.shape) * chunk_share(kind, size)
-        step_G = _step_s(
-            self.latency_s_SS[sender, receiver] * scale.latency_factor[hosts_G][:, None],
-            self.seconds_per_byte_SS[sender, receiver] * scale.bytes_factor[hosts_G][:, None],
-            chunk_G[:, None],
-        ).max(axis=1)
-        seconds: NDArray[np.float64] = steps * (step_G + scale.extra_latency_s[hosts_G])
+        step_s_G: NDArray[np.float64] | None = None
+        for receiver_GL in _partners(slots_GK, links_at_once):
+            sender_GL = np.tile(slots_GK, (1, receiver_GL.shape[1] // size))
+            some_s_G = self._step_s_G(kind, size, self._routes(hosts_G, sender_GL, receiver_GL), size_bytes)
+            step_s_G = some_s_G if step_s_G is None else np.maximum(step_s_G, some_s_G)
+        assert step_s_G is not None
+        return self._steps_s(kind, size, hosts_G, step_s_G)
+
+    def routes(self, kind: Kind, slots_GK: NDArray[np.int64]) -> Routes:
+        """Look up the links of rings, or of sends from the first to the second of each pair.
+
+        All rings over the same slots have the same routes, whatever their kind. An all-to-all has too many links for
+        this; `seconds_G` prices it piece by piece.
+        """
+        if kind == "send":
+            return self._routes(np.zeros(len(slots_GK), dtype=np.int64), slots_GK[:, :1], slots_GK[:, 1:2])
+        return self._routes(self._num_hosts(slots_GK), slots_GK, np.roll(slots_GK, -1, axis=1))
+
+    def routed_s_G(
+        self, kind: Kind, size: int, routes: Routes, size_bytes: float | NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Price groups of `size` slots whose links were looked up by `routes`."""
+        return self._steps_s(kind, size, routes.hosts_G, self._step_s_G(kind, size, routes, size_bytes))
+
+    def _routes(self, hosts_G: NDArray[np.int64], sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> Routes:
+        links = self._table.links(sender, receiver)
+        return Routes(
+            hosts_G=hosts_G,
+            latency_s_GL=self._table.latency_s_L.take(links),
+            seconds_per_byte_GL=self._table.seconds_per_byte_L.take(links),
+        )
+
+    def _step_s_G(
+        self, kind: Kind, size: int, routes: Routes, size_bytes: float | NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Slowest link of one step."""
+        scale = self.scale(kind, size)
+        latency_s, per_byte_s = routes.latency_s_GL, routes.seconds_per_byte_GL
+        if scale.is_measured:
+            latency_s = latency_s * scale.latency_factor[routes.hosts_G][:, None]
+            per_byte_s = per_byte_s * scale.bytes_factor[routes.hosts_G][:, None]
+        chunk = np.asarray(size_bytes, dtype=np.float64) * chunk_share(kind, size)
+        step_s_GL = per_byte_s * (chunk[:, None] if chunk.ndim else chunk)
+        step_s_GL += latency_s
+        slowest: NDArray[np.float64] = step_s_GL.max(axis=1)
+        return slowest
+
+    def _steps_s(
+        self, kind: Kind, size: int, hosts_G: NDArray[np.int64], step_s_G: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        scale = self.scale(kind, size)
+        if scale.is_measured:
+            step_s_G = step_s_G + scale.extra_latency_s[hosts_G]
+        seconds: NDArray[np.float64] = num_steps(kind, size) * step_s_G
         return seconds
 
     def bound_s(self, kind: Kind, size: int, size_bytes: float) -> float:
@@ -127,88 +156,36 @@ class Fabric:
         chunk = size_bytes * chunk_share(kind, size)
         fewest = -(-size // self.cluster.devices_per_host)
         most = min(size, len(self.cluster.hosts))
-        best = min(
-            _step_s(latency_s * scale.latency_factor[hosts], byte_s * scale.bytes_factor[hosts], chunk)
-            + scale.extra_latency_s[hosts]
-            for hosts in range(fewest, most + 1)
-            for latency_s, byte_s in (self._best_across if hosts > 1 else self._best_within)
-        )
-        return steps * float(best)
+        best = float("inf")
+        for counts, links in (
+            (slice(fewest, 2), self._best_within),
+            (slice(max(fewest, 2), most + 1), self._best_across),
+        ):
+            extra_s = scale.extra_latency_s[counts]
+            for latency_s, byte_s in links if len(extra_s) else ():
+                step_s = latency_s * scale.latency_factor[counts] + byte_s * scale.bytes_factor[counts] * chunk
+                best = min(best, float((step_s + extra_s).min()))
+        return steps * best
 
     def scale(self, kind: Kind, size: int) -> Scale:
         """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
-        if (kind, size) not in self._scales:
-            self._scales[kind, size] = self._scale(kind, size)
-        return self._scales[kind, size]
-
-    def _scale(self, kind: Kind, size: int) -> Scale:
-        hosts = len(self.cluster.hosts)
-        rows = np.tile([1.0, 0.0, 1.0], (hosts + 1, 1))
-        candidates: list[CollectiveTime] = []
-        for name in (kind, *_STAND_IN[kind]) if kind != "send" else ():
-            candidates = candidates or [measured for measured in self._collectives if measured.kind == name]
-        for count in range(1, hosts + 1) if candidates else ():
-            rows[count] = self._correction(min(candidates, key=lambda measured: self._distance(measured, size, count)))
-        return Scale(
-            latency_factor=rows[:, 0],
-            extra_latency_s=rows[:, 1],
-            bytes_factor=rows[:, 2],
-            is_measured=bool(candidates),
-        )
-
-    def _distance(self, measured: CollectiveTime, size: int, hosts: int) -> tuple[bool, float, float, tuple[int, ...]]:
-        """Within a host or across hosts first, then members, then hosts; the slots break ties, so order does not."""
-        spans = len({self.cluster.host_of(slot) for slot in measured.slots})
-        return (
-            (spans > 1) != (hosts > 1),
-            abs(math.log(len(measured.slots) / size)),
-            abs(math.log(spans / hosts)),
-            measured.slots,
-        )
-
-    def _correction(self, measured: CollectiveTime) -> tuple[float, float, float]:
-        """Latency factor, extra latency of a step and byte factor that make the formula give the measured times."""
-        slots_GK = np.array([measured.slots], dtype=np.int64)
-        size = len(measured.slots)
-        sender, receiver = _links(measured.kind, slots_GK)
-        steps = num_steps(measured.kind, size)
-        link_s = float(self.latency_s_SS[sender, receiver].max())
-        step_s = measured.latency_s / steps
-        byte_s = steps * chunk_share(measured.kind, size) * float(self.seconds_per_byte_SS[sender, receiver].max())
-        factor = step_s / link_s if step_s < link_s else 1.0
-        return factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s
+        return self._measured.scale(kind, size)
 
     def _num_hosts(self, slots_GK: NDArray[np.int64]) -> NDArray[np.int64]:
-        hosts_GK = np.sort(self.host_S[slots_GK], axis=1)
+        """Count the hosts of each group; zeros where nothing was measured, as then nobody asks."""
+        if not self._measured.any:
+            return np.zeros(len(slots_GK), dtype=np.int64)
+        hosts_GK = self.host_S[slots_GK]
+        if (hosts_GK[:, 1:] < hosts_GK[:, :-1]).any():
+            hosts_GK.sort(axis=1)
         counts: NDArray[np.int64] = 1 + (hosts_GK[:, 1:] != hosts_GK[:, :-1]).sum(axis=1)
         return counts
 
 
-def _best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
-    """(latency, seconds per byte) of the links that no other beats in both."""
-    pairs: set[tuple[float, float]] = set()
-    for links in dict.fromkeys(matrices):
-        chosen = ~np.eye(links.size, dtype=bool)
-        latency_s, byte_s = np.array(links.latency_s)[chosen], links.seconds_per_byte()[chosen]
-        pairs.update(zip(latency_s.tolist(), byte_s.tolist(), strict=True))
-    front: list[tuple[float, float]] = []
-    for latency, per_byte in sorted(pairs):
-        if not front or per_byte < front[-1][1]:
-            front.append((latency, per_byte))
-    return tuple(front)
-
-
-def _links(kind: Kind, slots_GK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Sender and receiver of every link that a collective of these groups uses."""
-    if kind == "send":
-        return slots_GK[:, :1], slots_GK[:, 1:2]
-    if kind != "all_to_all":
-        return slots_GK, np.roll(slots_GK, -1, axis=1)
+def _partners(slots_GK: NDArray[np.int64], links_at_once: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the receivers of each member in an all-to-all, shift by shift, in pieces of bounded size."""
     size = slots_GK.shape[1]
-    sender = np.tile(slots_GK, (1, size - 1))
-    receiver = np.concatenate([np.roll(slots_GK, -shift, axis=1) for shift in range(1, size)], axis=1)
-    return sender, receiver
-
-
-def _step_s(latency_s: T, seconds_per_byte: T, size_bytes: T | float) -> T:
-    return latency_s + seconds_per_byte * size_bytes
+    at_once = max(1, links_at_once // max(slots_GK.size, 1))
+    for first in range(1, size, at_once):
+        shifts = range(first, min(first + at_once, size))
+        yield np.concatenate([np.roll(slots_GK, -shift, axis=1) for shift in shifts], axis=1)

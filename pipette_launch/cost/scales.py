@@ -1,0 +1,149 @@
+"""How collectives were measured to differ from the formula of equal steps (see `collectives`)."""
+
+# H = hosts, M = measured groups.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.links import LinkTable
+from pipette_launch.errors import FactError
+from pipette_launch.facts.cluster import Cluster
+from pipette_launch.facts.measurements import CollectiveTime
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+# Which kind stands in where one was not measured: the same ring, only run once or twice.
+_STAND_IN: dict[Kind, tuple[Kind, ...]] = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "all_gather": ("reduce_scatter", "all_reduce"),
+    "reduce_scatter": ("all_gather", "all_reduce"),
+    "all_to_all": (),
+    "send": (),
+}
+
+
+def num_steps(kind: Kind, size: int) -> int:
+    """How many chunks each member of a group of `size` sends, one after the other."""
+    if size < 2:
+        return 0
+    if kind == "send":
+        return 1
+    return 2 * (size - 1) if kind == "all_reduce" else size - 1
+
+
+def chunk_share(kind: Kind, size: int) -> float:
+    """The part of the tensor that one step moves."""
+    return 1.0 if kind == "send" else 1.0 / size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How a collective was measured to differ from the formula; entry h is for groups on h hosts, 0 is unused."""
+
+    latency_factor: NDArray[np.float64]
+    """On each link's latency, at most 1."""
+    extra_latency_s: NDArray[np.float64]
+    """Of each step, on top of its link's."""
+    bytes_factor: NDArray[np.float64]
+    """On each link's time per byte."""
+    is_measured: bool
+
+
+class MeasuredGroups:
+    """The groups of slots on which collectives were measured."""
+
+    def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime], table: LinkTable) -> None:
+        self._hosts = len(cluster.hosts)
+        self._devices = cluster.devices_per_host
+        self._table = table
+        self._collectives = tuple(collectives)
+        self._scales: dict[tuple[Kind, int], Scale] = {}
+        self._corrections: dict[int, tuple[float, float, float]] = {}
+        self._spans: dict[int, int] = {}
+        for measured in self._collectives:
+            slots = measured.slots
+            if len(slots) < 2 or min(slots) < 0 or max(slots) >= cluster.num_slots:
+                raise FactError(
+                    f"{measured.kind} was measured on slots {slots}; a group needs two or more of the "
+                    f"{cluster.num_slots} slots of this cluster"
+                )
+
+    @property
+    def any(self) -> bool:
+        """Whether any collective was measured, sends apart: these are never corrected."""
+        return any(measured.kind != "send" for measured in self._collectives)
+
+    def scale(self, kind: Kind, size: int) -> Scale:
+        """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
+        if (kind, size) not in self._scales:
+            self._scales[kind, size] = self._scale(kind, size)
+        return self._scales[kind, size]
+
+    def _scale(self, kind: Kind, size: int) -> Scale:
+        rows = np.tile([1.0, 0.0, 1.0], (self._hosts + 1, 1))
+        candidates: list[CollectiveTime] = []
+        for name in (kind, *_STAND_IN[kind]) if kind != "send" else ():
+            candidates = candidates or [measured for measured in self._collectives if measured.kind == name]
+        for counts, across in ((np.arange(1, 2), False), (np.arange(2, self._hosts + 1), True)):
+            if candidates and len(counts):
+                nearest = self._nearest(candidates, size, across=across)
+                corrections = np.array([self._correction(measured) for measured in nearest])
+                spans = np.array([self._num_hosts(measured) for measured in nearest])
+                rows[counts] = corrections[np.abs(np.log(spans / counts[:, None])).argmin(axis=1)]
+        return Scale(
+            latency_factor=rows[:, 0],
+            extra_latency_s=rows[:, 1],
+            bytes_factor=rows[:, 2],
+            is_measured=bool(candidates),
+        )
+
+    def _nearest(self, candidates: Sequence[CollectiveTime], size: int, *, across: bool) -> list[CollectiveTime]:
+        """Within a host or across hosts first, then members; what is left is in the order of its slots.
+
+        So of those that are on equally near numbers of hosts the slots decide, not the order in which they were given.
+        """
+        same = [measured for measured in candidates if (self._num_hosts(measured) > 1) == across] or candidates
+        distances = [abs(np.log(len(measured.slots) / size)) for measured in same]
+        near = [measured for measured, distance in zip(same, distances, strict=True) if distance == min(distances)]
+        return sorted(near, key=lambda measured: measured.slots)
+
+    def _num_hosts(self, measured: CollectiveTime) -> int:
+        # Groups of several kinds share one tuple of slots.
+        key = id(measured.slots)
+        if key not in self._spans:
+            self._spans[key] = len({slot // self._devices for slot in measured.slots})
+        return self._spans[key]
+
+    def _correction(self, measured: CollectiveTime) -> tuple[float, float, float]:
+        """Latency factor, extra latency of a step and byte factor that make the formula give the measured times."""
+        if id(measured) not in self._corrections:
+            size = len(measured.slots)
+            steps = num_steps(measured.kind, size)
+            link_s, per_byte_s = self._slowest(measured)
+            step_s = measured.latency_s / steps
+            byte_s = steps * chunk_share(measured.kind, size) * per_byte_s
+            factor = step_s / link_s if step_s < link_s else 1.0
+            found = factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s
+            self._corrections[id(measured)] = found
+        return self._corrections[id(measured)]
+
+    def _slowest(self, measured: CollectiveTime) -> tuple[float, float]:
+        """Largest latency and largest time per byte of the links that a measured group used."""
+        latency_s = per_byte_s = 0.0
+        for receiver in self._receivers(measured):
+            links = self._table.links(np.array(measured.slots), receiver)
+            latency_s = max(latency_s, float(self._table.latency_s_L[links].max()))
+            per_byte_s = max(per_byte_s, float(self._table.seconds_per_byte_L[links].max()))
+        return latency_s, per_byte_s
+
+    def _receivers(self, measured: CollectiveTime) -> Iterator[NDArray[np.int64]]:
+        slots = np.array(measured.slots)
+        shifts = range(1, len(slots)) if measured.kind == "all_to_all" else (1,)
+        for shift in shifts:
+            yield np.roll(slots, -shift)

@@ -9,17 +9,17 @@ from pipette_launch.cost.overhead import allowed_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
-from pipette_launch.search.enumerate import Enumeration, layouts
+from pipette_launch.search.enumerate import layouts
 from pipette_launch.units import bytes_text
 
 MOST_HOSTS_MORE = 8
 """A larger allocation is proposed up to so many times its hosts."""
 
 
-def nothing_left(field: Field, found: Enumeration, *, dropped: Mapping[str, int], memory_margin: float) -> PlanError:
+def nothing_left(field: Field, *, dropped: Mapping[str, int], memory_margin: float) -> PlanError:
     """Explain why no layout is left to price, all of those that are legal having fallen out."""
     if dropped.get(OVER_MEMORY):
-        return _nothing_fits(field, found, memory_margin)
+        return _nothing_fits(field, memory_margin)
     if dropped.get(NOT_MEASURED):
         cases = ", ".join(
             f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in field.measurements.compute_cases()
@@ -39,10 +39,11 @@ def _nothing_legal(field: Field) -> PlanError:
     return PlanError(f"no layout is legal for {slots} ranks{pins}{broken}. {_help(ways)}")
 
 
-def _nothing_fits(field: Field, found: Enumeration, memory_margin: float) -> PlanError:
+def _nothing_fits(field: Field, memory_margin: float) -> PlanError:
     cluster = field.cluster
-    legal = found.layouts if found.own_fault is None else found.layouts[1:]
-    needs = {layout: field.predictor.peaks(layout) for layout in legal}
+    others = _legal(field.job, field, cluster.num_slots)
+    legal = others if field.own_fault else (field.job.own, *others)
+    needs = dict(zip(legal, field.predictor.all_peaks(legal), strict=True))
     leanest = min(legal, key=lambda layout: max(needs[layout]) - field.limit_bytes(layout))
     need, limit = max(needs[leanest]), field.limit_bytes(leanest)
     overhead = allowed_bytes(cluster.memory_bytes, memory_margin=memory_margin) - limit

@@ -6,21 +6,27 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.layout_columns import LayoutColumns
 from pipette_launch.cost.overhead import num_communicators
 from pipette_launch.facts import Layout
+from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
+from pipette_launch.search.enumerate import Cuts
 
 BEATEN = "its bound shows that no placement of it can win"
 CUTS_AT_ONCE = 16
 """So many are opened together, which is cheaper than one by one."""
 
-Expand = Callable[[Layout], Sequence[Layout]]
-Bounds = Callable[[Sequence[Layout]], NDArray[np.float64]]
+STATES = ((True, True, True), (True, False, False), (False, True, False), (False, False, False))
+"""Distributed optimizer, overlapped reduction, overlapped gather: a cut is as fast as with the best of these."""
+
+Bounds = Callable[[LayoutColumns], NDArray[np.float64]]
+"""Lower bounds of the step times of layouts, in seconds; nan where one cannot be priced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -38,19 +44,18 @@ class Promising:
 class Frontier:
     """Opens cuts by rising bound, drops what does not fit or cannot be priced, and hands out the rest in order.
 
-    A cut has the cheapest savers, so none of its variants is faster than its bound: cuts whose bound is no better than
-    the best step time so far need never be opened.
+    A cut is bounded without recompute and with whatever state of the optimizer is fastest, so none of its variants is
+    faster: cuts whose bound is no better than the best step time so far need never be opened.
     """
 
-    def __init__(self, field: Field, cuts: Sequence[Layout], *, expand: Expand, bounds: Bounds) -> None:
+    def __init__(self, field: Field, cuts: Cuts, bounds: Bounds) -> None:
         self._field = field
-        self._expand = expand
+        self._savers = cuts.savers
         self._bounds = bounds
-        least_N = bounds(cuts)
         # A cut that cannot be priced is opened all the same: its variants are counted.
-        least_N = np.where(np.isnan(least_N), 0.0, least_N) * field.predictor.least_factor
+        least_N = np.nan_to_num(_least_N(cuts.columns, bounds)) * field.predictor.least_factor
         order = np.argsort(least_N, kind="stable")
-        self._cuts = [cuts[index] for index in order]
+        self._cuts = [int(index) for index in order]
         self._least = least_N[order].tolist()
         self._opened = 0
         self._ready: list[Promising] = []
@@ -107,7 +112,7 @@ class Frontier:
                 return
             some = self._cuts[self._opened : self._opened + CUTS_AT_ONCE]
             self._opened += len(some)
-            self._admit([layout for cut in some for layout in self._expand(cut)])
+            self._admit([layout for cut in some for layout in self._savers(cut)])
 
     def _admit(self, layouts: Sequence[Layout]) -> None:
         """Sort layouts into those that fit, those that do not, and those that cannot be priced."""
@@ -115,7 +120,7 @@ class Frontier:
         layouts = [layout for layout in layouts if layout != field.job.own]
         if not layouts:
             return
-        least_N = self._bounds(layouts).tolist()
+        least_N = self._bounds(LayoutColumns.of(layouts)).tolist()
         for layout, peak_bytes, least_s in zip(layouts, field.predictor.all_peaks(layouts), least_N, strict=True):
             self.num_met += 1
             if max(peak_bytes) > self._limit(layout):
@@ -135,3 +140,19 @@ class Frontier:
         if groups not in self._limits:
             self._limits[groups] = self._field.limit_bytes(layout)
         return self._limits[groups]
+
+
+def _least_N(columns: LayoutColumns, bounds: Bounds) -> NDArray[np.float64]:
+    """Bound cuts by the fastest of `STATES`, legal for each of them or not."""
+    size = len(columns)
+    bare = replace(columns, recompute=np.zeros(size, dtype=np.int64), recomputes=(NO_RECOMPUTE,))
+    least_N = np.full(size, np.nan)
+    for shards, reduces, gathers in STATES:
+        variant = replace(
+            bare,
+            use_distributed_optimizer=np.full(size, int(shards)),
+            overlap_grad_reduce=np.full(size, int(reduces)),
+            overlap_param_gather=np.full(size, int(gathers)),
+        )
+        least_N = np.fmin(least_N, bounds(variant))
+    return least_N

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.corrected import NOTHING_LEARNED, Corrections
+from pipette_launch.cost.layout_columns import LayoutColumns
 from pipette_launch.errors import UsageError
-from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
+from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import advise, words
 from pipette_launch.search.candidates import Field
 from pipette_launch.search.choose import choose
 from pipette_launch.search.course import Course
-from pipette_launch.search.enumerate import layouts
+from pipette_launch.search.enumerate import cuts
 from pipette_launch.search.frontier import BEATEN, Frontier
 from pipette_launch.search.share import Clock, Crew, alone
 
@@ -76,7 +77,7 @@ def solve(
     deadline_s = clock() + options.budget_s
     started_s = clock()
     cluster = measurements.cluster
-    found = layouts(
+    found = cuts(
         job,
         world_size=cluster.num_slots,
         devices_per_host=cluster.devices_per_host,
@@ -85,12 +86,12 @@ def solve(
     field = Field.of(
         job, measurements, memory_margin=options.memory_margin, own_fault=found.own_fault, corrections=corrections
     )
-    frontier = Frontier(field, found.layouts[1:], expand=lambda cut: (cut,), bounds=lambda some: _bounds(field, some))
+    frontier = Frontier(field, found, bounds=lambda columns: _bounds(field, columns))
     own_dropped = None if found.own_fault else field.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1
     if (found.own_fault or own_dropped) and frontier.is_empty:
-        raise advise.nothing_left(field, found, dropped=frontier.dropped, memory_margin=options.memory_margin)
+        raise advise.nothing_left(field, dropped=frontier.dropped, memory_margin=options.memory_margin)
     searched = Course(
         field,
         frontier,
@@ -103,8 +104,9 @@ def solve(
     chosen = choose(field, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
     cut_short = (words.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
     dropped = Counter(found.dropped) + frontier.dropped
-    if frontier.num_left and not searched.is_cut_short:
-        dropped[BEATEN] = frontier.num_left
+    if not searched.is_cut_short:
+        legal = found.num_layouts - (found.own_fault is not None)
+        dropped[BEATEN] = legal - len(searched.candidates) - frontier.dropped.total()
     return Plan(
         hosts=tuple(host.name for host in cluster.hosts),
         devices_per_host=cluster.devices_per_host,
@@ -115,7 +117,7 @@ def solve(
         keeps_own=chosen.keeps_own,
         reasons=words.reasons(field, chosen, floor_s=searched.floor_s, margin=options.margin),
         notes=(*cut_short, *corrections.notes, *words.notes(field, chosen)),
-        num_layouts=1 + frontier.num_met + frontier.num_closed,
+        num_layouts=found.num_layouts,
         dropped=dict(dropped.most_common()),
         floor_s=searched.floor_s,
         solve_s=clock() - started_s,
@@ -123,6 +125,7 @@ def solve(
     )
 
 
-def _bounds(field: Field, some: Sequence[Layout]) -> NDArray[np.float64]:
+def _bounds(field: Field, columns: LayoutColumns) -> NDArray[np.float64]:
     predictor = field.predictor
+    some = [columns.layout(row) for row in range(len(columns))]
     return np.array([predictor.bound_s(layout) if predictor.can_price(layout) else np.nan for layout in some])

@@ -1,10 +1,12 @@
 """One step out of its parts: the pipelines side by side, then what each rank reduces, gathers and updates."""
 
-# S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, R = the replicas that are simulated.
+# S = stages (model chunks), P = pipeline ranks, V = chunks of each, D = data-parallel replicas, K = placements side by
+# side, R = the replicas of all of them, those of one placement together.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +16,11 @@ from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.parameters import expert_dp
 from pipette_launch.cost.simulate import Engine, engine_of
 from pipette_launch.cost.traffic import Exchange, StepTraffic, exchanges, hop_bytes, step_traffic
+from pipette_launch.cost.worst import worst
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 
 Array = NDArray[np.float64]
-
-_MANY_REPLICAS = 64
-"""Above this many, comparing every pair of replicas costs more than simulating them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What the places of a layout's ranks make of its work."""
+    """What the places of a layout's ranks make of its work.
+
+    Of several placements side by side the replicas follow each other, those of one placement together; what is of
+    stages then has a second axis K, and `embedding_s` is an array.
+    """
 
     slowness_PD: Array
     """1 / speed of the slowest slot of each pipeline rank of each replica."""
@@ -93,7 +97,7 @@ class Prices:
     """The same links the other way."""
     reduce_s_S: Array
     gather_s_S: Array
-    embedding_s: float
+    embedding_s: float | Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,17 +110,24 @@ class StepParts:
 
 def total_s(work: Work, prices: Prices) -> float:
     """Seconds of the step."""
-    durations_D, hops_D = pipelines(work, prices)
-    worst = _undominated(np.concatenate([durations_D, hops_D]))
-    drain_S = work.engine.drain_s_SR(durations_D[:, worst], hops_D[:, worst]).max(axis=1)
-    return _finish(work, prices, drain_S, durations_D).total_s
+    return float(totals_s_K(work, prices)[0])
+
+
+def totals_s_K(work: Work, prices: Prices) -> Array:
+    """Seconds of the step of each of the placements that are priced side by side: the same digits as one by one."""
+    durations_R, hops_R = pipelines(work, prices)
+    placements = prices.reduce_s_S.size // len(work.rank_S)
+    chosen, alike_R, placement_R = worst(np.concatenate([durations_R, hops_R]), placements)
+    drain_SR = work.engine.drain_s_SR(durations_R[:, chosen], hops_R[:, chosen])[:, alike_R]
+    drain_SK = np.maximum.reduceat(drain_SR, np.flatnonzero(np.diff(placement_R, prepend=-1)), axis=1)
+    return _finish(work, prices, drain_SK, durations_R).total_s_K
 
 
 def step_parts(work: Work, prices: Prices) -> StepParts:
     """Seconds of the step, told along its slowest pipeline rank: what it computes, sends and waits for."""
     durations_D, hops_D = pipelines(work, prices)
     drain_SD = work.engine.drain_s_SR(durations_D, hops_D)
-    tail = _finish(work, prices, drain_SD.max(axis=1), durations_D)
+    tail = _finish(work, prices, drain_SD.max(axis=1, keepdims=True), durations_D).first
     rank = tail.rank
     stages = slice(rank, None, work.layout.pp)
     replica = int(drain_SD[stages].max(axis=0).argmax())
@@ -134,9 +145,8 @@ def step_parts(work: Work, prices: Prices) -> StepParts:
     return StepParts(total_s=tail.total_s, breakdown_s=breakdown)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tail:
-    """What follows the pipelines."""
+class _Tail(NamedTuple):
+    """What follows the pipelines of one placement."""
 
     rank: int
     """The pipeline rank whose gradients are reduced last."""
@@ -145,6 +155,24 @@ class _Tail:
     optimizer_s: float
     gather_s: float
     total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tails:
+    """What follows the pipelines of each placement, as in `_Tail`."""
+
+    rank_K: NDArray[np.int64]
+    finish_s_K: Array
+    embedding_s_K: Array
+    optimizer_s_K: Array
+    gather_s_K: Array
+    total_s_K: Array
+
+    @property
+    def first(self) -> _Tail:
+        """That of the first placement."""
+        parts = (self.finish_s_K, self.embedding_s_K, self.optimizer_s_K, self.gather_s_K, self.total_s_K)
+        return _Tail(int(self.rank_K[0]), *(float(part[0]) for part in parts))
 
 
 def pipelines(work: Work, prices: Prices) -> tuple[Array, Array]:
@@ -176,54 +204,83 @@ def _first_gather_s(work: Work, prices: Prices, durations_D: Array) -> Array:
     forward_SD = durations_D[:stages]
     if not (work.layout.use_distributed_optimizer and work.layout.overlap_param_gather):
         return np.zeros_like(forward_SD)
-    gather_S1 = prices.gather_s_S[:, None]
+    gather_SK = _side_by_side(prices.gather_s_S, len(work.rank_S))
+    gather_SR = np.repeat(gather_SK, forward_SD.shape[1] // gather_SK.shape[1], axis=1)
     buckets_S1 = np.array(work.traffic.num_buckets)[:, None]
-    exposed: Array = gather_S1 / buckets_S1 + (buckets_S1 - 1) * np.maximum(gather_S1 - forward_SD, 0.0) / buckets_S1
+    exposed: Array = gather_SR / buckets_S1 + (buckets_S1 - 1) * np.maximum(gather_SR - forward_SD, 0.0) / buckets_S1
     return exposed
 
 
-def _finish(work: Work, prices: Prices, drain_S: Array, durations_D: Array) -> _Tail:
+def _finish(work: Work, prices: Prices, drain_SK: Array, durations_R: Array) -> _Tails:
     """Reduce gradients, then those of the tied embedding, then step, then gather.
 
     The gradient norm needs every rank, so no optimizer starts before the last reduction ends.
     """
-    pp = work.layout.pp
-    backward_S = durations_D[len(drain_S) : 2 * len(drain_S)].min(axis=1)
-    finish_P = np.array([reduced_s(work, prices, drain_S, backward_S, rank) for rank in range(pp)])
-    rank = int(finish_P.argmax())
-    tied_s = max(finish_P[0], finish_P[-1]) + prices.embedding_s
-    embedding_s = max(float(tied_s - finish_P[rank]), 0.0)
-    slowness_P = prices.slowness_PD.max(axis=1)
-    gathers = prices.gather_s_S.reshape(-1, pp).sum(axis=0)
-    gather_P = np.zeros(pp) if work.layout.overlap_param_gather else gathers
-    step_P = work.optimizer_s_P * slowness_P + gather_P
-    last = int(step_P.argmax())
-    return _Tail(
-        rank=rank,
-        finish_s=float(finish_P[rank]),
-        embedding_s=embedding_s,
-        optimizer_s=float(step_P[last] - gather_P[last]),
-        gather_s=float(gather_P[last]),
-        total_s=float(finish_P[rank]) + embedding_s + float(step_P[last]),
+    pp, (stages, placements) = work.layout.pp, drain_SK.shape
+    reduce_SK, gather_SK = (_side_by_side(seconds, stages) for seconds in (prices.reduce_s_S, prices.gather_s_S))
+    # Each of a rank's gradients waits for all replicas; their last buckets leave while the fastest computes.
+    backward_SK = durations_R[stages : 2 * stages].reshape(stages, placements, -1).min(axis=2)
+    finish_PK = _reduced_s_PK(work, reduce_SK, drain_SK, backward_SK)
+    finish_K = finish_PK.max(axis=0)
+    tied_K = np.maximum(finish_PK[0], finish_PK[-1]) + prices.embedding_s
+    embedding_K = np.maximum(tied_K - finish_K, 0.0)
+    slowness_PK = prices.slowness_PD.reshape(pp, placements, -1).max(axis=2)
+    gather_PK = np.zeros((pp, placements))
+    if not work.layout.overlap_param_gather:
+        for chunk_PK in gather_SK.reshape(-1, pp, placements):
+            gather_PK += chunk_PK
+    step_PK = work.optimizer_s_P[:, None] * slowness_PK + gather_PK
+    last_K = step_PK.argmax(axis=0)
+    step_K, gather_K = (np.take_along_axis(seconds, last_K[None], axis=0)[0] for seconds in (step_PK, gather_PK))
+    return _Tails(
+        rank_K=finish_PK.argmax(axis=0),
+        finish_s_K=finish_K,
+        embedding_s_K=embedding_K,
+        optimizer_s_K=step_K - gather_K,
+        gather_s_K=gather_K,
+        total_s_K=finish_K + embedding_K + step_K,
     )
 
 
 def reduced_s(work: Work, prices: Prices, drain_S: Array, backward_S: Array, rank: int) -> float:
-    """When a rank's gradients are reduced.
+    """When the gradients of one pipeline rank are reduced; see `_reduced_s_PK`."""
+    columns = (_side_by_side(seconds, len(drain_S)) for seconds in (prices.reduce_s_S, drain_S, backward_S))
+    return float(_reduced_s_PK(work, *columns)[rank, 0])
+
+
+def _reduced_s_PK(work: Work, reduce_SK: Array, drain_SK: Array, backward_SK: Array) -> Array:
+    """When each rank's gradients are reduced.
 
     Without overlap everything leaves after its last backward. With overlap each chunk leaves when its own last
     backward ends, one after the other; buckets of a chunk leave during that backward, in equal parts.
     """
-    stages = range(rank, len(drain_S), work.layout.pp)
+    pp, placements = work.layout.pp, drain_SK.shape[1]
+    reduce_VPK, drain_VPK, backward_VPK = (
+        seconds_SK.reshape(-1, pp, placements) for seconds_SK in (reduce_SK, drain_SK, backward_SK)
+    )
+    done_PK = np.zeros((pp, placements))
     if not work.layout.overlap_grad_reduce:
-        return float(max(drain_S[stage] for stage in stages) + sum(prices.reduce_s_S[stage] for stage in stages))
-    done_s = 0.0
-    for stage in sorted(stages, key=lambda stage: (drain_S[stage], -stage)):
-        buckets = work.traffic.num_buckets[stage]
-        reduce_s = prices.reduce_s_S[stage]
-        first_ready_s = drain_S[stage] - backward_S[stage] * (buckets - 1) / buckets
-        done_s = max(max(done_s, first_ready_s) + reduce_s, drain_S[stage] + reduce_s / buckets)
-    return float(done_s)
+        for reduce_PK in reduce_VPK:
+            done_PK += reduce_PK
+        done_PK += drain_VPK.max(axis=0)
+        return done_PK
+    # Where two chunks end together the later one leaves first: turned around, a stable sort keeps it in front.
+    order_VPK = len(drain_VPK) - 1 - np.argsort(drain_VPK[::-1], axis=0, kind="stable")
+    buckets_VP1 = np.array(work.traffic.num_buckets).reshape(-1, pp, 1)
+    first_ready_VPK = drain_VPK - backward_VPK * (buckets_VP1 - 1) / buckets_VP1
+    last_bucket_VPK = drain_VPK + reduce_VPK / buckets_VP1
+    for chunk_PK in order_VPK:
+        ready_PK, reduce_PK, last_PK = (
+            np.take_along_axis(seconds, chunk_PK[None], axis=0)[0]
+            for seconds in (first_ready_VPK, reduce_VPK, last_bucket_VPK)
+        )
+        done_PK = np.maximum(np.maximum(done_PK, ready_PK) + reduce_PK, last_PK)
+    return done_PK
+
+
+def _side_by_side(seconds_S: Array, stages: int) -> Array:
+    """Seconds of stages, of one placement or with an axis K, as columns."""
+    return seconds_S.reshape(stages, -1)
 
 
 def _busy_s(work: Work, prices: Prices, rank: int, replica: int) -> dict[str, float]:
@@ -253,17 +310,3 @@ def _busy_s(work: Work, prices: Prices, rank: int, replica: int) -> dict[str, fl
         for item, counts, each in zip(work.exchanges, counts_S, seconds, strict=True):
             busy[item.part] += work.num_microbatches * each * float((counts * shown_S).sum())
     return busy
-
-
-def _undominated(times_D: Array) -> NDArray[np.int64]:
-    """Return the replicas that are not faster than another in everything: only these can set the step time."""
-    replicas = times_D.shape[1]
-    slowest = (times_D == times_D.max(axis=1, keepdims=True)).all(axis=0)
-    if slowest.any():
-        return np.array([int(slowest.argmax())])
-    if replicas > _MANY_REPLICAS:
-        return np.arange(replicas)
-    below_DD = (times_D[:, :, None] <= times_D[:, None, :]).all(axis=0)
-    # Of equal ones the first stays.
-    strictly_DD = below_DD & ~(below_DD.T & (np.arange(replicas)[:, None] <= np.arange(replicas)[None, :]))
-    return np.flatnonzero(~strictly_DD.any(axis=1))

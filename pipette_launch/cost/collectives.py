@@ -96,6 +96,14 @@ class Fabric:
         assert step_s_G is not None
         return self._steps_s(kind, size, hosts_G, step_s_G)
 
+    def send_s(self, sender: NDArray[np.int64], receiver: NDArray[np.int64], size_bytes: float) -> NDArray[np.float64]:
+        """Price sends from slots to slots of equal shape."""
+        links = self._table.links(sender, receiver)
+        seconds = self._table.seconds_per_byte_L.take(links)
+        seconds *= size_bytes
+        seconds += self._table.latency_s_L.take(links)
+        return seconds
+
     def routes(self, kind: Kind, slots_GK: NDArray[np.int64]) -> Routes:
         """Look up the links of rings, or of sends from the first to the second of each pair.
 

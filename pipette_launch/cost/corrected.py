@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipette_launch.cost.latency import Predictor, StepTime
 from pipette_launch.cost.layout_columns import LayoutColumns
 from pipette_launch.cost.memory import peak_memory_bytes
 from pipette_launch.cost.memory_columns import peak_memory_columns
+from pipette_launch.cost.placed import PlacementCost
 from pipette_launch.cost.residual import Point, Residual, features_of, learn
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -102,10 +103,9 @@ class CorrectedPredictor(Predictor):
         total_s = step.total_s * factor
         return StepTime(total_s=total_s, breakdown_s={**step.breakdown_s, LEARNED: total_s - step.total_s})
 
-    def objective(self, layout: Layout) -> Callable[[Sequence[int]], float]:
-        """Return the cheap function that equals `step_time(layout, placement).total_s` to the digit."""
-        cost, factor = super().objective(layout), self.factor(layout)
-        return cost if factor == 1.0 else lambda placement: cost(placement) * factor
+    def placement_cost(self, layout: Layout) -> PlacementCost:
+        """Return what prices placements of this layout, as `step_time` does."""
+        return super().placement_cost(layout).times(self.factor(layout))
 
     def bound_s(self, layout: Layout) -> float:
         """No placement of this layout is faster: the factor is the same for all of them."""

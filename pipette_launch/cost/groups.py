@@ -62,6 +62,22 @@ class Groups:
         seconds_W[groups_GK] = seconds_G[:, None]
         return self.slowest_PD(seconds_W)
 
+    def met_PDL(self, groups_GK: Ranks) -> NDArray[np.int64]:
+        """Return the groups, as rows, of the ranks of each pipeline rank of each replica.
+
+        Each group comes once where that is easily seen: all ranks along the tensor axis, or all along the context
+        axis, may lie in one; then one of them stands for the others.
+        """
+        group_W = np.empty(self.grid_PDCT.size, dtype=np.int64)
+        group_W[groups_GK] = np.arange(len(groups_GK))[:, None]
+        met_PDCT = group_W[self.grid_PDCT]
+        if (met_PDCT == met_PDCT[..., :1]).all():
+            met_PDCT = met_PDCT[..., :1]
+        if (met_PDCT == met_PDCT[:, :, :1]).all():
+            met_PDCT = met_PDCT[:, :, :1]
+        met_PDL: NDArray[np.int64] = met_PDCT.reshape(*met_PDCT.shape[:2], -1)
+        return met_PDL
+
     def slowest_PD(self, seconds_W: NDArray[np.float64]) -> NDArray[np.float64]:
         """Largest value of each pipeline rank of each replica."""
         slowest: NDArray[np.float64] = seconds_W[self.grid_PDCT].max(axis=(2, 3))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.assemble import Prices, Work, step_parts, total_s
 from pipette_launch.cost.collectives import Fabric, Kind
 from pipette_launch.cost.compute import ComputeTable, case_of
-from pipette_launch.cost.groups import Groups
+from pipette_launch.cost.placed import PlacementCost
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -55,7 +55,7 @@ class Predictor:
         self._fabric = Fabric(measurements.cluster, measurements.collectives)
         self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)
         self._works: dict[Layout, Work] = {}
-        self._objectives: dict[Layout, PlacementCost] = {}
+        self._placement_costs: dict[Layout, PlacementCost] = {}
 
     def can_price(self, layout: Layout) -> bool:
         """Whether compute times for this layout were measured, or can be scaled from measured ones as `notes` says."""
@@ -87,13 +87,17 @@ class Predictor:
         if sorted(ranks) != list(range(self._slots_of(layout))):
             raise PlanError(f"a placement holds every RANK from 0 to {layout.world_size - 1} once, got {ranks}")
         work = self._work(layout)
-        parts = step_parts(work, self._objective(layout).prices(ranks))
+        parts = step_parts(work, self._placement_cost(layout).prices(ranks))
         return StepTime(total_s=parts.total_s, breakdown_s=parts.breakdown_s)
 
     def objective(self, layout: Layout) -> Callable[[Sequence[int]], float]:
         """Return a cheap function of the placement that equals `step_time(layout, placement).total_s` to the digit."""
+        return self.placement_cost(layout).cost
+
+    def placement_cost(self, layout: Layout) -> PlacementCost:
+        """Return what prices placements of this layout, one by one or many at once; see `objective`."""
         self._slots_of(layout)
-        return self._objective(layout).cost
+        return self._placement_cost(layout)
 
     def bound_s(self, layout: Layout) -> float:
         """No placement of this layout is faster: the same model with the best link everywhere.
@@ -123,11 +127,11 @@ class Predictor:
             self._works[layout] = Work.of(self._job, layout, self._compute, optimizer_s)
         return self._works[layout]
 
-    def _objective(self, layout: Layout) -> PlacementCost:
-        if layout not in self._objectives:
-            _make_room(self._objectives)
-            self._objectives[layout] = PlacementCost(self._work(layout), self._fabric, self._slowness_W)
-        return self._objectives[layout]
+    def _placement_cost(self, layout: Layout) -> PlacementCost:
+        if layout not in self._placement_costs:
+            _make_room(self._placement_costs)
+            self._placement_costs[layout] = PlacementCost(self._work(layout), self._fabric, self._slowness_W)
+        return self._placement_costs[layout]
 
     def _bound_prices(self, work: Work, slowness_PD: NDArray[np.float64]) -> Prices:
         """Every group at its best (`Fabric.bound_s`), one replica."""
@@ -157,83 +161,6 @@ class Predictor:
             for pair in set(sizes)
         }
         return np.array([seconds[pair] for pair in sizes])
-
-
-class PlacementCost:
-    """The step time of one layout as a function of the placement alone: everything else is worked out once."""
-
-    def __init__(self, work: Work, fabric: Fabric, slowness_W: NDArray[np.float64]) -> None:
-        self.work = work
-        self.fabric = fabric
-        self.slowness_W = slowness_W
-        self.groups = Groups.of(work.layout)
-        self._slots = np.arange(work.layout.world_size)
-
-    def cost(self, placement: Sequence[int]) -> float:
-        """Predicted seconds per step; `placement` is the RANK of each slot."""
-        return total_s(self.work, self.prices(placement))
-
-    def prices(self, placement: Sequence[int]) -> Prices:
-        """Price every group on the slots that the placement gives it."""
-        slot_W = np.empty_like(self._slots)
-        slot_W[np.asarray(placement)] = self._slots
-        work, groups, layout = self.work, self.groups, self.work.layout
-        # The same collective comes twice where only one of its uses passes behind compute.
-        priced: dict[tuple[str, str, float], NDArray[np.float64]] = {}
-        exchange_s = []
-        for item in work.exchanges:
-            key = (item.kind, item.group, item.size_bytes)
-            if key not in priced:
-                ranks_GK = getattr(groups, item.group)
-                seconds_G = self.fabric.seconds_G(item.kind, slot_W[ranks_GK], item.size_bytes)
-                priced[key] = groups.lanes_PD(ranks_GK, seconds_G)
-            exchange_s.append(priced[key])
-        embedding_s = 0.0
-        if work.traffic.embedding_bytes:
-            lanes = slot_W[groups.embedding]
-            embedding_s = float(self.fabric.seconds_G("all_reduce", lanes, work.traffic.embedding_bytes).max())
-        forward_s, backward_s = self._hops(slot_W)
-        return Prices(
-            slowness_PD=groups.slowest_PD(self.slowness_W[slot_W]),
-            exchange_s_PD=tuple(exchange_s),
-            forward_hop_s_PD=forward_s,
-            backward_hop_s_PD=backward_s,
-            reduce_s_S=self._once_a_step(slot_W, gathers=False),
-            gather_s_S=self._once_a_step(slot_W, gathers=True) if layout.use_distributed_optimizer else work.zero_S,
-            embedding_s=embedding_s,
-        )
-
-    def _hops(self, slot_W: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """From each pipeline rank to the next and back, slowest lane of each replica: its lanes wait for each other."""
-        layout = self.work.layout
-        if layout.pp == 1:
-            nothing = np.zeros((1, layout.dp))
-            return nothing, nothing
-        pairs = slot_W[self.groups.forward_hop]
-        shape = (layout.pp, layout.dp, layout.cp * layout.tp)
-        both = [
-            self.fabric.seconds_G("send", way, self.work.hop_bytes).reshape(shape).max(axis=2)
-            for way in (pairs, pairs[:, ::-1])
-        ]
-        return both[0], both[1]
-
-    def _once_a_step(self, slot_W: NDArray[np.int64], *, gathers: bool) -> NDArray[np.float64]:
-        """Reduce every stage's gradients, or gather its parameters: slowest group of the pipeline rank."""
-        work, layout = self.work, self.work.layout
-        kind = work.gather_kind if gathers else work.reduce_kind
-        sizes_S2 = work.parameter_bytes_S2 if gathers else work.gradient_bytes_S2
-        seconds_S = np.zeros(layout.num_chunks)
-        for ranks_GK, column in ((self.groups.dp_cp, 0), (self.groups.expert_dp, 1)):
-            if ranks_GK.shape[1] == 1 or not sizes_S2[:, column].any():
-                continue
-            slots_GK = slot_W[ranks_GK]
-            lanes = len(ranks_GK) // layout.pp
-            for first in range(0, layout.num_chunks, layout.pp):
-                place = slice(first, first + layout.pp)
-                size_G = np.repeat(sizes_S2[place, column], lanes)
-                seconds_G = self.fabric.seconds_G(kind, slots_GK, size_G) * (size_G > 0)
-                seconds_S[place] += seconds_G.reshape(-1, lanes).max(axis=1)
-        return seconds_S
 
 
 def _make_room(cache: dict[Layout, Work] | dict[Layout, PlacementCost]) -> None:

@@ -5,10 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pipette_launch.cost.assemble import Prices, Work, _undominated, reduced_s, step_parts, total_s
+from pipette_launch.cost.assemble import Prices, Work, reduced_s, step_parts, total_s
 from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.facts import Batch, Layout
 
@@ -112,18 +110,3 @@ def test_chunks_leave_when_they_are_done() -> None:
     ]
 
     assert done == [11.0, 14.0]
-
-
-def test_undominated_replicas_by_hand() -> None:
-    """Of equal ones the first stays; one that is faster in everything goes."""
-    assert _undominated(np.array([[1.0, 2.0, 2.0], [1.0, 3.0, 3.0]])).tolist() == [1]
-    assert _undominated(np.array([[1.0, 2.0, 0.5, 1.0], [3.0, 1.0, 0.5, 3.0]])).tolist() == [0, 1]
-
-
-@given(st.integers(1, 70), st.integers(1, 4), st.integers(0, 10**6))
-def test_every_replica_is_below_one_that_stays(replicas: int, entries: int, seed: int) -> None:
-    """So leaving the others out changes no maximum."""
-    times = np.random.default_rng(seed).integers(0, 4, (entries, replicas)).astype(np.float64)
-    kept = times[:, _undominated(times)]
-
-    assert all((times[:, [column]] <= kept).all(axis=0).any() for column in range(replicas))

@@ -60,6 +60,7 @@ class Fabric:
         self._best_across = best_links([cluster.between_hosts])
         self._best_within = best_links(cluster.within_host)
         self._measured = MeasuredGroups(cluster, collectives, self._table)
+        self._bound_lines: dict[tuple[Kind, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
 
     def latency_s(self, sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds before the first byte arrives, from slots to slots of equal shape; 0 from a slot to itself."""
@@ -157,23 +158,37 @@ class Fabric:
 
         A group on one host has only links within hosts; one on several crosses hosts at least once.
         """
+        if num_steps(kind, size) == 0:
+            return 0.0
+        fixed_s_L, byte_s_L = self.bound_lines(kind, size)
+        return float((fixed_s_L + byte_s_L * size_bytes).min())
+
+    def bound_lines(self, kind: Kind, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return fixed seconds and seconds per byte of some lines, the lowest of which is `bound_s` at every size."""
+        if (kind, size) not in self._bound_lines:
+            self._bound_lines[kind, size] = self._lines(kind, size)
+        return self._bound_lines[kind, size]
+
+    def _lines(self, kind: Kind, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         steps = num_steps(kind, size)
         if steps == 0:
-            return 0.0
+            return np.zeros(1), np.zeros(1)
         scale = self.scale(kind, size)
-        chunk = size_bytes * chunk_share(kind, size)
         fewest = -(-size // self.cluster.devices_per_host)
         most = min(size, len(self.cluster.hosts))
-        best = float("inf")
+        pieces = []
         for counts, links in (
             (slice(fewest, 2), self._best_within),
             (slice(max(fewest, 2), most + 1), self._best_across),
         ):
-            extra_s = scale.extra_latency_s[counts]
-            for latency_s, byte_s in links if len(extra_s) else ():
-                step_s = latency_s * scale.latency_factor[counts] + byte_s * scale.bytes_factor[counts] * chunk
-                best = min(best, float((step_s + extra_s).min()))
-        return steps * best
+            for latency_s, byte_s in links:
+                fixed_s = latency_s * scale.latency_factor[counts] + scale.extra_latency_s[counts]
+                per_byte_s = byte_s * scale.bytes_factor[counts] * chunk_share(kind, size)
+                pieces.append(np.stack([fixed_s, per_byte_s]))
+        lines_2L = steps * np.unique(np.concatenate(pieces, axis=1), axis=1)
+        # Sorted by the fixed part: a line counts where it is cheaper by the byte than all before it.
+        cheaper_L = np.append(True, lines_2L[1, 1:] < np.minimum.accumulate(lines_2L[1])[:-1])
+        return lines_2L[0, cheaper_L], lines_2L[1, cheaper_L]
 
     def scale(self, kind: Kind, size: int) -> Scale:
         """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""

@@ -50,6 +50,21 @@ class Passes:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitPasses:
+    """The passes of what chunks are made of; those of layers that the model has none of are 0."""
+
+    layer: Passes
+    """One that full recompute leaves alone; selective recompute is in it."""
+    layer_again: Passes
+    """One that full recompute runs again, where the layout asks for it."""
+    moe_layer: Passes
+    moe_layer_again: Passes
+    embedding: Passes
+    head: Passes
+    """With multi-token prediction."""
+
+
 def case_of(layout: Layout) -> ComputeCase:
     """Return the shape of computation that a layout runs on each slot."""
     return ComputeCase(tp=layout.tp, cp=layout.cp, micro_batch_size=layout.micro_batch_size)
@@ -68,15 +83,21 @@ class ComputeTable:
         kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
         self._parts = ("embedding", "head", *(("moe_layer",) if True in kinds else ()))
         self._parts += ("layer",) if False in kinds else ()
+        self._complete: dict[int, list[ComputeCase]] = {}
+        for measured in sorted({measured for measured, _ in self._passes}):
+            if all((measured, part) in self._passes for part in self._parts):
+                self._complete.setdefault(measured.tp, []).append(measured)
+        self._sources: dict[ComputeCase, ComputeCase | None] = {}
 
     def source(self, case: ComputeCase) -> ComputeCase | None:
         """Return the measured case that prices `case`: itself, the nearest of equal tp, or None."""
-        full = [
-            measured
-            for measured in sorted({measured for measured, _ in self._passes})
-            if measured.tp == case.tp and all((measured, part) in self._passes for part in self._parts)
-        ]
-        return min(full, key=lambda measured: (abs(math.log(_tokens(case, measured))), measured), default=None)
+        if case not in self._sources:
+            self._sources[case] = min(
+                self._complete.get(case.tp, ()),
+                key=lambda measured: (abs(math.log(_tokens(case, measured))), measured),
+                default=None,
+            )
+        return self._sources[case]
 
     def note(self, case: ComputeCase) -> str | None:
         """Say in a sentence how the time of a case came about, where it was not measured."""
@@ -96,6 +117,30 @@ class ComputeTable:
 
         """
         return tuple(self._chunks(layout, self._part_passes(layout)))
+
+    def unit_passes(self, layout: Layout) -> UnitPasses:
+        """Return what `chunk_passes` adds up.
+
+        Raises:
+            PlanError: no case of this tp was measured.
+
+        """
+        part = self._part_passes(layout)
+        layers = {
+            (moe, again): self._layer(layout, part, 0 if again else layout.recompute.num_layers, moe=moe)
+            if ("moe_layer" if moe else "layer") in self._parts
+            else Passes()
+            for moe in (False, True)
+            for again in (False, True)
+        }
+        return UnitPasses(
+            layer=layers[False, False],
+            layer_again=layers[False, True],
+            moe_layer=layers[True, False],
+            moe_layer_again=layers[True, True],
+            embedding=part["embedding"],
+            head=part["head"] + self._prediction(part),
+        )
 
     def hiding(self, layout: Layout) -> Hiding:
         """Return what of one layer's compute collectives pass behind, of the first layer's kind."""
@@ -148,14 +193,17 @@ class ComputeTable:
     def _layers(self, layout: Layout, part: dict[str, Passes], kinds: tuple[int, ...]) -> Passes:
         """Add up the layers of a chunk; `kinds` says 1 for each that has experts."""
         total = Passes()
-        model = self._job.model
         for index, moe in enumerate(kinds):
-            layer = part["moe_layer" if moe else "layer"]
-            share = recompute_share(model, layout, index, moe=bool(moe))
-            if _CORE in part and "core_attn" in recompute_modules(layout):
-                share += part[_CORE].forward_s / layer.forward_s - attention_core_share(model, moe=bool(moe))
-            total += layer.again(share)
+            total += self._layer(layout, part, index, moe=bool(moe))
         return total
+
+    def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, *, moe: bool) -> Passes:
+        model = self._job.model
+        layer = part["moe_layer" if moe else "layer"]
+        share = recompute_share(model, layout, index_in_chunk, moe=moe)
+        if _CORE in part and "core_attn" in recompute_modules(layout):
+            share += part[_CORE].forward_s / layer.forward_s - attention_core_share(model, moe=moe)
+        return layer.again(share)
 
 
 def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, *, moe: bool) -> float:

@@ -54,25 +54,48 @@ def word_embedding_parameters(model: ModelSpec, layout: Layout) -> int:
     return model.padded_vocab_size(layout.tp) // layout.tp * model.hidden_size
 
 
-def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
-    """Count every chunk in model order: embeddings on the first, final norm and head on the last.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitParameters:
+    """Parameters of what chunks are made of, on one rank."""
+
+    layer: Parameters
+    moe_layer: Parameters
+    """Nothing where the model has no experts."""
+    embedding: Parameters
+    """What the first chunk has besides its layers."""
+    head: Parameters
+    """What the last one has: final norm, head, multi-token prediction."""
+
+
+def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
+    """Return what `chunk_parameters` adds up; of the layout only tp, ep, etp and whether pp is above 1 matter.
 
     With tied embeddings and more than one pipeline rank the last chunk holds a copy of the word embedding
     (megatron-core, setup_embeddings_and_output_layer).
     """
     moe = layer_parameters(model, layout, moe=True) if model.num_experts else Parameters(dense=0)
     plain = layer_parameters(model, layout, moe=False)
-    ends = {0: _embedding(model, layout)}
-    last = layout.num_chunks - 1
-    ends[last] = ends.get(last, 0) + _head(model, layout)
+    prediction = _prediction(model, layout, moe if model.has_expert_prediction else plain)
+    return UnitParameters(
+        layer=plain,
+        moe_layer=moe,
+        embedding=Parameters(dense=_embedding(model, layout)),
+        head=Parameters(dense=_head(model, layout)) + prediction,
+    )
+
+
+def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
+    """Count every chunk in model order: embeddings on the first, final norm and head on the last."""
+    unit = unit_parameters(model, layout)
+    plain, moe = unit.layer, unit.moe_layer
     chunks = [
         Parameters(
-            dense=plain.dense * (layers - with_experts) + moe.dense * with_experts + ends.get(chunk, 0),
-            expert=moe.expert * with_experts,
+            dense=plain.dense * (layers - with_experts) + moe.dense * with_experts, expert=moe.expert * with_experts
         )
-        for chunk, (layers, with_experts) in enumerate(chunk_layers(model, layout))
+        for layers, with_experts in chunk_layers(model, layout)
     ]
-    chunks[last] += _prediction(model, layout, moe if model.has_expert_prediction else plain)
+    chunks[0] += unit.embedding
+    chunks[-1] += unit.head
     return tuple(chunks)
 
 

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,8 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 
 BUCKET_PARAMETERS = 40_000_000
-"""Megatron's least bucket of overlapped gradients; it grows with 1M * dp * cp (megatron.md 8.2)."""
+"""Megatron's least bucket of overlapped gradients; it grows with dp * cp (megatron.md 8.2)."""
+BUCKET_PARAMETERS_PER_RANK = 1_000_000
 
 _FP32_BYTES = 4
 _CROSS_ENTROPY_REDUCTIONS = 3
@@ -74,7 +75,11 @@ def hop_bytes(job: Job, layout: Layout) -> int:
 
 def exchanges(job: Job, layout: Layout, hiding: Hiding) -> tuple[Exchange, ...]:
     """List the collectives of a micro-batch, each with what it passes behind."""
-    counts = _Counts.of(job, layout)
+    return exchanges_of(job, layout, LayerCounts.of(job, layout), hiding)
+
+
+def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, hiding: Hiding) -> tuple[Exchange, ...]:
+    """List the collectives of stages that hold other layers than the layout gives them; they are linear in `counts`."""
     found = [
         *_tensor_parallel(job, layout, counts, hiding),
         *_context_parallel(job, layout, counts, hiding.core_attention_s),
@@ -102,12 +107,12 @@ def _num_buckets(layout: Layout, stage: int, parameters: int) -> int:
     """Only the first chunk of pipeline rank 0 is split, and only to overlap (megatron.md 8.2)."""
     if stage or not layout.overlap_grad_reduce:
         return 1
-    return -(-parameters // max(BUCKET_PARAMETERS, 1_000_000 * layout.dp * layout.cp))
+    return -(-parameters // max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * layout.dp * layout.cp))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Counts:
-    """Layers of each stage that run a forward, and that run it again in the backward."""
+class LayerCounts:
+    """What each stage holds: layers that run a forward, those that run it again in the backward, embedding and head."""
 
     attention: tuple[int, ...]
     attention_again: tuple[int, ...]
@@ -116,20 +121,28 @@ class _Counts:
     dense_mlp_again: tuple[int, ...]
     moe: tuple[int, ...]
     moe_again: tuple[int, ...]
+    embedding: tuple[int, ...]
+    head: tuple[int, ...]
 
     @classmethod
-    def of(cls, job: Job, layout: Layout) -> _Counts:
+    def of(cls, job: Job, layout: Layout) -> LayerCounts:
+        """Count them for every chunk of a layout, in model order."""
         model = job.model
         rows: list[tuple[int, ...]] = []
         first = 0
-        for layers in layout.chunk_layers(model.num_layers):
+        for stage, layers in enumerate(layout.chunk_layers(model.num_layers)):
             again = _recomputed_layers(layout, layers)
             moe = [model.is_moe_layer(first + index) for index in range(layers)]
             mlp = [not is_moe or model.moe_shared_expert_intermediate_size > 0 for is_moe in moe]
-            rows.append((layers, again, sum(mlp), sum(mlp[:again]), sum(moe), sum(moe[:again])))
+            ends = (int(stage == 0), int(stage == layout.num_chunks - 1))
+            rows.append((layers, again, sum(mlp), sum(mlp[:again]), sum(moe), sum(moe[:again]), *ends))
             first += layers
-        names = ("attention", "attention_again", "dense_mlp", "dense_mlp_again", "moe", "moe_again")
-        return cls(**dict(zip(names, zip(*rows, strict=True), strict=True)))
+        return cls.of_rows(rows)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[int, ...]]) -> LayerCounts:
+        """One row for each stage, in the order of the fields."""
+        return cls(**dict(zip(cls.__slots__, zip(*rows, strict=True), strict=True)))
 
 
 def _recomputed_layers(layout: Layout, layers: int) -> int:
@@ -139,7 +152,7 @@ def _recomputed_layers(layout: Layout, layers: int) -> int:
     return layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
 
 
-def _tensor_parallel(job: Job, layout: Layout, counts: _Counts, hiding: Hiding) -> Iterator[Exchange]:
+def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts, hiding: Hiding) -> Iterator[Exchange]:
     """Attention and MLP each cost an all-reduce a pass (Shoeybi et al. 2019, section 3).
 
     With sequence parallelism it is an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2), and
@@ -152,10 +165,8 @@ def _tensor_parallel(job: Job, layout: Layout, counts: _Counts, hiding: Hiding) 
     size = job.model.dtype_bytes * attention.tokens(job.model, layout) * job.model.hidden_size
     pairs = [attention + mlp for attention, mlp in zip(counts.attention, counts.dense_mlp, strict=True)]
     again = [attention + mlp for attention, mlp in zip(counts.attention_again, counts.dense_mlp_again, strict=True)]
-    stages = range(layout.num_chunks)
-    none = [0 for _ in stages]
-    embedding = [int(stage == 0) for stage in stages]
-    head = [int(stage == stages[-1]) for stage in stages]
+    embedding, head = counts.embedding, counts.head
+    none = [0 for _ in head]
     behind = (_add(none), _add(pairs, head))
     if layout.sequence_parallel:
         yield _over_tp("all_gather", size, (_add(pairs, head), _add(pairs, again, embedding)))
@@ -190,7 +201,7 @@ def _over_tp(
     )
 
 
-def _context_parallel(job: Job, layout: Layout, counts: _Counts, attention_core_s: float) -> Iterator[Exchange]:
+def _context_parallel(job: Job, layout: Layout, counts: LayerCounts, attention_core_s: float) -> Iterator[Exchange]:
     """Ring attention: keys and values go once around in the forward; they and their gradients in the backward.
 
     Each of the cp - 1 hops passes behind the attention of one of the cp blocks (Liu et al. 2023, Ring Attention,
@@ -211,7 +222,7 @@ def _context_parallel(job: Job, layout: Layout, counts: _Counts, attention_core_
     )
 
 
-def _expert_parallel(job: Job, layout: Layout, counts: _Counts) -> Iterator[Exchange]:
+def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
     """Tokens go to their experts and back, in both passes, under balanced routing.
 
     `alltoall` (and `flex`) sends topk copies of each token over ep and gathers them over etp; `allgather`, Megatron's

@@ -52,9 +52,12 @@ class BoundColumns:
 
     def seconds_N(self, layouts: Sequence[Layout]) -> Floats:
         """No placement of a layout is faster than this many seconds; nan where it cannot be priced."""
-        columns = LayoutColumns.of(layouts)
-        seconds_N = np.full(len(layouts), np.nan)
-        overlaps_N2 = np.array([(one.overlap_grad_reduce, one.overlap_param_gather) for one in layouts], dtype=bool)
+        return self.of_columns(LayoutColumns.of(layouts))
+
+    def of_columns(self, columns: LayoutColumns) -> Floats:
+        """Return `seconds_N` of layouts that stand as columns."""
+        seconds_N = np.full(len(columns), np.nan)
+        overlaps_N2 = np.stack([columns.overlap_grad_reduce, columns.overlap_param_gather], axis=-1) > 0
         known = np.flatnonzero(self._tables.can_price_N(columns))
         if not len(known):
             return seconds_N

@@ -20,8 +20,8 @@ from pipette_launch.cost.parameters import unit_parameters, word_embedding_param
 from pipette_launch.cost.traffic import LayerCounts, exchanges_of, hop_bytes
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.measurements import Measurements
+from pipette_launch.facts.layout import Layout, Recompute
+from pipette_launch.facts.measurements import ComputeCase, Measurements
 from pipette_launch.facts.model import ModelSpec
 
 Floats = NDArray[np.float64]
@@ -143,6 +143,8 @@ class Tables:
         self._fastest, self._slowest = min(slowness), max(slowness)
         self._num_slots = measurements.cluster.num_slots
         self._parts = _one_of_each(job.model)
+        self._passes: dict[tuple[ComputeCase, Recompute], Floats] = {}
+        self._exchanges: dict[tuple[ComputeCase, bool, int, int], Floats] = {}
         self.optimizer_s_per_parameter = (measurements.optimizer_s_per_parameter or 0.0) * self._fastest
 
     @property
@@ -224,13 +226,25 @@ class Tables:
         return np.array(seconds_U)[groups.group_N]
 
     def _unit_passes(self, layout: Layout) -> Floats:
-        """Rows of X: forward, backward with recompute, and what of each the device waits."""
+        """Rows of X: forward, backward with recompute, and what of each the device waits; worked out once."""
+        key = (case_of(layout), layout.recompute)
+        if key not in self._passes:
+            self._passes[key] = self._new_passes(layout)
+        return self._passes[key]
+
+    def _new_passes(self, layout: Layout) -> Floats:
         unit = self._compute.unit_passes(layout)
         parts = (unit.layer, unit.layer_again, unit.moe_layer, unit.moe_layer_again, unit.embedding, unit.head)
         return np.asarray(np.array([_row(part) for part in parts]).T)
 
     def _unit_exchanges(self, layout: Layout) -> Floats:
-        """Rows of X: seconds that nothing hides in the forward and in the backward; then the hop, X times."""
+        """Rows of X: seconds that nothing hides in the forward and in the backward; then the hop; worked out once."""
+        key = (case_of(layout), layout.sequence_parallel, layout.ep, layout.etp)
+        if key not in self._exchanges:
+            self._exchanges[key] = self._new_exchanges(layout)
+        return self._exchanges[key]
+
+    def _new_exchanges(self, layout: Layout) -> Floats:
         sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
         rows = np.zeros((3, NUM_PARTS))
         for item in exchanges_of(self._job, layout, self._parts, self._compute.hiding(layout)):

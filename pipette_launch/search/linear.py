@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.assemble import pipelines, total_s
-from pipette_launch.cost.latency import PlacementCost
+from pipette_launch.cost.placed import PlacementCost
 from pipette_launch.search.crossing import Crossing, crossings_of
 from pipette_launch.search.draft import Draft
 from pipette_launch.search.flows import Flows

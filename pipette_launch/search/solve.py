@@ -6,11 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
+from pipette_launch.cost.bound_columns import BoundColumns
 from pipette_launch.cost.corrected import NOTHING_LEARNED, Corrections
-from pipette_launch.cost.layout_columns import LayoutColumns
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import advise, words
@@ -86,7 +83,7 @@ def solve(
     field = Field.of(
         job, measurements, memory_margin=options.memory_margin, own_fault=found.own_fault, corrections=corrections
     )
-    frontier = Frontier(field, found, bounds=lambda columns: _bounds(field, columns))
+    frontier = Frontier(field, found, BoundColumns.of(job, measurements).of_columns)
     own_dropped = None if found.own_fault else field.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1
@@ -123,9 +120,3 @@ def solve(
         solve_s=clock() - started_s,
         provenance=provenance,
     )
-
-
-def _bounds(field: Field, columns: LayoutColumns) -> NDArray[np.float64]:
-    predictor = field.predictor
-    some = [columns.layout(row) for row in range(len(columns))]
-    return np.array([predictor.bound_s(layout) if predictor.can_price(layout) else np.nan for layout in some])

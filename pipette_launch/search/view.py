@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.assemble import Prices
 from pipette_launch.cost.collectives import Kind, chunk_share, num_steps
-from pipette_launch.cost.latency import PlacementCost
+from pipette_launch.cost.placed import PlacementCost
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

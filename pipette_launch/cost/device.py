@@ -87,19 +87,21 @@ def imagined(
         versions={},
         taken_at="1970-01-01T00:00:00Z",
         phase_s={},
-        notes=assumptions(job, device, fabric),
+        notes=assumptions(job, device, fabric, num_hosts),
         optimizer_s_per_parameter=optimizer_s_per_parameter(device),
     )
 
 
-def assumptions(job: Job, device: DeviceSpec, fabric: FabricSpec = UNIFORM) -> tuple[str, ...]:
+def assumptions(
+    job: Job, device: DeviceSpec, fabric: FabricSpec = UNIFORM, num_hosts: int | None = None
+) -> tuple[str, ...]:
     """Say in sentences what an imagined measurement rests on."""
     efficiency, inside = device.efficiency, device.within_host
     peak = f"{device.peak_flops_per_s(job.model.params_dtype) / 1e12:.0f} TFLOP/s ({job.model.params_dtype})"
     memory = rate_text(device.memory_bytes_per_s)
     links = (
         f"Links within hosts: {inside.latency_s * 1e6:g} us, {rate_text(inside.fair_bytes_per_s)} each.",
-        f"Links between hosts: {fabric.words(device)}. {fabric.source}",
+        f"Links between hosts: {fabric.words(device, num_hosts)}. {fabric.source}",
     )
     return (
         f"Nothing was measured: times come from a model of {device.name}. {device.source}",
@@ -109,17 +111,9 @@ def assumptions(job: Job, device: DeviceSpec, fabric: FabricSpec = UNIFORM) -> t
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
         *links,
         "Collectives are rings; a group with several members on each host uses the links of all of them.",
-        *_laggards(fabric),
+        *([] if fabric.compute_factor else ["All devices are equally fast."]),
+        *fabric.laggards(),
     )
-
-
-def _laggards(fabric: FabricSpec) -> Iterator[str]:
-    if not fabric.compute_factor:
-        yield "All devices are equally fast."
-    for what, factors in (("Devices", fabric.compute_factor), ("Network cards", fabric.network_factor)):
-        if factors:
-            slowest = min(factors, key=lambda host: factors[host])
-            yield f"{what} of {len(factors)} hosts are slower, {slowest} by most: {factors[slowest]:g} of the others'."
 
 
 def imagined_cluster(

@@ -13,6 +13,7 @@ from pipette_launch.facts.measurements import (
 )
 from pipette_launch.facts.model import LatentAttention, ModelSpec
 from pipette_launch.facts.plan import Choice, Plan, Provenance
+from pipette_launch.facts.setting import Setting
 
 __all__ = [
     "Batch",
@@ -35,4 +36,5 @@ __all__ = [
     "Provenance",
     "Recompute",
     "Samples",
+    "Setting",
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -23,6 +23,8 @@ from pipette_launch.units import rate_text
 _OPTIONAL = ADDED_LATER
 """A field that may be left out of the file."""
 DOMAIN = "NVLink domain"
+MOST_NAMED = 4
+"""Slow hosts that a sentence lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +125,7 @@ class FabricSpec:
     def host_names(self, num_hosts: int) -> tuple[str, ...]:
         """Return the names of the hosts; raises FactError where the file names another number of them."""
         if not self.hosts:
-            return tuple(f"host{index}" for index in range(num_hosts))
+            return made_up_names(num_hosts)
         if len(self.hosts) != num_hosts:
             raise FactError(
                 f"hosts: {len(self.hosts)} hosts are named and the job has {num_hosts}; name each of the job's hosts, "
@@ -157,7 +159,7 @@ class FabricSpec:
             )
         np.fill_diagonal(bandwidth_HH, 0.0)
         np.fill_diagonal(latency_s_HH, 0.0)
-        return Links(latency_s=_rows(latency_s_HH), bandwidth_bytes_per_s=_rows(bandwidth_HH))
+        return Links(latency_s=latency_s_HH, bandwidth_bytes_per_s=bandwidth_HH)
 
     def slot_speed(self, num_hosts: int, devices_per_host: int) -> tuple[float, ...]:
         """Return the speed of each slot relative to the median one."""
@@ -171,15 +173,33 @@ class FabricSpec:
             return self.tiers
         return (Tier(name=DOMAIN, hosts_per_group=device.domain_hosts, link="nvlink"), *self.tiers)
 
-    def words(self, device: DeviceSpec) -> str:
-        """Say in a few words what lies between hosts."""
-        return ", ".join(tier.words(device) for tier in self.tiers_on(device))
+    def words(self, device: DeviceSpec, num_hosts: int | None = None) -> str:
+        """Say in a few words what lies between hosts; without the tiers that so many hosts have no use for."""
+        tiers = self.tiers_on(device)
+        fills = [index for index, tier in enumerate(tiers) if (tier.hosts_per_group or 0) >= (num_hosts or 1 << 62)]
+        return ", ".join(tier.words(device) for tier in tiers[: fills[0] + 1 if fills else None])
+
+    def laggards(self) -> Iterator[str]:
+        """Name the hosts that are slower than others, one sentence for each kind."""
+        for what, factors in (("Devices", self.compute_factor), ("Network cards", self.network_factor)):
+            if factors:
+                named = ", ".join(f"{host} {factor:g}" for host, factor in list(factors.items())[:MOST_NAMED])
+                more = len(factors) - MOST_NAMED
+                yield f"{what} of these hosts reach but a part of the others' speed: {named}" + (
+                    f" and {more} more." if more > 0 else "."
+                )
 
 
 UNIFORM = FabricSpec(source="All hosts are taken to be equally far from each other.", tiers=(Tier(name="network"),))
-BUILT_IN = "uniform, fat-tree-2:1, fat-tree-4:1, ..."
+BUILT_IN = ("uniform", "fat-tree-2:1", "fat-tree-4:1")
+"""What to show of the names that need no file."""
 LEAF_HOSTS = 32
 """A scalable unit of NVIDIA's reference designs for DGX H100 and later."""
+
+
+def made_up_names(num_hosts: int) -> tuple[str, ...]:
+    """Name hosts that nobody has named."""
+    return tuple(f"host{index}" for index in range(num_hosts))
 
 
 def built_in_fabric(name: str) -> FabricSpec | None:
@@ -218,7 +238,3 @@ def _groups_H(tier: Tier, names: Sequence[str]) -> NDArray[np.int64]:
                 raise FactError(f"tier {tier.name!r}: {host} is none of the job's hosts {names[0]} to {names[-1]}")
             group_H[index[host]] = number
     return group_H
-
-
-def _rows(matrix: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
-    return tuple(map(tuple, matrix.tolist()))

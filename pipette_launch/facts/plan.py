@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pipette_launch.errors import FactError
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ADDED_LATER
+from pipette_launch.facts.setting import Setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ class Provenance:
     """Digest of hosts, devices, model, batch, pins and versions; a plan is reused only where it agrees."""
     made_at: str
     versions: dict[str, str]
-    source: Literal["measured", "cached", "file"]
+    source: Literal["measured", "cached", "file", "imagined"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +99,8 @@ class Plan:
     """No legal layout that fits is faster than this in any placement, under the same model; 0 = nothing was proven."""
     num_solvers: int = field(default=1, metadata=ADDED_LATER)
     """Processes that shared the search."""
+    setting: Setting | None = field(default=None, metadata=ADDED_LATER)
+    """What it was made for, where someone may look at the file alone."""
 
     def __post_init__(self) -> None:
         slots = len(self.hosts) * self.devices_per_host

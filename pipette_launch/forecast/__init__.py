@@ -1,6 +1,6 @@
 """Foretell exactly one configuration: does it fit, and how long is its step."""
 
 from pipette_launch.forecast.machines import Machines, machines_of
-from pipette_launch.forecast.story import predict
+from pipette_launch.forecast.story import FP8_AS_16_BIT, megatron_version_of, predict
 
-__all__ = ["Machines", "machines_of", "predict"]
+__all__ = ["FP8_AS_16_BIT", "Machines", "machines_of", "megatron_version_of", "predict"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
-from pipette_launch.errors import ClusterError, UsageError
-from pipette_launch.facts import Job, Measurements, files
+from pipette_launch.errors import ClusterError, FactError, FileFormatError, UsageError
+from pipette_launch.facts import Job, Layout, Measurements, files
 from pipette_launch.facts.device import DeviceSpec, device_named
+from pipette_launch.facts.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
 
 DEVICES_PER_HOST = 8
 """Where the user does not say how many devices a host has."""
@@ -30,6 +33,8 @@ class Machines:
     kind: Kind
     measured: Measurements | None = None
     spec: DeviceSpec | None = None
+    fabric: FabricSpec = UNIFORM
+    """What lies between imagined hosts."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -63,14 +68,30 @@ class Machines:
             return f"measured at {self.measured.taken_at}"
         return "not measured: from the device's data sheet and usual shares of it" if self.spec else "unknown"
 
-    def measurements(self, job: Job) -> Measurements | None:
-        """Return what a step is priced by: what was measured, else what a device of this type would show."""
+    @property
+    def network(self) -> str:
+        """What lies between imagined hosts, in a few words; empty where it was measured or there is nothing."""
+        return self.fabric.words(self.spec, self.num_hosts) if self.spec is not None and self.num_hosts > 1 else ""
+
+    def measurements(self, job: Job, layouts: Sequence[Layout] = ()) -> Measurements | None:
+        """Return what a step is priced by: what was measured, else what a device of this type would show.
+
+        Args:
+            job: whose model is computed.
+            layouts: those that will be priced; none = the user's own.
+
+        """
         if self.measured is not None or self.spec is None:
             return self.measured
         from pipette_launch.cost.device import imagined
 
         return imagined(
-            job, self.spec, num_hosts=self.num_hosts, devices_per_host=self.devices_per_host, layouts=(job.own,)
+            job,
+            self.spec,
+            num_hosts=self.num_hosts,
+            devices_per_host=self.devices_per_host,
+            layouts=layouts or (job.own,),
+            fabric=self.fabric,
         )
 
 
@@ -81,6 +102,7 @@ def machines_of(
     devices_per_host: int | None = None,
     gpu: str | None = None,
     cluster: Path | Measurements | None = None,
+    fabric: str | Path | FabricSpec | None = None,
     device_kind: Kind = "cuda",
 ) -> Machines:
     """Find out which machines are meant.
@@ -91,12 +113,14 @@ def machines_of(
         devices_per_host: ranks on each.
         gpu: the name of a known device type.
         cluster: what a warm-up measured, or the file that holds it.
+        fabric: what lies between imagined hosts: a file, a built-in name, or the description; None = all are equal.
         device_kind: what the ranks run on where neither `gpu` nor `cluster` says it.
 
     Raises:
-        UsageError: the sizes are missing, contradict each other, or both `gpu` and `cluster` are given.
+        UsageError: the sizes are missing, contradict each other, both `gpu` and `cluster` are given, or `fabric`
+            without `gpu`.
         FactError: the device is not known.
-        FileFormatError: the file is no cluster.json.
+        FileFormatError: the file is no cluster.json, or no fabric of these hosts.
         ClusterError: the measured cluster has another size than the job.
 
     """
@@ -108,14 +132,54 @@ def machines_of(
             raise UsageError(f"{flag} must be at least 1, got {value}")
     if gpu is not None and cluster is not None:
         raise UsageError("--gpu and --cluster exclude each other: machines are either imagined or measured")
+    if fabric is not None and gpu is None:
+        raise UsageError("--fabric describes imagined machines; name their devices with --gpu, or leave it out")
     if cluster is not None:
         return _measured(cluster, world_size, num_hosts, devices_per_host)
-    hosts, devices, notes = _sizes(world_size, num_hosts, devices_per_host)
-    if gpu is not None:
-        if device_kind == "cpu":
-            raise UsageError("--gpu and --device cpu exclude each other")
-        return Machines(num_hosts=hosts, devices_per_host=devices, kind="cuda", spec=device_named(gpu), notes=notes)
-    return Machines(num_hosts=hosts, devices_per_host=devices, kind=device_kind)
+    if gpu is None:
+        hosts, devices, _ = _sizes(world_size, num_hosts, devices_per_host)
+        return Machines(num_hosts=hosts, devices_per_host=devices, kind=device_kind)
+    if device_kind == "cpu":
+        raise UsageError("--gpu and --device cpu exclude each other")
+    return _imagined(device_named(gpu), fabric or UNIFORM, world_size, num_hosts, devices_per_host)
+
+
+def _imagined(
+    spec: DeviceSpec,
+    source: str | Path | FabricSpec,
+    world_size: int | None,
+    num_hosts: int | None,
+    devices_per_host: int | None,
+) -> Machines:
+    fabric = source if isinstance(source, FabricSpec) else _fabric(source)
+    if world_size is None and fabric.hosts:
+        num_hosts = num_hosts or len(fabric.hosts)
+    notes: tuple[str, ...] = ()
+    if world_size is None and num_hosts is not None and devices_per_host is None:
+        devices_per_host = spec.devices_per_host
+        notes = (_assumed_host(devices_per_host),)
+    hosts, devices, more = _sizes(world_size, num_hosts, devices_per_host, usual=spec.devices_per_host)
+    try:
+        fabric.links(hosts, spec)
+        fabric.slot_speed(hosts, devices)
+    except FactError as error:
+        name = "the fabric" if isinstance(source, FabricSpec) else str(source)
+        raise FileFormatError(f"{name}: {error}") from error
+    return Machines(
+        num_hosts=hosts, devices_per_host=devices, kind="cuda", spec=spec, fabric=fabric, notes=(*notes, *more)
+    )
+
+
+def _fabric(source: str | Path) -> FabricSpec:
+    """Find a fabric by its built-in name, else read its file."""
+    named = built_in_fabric(str(source))
+    if named is not None:
+        return named
+    if Path(source).suffix or Path(source).exists():
+        return files.read(Path(source), FabricSpec)
+    near = difflib.get_close_matches(str(source), BUILT_IN, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILT_IN)}"
+    raise UsageError(f"--fabric {source}: neither a file nor a known name; {hint}")
 
 
 def _measured(
@@ -143,8 +207,12 @@ def _measured(
     )
 
 
+def _assumed_host(devices: int) -> str:
+    return f"Hosts of {devices} devices each are assumed; --nproc-per-node says it otherwise."
+
+
 def _sizes(
-    world_size: int | None, num_hosts: int | None, devices_per_host: int | None
+    world_size: int | None, num_hosts: int | None, devices_per_host: int | None, *, usual: int = DEVICES_PER_HOST
 ) -> tuple[int, int, tuple[str, ...]]:
     """Complete hosts and devices of each; the third is what had to be assumed."""
     if world_size is None:
@@ -155,9 +223,9 @@ def _sizes(
             )
         return num_hosts, devices_per_host, ()
     if num_hosts is None and devices_per_host is None:
-        devices_per_host = max(size for size in range(1, DEVICES_PER_HOST + 1) if world_size % size == 0)
-        note = f"Hosts of {devices_per_host} devices each are assumed; --nproc-per-node says it otherwise."
-        return world_size // devices_per_host, devices_per_host, (note,) if world_size > devices_per_host else ()
+        devices_per_host = max(size for size in range(1, usual + 1) if world_size % size == 0)
+        notes = (_assumed_host(devices_per_host),) if world_size > devices_per_host else ()
+        return world_size // devices_per_host, devices_per_host, notes
     hosts = num_hosts or world_size // (devices_per_host or 1)
     devices = devices_per_host or world_size // hosts
     if hosts < 1 or hosts * devices != world_size:

@@ -14,6 +14,7 @@ from pipette_launch.cost.overhead import allowed_bytes, overhead_of
 from pipette_launch.cost.parameters import stage_parameters
 from pipette_launch.errors import FactError, MegatronError, PlanError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements
+from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.prediction import Prediction, StageMemory, Verdict
 from pipette_launch.forecast import stages
 from pipette_launch.forecast.machines import Kind, Machines, machines_of
@@ -35,6 +36,7 @@ def predict(
     devices_per_host: int | None = None,
     gpu: str | None = None,
     cluster: str | Path | Measurements | None = None,
+    fabric: str | Path | FabricSpec | None = None,
     rank: int | None = None,
     stage: int | None = None,
     method: Method = "closed",
@@ -54,6 +56,7 @@ def predict(
         devices_per_host: ranks on each; 8 where it divides the world and nothing is said.
         gpu: a device type such as `H100-SXM`; see `facts.device.known_devices`.
         cluster: cluster.json of a warm-up, or its contents. Without `gpu` and `cluster` only memory is predicted.
+        fabric: what lies between hosts of `gpu`: a file of kind `fabric`, or `uniform`, `fat-tree-2:1` and the like.
         rank: tell only the stage that this RANK runs.
         stage: tell only this pipeline rank.
         method: `closed` counts by formula; `abstract` runs megatron-core's own code without data.
@@ -74,10 +77,11 @@ def predict(
         devices_per_host=devices_per_host,
         gpu=gpu,
         cluster=Path(cluster) if isinstance(cluster, str) else cluster,
+        fabric=fabric,
         device_kind=device_kind,
     )
     margin, variables = _checked(memory_margin, method), environment or {}
-    version, version_note = _version(megatron_version, script, variables)
+    version, version_note = megatron_version_of(megatron_version, script, variables)
     job = _job(arguments, machines, version, variables)
     memory, notes = _memory(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method, variables, cache)
     first = (*version_note, *_rank_note(job.own, rank), *machines.notes, *job.notes)
@@ -185,7 +189,7 @@ def _verdict(peaks_bytes: Sequence[int], capacity_bytes: int | None, memory_marg
     return "tight" if max(peaks_bytes) <= capacity_bytes else "too large"
 
 
-def _version(given: str | None, script: str, environment: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+def megatron_version_of(given: str | None, script: str, environment: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Return the Megatron whose flags are read, and a note where it had to be guessed."""
     if given is not None:
         # Megatron's own tags read core_v0.16.1.

@@ -15,7 +15,7 @@ from pipette_launch.errors import ClusterError, PipetteError, ProbeError
 from pipette_launch.facts import Measurements, Plan, Provenance, files
 from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, key_of
-from pipette_launch.launch.reuse import adopt, check_belongs
+from pipette_launch.launch.reuse import adopt, check_belongs, on_real_hosts
 from pipette_launch.probe.options import ProbeOptions
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Chief:
 
     def _from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
         """Return the plan that the user named, as a plan of this job; the screen shows its notes."""
-        plan = files.read(path, Plan)
+        plan = on_real_hosts(files.read(path, Plan), hosts)
         check_belongs(plan, hosts, str(path))
         adopted, note = adopt(plan, job, self.cache.key, str(path))
         self.measurements = None if note else self.cache.measurements()

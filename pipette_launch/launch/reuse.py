@@ -6,11 +6,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipette_launch.errors import PlanError
+from pipette_launch.facts.fabric import made_up_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipette_launch.facts import Choice, Host, Job, Plan
+
+
+def on_real_hosts(plan: Plan, hosts: Sequence[Host]) -> Plan:
+    """Put as many real hosts, in their own order, in the places of imagined ones that nobody has named."""
+    if plan.provenance.source != "imagined" or plan.hosts != made_up_names(len(hosts)):
+        return plan
+    note = (
+        f"The plan was made for {len(hosts)} imagined hosts; {hosts[0].name} to {hosts[-1].name} take their places in "
+        f"torchrun's order, whatever the links between them are"
+    )
+    return replace(plan, hosts=tuple(host.name for host in hosts), notes=(*plan.notes, note))
 
 
 def check_belongs(plan: Plan, hosts: Sequence[Host], source: str) -> None:

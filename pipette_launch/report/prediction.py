@@ -21,7 +21,7 @@ from pipette_launch.report.draw import (
     stages_shown,
     text,
 )
-from pipette_launch.report.plan import NOT_MODELLED
+from pipette_launch.report.parts import NOT_MODELLED
 from pipette_launch.units import GIB, MIB, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:

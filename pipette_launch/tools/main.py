@@ -8,10 +8,14 @@ from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
-from pipette_launch.tools import predict
+from pipette_launch.tools import plan, predict, report
 from pipette_launch.tools.command import Command
 
-COMMANDS: Mapping[str, Command] = {"predict": predict.COMMAND}
+COMMANDS: Mapping[str, Command] = {
+    "predict": predict.COMMAND,
+    "plan": plan.COMMAND,
+    "report": report.COMMAND,
+}
 BEHIND = "and mind that the script's own flags stand behind its name"
 BAD_INPUT = (UsageError, MegatronError, FactError, FileFormatError, ClusterError)
 """Errors of what was typed or of a file that was named: they exit with 2, as argparse's own do."""

@@ -18,6 +18,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     machines = parser.add_mutually_exclusive_group()
     machines.add_argument("--cluster", metavar="FILE", type=Path, help="cluster.json that a warm-up measured")
     machines.add_argument("--gpu", metavar="NAME", help="imagine machines with this device, e.g. H100-SXM or A100-80GB")
+    add(
+        "--fabric", metavar="FILE|NAME", help="network between the hosts of --gpu: a file, uniform, or fat-tree-2:1 ..."
+    )
     add("--world-size", metavar="N", type=int, help="ranks of the job")
     add("--nodes", "--nnodes", metavar="N", type=int, help="nodes of the job")
     add("--nproc-per-node", "--nproc_per_node", metavar="N", type=int, help="ranks on each (default 8)")
@@ -60,6 +63,7 @@ def run(args: Namespace) -> int:
         devices_per_host=args.nproc_per_node,
         gpu=args.gpu,
         cluster=args.cluster,
+        fabric=args.fabric,
         rank=args.rank,
         stage=args.stage,
         method=args.method,

@@ -1,0 +1,170 @@
+"""Parts of the screens that show a plan: what was chosen, its step beside others', memory, flags, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipette_launch.facts import Choice, Plan
+from pipette_launch.report.draw import bar, breakdown, stages_shown, text
+from pipette_launch.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+MOST_HOST_LINES = 12
+NOT_MODELLED = "Not modelled: "
+"""How the planner begins a note on what it leaves out; the screen counts these, the plan file has them."""
+
+
+def chosen(plan: Plan) -> Iterator[RenderableType]:
+    """The layout, the parts of its step, and where its ranks sit."""
+    choice = plan.chosen
+    whose = "your own configuration, " if plan.keeps_own else ""
+    line = text(f"{choice.layout.words()}", "bold green")
+    line.append(f"  {whose}{choice.schedule}, {seconds_text(choice.step_time_s)} a step predicted", "default")
+    yield line
+    yield breakdown(choice.breakdown_s, choice.step_time_s)
+    if choice.is_host_order:
+        yield text("ranks in torchrun's own order")
+        return
+    yield from _rank_map(plan)
+
+
+def _rank_map(plan: Plan) -> Iterator[RenderableType]:
+    """Host → ranks, as many hosts on a line as fit."""
+    from rich.columns import Columns
+
+    size = plan.devices_per_host
+    names = max(len(name) for name in plan.hosts)
+    cells = []
+    for index, name in enumerate(plan.hosts):
+        ranks = plan.chosen.placement[index * size : (index + 1) * size]
+        cell = text(f"{name:<{names}} ", "dim")
+        cell.append(rank_ranges(ranks), "default")
+        cells.append(cell)
+    yield text("ranks on each host, in the order of its devices:")
+    yield Columns(cells[: 4 * MOST_HOST_LINES], padding=(0, 3), column_first=True)
+    if len(cells) > 4 * MOST_HOST_LINES:
+        yield text(f"… and {len(cells) - 4 * MOST_HOST_LINES} more hosts, in the plan file")
+
+
+def step_times(plan: Plan) -> Iterator[RenderableType]:
+    """The chosen one, the runners-up and the user's own, as bars."""
+    from rich.table import Table
+
+    rows = [(plan.chosen, "chosen, yours" if plan.keeps_own else "chosen")]
+    rows += [(choice, "") for choice in plan.alternatives]
+    rows += [] if plan.keeps_own else [(plan.own, "yours" if plan.own.fits else "yours, too large")]
+    longest_s = max(choice.step_time_s for choice, _ in rows)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    for choice, remark in rows:
+        style = "green" if choice is plan.chosen else "default"
+        part = choice.step_time_s / longest_s if longest_s > 0 else 0.0
+        table.add_row(
+            text(seconds_text(choice.step_time_s), style),
+            bar(part, style),
+            text(remark, style),
+            text(choice.layout.words(), style),
+        )
+    yield table
+
+
+def memory(choice: Choice) -> Iterator[RenderableType]:
+    """Each stage's peak against the limit."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    limit = bytes_text(choice.memory_limit_bytes)
+    for stage in stages_shown(choice.peak_memory_bytes):
+        peak = choice.peak_memory_bytes[stage]
+        part = peak / choice.memory_limit_bytes if choice.memory_limit_bytes else 1.0
+        over = peak > choice.memory_limit_bytes
+        table.add_row(
+            text(f"stage {stage}"),
+            bar(min(part, 1.0), "red" if over else "default"),
+            text(f"{bytes_text(peak)} of {limit}{', over the limit' if over else ''}"),
+        )
+    yield table
+    hidden = len(choice.peak_memory_bytes) - len(stages_shown(choice.peak_memory_bytes))
+    if hidden:
+        yield text(f"… {hidden} more stages, none fuller", "dim")
+
+
+def flags(arguments: Sequence[str], new_arguments: Sequence[str] | None) -> Iterator[Text]:
+    """What changes for the script."""
+    changes = [] if new_arguments is None else arguments_diff(arguments, new_arguments)
+    if not changes:
+        yield text("your own, untouched")
+    styles = {"+": "green", "-": "red", "~": "yellow"}
+    for sign, what in changes:
+        line = text(f"{sign} ", styles[sign])
+        line.append(what, "default")
+        yield line
+
+
+def notes(plan: Plan, saved_to: Path | None, *, counts_dropped: bool = True) -> Iterator[str]:
+    """What was assumed, one sentence each; how many layouts were dropped, and how many effects are left out."""
+    left_out = sum(note.startswith(NOT_MODELLED) for note in plan.notes)
+    yield from (note for note in plan.notes if not note.startswith(NOT_MODELLED))
+    dropped = sum(plan.dropped.values())
+    if dropped and counts_dropped:
+        most = max(plan.dropped, key=lambda reason: plan.dropped[reason])
+        yield f"{plan.num_layouts} layouts looked at, {dropped} combinations dropped, most of them because {most}."
+    if left_out:
+        listed = "the plan file lists them" if saved_to is not None else "see the documentation"
+        yield f"{left_out} effects are not modelled; {listed}."
+
+
+def arguments_diff(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
+    """What changes in a command line: (`~`, flag old → new), (`+`, flag) and (`-`, flag), in the order of flags."""
+    before, after = _groups(old), _groups(new)
+    lines = []
+    for flag, values in before.items():
+        if flag not in after:
+            lines.append(("-", _joined(flag, values)))
+        elif after[flag] != values:
+            lines.append(("~", f"{_joined(flag, values)} → {' '.join(after[flag]) or 'given'}"))
+    return lines + [("+", _joined(flag, values)) for flag, values in after.items() if flag not in before]
+
+
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """Ranks in their order, runs written short: `0-3 8 10`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(str(rank) for rank in run) for run in parts)
+
+
+def paste_words(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Words to append to a command line so that it means the new one, and flags to delete from it first."""
+    before, after = _groups(old), _groups(new)
+    added = [name for name, values in after.items() if before.get(name) != values]
+    return [word for name in added for word in (name, *after[name]) if word], [
+        name for name in before if name not in after
+    ]
+
+
+def _groups(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Flags with their values; the last of several counts, as in Megatron."""
+    groups: dict[str, list[str]] = {}
+    flag = ""
+    for word in arguments:
+        if word.startswith("--"):
+            flag, equals, value = word.partition("=")
+            groups[flag] = [value] if equals else []
+        else:
+            groups.setdefault(flag, []).append(word)
+    return {name: tuple(values) for name, values in groups.items()}
+
+
+def _joined(flag: str, values: Sequence[str]) -> str:
+    return " ".join((flag, *values)) if flag else " ".join(values)

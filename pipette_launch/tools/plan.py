@@ -1,0 +1,45 @@
+"""`pipette plan` chooses layout and placement for machines that were measured before, or that nobody has yet."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from pipette_launch.tools import question
+from pipette_launch.tools.command import Command
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of `pipette plan`; what stands behind the script belongs to the script."""
+    question.add_machine_flags(parser)
+    question.add_search_flags(parser)
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the plan there, for --pipette-plan and compare")
+    parser.add_argument("--json", action="store_true", help="print the plan's document instead of a screen")
+    question.add_script(parser)
+
+
+def run(args: Namespace) -> int:
+    """Print the plan and write its file; returns 0 for every plan, the user's own configuration included."""
+    # Parsing --help must not wait for numpy.
+    from pipette_launch.errors import UsageError
+    from pipette_launch.facts import files
+    from pipette_launch.report import planned_screen
+
+    plan = question.planned(question.question_of(args), args)
+    if args.out is not None:
+        try:
+            files.write(args.out, plan)
+        except OSError as error:
+            raise UsageError(f"--out {args.out}: cannot be written ({error.strerror})") from error
+    screen = files.dumps(plan) + "\n" if args.json else planned_screen(plan, title="pipette plan", saved_to=args.out)
+    sys.stdout.write(screen)
+    return 0
+
+
+COMMAND = Command(
+    summary="Which layout and which order of ranks is fastest on these machines, and how sure is that?",
+    add_arguments=add_arguments,
+    run=run,
+)
+"""For `main.COMMANDS`."""

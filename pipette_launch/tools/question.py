@@ -1,0 +1,208 @@
+"""What a planning command is asked: its shared flags, and the job, machines and prices that they mean."""
+
+from __future__ import annotations
+
+import os
+from argparse import REMAINDER, ArgumentParser, Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # Parsing --help must not wait for numpy.
+    from pipette_launch.facts import Job, Layout, Measurements, Plan, Setting
+    from pipette_launch.forecast import Machines
+    from pipette_launch.search.enumerate import Cuts
+
+MARGIN = 0.02
+MEMORY_MARGIN = 0.08
+LAUNCHERS_FIX = "--pipette-fix"
+"""What the launcher calls our --fix; sentences about it come from where both are read."""
+
+
+def add_machine_flags(parser: ArgumentParser) -> None:
+    """Add the flags that say on which machines."""
+    add = parser.add_argument
+    machines = parser.add_mutually_exclusive_group()
+    machines.add_argument("--cluster", metavar="FILE", type=Path, help="cluster.json that a warm-up measured")
+    machines.add_argument("--gpu", metavar="NAME", help="imagine hosts with this device, e.g. h100-sxm or gb200-nvl72")
+    add("--nodes", "--nnodes", "--hosts", metavar="N", type=int, help="hosts of the job")
+    add(
+        "--nproc-per-node", "--nproc_per_node", metavar="N", type=int, help="ranks on each (default: as usual for NAME)"
+    )
+    add("--world-size", metavar="N", type=int, help="ranks of the job, in place of one of the two")
+    add(
+        "--fabric", metavar="FILE|NAME", help="network between the hosts of --gpu: a file, uniform, or fat-tree-2:1 ..."
+    )
+
+
+def add_search_flags(parser: ArgumentParser) -> None:
+    """Add the flags that say how to look and what counts as better."""
+    add = parser.add_argument
+    add("--budget", metavar="SECONDS", type=float, default=10.0, help="most that the search may take (default 10)")
+    add("--seed", metavar="N", type=int, default=0, help="of the search's chance (default 0)")
+    add(
+        "--margin",
+        metavar="FRACTION",
+        type=float,
+        default=MARGIN,
+        help=f"part of the step that another plan than your own must save (default {MARGIN})",
+    )
+    add(
+        "--memory-margin",
+        metavar="FRACTION",
+        type=float,
+        default=MEMORY_MARGIN,
+        help=f"part of the device memory that must stay free (default {MEMORY_MARGIN})",
+    )
+    add(
+        "--fix", metavar="NAMES", default="", help="parts of the layout that stay: tp,pp,dp,cp,ep,vpp,mbs,recompute,..."
+    )
+    add("--megatron-version", metavar="V", help="whose flags are read, e.g. 0.16.1 (default: what SCRIPT would import)")
+
+
+def add_script(parser: ArgumentParser, *, required: bool = True) -> None:
+    """Add the script and its own flags."""
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for torchrun")
+    parser.add_argument(
+        "script",
+        metavar="SCRIPT",
+        nargs=None if required else "?",
+        help="as in the job's own command; it need not be here",
+    )
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=REMAINDER, help="the script's own flags, exactly as in the job"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A job on machines, with everything that a search prices it by."""
+
+    machines: Machines
+    job: Job
+    measurements: Measurements
+    script: str
+    arguments: tuple[str, ...]
+
+    def setting(self, layout: Layout) -> Setting:
+        """Say what a plan with this layout is for."""
+        from pipette_launch import megatron
+        from pipette_launch.cost.parameters import stage_parameters
+        from pipette_launch.facts import Layout as Whole
+        from pipette_launch.facts import Setting
+
+        return Setting(
+            script=self.script,
+            arguments=self.arguments,
+            new_arguments=megatron.write_arguments(self.arguments, job=self.job, layout=layout),
+            num_parameters=sum(part.count for part in stage_parameters(self.job.model, Whole())),
+            global_batch_size=self.job.batch.global_batch_size,
+            seq_length=self.job.model.seq_length,
+            device_name=self.machines.device_name,
+            device_memory_bytes=self.measurements.cluster.memory_bytes,
+            machines=self.machines.origin,
+            network=self.machines.network,
+        )
+
+
+def question_of(args: Namespace) -> Question:
+    """Find out what is asked.
+
+    Raises:
+        PipetteError: the flags or sizes make no sense, a name is unknown, or the job cannot be planned.
+
+    """
+    from pipette_launch import megatron
+    from pipette_launch.cost.activations import computes_in_fp8
+    from pipette_launch.errors import UsageError
+    from pipette_launch.forecast import FP8_AS_16_BIT, machines_of, megatron_version_of
+
+    machines = machines_of(
+        world_size=args.world_size,
+        num_hosts=args.nodes,
+        devices_per_host=args.nproc_per_node,
+        gpu=args.gpu,
+        cluster=args.cluster,
+        fabric=args.fabric,
+    )
+    if machines.measured is None and machines.spec is None:
+        raise UsageError("on which machines? Name a device type with --gpu, or a measured cluster with --cluster")
+    version, guess = megatron_version_of(args.megatron_version, args.script, os.environ)
+    fix = tuple(name for name in args.fix.split(",") if name.strip())
+    try:
+        megatron.fixed_fields(fix)
+    except UsageError as error:
+        raise UsageError(str(error).replace(LAUNCHERS_FIX, "--fix")) from error
+    job = megatron.read_job(
+        args.arguments,
+        world_size=machines.world_size,
+        megatron_version=version,
+        device_kind=machines.kind,
+        fix=fix,
+        for_prediction=machines.spec is not None,
+        environment=os.environ,
+        device_name=machines.device_name,
+    )
+    eight_bit = (FP8_AS_16_BIT,) if machines.spec is not None and computes_in_fp8(job) else ()
+    notes = (note.replace(LAUNCHERS_FIX, "--fix") for note in job.notes)
+    job = replace(job, notes=(*guess, *machines.notes, *notes, *eight_bit))
+    return Question(
+        machines=machines,
+        job=job,
+        measurements=_measurements(machines, job),
+        script=args.script,
+        arguments=tuple(args.arguments),
+    )
+
+
+def planned(question: Question, args: Namespace) -> Plan:
+    """Search for the best plan; raises PlanError where there is none, with what binds and what would help."""
+    import time
+    from datetime import datetime, timezone
+
+    from pipette_launch.facts import Provenance
+    from pipette_launch.launch.cache import key_of
+    from pipette_launch.search.solve import SolveOptions, solve
+
+    measured = question.measurements
+    key = key_of(
+        measured.cluster.hosts, question.job, measured.versions, (args.margin, args.memory_margin), environ=os.environ
+    )
+    plan = solve(
+        question.job,
+        measured,
+        options=SolveOptions(
+            margin=args.margin, memory_margin=args.memory_margin, budget_s=args.budget, seed=args.seed
+        ),
+        clock=time.monotonic,
+        provenance=Provenance(
+            key=key,
+            made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            versions=measured.versions,
+            source="imagined" if question.machines.measured is None else "file",
+        ),
+    )
+    return replace(plan, setting=question.setting(plan.chosen.layout))
+
+
+def _measurements(machines: Machines, job: Job) -> Measurements:
+    """What was measured, or imagined times of every shape of computation and every group that a layout may have."""
+    from pipette_launch.search.enumerate import cuts
+
+    if machines.measured is not None:
+        return machines.measured
+    found = cuts(
+        job, world_size=machines.world_size, devices_per_host=machines.devices_per_host, device_kind=machines.kind
+    )
+    imagined = machines.measurements(job, (job.own, *_shapes(found)))
+    assert imagined is not None, "machines of a known type are always imagined"
+    return imagined
+
+
+def _shapes(found: Cuts) -> list[Layout]:
+    """A layout for each shape of computation, and for each set of degrees: nothing else changes what is imagined."""
+    columns = found.columns
+    cases = columns.groups("tp", "cp", "micro_batch_size").first_U
+    degrees = columns.groups("tp", "pp", "dp", "cp", "ep", "etp").first_U
+    return [found.layout(row) for row in sorted({*cases.tolist(), *degrees.tolist()})]

@@ -1,0 +1,232 @@
+"""From the words typed behind `pipette plan` and `pipette report` to answer, plan file and complaint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_measurements
+from megatron_lines import TEXT
+
+from pipette_launch import megatron
+from pipette_launch.errors import PlanError
+from pipette_launch.facts import Plan, files
+from pipette_launch.launch.reuse import check_belongs, on_real_hosts
+from pipette_launch.report.parts import paste_words
+from pipette_launch.tools.main import main, parser
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+FREE = "--budget 60 --fix tp,pp,cp,vpp,order,overlap,recompute,dist_opt"
+FEW = "--budget 0.5 --fix cp,mbs,vpp,order,overlap,recompute"
+JOB = f"--megatron-version 0.16.1 pretrain_gpt.py {TEXT}"
+WITHOUT_TORCH = """
+import sys
+from pipette_launch.tools.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    assert not {"torch", "megatron"} & set(sys.modules), "heavy imports"
+"""
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8 "
+    "--transformer-impl transformer_engine --bf16 --position-embedding-type rope"
+)
+
+
+def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
+    """Exit code, stdout and stderr of `pipette WORDS`."""
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    captured = capsys.readouterr()
+    return caught.value.code, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A plan file and the screen that came with it."""
+    path = tmp_path_factory.mktemp("plans") / "a.plan.json"
+    words = f"plan --gpu h100-sxm --nodes 2 --nproc-per-node 4 --out {path} {FREE} {JOB}".split()
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            WITHOUT_TORCH,
+            *words,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (0, "") == (ran.returncode, ran.stderr)
+    return path, ran.stdout
+
+
+def test_a_plan_is_made_on_a_laptop(saved: tuple[Path, str]) -> None:
+    """Without torch: what for, what, why, memory, flags to paste, what was assumed, and where the file lies."""
+    screen = saved[1]
+
+    for heading in ("Job", "Machines", "Chosen", "Step time", "Why", "Memory", "Flags", "Paste", "Notes", "Plan file"):
+        assert f"\n{heading:<9}" in screen
+    for words in (
+        "8 ranks on 2 hosts x 4 H100-SXM",
+        "between hosts: network 47 GB/s",
+        "tokens/s",
+        "Nothing was measured",
+    ):
+        assert words in " ".join(screen.split())
+    assert max(map(len, screen.splitlines())) <= 80
+
+
+def test_the_file_holds_what_the_screen_showed(saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """`pipette report` draws it again, and what is read is what was written."""
+    path, screen = saved
+    code, out, err = answer(f"report {path}", capsys)
+    plan = files.read(path, Plan)
+
+    assert (0, "") == (code, err)
+    assert screen.split("\n", 1)[1] == out.split("\n", 1)[1]
+    assert plan == files.loads(Plan, files.dumps(plan), "again")
+    assert "imagined" == plan.provenance.source
+
+
+def test_the_flags_mean_the_plan(saved: tuple[Path, str]) -> None:
+    """Megatron's reader sees the chosen layout in the rewritten words, and in the pasted ones."""
+    plan = files.read(saved[0], Plan)
+    assert plan.setting is not None
+    added, deleted = paste_words(plan.setting.arguments, plan.setting.new_arguments)
+
+    for words in (plan.setting.new_arguments, (*plan.setting.arguments, *added)):
+        job = megatron.read_job(words, world_size=8, megatron_version="0.16.1", device_kind="cuda")
+        assert plan.chosen.layout == job.own
+    assert [] == deleted
+    assert plan.chosen.layout != plan.own.layout
+
+
+def test_a_plan_for_imagined_hosts_runs_on_real_ones(saved: tuple[Path, str]) -> None:
+    """As many hosts take the places of host0 and so on; another number does not."""
+    plan = files.read(saved[0], Plan)
+    hosts = tiny_cluster(3, 4).hosts
+    taken = on_real_hosts(plan, hosts[:2])
+
+    assert ("node0", "node1") == taken.hosts
+    assert "node0 to node1 take their places in torchrun's order" in taken.notes[-1]
+    assert plan == on_real_hosts(plan, hosts)
+    with pytest.raises(PlanError, match="the plan is for the hosts host0, host1; this job runs on node0, node1, node2"):
+        check_belongs(on_real_hosts(plan, hosts), hosts, "plan.json")
+
+
+def test_equal_questions_get_equal_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same words and seed, the same plan: only the times of day and of the search differ."""
+    made = []
+    for _ in range(2):
+        code, out, err = answer(
+            f"plan --json --gpu a100-80gb --world-size 4 --fix tp,cp,mbs,vpp,order,overlap --budget 60 {JOB}", capsys
+        )
+        assert (0, "") == (code, err)
+        plan = files.loads(Plan, out, "stdout")
+        made.append(replace(plan, solve_s=0.0, provenance=replace(plan.provenance, made_at="")))
+
+    assert made[0] == made[1]
+
+
+def test_a_measured_cluster_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its sizes need not be said, and other sizes are refused with what to do."""
+    path = tmp_path / "cluster.json"
+    files.write(path, tiny_measurements(tiny_cluster(2, 2)))
+    code, out, err = answer(f"plan --cluster {path} {FEW} {JOB}", capsys)
+    refused = answer(f"plan --cluster {path} --nodes 8 {JOB}", capsys)
+
+    assert (0, "") == (code, err)
+    assert "4 ranks on 2 hosts x 2 test cpu with 8.00 GiB, measured at 2026-11-21" in " ".join(out.split())
+    assert 2 == refused[0]
+    assert "has 2 hosts x 2 devices = 4 ranks, but --nodes says 8; leave the sizes out, or name" in refused[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            f"plan --gpu gb200-nvl72 --nodes 2 --fabric {EXAMPLES / 'gb200-nvl72.json'} {FEW},tp,pp {JOB}",
+            "8 ranks on 2 hosts x 4 GB200-NVL72 with 186.00 GiB",
+        ),
+        (f"plan --gpu h100 --nodes 1 {FEW},tp {JOB} {LATENT}", "8 ranks on 1 host x 8 H100-SXM"),
+    ],
+)
+def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Racks whose hosts have four devices, and a model that no warm-up times."""
+    code, out, err = answer(words, capsys)
+
+    assert (0, "") == (code, err)
+    assert expected in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "complaint"),
+    [
+        (f"plan --nodes 2 {JOB}", 2, "on how many ranks does it run?"),
+        (f"plan --world-size 8 {JOB}", 2, "on which machines? Name a device type with --gpu"),
+        (f"plan --gpu hh200 --nodes 2 {JOB}", 2, "unknown device 'hh200'; known: V100-SXM2-32GB,"),
+        (f"plan --gpu a100 --nodes 2 {JOB}", 2, "may be A100-40GB or A100-80GB or A100-80GB-PCIe; say which"),
+        (
+            f"plan --gpu h100 --nodes 2 --fabric fat-tre-2:1 {JOB}",
+            2,
+            "neither a file nor a known name; did you mean fat-",
+        ),
+        (f"plan --gpu h100 --nodes 2 --fabric no.json {JOB}", 2, "no.json: cannot be read"),
+        (
+            f"plan --gpu h100 --nodes 2 --fabric {EXAMPLES / 'fat-tree.json'} {JOB}",
+            2,
+            "fat-tree.json: network_factor: host5 is none of the job's hosts host0 to host1",
+        ),
+        (f"plan --nodes 1 --nproc-per-node 8 --fabric uniform {JOB}", 2, "--fabric describes imagined machines"),
+        (f"plan --gpu h100 --nodes 1 --fix colour {JOB}", 2, "--fix colour: no such part of a layout"),
+        (f"plan --gpu h100 --nodes 1 --margin 2 {JOB}", 2, "margin must be at least 0 and below 1, got 2.0"),
+        (f"plan --gpu v100-sxm2-16gb --nodes 1 {JOB} --bf16", 2, "V100-SXM2-16GB has no known peak for bf16"),
+        (f"plan --gpu h100 --nodes 1 --out /dev/null/x {FEW},tp,pp {JOB}", 2, "--out /dev/null/x: cannot be written"),
+        (
+            f"plan --gpu rtx-4090 --nodes 1 --fix all --budget 1 {JOB} --hidden-size 32768 --num-attention-heads 64",
+            1,
+            "no layout fits in memory: the leanest of",
+        ),
+        ("report nowhere.json", 2, "nowhere.json: cannot be read"),
+        (f"report {EXAMPLES / 'fat-tree.json'}", 2, "expected a 'plan' document, found 'fabric'"),
+    ],
+)
+def test_complaints(words: str, code: int, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line names what was wrong and what to do; nothing is printed to stdout."""
+    found, out, err = answer(words, capsys)
+
+    assert (code, "") == (found, out)
+    assert complaint.lower() in err.lower()
+    assert err.splitlines()[-1].startswith(f"pipette {words.split(maxsplit=1)[0]}: error: ")
+
+
+def test_the_flags_are_frozen() -> None:
+    """A new flag is a reviewed line here."""
+    commands = next(action for action in parser()._actions if action.dest == "command")
+    flags = {flag for action in commands.choices["plan"]._actions for flag in action.option_strings if flag[:2] == "--"}
+
+    assert {
+        "--budget",
+        "--cluster",
+        "--fabric",
+        "--fix",
+        "--gpu",
+        "--help",
+        "--hosts",
+        "--json",
+        "--margin",
+        "--megatron-version",
+        "--memory-margin",
+        "--module",
+        "--nnodes",
+        "--nodes",
+        "--nproc-per-node",
+        "--nproc_per_node",
+        "--out",
+        "--seed",
+        "--world-size",
+    } == flags

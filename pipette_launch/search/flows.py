@@ -94,15 +94,14 @@ class Flows:
         """Seconds of each of K bijections, in pieces that bound the memory."""
         places_KQ = np.asarray(place_KQ, dtype=np.int64)
         step = max(1, AT_ONCE // max(1, self.num_flows + self.num_groups))
-        pieces = [self.family_costs(places_KQ[at : at + step]) for at in range(0, len(places_KQ), step)]
+        pieces = [self.largest(self.group_seconds(places_KQ[at : at + step])) for at in range(0, len(places_KQ), step)]
         return np.concatenate(pieces) if pieces else np.zeros(0)
 
-    def family_costs(self, place_KQ: Ints) -> Floats:
-        """Seconds of K bijections at once: the largest group of each family, summed in the order of families."""
-        group_KG = self.group_seconds(place_KQ)[:, self._by_family_G]
-        largest_KN = np.maximum.reduceat(group_KG, self._family_starts_N, axis=1)
+    def largest(self, group_seconds_KG: Floats) -> Floats:
+        """Sum over families of the largest of their groups' seconds: what K bijections cost."""
+        largest_KN = np.maximum.reduceat(group_seconds_KG[:, self._by_family_G], self._family_starts_N, axis=1)
         # One family after another, as the order of additions must not depend on K.
-        total_K = np.zeros(len(place_KQ))
+        total_K = np.zeros(len(group_seconds_KG))
         for largest_K in largest_KN.T:
             total_K += largest_K
         return total_K
@@ -112,9 +111,8 @@ class Flows:
         count = len(place_KQ)
         base_K1 = np.arange(count)[:, None] * self.num_groups
         # `bincount` adds in the order given, whatever K is.
-        value_KF = (
-            self.weight_F * self.seconds_THH[self.type_F, place_KQ[:, self.sender_F], place_KQ[:, self.receiver_F]]
-        )
+        at_KF = place_KQ[:, self.sender_F] * self.num_places + place_KQ[:, self.receiver_F]
+        value_KF = self.weight_F * self.seconds_THH.take(self._matrix_F + at_KF)
         sums_KG = np.bincount(
             (base_K1 + self.group_F).ravel(), weights=value_KF.ravel(), minlength=count * self.num_groups
         ).reshape(count, self.num_groups)
@@ -125,6 +123,10 @@ class Flows:
                 (base_K1 + self.seat_group_Q[seats]).ravel(), weights=own_KQ.ravel(), minlength=sums_KG.size
             ).reshape(sums_KG.shape)
         return self.offset_G + sums_KG
+
+    @cached_property
+    def _matrix_F(self) -> Ints:
+        return self.type_F * self.num_places**2
 
     @cached_property
     def _by_family_G(self) -> Ints:

@@ -1,6 +1,6 @@
-"""Settle seats on places: every bijection where there are few, else annealing that prices swaps in batches."""
+"""Settle seats on places: every bijection where there are few, else annealing that prices batches of moves."""
 
-# Q = seats, K = bijections or proposals priced at once.
+# Q = seats, K = bijections priced at once.
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from itertools import islice, permutations
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pipette_launch.search.batches import walk
+from pipette_launch.search.chains import temper
 from pipette_launch.search.flows import Flows, Ints
+from pipette_launch.search.steps import Step
 
 FEW = 9
 """Up to so many seats every bijection is priced, where the moves allow as many prices."""
+SMALL = 40
+"""Up to so many seats moves are priced in full, so that whole segments can move."""
 BLOCK = 40_320
-BATCH = 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,7 +32,7 @@ class Settled:
     cost: float
     moves: int
     is_optimal: bool = False
-    """Every bijection was priced."""
+    """Every bijection was priced: no other is cheaper."""
 
 
 def settle(
@@ -42,62 +46,42 @@ def settle(
 ) -> Settled:
     """Look for a cheaper bijection; the start is returned where none is found.
 
-    The course depends on the problem, the start and `rng`, not on `moves` or the clock, which only cut it short: more
-    of either is never worse.
+    The course depends on the problem, the start and `rng`; `moves` and the clock only cut it short, and where moves
+    allow to try every bijection that is done instead. So more of either is never worse.
 
     Args:
         flows: the problem.
         place_Q: where to begin: the place of each seat.
-        moves: how many bijections may be priced.
+        moves: after how many priced proposals to stop, to the end of a batch.
         rng: the only source of chance.
         clock: seconds, on the scale of `deadline_s`.
         deadline_s: when to stop.
 
     """
-    start_Q = np.asarray(place_Q, dtype=np.int64)
-    best = Settled(place_Q=start_Q, cost=flows.cost(start_Q), moves=0)
-    tries = _all(flows) if _is_few(flows, moves) else _walk(flows, rng)
-    for found in tries(best):
-        best = found
-        if best.moves >= moves or best.is_optimal or clock() >= deadline_s:
-            break
+    start_Q = np.array(place_Q, dtype=np.int64)
+    seats = flows.num_seats
+    if not np.array_equal(np.sort(start_Q), np.arange(seats)):
+        raise ValueError(f"place_Q must name each of {seats} places once, got {start_Q.tolist()[:20]}")
+    best = Settled(place_Q=start_Q, cost=flows.cost(start_Q), moves=0, is_optimal=seats == 1)
+    all_of_them = math.factorial(seats) if seats <= FEW else math.inf
+    steps = _all(flows) if all_of_them <= moves else (temper if seats <= SMALL else walk)(flows, start_Q, rng)
+    while best.moves < moves and not best.is_optimal and clock() < deadline_s:
+        best = _after(best, next(steps), all_of_them if all_of_them <= moves else math.inf)
     return best
 
 
-def _is_few(flows: Flows, moves: int) -> bool:
-    return flows.num_seats <= FEW and math.factorial(flows.num_seats) <= moves
+def _after(best: Settled, step: Step, all_of_them: float) -> Settled:
+    """The better of two, and how many were priced by now."""
+    place_Q, cost = (step.place_Q, step.cost) if step.cost < best.cost else (best.place_Q, best.cost)
+    moves = best.moves + step.priced
+    return Settled(place_Q=place_Q, cost=cost, moves=moves, is_optimal=moves >= all_of_them)
 
 
-def _better(best: Settled, place_KQ: Ints, cost_K: np.ndarray, *, is_optimal: bool = False) -> Settled:
-    least = int(np.argmin(cost_K))
-    place_Q, cost = (
-        (place_KQ[least].copy(), float(cost_K[least])) if cost_K[least] < best.cost else (best.place_Q, best.cost)
-    )
-    return Settled(place_Q=place_Q, cost=cost, moves=best.moves + len(cost_K), is_optimal=is_optimal)
-
-
-def _all(flows: Flows) -> Callable[[Settled], Iterator[Settled]]:
-    def tries(best: Settled) -> Iterator[Settled]:
-        todo = permutations(range(flows.num_seats))
-        left = math.factorial(flows.num_seats)
-        while left:
-            place_KQ = np.array(list(islice(todo, BLOCK)), dtype=np.int64)
-            left -= len(place_KQ)
-            best = _better(best, place_KQ, flows.costs(place_KQ), is_optimal=not left)
-            yield best
-
-    return tries
-
-
-def _walk(flows: Flows, rng: np.random.Generator) -> Callable[[Settled], Iterator[Settled]]:
-    def tries(best: Settled) -> Iterator[Settled]:
-        rows = np.arange(BATCH)
-        while flows.num_seats > 1:
-            place_KQ = np.repeat(best.place_Q[None, :], BATCH, axis=0)
-            one, two = rng.integers(flows.num_seats, size=(2, BATCH))
-            place_KQ[rows, one], place_KQ[rows, two] = best.place_Q[two], best.place_Q[one]
-            best = _better(best, place_KQ, flows.costs(place_KQ))
-            yield best
-        yield Settled(place_Q=best.place_Q, cost=best.cost, moves=best.moves, is_optimal=True)
-
-    return tries
+def _all(flows: Flows) -> Iterator[Step]:
+    """Every bijection, in lexicographic order of places."""
+    todo = permutations(range(flows.num_seats))
+    while block := list(islice(todo, BLOCK)):
+        place_KQ = np.array(block, dtype=np.int64)
+        cost_K = flows.costs(place_KQ)
+        least = int(np.argmin(cost_K))
+        yield Step(place_Q=place_KQ[least], cost=float(cost_K[least]), priced=len(block))

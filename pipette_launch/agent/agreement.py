@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
 from typing import TYPE_CHECKING
 
+from pipette_launch.agent.errands import help_out, invite
 from pipette_launch.facts import files
 from pipette_launch.facts.round import Decision, NodeRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pipette_launch.agent.conductor import Helper, Invite
     from pipette_launch.agent.exchange import Exchange
 
 MEETING_S = 120.0
@@ -40,6 +44,36 @@ def agree(
         exchange.put("decision", files.dumps(decide(records, held or _held_elsewhere(exchange, records))))
     text = exchange.take("decision", what="the decision of the first node", deadline_s=MEETING_S)
     return files.loads(Decision, text, "decision of the first node")
+
+
+def plan_together(
+    exchange: Exchange,
+    *,
+    make: Callable[[Invite], Decision],
+    hire: Callable[[str], Helper],
+    is_gone: Callable[[], bool],
+    deadline_s: float,
+) -> Decision:
+    """Return the plan of the first node; the others help it to make one while they wait.
+
+    Args:
+        exchange: the keys of this round.
+        make: makes the plan, called on the chief alone, with what invites the others to help.
+        hire: returns what does an order of the chief's, called on the others.
+        is_gone: whether the job has ended meanwhile.
+        deadline_s: how long the others wait.
+
+    Raises:
+        ClusterError: the plan did not come in time, or never will.
+
+    """
+    end_s = time.monotonic() + deadline_s
+    if exchange.is_chief:
+        exchange.put("plan", files.dumps(make(partial(invite, exchange))))
+    else:
+        help_out(exchange, hire, is_over=lambda: exchange.has("plan") or is_gone() or time.monotonic() > end_s)
+    text = exchange.take("plan", what="the plan of the first node", deadline_s=deadline_s, give_up=is_gone)
+    return files.loads(Decision, text, "plan of the first node")
 
 
 def _held_elsewhere(exchange: Exchange, records: Sequence[NodeRecord]) -> Decision | None:

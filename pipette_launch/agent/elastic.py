@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException, Std
 
 from pipette_launch.agent import failures
-from pipette_launch.agent.agreement import MEETING_S, agree
+from pipette_launch.agent.agreement import MEETING_S, agree, plan_together
 from pipette_launch.agent.conductor import Node
 from pipette_launch.agent.exchange import Exchange
 from pipette_launch.agent.farewell import await_all, say_goodbye
@@ -31,7 +31,6 @@ from pipette_launch.agent.seats import Seat, seats, visible_devices
 from pipette_launch.agent.streams import Streams
 from pipette_launch.agent.witness import NEWS_S, Witness
 from pipette_launch.errors import ClusterError, PipetteError
-from pipette_launch.facts import files
 from pipette_launch.facts.round import Decision
 
 if TYPE_CHECKING:
@@ -321,12 +320,13 @@ class PipetteAgent(LocalElasticAgent):
         return self._verdict == "before-first-iteration" and decision.choice is not None
 
     def _plan(self, decision: Decision, exchange: Exchange) -> Decision:
-        if exchange.is_chief:
-            exchange.put("plan", files.dumps(self._conductor.after_warmup(decision, self._warmup_failure)))
-        deadline_s = MEETING_S + self._conductor.warmup_deadline_s
-        gone = self._handler.is_closed
-        text = exchange.take("plan", what="the plan of the first node", deadline_s=deadline_s, give_up=gone)
-        return files.loads(Decision, text, "plan of the first node")
+        return plan_together(
+            exchange,
+            make=lambda invite: self._conductor.after_warmup(decision, self._warmup_failure, invite),
+            hire=self._conductor.help,
+            is_gone=self._handler.is_closed,
+            deadline_s=MEETING_S + self._conductor.warmup_deadline_s,
+        )
 
     def _exit_barrier(self) -> None:
         """Wait for all nodes to finish the phase; a node that failed and waits to rejoin ends the wait."""

@@ -35,6 +35,10 @@ class Exchange:
         """Whether a text was published; never blocks."""
         return bool(self._store.check([f"pipette/{key}"]))
 
+    def peek(self, key: str) -> str | None:
+        """Return a text, or None where it was not published yet; never blocks."""
+        return self._store.get(f"pipette/{key}").decode() if self.has(key) else None
+
     def take(self, key: str, *, what: str, deadline_s: float, give_up: Callable[[], bool] = lambda: False) -> str:
         """Wait for a text.
 

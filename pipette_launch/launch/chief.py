@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipette_launch import megatron, replan
 from pipette_launch.errors import ClusterError, PipetteError, ProbeError
-from pipette_launch.facts import Measurements, Plan, Provenance, files
+from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, key_of
 from pipette_launch.launch.reuse import adopt, check_belongs, on_real_hosts
@@ -21,6 +19,7 @@ from pipette_launch.probe.options import ProbeOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from pipette_launch.agent.conductor import Invite
     from pipette_launch.facts import Host, Job, Layout
     from pipette_launch.launch.options import Options
 
@@ -28,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 CPU_PATCHES = ("cpu_backend",)
 """What stock Megatron needs to train without a GPU."""
-SOLVE_S = 10.0
-"""The most that planning may take of the user's budget; the search is anytime."""
 
 
 class Chief:
@@ -152,37 +149,32 @@ class Chief:
             python_path=() if self._options.is_module else (str(Path(self._options.script).resolve().parent),),
         )
 
-    def after_warmup(self, decision: Decision, failure: str) -> Decision:
-        """Turn what the warm-up measured into a plan."""
+    def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
+        """Turn what the warm-up measured into a plan, with the help of the nodes that can be invited."""
         bare = replace(decision, phase="train", probe_options="", reason="")
         orders = files.loads(ProbeOptions, decision.probe_options, "the warm-up's orders")
-        return self._guarded(bare, lambda: self._solve(bare, orders, failure))
+        return self._guarded(bare, lambda: self._solve(bare, orders, failure, invite))
 
-    def _solve(self, bare: Decision, orders: ProbeOptions, failure: str) -> Decision:
-        from pipette_launch.cost.corrected import corrections_from
-        from pipette_launch.search.solve import SolveOptions, solve
+    def _solve(self, bare: Decision, orders: ProbeOptions, failure: str, invite: Invite) -> Decision:
+        from pipette_launch.launch.planning import make_plan
 
         self._job = orders.job
         if failure:
             raise ProbeError(failure)
         measurements = files.read(Path(orders.output), Measurements)
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        plan = solve(
+        plan, words = make_plan(
             orders.job,
             measurements,
-            options=SolveOptions(
-                margin=self._options.margin,
-                memory_margin=self._options.memory_margin,
-                budget_s=min(self._options.budget_s, SOLVE_S),
-                seed=self._options.seed,
-            ),
-            clock=time.monotonic,
-            provenance=Provenance(key=self.cache.key, made_at=now, versions=measurements.versions, source="measured"),
-            corrections=corrections_from(self.cache.outcomes(orders.hosts[0])),
+            self.cache.outcomes(orders.hosts[0]),
+            options=self._options,
+            key=self.cache.key,
+            folder=self._folder,
+            invite=invite,
         )
         trouble = self.cache.save(CLUSTER, measurements) or self.cache.save(PLAN, plan)
         self.measurements = measurements
-        return self._train(bare, orders.job, plan, attempt=0, reason=trouble)
+        reason = "; ".join(text for text in (*words, trouble) if text)
+        return self._train(bare, orders.job, plan, attempt=0, reason=reason)
 
     def _train(self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str) -> Decision:
         """Write the decision to run a plan's candidate, with the words that its script is given."""

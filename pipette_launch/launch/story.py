@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Collection, Sequence
 
-    from pipette_launch.agent.conductor import Command, Node
+    from pipette_launch.agent.conductor import Command, Helper, Invite, Node
     from pipette_launch.agent.meeting import Meeting
     from pipette_launch.facts import Choice, Host, Plan
     from pipette_launch.facts.outcome import Outcome, PeakReading
@@ -118,9 +118,15 @@ class Story:
         """Decide for all nodes what a new round does."""
         return self._chief.decide(records, held)
 
-    def after_warmup(self, decision: Decision, failure: str) -> Decision:
-        """Turn what the warm-up measured into a plan."""
-        return self._chief.after_warmup(decision, failure)
+    def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
+        """Turn what the warm-up measured into a plan, with whoever helps."""
+        return self._chief.after_warmup(decision, failure, invite)
+
+    def help(self, order: str) -> Helper:
+        """Let processes of this node do what the first one asks for."""
+        from pipette_launch.launch.planning import hire
+
+        return hire(order, self._folder, num_slots=self._node.num_slots)
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         """Take note of what was decided; the chief tells the user."""

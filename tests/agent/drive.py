@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from pipette_launch import replan
 from pipette_launch.agent import start
-from pipette_launch.agent.conductor import Command, Node
+from pipette_launch.agent.conductor import Command, Invite, Node
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.round import Decision, NodeRecord
 
@@ -98,7 +98,7 @@ class ScriptedConductor:
             provenance=Provenance(key="k", made_at="", versions={}, source="measured"),
         )
 
-    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+    def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
         phase = "stop" if self.table.get("dry_run") else "train"
         return replace(decision, phase=phase, reason=failure, plan=None if failure else decision.plan)
 

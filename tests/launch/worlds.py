@@ -9,6 +9,7 @@ from typing import Any
 from facts_for_tests import tiny_cluster
 from megatron_lines import SMALL
 
+from pipette_launch.agent.conductor import Helper
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.launch.chief import Chief
@@ -95,3 +96,8 @@ def value(decision: Decision, flag: str) -> str | None:
     """What the script is given for a flag."""
     words = decision.script_arguments or ()
     return words[words.index(flag) + 1] if flag in words else None
+
+
+def nobody(order: str) -> tuple[Helper, ...]:
+    """Invite the other nodes where there are none."""
+    return ()

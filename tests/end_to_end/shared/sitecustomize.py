@@ -1,0 +1,54 @@
+"""On the path of a job's processes: the warm-up is written down instead of measured, and nobody starts without help.
+
+A worker of the warm-up needs no torch so, and the search waits for all its helpers, which it otherwise never does: a
+test must not depend on how fast a process starts.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+if "pipette_launch.probe.run" in sys.orig_argv:
+    from facts_for_tests import tiny_cluster, tiny_measurements
+
+    from pipette_launch.facts import files
+    from pipette_launch.probe.options import ProbeOptions
+
+    asked = files.read(Path(sys.orig_argv[-1]), ProbeOptions)
+    if os.environ["RANK"] == "0":
+        cluster = replace(tiny_cluster(len(asked.hosts), asked.devices_per_host), hosts=asked.hosts)
+        files.write(Path(asked.output), tiny_measurements(cluster, asked.cases))
+    os._exit(0)
+
+if "pipette_launch" in sys.orig_argv:
+    from pipette_launch.agent.conductor import Helper
+    from pipette_launch.launch import crew, planning
+
+    crew.HELP_AFTER_S = crew.WORTH_SHARING_S = 0.0
+    crew.GRACE_S = float(os.environ.get("GRACE_S", "100"))
+    planning.SOLVE_S = 200.0
+
+    class PatientCrew(crew.SharedCrew):
+        """Waits for its helpers."""
+
+        def __init__(self, own: object, call: Callable[[], Sequence[Helper]], **more: object) -> None:
+            def call_and_wait() -> Sequence[Helper]:
+                helpers = call()
+                end_s = time.monotonic() + 60
+                while (
+                    sum(helper.size() for helper in helpers) < int(os.environ["HELPERS"]) and time.monotonic() < end_s
+                ):
+                    time.sleep(0.05)
+                return helpers
+
+            super().__init__(own, call_and_wait, **more)  # type: ignore[arg-type]
+
+    planning.SharedCrew = PatientCrew  # type: ignore[misc]
+
+if "pipette_launch.launch.hand" in sys.orig_argv and os.environ.get("HANGS"):
+    from pipette_launch.search import share
+
+    share.perform = lambda *_, **__: time.sleep(600)  # type: ignore[assignment]

@@ -1,0 +1,1 @@
+"""Our plans against the picks of others: machines, models, and how they are compared."""

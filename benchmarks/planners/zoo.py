@@ -1,0 +1,89 @@
+"""The GPT models of Pipette's scripts (facts pipette.md section 6), as jobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.planners.machines import Machine
+from pipette_launch.facts import Batch, Job, Layout, ModelSpec
+
+MODELS = {
+    "2.5B": (52, 1920, 24),
+    "2.7B": (56, 1920, 24),
+    "3.2B": (64, 1920, 24),
+    "5.9B": (32, 3840, 32),
+    "8.1B": (64, 3072, 24),
+    "8.3B": (72, 3072, 24),
+    "18B": (40, 6144, 48),
+    "21B": (48, 6144, 48),
+    "39B": (48, 8192, 64),
+    "175B": (96, 12288, 96),
+}
+"""Layers, hidden size, heads."""
+FOR_EACH_WIDTH = ("2.5B", "5.9B", "8.1B", "18B", "39B", "175B")
+SEQ_LENGTH = 1024
+VOCABULARY = 50256
+GLOBAL_BATCH = 512
+
+
+PLAIN = (
+    "cp",
+    "vpp",
+    "layers_per_chunk",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "recompute",
+)
+
+
+def plain(job: Job) -> Job:
+    """Pin everything that planners of 2024 have no notion of, at its plainest."""
+    return replace(job, pinned=tuple(sorted(PLAIN)))
+
+
+def job_of(name: str, machine: Machine, world_size: int) -> Job:
+    """The job of a model, fp16 with Adam; its own layout is a stand-in until the user's rules have chosen one."""
+    layers, hidden, heads = MODELS[name]
+    model = ModelSpec(
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_hidden_size=4 * hidden,
+        num_attention_heads=heads,
+        num_query_groups=heads,
+        kv_channels=hidden // heads,
+        seq_length=SEQ_LENGTH,
+        max_position_embeddings=SEQ_LENGTH,
+        vocab_size=VOCABULARY,
+        make_vocab_size_divisible_by=128,
+        gated_linear_unit=False,
+        normalization="LayerNorm",
+        add_bias_linear=True,
+        add_qkv_bias=False,
+        position_embedding_type="learned_absolute",
+        untie_embeddings_and_output_weights=False,
+        attention_dropout=0.1,
+        hidden_dropout=0.1,
+        params_dtype="fp16",
+        transformer_impl=machine.transformer_impl,  # type: ignore[arg-type]
+        attention_backend=machine.attention_backend,  # type: ignore[arg-type]
+        num_experts=None,
+        moe_layer_freq=(),
+        moe_router_topk=2,
+        moe_ffn_hidden_size=4 * hidden,
+        moe_shared_expert_intermediate_size=0,
+    )
+    return Job(
+        model=model,
+        batch=Batch(global_batch_size=GLOBAL_BATCH),
+        own=Layout(dp=world_size),
+        pinned=(),
+        notes=(),
+        megatron_version="0.16.1",
+        grad_reduce_in_bf16=False,
+        optimizer="adam",
+        log_interval=1,
+        train_iters=None,
+        performance_flags=(),
+    )

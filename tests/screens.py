@@ -7,9 +7,10 @@ from pathlib import Path
 
 from facts_for_tests import tiny_cluster, tiny_measurements
 
-from pipette_launch.facts import Choice, Cluster, Layout, Links, Measurements, Plan, Provenance
+from pipette_launch.facts import Choice, Cluster, Layout, Links, Measurements, Plan, Provenance, Setting
+from pipette_launch.facts.comparison import Comparison, Entry
 from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
-from pipette_launch.report import plan_screen, prediction_screen
+from pipette_launch.report import comparison_screen, plan_screen, planned_screen, prediction_screen
 from pipette_launch.units import GIB
 
 OLD = (
@@ -124,6 +125,51 @@ def large(width: int) -> str:
     return shown(made, tiny_measurements(cluster), width=width, new_arguments=NEW)
 
 
+def planned(width: int) -> str:
+    """Sixteen imagined hosts, another layout than the user's, more reasons than fit, and flags to paste."""
+    cluster = tiny_cluster(16, 8, memory_bytes=80 << 30)
+    setting = Setting(
+        script="pretrain_gpt.py",
+        arguments=OLD,
+        new_arguments=NEW,
+        num_parameters=69_000_000_000,
+        global_batch_size=1024,
+        seq_length=4096,
+        device_name="H100-SXM",
+        device_memory_bytes=80 << 30,
+        machines="not measured: from the device's data sheet and usual shares of it",
+        network="leaf of 16 hosts 47 GB/s, core 28.2 GB/s",
+    )
+    made = plan(
+        cluster,
+        choice(Layout(tp=2, pp=8, dp=8, micro_batch_size=4, use_distributed_optimizer=True), 28.3),
+        choice(Layout(tp=8, etp=8, pp=4, dp=4), 33.9),
+        choice(Layout(tp=4, etp=4, pp=8, dp=4, micro_batch_size=2), 28.9),
+        device_kind="cuda",
+        setting=setting,
+        dropped={f"reason number {number}": 10 - number for number in range(7)},
+        provenance=Provenance(key="8f14e45fceea167a", made_at="2026-11-21T09:30:00Z", versions={}, source="imagined"),
+    )
+    return planned_screen(made, title="pipette plan", saved_to=SAVED_TO, width=width, colour=False)
+
+
+def compared(width: int) -> str:
+    """Four planners: one whose choice does not fit, and one that has none."""
+    fat = choice(Layout(tp=2, pp=4, dp=16), 29.0, peak_memory_bytes=(9 << 30,) * 4)
+    made = [
+        ("ours", choice(Layout(tp=4, etp=4, pp=8, dp=4, vpp=10, micro_batch_size=2), 28.3), 0.005, 0, (), ("First.",)),
+        ("amp", fat, None, 96, ("tp2 pp4 dp16 mbs1 does not fit: stage 0 needs 9.00 GiB of 7.00 GiB.",), ()),
+        ("varuna", None, None, None, ("Varuna finds no layout.",), ()),
+        ("topology-sorted", choice(Layout(tp=8, etp=8, pp=4, dp=4), 33.9), None, 30, (), ()),
+    ]
+    entries = tuple(
+        Entry(name=name, choice=one, gap=gap, num_moved=moved, faults=faults, remarks=remarks)
+        for name, one, gap, moved, faults, remarks in made
+    )
+    comparison = Comparison(entries=entries, notes=("Nothing was measured.", "Not modelled: one thing."))
+    return comparison_screen(comparison, width=width, colour=False)
+
+
 def shown(
     made: Plan,
     measurements: Measurements | None,
@@ -224,6 +270,8 @@ SCREENS = {
     "changed": changed,
     "kept": kept,
     "large": large,
+    "planned": planned,
+    "compared": compared,
     "foretold": foretold,
     "too-large": too_large,
     "memory-only": memory_only,

@@ -73,6 +73,11 @@ class Machines:
         """What lies between imagined hosts, in a few words; empty where it was measured or there is nothing."""
         return self.fabric.words(self.spec, self.num_hosts) if self.spec is not None and self.num_hosts > 1 else ""
 
+    @property
+    def switches_H(self) -> tuple[tuple[int, ...], ...]:
+        """Declared groups above each imagined host, outermost first; empty where nobody declared any."""
+        return () if self.spec is None else self.fabric.switches_H(self.num_hosts, self.spec)
+
     def measurements(self, job: Job, layouts: Sequence[Layout] = ()) -> Measurements | None:
         """Return what a step is priced by: what was measured, else what a device of this type would show.
 

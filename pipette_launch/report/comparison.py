@@ -6,19 +6,18 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from pipette_launch.facts.comparison import Comparison, Entry
-from pipette_launch.report.draw import Section, bullet, render, sheet, text
+from pipette_launch.facts import Choice
+from pipette_launch.facts.comparison import Comparison
+from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
 from pipette_launch.report.parts import NOT_MODELLED
-from pipette_launch.units import GIB, MIB, seconds_text
+from pipette_launch.units import seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-MOST_COLUMNS = 8
-"""Entries whose parts stand in a table; with more it would be wider than a terminal."""
-LEAST_PART = 0.005
-"""Parts of every step that are shorter than this share of it are left out."""
+MOST_PARTS = 5
+"""Parts of a step that have a column of their own; more would be wider than a terminal."""
 
 
 def comparison_screen(
@@ -36,7 +35,7 @@ def comparison_screen(
     sections: tuple[Section, ...] = (
         ("Plans", _plans(comparison)),
         ("Parts", _parts(comparison)),
-        ("Places", map(bullet, _places(comparison))),
+        ("Places", _places(comparison)),
         ("Faults", map(bullet, _sentences(comparison, faults=True))),
         ("Remarks", map(bullet, _sentences(comparison, faults=False))),
         ("Notes", map(bullet, _notes(comparison))),
@@ -45,7 +44,7 @@ def comparison_screen(
 
 
 def _plans(comparison: Comparison) -> Iterator[RenderableType]:
-    table = _table(("", "", "step", "times", "memory", "gap", "layout"), right=(0, 2, 3, 4, 5))
+    table = _table(("", "", "step", "ratio", "memory", "gap", "layout"), right=(0, 2, 3, 4, 5), folds=True)
     first = comparison.entries[0].choice
     for number, entry in enumerate(comparison.entries, 1):
         choice = entry.choice
@@ -54,53 +53,50 @@ def _plans(comparison: Comparison) -> Iterator[RenderableType]:
             continue
         ratio = f"{choice.step_time_s / first.step_time_s:.3f}" if first and first.step_time_s > 0 else ""
         gap = "" if entry.gap is None else f"{entry.gap:.1%}"
-        cells = (seconds_text(choice.step_time_s), ratio, _memory(entry), gap, choice.layout.words())
+        cells = (seconds_text(choice.step_time_s), ratio, _memory(choice), gap, choice.layout.words())
         style = "red" if entry.faults else "default"
         table.add_row(str(number), text(entry.name, style), *(text(cell, style) for cell in cells))
     yield table
+    yield text("memory: the fullest stage, of what the margin leaves; gap: to what was proven for all layouts", "dim")
 
 
-def _memory(entry: Entry) -> str:
-    """The fullest stage beside the limit, in one unit."""
-    choice = entry.choice
-    assert choice is not None, "called for entries with a choice"
+def _memory(choice: Choice) -> str:
+    """The fullest stage, as a part of what margin and overhead leave."""
     peak, limit = max(choice.peak_memory_bytes), choice.memory_limit_bytes
-    unit, size = ("GiB", GIB) if limit >= GIB else ("MiB", MIB)
-    return f"{peak / size:.1f}/{limit / size:.1f} {unit}"
+    return f"{peak / limit:.0%}" if limit > 0 else "over"
 
 
 def _parts(comparison: Comparison) -> Iterator[RenderableType]:
-    """What each step consists of, longest of the first one first."""
+    """What each step consists of: a column for each of the longest parts, and one for what is left."""
     shown = [(number, entry.choice) for number, entry in enumerate(comparison.entries, 1) if entry.choice is not None]
-    shown = shown[:MOST_COLUMNS]
-    if not shown:
-        return
-    weight = {
-        name: max(choice.breakdown_s.get(name, 0.0) / choice.step_time_s for _, choice in shown if choice.step_time_s)
+    longest_s = {
+        name: max(choice.breakdown_s.get(name, 0.0) for _, choice in shown)
         for _, one in shown
         for name in one.breakdown_s
     }
-    lead = shown[0][1].breakdown_s
-    table = _table(("", *(str(number) for number, _ in shown)), right=range(1, len(shown) + 1))
-    for name in sorted(weight, key=lambda name: (-lead.get(name, 0.0), name)):
-        if weight[name] >= LEAST_PART:
-            parts = (seconds_text(choice.breakdown_s.get(name, 0.0)) for _, choice in shown)
-            table.add_row(text(name.replace("_", " ")), *(text(part) for part in parts))
+    names = sorted(longest_s, key=lambda name: (-longest_s[name], name))[:MOST_PARTS]
+    if not names:
+        return
+    table = _table(("", *(name.replace("_", " ") for name in names), "other"), right=range(1, len(names) + 2))
+    for number, choice in shown:
+        parts_s = [choice.breakdown_s.get(name, 0.0) for name in names]
+        other_s = sum(part_s for name, part_s in choice.breakdown_s.items() if name not in names)
+        table.add_row(str(number), *(text(seconds_text(part_s)) for part_s in (*parts_s, other_s)))
     yield table
 
 
-def _places(comparison: Comparison) -> Iterator[str]:
+def _places(comparison: Comparison) -> Iterator[RenderableType]:
+    """How many ranks sit elsewhere than under the first."""
     first, *others = comparison.entries
-    for number, entry in enumerate(others, 2):
-        if entry.choice is None or first.choice is None:
-            continue
-        size = len(entry.choice.placement)
-        if entry.num_moved is None:
-            yield f"{number}: on other machines than 1."
-        elif entry.num_moved:
-            yield f"{number}: {entry.num_moved} of {size} ranks sit elsewhere than under 1."
-        else:
-            yield f"{number}: all {size} ranks sit where they do under 1."
+    counts = [(number, entry) for number, entry in enumerate(others, 2) if entry.choice and first.choice]
+    moved = [f"{number}: {entry.num_moved}" for number, entry in counts if entry.num_moved]
+    if moved and first.choice:
+        yield text(f"ranks that sit elsewhere than under 1, of {len(first.choice.placement)}: {', '.join(moved)}")
+    elif any(entry.num_moved == 0 for _, entry in counts):
+        yield text("every rank sits where it does under 1")
+    strange = [str(number) for number, entry in counts if entry.num_moved is None]
+    if strange:
+        yield text(f"on other machines than 1: {', '.join(strange)}")
 
 
 def _sentences(comparison: Comparison, *, faults: bool) -> Iterator[str]:
@@ -113,15 +109,17 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     left_out = sum(note.startswith(NOT_MODELLED) for note in comparison.notes)
     yield from (note for note in comparison.notes if not note.startswith(NOT_MODELLED))
     if left_out:
-        yield f"{left_out} effects on the steps' time are not modelled; --json lists them."
+        are = "are" if left_out > 1 else "is"
+        yield f"{left_out} {plural('effect', left_out)} on the steps' time {are} not modelled; --json lists them."
 
 
-def _table(heads: tuple[str, ...], *, right: tuple[int, ...] | range) -> Table:
+def _table(heads: tuple[str, ...], *, right: tuple[int, ...] | range, folds: bool = False) -> Table:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2, 0, 0))
     last = len(heads) - 1
     for index in range(len(heads)):
-        table.add_column(justify="right" if index in right else "left", no_wrap=index not in (1, last))
-    table.add_row(*(text(head, "dim") for head in heads))
+        table.add_column(justify="right" if index in right else "left", no_wrap=not folds or index != last)
+    # Words of a heading stand below each other, so that no column is wider than its figures.
+    table.add_row(*(text(head.replace(" ", "\n"), "dim") for head in heads))
     return table

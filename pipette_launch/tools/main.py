@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
-from pipette_launch.tools import plan, predict, report
+from pipette_launch.tools import compare, plan, predict, report
 from pipette_launch.tools.command import Command
 
 COMMANDS: Mapping[str, Command] = {
     "predict": predict.COMMAND,
     "plan": plan.COMMAND,
+    "compare": compare.COMMAND,
     "report": report.COMMAND,
 }
 BEHIND = "and mind that the script's own flags stand behind its name"

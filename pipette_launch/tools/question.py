@@ -61,15 +61,10 @@ def add_search_flags(parser: ArgumentParser) -> None:
     add("--megatron-version", metavar="V", help="whose flags are read, e.g. 0.16.1 (default: what SCRIPT would import)")
 
 
-def add_script(parser: ArgumentParser, *, required: bool = True) -> None:
+def add_script(parser: ArgumentParser, *, what: str = "SCRIPT") -> None:
     """Add the script and its own flags."""
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for torchrun")
-    parser.add_argument(
-        "script",
-        metavar="SCRIPT",
-        nargs=None if required else "?",
-        help="as in the job's own command; it need not be here",
-    )
+    parser.add_argument("script", metavar=what, help="as in the job's own command; it need not be here")
     parser.add_argument(
         "arguments", metavar="ARGS", nargs=REMAINDER, help="the script's own flags, exactly as in the job"
     )

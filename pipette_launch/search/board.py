@@ -44,7 +44,7 @@ class Board:
         self.flows, self.copies = flows, copies
         self.degree_Q: Ints = np.bincount(np.concatenate([flows.sender_F, flows.receiver_F]), minlength=flows.num_seats)
         depth = max(1, int(self.degree_Q.max(initial=0)))
-        links_MHH, as_sender_T, as_receiver_T = _views(flows.seconds_THH)
+        links_MHH, as_sender_T, as_receiver_T = views(flows.seconds_THH)
         self._seconds: NDArray[np.float32] = links_MHH.astype(np.float32).ravel()
         matrix_2F = np.concatenate([as_sender_T[flows.type_F], as_receiver_T[flows.type_F]])
         own_QD = np.repeat(np.arange(flows.num_seats)[:, None], depth, axis=1)
@@ -135,7 +135,7 @@ class Board:
         return table_QD
 
 
-def _views(seconds_THH: Floats) -> tuple[Floats, Ints, Ints]:
+def views(seconds_THH: Floats) -> tuple[Floats, Ints, Ints]:
     """Distinct link matrices by (own place, other place), and which one a type's sender and its receiver look at."""
     found: list[Floats] = []
     as_sender, as_receiver = [], []

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.order import Order
 from pipette_launch.errors import FactError
-from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Columns, Schedule, positions
+from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Action, Columns, Schedule, positions
 
 Ints = NDArray[np.int64]
 NO_ACTION = -1
@@ -21,7 +22,6 @@ class Dependencies:
     """The graph of a schedule; actions are numbered rank after rank, each rank in its own order."""
 
     columns: Columns
-    actions: tuple[Action, ...]
     previous_A: Ints
     """The rank's action before, or -1."""
     cause_A: Ints
@@ -31,17 +31,20 @@ class Dependencies:
     """Longest chain of actions in front of each one."""
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Dependencies:
+    def of(cls, schedule: Schedule | Order) -> Dependencies:
         """Find them; raises FactError where the order can never run."""
         columns = schedule.columns
         count = len(columns.rank_A)
         first_A = np.concatenate(([True], columns.rank_A[1:] != columns.rank_A[:-1]))
         previous_A = np.where(first_A, NO_ACTION, np.arange(count) - 1)
         cause_A = _causes(schedule, columns)
-        actions = tuple(action for rank in schedule.ranks for action in rank)
         bounds_P = np.concatenate((np.flatnonzero(first_A), [count]))
-        level_A = _levels(cause_A, bounds_P, actions, schedule.name)
-        return cls(columns=columns, actions=actions, previous_A=previous_A, cause_A=cause_A, level_A=level_A)
+        level_A = _levels(cause_A, bounds_P, columns, schedule.name)
+        return cls(columns=columns, previous_A=previous_A, cause_A=cause_A, level_A=level_A)
+
+    def action(self, index: int) -> Action:
+        """Return one of the actions."""
+        return _action(self.columns, index)
 
     def previous_transfer_A(self, rank_S: Ints) -> Ints:
         """Return, for each action that sends, the last one before it that used the same directed link; else -1."""
@@ -65,7 +68,11 @@ class Dependencies:
         return target_A
 
 
-def _causes(schedule: Schedule, columns: Columns) -> Ints:
+def _action(columns: Columns, index: int) -> Action:
+    return Action(int(columns.stage_A[index]), KINDS[int(columns.kind_A[index])], int(columns.microbatch_A[index]))
+
+
+def _causes(schedule: Schedule | Order, columns: Columns) -> Ints:
     place_SKM = positions(schedule, columns)
     back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
     nothing_1M = np.full((1, schedule.num_microbatches), NO_ACTION)
@@ -77,7 +84,7 @@ def _causes(schedule: Schedule, columns: Columns) -> Ints:
     return np.where(kind_A == FORWARD, forward_cause_SM[where], backward_A)
 
 
-def _levels(cause_A: Ints, bounds_P: Ints, actions: tuple[Action, ...], name: str) -> Ints:
+def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
     """All ranks step together, one action each where they can: the step at which an action runs is its level."""
     count = len(cause_A)
     level_A = np.full(count + 1, count)
@@ -90,9 +97,8 @@ def _levels(cause_A: Ints, bounds_P: Ints, actions: tuple[Action, ...], name: st
         ran = next_P[runs_P]
         if not len(ran):
             stuck = int(next_P[0])
-            raise FactError(
-                f"{name} deadlocks: {actions[stuck].word} waits for {actions[cause_A[stuck]].word}, which never runs"
-            )
+            waits, awaited = (_action(columns, index).word for index in (stuck, int(cause_A[stuck])))
+            raise FactError(f"{name} deadlocks: {waits} waits for {awaited}, which never runs")
         level_A[ran] = step
         next_P += runs_P
         if (next_P == end_P).any():

@@ -19,6 +19,8 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Measurements
 
+__all__ = ["NOT_MODELLED", "PlacementCost", "Predictor", "StepTime"]
+
 NOT_MODELLED = (
     "What waiting slots give back: compute is measured on all slots of a host at once, so shared cores are in it.",
     "Contention for one link or network card between groups or pipelines, beyond what was measured with all at work.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -192,7 +192,19 @@ class WrittenSchedule:
         return Schedule.from_words(self.name, pp=self.pp, vpp=self.vpp, ranks=ranks, placement=self.placement)
 
 
-def positions(schedule: Schedule, columns: Columns) -> NDArray[np.int64]:
+class Sized(Protocol):
+    """What is known of a schedule's size, whether or not it holds an object for each action."""
+
+    @property
+    def num_stages(self) -> int:
+        """Model chunks in all."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one step."""
+
+
+def positions(schedule: Sized, columns: Columns) -> NDArray[np.int64]:
     """Where each action stands among all: [stage, kind, micro-batch], -1 where the schedule has no such action."""
     place_SKM = np.full((schedule.num_stages, len(KINDS), schedule.num_microbatches), _NOWHERE)
     place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] = np.arange(len(columns.stage_A))

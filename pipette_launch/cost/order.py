@@ -1,0 +1,97 @@
+"""Megatron's own schedules as columns, worked out without an object for each action."""
+
+# A = actions of all ranks, P = pipeline ranks, N = forwards of one rank (micro-batches times chunks).
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.schedule import BACKWARD, FORWARD, Columns, Schedule
+from pipette_launch.facts.schedules import check_interleaving, num_warmup, schedule_of
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The schedule that stock Megatron runs for a shape; `schedule` is the same with an object for each action.
+
+    Raises:
+        LayoutError: Megatron would refuse these numbers.
+
+    """
+
+    pp: int
+    vpp: int
+    group_size: int
+    """Micro-batches that go through one chunk before the next; without interleaving it says nothing."""
+    num_microbatches: int
+
+    def __post_init__(self) -> None:
+        if self.vpp > 1:
+            check_interleaving(pp=self.pp, vpp=self.vpp, microbatches=self.num_microbatches, group_size=self.group_size)
+
+    @property
+    def name(self) -> str:
+        """As `Schedule.name`."""
+        if self.pp == 1:
+            return "no-pipelining"
+        return "1f1b" if self.vpp == 1 else "interleaved-1f1b"
+
+    @property
+    def num_stages(self) -> int:
+        """Model chunks in all."""
+        return self.pp * self.vpp
+
+    @property
+    def rank_S(self) -> tuple[int, ...]:
+        """Pipeline rank of each stage."""
+        return tuple(stage % self.pp for stage in range(self.num_stages))
+
+    @property
+    def warmup_P(self) -> Ints:
+        """Forwards that each rank runs before its first backward, not capped by their number."""
+        if self.vpp == 1:
+            return np.arange(self.pp - 1, -1, -1)
+        return np.array([num_warmup(self.pp, self.vpp, self.group_size, rank) for rank in range(self.pp)])
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule itself."""
+        shape = Layout(pp=self.pp, vpp=self.vpp, microbatch_group_size=self.group_size if self.vpp > 1 else 0)
+        return schedule_of(shape, self.num_microbatches)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """As `Schedule.columns`: warm-up, then a forward and a backward in turn, then what is left."""
+        microbatch_N, chunk_N = self._table()
+        forwards = len(microbatch_N)
+        index_N = np.arange(forwards)
+        rank_P1 = np.arange(self.pp)[:, None]
+        ahead_P1 = np.minimum(self.warmup_P, forwards)[:, None]
+        rows = rank_P1 * 2 * forwards
+        forward_PN = rows + np.where(index_N < ahead_P1, index_N, 2 * index_N - ahead_P1)
+        backward_PN = rows + np.where(index_N < forwards - ahead_P1, 2 * index_N + ahead_P1 + 1, index_N + forwards)
+        stage_A, kind_A, microbatch_A = (np.empty(2 * forwards * self.pp, dtype=np.int64) for _ in range(3))
+        stage_A[forward_PN], stage_A[backward_PN] = chunk_N * self.pp + rank_P1, self._turned(chunk_N) + rank_P1
+        kind_A[forward_PN], kind_A[backward_PN] = FORWARD, BACKWARD
+        microbatch_A[forward_PN] = microbatch_A[backward_PN] = microbatch_N
+        return Columns(np.repeat(np.arange(self.pp), 2 * forwards), stage_A, kind_A, microbatch_A)
+
+    def _turned(self, chunk_N: Ints) -> Ints:
+        """Return the first stage of the chunks of the backwards, which take them in reverse."""
+        return (self.vpp - 1 - chunk_N) * self.pp
+
+    def _table(self) -> tuple[Ints, Ints]:
+        """Micro-batch and chunk of each forward of a rank (facts.schedules.schedule_table)."""
+        group = self.group_size if self.vpp > 1 else self.num_microbatches
+        index_N = np.arange(self.num_microbatches * self.vpp)
+        start_N = index_N // (group * self.vpp) * group
+        inside_N = index_N - start_N * self.vpp
+        width_N = np.minimum(group, self.num_microbatches - start_N)
+        return start_N + inside_N % width_N, inside_N // width_N

@@ -116,7 +116,7 @@ class ComputeTable:
             PlanError: no case of this tp was measured.
 
         """
-        return tuple(self._chunks(layout, self._part_passes(layout)))
+        return tuple(self._chunks(layout, self._part_passes(case_of(layout))))
 
     def unit_passes(self, layout: Layout) -> UnitPasses:
         """Return what `chunk_passes` adds up.
@@ -125,7 +125,7 @@ class ComputeTable:
             PlanError: no case of this tp was measured.
 
         """
-        part = self._part_passes(layout)
+        part = self._part_passes(case_of(layout))
         layers = {
             (moe, again): self._layer(layout, part, 0 if again else layout.recompute.num_layers, moe=moe)
             if ("moe_layer" if moe else "layer") in self._parts
@@ -146,7 +146,7 @@ class ComputeTable:
         """Return what of one layer's compute collectives pass behind, of the first layer's kind."""
         model = self._job.model
         moe = model.is_moe_layer(0)
-        part = self._part_passes(layout)
+        part = self._part_passes(case_of(layout))
         layer = part["moe_layer" if moe else "layer"]
         share = column_share(model, moe=moe)
         return Hiding(
@@ -155,8 +155,13 @@ class ComputeTable:
             weight_grad_s=layer.weight_grad_s * share,
         )
 
-    def _part_passes(self, layout: Layout) -> dict[str, Passes]:
-        case = case_of(layout)
+    def part_seconds(self, case: ComputeCase) -> dict[str, float] | None:
+        """Seconds of forward and backward of each part, by its name (`layer`, `head`, ..); None where it is unknown."""
+        if self.source(case) is None:
+            return None
+        return {name: passes.forward_s + passes.backward_s for name, passes in self._part_passes(case).items()}
+
+    def _part_passes(self, case: ComputeCase) -> dict[str, Passes]:
         source = self.source(case)
         if source is None:
             raise PlanError(

@@ -130,9 +130,9 @@ class Chief:
 
     def _probe_options(self, job: Job, hosts: tuple[Host, ...]) -> ProbeOptions:
         # The search is imported where it is used: a start from the cache does without it.
-        from pipette_launch.search.enumerate import compute_cases, layouts
+        from pipette_launch.search.enumerate import compute_cases, cuts
 
-        legal = layouts(
+        legal = cuts(
             job,
             world_size=len(hosts) * len(hosts[0].devices),
             devices_per_host=len(hosts[0].devices),
@@ -141,7 +141,7 @@ class Chief:
         return ProbeOptions(
             job=job,
             hosts=hosts,
-            cases=compute_cases(legal.layouts),
+            cases=compute_cases(job.own, legal.columns),
             output=str(self._folder / CLUSTER),
             progress_dir=str(self._folder / "progress"),
             budget_s=self._options.budget_s,

@@ -45,7 +45,7 @@ def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> tuple[int,
 
 
 def write_chunks(arguments: Arguments, *, pp: int, vpp: int, chunks: Chunks, num_layers: int) -> Arguments:
-    """Say the same cut in flags, deleting whatever said another one."""
+    """Say the same cut in flags, deleting whatever said another one; every release from 0.14 on knows all of them."""
     bare = arguments.without(*SPLIT_DESTS)
     if not chunks:
         if vpp == 1:
@@ -57,7 +57,9 @@ def write_chunks(arguments: Arguments, *, pp: int, vpp: int, chunks: Chunks, num
         bare = bare.with_flag("--decoder-first-pipeline-num-layers", str(chunks[0]))
         return bare.with_flag("--decoder-last-pipeline-num-layers", str(chunks[-1]))
     stages = ["t" * layers if layers < 3 else f"t*{layers}" for layers in chunks]
-    return bare.with_flag("--pipeline-model-parallel-layout", f"E{'|'.join(stages)}L")
+    # The depths of multi-token prediction lie where they do without a layout: before the head.
+    depths = "m" * int(arguments.get("mtp_num_layers") or 0)
+    return bare.with_flag("--pipeline-model-parallel-layout", f"E{'|'.join(stages)}{depths}L")
 
 
 def _has_even_middle(chunks: Chunks) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pipette_launch.cost.overhead import allowed_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
-from pipette_launch.search.enumerate import layouts
+from pipette_launch.search.enumerate import Cuts, cuts
 from pipette_launch.units import bytes_text
 
 MOST_HOSTS_MORE = 8
@@ -41,8 +41,8 @@ def _nothing_legal(field: Field) -> PlanError:
 
 def _nothing_fits(field: Field, memory_margin: float) -> PlanError:
     cluster = field.cluster
-    others = _legal(field.job, field, cluster.num_slots)
-    legal = others if field.own_fault else (field.job.own, *others)
+    found = _legal(field.job, field, cluster.num_slots)
+    legal = found.leanest if field.own_fault else (field.job.own, *found.leanest)
     needs = dict(zip(legal, field.predictor.all_peaks(legal), strict=True))
     leanest = min(legal, key=lambda layout: max(needs[layout]) - field.limit_bytes(layout))
     need, limit = max(needs[leanest]), field.limit_bytes(leanest)
@@ -53,7 +53,7 @@ def _nothing_fits(field: Field, memory_margin: float) -> PlanError:
         f"use devices with {bytes_text(need - limit)} more memory each",
     ]
     return PlanError(
-        f"no layout fits in memory: the leanest of {len(legal)}, {leanest.words()}, is predicted to need "
+        f"no layout fits in memory: the leanest of {found.num_layouts}, {leanest.words()}, is predicted to need "
         f"{bytes_text(need)} on stage {needs[leanest].index(need)}, and {bytes_text(limit)} are to be had "
         f"(free on the fullest device {bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}, "
         f"overhead {bytes_text(overhead)}). {_help(ways)}"
@@ -72,7 +72,7 @@ def _released(field: Field, *, must_fit: bool) -> Iterator[str]:
     for pin in job.pinned:
         freed = replace(job, pinned=tuple(name for name in job.pinned if name != pin))
         others = _legal(freed, field, field.cluster.num_slots)
-        count = sum(not must_fit or _fits(field, layout) for layout in others)
+        count = sum(_fit(field, others.leanest)) if must_fit else others.num_layouts
         if count:
             yield f"let {pin} change ({count} {'layout' if count == 1 else 'layouts'})"
 
@@ -81,7 +81,7 @@ def _other_sizes(field: Field) -> Iterator[str]:
     """The nearest smaller number of whole hosts that has a legal layout."""
     devices = field.cluster.devices_per_host
     for hosts in range(len(field.cluster.hosts) - 1, 0, -1):
-        if _legal(field.job, field, hosts * devices):
+        if len(_legal(field.job, field, hosts * devices)):
             yield f"use {hosts} {'host' if hosts == 1 else 'hosts'} ({hosts * devices} ranks)"
             return
 
@@ -91,21 +91,22 @@ def _more_hosts(field: Field) -> Iterator[str]:
     hosts = len(field.cluster.hosts)
     for times in range(2, MOST_HOSTS_MORE + 1):
         ranks = times * field.cluster.num_slots
-        if any(_fits(field, layout) for layout in _legal(field.job, field, ranks)):
+        if any(_fit(field, _legal(field.job, field, ranks).leanest)):
             yield f"use {times * hosts} hosts ({ranks} ranks)"
             return
 
 
-def _fits(field: Field, layout: Layout) -> bool:
-    return max(field.predictor.peaks(layout)) <= field.limit_bytes(layout)
+def _fit(field: Field, layouts: Sequence[Layout]) -> Iterator[bool]:
+    """Whether each layout fits."""
+    for layout, peaks in zip(layouts, field.predictor.all_peaks(layouts), strict=True):
+        yield max(peaks) <= field.limit_bytes(layout)
 
 
-def _legal(job: Job, field: Field, world_size: int) -> tuple[Layout, ...]:
-    """Legal layouts for another world or with other pins."""
-    found = layouts(
+def _legal(job: Job, field: Field, world_size: int) -> Cuts:
+    """What is legal for another world or with other pins."""
+    return cuts(
         job,
         world_size=world_size,
         devices_per_host=field.cluster.devices_per_host,
         device_kind=field.cluster.device_kind,
     )
-    return found.layouts[1:]

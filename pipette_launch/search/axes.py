@@ -1,18 +1,39 @@
-"""The values that each axis of a layout may take: the declared sets, narrowed to the user's own where it is pinned."""
+"""The values that each axis of a layout may take: the declared sets, narrowed to the user's own where it is pinned.
+
+| axis | values |
+|---|---|
+| TP, PP, CP, DP | all divisors of the ranks that give the ranks as their product; PP up to the layers |
+| EP, ETP | all divisors of the experts, and of an expert's width |
+| chunks | even ones where they divide, and those that balance the stages' times where that is quicker |
+| virtual stages | all that divide a stage's layers, and powers of two |
+| micro-batches in a group | the smallest legal group, and two for each stage |
+| micro-batch | powers of two, quotients of a replica's samples by them, the user's own |
+| rank order | the user's own; the default one where Megatron refuses his |
+| sequence parallelism | on and off, where TP splits |
+| distributed optimizer, overlap | on and off, where there are replicas; overlap on GPUs |
+| recompute | none; selective, in growing sets of modules; some eighths of each chunk; all, in powers of two |
+
+Either rank order puts every cell on every slot, as a placement is any permutation of the ranks; so only one is listed.
+Where there are still too many, `enumerate.cuts` sets some aside and says how many.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TypeVar
 
 from pipette_launch.facts import Job, ModelSpec, Recompute
-from pipette_launch.search.rules import Degrees, Rules, Saver
+from pipette_launch.search.partition import SLACK, LayerSeconds, balanced_chunks, stage_seconds
+from pipette_launch.search.terms import Saver, Terms
 
 T = TypeVar("T")
 
 NO_RECOMPUTE = Recompute(granularity="none")
 SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
+BLOCK_STEPS = 8
+"""Recompute of a chunk's first layers grows in so many steps."""
 
 
 def values(job: Job, field: str, options: tuple[T, ...]) -> tuple[T, ...]:
@@ -20,6 +41,7 @@ def values(job: Job, field: str, options: tuple[T, ...]) -> tuple[T, ...]:
     return (getattr(job.own, field),) if field in job.pinned else options
 
 
+@lru_cache(maxsize=1 << 12)
 def divisors(number: int) -> tuple[int, ...]:
     """All divisors, rising."""
     small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
@@ -32,11 +54,15 @@ def expert_sizes(job: Job) -> tuple[int, ...]:
 
 
 def expert_tensor_sizes(job: Job, tp: int) -> tuple[int, ...]:
-    """Keep ETP as the user has it: the same number, or Megatron's default, which follows TP."""
-    own = job.own
-    if "etp" in job.pinned or own.etp != own.tp:
-        return (own.etp,)
-    return tuple(sorted({tp, own.etp})) if job.model.num_experts else (tp,)
+    """ETP: every divisor of an expert's width; without experts nothing reads it, and it is Megatron's default, TP."""
+    if job.model.num_experts:
+        return values(job, "etp", divisors(job.model.moe_ffn_hidden_size))
+    return values(job, "etp", (tp,) if tp != job.own.tp else (job.own.etp,))
+
+
+def rank_orders(job: Job) -> tuple[bool, ...]:
+    """`use_tp_pp_dp_mapping`, the first that is legal to be taken."""
+    return values(job, "use_tp_pp_dp_mapping", (True, False) if job.own.use_tp_pp_dp_mapping else (False,))
 
 
 def micro_batch_sizes(samples: int, *, own: int) -> tuple[int, ...]:
@@ -50,50 +76,119 @@ def micro_batch_sizes(samples: int, *, own: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def group_sizes(job: Job) -> tuple[int, ...]:
-    """Micro-batches that interleaving runs through a chunk at a time; 0 is Megatron's default."""
-    return values(job, "microbatch_group_size", (0,))
+def group_sizes(job: Job, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    """Micro-batches that interleaving runs through a chunk at a time; 0 is Megatron's default, one for each stage.
+
+    Larger groups than needed hide the way from the last stage back to the first, and hold more. A last group of fewer
+    micro-batches than stages is not legal; where the default has one, the next larger group without takes its place.
+    """
+    if vpp == 1:
+        return values(job, "microbatch_group_size", (0,))
+    legal = (group for group in range(pp, num_microbatches + 1) if not 0 < num_microbatches % group < pp)
+    smallest = next(legal, pp)
+    own = (job.own.microbatch_group_size,) if job.own.pp == pp else ()
+    options = dict.fromkeys((0 if smallest == pp else smallest, *(() if smallest > 2 * pp else (2 * pp,)), *own))
+    return values(job, "microbatch_group_size", tuple(options))
 
 
-def chunk_cuts(job: Job, pp: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Virtual stages and layers of each chunk: even ones, and the user's own cut where it has as many stages."""
-    own = job.own
+def virtual_stages(job: Job, pp: int) -> tuple[int, ...]:
+    """VPP: what divides a stage's layers, and powers of two up to them."""
     per_stage, rest = divmod(job.model.num_layers, pp)
-    if "layers_per_chunk" not in job.pinned or not own.layers_per_chunk:
-        for vpp in values(job, "vpp", divisors(per_stage) if pp > 1 and not rest and per_stage else (1,)):
+    if pp == 1:
+        return values(job, "vpp", (1,))
+    powers = {1 << exponent for exponent in range(per_stage.bit_length())}
+    return values(job, "vpp", tuple(sorted(powers if rest else powers | {*divisors(per_stage)})))
+
+
+def chunk_cuts(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Virtual stages and layers of each chunk; () for even ones."""
+    own, layers = job.own, job.model.num_layers
+    own_cut = own.layers_per_chunk if pp == own.pp else ()
+    if "layers_per_chunk" in job.pinned:
+        if own_cut or not own.layers_per_chunk:
+            yield from ((vpp, own_cut) for vpp in ((own.vpp,) if own_cut else virtual_stages(job, pp)))
+        return
+    if own_cut:
+        yield own.vpp, own_cut
+    for vpp in virtual_stages(job, pp) if pp <= layers else ():
+        even_s = float("inf")
+        if layers % (pp * vpp) == 0:
             yield vpp, ()
-    if own.layers_per_chunk and pp == own.pp:
-        yield own.vpp, own.layers_per_chunk
+            even_s = max(stage_seconds(seconds, (layers // (pp * vpp),) * (pp * vpp), pp))
+        balanced = balanced_chunks(seconds, pp=pp, vpp=vpp) if pp > 1 else ()
+        is_quicker = bool(balanced) and max(stage_seconds(seconds, balanced, pp)) < even_s * (1 - SLACK)
+        if is_quicker and (vpp, balanced) != (own.vpp, own_cut):
+            yield vpp, balanced
 
 
-def states(rules: Rules, degrees: Degrees) -> Iterator[Saver]:
+def states(terms: Terms, tp: int, *, has_replicas: bool) -> Iterator[Saver]:
     """Sequence parallelism, distributed optimizer and overlap, the quickest first; without recompute."""
-    job, on_cuda = rules.job, rules.device_kind == "cuda"
-    divides = job.model.seq_length // degrees.cp % degrees.tp == 0
-    pays = degrees.tp > 1 and on_cuda and (divides or bool(job.model.num_experts))
-    sequence_parallel = degrees.tp > 1 and values(job, "sequence_parallel", (pays,))[0]
-    sharded = (True, False) if degrees.dp * degrees.cp > 1 else (job.own.use_distributed_optimizer,)
-    for use_distributed_optimizer in values(job, "use_distributed_optimizer", sharded):
-        for grad_reduce, param_gather in _overlaps(job, use_distributed_optimizer, on_cuda=on_cuda):
-            yield Saver(sequence_parallel, use_distributed_optimizer, grad_reduce, param_gather, NO_RECOMPUTE)
+    job = terms.job
+    shardings = (True, False) if has_replicas else (job.own.use_distributed_optimizer,)
+    for sequence_parallel in values(job, "sequence_parallel", (True, False)) if tp > 1 else (False,):
+        for sharded in values(job, "use_distributed_optimizer", shardings):
+            for overlap in _overlaps(terms, sharded=sharded, has_replicas=has_replicas):
+                yield Saver(sequence_parallel, sharded, *overlap, NO_RECOMPUTE)
 
 
-def recomputes(job: Job) -> tuple[Recompute, ...]:
-    """What may be recomputed, the cheapest first."""
-    options = [NO_RECOMPUTE, *([SELECTIVE] if selective_recompute_matters(job.model) else []), FULL, job.own.recompute]
+def _overlaps(terms: Terms, *, sharded: bool, has_replicas: bool) -> Iterator[tuple[bool, bool]]:
+    """Overlap of the gradients' reduction and of the parameters' gathering.
+
+    Where nothing is reduced, or no stream of its own hides it, as on CPU, only what the user has.
+    """
+    job, own = terms.job, terms.job.own
+    hides = has_replicas and terms.device_kind == "cuda"
+    for reduce in values(job, "overlap_grad_reduce", (True, False) if hides else (own.overlap_grad_reduce,)):
+        may_gather = (sharded and reduce) or "overlap_param_gather" in job.pinned
+        gathers = (True, False) if hides else (own.overlap_param_gather,)
+        for gather in values(job, "overlap_param_gather", gathers if may_gather else (False,)):
+            yield reduce, gather
+
+
+def recomputes(job: Job, layers: frozenset[int]) -> tuple[Recompute, ...]:
+    """What may be recomputed in chunks with so many layers, the cheapest first."""
+    deepest = max(layers)
+    step = -(-deepest // BLOCK_STEPS)
+    blocks = [Recompute(granularity="full", method="block", num_layers=size) for size in range(step, deepest, step)]
+    units = [1 << exponent for exponent in range(deepest.bit_length())]
+    uniform = [
+        Recompute(granularity="full", method="uniform", num_layers=size)
+        for size in units
+        if not any(chunk % size for chunk in layers)
+    ]
+    options = (NO_RECOMPUTE, *module_sets(job), *blocks, *uniform, job.own.recompute)
     return values(job, "recompute", tuple(dict.fromkeys(options)))
+
+
+def module_sets(job: Job) -> Iterator[Recompute]:
+    """Selective recompute in growing sets: what costs next to nothing first, whole blocks of matrices last.
+
+    Only modules whose bytes and seconds are predicted, and whose recompute frees anything. Recompute of the experts'
+    layer contains that of its activation and of the shared experts.
+    """
+    model, chosen = job.model, list[str]()
+    for module in (*cheap_modules(model), *(("shared_experts",) if model.moe_shared_expert_intermediate_size else ())):
+        chosen.append(module)
+        yield Recompute(granularity="selective", modules=tuple(chosen))
+    light = [module for module in chosen if module in ("layernorm", "core_attn")]
+    if not all(model.moe_layer_freq or (0,)) and not model.add_bias_linear:
+        light.append("mlp")
+        yield Recompute(granularity="selective", modules=tuple(light))
+    if model.num_experts:
+        yield Recompute(granularity="selective", modules=(*light, "moe"))
+
+
+def cheap_modules(model: ModelSpec) -> Iterator[str]:
+    """Modules that are recomputed in hardly any time, and free something."""
+    if model.transformer_impl == "transformer_engine" and (model.num_experts or model.latent_attention):
+        # Elsewhere Transformer Engine has the norms inside the matrices.
+        yield "layernorm"
+    if selective_recompute_matters(model):
+        yield "core_attn"
+    if model.transformer_impl == "transformer_engine" and model.num_experts:
+        yield "moe_act"
 
 
 def selective_recompute_matters(model: ModelSpec) -> bool:
     """Whether attention keeps its score matrices, so that recomputing them saves memory (not with flash or cuDNN)."""
     return model.transformer_impl == "local" or model.attention_backend in ("unfused", "local")
-
-
-def _overlaps(job: Job, sharded: bool, *, on_cuda: bool) -> tuple[tuple[bool, bool], ...]:
-    """Give the overlap flags as the user has them, as far as they go together, and both on where that pays."""
-    own = job.own
-    gather = own.overlap_param_gather and (sharded or "overlap_param_gather" in job.pinned)
-    pairs = {(own.overlap_grad_reduce, gather)}
-    if sharded and on_cuda:
-        pairs.add((values(job, "overlap_grad_reduce", (True,))[0], values(job, "overlap_param_gather", (True,))[0]))
-    return tuple(sorted(pairs, reverse=True))

@@ -143,7 +143,19 @@ class Frontier:
 
 
 def _least_N(columns: LayoutColumns, bounds: Bounds) -> NDArray[np.float64]:
-    """Bound cuts by the fastest of `STATES`, legal for each of them or not; all at once, as they share most of it."""
+    """Bound cuts by the fastest of `STATES`, legal for each of them or not; all at once, as they share most of it.
+
+    Those with sequence parallelism, which a cut has where it can, are bounded without it as well.
+    """
+    parallel = np.flatnonzero(columns.sequence_parallel)
+    least_N = _fastest_N(columns, bounds)
+    if len(parallel):
+        without = replace(columns.take(parallel), sequence_parallel=np.zeros(len(parallel), dtype=np.int64))
+        least_N[parallel] = np.fmin(least_N[parallel], _fastest_N(without, bounds))
+    return least_N
+
+
+def _fastest_N(columns: LayoutColumns, bounds: Bounds) -> NDArray[np.float64]:
     size = len(columns)
     shards, reduces, gathers = (np.repeat(on, size) for on in np.array(STATES, dtype=np.int64).T)
     every = replace(

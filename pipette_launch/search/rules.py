@@ -1,63 +1,26 @@
 """Megatron's constraints on a layout, each with the reason that is counted when it is broken."""
 
-# Facts: validate_args and TransformerConfig of core_v0.16.1, and what fails only at run time.
+# Facts: validate_args (mt/arguments.py) and TransformerConfig (TC) of core_v0.14.0 to v0.19.0, line numbers of v0.16.1,
+# and what fails only at run time.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from pipette_launch.facts import Job, Layout, Recompute
-
-ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
-
-
-class Degrees(NamedTuple):
-    """How the ranks are divided, before chunks, micro-batches and memory savers are chosen."""
-
-    tp: int
-    pp: int
-    dp: int
-    cp: int
-    ep: int
-    etp: int
-    use_tp_pp_dp_mapping: bool = False
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the job."""
-        return self.tp * self.cp * self.dp * self.pp
-
-    @property
-    def expert_dp(self) -> int:
-        """Replicas of each expert shard, where the expert grid divides the ranks."""
-        return self.world_size // (self.etp * self.ep * self.pp)
-
-
-class Saver(NamedTuple):
-    """What a layout does to save memory or to hide communication, beside its degrees and its cut."""
-
-    sequence_parallel: bool
-    use_distributed_optimizer: bool
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    recompute: Recompute
+from pipette_launch.facts import Job, Layout
+from pipette_launch.search import saver_rules
+from pipette_launch.search.terms import Degrees, Saver, Terms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class Rules(Terms):
     """What Megatron allows for one job on one kind of device.
 
     There is a check for each axis, which sees that axis and those before it only: TP, PP, CP, DP, EP with ETP, chunks,
     micro-batches, savers.
     """
-
-    job: Job
-    device_kind: str
-    flags: Mapping[str, tuple[str, ...]]
-    """The user's flags without a field of their own, as name -> values."""
 
     @classmethod
     def of(cls, job: Job, *, device_kind: str) -> Rules:
@@ -137,11 +100,12 @@ class Rules:
 
     def state_fault(self, tp: int, cp: int, saver: Saver) -> str | None:
         """Check sequence parallelism, the distributed optimizer and the overlap of its communication."""
-        return next(self._sequence_faults(tp, cp, saver), None) or next(self._optimizer_faults(saver), None)
+        sequence = next(saver_rules.sequence_faults(self, tp, cp, saver), None)
+        return sequence or next(saver_rules.optimizer_faults(self, saver), None)
 
     def recompute_fault(self, tp: int, layers: frozenset[int], saver: Saver) -> str | None:
         """Check recompute against the chunks' layers and the flags that exclude it or ask for it."""
-        return next(self._recompute_faults(tp, layers, saver), None)
+        return next(saver_rules.recompute_faults(self, tp, layers, saver), None)
 
     def layers_of_chunks(self, layout: Layout) -> frozenset[int]:
         """The different numbers of layers that chunks have."""
@@ -155,7 +119,7 @@ class Rules:
         model = self.job.model
         groups = model.num_query_groups
         # megatron-core 0.16 learned to replicate query groups over more tensor ranks than there are groups.
-        replicates = _version(self.job.megatron_version) >= (0, 16)
+        replicates = self.release >= (0, 16)
         padded = int(self.flags.get("--padded-vocab-size", ("0",))[0])
         if model.num_attention_heads % tp:
             yield f"tp does not divide num_attention_heads={model.num_attention_heads}"
@@ -169,6 +133,8 @@ class Rules:
             yield "tp does not divide moe_shared_expert_intermediate_size"
 
     def _pipeline_faults(self, pp: int) -> Iterator[str]:
+        if pp == 1 and self.job.model.mtp_num_layers and "--overlap-moe-expert-parallel-comm" in self.flags:
+            yield "--overlap-moe-expert-parallel-comm with multi-token prediction needs pp > 1"
         if pp > 1 and "--cpu-offloading-num-layers" in self.flags:
             yield "--cpu-offloading-num-layers needs pp = 1"
         if pp == 1 and "--defer-embedding-wgrad-compute" in self.flags:
@@ -186,8 +152,9 @@ class Rules:
             yield "context parallelism needs Transformer Engine's attention"
         if model.seq_length % (2 * cp):
             yield f"2*cp does not divide seq_length={model.seq_length}"
-        if "a2a" in self.flags.get("--cp-comm-type", ()) and model.num_attention_heads // tp % cp:
-            yield "--cp-comm-type a2a needs heads/tp divisible by cp"
+        groups = max(1, model.num_query_groups // tp)
+        if "a2a" in self.flags.get("--cp-comm-type", ()) and (model.num_attention_heads // tp % cp or groups % cp):
+            yield "--cp-comm-type a2a needs heads/tp and query groups/tp divisible by cp"
 
     def _replicas_faults(self, dp: int, cp: int) -> Iterator[str]:
         batch_size = self.job.batch.global_batch_size
@@ -198,26 +165,36 @@ class Rules:
             yield "--num-distributed-optimizer-instances does not divide dp*cp"
 
     def _expert_faults(self, degrees: Degrees) -> Iterator[str]:
-        model = self.job.model
         instances = int(self.flags.get("--num-distributed-optimizer-instances", ("1",))[0])
         if degrees.world_size % (degrees.etp * degrees.ep * degrees.pp):
             yield "etp*ep*pp does not divide the ranks"
         if degrees.expert_dp % instances:
             yield "--num-distributed-optimizer-instances does not divide dp*cp"
-        if not model.num_experts:
-            if degrees.ep > 1:
-                yield "expert parallelism needs experts"
-            return
-        if model.num_experts % degrees.ep:
+        if self.job.model.num_experts:
+            yield from self._expert_width_faults(degrees)
+            yield from self._expert_flag_faults(degrees)
+        elif degrees.ep > 1:
+            yield "expert parallelism needs experts"
+
+    def _expert_width_faults(self, degrees: Degrees) -> Iterator[str]:
+        model = self.job.model
+        if (model.num_experts or 1) % degrees.ep:
             yield f"ep does not divide num_experts={model.num_experts}"
         if model.moe_ffn_hidden_size % degrees.etp:
             yield f"etp does not divide moe_ffn_hidden_size={model.moe_ffn_hidden_size}"
+        # TC:1574, from core_v0.15.0 on.
+        if model.add_bias_linear and degrees.etp > 1 and self.release >= (0, 15):
+            yield "experts with biases need etp = 1 (--disable-bias-linear would free it)"
         if degrees.use_tp_pp_dp_mapping and degrees.pp > 1 and degrees.expert_dp != degrees.dp:
             yield "--use-tp-pp-dp-mapping needs as many expert replicas as replicas where pp > 1"
+
+    def _expert_flag_faults(self, degrees: Degrees) -> Iterator[str]:
         if self.flags.get("--moe-token-dispatcher-type", ("",))[0] == "flex" and degrees.etp * degrees.ep == 1:
             yield "the flex dispatcher needs etp*ep > 1"
         if degrees.ep == 1 and "--overlap-moe-expert-parallel-comm" in self.flags:
             yield "--overlap-moe-expert-parallel-comm needs ep > 1"
+        if degrees.ep > 1 and self.job.own.ep == 1 and self.flags.get("--cuda-graph-impl", ("",))[0] == "local":
+            yield "--cuda-graph-impl local with ep > 1 needs --moe-pad-experts-for-cuda-graph-inference"
 
     def _chunks_faults(self, pp: int, vpp: int, layers_per_chunk: tuple[int, ...]) -> Iterator[str]:
         layers = self.job.model.num_layers
@@ -242,54 +219,3 @@ class Rules:
             yield f"micro_batch_size*dp does not divide global_batch_size={batch_size}"
         if any(int(size) % samples for size in self.flags.get("--rampup-batch-size", ())[:2]):
             yield "micro_batch_size*dp does not divide every --rampup-batch-size"
-
-    def _sequence_faults(self, tp: int, cp: int, saver: Saver) -> Iterator[str]:
-        model = self.job.model
-        if not saver.sequence_parallel:
-            if model.num_experts and tp > 1:
-                yield "experts with tp > 1 need sequence parallelism"
-            if "--tp-comm-overlap" in self.flags:
-                yield "--tp-comm-overlap needs sequence parallelism"
-            return
-        if tp == 1:
-            yield "sequence parallelism needs tp > 1"
-        if self.device_kind == "cpu":
-            yield "sequence parallelism does not run on CPU"
-        if model.seq_length // cp % tp:
-            yield f"tp does not divide seq_length={model.seq_length}/cp for sequence parallelism"
-
-    def _optimizer_faults(self, saver: Saver) -> Iterator[str]:
-        sharded = saver.use_distributed_optimizer
-        needs_sharding = [name for name in _NEEDS_DISTRIBUTED_OPTIMIZER if name in self.flags]
-        if sharded and self.job.optimizer != "adam":
-            yield ONLY_ADAM_SHARDS
-        if needs_sharding and not sharded:
-            yield f"{'/'.join(needs_sharding)} needs the distributed optimizer"
-        if saver.overlap_param_gather and not (sharded and saver.overlap_grad_reduce):
-            yield "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce"
-
-    def _recompute_faults(self, tp: int, layers: frozenset[int], saver: Saver) -> Iterator[str]:
-        full = saver.recompute.granularity == "full"
-        unit = saver.recompute.num_layers if saver.recompute.method == "uniform" else 1
-        # transformer_block.py:541-547 runs whole units, past the end of the chunk.
-        if any(size % unit for size in layers):
-            yield "uniform recompute takes units that divide every chunk's layers"
-        if full and "--overlap-moe-expert-parallel-comm" in self.flags:
-            yield "MoE overlap excludes full recompute"
-        if full and self.flags.get("--cuda-graph-impl", ("none",))[0] in {"local", "transformer_engine"}:
-            yield "CUDA graphs exclude full recompute"
-        if saver.recompute.granularity != "none" and "--cpu-offloading-num-layers" in self.flags:
-            yield "--cpu-offloading-num-layers excludes recompute"
-        if "--distribute-saved-activations" in self.flags and not (full and tp > 1 and not saver.sequence_parallel):
-            yield "--distribute-saved-activations needs full recompute and tp > 1 without sequence parallelism"
-
-
-_NEEDS_DISTRIBUTED_OPTIMIZER = (
-    "--fp8-param-gather",
-    "--use-precision-aware-optimizer",
-    "--overlap-param-gather-with-optimizer-step",
-)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipette_launch.cost.bound_columns import BoundColumns
+from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.corrected import NOTHING_LEARNED, Corrections
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
@@ -79,6 +80,7 @@ def solve(
         world_size=cluster.num_slots,
         devices_per_host=cluster.devices_per_host,
         device_kind=cluster.device_kind,
+        table=ComputeTable(job, measurements),
     )
     field = Field.of(
         job, measurements, memory_margin=options.memory_margin, own_fault=found.own_fault, corrections=corrections

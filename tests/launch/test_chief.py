@@ -75,7 +75,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
         files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
         plans.append(one.after_warmup(warmup, "", nobody).plan)
         legal = layouts(orders.job, world_size=4, devices_per_host=2, device_kind="cpu").layouts
-        for layout in legal[:: len(legal) // 30]:
+        for layout in legal[:: len(legal) // 32][:32]:
             made = replace(
                 choice(layout), features=features_of(orders.job, layout, devices_per_host=2), step_time_s=2.0
             )

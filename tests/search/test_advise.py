@@ -30,12 +30,12 @@ def test_a_pin_that_forbids_everything_is_named() -> None:
 
 
 def test_a_world_that_no_layout_fits_proposes_a_smaller_one() -> None:
-    """Three ranks cannot share a batch of 2, heads and layers in twos and fours; two can."""
-    job = tiny_job(3, own=Layout(dp=3), batch=Batch(global_batch_size=2), model=tiny_model(ffn_hidden_size=256))
-    text = message(job, tiny_measurements(tiny_cluster(3, 1)))
+    """Five ranks cannot share a batch of 2, four heads and four layers; four can."""
+    job = tiny_job(5, own=Layout(dp=5), batch=Batch(global_batch_size=2), model=tiny_model(ffn_hidden_size=256))
+    text = message(job, tiny_measurements(tiny_cluster(5, 1)))
 
-    assert "no layout is legal for 3 ranks; the user's own tp1 pp1 dp3 mbs1 breaks: micro_batch_size*dp does" in text
-    assert "What would help: use 2 hosts (2 ranks)" in text
+    assert "no layout is legal for 5 ranks; the user's own tp1 pp1 dp5 mbs1 breaks: micro_batch_size*dp does" in text
+    assert "What would help: use 4 hosts (4 ranks)" in text
 
 
 def test_too_little_memory_names_the_leanest_layout() -> None:

@@ -2,165 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields, replace
-from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from search import naive
 
-from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Recompute
+from pipette_launch.cost.compute import ComputeTable
+from pipette_launch.cost.layout_columns import LayoutColumns
+from pipette_launch.facts import ComputeCase, Layout, Samples
 from pipette_launch.megatron import read_job, write_arguments
-from pipette_launch.search.axes import FULL, NO_RECOMPUTE, SELECTIVE, micro_batch_sizes
-from pipette_launch.search.enumerate import compute_cases, cuts, layouts
-from pipette_launch.search.rules import Rules, Saver
+from pipette_launch.search.axes import NO_RECOMPUTE, micro_batch_sizes
+from pipette_launch.search.enumerate import Cuts, compute_cases, cuts, layouts
+from pipette_launch.search.rules import Rules
+from pipette_launch.search.terms import Saver
 
 NO_SAVERS: dict[str, Any] = {name: getattr(Layout(), name) for name in Saver._fields}
 
 
-def is_legal(job: Job, layout: Layout, *, kind: str) -> bool:
-    """Megatron's constraints and our own choices, written a second time, field by field."""
-    return all(
-        holds
-        for holds in (
-            *degrees_hold(job, layout, kind=kind),
-            *batch_holds(job, layout),
-            *experts_hold(job, layout),
-            *savers_hold(job, layout, kind=kind),
-        )
-    )
-
-
-def degrees_hold(job: Job, layout: Layout, *, kind: str) -> Iterator[bool]:
-    """Heads, query groups, widths and sequences divide."""
-    model, tp, cp = job.model, layout.tp, layout.cp
-    yield model.num_attention_heads % tp == 0
-    yield model.ffn_hidden_size % tp == 0
-    yield model.num_query_groups % tp == 0 or tp % model.num_query_groups == 0
-    yield cp == 1 or kind == "cuda"
-    yield cp == 1 or model.transformer_impl == "transformer_engine"
-    yield cp == 1 or model.seq_length % (2 * cp) == 0
-
-
-def batch_holds(job: Job, layout: Layout) -> Iterator[bool]:
-    """Layers and micro-batches divide, and the interleaved schedule has enough of them."""
-    samples, rest = divmod(job.batch.global_batch_size, layout.dp)
-    mbs, pp = layout.micro_batch_size, layout.pp
-    yield rest == 0 and samples % mbs == 0
-    yield mbs in micro_batch_sizes(samples, own=job.own.micro_batch_size)
-    yield job.model.num_layers % (pp * layout.vpp) == 0
-    yield layout.vpp == 1 or (pp > 1 and samples // mbs % pp == 0 and samples // mbs > 0)
-
-
-def experts_hold(job: Job, layout: Layout) -> Iterator[bool]:
-    """Experts divide over EP and ETP, and stay away from dense models."""
-    model = job.model
-    if model.num_experts:
-        yield model.num_experts % layout.ep == 0
-        yield model.moe_ffn_hidden_size % layout.etp == 0
-        yield layout.etp in (layout.tp, job.own.etp)
-        yield layout.tp == 1 or layout.sequence_parallel
-    else:
-        yield (layout.ep, layout.etp) == (1, layout.tp)
-
-
-def savers_hold(job: Job, layout: Layout, *, kind: str) -> Iterator[bool]:
-    """Sequence parallelism, optimizer, overlap and recompute are of use where they are on."""
-    model, sharded = job.model, layout.use_distributed_optimizer
-    possible = kind == "cuda" and layout.tp > 1 and model.seq_length // layout.cp % layout.tp == 0
-    overlap = (layout.overlap_grad_reduce, layout.overlap_param_gather)
-    matters = model.transformer_impl == "local" or model.attention_backend in ("unfused", "local")
-    yield layout.sequence_parallel == possible
-    yield not sharded or (job.optimizer == "adam" and layout.dp * layout.cp > 1)
-    yield overlap == (False, False) or (overlap == (True, True) and sharded and kind == "cuda")
-    yield layout.recompute in (NO_RECOMPUTE, FULL) or (layout.recompute == SELECTIVE and matters)
-
-
-def naive(job: Job, *, world_size: int, kind: str) -> Iterator[Layout]:
-    """Try every tuple of values."""
-    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    experts = range(1, (job.model.num_experts or 1) + 1)
-    degrees = (
-        values for values in product(sizes, repeat=4) if values[0] * values[1] * values[2] * values[3] == world_size
-    )
-    for (tp, pp, dp, cp), ep, etp in product(degrees, experts, sizes):
-        if world_size % (etp * ep * pp):
-            continue
-        for vpp, mbs in product(range(1, job.model.num_layers + 1), range(1, job.batch.global_batch_size + 1)):
-            if vpp > 1 and pp == 1:
-                continue
-            for sp, sharded, reduce, gather in product((False, True), repeat=4):
-                for recompute in (NO_RECOMPUTE, SELECTIVE, FULL):
-                    layout = Layout(
-                        tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp, vpp=vpp, micro_batch_size=mbs,
-                        sequence_parallel=sp, use_distributed_optimizer=sharded, overlap_grad_reduce=reduce,
-                        overlap_param_gather=gather, recompute=recompute,
-                    )  # fmt: skip
-                    if is_legal(job, layout, kind=kind):
-                        yield layout
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> tuple[Job, int, str]:
-    """A small job, its world and its device."""
-    world_size = draw(st.sampled_from([1, 2, 3, 4, 6]))
-    heads = draw(st.sampled_from([2, 4, 6]))
-    experts = draw(st.sampled_from([None, None, 2, 4]))
-    layers = draw(st.sampled_from([2, 3, 4]))
-    kind = draw(st.sampled_from(["cpu", "cuda"]))
-    model = tiny_model(
-        num_layers=layers,
-        num_attention_heads=heads,
-        num_query_groups=draw(st.sampled_from([1, heads])),
-        seq_length=draw(st.sampled_from([6, 8])),
-        transformer_impl=draw(st.sampled_from(["local", "transformer_engine"])),
-        num_experts=experts,
-        moe_layer_freq=(1,) * layers if experts else (),
-        moe_ffn_hidden_size=draw(st.sampled_from([9, 16])),
-        ffn_hidden_size=draw(st.sampled_from([12, 64])),
-    )
-    batch = draw(st.sampled_from([world_size, 2 * world_size, 4]))
-    job = tiny_job(
-        world_size, model=model, batch=Batch(global_batch_size=batch), optimizer=draw(st.sampled_from(["adam", "sgd"]))
-    )
-    return job, world_size, kind
-
-
-@settings(max_examples=25, deadline=None)
-@given(jobs())
-def test_it_agrees_with_trying_everything(case: tuple[Job, int, str]) -> None:
-    """No legal layout is left out, and no illegal one is let in."""
+def found_in(case: naive.Case) -> Cuts:
+    """What the enumeration makes of a case."""
     job, world_size, kind = case
-    expected = set(naive(job, world_size=world_size, kind=kind)) | {job.own}
+    return cuts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
 
-    found = layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind).layouts
 
-    assert job.own == found[0]
+@settings(max_examples=60, deadline=None)
+@given(naive.cases())
+def test_cuts_agree_with_trying_everything(case: naive.Case) -> None:
+    """No legal cut is left out, no illegal one is let in, and none comes twice."""
+    expected = {cut for cut, is_legal in naive.cuts(case) if is_legal}
+    found = [replace(cut, **NO_SAVERS) for cut in found_in(case).layouts]
+
     assert len(expected) == len(found)
     assert expected == set(found)
 
 
+@settings(max_examples=60, deadline=None)
+@given(naive.cases())
+def test_savers_agree_with_trying_everything(case: naive.Case) -> None:
+    """Every cut has exactly its legal savers, the first of them in its row; all are counted."""
+    found = found_in(case)
+    every = [found.savers(row) for row in range(len(found))]
+    expected = [{replace(cut, **saver._asdict()) for saver in naive.savers(case, cut)} for cut in found.layouts]
+    row_M, columns = found.spread(np.arange(len(found)))
+
+    assert expected == [set(each) for each in every]
+    assert list(found.layouts) == [each[0] for each in every]
+    assert [layout for each in every for layout in each] == [columns.layout(row) for row in range(len(columns))]
+    assert [row for row, each in enumerate(every) for _ in each] == row_M.tolist()
+    assert found.num_layouts == sum(map(len, every)) + (found.own_fault is not None)
+
+
 @settings(max_examples=30, deadline=None)
-@given(jobs())
-def test_cuts_with_their_savers_are_all_layouts(case: tuple[Job, int, str]) -> None:
-    """Cuts, each with its first saver, stand for all layouts, and say how many these are."""
+@given(naive.cases())
+def test_rules_see_the_same_faults(case: naive.Case) -> None:
+    """A layout has no fault exactly where Megatron's constraints, written a second time, all hold."""
+    job, _, kind = case
+    rules = Rules.of(job, device_kind=kind)
+    for cut, _ in list(naive.cuts(case))[::7]:
+        holds = all((*naive.degrees_hold(case, cut), *naive.divides(job, cut)))
+        faults = [rules.fault(replace(cut, sequence_parallel=parallel)) for parallel in (True, False)]
+
+        assert holds == (None in faults)
+
+
+@settings(max_examples=20, deadline=None)
+@given(naive.cases())
+def test_layouts_are_all_savers_of_all_cuts(case: naive.Case) -> None:
+    """The flat list holds the user's own layout first and each other once; all of them are legal."""
     job, world_size, kind = case
-    found = cuts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
-    every = layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    found = layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    rules = Rules.of(job, device_kind=kind)
 
-    assert len(every.layouts) == found.num_layouts
-    assert all(cut == found.savers(row)[0] for row, cut in enumerate(found.layouts))
-    assert len({replace(layout, **NO_SAVERS) for layout in every.layouts} | {replace(job.own, **NO_SAVERS)}) == len(
-        {replace(cut, **NO_SAVERS) for cut in found.layouts} | {replace(job.own, **NO_SAVERS)}
-    )
+    assert job.own == found.layouts[0]
+    assert len(found.layouts) == len(set(found.layouts)) == found_in(case).num_layouts
+    assert {None} >= {rules.fault(layout) for layout in found.layouts[1:]}
 
 
 @settings(max_examples=30, deadline=None)
-@given(jobs(), st.data())
-def test_pins_hold(case: tuple[Job, int, str], data: st.DataObject) -> None:
+@given(naive.cases(), st.data())
+def test_pins_hold(case: naive.Case, data: st.DataObject) -> None:
     """A pinned field keeps the user's value in every layout, and the rest stays legal."""
     job, world_size, kind = case
     legal = layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind).layouts
@@ -198,7 +123,7 @@ def test_everything_pinned_leaves_the_own_layout() -> None:
     ("changes", "reason"),
     [
         ({"num_attention_heads": 3, "num_query_groups": 3}, "tp does not divide num_attention_heads=3"),
-        ({"num_layers": 3}, "pp*vpp does not divide num_layers=3"),
+        ({"num_layers": 3}, "more pipeline ranks than num_layers=3"),
         ({"ffn_hidden_size": 255}, "tp does not divide ffn_hidden_size=255"),
         ({"transformer_impl": "transformer_engine"}, "context parallelism does not run on CPU"),
     ],
@@ -229,21 +154,20 @@ def test_query_groups_were_never_replicated_before_016() -> None:
         ("--use-precision-aware-optimizer", lambda layout: layout.use_distributed_optimizer),
         ("--defer-embedding-wgrad-compute", lambda layout: layout.pp > 1),
         ("--cpu-offloading-num-layers 1", lambda layout: layout.pp == 1 and layout.recompute == NO_RECOMPUTE),
-        ("--cuda-graph-impl local", lambda layout: layout.recompute != FULL),
+        ("--cuda-graph-impl local", lambda layout: layout.recompute.granularity != "full"),
         ("--tp-comm-overlap", lambda layout: layout.sequence_parallel),
         ("--cp-comm-type a2a", lambda layout: 4 // layout.tp % layout.cp == 0),
         ("--hierarchical-context-parallel-sizes 2 1", lambda layout: layout.cp == 2),
         (
             "--distribute-saved-activations",
-            lambda layout: layout.tp > 1 and layout.recompute == FULL and not layout.sequence_parallel,
+            lambda layout: layout.tp > 1 and layout.recompute.granularity == "full" and not layout.sequence_parallel,
         ),
     ],
 )
 def test_the_users_own_flags_bind(flag: str, holds: object) -> None:
     """Flags that have no field of their own still rule layouts out."""
     model = tiny_model(transformer_impl="transformer_engine")
-    pinned = ("sequence_parallel",) if flag == "--distribute-saved-activations" else ()
-    job = tiny_job(4, model=model, performance_flags=(flag,), pinned=pinned)
+    job = tiny_job(4, model=model, performance_flags=(flag,))
 
     found = layouts(job, world_size=4, devices_per_host=4, device_kind="cuda").layouts[1:]
 
@@ -251,15 +175,34 @@ def test_the_users_own_flags_bind(flag: str, holds: object) -> None:
     assert [layout for layout in found if not holds(layout)] == []  # type: ignore[operator]
 
 
-def test_the_users_uneven_cut_stays() -> None:
-    """Uneven stages of the user's are kept wherever a layout has as many stages."""
+@pytest.mark.parametrize(
+    ("pinned", "expected"), [((), {(1, ()), (2, (3, 2)), (4, (1, 1, 2, 1))}), (("layers_per_chunk",), {(2, (3, 2))})]
+)
+def test_the_users_uneven_cut_stays(pinned: tuple[str, ...], expected: set[tuple[int, tuple[int, ...]]]) -> None:
+    """Uneven stages of the user's are kept wherever a layout has as many; other pipelines get balanced ones."""
     own = Layout(pp=2, dp=2, layers_per_chunk=(3, 2))
-    job = tiny_job(4, model=tiny_model(num_layers=5), own=own)
+    job = tiny_job(4, model=tiny_model(num_layers=5, vocab_size=1), own=own, pinned=pinned)
 
     found = layouts(job, world_size=4, devices_per_host=4, device_kind="cpu").layouts
 
-    assert {(), (3, 2)} == {layout.layers_per_chunk for layout in found}
-    assert {(3, 2)} == {layout.layers_per_chunk for layout in found if layout.pp > 1}
+    assert expected == {(layout.pp, layout.layers_per_chunk) for layout in found if layout.vpp == 1} - {(2, (2, 3))}
+
+
+def test_measured_times_decide_where_layers_go() -> None:
+    """A head as slow as four layers takes them off the last stage; FLOPs, which know better, do not come in."""
+    measurements = tiny_measurements(tiny_cluster())
+    slow_head = tuple(
+        replace(time, forward=Samples(values_s=(4 * 3e-3 * time.case.micro_batch_size / time.case.tp,)))
+        if time.part == "head"
+        else time
+        for time in measurements.compute
+    )
+    job = tiny_job(4, model=tiny_model(num_layers=8))
+    table = ComputeTable(job, replace(measurements, compute=slow_head))
+
+    found = cuts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
+
+    assert {(), (6, 2)} == {cut.layers_per_chunk for cut in found.layouts if (cut.pp, cut.vpp) == (2, 1)}
 
 
 def test_an_illegal_own_layout_is_marked() -> None:
@@ -290,17 +233,14 @@ def test_micro_batches_worth_trying() -> None:
 
 
 def test_compute_cases_start_with_the_users_own() -> None:
-    """What the user runs is measured first, then what is likely to run best."""
+    """What the user runs is measured first, then what is likely to run best, each once."""
     own = Layout(tp=2, dp=1, micro_batch_size=1)
     others = (Layout(dp=2, micro_batch_size=4), Layout(dp=2, micro_batch_size=2), Layout(pp=2, micro_batch_size=2))
 
-    cases = compute_cases((own, *others))
+    cases = compute_cases(own, LayoutColumns.of((*others, own)))
 
     assert [(case.tp, case.micro_batch_size) for case in cases] == [(2, 1), (1, 2), (1, 4)]
-    assert compute_cases(()) == ()
-    assert (ComputeCase(tp=2, cp=1, micro_batch_size=1),) == compute_cases(
-        (own, replace(own, recompute=Recompute(granularity="selective")))
-    )
+    assert (ComputeCase(tp=2, cp=1, micro_batch_size=1),) == compute_cases(own, LayoutColumns.of(()))
 
 
 GPT = (

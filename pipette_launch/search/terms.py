@@ -1,0 +1,61 @@
+"""What a layout is checked against, and the two halves in which it is: its degrees and its savers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipette_launch.facts import Job, Recompute
+
+
+class Degrees(NamedTuple):
+    """How the ranks are divided, before chunks, micro-batches and memory savers are chosen."""
+
+    tp: int
+    pp: int
+    dp: int
+    cp: int
+    ep: int
+    etp: int
+    use_tp_pp_dp_mapping: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def expert_dp(self) -> int:
+        """Replicas of each expert shard, where the expert grid divides the ranks."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any weights lie on several ranks, which then reduce their gradients."""
+        return self.dp * self.cp > 1 or self.expert_dp > 1
+
+
+class Saver(NamedTuple):
+    """What a layout does to save memory or to hide communication, beside its degrees and its cut."""
+
+    sequence_parallel: bool
+    use_distributed_optimizer: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    recompute: Recompute
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """A job, where it runs, and the flags of its own that bind a layout."""
+
+    job: Job
+    device_kind: str
+    flags: Mapping[str, tuple[str, ...]]
+    """The user's flags without a field of their own, as name -> values."""
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """`0.16.1` -> (0, 16)."""
+        return tuple(int(part) for part in self.job.megatron_version.split(".")[:2] if part.isdigit())

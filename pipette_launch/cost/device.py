@@ -75,12 +75,15 @@ def imagined(
             f"devices and {len(chosen)} layouts"
         )
     cluster = imagined_cluster(device, num_hosts=num_hosts, devices_per_host=devices_per_host, fabric=fabric)
+    kinds = frozenset(job.model.is_moe_layer(layer) for layer in range(job.model.num_layers))
     first: dict[ComputeCase, Layout] = {}
     for layout in chosen:
         first.setdefault(case_of(layout), layout)
     return Measurements(
         cluster=cluster,
-        compute=tuple(time for case in sorted(first) for time in _compute_times(job, device, first[case], factors)),
+        compute=tuple(
+            time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds, factors)
+        ),
         collectives=tuple(_collective_times(device, cluster, chosen)),
         memory=(),
         overhead_bytes=0,
@@ -177,12 +180,13 @@ def optimizer_s_per_parameter(device: DeviceSpec) -> float:
 
 
 def _compute_times(
-    job: Job, device: DeviceSpec, layout: Layout, factors: Sequence[CaseFactor]
+    job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[bool], factors: Sequence[CaseFactor]
 ) -> Iterator[ComputeTime]:
+    """Time every part of the model; `kinds` says whether it has layers with experts, without, or both."""
     case = case_of(layout)
     layer_factor, ends_factor = factors_of(factors, job.model, case)
     dtype = job.model.params_dtype
-    for name, loads in _parts(job, layout).items():
+    for name, loads in _parts(job, layout, kinds).items():
         factor = ends_factor if name in {"embedding", "head"} else layer_factor
         # The two passes of a backward run as one: the host is ahead in one of them while the other is short.
         backward = loads.input_grad + loads.weight_grad
@@ -200,8 +204,7 @@ def _compute_times(
         )
 
 
-def _parts(job: Job, layout: Layout) -> dict[Part, PassLoads]:
-    kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
+def _parts(job: Job, layout: Layout, kinds: frozenset[bool]) -> dict[Part, PassLoads]:
     parts: dict[Part, PassLoads] = {"embedding": embedding_loads(job, layout), "head": head_loads(job, layout)}
     parts["core_attention"] = core_attention_loads(job.model, layout)
     if False in kinds:

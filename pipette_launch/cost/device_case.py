@@ -33,6 +33,8 @@ def shape_of(model: ModelSpec) -> ModelSpec:
 
 def factors_of(factors: Sequence[CaseFactor], model: ModelSpec, case: ComputeCase) -> tuple[float, float]:
     """Return the factors on layers and on ends of a shape: 1 where no step has told."""
+    if not factors:
+        return 1.0, 1.0
     shape = shape_of(model)
     for factor in factors:
         if factor.case == case and factor.model == shape:

@@ -56,8 +56,14 @@ def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
 REFUSED: tuple[tuple[str, str], ...] = (
     ("local_rank", "a rank's device is the launcher's to choose; remove it, LOCAL_RANK in the environment says it"),
     ("yaml_cfg", "the file outranks the command line, which is all that a plan rewrites; give its values as flags"),
-    ("multi_latent_attention", "the probes cannot time multi-latent attention; `pipette predict` reads it"),
-    ("mtp_num_layers", "the probes cannot time multi-token prediction; `pipette predict` reads it"),
+    (
+        "multi_latent_attention",
+        "the probes cannot time multi-latent attention; `pipette predict` and `pipette plan --gpu` read it",
+    ),
+    (
+        "mtp_num_layers",
+        "the probes cannot time multi-token prediction; `pipette predict` and `pipette plan --gpu` read it",
+    ),
     ("hybrid_layer_pattern", "hybrid models are not modelled"),
     ("hybrid_override_pattern", "hybrid models are not modelled"),
     ("is_hybrid_model", "hybrid models are not modelled"),
@@ -119,13 +125,19 @@ PREDICTED = frozenset(
 """Destinations that keep a job from being planned or placed, though what it holds and costs can be told."""
 
 
-def check_planned(arguments: Arguments, device_kind: str, *, for_prediction: bool = False) -> None:
+UNTIMED = frozenset({"mtp_num_layers", "multi_latent_attention"})
+"""Destinations of models whose layers no probe can time; on imagined machines they can be planned."""
+
+
+def check_planned(
+    arguments: Arguments, device_kind: str, *, for_prediction: bool = False, without_probes: bool = False
+) -> None:
     """Raise MegatronError for a job that is not planned (or not even predicted), with the flag and the reason.
 
     The launcher then trains with the user's own configuration, as torchrun would, and shows the reason.
     """
     for dest, reason in REFUSED:
-        if for_prediction and dest in PREDICTED:
+        if (for_prediction and dest in PREDICTED) or (without_probes and dest in UNTIMED):
             continue
         if arguments.is_given(dest) and (arguments.get(dest) or dest == "local_rank"):
             raise MegatronError(f"{arguments.shown(dest)}: {reason}")

@@ -23,6 +23,7 @@ def read_job(
     device_kind: str,
     fix: Sequence[str] = (),
     for_prediction: bool = False,
+    without_probes: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
 ) -> Job:
@@ -37,6 +38,7 @@ def read_job(
         device_kind: `cuda` or `cpu`.
         fix: names from `--pipette-fix`.
         for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
+        without_probes: read also models that a warm-up cannot time, for plans that rest on none.
         environment: of the workers, for the variables that choose an attention backend; None for none of them.
         device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
 
@@ -47,7 +49,7 @@ def read_job(
     """
     fixed = fixed_fields(fix)
     given = Arguments.parse(arguments, megatron_version)
-    check_planned(given, device_kind, for_prediction=for_prediction)
+    check_planned(given, device_kind, for_prediction=for_prediction, without_probes=without_probes)
     check_required(given)
     vocabulary = read_vocabulary(given)
     model = read_model(
@@ -62,7 +64,7 @@ def read_job(
     held = (*pins(given, own, device_kind), *demands.pins)
     notes = [vocabulary.note, *demands.notes, *(pin.note for pin in held), *_notes(given, own, flags_layout)]
     # A launched script refuses what it does not know; here nobody would say so.
-    notes += _unknown(given) if for_prediction else []
+    notes += _unknown(given) if for_prediction or without_probes else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
     return Job(
         model=model,

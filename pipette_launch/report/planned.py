@@ -49,7 +49,7 @@ def planned_screen(
         ("Memory", parts.memory(plan.chosen)),
         ("Flags", _flags(plan)),
         ("Paste", _paste(plan)),
-        ("Left out", _left_out(plan)),
+        ("Dropped", _dropped(plan)),
         ("Notes", map(bullet, parts.notes(plan, saved_to, counts_dropped=False))),
         ("Plan file", [] if saved_to is None else [text(str(saved_to), overflow="fold")]),
     )
@@ -103,13 +103,13 @@ def _paste(plan: Plan) -> Iterator[Text]:
         yield text(f"and delete {' '.join(deleted)}", "dim")
 
 
-def _left_out(plan: Plan) -> Iterator[RenderableType]:
+def _dropped(plan: Plan) -> Iterator[RenderableType]:
     """Why the others fell out, most first."""
     from rich.table import Table
 
     if not plan.dropped:
         return
-    yield text(f"{plan.num_layouts} layouts looked at; besides,")
+    yield text(f"of {plan.num_layouts:,} legal layouts, and of combinations that Megatron refuses:")
     most = sorted(plan.dropped.items(), key=lambda item: -item[1])
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MARGIN = 0.02
 MEMORY_MARGIN = 0.08
+ONE_EXPERT_SIZE = "Layers with experts are timed at one ep for each tp, cp and micro-batch: the nearest to your own."
 LAUNCHERS_FIX = "--pipette-fix"
 """What the launcher calls our --fix; sentences about it come from where both are read."""
 
@@ -135,13 +136,14 @@ def question_of(args: Namespace) -> Question:
         megatron_version=version,
         device_kind=machines.kind,
         fix=fix,
-        for_prediction=machines.spec is not None,
+        without_probes=machines.spec is not None,
         environment=os.environ,
         device_name=machines.device_name,
     )
+    moe = (ONE_EXPERT_SIZE,) if machines.spec is not None and job.model.num_experts else ()
     eight_bit = (FP8_AS_16_BIT,) if machines.spec is not None and computes_in_fp8(job) else ()
     notes = (note.replace(LAUNCHERS_FIX, "--fix") for note in job.notes)
-    job = replace(job, notes=(*guess, *machines.notes, *notes, *eight_bit))
+    job = replace(job, notes=(*guess, *machines.notes, *notes, *moe, *eight_bit))
     return Question(
         machines=machines,
         job=job,
@@ -190,14 +192,20 @@ def _measurements(machines: Machines, job: Job) -> Measurements:
     found = cuts(
         job, world_size=machines.world_size, devices_per_host=machines.devices_per_host, device_kind=machines.kind
     )
-    imagined = machines.measurements(job, (job.own, *_shapes(found)))
+    imagined = machines.measurements(job, (job.own, *_shapes(found, job.own)))
     assert imagined is not None, "machines of a known type are always imagined"
     return imagined
 
 
-def _shapes(found: Cuts) -> list[Layout]:
+def _shapes(found: Cuts, own: Layout) -> list[Layout]:
     """A layout for each shape of computation, and for each set of degrees: nothing else changes what is imagined."""
+    import numpy as np
+
     columns = found.columns
-    cases = columns.groups("tp", "cp", "micro_batch_size").first_U
-    degrees = columns.groups("tp", "pp", "dp", "cp", "ep", "etp").first_U
-    return [found.layout(row) for row in sorted({*cases.tolist(), *degrees.tolist()})]
+    # The first of a shape is what its layers are timed with: of those with experts, the nearest to the user's own.
+    apart_N = abs(np.log2(columns.ep / own.ep)) + abs(np.log2(columns.etp / own.etp))
+    near = np.argsort(apart_N, kind="stable")
+    nearest = columns.take(near).groups("tp", "cp", "micro_batch_size").first_U
+    cases = near[nearest].tolist()
+    degrees = columns.groups("tp", "pp", "dp", "cp", "ep", "etp").first_U.tolist()
+    return [found.columns.layout(row) for row in dict.fromkeys((*cases, *degrees))]

@@ -138,10 +138,12 @@ def test_a_measured_cluster_is_planned_for(tmp_path: Path, capsys: pytest.Captur
     files.write(path, tiny_measurements(tiny_cluster(2, 2)))
     code, out, err = answer(f"plan --cluster {path} {FEW} {JOB}", capsys)
     refused = answer(f"plan --cluster {path} --nodes 8 {JOB}", capsys)
+    latent = answer(f"plan --cluster {path} {JOB} {LATENT}", capsys)
 
     assert (0, "") == (code, err)
     assert "4 ranks on 2 hosts x 2 test cpu with 8.00 GiB, measured at 2026-11-21" in " ".join(out.split())
     assert 2 == refused[0]
+    assert "multi-latent attention; `pipette predict` and `pipette plan --gpu` read it" in latent[2]
     assert "has 2 hosts x 2 devices = 4 ranks, but --nodes says 8; leave the sizes out, or name" in refused[2]
 
 
@@ -191,6 +193,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
             1,
             "no layout fits in memory: the leanest of",
         ),
+        (f"plan --gpu h100 --nodes 1 {JOB} --tp-comm-overlap", 2, "userbuffers tie tensor-parallel groups to hosts"),
         ("report nowhere.json", 2, "nowhere.json: cannot be read"),
         (f"report {EXAMPLES / 'fat-tree.json'}", 2, "expected a 'plan' document, found 'fabric'"),
     ],

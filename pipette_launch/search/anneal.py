@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -13,7 +13,7 @@ State = TypeVar("State")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cooling:
-    """Geometric cooling from `start` to `end` over `steps` moves, in parts of what the cost may change at all.
+    """Geometric cooling from `start` to `end` over `steps` steps, in parts of what the cost may change at all.
 
     Relative temperatures make one schedule serve a step of 10 ms and one of 10 s; Pipette's annealer drops the size
     of a change altogether, and so takes 0.1 % and 100 % for alike.
@@ -22,6 +22,10 @@ class Cooling:
     start: float
     end: float
     steps: int
+    width: int = 1
+    """Neighbours that are priced together at each step, of which the best is looked at."""
+    patience: int = 1 << 30
+    """The walk ends after so many steps without a new best."""
 
     def __post_init__(self) -> None:
         if not (0 < self.end <= self.start and self.steps >= 1):
@@ -31,23 +35,23 @@ class Cooling:
             )
 
     def temperature(self, step: int) -> float:
-        """Temperature before move `step`, counted from 0."""
+        """Temperature before step `step`, counted from 0."""
         return self.start * math.pow(self.end / self.start, step / self.steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Annealed(Generic[State]):
-    """The best state that was seen, what it costs, and how many moves were tried."""
+    """The best state that was seen, what it costs, and how many steps were gone."""
 
     state: State
     cost: float
-    moves: int
+    steps: int
 
 
 def anneal(
     start: State,
     *,
-    cost: Callable[[State], float],
+    costs: Callable[[Sequence[State]], list[float]],
     neighbour: Callable[[State, random.Random], State],
     cooling: Cooling,
     scale: float,
@@ -57,11 +61,11 @@ def anneal(
 ) -> Annealed[State]:
     """Walk from a state to its neighbours, downhill always and uphill at times, and return the best one seen.
 
-    The walk depends on the arguments and `rng` alone; the deadline only cuts it short, so more time is never worse.
+    It depends on the arguments and `rng` alone; the deadline only cuts it short, so more time is never worse.
 
     Args:
         start: where to begin; nothing worse is ever returned.
-        cost: what a state costs; finite and at least 0.
+        costs: what each state costs; finite and at least 0.
         neighbour: a state one move away.
         cooling: how readily the walk goes uphill.
         scale: by how much the cost could fall at most, which is what temperatures are parts of.
@@ -70,18 +74,19 @@ def anneal(
         deadline_s: when to stop.
 
     """
-    here, here_cost = start, cost(start)
-    best, best_cost = here, here_cost
+    here, here_cost = start, costs([start])[0]
+    best, best_cost, found_at = here, here_cost, 0
     for step in range(cooling.steps):
-        if clock() >= deadline_s:
-            return Annealed(state=best, cost=best_cost, moves=step)
-        there = neighbour(here, rng)
-        there_cost = cost(there)
+        if clock() >= deadline_s or step - found_at >= cooling.patience:
+            return Annealed(state=best, cost=best_cost, steps=step)
+        batch = [neighbour(here, rng) for _ in range(cooling.width)]
+        priced = costs(batch)
+        there_cost = min(priced)
         if _accepts(there_cost - here_cost, cooling.temperature(step) * scale, rng):
-            here, here_cost = there, there_cost
+            here, here_cost = batch[priced.index(there_cost)], there_cost
             if here_cost < best_cost:
-                best, best_cost = here, here_cost
-    return Annealed(state=best, cost=best_cost, moves=cooling.steps)
+                best, best_cost, found_at = here, here_cost, step
+    return Annealed(state=best, cost=best_cost, steps=cooling.steps)
 
 
 def _accepts(rise: float, temperature: float, rng: random.Random) -> bool:

@@ -9,7 +9,8 @@ from pipette_launch.cost.corrected import NOTHING_LEARNED, CorrectedPredictor, C
 from pipette_launch.cost.memory import peak_memory_bytes
 from pipette_launch.cost.overhead import Overhead, overhead_of
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
-from pipette_launch.search.place import ROUNDS, Placed
+from pipette_launch.search.place import ROUNDS
+from pipette_launch.search.seats import Placed
 
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"

@@ -10,7 +10,7 @@ from pipette_launch.cost.residual import features_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.search.candidates import Candidate, Field, doublings_apart
-from pipette_launch.search.place import host_order
+from pipette_launch.search.seats import host_order
 
 LEANER = 0.8
 """An alternative counts as needing less memory from this part of the least need so far."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from pipette_launch.facts import Layout
 from pipette_launch.search.candidates import Candidate, Field
+from pipette_launch.search.exhaust import AT_ONCE, EXACT, num_placements
 from pipette_launch.search.frontier import Frontier, Promising
-from pipette_launch.search.place import AT_ONCE, EXACT, Placed, Seats, num_placements
+from pipette_launch.search.seats import Placed, Seats
 from pipette_launch.search.share import Clock, Crew, Task, Tried, perform
 
 FIRST_BATCH = 8

@@ -13,7 +13,9 @@ from typing import Literal
 
 from pipette_launch.facts import Layout, files
 from pipette_launch.search.candidates import Field
-from pipette_launch.search.place import Placed, Placement, Seats, begin, exhaustion, host_order, improve, meets
+from pipette_launch.search.exhaust import exhaustion
+from pipette_launch.search.place import begin, improve
+from pipette_launch.search.seats import Placed, Placement, Seats, host_order, meets
 
 Clock = Callable[[], float]
 Stage = Literal["price", "improve", "exhaust"]
@@ -73,19 +75,20 @@ def perform(field: Field, task: Task, *, seed: int, clock: Clock, deadline_s: fl
     """Do one task; the deadline cuts it short, but something always comes of it."""
     if task.stage == "price":
         return _price(field, task, clock=clock, deadline_s=deadline_s)
-    cost = field.predictor.objective(task.layout)
+    objective = field.predictor.placement_cost(task.layout)
     placed = Placed(placement=task.placement, cost_s=task.cost_s, is_optimal=False)
     if task.stage == "exhaust":
         seats = Seats.of(field.cluster)
-        for found in exhaustion(task.layout, seats, placed, cost=cost, clock=clock, deadline_s=deadline_s):
+        for found in exhaustion(task.layout, seats, placed, objective=objective, clock=clock, deadline_s=deadline_s):
             placed = found
     else:
         placed = improve(
+            task.layout,
             field.cluster,
             placed,
-            cost=cost,
+            objective=objective,
             bound_s=task.bound_s,
-            strays=task.round > 0,
+            turn=task.round,
             rng=random.Random(files.digest(seed, task.layout, task.round)),
             clock=clock,
             deadline_s=deadline_s,
@@ -98,12 +101,12 @@ def _price(field: Field, task: Task, *, clock: Clock, deadline_s: float) -> Trie
     bound_s = field.predictor.bound_s(layout)
     if bound_s >= task.beat_s:
         return Tried(bound_s=bound_s)
-    cost = field.predictor.objective(layout)
+    objective = field.predictor.placement_cost(layout)
     order = host_order(layout.world_size)
-    host_order_s = cost(order)
+    host_order_s = objective.cost(order)
     best = Placed(placement=order, cost_s=host_order_s, is_optimal=meets(host_order_s, bound_s))
     if not best.is_optimal:
-        started = begin(layout, field.cluster, cost=cost, bound_s=bound_s, clock=clock, deadline_s=deadline_s)
+        started = begin(layout, field.cluster, objective=objective, bound_s=bound_s, clock=clock, deadline_s=deadline_s)
         best = started if started.cost_s < best.cost_s or started.is_optimal else best
     return Tried(
         bound_s=bound_s,

@@ -10,22 +10,16 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from search.toys import Ticks, link_cost, random_distances
+from search.toys import OneByOne, Ticks, link_cost, random_distances
 from search.worlds import on_gpus
 
 from pipette_launch.cost.latency import Predictor
 from pipette_launch.facts import Batch, Cluster, Layout, Links
-from pipette_launch.search.place import (
-    Placed,
-    Seats,
-    exhaustion,
-    host_order,
-    improvements,
-    neighbour,
-    num_placements,
-    placements,
-    starts,
-)
+from pipette_launch.search.exhaust import exhaustion, num_placements, placements
+from pipette_launch.search.moves import neighbour
+from pipette_launch.search.place import improvements
+from pipette_launch.search.seats import Placed, Seats, host_order
+from pipette_launch.search.starts import starts
 
 seats = st.builds(
     Seats, num_hosts=st.integers(1, 4), devices_per_host=st.integers(1, 4), keeps_residues=st.booleans()
@@ -42,7 +36,7 @@ def best_placement(
         improvements(
             layout,
             cluster,
-            cost=link_cost(layout, distances),
+            objective=link_cost(layout, distances),
             bound_s=0.0,
             rng=random.Random(seed),
             clock=Ticks(),
@@ -85,7 +79,7 @@ def test_exact_is_brute_force(layout: Layout, kind: str) -> None:
     cluster = on_gpus(cluster) if kind == "cuda" else cluster
     seats = Seats.of(cluster)
     cost = link_cost(layout, random_distances(6, random.Random(0)))
-    least = min(cost(found) for found in permutations(range(6)) if seats.allows(found))
+    least = min(cost.cost(found) for found in permutations(range(6)) if seats.allows(found))
 
     found = best_placement(layout, cluster)
 
@@ -140,8 +134,8 @@ def test_expert_groups_forbid_turning() -> None:
     assert len(list(placements(layout, Seats(num_hosts=2, devices_per_host=2, keeps_residues=False)))) == 24
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 100), st.integers(1, 3000), st.integers(0, 3000))
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 100), st.integers(1, 100), st.integers(0, 100))
 def test_more_budget_is_never_worse(seed: int, short: int, more: int) -> None:
     """The same seed follows the same course, and only further."""
     layout = Layout(pp=4, dp=2)
@@ -159,7 +153,7 @@ def test_annealing_comes_close_to_the_optimum(seed: int) -> None:
     layout, cluster = Layout(pp=4, dp=2), tiny_cluster(4, 2)
     cost = link_cost(layout, random_distances(8, random.Random(seed)))
     annealed = best_placement(layout, cluster, rng_distances=seed)
-    *_, exact = exhaustion(layout, Seats.of(cluster), annealed, cost=cost, clock=Ticks(), deadline_s=1e9)
+    *_, exact = exhaustion(layout, Seats.of(cluster), annealed, objective=cost, clock=Ticks(), deadline_s=1e9)
 
     assert exact.is_optimal
     assert exact.cost_s <= annealed.cost_s <= 1.15 * exact.cost_s
@@ -173,7 +167,7 @@ def test_annealing_puts_pipelines_into_racks() -> None:
         improvements(
             layout,
             cluster,
-            cost=link_cost(layout, distances),
+            objective=link_cost(layout, distances),
             bound_s=4.0,
             rng=random.Random(0),
             clock=Ticks(),
@@ -191,7 +185,7 @@ def test_a_met_bound_ends_the_search() -> None:
         improvements(
             Layout(dp=8),
             cluster,
-            cost=lambda placement: 1.0,
+            objective=OneByOne(lambda placement: 1.0),
             bound_s=1.0,
             rng=random.Random(0),
             clock=Ticks(),
@@ -208,7 +202,7 @@ def test_renaming_equal_slots_changes_nothing(names: list[int], layout: Layout) 
     equal = tuple(tuple(float(i != j) for j in range(6)) for i in range(6))
     cost = link_cost(layout, equal)
 
-    assert cost(tuple(range(6))) == cost(tuple(names))
+    assert cost.cost(range(6)) == cost.cost(names)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -217,7 +211,7 @@ def test_starts_are_legal_and_begin_with_host_order(kind: str) -> None:
     cluster = tiny_cluster(4, 2)
     cluster = on_gpus(cluster) if kind == "cuda" else cluster
     seats = Seats.of(cluster)
-    found = starts(cluster, seats)
+    found = starts(Layout(pp=4, dp=2), cluster, most=20)
 
     assert tuple(range(8)) == found[0]
     assert all(seats.allows(placement) and sorted(placement) == list(range(8)) for placement in found)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from pipette_launch.facts import Layout
-from pipette_launch.search.place import Cost, Placement
+from pipette_launch.search.seats import Floats, Ints
 
 Distances = tuple[tuple[float, ...], ...]
 
@@ -15,12 +18,23 @@ def random_distances(size: int, rng: random.Random) -> Distances:
     return tuple(tuple(0.0 if i == j else rng.uniform(1.0, 10.0) for j in range(size)) for i in range(size))
 
 
-def link_cost(layout: Layout, distances: Distances) -> Cost:
+class OneByOne:
+    """An objective out of a function of one placement."""
+
+    def __init__(self, cost: Callable[[Sequence[int]], float]) -> None:
+        self.cost = cost
+
+    def costs(self, placement_KW: Ints) -> Floats:
+        """Price them one by one."""
+        return np.array([self.cost(placement) for placement in placement_KW.tolist()])
+
+
+def link_cost(layout: Layout, distances: Distances) -> OneByOne:
     """The slowest pipeline, plus the slowest ring of each other kind, as Pipette has it."""
     pipelines = layout.groups("pp")
     rings = [layout.groups("dp_cp"), layout.groups("tp")]
 
-    def cost(placement: Placement) -> float:
+    def cost(placement: Sequence[int]) -> float:
         slot_of = {rank: slot for slot, rank in enumerate(placement)}
 
         def hops(group: tuple[int, ...], closed: bool) -> list[float]:
@@ -31,7 +45,7 @@ def link_cost(layout: Layout, distances: Distances) -> Cost:
         total = max(sum(hops(group, closed=False)) for group in pipelines)
         return total + sum(max(max(hops(group, closed=True)) for group in kind) for kind in rings)
 
-    return cost
+    return OneByOne(cost)
 
 
 class Ticks:

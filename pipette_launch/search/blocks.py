@@ -1,0 +1,90 @@
+"""Better places for whole hosts: settle a model of the step time, judge on the step time itself, and model again."""
+
+# H = hosts = seats = places, D = devices of one host.
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import permutations
+
+import numpy as np
+
+from pipette_launch.cost.placed import PlacementCost
+from pipette_launch.search.linear import linearise
+from pipette_launch.search.seats import Ints, Placed, Placement, meets
+from pipette_launch.search.swaps import settle
+
+FEW_ORDERS = 720
+"""Up to so many orders of hosts (six hosts) are all priced by the step time itself."""
+TURNS = 4
+"""How often the step time is modelled at most, each time at the best placement of the last."""
+MOVES_PER_HOST = 400
+WORTH = 1e-6
+"""A turn goes on where the model promises to save this part of the step."""
+
+
+def rearranged(
+    start: Placed,
+    num_hosts: int,
+    *,
+    model: PlacementCost,
+    bound_s: float,
+    rng: random.Random,
+    clock: Callable[[], float],
+    deadline_s: float,
+) -> Placed:
+    """Exchange what hosts hold, without touching what any of them holds; never worse than the start.
+
+    All orders of a few hosts are priced. For more it is a bounded piece of work, of some milliseconds for ten hosts
+    and of the order of a second for a thousand.
+    """
+    best = start
+    if num_hosts <= 6:
+        return _best_order(best, num_hosts, model, bound_s)
+    chance = np.random.default_rng(rng.getrandbits(64))
+    for _ in range(TURNS):
+        if clock() >= deadline_s or best.is_optimal:
+            break
+        flows = linearise(model, np.array(best.placement))
+        here_Q = np.arange(num_hosts)
+        settled = settle(
+            flows, here_Q, moves=MOVES_PER_HOST * num_hosts, rng=chance, clock=clock, deadline_s=deadline_s
+        )
+        if settled.cost >= flows.cost(here_Q) * (1 - WORTH):
+            break
+        placement = moved(best.placement, settled.place_Q)
+        cost_s = model.cost(placement)
+        if cost_s >= best.cost_s:
+            break
+        best = Placed(placement=placement, cost_s=cost_s, is_optimal=meets(cost_s, bound_s))
+    return best
+
+
+def moved(placement: Placement, place_Q: Ints) -> Placement:
+    """Give what host q holds to host `place_Q[q]`."""
+    ranks_HD = np.array(placement, dtype=np.int64).reshape(len(place_Q), -1)
+    there_HD = np.empty_like(ranks_HD)
+    there_HD[place_Q] = ranks_HD
+    return tuple(there_HD.ravel().tolist())
+
+
+def shuffled(placement: Placement, num_hosts: int, rng: random.Random, *, share: float) -> Placement:
+    """Let a share of the hosts, three at least, pass on what they hold in a circle."""
+    count = min(num_hosts, max(3, round(share * num_hosts)))
+    chosen = rng.sample(range(num_hosts), count)
+    place_Q = np.arange(num_hosts)
+    place_Q[chosen] = np.roll(chosen, 1)
+    return moved(placement, place_Q)
+
+
+def _best_order(best: Placed, num_hosts: int, model: PlacementCost, bound_s: float) -> Placed:
+    orders = np.array(list(permutations(range(num_hosts))), dtype=np.int64)
+    ranks_HD = np.array(best.placement, dtype=np.int64).reshape(num_hosts, -1)
+    placement_KW = ranks_HD[orders].reshape(len(orders), -1)
+    costs = model.costs(placement_KW)
+    least = int(costs.argmin())
+    if costs[least] >= best.cost_s:
+        return best
+    cost_s = float(costs[least])
+    return Placed(placement=tuple(placement_KW[least].tolist()), cost_s=cost_s, is_optimal=meets(cost_s, bound_s))

@@ -65,7 +65,7 @@ class Bench:
         measurements = with_network(self._imagined[1], network)
         options = PlannerOptions(
             capacity_bytes=measurements.cluster.memory_bytes,
-            clock=time.monotonic,
+            clock=time.process_time,
             budget_s=self._setting.pipette_budget_s,
             seed=self._setting.seed,
             switches_H=network.switches_H,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 from pipette_launch.baselines.pick import Pick, PlannerOptions, device_peak_bytes
@@ -22,13 +21,14 @@ RIVALS = (
     "amp-pipette",
     "varuna",
     "varuna-1f1b",
+    "varuna-any-size",
     "pipette",
     "megatron-rules",
     "topology-sorted",
     "random",
 )
 """Torchrun's order of the user's own layout is what `megatron-rules` runs."""
-FLAGGED = ("amp", "amp-pipette", "varuna", "varuna-1f1b", "pipette")
+FLAGGED = ("amp", "amp-pipette", "varuna", "varuna-1f1b", "varuna-any-size", "pipette")
 """Rivals that have no notion of the optimizer's flags: for their picks the fastest of them that fit are chosen."""
 OPTIMIZER_FLAGS = ((True, True, True), (True, True, False), (True, False, False), (False, True, False), (False,) * 3)
 """Distributed optimizer, overlap of its reductions, overlap of its gathers."""
@@ -106,7 +106,7 @@ def duel(job: Job, measurements: Measurements, options: PlannerOptions, *, budge
             job,
             measurements,
             options=SolveOptions(margin=0.0, memory_margin=MEMORY_MARGIN, budget_s=budget_s, seed=options.seed),
-            clock=time.monotonic,
+            clock=options.clock,
             provenance=PROVENANCE,
         )
         why_not = ""
@@ -139,12 +139,12 @@ class _Judge:
 
     def outcome(self, name: str) -> Outcome | None:
         """Price what a rival picks and what it would fall back to; None where it finds nothing."""
-        began = time.perf_counter()
+        began = self._options.clock()
         try:
             ranking = RANKINGS[name](self._job_of(name), self._measurements, self._options)
         except PlanError:
             return None
-        search_s = time.perf_counter() - began
+        search_s = self._options.clock() - began
         pick = ranking[0]
         found = ((rank, self._flagged(name, one)) for rank, one in enumerate(ranking))
         rank, fallback = next(((rank, one) for rank, one in found if one is not None), (len(ranking), None))

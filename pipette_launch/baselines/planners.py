@@ -20,6 +20,7 @@ RANKINGS: Mapping[str, Ranking] = {
     "amp-pipette": pipette_planner.amp_ranking,
     "varuna": ranking_by("varuna"),
     "varuna-1f1b": ranking_by("1f1b"),
+    "varuna-any-size": ranking_by("1f1b", every_size=True),
     "pipette": pipette_planner.ranking,
     "megatron-rules": megatron_rules.ranking,
     **{name: ranking_of(name) for name in PLACERS},

@@ -20,11 +20,18 @@ NOTE = "Varuna: pp and the largest micro-batch that its check lets in, with full
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
-def ranking_by(priority: Priority) -> Ranking:
-    """Make the ranking that simulates Varuna's own order of passes (`varuna`), or Megatron's (`1f1b`)."""
+def ranking_by(priority: Priority, *, every_size: bool = False) -> Ranking:
+    """Make a ranking by Varuna's simulator.
+
+    Args:
+        priority: of passes: Varuna's own order (`varuna`), or Megatron's (`1f1b`), which is what runs in the end.
+        every_size: try every micro-batch that fits, which is kinder than its code: the largest one leaves few
+            micro-batches where the global batch is small.
+
+    """
 
     def ranking(job: Job, measurements: Measurements, options: PlannerOptions) -> tuple[Pick, ...]:
-        picks = _picks(job, measurements, options, priority)
+        picks = _picks(job, measurements, options, priority, every_size=every_size)
         return ranked("Varuna", picks, nothing="without tp one sample fits on no number of stages")
 
     return ranking
@@ -37,15 +44,17 @@ def packed(layout: Layout) -> Placement:
     )
 
 
-def _picks(job: Job, measurements: Measurements, options: PlannerOptions, priority: Priority) -> Iterator[Pick]:
+def _picks(
+    job: Job, measurements: Measurements, options: PlannerOptions, priority: Priority, *, every_size: bool
+) -> Iterator[Pick]:
     prices = VarunaPrices(job, measurements)
-    for layout in _space(job, measurements, options):
+    for layout in _space(job, measurements, options, every_size=every_size):
         placement = packed(layout)
         seconds = prices.step_time_s(layout, placement, priority=priority)
         yield Pick(layout=layout, placement=placement, claimed_s=seconds, note=NOTE)
 
 
-def _space(job: Job, measurements: Measurements, options: PlannerOptions) -> Iterator[Layout]:
+def _space(job: Job, measurements: Measurements, options: PlannerOptions, *, every_size: bool) -> Iterator[Layout]:
     layers, batch = job.model.num_layers, job.batch.global_batch_size
     world = measurements.cluster.num_slots
     for pp in divisors(layers):
@@ -60,7 +69,8 @@ def _space(job: Job, measurements: Measurements, options: PlannerOptions) -> Ite
             largest = largest_micro_batch(job, one, options.capacity_bytes)
         except PlanError:
             continue
-        size = max(size for size in divisors(batch // dp) if size <= largest)
-        layout = variant(job, measurements, tp=1, pp=pp, dp=dp, micro_batch_size=size, recompute=FULL)
-        if layout is not None:
-            yield layout
+        fitting = [size for size in divisors(batch // dp) if size <= largest]
+        for size in fitting if every_size else fitting[-1:]:
+            layout = variant(job, measurements, tp=1, pp=pp, dp=dp, micro_batch_size=size, recompute=FULL)
+            if layout is not None:
+                yield layout

@@ -16,7 +16,7 @@ from pipette_launch.search.rules import Rules
 from pipette_launch.units import GIB
 
 CASES = tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))
-SEARCHING = ("amp", "amp-pipette", "varuna", "varuna-1f1b", "pipette", "megatron-rules")
+SEARCHING = ("amp", "amp-pipette", "varuna", "varuna-1f1b", "varuna-any-size", "pipette", "megatron-rules")
 
 
 class Ticks:
@@ -119,6 +119,15 @@ def test_varuna_has_no_tensor_parallelism_and_packs_its_pipelines(name: str) -> 
         assert (1, "full", 16 // layout.dp) == (layout.tp, layout.recompute.granularity, layout.micro_batch_size)
         assert [slot % layout.pp for slot in range(8)] == [cell.pp for cell in cells]
         assert [slot // layout.pp for slot in range(8)] == [cell.dp for cell in cells]
+
+
+def test_varuna_may_try_every_size() -> None:
+    """The kinder Varuna has all of its picks and more, so it never claims a longer step."""
+    job, measured = tiny_job(8), unequal()
+    own, kinder = (RANKINGS[name](job, measured, options()) for name in ("varuna-1f1b", "varuna-any-size"))
+
+    assert {pick.layout for pick in own} < {pick.layout for pick in kinder}
+    assert (kinder[0].claimed_s or 0) <= (own[0].claimed_s or 0)
 
 
 def test_varuna_takes_a_smaller_micro_batch_where_memory_ends() -> None:

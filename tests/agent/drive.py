@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from pipette_launch import replan
 from pipette_launch.agent import start
-from pipette_launch.agent.conductor import Command, Invite, Node
+from pipette_launch.agent.conductor import Command, Helper, Invite, Node
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.round import Decision, NodeRecord
 
@@ -101,6 +101,9 @@ class ScriptedConductor:
     def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
         phase = "stop" if self.table.get("dry_run") else "train"
         return replace(decision, phase=phase, reason=failure, plan=None if failure else decision.plan)
+
+    def help(self, order: str) -> Helper:
+        raise AssertionError("nobody asks for help here")
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         if speaks:

@@ -157,6 +157,7 @@ class Chief:
 
     def _solve(self, bare: Decision, orders: ProbeOptions, failure: str, invite: Invite) -> Decision:
         from pipette_launch.launch.planning import make_plan
+        from pipette_launch.launch.setting import with_setting
 
         self._job = orders.job
         if failure:
@@ -170,6 +171,14 @@ class Chief:
             key=self.cache.key,
             folder=self._folder,
             invite=invite,
+        )
+        plan = with_setting(
+            plan,
+            orders.job,
+            measurements,
+            script=self._options.script,
+            arguments=self._options.script_arguments,
+            machines=f"measured at {measurements.taken_at}",
         )
         trouble = self.cache.save(CLUSTER, measurements) or self.cache.save(PLAN, plan)
         self.measurements = measurements

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # Parsing --help must not wait for numpy.
-    from pipette_launch.facts import Job, Layout, Measurements, Plan, Setting
+    from pipette_launch.facts import Job, Layout, Measurements, Plan
     from pipette_launch.forecast import Machines
     from pipette_launch.search.enumerate import Cuts
 
@@ -81,26 +81,6 @@ class Question:
     script: str
     arguments: tuple[str, ...]
 
-    def setting(self, layout: Layout) -> Setting:
-        """Say what a plan with this layout is for."""
-        from pipette_launch import megatron
-        from pipette_launch.cost.parameters import stage_parameters
-        from pipette_launch.facts import Layout as Whole
-        from pipette_launch.facts import Setting
-
-        return Setting(
-            script=self.script,
-            arguments=self.arguments,
-            new_arguments=megatron.write_arguments(self.arguments, job=self.job, layout=layout),
-            num_parameters=sum(part.count for part in stage_parameters(self.job.model, Whole())),
-            global_batch_size=self.job.batch.global_batch_size,
-            seq_length=self.job.model.seq_length,
-            device_name=self.machines.device_name,
-            device_memory_bytes=self.measurements.cluster.memory_bytes,
-            machines=self.machines.origin,
-            network=self.machines.network,
-        )
-
 
 def question_of(args: Namespace) -> Question:
     """Find out what is asked.
@@ -160,6 +140,7 @@ def planned(question: Question, args: Namespace) -> Plan:
 
     from pipette_launch.facts import Provenance
     from pipette_launch.launch.cache import key_of
+    from pipette_launch.launch.setting import with_setting
     from pipette_launch.search.solve import SolveOptions, solve
 
     measured = question.measurements
@@ -180,7 +161,15 @@ def planned(question: Question, args: Namespace) -> Plan:
             source="imagined" if question.machines.measured is None else "file",
         ),
     )
-    return replace(plan, setting=question.setting(plan.chosen.layout))
+    return with_setting(
+        plan,
+        question.job,
+        measured,
+        script=question.script,
+        arguments=question.arguments,
+        machines=question.machines.origin,
+        network=question.machines.network,
+    )
 
 
 def _measurements(machines: Machines, job: Job) -> Measurements:

@@ -1,0 +1,165 @@
+"""What no placement can avoid of the links between hosts: pure functions of what each link costs.
+
+A ring is a closed tour over units (blocks of ranks that lie on one host each); every host holds equally many units, all
+of them are in use, and every unit lies on one ring. All of this is relaxed to what is quickly checked, so the figures
+are bounds and not optima.
+"""
+
+# H = hosts, J = rings.
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def best_ways(cost_HH: Floats) -> tuple[Floats, Floats]:
+    """Return what the best link out of each host costs, and the best one into it; rows send."""
+    cost = _without_own(cost_HH)
+    out_H: Floats = cost.min(axis=1)
+    in_H: Floats = cost.min(axis=0)
+    return out_H, in_H
+
+
+def through(cost_HH: Floats, *, visits_once: bool) -> Floats:
+    """Return what the slowest link of a ring through each host, and through others, costs at least.
+
+    It leaves the host and comes back. Where it visits each host once, and three or more, it does not come back from
+    where it went.
+    """
+    cost = _without_own(cost_HH)
+    out_H, in_H = cost.min(axis=1), cost.min(axis=0)
+    best_H: Floats = np.maximum(out_H, in_H)
+    if not visits_once or len(cost) < 3:
+        return best_H
+    second_out_H = np.partition(cost, 1, axis=1)[:, 1]
+    second_in_H = np.partition(cost, 1, axis=0)[1]
+    apart_H = np.minimum(np.maximum(second_out_H, in_H), np.maximum(out_H, second_in_H))
+    return np.where(cost.argmin(axis=1) == cost.argmin(axis=0), apart_H, best_H)
+
+
+def joins(cost_HH: Floats) -> list[tuple[float, int, int]]:
+    """Return the links that join all hosts, cheapest first: those of a minimum spanning tree (Prim 1957).
+
+    Hosts that are apart in it without the links above some cost are apart without any link above that cost. A pair of
+    hosts counts by its cheaper way, so what is apart here is apart for every ring.
+    """
+    cost: Floats = np.minimum(cost_HH, cost_HH.T)
+    hosts = len(cost)
+    left = np.ones(hosts, dtype=bool)
+    left[0] = False
+    near_H = cost[0].copy()
+    via_H = np.zeros(hosts, dtype=np.int64)
+    near_H[0] = np.inf
+    found = []
+    for _ in range(hosts - 1):
+        host = int(near_H.argmin())
+        found.append((float(near_H[host]), int(via_H[host]), host))
+        left[host] = False
+        near_H[host] = np.inf
+        closer_H = left & (cost[host] < near_H)
+        near_H[closer_H] = cost[host][closer_H]
+        via_H[closer_H] = host
+    return sorted(found)
+
+
+def ring_thresholds(cost_HH: Floats, *, units_per_host: int, ring_units: int, through_H: Floats) -> list[float]:
+    """Return, for each ring in turn, what its slowest link costs at least: J entries, cheapest ring first.
+
+    Within links of some cost, rings lie inside the parts that these links join, on hosts that they can be passed
+    through: a part of m such hosts holds no more than floor(m * units_per_host / ring_units) rings. Rings that fit on
+    one host are not priced: 0.
+    """
+    hosts = len(cost_HH)
+    rings = hosts * units_per_host // ring_units
+    if ring_units <= units_per_host or hosts < 2:
+        return [0.0] * rings
+    part_of = list(range(hosts))
+    members = [[host] for host in range(hosts)]
+    usable = [0] * hosts
+    events = [(cost, 1, one, other) for cost, one, other in joins(cost_HH)]
+    events += [(float(cost), 0, host, host) for host, cost in enumerate(through_H)]
+    found: list[float] = []
+    held = 0
+    for cost, is_join, one, other in sorted(events):
+        keep, drop = part_of[one], part_of[other]
+        if is_join and len(members[keep]) < len(members[drop]):
+            keep, drop = drop, keep
+        held -= usable[keep] * units_per_host // ring_units
+        if is_join:
+            held -= usable[drop] * units_per_host // ring_units
+            usable[keep] += usable[drop]
+            for host in members[drop]:
+                part_of[host] = keep
+            members[keep] += members[drop]
+        else:
+            usable[keep] += 1
+        held += usable[keep] * units_per_host // ring_units
+        found += [cost] * (held - len(found))
+    return found[:rings]
+
+
+def partitions(cost_HH: Floats, *, most: int) -> list[tuple[Ints, float]]:
+    """Return some ways to part the hosts: the part of each host, and what the cheapest link between parts costs.
+
+    Hosts are parted where the joining links grow the most from one to the next; the first way is every host for itself.
+    """
+    tree = joins(cost_HH)
+    costs = [cost for cost, _, _ in tree]
+    steps = sorted(range(1, len(costs)), key=lambda at: costs[at - 1] / costs[at] if costs[at] else 1.0)
+    found = []
+    for at in [0, *(at for at in steps[: most - 1] if costs[at - 1] < costs[at])] if costs else []:
+        part_H = np.arange(len(cost_HH))
+        for _, one, other in tree[:at]:
+            part_H[part_H == part_H[other]] = part_H[one]
+        found.append((np.unique(part_H, return_inverse=True)[1].reshape(-1), costs[at]))
+    return found
+
+
+def cheapest_between(cost_HH: Floats, part_H: Ints) -> float:
+    """Return what the cheapest link costs that leads from one part to another."""
+    return float(cost_HH[part_H[:, None] != part_H[None, :]].min())
+
+
+def cuts(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
+    """Return sets of hops such that any cut of the stages into runs of at most `longest` cuts all hops of one of them.
+
+    Hop h leads from stage h to h + 1. Where there are more than `most` smallest sets, their smaller subsets stand in.
+    """
+    smallest = list(itertools.islice(_smallest_cuts(stages, longest), most + 1))
+    if len(smallest) <= most:
+        return smallest
+    needed = -(-stages // longest) - 1
+    fewer = max(size for size in range(needed + 1) if math.comb(stages - 1, size) <= most)
+    return list(itertools.combinations(range(stages - 1), fewer))
+
+
+def _smallest_cuts(stages: int, longest: int, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Yield the cuts of which every hop is needed: any two runs side by side are longer than `longest`."""
+    first = done[-1] + 1 if done else 0
+    if stages - first <= longest:
+        if _needs_all(done, stages, longest):
+            yield done
+        return
+    before = done[-2] if len(done) > 1 else -1
+    for hop in range(first, first + longest):
+        if not done or hop - before > longest:
+            yield from _smallest_cuts(stages, longest, (*done, hop))
+
+
+def _needs_all(hops: Sequence[int], stages: int, longest: int) -> bool:
+    bounds = [-1, *hops, stages - 1]
+    return all(after - before > longest for before, after in zip(bounds, bounds[2:], strict=False))
+
+
+def _without_own(cost_HH: Floats) -> Floats:
+    cost: Floats = cost_HH.copy()
+    np.fill_diagonal(cost, np.inf)
+    return cost

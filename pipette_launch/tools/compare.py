@@ -34,7 +34,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         help=f"for each candidate of a planner that anneals (default {RIVAL_BUDGET_S:g}; Pipette's own scripts: 10)",
     )
     question.add_machine_flags(parser)
-    question.add_search_flags(parser)
+    # Nothing is going to run: what another plan saves counts, however little.
+    question.add_search_flags(parser, margin=0.0)
     parser.add_argument("--json", action="store_true", help="print a document of kind `comparison` instead of a screen")
     question.add_script(parser, what="PLAN|SCRIPT")
 

@@ -37,8 +37,8 @@ def add_machine_flags(parser: ArgumentParser) -> None:
     )
 
 
-def add_search_flags(parser: ArgumentParser) -> None:
-    """Add the flags that say how to look and what counts as better."""
+def add_search_flags(parser: ArgumentParser, *, margin: float = MARGIN) -> None:
+    """Add the flags that say how to look and what counts as better; `margin` is the default of --margin."""
     add = parser.add_argument
     add("--budget", metavar="SECONDS", type=float, default=10.0, help="most that the search may take (default 10)")
     add("--seed", metavar="N", type=int, default=0, help="of the search's chance (default 0)")
@@ -46,8 +46,8 @@ def add_search_flags(parser: ArgumentParser) -> None:
         "--margin",
         metavar="FRACTION",
         type=float,
-        default=MARGIN,
-        help=f"part of the step that another plan than your own must save (default {MARGIN})",
+        default=margin,
+        help=f"part of the step that another plan than your own must save (default {margin:g})",
     )
     add(
         "--memory-margin",
@@ -94,6 +94,8 @@ def question_of(args: Namespace) -> Question:
     from pipette_launch.errors import UsageError
     from pipette_launch.forecast import FP8_AS_16_BIT, machines_of, megatron_version_of
 
+    if args.gpu is None and args.cluster is None:
+        raise UsageError("on which machines? Name a device type with --gpu, or a measured cluster with --cluster")
     machines = machines_of(
         world_size=args.world_size,
         num_hosts=args.nodes,
@@ -102,8 +104,6 @@ def question_of(args: Namespace) -> Question:
         cluster=args.cluster,
         fabric=args.fabric,
     )
-    if machines.measured is None and machines.spec is None:
-        raise UsageError("on which machines? Name a device type with --gpu, or a measured cluster with --cluster")
     version, guess = megatron_version_of(args.megatron_version, args.script, os.environ)
     fix = tuple(name for name in args.fix.split(",") if name.strip())
     try:

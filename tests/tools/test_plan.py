@@ -168,7 +168,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "code", "complaint"),
     [
-        (f"plan --nodes 2 {JOB}", 2, "on how many ranks does it run?"),
+        (f"plan --gpu h100 {JOB}", 2, "on how many ranks does it run?"),
         (f"plan --world-size 8 {JOB}", 2, "on which machines? Name a device type with --gpu"),
         (f"plan --gpu hh200 --nodes 2 {JOB}", 2, "unknown device 'hh200'; known: V100-SXM2-32GB,"),
         (f"plan --gpu a100 --nodes 2 {JOB}", 2, "may be A100-40GB or A100-80GB or A100-80GB-PCIe; say which"),
@@ -183,7 +183,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
             2,
             "fat-tree.json: network_factor: host5 is none of the job's hosts host0 to host1",
         ),
-        (f"plan --nodes 1 --nproc-per-node 8 --fabric uniform {JOB}", 2, "--fabric describes imagined machines"),
+        (f"plan --cluster c.json --fabric uniform {JOB}", 2, "--fabric describes imagined machines"),
         (f"plan --gpu h100 --nodes 1 --fix colour {JOB}", 2, "--fix colour: no such part of a layout"),
         (f"plan --gpu h100 --nodes 1 --margin 2 {JOB}", 2, "margin must be at least 0 and below 1, got 2.0"),
         (f"plan --gpu v100-sxm2-16gb --nodes 1 {JOB} --bf16", 2, "V100-SXM2-16GB has no known peak for bf16"),

@@ -156,18 +156,23 @@ class Engine:
 
         """
         self._check(len(durations_R))
-        drained: Floats = self.ends_AR(durations_R, hops_R)[self.last_backward_S]
-        return drained
+        return self.ends_at(self.last_backward_S, durations_R, hops_R)
+
+    def ends_at(self, places_X: Ints, durations_R: Floats, hops_R: Floats) -> Floats:
+        """Ends of the actions at these places of the engine's own order, one column for each pipeline."""
+        pipelines = durations_R.shape[1]
+        if len(self._order_A) * pipelines > _ACTIONS_OF_A_LEVEL * self._num_levels:
+            return self.ends_AR(durations_R, hops_R).take(places_X, axis=0)
+        places = places_X.tolist()
+        found = np.empty((len(places), pipelines))
+        for pipeline in range(pipelines):
+            ends = self._run(durations_R[:, pipeline].tolist(), hops_R[:, pipeline].tolist())
+            found[:, pipeline] = [ends[place] for place in places]
+        return found
 
     def ends_AR(self, durations_R: Floats, hops_R: Floats) -> Floats:
         """Ends of all actions of several pipelines, in the engine's own order, and a row of 0 behind them."""
-        pipelines = durations_R.shape[1]
-        actions = len(self._order_A)
-        if actions * pipelines <= _ACTIONS_OF_A_LEVEL * self._num_levels:
-            columns = [self._run(durations_R[:, r].tolist(), hops_R[:, r].tolist()) for r in range(pipelines)]
-            one_by_one: Floats = np.array(columns).reshape(pipelines, actions + 1).T
-            return one_by_one
-        ends = np.zeros((actions + 1, pipelines))
+        ends = np.zeros((len(self._order_A) + 1, durations_R.shape[1]))
         for start, stop, previous, cause, hop, duration in self._levels:
             ready = ends.take(cause, axis=0)
             ready += hops_R.take(hop, axis=0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.assemble import Prices, Work, step_parts, total_s
+from pipette_launch.cost.assemble import Prices, Work, step_parts, totals_s_K
 from pipette_launch.cost.collectives import Fabric, Kind
 from pipette_launch.cost.compute import ComputeTable, case_of
 from pipette_launch.cost.placed import PlacementCost
@@ -109,10 +109,10 @@ class Predictor:
         self._slots_of(layout)
         work = self._work(layout)
         fastest, slowest = float(self._slowness_W.min()), float(self._slowness_W.max())
-        grids = np.full((layout.pp, layout.pp), fastest)
-        np.fill_diagonal(grids, slowest)
-        tried = grids if slowest > fastest else grids[:1]
-        return min(total_s(work, self._bound_prices(work, slowness_P[:, None])) for slowness_P in tried)
+        slowness_PK = np.full((layout.pp, layout.pp), fastest)
+        np.fill_diagonal(slowness_PK, slowest)
+        tried = slowness_PK if slowest > fastest else slowness_PK[:, :1]
+        return float(totals_s_K(work, self._bound_prices(work, tried)).min())
 
     def _slots_of(self, layout: Layout) -> int:
         if layout.world_size != self._measurements.cluster.num_slots:
@@ -135,21 +135,23 @@ class Predictor:
             self._placement_costs[layout] = PlacementCost(self._work(layout), self._fabric, self._slowness_W)
         return self._placement_costs[layout]
 
-    def _bound_prices(self, work: Work, slowness_PD: NDArray[np.float64]) -> Prices:
-        """Every group at its best (`Fabric.bound_s`), one replica."""
+    def _bound_prices(self, work: Work, slowness_PK: NDArray[np.float64]) -> Prices:
+        """Every group at its best (`Fabric.bound_s`), one replica, for each of several slownesses side by side."""
         layout, fabric = work.layout, self._fabric
         sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
-        shape = (layout.pp, 1)
+        shape = slowness_PK.shape
         hop_PD = np.full(shape, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
         exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
         traffic = work.traffic
+        reduce_s_S = self._bound_once_a_step(work, work.reduce_kind, traffic.gradient_bytes)
+        gather_s_S = self._bound_once_a_step(work, work.gather_kind, traffic.parameter_bytes)
         return Prices(
-            slowness_PD=slowness_PD,
+            slowness_PD=slowness_PK,
             exchange_s_PD=tuple(np.full(shape, seconds) for seconds in exchange_s),
             forward_hop_s_PD=hop_PD,
             backward_hop_s_PD=hop_PD,
-            reduce_s_S=self._bound_once_a_step(work, work.reduce_kind, traffic.gradient_bytes),
-            gather_s_S=self._bound_once_a_step(work, work.gather_kind, traffic.parameter_bytes),
+            reduce_s_S=np.tile(reduce_s_S[:, None], shape[1]),
+            gather_s_S=np.tile(gather_s_S[:, None], shape[1]),
             embedding_s=fabric.bound_s("all_reduce", 2, traffic.embedding_bytes) if traffic.embedding_bytes else 0.0,
         )
 

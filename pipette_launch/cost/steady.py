@@ -8,7 +8,7 @@ out. Where a step does not come to repeat itself it is run whole. The answer is 
 rounding, some parts in 10^13, and does not depend on what else is priced beside it.
 """
 
-# S = stages, P = pipeline ranks, R = pipelines that are priced side by side, X = entries of the state.
+# S = stages, P = pipeline ranks, R = pipelines that are priced side by side, X = entries of the state, T = turns back.
 
 from __future__ import annotations
 
@@ -53,13 +53,12 @@ class SteadyEngine(Engine):
                 drained[:, some] = super().drain_s_SR(durations_R[:, some], hops_R[:, some])
                 continue
             start = _start_of(shape, length)
-            ends_R = start.ends_AR(durations_R[:, some], hops_R[:, some])
-            turns_R, later_s_R = start.period(ends_R)
+            ended, turns_R, later_s_R = start.price(durations_R[:, some], hops_R[:, some])
             missing = (shape.num_microbatches - length) // start.turn
             rest_R = np.where(turns_R > 0, missing % np.maximum(turns_R, 1), -1)
             done_R = rest_R == 0
             later_s_R = missing // np.maximum(turns_R, 1) * later_s_R
-            drained[:, some[done_R]] = ends_R[start.last_backward_S][:, done_R] + later_s_R[done_R]
+            drained[:, some[done_R]] = ended[:, done_R] + later_s_R[done_R]
             # What is left out must be a multiple of the period; where there is none yet, it may come later.
             for rest in np.unique(rest_R[~done_R]).tolist():
                 longer = length + rest * start.turn if rest > 0 else _twice(shape, length)
@@ -75,21 +74,30 @@ class _Start(Engine):
         self.turn = _turn(order)
         self._shape = order
 
-    def period(self, ends_AR: Floats) -> tuple[Ints, Floats]:
-        """Return after how many turns each pipeline repeats itself, and how much later; 0 where it does not yet."""
-        turns_R = np.zeros(ends_AR.shape[1], dtype=np.int64)
-        later_s_R = np.zeros(ends_AR.shape[1])
-        left = np.arange(ends_AR.shape[1])
-        now_XR = ends_AR[self._states[0]]
-        for turns, places_X in enumerate(self._states[1:], 1):
-            later_XR = now_XR[:, left] - ends_AR[places_X][:, left]
+    def price(self, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Ints, Floats]:
+        """Price it, and find the period of its steady state.
+
+        Returns:
+            Ends of the stages' last backwards, as `drain_s_SR`; after how many turns each pipeline repeats itself, 0
+            where it does not yet; and how much later.
+
+        """
+        places = np.concatenate([self.last_backward_S, *self._states])
+        ends_XR = self.ends_at(places, durations_R, hops_R)
+        drained, *state_TXR = np.split(ends_XR, np.cumsum([len(self.last_backward_S), *map(len, self._states[:-1])]))
+        turns_R = np.zeros(durations_R.shape[1], dtype=np.int64)
+        later_s_R = np.zeros(durations_R.shape[1])
+        left = np.arange(durations_R.shape[1])
+        now_XR, *before_TXR = state_TXR
+        for turns, before_XR in enumerate(before_TXR, 1):
+            later_XR = now_XR[:, left] - before_XR[:, left]
             most_R = later_XR.max(axis=0)
             same_R = most_R - later_XR.min(axis=0) <= _ROUNDING * now_XR[:, left].max(axis=0)
             turns_R[left[same_R]], later_s_R[left[same_R]] = turns, most_R[same_R]
             left = left[~same_R]
             if not len(left):
                 break
-        return turns_R, later_s_R
+        return drained, turns_R, later_s_R
 
     @cached_property
     def _states(self) -> list[Ints]:

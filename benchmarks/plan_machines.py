@@ -1,0 +1,119 @@
+"""What `bench_plan` plans for: a GPT of 175B parameters on imagined hosts whose links and speeds are drawn."""
+
+# H = hosts, S = slots.
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pipette_launch.cost.device import imagined
+from pipette_launch.facts import Batch, Job, Layout, Links, Measurements, ModelSpec
+from pipette_launch.facts.device import device_named
+from pipette_launch.search.enumerate import cuts
+
+SEED = 0
+DEVICES_PER_HOST = 8
+LEAF_HOSTS = 16
+POD_HOSTS = 128
+TIERS = (1.0, 0.8, 0.6)
+"""Bandwidth within a leaf, within a pod, and across the core, as shares of the nominal."""
+NOISE = 0.08
+SLOW_HOSTS = 0.02
+SLOW_SHARE = 0.6
+SLOW_SLOTS = 0.005
+SLOW_SPEED = 0.85
+
+WORDS = (
+    "A GPT of 96 layers, hidden size 12,288, sequences of 2,048, bf16, in steps of max(1,536, 3 x hosts) sequences, on "
+    f"imagined hosts of {DEVICES_PER_HOST} A100-80GB (`cost.device.imagined`), every cut's shapes covered. Links "
+    f"between hosts: leaves of {LEAF_HOSTS} hosts and pods of {POD_HOSTS}, in torchrun's order shuffled; bandwidths "
+    f"times a normal factor of deviation {NOISE:g}; {SLOW_HOSTS:.0%} of hosts have {SLOW_SHARE:g} of theirs; "
+    f"{SLOW_SLOTS:.1%} of devices run at {SLOW_SPEED:g} of their speed. The user's own layout is tp8 pp16."
+)
+
+
+def job_of(hosts: int) -> Job:
+    """The job; its own layout is TP in a host, 16 pipeline ranks and the rest data parallel."""
+    model = ModelSpec(
+        num_layers=96,
+        hidden_size=12288,
+        ffn_hidden_size=4 * 12288,
+        num_attention_heads=96,
+        num_query_groups=96,
+        kv_channels=128,
+        seq_length=2048,
+        max_position_embeddings=2048,
+        vocab_size=50257,
+        make_vocab_size_divisible_by=128,
+        gated_linear_unit=False,
+        normalization="LayerNorm",
+        add_bias_linear=True,
+        add_qkv_bias=False,
+        position_embedding_type="learned_absolute",
+        untie_embeddings_and_output_weights=False,
+        attention_dropout=0.1,
+        hidden_dropout=0.1,
+        params_dtype="bf16",
+        transformer_impl="transformer_engine",
+        attention_backend="flash",
+        num_experts=None,
+        moe_layer_freq=(),
+        moe_router_topk=2,
+        moe_ffn_hidden_size=4 * 12288,
+        moe_shared_expert_intermediate_size=0,
+    )
+    own = Layout(
+        tp=8,
+        pp=16,
+        dp=hosts * DEVICES_PER_HOST // 128,
+        micro_batch_size=1,
+        sequence_parallel=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+    )
+    return Job(
+        model=model,
+        batch=Batch(global_batch_size=max(1536, 3 * hosts)),
+        own=own,
+        pinned=(),
+        notes=(),
+        megatron_version="0.16.1",
+        grad_reduce_in_bf16=False,
+        optimizer="adam",
+        log_interval=1,
+        train_iters=None,
+        performance_flags=(),
+    )
+
+
+def measured(job: Job, hosts: int) -> Measurements:
+    """What a warm-up would have found, with drawn links and speeds."""
+    found = cuts(job, world_size=hosts * DEVICES_PER_HOST, devices_per_host=DEVICES_PER_HOST, device_kind="cuda")
+    equal = imagined(
+        job,
+        device_named("A100-80GB"),
+        num_hosts=hosts,
+        devices_per_host=DEVICES_PER_HOST,
+        layouts=found.layouts,
+    )
+    rng = np.random.default_rng(SEED)
+    cluster = equal.cluster
+    speeds_S = np.where(rng.random(cluster.num_slots) < SLOW_SLOTS, SLOW_SPEED, 1.0)
+    links = drawn_links(cluster.between_hosts, rng)
+    return replace(equal, cluster=replace(cluster, between_hosts=links, slot_speed=tuple(speeds_S.tolist())))
+
+
+def drawn_links(equal: Links, rng: np.random.Generator) -> Links:
+    """Tiers, noise and slow hosts; the order of hosts says nothing of who is near whom."""
+    size = equal.size
+    place_H = rng.permutation(size)
+    leaf_HH = np.equal.outer(place_H // LEAF_HOSTS, place_H // LEAF_HOSTS)
+    pod_HH = np.equal.outer(place_H // POD_HOSTS, place_H // POD_HOSTS)
+    share_HH = np.where(leaf_HH, TIERS[0], np.where(pod_HH, TIERS[1], TIERS[2]))
+    share_HH = share_HH * np.clip(rng.normal(1.0, NOISE, (size, size)), 0.5, 1.2)
+    slow_H = np.where(rng.random(size) < SLOW_HOSTS, SLOW_SHARE, 1.0)
+    share_HH = share_HH * np.minimum.outer(slow_H, slow_H)
+    return replace(equal, bandwidth_bytes_per_s=equal.bandwidth_bytes_per_s * share_HH)

@@ -54,6 +54,25 @@ class BoundColumns:
         """No placement of a layout is faster than this many seconds; nan where it cannot be priced."""
         return self.of_columns(LayoutColumns.of(layouts))
 
+    def rough_of_columns(self, columns: LayoutColumns) -> Floats:
+        """Return a cruder bound that costs next to nothing: the model's passes, dealt out to the stages at their best.
+
+        Stage s works n times on its own part t_s, and its pipeline's first s stages before and after it, so the step
+        takes at least max over s of n t_s + t_0 + ... + t_(s - 1). Whatever the parts of a given sum, that is at least
+        sum / (1 - (1 - 1/n)^pp), reached where all are equal. With virtual stages only n * sum / pp is kept.
+        """
+        seconds_N = np.full(len(columns), np.nan)
+        known = np.flatnonzero(self._tables.can_price_N(columns))
+        if not len(known):
+            return seconds_N
+        columns = columns.take(known)
+        unit = self._tables.unit_times(columns)
+        forward_U1, backward_U1 = unit.chunk_times(self._tables.whole_1X, slow=False)
+        n_N, pp_N = self._tables.microbatches_N(columns).astype(np.float64), columns.pp.astype(np.float64)
+        share_N = np.where(columns.vpp == 1, 1.0 / (1.0 - (1.0 - 1.0 / n_N) ** pp_N), n_N / pp_N)
+        seconds_N[known] = (forward_U1 + backward_U1)[unit.group_N, 0] * share_N
+        return seconds_N * (1 - _ROUNDING)
+
     def of_columns(self, columns: LayoutColumns) -> Floats:
         """Return `seconds_N` of layouts that stand as columns."""
         seconds_N = np.full(len(columns), np.nan)

@@ -143,6 +143,8 @@ class Tables:
         self._fastest, self._slowest = min(slowness), max(slowness)
         self._num_slots = measurements.cluster.num_slots
         self._parts = _one_of_each(job.model)
+        self.whole_1X = _parts_SX(job, Layout())
+        """What the whole model is made of, nothing run again."""
         self._passes: dict[tuple[ComputeCase, Recompute], Floats] = {}
         self._exchanges: dict[tuple[ComputeCase, bool, int, int], Floats] = {}
         self.optimizer_s_per_parameter = (measurements.optimizer_s_per_parameter or 0.0) * self._fastest

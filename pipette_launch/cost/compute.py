@@ -87,7 +87,10 @@ class ComputeTable:
         for measured in sorted({measured for measured, _ in self._passes}):
             if all((measured, part) in self._passes for part in self._parts):
                 self._complete.setdefault(measured.tp, []).append(measured)
-        self._sources: dict[ComputeCase, ComputeCase | None] = {}
+        # A case that was measured stands for itself; the rest are looked for when they are asked for.
+        self._sources: dict[ComputeCase, ComputeCase | None] = {
+            case: case for cases in self._complete.values() for case in cases
+        }
 
     def source(self, case: ComputeCase) -> ComputeCase | None:
         """Return the measured case that prices `case`: itself, the nearest of equal tp, or None."""

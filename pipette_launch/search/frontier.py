@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.bound_columns import BoundColumns
 from pipette_launch.cost.layout_columns import LayoutColumns
 from pipette_launch.cost.overhead import num_communicators
 from pipette_launch.facts import Layout
@@ -19,14 +20,15 @@ from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
 from pipette_launch.search.enumerate import Cuts
 
 BEATEN = "its bound shows that no placement of it can win"
+BOUNDED_AT_ONCE = 256
 CUTS_AT_ONCE = 16
-"""So many are opened together, which is cheaper than one by one."""
+CHECKED_AT_ONCE = 64
+"""So many cuts are bounded, and opened, and layouts checked, together: that is cheaper than one by one."""
+LOOKED_THROUGH = 512
+"""Layouts among which those that need less memory are looked for."""
 
-STATES = ((True, True, True), (True, False, False), (False, True, False), (False, False, False))
+STATES = ((True, True, True), (True, True, False), (True, False, False), (False, True, False), (False, False, False))
 """Distributed optimizer, overlapped reduction, overlapped gather: a cut is as fast as with the best of these."""
-
-Bounds = Callable[[LayoutColumns], NDArray[np.float64]]
-"""Lower bounds of the step times of layouts, in seconds; nan where one cannot be priced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -45,19 +47,21 @@ class Frontier:
     """Opens cuts by rising bound, drops what does not fit or cannot be priced, and hands out the rest in order.
 
     A cut is bounded without recompute and with whatever state of the optimizer is fastest, so none of its variants is
-    faster: cuts whose bound is no better than the best step time so far need never be opened.
+    faster: cuts whose bound is no better than the best step time so far need never be opened. Nor need those be bounded
+    whose rough bound is no better.
     """
 
-    def __init__(self, field: Field, cuts: Cuts, bounds: Bounds) -> None:
+    def __init__(self, field: Field, cuts: Cuts, bounds: BoundColumns) -> None:
         self._field = field
-        self._savers = cuts.savers
+        self._cuts = cuts
         self._bounds = bounds
         # A cut that cannot be priced is opened all the same: its variants are counted.
-        least_N = np.nan_to_num(_least_N(cuts.columns, bounds)) * field.predictor.least_factor
-        order = np.argsort(least_N, kind="stable")
-        self._cuts = [int(index) for index in order]
-        self._least = least_N[order].tolist()
-        self._opened = 0
+        rough_N = np.nan_to_num(bounds.rough_of_columns(_bare(cuts.columns))) * field.predictor.least_factor
+        self._order_N = np.argsort(rough_N, kind="stable")
+        self._rough = rough_N[self._order_N].tolist()
+        self._num_bounded = 0
+        self._closed: list[tuple[float, int]] = []
+        self._opened: list[tuple[float, int, Layout]] = []
         self._ready: list[Promising] = []
         self._limits: dict[int, int] = {}
         self.num_met = 0
@@ -68,14 +72,15 @@ class Frontier:
         """Take the next layouts, at most so many, whose bounds are below a step time."""
         taken: list[Promising] = []
         while len(taken) < count:
-            self._open(below_s)
+            self._fill(below_s)
             if not self._ready or self._ready[0].least_s >= below_s:
                 break
             taken.append(heapq.heappop(self._ready))
         return taken
 
     def lean(self, count: int, *, most_bytes: float) -> list[Promising]:
-        """Take the next layouts, of those opened, that need no more memory than this."""
+        """Take the next layouts, of some hundred that were opened, that need no more memory than this."""
+        self._check(LOOKED_THROUGH, math.inf)
         found = heapq.nsmallest(count, (one for one in self._ready if max(one.peak_bytes) <= most_bytes))
         self._ready = [one for one in self._ready if one not in found]
         heapq.heapify(self._ready)
@@ -84,55 +89,79 @@ class Frontier:
     @property
     def is_empty(self) -> bool:
         """Whether no layout is left that fits and can be priced."""
-        self._open(math.inf)
+        self._fill(math.inf)
         return not self._ready
 
     @property
     def least_s(self) -> float:
         """No layout that is left can be faster."""
-        ready = self._ready[0].least_s if self._ready else math.inf
-        closed = self._least[self._opened] if self._opened < len(self._cuts) else math.inf
-        return min(ready, closed)
+        return min(_first(self._ready), _first(self._opened), _first(self._closed), self._next_rough_s)
 
     @property
     def num_left(self) -> int:
         """Layouts, and unopened cuts, that were not taken."""
-        return len(self._ready) + self.num_closed
+        return len(self._ready) + len(self._opened) + len(self._closed) + len(self._rough) - self._num_bounded
 
     @property
-    def num_closed(self) -> int:
-        """Cuts that were not opened."""
-        return len(self._cuts) - self._opened
+    def _next_rough_s(self) -> float:
+        return self._rough[self._num_bounded] if self._num_bounded < len(self._rough) else math.inf
+
+    def _fill(self, below_s: float) -> None:
+        """Open cuts and check layouts until none of the rest can be the next."""
+        while True:
+            self._open(min(below_s, _first(self._ready)))
+            if _first(self._opened) >= min(below_s, _first(self._ready)):
+                return
+            self._check(CHECKED_AT_ONCE, below_s)
 
     def _open(self, below_s: float) -> None:
         """Open cuts until none of the rest can hold the next layout."""
-        while self._opened < len(self._cuts):
-            least_s = self._least[self._opened]
-            if least_s >= below_s or (self._ready and self._ready[0].least_s <= least_s):
+        while True:
+            least_s = min(below_s, _first(self._opened))
+            self._bound(least_s)
+            some: list[int] = []
+            while len(some) < CUTS_AT_ONCE and _first(self._closed) < least_s:
+                some.append(heapq.heappop(self._closed)[1])
+            if not some:
                 return
-            some = self._cuts[self._opened : self._opened + CUTS_AT_ONCE]
-            self._opened += len(some)
-            self._admit([layout for cut in some for layout in self._savers(cut)])
+            self._admit([layout for cut in some for layout in self._cuts.savers(cut)])
+
+    def _bound(self, below_s: float) -> None:
+        """Bound cuts until none of the rest can be the next to open."""
+        while self._next_rough_s < min(below_s, _first(self._closed)):
+            rows = self._order_N[self._num_bounded : self._num_bounded + BOUNDED_AT_ONCE]
+            rough = self._rough[self._num_bounded : self._num_bounded + BOUNDED_AT_ONCE]
+            self._num_bounded += len(rows)
+            least_N = np.nan_to_num(_least_N(self._cuts.columns.take(rows), self._bounds))
+            for row, rough_s, least_s in zip(rows.tolist(), rough, least_N.tolist(), strict=True):
+                bound_s = max(rough_s, least_s * self._field.predictor.least_factor)
+                heapq.heappush(self._closed, (bound_s, row))
 
     def _admit(self, layouts: Sequence[Layout]) -> None:
-        """Sort layouts into those that fit, those that do not, and those that cannot be priced."""
-        field = self._field
-        layouts = [layout for layout in layouts if layout != field.job.own]
-        if not layouts:
-            return
-        least_N = self._bounds(LayoutColumns.of(layouts)).tolist()
-        for layout, peak_bytes, least_s in zip(layouts, field.predictor.all_peaks(layouts), least_N, strict=True):
+        """Bound the layouts of opened cuts."""
+        own = self._field.job.own
+        layouts = [layout for layout in layouts if layout != own]
+        least_N = self._bounds.seconds_N(layouts).tolist() if layouts else []
+        for layout, least_s in zip(layouts, least_N, strict=True):
             self.num_met += 1
-            if max(peak_bytes) > self._limit(layout):
-                self.dropped[OVER_MEMORY] += 1
-            elif math.isnan(least_s):
+            if math.isnan(least_s):
                 self.dropped[NOT_MEASURED] += 1
             else:
-                bound_s = least_s * field.predictor.factor(layout)
-                heapq.heappush(
-                    self._ready,
-                    Promising(least_s=bound_s, number=self.num_met, layout=layout, peak_bytes=peak_bytes),
-                )
+                bound_s = least_s * self._field.predictor.factor(layout)
+                heapq.heappush(self._opened, (bound_s, self.num_met, layout))
+
+    def _check(self, count: int, below_s: float) -> None:
+        """Keep those of the next layouts that fit in memory."""
+        some: list[tuple[float, int, Layout]] = []
+        while len(some) < count and _first(self._opened) < below_s:
+            some.append(heapq.heappop(self._opened))
+        peaks = self._field.predictor.all_peaks([layout for _, _, layout in some]) if some else ()
+        for (least_s, number, layout), peak_bytes in zip(some, peaks, strict=True):
+            if max(peak_bytes) > self._limit(layout):
+                self.dropped[OVER_MEMORY] += 1
+            else:
+                one = Promising(least_s=least_s, number=number, layout=layout, peak_bytes=peak_bytes)
+                heapq.heappush(self._ready, one)
 
     def _limit(self, layout: Layout) -> int:
         """The memory limit; nothing of a layout but its number of communicators moves it."""
@@ -142,29 +171,28 @@ class Frontier:
         return self._limits[groups]
 
 
-def _least_N(columns: LayoutColumns, bounds: Bounds) -> NDArray[np.float64]:
-    """Bound cuts by the fastest of `STATES`, legal for each of them or not; all at once, as they share most of it.
-
-    Those with sequence parallelism, which a cut has where it can, are bounded without it as well.
-    """
-    parallel = np.flatnonzero(columns.sequence_parallel)
-    least_N = _fastest_N(columns, bounds)
-    if len(parallel):
-        without = replace(columns.take(parallel), sequence_parallel=np.zeros(len(parallel), dtype=np.int64))
-        least_N[parallel] = np.fmin(least_N[parallel], _fastest_N(without, bounds))
-    return least_N
+def _first(heap: Sequence[Promising] | Sequence[tuple[float, int]] | Sequence[tuple[float, int, Layout]]) -> float:
+    """Return the least bound on a heap."""
+    if not heap:
+        return math.inf
+    first = heap[0]
+    return first.least_s if isinstance(first, Promising) else first[0]
 
 
-def _fastest_N(columns: LayoutColumns, bounds: Bounds) -> NDArray[np.float64]:
+def _bare(columns: LayoutColumns) -> LayoutColumns:
+    """The same cuts without recompute."""
+    return replace(columns, recompute=np.zeros(len(columns), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
+
+
+def _least_N(columns: LayoutColumns, bounds: BoundColumns) -> NDArray[np.float64]:
+    """Bound cuts by the fastest of `STATES`, legal for each of them or not; all at once, as they share most of it."""
     size = len(columns)
     shards, reduces, gathers = (np.repeat(on, size) for on in np.array(STATES, dtype=np.int64).T)
     every = replace(
-        columns.take(np.tile(np.arange(size), len(STATES))),
-        recompute=np.zeros(size * len(STATES), dtype=np.int64),
-        recomputes=(NO_RECOMPUTE,),
+        _bare(columns.take(np.tile(np.arange(size), len(STATES)))),
         use_distributed_optimizer=shards,
         overlap_grad_reduce=reduces,
         overlap_param_gather=gathers,
     )
-    least_N: NDArray[np.float64] = np.fmin.reduce(bounds(every).reshape(len(STATES), size))
+    least_N: NDArray[np.float64] = np.fmin.reduce(bounds.of_columns(every).reshape(len(STATES), size))
     return least_N

@@ -85,7 +85,7 @@ def solve(
     field = Field.of(
         job, measurements, memory_margin=options.memory_margin, own_fault=found.own_fault, corrections=corrections
     )
-    frontier = Frontier(field, found, BoundColumns.of(job, measurements).of_columns)
+    frontier = Frontier(field, found, BoundColumns.of(job, measurements))
     own_dropped = None if found.own_fault else field.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1

@@ -4,49 +4,32 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
-from numpy.typing import NDArray
 
-from pipette_launch.cost.layout_columns import LayoutColumns
+from pipette_launch.cost.bound_columns import BoundColumns
 from pipette_launch.facts import Job, Measurements
 from pipette_launch.search.candidates import OVER_MEMORY, Field
 from pipette_launch.search.enumerate import Cuts, cuts, layouts
 from pipette_launch.search.frontier import Frontier, Promising
 
 
-class Counting:
-    """The predictor's own bounds, and how many layouts were bounded."""
-
-    def __init__(self, field: Field) -> None:
-        self.field = field
-        self.asked = 0
-
-    def __call__(self, columns: LayoutColumns) -> NDArray[np.float64]:
-        """Bound them one by one."""
-        self.asked += len(columns)
-        predictor = self.field.predictor
-        some = [columns.layout(row) for row in range(len(columns))]
-        return np.array([predictor.bound_s(layout) if predictor.can_price(layout) else math.nan for layout in some])
-
-
 def opened(
     job: Job, measurements: Measurements | None = None, *, memory_margin: float = 0.08
-) -> tuple[Frontier, Cuts, Counting]:
+) -> tuple[Frontier, Cuts, Field]:
     """A frontier over all cuts of a job."""
     measurements = measurements or tiny_measurements(tiny_cluster())
     found = cuts(job, world_size=4, devices_per_host=2, device_kind="cpu")
-    bounds = Counting(Field.of(job, measurements, memory_margin=memory_margin))
-    return Frontier(bounds.field, found, bounds), found, bounds
+    field = Field.of(job, measurements, memory_margin=memory_margin)
+    return Frontier(field, found, BoundColumns.of(job, measurements)), found, field
 
 
 def test_every_layout_but_the_own_comes_once_by_rising_bound() -> None:
     """Taking all hands out what `layouts` lists, sorted."""
     job = tiny_job(4)
-    frontier, _, bounds = opened(job)
+    frontier, _, field = opened(job)
     taken = frontier.take(10_000)
     listed = layouts(job, world_size=4, devices_per_host=2, device_kind="cpu").layouts
-    priced = [layout for layout in listed[1:] if bounds.field.predictor.can_price(layout)]
+    priced = [layout for layout in listed[1:] if field.predictor.can_price(layout)]
 
     assert {one.layout for one in taken} == set(priced)
     assert len(taken) == len(priced)
@@ -64,7 +47,8 @@ def test_what_cannot_win_stays_closed() -> None:
     taken = frontier.take(10_000, below_s=limit_s)
 
     assert [one.least_s for one in taken] == [bound_s for bound_s in bounds_s if bound_s < limit_s]
-    assert 0 < frontier.num_closed < len(found)
+    assert len(taken) < frontier.num_left
+    assert frontier.num_met < everything.num_met == found.num_layouts - 1
     assert frontier.least_s >= limit_s
 
 

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.bound_columns import BoundColumns
 from pipette_launch.cost.layout_columns import LayoutColumns
 from pipette_launch.cost.overhead import num_communicators
-from pipette_launch.facts import Layout
+from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
 from pipette_launch.search.enumerate import Cuts
@@ -43,6 +44,31 @@ class Promising:
     peak_bytes: tuple[int, ...]
 
 
+class _Opened(NamedTuple):
+    """A layout that stands in columns until somebody wants it."""
+
+    columns: LayoutColumns
+    row: int
+    cut: int
+
+    def read(self) -> Layout:
+        return self.columns.layout(self.row)
+
+
+_Key = tuple[int, Layout]
+
+
+def recomputes_no_more(one: Recompute, other: Recompute) -> bool:
+    """Whether whatever one kind of recompute runs again, the other runs again too: it is no slower in any placement."""
+    if one == NO_RECOMPUTE:
+        return True
+    if other.granularity == "full" and other.method == "uniform":
+        return True
+    if one.granularity == other.granularity == "full":
+        return one.method == other.method == "block" and one.num_layers <= other.num_layers
+    return one.granularity == other.granularity == "selective" and set(one.modules) <= set(other.modules)
+
+
 class Frontier:
     """Opens cuts by rising bound, drops what does not fit or cannot be priced, and hands out the rest in order.
 
@@ -61,7 +87,10 @@ class Frontier:
         self._rough = rough_N[self._order_N].tolist()
         self._num_bounded = 0
         self._closed: list[tuple[float, int]] = []
-        self._opened: list[tuple[float, int, Layout]] = []
+        self._opened: list[tuple[float, int, _Opened]] = []
+        self._fitting: dict[_Key, list[Recompute]] = {}
+        self._spare: list[Promising] = []
+        """Slower than another that fits, wherever it lies, but leaner."""
         self._ready: list[Promising] = []
         self._limits: dict[int, int] = {}
         self.num_met = 0
@@ -81,8 +110,10 @@ class Frontier:
     def lean(self, count: int, *, most_bytes: float) -> list[Promising]:
         """Take the next layouts, of some hundred that were opened, that need no more memory than this."""
         self._check(LOOKED_THROUGH, math.inf)
-        found = heapq.nsmallest(count, (one for one in self._ready if max(one.peak_bytes) <= most_bytes))
+        every = (*self._ready, *self._spare)
+        found = heapq.nsmallest(count, (one for one in every if max(one.peak_bytes) <= most_bytes))
         self._ready = [one for one in self._ready if one not in found]
+        self._spare = [one for one in self._spare if one not in found]
         heapq.heapify(self._ready)
         return found
 
@@ -124,7 +155,7 @@ class Frontier:
                 some.append(heapq.heappop(self._closed)[1])
             if not some:
                 return
-            self._admit([layout for cut in some for layout in self._cuts.savers(cut)])
+            self._admit(np.array(some, dtype=np.int64))
 
     def _bound(self, below_s: float) -> None:
         """Bound cuts until none of the rest can be the next to open."""
@@ -137,31 +168,39 @@ class Frontier:
                 bound_s = max(rough_s, least_s * self._field.predictor.least_factor)
                 heapq.heappush(self._closed, (bound_s, row))
 
-    def _admit(self, layouts: Sequence[Layout]) -> None:
-        """Bound the layouts of opened cuts."""
-        own = self._field.job.own
-        layouts = [layout for layout in layouts if layout != own]
-        least_N = self._bounds.seconds_N(layouts).tolist() if layouts else []
-        for layout, least_s in zip(layouts, least_N, strict=True):
-            self.num_met += 1
-            if math.isnan(least_s):
-                self.dropped[NOT_MEASURED] += 1
-            else:
-                bound_s = least_s * self._field.predictor.factor(layout)
-                heapq.heappush(self._opened, (bound_s, self.num_met, layout))
+    def _admit(self, rows: NDArray[np.int64]) -> None:
+        """Bound all layouts of opened cuts."""
+        place_M, columns = self._cuts.spread(rows)
+        least_M = self._bounds.of_columns(columns)
+        self.dropped[NOT_MEASURED] += int(np.isnan(least_M).sum())
+        for row in np.flatnonzero(~np.isnan(least_M)).tolist():
+            layout = _Opened(columns, row, int(rows[place_M[row]]))
+            factor = self._field.predictor.factor(layout.read()) if self._field.predictor.least_factor < 1 else 1.0
+            heapq.heappush(self._opened, (least_M[row] * factor, self.num_met + row, layout))
+        self.num_met += len(least_M)
 
     def _check(self, count: int, below_s: float) -> None:
-        """Keep those of the next layouts that fit in memory."""
+        """Keep those of the next layouts that fit in memory and of which no leaner recompute fits."""
         some: list[tuple[float, int, Layout]] = []
+        keys: list[_Key] = []
         while len(some) < count and _first(self._opened) < below_s:
-            some.append(heapq.heappop(self._opened))
+            least_s, number, opened = heapq.heappop(self._opened)
+            layout = opened.read()
+            some.append((least_s, number, layout))
+            keys.append((opened.cut, replace(layout, recompute=NO_RECOMPUTE)))
         peaks = self._field.predictor.all_peaks([layout for _, _, layout in some]) if some else ()
-        for (least_s, number, layout), peak_bytes in zip(some, peaks, strict=True):
+        for (least_s, number, layout), peak_bytes, key in zip(some, peaks, keys, strict=True):
+            one = Promising(least_s=least_s, number=number, layout=layout, peak_bytes=peak_bytes)
+            fitting = self._fitting.setdefault(key, [])
+            is_own = layout == self._field.job.own
             if max(peak_bytes) > self._limit(layout):
-                self.dropped[OVER_MEMORY] += 1
+                self.dropped[OVER_MEMORY] += not is_own
+            elif any(recomputes_no_more(other, layout.recompute) for other in fitting):
+                self._spare.append(one)
             else:
-                one = Promising(least_s=least_s, number=number, layout=layout, peak_bytes=peak_bytes)
-                heapq.heappush(self._ready, one)
+                fitting.append(layout.recompute)
+                if not is_own:
+                    heapq.heappush(self._ready, one)
 
     def _limit(self, layout: Layout) -> int:
         """The memory limit; nothing of a layout but its number of communicators moves it."""
@@ -171,7 +210,7 @@ class Frontier:
         return self._limits[groups]
 
 
-def _first(heap: Sequence[Promising] | Sequence[tuple[float, int]] | Sequence[tuple[float, int, Layout]]) -> float:
+def _first(heap: Sequence[Promising] | Sequence[tuple[float, int]] | Sequence[tuple[float, int, _Opened]]) -> float:
     """Return the least bound on a heap."""
     if not heap:
         return math.inf

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="cases with one of these in A100/tiered/8.1B/64")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget-s", type=float, default=5.0, help="for our search")
-    parser.add_argument("--pipette-budget-s", type=float, default=0.25, help="for each annealing of Pipette's")
+    parser.add_argument("--pipette-budget-s", type=float, default=0.5, help="for each annealing of Pipette's")
     args = parser.parse_args()
     chosen = [name for name in names(every=args.all) if not args.only or any(part in name for part in args.only)]
     if args.quick:

@@ -57,7 +57,8 @@ def conditions(setting: Setting, *, is_plain: bool) -> Iterator[str]:
     )
     yield (
         f"- Pipette's annealer has {setting.pipette_budget_s:g} s for each candidate that could win (its scripts: 10 s "
-        f"for each); its memory estimate is our closed form with its limits, as its network ships without weights."
+        f"for each), at 64 hosts some 10,000 steps, by when it is cold; its memory estimate is our closed form with "
+        f"its limits, as its network ships without weights."
     )
     yield ""
 

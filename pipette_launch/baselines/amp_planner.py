@@ -60,11 +60,14 @@ def _picks(job: Job, measurements: Measurements) -> Iterator[Pick]:
     placement = torchrun_order(measurements.cluster.num_slots)
     cuts: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
     for even in space(job, measurements):
+        cuts_freely = "layers_per_chunk" not in job.pinned
+        if not cuts_freely and job.model.num_layers % even.pp:
+            continue
         units = prices.in_torchrun_order(even)
         is_one = even.num_microbatches(job.batch.global_batch_size) == 1
         key = (even.tp, even.pp, even.micro_batch_size, is_one)
         if key not in cuts:
-            cuts[key] = amp.own_cut(job, even, units)
+            cuts[key] = amp.own_cut(job, even, units) if cuts_freely else even.layers_per_chunk
         layout = replace(even, layers_per_chunk=cuts[key])
         slot_W = slot_of_rank(layout, measurements, None)
         seconds = amp.priced_s(job, layout, units, seconds_per_byte_SS, slot_W)

@@ -112,7 +112,7 @@ def variant(
     layers_per_chunk: tuple[int, ...] = (),
     recompute: Recompute | None = None,
 ) -> Layout | None:
-    """Return the user's own layout with other degrees, or None where a pin forbids them.
+    """Return the user's own layout with other degrees, or None where a pin or Megatron forbids them.
 
     Sequence parallelism comes with TP, as Megatron's guide asks for, unless the user runs TP without it.
     """
@@ -135,6 +135,8 @@ def variant(
         use_tp_pp_dp_mapping=False,
         recompute=own.recompute if recompute is None else recompute,
     )
+    if job.model.num_experts and tp > 1 and not layout.sequence_parallel:
+        return None  # Megatron wants it where experts meet TP
     return layout if all(getattr(layout, name) == getattr(own, name) for name in job.pinned) else None
 
 

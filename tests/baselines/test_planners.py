@@ -178,6 +178,18 @@ def test_pins_hold() -> None:
         picked("varuna", tiny_job(8, own=Layout(tp=2, etp=2, dp=4), pinned=("tp",)), unequal())
 
 
+def test_amp_leaves_a_pinned_cut_alone() -> None:
+    """Seven layers make uneven stages; with even ones pinned only one stage is left."""
+    model = tiny_model(num_layers=7)
+    free, held = (
+        RANKINGS["amp"](tiny_job(8, model=model, pinned=pins), unequal(), options())
+        for pins in ((), ("layers_per_chunk",))
+    )
+
+    assert any(pick.layout.layers_per_chunk for pick in free)
+    assert {(1, ())} == {(pick.layout.pp, pick.layout.layers_per_chunk) for pick in held}
+
+
 def test_sorted_order_groups_the_hosts_of_a_switch() -> None:
     """Leaves b, a, b, a: the hosts of leaf a come first, each in its order; without a map nothing moves."""
     measured, layout = unequal(), Layout(dp=8)

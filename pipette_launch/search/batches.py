@@ -20,8 +20,11 @@ INFORMED = 0.97
 FIRST_ROUND_PER_SEAT = 64
 HOT, HOTTEST, COLD = 0.05, 0.4, 0.006
 """Temperatures of a round, in parts of the typical rise of an informed swap at the start; copies start apart."""
-SOFTNESS = 1.0
-"""Of the families' maxima, in temperatures."""
+SOFTEST, SOFTER, HARD = 0.3, 1.0, 0.01
+"""Softness of the families' maxima, in parts of how far the groups of a family lie apart at the start; copies start
+apart. A soft maximum that hardens leads swaps to the largest group, which few of them touch."""
+AS_WARM = 1 / 16
+"""Temperature beside a soft maximum, in parts of its softness."""
 
 
 def walk(flows: Flows, start_Q: Ints, rng: np.random.Generator) -> Iterator[Step]:
@@ -34,19 +37,31 @@ def walk(flows: Flows, start_Q: Ints, rng: np.random.Generator) -> Iterator[Step
     size = PROPOSALS_PER_SEAT * flows.num_seats * copies
     best_Q, best_cost = start_Q, np.inf
     here = board.position(np.tile(start_Q, copies))
-    scale = _typical_rise(board, here, size, rng)
+    apart_s = _apart_s(flows, here)
+    scale = 0.0 if apart_s else _typical_rise(board, here, size, rng)
+    hot_R = np.geomspace(SOFTEST, SOFTER, MOST_COPIES) if apart_s else np.geomspace(HOT, HOTTEST, MOST_COPIES)
+    cold = HARD if apart_s else COLD
     batches = FIRST_ROUND_PER_SEAT // PROPOSALS_PER_SEAT
     while True:
-        hot_R = np.geomspace(HOT, HOTTEST, MOST_COPIES)[:copies]
         here = board.position(np.tile(best_Q, copies))
         for cooled in np.linspace(0.0, 1.0, batches):
-            here = _stepped(board, here, scale * hot_R * (COLD / hot_R) ** cooled, size, rng)
+            part_R = hot_R[:copies] * (cold / hot_R[:copies]) ** cooled
+            softness_R = apart_s * part_R if apart_s else scale * part_R
+            temperature_R = AS_WARM * softness_R if apart_s else softness_R
+            here = _stepped(board, here, temperature_R, softness_R, size, rng)
             least = int(np.argmin(here.cost_R))
             place_Q, cost = here.place_X.reshape(copies, -1)[least], float(here.cost_R[least])
             if cost < best_cost:
                 best_Q, best_cost = place_Q, cost
             yield Step(place_Q=place_Q, cost=cost, priced=size)
         batches *= 2
+
+
+def _apart_s(flows: Flows, position: Position) -> float:
+    """How far the groups of a family lie apart, in seconds: 0 where every family is a sum."""
+    seconds_G = position.group_seconds_RG[0]
+    families = (seconds_G[flows.family_G == family] for family in range(int(flows.family_G.max()) + 1))
+    return max((float(np.std(seconds)) for seconds in families if len(seconds) > 1), default=0.0)
 
 
 def _typical_rise(board: Board, position: Position, size: int, rng: np.random.Generator) -> float:
@@ -58,10 +73,12 @@ def _typical_rise(board: Board, position: Position, size: int, rng: np.random.Ge
     return float(np.median(worse_P)) if len(worse_P) else fallback
 
 
-def _stepped(board: Board, here: Position, temperature_R: Floats, size: int, rng: np.random.Generator) -> Position:
+def _stepped(
+    board: Board, here: Position, temperature_R: Floats, softness_R: Floats, size: int, rng: np.random.Generator
+) -> Position:
     """Propose, accept by Metropolis' rule, and make those swaps whose prices the others leave true."""
     one_P, two_P = _proposals(board, here, size, rng)
-    rise_P = board.rises(here, one_P, two_P, SOFTNESS * temperature_R)
+    rise_P = board.rises(here, one_P, two_P, softness_R)
     allowed_P = temperature_R[one_P // board.flows.num_seats] * rng.standard_exponential(size)
     accepted = np.flatnonzero((rise_P <= allowed_P) & (one_P != two_P))
     if not len(accepted):

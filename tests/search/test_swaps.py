@@ -99,3 +99,29 @@ def test_what_is_no_bijection_is_refused() -> None:
             clock=Ticks(),
             deadline_s=1.0,
         )
+
+
+def test_the_slowest_link_of_a_ring_is_led_away() -> None:
+    """Sixty-four unequal hosts in a ring, one of them bad: its two best links are the slowest that are used."""
+    rng = np.random.default_rng(5)
+    seconds_HH = 1 / (1 - np.abs(rng.normal(0, 0.08, (64, 64)))).clip(0.3)
+    seconds_HH = np.maximum(seconds_HH, seconds_HH.T)
+    seconds_HH[49], seconds_HH[:, 49] = seconds_HH[49] / 0.6, seconds_HH[:, 49] / 0.6
+    seats = np.arange(64)
+    ring = Flows(
+        seconds_THH=seconds_HH[None],
+        sender_F=seats,
+        receiver_F=np.roll(seats, -1),
+        type_F=np.zeros(64, dtype=np.int64),
+        weight_F=np.ones(64),
+        group_F=seats,
+        offset_G=np.zeros(64),
+        family_G=np.zeros(64, dtype=np.int64),
+        seat_type_Q=np.zeros(64, dtype=np.int64),
+        seat_seconds_UH=np.zeros((1, 64)),
+        seat_group_Q=np.full(64, -1),
+    )
+    settled = settle(ring, seats, moves=40_000, rng=np.random.default_rng(0), clock=lambda: 0.0, deadline_s=1.0)
+    least_s = np.sort(np.delete(seconds_HH[49], 49))[1]
+
+    assert least_s <= settled.cost <= 1.002 * least_s

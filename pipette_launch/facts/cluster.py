@@ -107,6 +107,17 @@ class Links:
         return self._seconds_per_byte
 
     @cached_property
+    def extremes(self) -> tuple[tuple[int, int], ...]:
+        """Sender and receiver of the slowest link and of the fastest, by bandwidth; empty where there is no link."""
+        if self.size < 2:
+            return ()
+        rates, diagonal = self.bandwidth_bytes_per_s.ravel(), np.eye(self.size, dtype=bool).ravel()
+        slowest = int(np.where(diagonal, np.inf, rates).argmin())
+        # Of equal ones the first and the last: then they are two links.
+        fastest = len(rates) - 1 - int(np.where(diagonal, 0.0, rates)[::-1].argmax())
+        return divmod(slowest, self.size), divmod(fastest, self.size)
+
+    @cached_property
     def _seconds_per_byte(self) -> Matrix:
         inverse = np.zeros((self.size, self.size))
         np.divide(1.0, self.bandwidth_bytes_per_s, out=inverse, where=~np.eye(self.size, dtype=bool))

@@ -102,11 +102,9 @@ def _measured(plan: Plan, measurements: Measurements | None) -> Iterator[Text]:
 def _links(where: str, matrices: Sequence[Links], name: Callable[[int, int], str]) -> Iterator[Text]:
     """The slowest and the fastest link, each named."""
     found = [
-        (links.bandwidth_bytes_per_s[a][b], f"{name(index, a)} → {name(index, b)}")
+        (float(links.bandwidth_bytes_per_s[pair]), f"{name(index, pair[0])} → {name(index, pair[1])}")
         for index, links in enumerate(matrices)
-        for a in range(links.size)
-        for b in range(links.size)
-        if a != b
+        for pair in links.extremes
     ]
     if found:
         slowest, fastest = min(found), max(found)

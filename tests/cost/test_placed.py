@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.cost import Predictor
 from pipette_launch.cost.groups import Groups
-from pipette_launch.facts import Batch, ComputeTime, Job, Layout, Measurements, Samples
+from pipette_launch.facts import Batch, ComputeTime, Job, Layout, Links, Measurements, Samples
 
 DENSE = replace(tiny_job(8), batch=Batch(global_batch_size=16))
 MOE = replace(
@@ -95,3 +97,32 @@ def test_the_groups_that_meet_in_a_cell(layout: Layout) -> None:
         for pp, dp in np.ndindex(layout.pp, layout.dp):
             inside = {g for g, ranks in enumerate(ranks_GK) if set(ranks) & set(groups.grid_PDCT[pp, dp].ravel())}
             assert inside == set(met[pp, dp].tolist())
+
+
+def test_ten_thousand_slots_are_priced_without_a_matrix_of_all_pairs() -> None:
+    """1,280 hosts of eight: some tens of MB where a matrix of all slots would take 800 MB, and below half a second."""
+    cluster = tiny_cluster(2, 8)
+    rng = np.random.default_rng(0)
+    rates = rng.uniform(1e9, 2e9, (1280, 1280))
+    cluster = replace(
+        cluster,
+        hosts=tuple(replace(cluster.hosts[0], name=f"node{index}") for index in range(1280)),
+        between_hosts=Links(latency_s=np.full((1280, 1280), 1e-5), bandwidth_bytes_per_s=rates),
+        within_host=cluster.within_host[:1] * 1280,
+        slot_speed=(1.0,) * 10240,
+    )
+    job = replace(DENSE, model=tiny_model(num_layers=16), batch=Batch(global_batch_size=1280))
+    predictor = Predictor(job, tiny_measurements(cluster))
+    layout = Layout(tp=4, pp=8, dp=320, sequence_parallel=True, use_distributed_optimizer=True)
+    placement = np.arange(1280 * 8).reshape(1280, 8)[rng.permutation(1280)].ravel()
+
+    tracemalloc.start()
+    started_s = time.process_time()
+    cost_s = predictor.objective(layout)(placement)
+    took_s = time.process_time() - started_s
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert cost_s > predictor.bound_s(layout)
+    assert took_s < 0.5
+    assert peak_bytes < 100e6

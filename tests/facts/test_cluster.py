@@ -83,6 +83,15 @@ def test_links_are_equal_by_their_numbers() -> None:
     assert hash(one) == hash(replace(one, latency_s=[[-0.0, 1.0], [2.0, 0.0]]))
 
 
+def test_the_slowest_and_the_fastest_link_by_hand() -> None:
+    """Of equal ones the first is the slowest and the last the fastest; one place has no link."""
+    rates = [[0.0, 3.0, 2.0], [2.0, 0.0, 5.0], [5.0, 4.0, 0.0]]
+    links = Links(latency_s=np.zeros((3, 3)), bandwidth_bytes_per_s=rates)
+
+    assert ((0, 2), (2, 0)) == links.extremes
+    assert () == Links.uniform(1, latency_s=0.0, bandwidth_bytes_per_s=1.0).extremes
+
+
 @pytest.mark.parametrize("rows", [[[0.0, 1.0]], [[0.0, 1.0], [1.0]], [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]])
 def test_links_are_square(rows: list[list[float]]) -> None:
     """Rows of other lengths than the matrix is high are refused."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.bound_tables import Content, Tables, UnitCounts, UnitTimes, contents_of
 from pipette_launch.cost.collectives import Kind
+from pipette_launch.cost.latency import Predictor
 from pipette_launch.cost.layout_columns import LayoutColumns, codes_of
 from pipette_launch.cost.optimizer import gradient_bytes_per_parameter, shard
 from pipette_launch.cost.pipeline_bound import Drains, Pipelines, drains
@@ -41,14 +42,15 @@ _AT_ONCE = 1 << 16
 class BoundColumns:
     """Bounds the step time of layouts of one job on one allocation."""
 
-    def __init__(self, job: Job, measurements: Measurements) -> None:
+    def __init__(self, job: Job, tables: Tables) -> None:
         self._job = job
-        self._tables = Tables(job, measurements)
+        self._tables = tables
 
     @classmethod
-    def of(cls, job: Job, measurements: Measurements) -> BoundColumns:
-        """Make ready for the layouts of a job."""
-        return cls(job, measurements)
+    def of(cls, job: Job, measurements: Measurements, predictor: Predictor | None = None) -> BoundColumns:
+        """Make ready for the layouts of a job; a predictor of the same job spares reading the measurements again."""
+        predictor = predictor or Predictor(job, measurements)
+        return cls(job, Tables(job, measurements, predictor.compute, predictor.fabric))
 
     def seconds_N(self, layouts: Sequence[Layout]) -> Floats:
         """No placement of a layout is faster than this many seconds; nan where it cannot be priced."""

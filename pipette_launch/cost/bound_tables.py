@@ -135,10 +135,10 @@ class UnitCounts:
 class Tables:
     """Everything that many layouts share, worked out once."""
 
-    def __init__(self, job: Job, measurements: Measurements) -> None:
+    def __init__(self, job: Job, measurements: Measurements, compute: ComputeTable, fabric: Fabric) -> None:
         self._job = job
-        self._compute = ComputeTable(job, measurements)
-        self._fabric = Fabric(measurements.cluster, measurements.collectives)
+        self._compute = compute
+        self._fabric = fabric
         slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
         self._fastest, self._slowest = min(slowness), max(slowness)
         self._num_slots = measurements.cluster.num_slots

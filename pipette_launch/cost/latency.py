@@ -53,19 +53,21 @@ class Predictor:
     def __init__(self, job: Job, measurements: Measurements) -> None:
         self._job = job
         self._measurements = measurements
-        self._compute = ComputeTable(job, measurements)
-        self._fabric = Fabric(measurements.cluster, measurements.collectives)
+        self.compute = ComputeTable(job, measurements)
+        """What passes take on a slot of speed 1."""
+        self.fabric = Fabric(measurements.cluster, measurements.collectives)
+        """What groups of slots take to exchange something."""
         self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)
         self._works: dict[Layout, Work] = {}
         self._placement_costs: dict[Layout, PlacementCost] = {}
 
     def can_price(self, layout: Layout) -> bool:
         """Whether compute times for this layout were measured, or can be scaled from measured ones as `notes` says."""
-        return self._compute.source(case_of(layout)) is not None
+        return self.compute.source(case_of(layout)) is not None
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """What was assumed for this layout, one sentence each."""
-        case = self._compute.note(case_of(layout))
+        case = self.compute.note(case_of(layout))
         assumed = [case] if case else []
         if self._measurements.optimizer_s_per_parameter is None:
             assumed.append("The optimizer step was not measured and counts as 0 s.")
@@ -126,18 +128,18 @@ class Predictor:
         if layout not in self._works:
             _make_room(self._works)
             optimizer_s = self._measurements.optimizer_s_per_parameter or 0.0
-            self._works[layout] = Work.of(self._job, layout, self._compute, optimizer_s)
+            self._works[layout] = Work.of(self._job, layout, self.compute, optimizer_s)
         return self._works[layout]
 
     def _placement_cost(self, layout: Layout) -> PlacementCost:
         if layout not in self._placement_costs:
             _make_room(self._placement_costs)
-            self._placement_costs[layout] = PlacementCost(self._work(layout), self._fabric, self._slowness_W)
+            self._placement_costs[layout] = PlacementCost(self._work(layout), self.fabric, self._slowness_W)
         return self._placement_costs[layout]
 
     def _bound_prices(self, work: Work, slowness_PK: NDArray[np.float64]) -> Prices:
         """Every group at its best (`Fabric.bound_s`), one replica, for each of several slownesses side by side."""
-        layout, fabric = work.layout, self._fabric
+        layout, fabric = work.layout, self.fabric
         sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
         shape = slowness_PK.shape
         hop_PD = np.full(shape, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
@@ -159,9 +161,7 @@ class Predictor:
         groups = (work.layout.dp * work.layout.cp, work.expert_dp)
         # Most stages are alike: each pair of sizes is priced once.
         seconds = {
-            pair: sum(
-                self._fabric.bound_s(kind, size, count) for size, count in zip(groups, pair, strict=True) if count
-            )
+            pair: sum(self.fabric.bound_s(kind, size, count) for size, count in zip(groups, pair, strict=True) if count)
             for pair in set(sizes)
         }
         return np.array([seconds[pair] for pair in sizes])

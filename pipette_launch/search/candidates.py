@@ -14,6 +14,8 @@ from pipette_launch.search.seats import Placed
 
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"
+STALLED = 2
+"""After so many rounds without any gain the placing of a layout ends."""
 WORTH = 1e-3
 """Placing goes on while it could still save this part of the step."""
 
@@ -32,7 +34,9 @@ class Candidate:
     bound_reason: str = ""
     """What the bound rests on; empty where it is the best link everywhere."""
     rounds: int = 0
-    """How often its placement was improved."""
+    """How often the search went on with its placement."""
+    stalled: int = 0
+    """How many of the last rounds found nothing better."""
 
     @property
     def promise_s(self) -> float:
@@ -50,7 +54,7 @@ class Candidate:
     @property
     def can_improve(self) -> bool:
         """Whether the search for its placement should go on."""
-        return self.rounds < ROUNDS and not self.meets_bound
+        return self.rounds < ROUNDS and self.stalled < STALLED and not self.meets_bound
 
     @property
     def floor_s(self) -> float:
@@ -77,16 +81,15 @@ class Field:
         measurements: Measurements,
         *,
         memory_margin: float,
-        own_fault: str | None = None,
         corrections: Corrections = NOTHING_LEARNED,
     ) -> Field:
-        """Make a field of a job and of what was measured."""
+        """Make a field of a job and of what was measured; the user's own layout is taken to be legal."""
         return cls(
             job=job,
             measurements=measurements,
             predictor=CorrectedPredictor(job, measurements, corrections),
             memory_margin=memory_margin,
-            own_fault=own_fault,
+            own_fault=None,
         )
 
     @property

@@ -28,6 +28,8 @@ RUNNERS_UP = 6
 """So many that cannot win are priced all the same, and as many that need less memory: they are what to try next."""
 LEANER = 0.8
 """An alternative counts as needing less memory from this part of the need of the best."""
+GAIN = 1e-4
+"""A round that saves less than this part of the step found nothing."""
 SHARPENED = 6
 """So many candidates whose bound is below the best step time are bounded again by the links they would have to use."""
 
@@ -139,7 +141,10 @@ class Course:
         ]
         for one, tried in zip(hopes, self._crew(tasks), strict=True):
             if tried is not None:
-                self._pool[one.layout] = replace(_better(one, tried), rounds=one.rounds + 1)
+                gained = tried.cost_s < one.placed.cost_s * (1 - GAIN)
+                self._pool[one.layout] = replace(
+                    _better(one, tried), rounds=one.rounds + 1, stalled=0 if gained else one.stalled + 1
+                )
 
     def _exhaust(self) -> None:
         """Try every placement of the best layout, where they are few."""

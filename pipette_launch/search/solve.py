@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipette_launch.cost.bound_columns import BoundColumns
-from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.corrected import NOTHING_LEARNED, Corrections
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import advise, words
 from pipette_launch.search.candidates import Field
 from pipette_launch.search.choose import choose
-from pipette_launch.search.course import Course
+from pipette_launch.search.course import Course, Searched
 from pipette_launch.search.enumerate import cuts
 from pipette_launch.search.frontier import BEATEN, Frontier
 from pipette_launch.search.share import Clock, Crew, alone
@@ -72,53 +71,63 @@ def solve(
         PlanError: no layout is legal, fits or can be priced; it says which constraint binds and what would help.
 
     """
-    deadline_s = clock() + options.budget_s
     started_s = clock()
+    deadline_s = started_s + options.budget_s
     cluster = measurements.cluster
+    field = Field.of(job, measurements, memory_margin=options.memory_margin, corrections=corrections)
     found = cuts(
         job,
         world_size=cluster.num_slots,
         devices_per_host=cluster.devices_per_host,
         device_kind=cluster.device_kind,
-        table=ComputeTable(job, measurements),
+        table=field.predictor.compute,
     )
-    field = Field.of(
-        job, measurements, memory_margin=options.memory_margin, own_fault=found.own_fault, corrections=corrections
-    )
-    frontier = Frontier(field, found, BoundColumns.of(job, measurements))
+    field = replace(field, own_fault=found.own_fault)
+    frontier = Frontier(field, found, BoundColumns.of(job, measurements, field.predictor))
     own_dropped = None if found.own_fault else field.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1
     if (found.own_fault or own_dropped) and frontier.is_empty:
         raise advise.nothing_left(field, dropped=frontier.dropped, memory_margin=options.memory_margin)
+    make_crew = make_crew or (lambda some: alone(some, seed=options.seed, clock=clock, deadline_s=deadline_s))
     searched = Course(
         field,
         frontier,
-        (make_crew or (lambda some: alone(some, seed=options.seed, clock=clock, deadline_s=deadline_s)))(field),
+        make_crew(field),
         sharpen=lambda layout: (field.predictor.bound_s(layout), ""),
         seed=options.seed,
         clock=clock,
         deadline_s=deadline_s,
     ).run()
-    chosen = choose(field, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
-    cut_short = (words.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
     dropped = Counter(found.dropped) + frontier.dropped
     if not searched.is_cut_short:
         legal = found.num_layouts - (found.own_fault is not None)
         dropped[BEATEN] = legal - len(searched.candidates) - frontier.dropped.total()
+    plan = _plan(field, searched, options, corrections.notes, provenance)
+    return replace(
+        plan, num_layouts=found.num_layouts, dropped=dict(dropped.most_common()), solve_s=clock() - started_s
+    )
+
+
+def _plan(
+    field: Field, searched: Searched, options: SolveOptions, learned: tuple[str, ...], provenance: Provenance
+) -> Plan:
+    """Choose among what was found, and say why; what was left out is told by the caller."""
+    chosen = choose(field, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
+    cut_short = (words.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
     return Plan(
-        hosts=tuple(host.name for host in cluster.hosts),
-        devices_per_host=cluster.devices_per_host,
-        device_kind=cluster.device_kind,
+        hosts=tuple(host.name for host in field.cluster.hosts),
+        devices_per_host=field.cluster.devices_per_host,
+        device_kind=field.cluster.device_kind,
         chosen=chosen.choice,
         alternatives=chosen.alternatives,
         own=chosen.own,
         keeps_own=chosen.keeps_own,
         reasons=words.reasons(field, chosen, floor_s=searched.floor_s, margin=options.margin),
-        notes=(*cut_short, *corrections.notes, *words.notes(field, chosen)),
-        num_layouts=found.num_layouts,
-        dropped=dict(dropped.most_common()),
+        notes=(*cut_short, *learned, *words.notes(field, chosen)),
+        num_layouts=0,
+        dropped={},
         floor_s=searched.floor_s,
-        solve_s=clock() - started_s,
+        solve_s=0.0,
         provenance=provenance,
     )

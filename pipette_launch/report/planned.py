@@ -117,5 +117,6 @@ def _dropped(plan: Plan) -> Iterator[RenderableType]:
         table.add_row(text(str(count)), text(reason))
     rest = sum(count for _, count in most[MOST_REASONS:])
     if rest:
-        table.add_row(text(str(rest)), text(f"for {len(most) - MOST_REASONS} more reasons, in the plan file"))
+        more = len(most) - MOST_REASONS
+        table.add_row(text(str(rest)), text(f"for {more} more {plural('reason', more)}, in the plan file"))
     yield table

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.bound_exchanges import ExchangeTable
 from pipette_launch.cost.collectives import Fabric, Kind
 from pipette_launch.cost.compute import ComputeTable, Passes, case_of
 from pipette_launch.cost.layout_columns import LayoutColumns, codes_of
 from pipette_launch.cost.optimizer import gradient_bytes_per_parameter
 from pipette_launch.cost.parameters import unit_parameters, word_embedding_parameters
-from pipette_launch.cost.traffic import LayerCounts, exchanges_of, hop_bytes
+from pipette_launch.cost.traffic import LayerCounts
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout, Recompute
@@ -142,11 +143,10 @@ class Tables:
         slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
         self._fastest, self._slowest = min(slowness), max(slowness)
         self._num_slots = measurements.cluster.num_slots
-        self._parts = _one_of_each(job.model)
         self.whole_1X = _parts_SX(job, Layout())
         """What the whole model is made of, nothing run again."""
         self._passes: dict[tuple[ComputeCase, Recompute], Floats] = {}
-        self._exchanges: dict[tuple[ComputeCase, bool, int, int], Floats] = {}
+        self._exchanges = ExchangeTable(job, self._compute, self._fabric, _one_of_each(job.model))
         self.optimizer_s_per_parameter = (measurements.optimizer_s_per_parameter or 0.0) * self._fastest
 
     @property
@@ -183,7 +183,7 @@ class Tables:
         codes_U, group_N = np.unique(both_N, return_inverse=True)
         network_U, kernel_U = np.divmod(codes_U, len(kernels.first_U))
         passes = np.array([self._unit_passes(columns.layout(int(row))) for row in kernels.first_U])
-        exchanges = np.array([self._unit_exchanges(columns.layout(int(row))) for row in networks.first_U])
+        exchanges = self._exchanges.seconds_U3X(columns.take(networks.first_U))
         return UnitTimes(
             group_N=group_N.reshape(-1),
             passes_U4X=passes[kernel_U],
@@ -238,23 +238,6 @@ class Tables:
         unit = self._compute.unit_passes(layout)
         parts = (unit.layer, unit.layer_again, unit.moe_layer, unit.moe_layer_again, unit.embedding, unit.head)
         return np.asarray(np.array([_row(part) for part in parts]).T)
-
-    def _unit_exchanges(self, layout: Layout) -> Floats:
-        """Rows of X: seconds that nothing hides in the forward and in the backward; then the hop; worked out once."""
-        key = (case_of(layout), layout.sequence_parallel, layout.ep, layout.etp)
-        if key not in self._exchanges:
-            self._exchanges[key] = self._new_exchanges(layout)
-        return self._exchanges[key]
-
-    def _new_exchanges(self, layout: Layout) -> Floats:
-        sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
-        rows = np.zeros((3, NUM_PARTS))
-        for item in exchanges_of(self._job, layout, self._parts, self._compute.hiding(layout)):
-            whole_s = self._fabric.bound_s(item.kind, sizes[item.group], item.size_bytes)
-            rows[:2] += max(whole_s - item.hidden_s, 0.0) * np.array([item.forward, item.backward])
-        if self._num_slots > 1:
-            rows[2] = self._fabric.bound_s("send", 2, hop_bytes(self._job, layout))
-        return rows
 
     def _unit_counts(self, layout: Layout) -> Ints:
         """Rows of X: dense and expert parameters."""

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from pipette_launch.cost.activations import recompute_modules
 from pipette_launch.cost.traffic import Hiding
@@ -83,20 +84,22 @@ class ComputeTable:
         kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
         self._parts = ("embedding", "head", *(("moe_layer",) if True in kinds else ()))
         self._parts += ("layer",) if False in kinds else ()
-        self._complete: dict[int, list[ComputeCase]] = {}
+        self._sources: dict[ComputeCase, ComputeCase | None] = {}
+        self._scaled: dict[ComputeCase, dict[str, Passes]] = {}
+        # By tp and tokens: of cases with equally many tokens the first stands for all.
+        self._complete: dict[int, dict[Fraction, ComputeCase]] = {}
         for measured in sorted({measured for measured, _ in self._passes}):
             if all((measured, part) in self._passes for part in self._parts):
-                self._complete.setdefault(measured.tp, []).append(measured)
-        # A case that was measured stands for itself; the rest are looked for when they are asked for.
-        self._sources: dict[ComputeCase, ComputeCase | None] = {
-            case: case for cases in self._complete.values() for case in cases
-        }
+                tokens = Fraction(measured.micro_batch_size, measured.cp)
+                self._complete.setdefault(measured.tp, {}).setdefault(tokens, measured)
+                # A case that was measured stands for itself; the rest are looked for when they are asked for.
+                self._sources[measured] = measured
 
     def source(self, case: ComputeCase) -> ComputeCase | None:
         """Return the measured case that prices `case`: itself, the nearest of equal tp, or None."""
         if case not in self._sources:
             self._sources[case] = min(
-                self._complete.get(case.tp, ()),
+                self._complete.get(case.tp, {}).values(),
                 key=lambda measured: (abs(math.log(_tokens(case, measured))), measured),
                 default=None,
             )
@@ -165,6 +168,11 @@ class ComputeTable:
         return {name: passes.forward_s + passes.backward_s for name, passes in self._part_passes(case).items()}
 
     def _part_passes(self, case: ComputeCase) -> dict[str, Passes]:
+        if case not in self._scaled:
+            self._scaled[case] = self._new_passes(case)
+        return self._scaled[case]
+
+    def _new_passes(self, case: ComputeCase) -> dict[str, Passes]:
         source = self.source(case)
         if source is None:
             raise PlanError(

@@ -180,33 +180,33 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
 
 def _first_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
     """Sum of a rank's first so many forwards."""
-    chunks = seconds_UVP.shape[1]
-    total = np.zeros(passed_UP.shape)
-    for chunk in range(chunks):
-        total += _count(passed_UP, chunk, chunks, own) * seconds_UVP[:, chunk]
-    return total
+    if seconds_UVP.shape[1] == 1:
+        return passed_UP * seconds_UVP[:, 0]
+    total_UP: Floats = (_counts_UVP(passed_UP, own) * seconds_UVP).sum(axis=1)
+    return total_UP
 
 
 def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
     """Sum of a rank's last so many backwards, which take the forwards' order with the chunks reversed."""
     chunks = seconds_UVP.shape[1]
-    n_U1 = own.microbatches_U[:, None]
-    total = np.zeros(passed_UP.shape)
-    for chunk in range(chunks):
-        before_UP = _count(n_U1 * chunks - passed_UP, chunks - 1 - chunk, chunks, own)
-        total += (n_U1 - before_UP) * seconds_UVP[:, chunk]
-    return total
-
-
-def _count(passed_UP: Ints, chunk: int, chunks: int, own: Pipelines) -> Ints:
-    """How many of a rank's first so many forwards are of one chunk (`facts.schedules.schedule_table`)."""
     if chunks == 1:
-        return passed_UP
+        return passed_UP * seconds_UVP[:, 0]
+    n_U1 = own.microbatches_U[:, None]
+    before_UVP = _counts_UVP(n_U1 * chunks - passed_UP, own)[:, ::-1]
+    total_UP: Floats = ((n_U1[:, None] - before_UVP) * seconds_UVP).sum(axis=1)
+    return total_UP
+
+
+def _counts_UVP(passed_UP: Ints, own: Pipelines) -> Ints:
+    """How many of a rank's first so many forwards are of each chunk (`facts.schedules.schedule_table`)."""
+    chunks = own.forward_s_UVP.shape[1]
     group_U1, n_U1 = own.group_size_U[:, None], own.microbatches_U[:, None]
     rounds_UP = np.minimum(passed_UP // (group_U1 * chunks), n_U1 // group_U1)
-    rest_UP = passed_UP - rounds_UP * group_U1 * chunks
-    size_UP = np.minimum(group_U1, n_U1 - rounds_UP * group_U1)
-    return np.asarray(rounds_UP * group_U1 + np.clip(rest_UP - chunk * size_UP, 0, size_UP))
+    rest_U1P = (passed_UP - rounds_UP * group_U1 * chunks)[:, None]
+    size_U1P = np.minimum(group_U1, n_U1 - rounds_UP * group_U1)[:, None]
+    begun_UVP = rest_U1P - np.arange(chunks)[:, None] * size_U1P
+    counts_UVP: Ints = (rounds_UP * group_U1)[:, None] + np.minimum(np.maximum(begun_UVP, 0), size_U1P)
+    return counts_UVP
 
 
 def _zigzag(pipelines: Pipelines) -> Floats:

@@ -11,17 +11,23 @@ from itertools import permutations
 import numpy as np
 
 from pipette_launch.cost.placed import PlacementCost
+from pipette_launch.search.descent import descend
+from pipette_launch.search.flows import Flows
 from pipette_launch.search.linear import linearise
 from pipette_launch.search.seats import Ints, Placed, Placement, meets
-from pipette_launch.search.swaps import settle
+from pipette_launch.search.swaps import Settled, settle
 
-FEW_ORDERS = 720
-"""Up to so many orders of hosts (six hosts) are all priced by the step time itself."""
-TURNS = 4
+FEW_HOSTS = 6
+"""Up to so many, all orders of hosts (720 of six) are priced by the step time itself."""
+TEMPERED_HOSTS = 40
+TEMPERED_MOVES = 5_040
+MANY_HOSTS = 256
+STEPS, FEW_STEPS = 60, 40
+"""Batches of proposals of a descent, and on many hosts."""
+TURNS = 6
 """How often the step time is modelled at most, each time at the best placement of the last."""
-MOVES_PER_HOST = 400
 WORTH = 1e-6
-"""A turn goes on where the model promises to save this part of the step."""
+"""Turns go on while the model promises to save this part of the step."""
 
 
 def rearranged(
@@ -40,25 +46,35 @@ def rearranged(
     and of the order of a second for a thousand.
     """
     best = start
-    if num_hosts <= 6:
+    if num_hosts <= FEW_HOSTS:
         return _best_order(best, num_hosts, model, bound_s)
     chance = np.random.default_rng(rng.getrandbits(64))
+    known = None
     for _ in range(TURNS):
         if clock() >= deadline_s or best.is_optimal:
             break
-        flows = linearise(model, np.array(best.placement))
-        here_Q = np.arange(num_hosts)
-        settled = settle(
-            flows, here_Q, moves=MOVES_PER_HOST * num_hosts, rng=chance, clock=clock, deadline_s=deadline_s
-        )
-        if settled.cost >= flows.cost(here_Q) * (1 - WORTH):
+        linear = linearise(model, np.array(best.placement), known=known)
+        known = linear.cuts
+        settled = _settled(linear.flows, chance, clock=clock, deadline_s=deadline_s)
+        if settled.cost >= linear.flows.cost(np.arange(num_hosts)) - WORTH * best.cost_s:
             break
         placement = moved(best.placement, settled.place_Q)
         cost_s = model.cost(placement)
-        if cost_s >= best.cost_s:
-            break
-        best = Placed(placement=placement, cost_s=cost_s, is_optimal=meets(cost_s, bound_s))
+        if cost_s < best.cost_s:
+            best = Placed(placement=placement, cost_s=cost_s, is_optimal=meets(cost_s, bound_s))
+        else:
+            # What the model did not know of the place that it liked.
+            known = linearise(model, np.array(placement), known=known).cuts
     return best
+
+
+def _settled(flows: Flows, rng: np.random.Generator, *, clock: Callable[[], float], deadline_s: float) -> Settled:
+    """Downhill from here; on few hosts then by tempering, or by trying every order."""
+    steps = STEPS if flows.num_seats <= MANY_HOSTS else FEW_STEPS
+    found = descend(flows, np.arange(flows.num_seats), steps=steps, rng=rng, clock=clock, deadline_s=deadline_s)
+    if flows.num_seats > TEMPERED_HOSTS:
+        return found
+    return settle(flows, found.place_Q, moves=TEMPERED_MOVES, rng=rng, clock=clock, deadline_s=deadline_s)
 
 
 def moved(placement: Placement, place_Q: Ints) -> Placement:

@@ -11,6 +11,7 @@ their passes change. Pipelines are priced by a few paths through the schedule, e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,17 +28,26 @@ from pipette_launch.search.view import View
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-MOST_CUTS = 12
-MOST_FLOWS = 60_000
+MOST_CUTS = 8
+MOST_FLOWS = 12_000
 """Of all pipelines and cuts together: fewer cuts are made where there are many pipelines."""
 
 
-def linearise(model: PlacementCost, placement: Sequence[int] | Ints) -> Flows:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Linear:
+    """A block problem of the step time, and the cuts of the pipelines that it is made of."""
+
+    flows: Flows
+    cuts: Tangents
+
+
+def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: Tangents | None = None) -> Linear:
     """Make a block problem of a placement: seat q is what host q holds now, and the identity costs the step time.
 
     Args:
         model: the layout's step time as a function of the placement.
         placement: RANK of each slot.
+        known: cuts that were made elsewhere: the more there are, the farther the model reaches.
 
     Returns:
         Seats and places both in the order of hosts.
@@ -46,16 +56,16 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints) -> Flows:
     view = View.of(model, np.asarray(placement, dtype=np.int64))
     draft = Draft(view.num_hosts)
     crossings = crossings_of(view)
-    cuts = _add_pipelines(draft, view, crossings)
+    cuts = _add_pipelines(draft, view, crossings, known)
     for one in crossings:
         one.add(draft, view, cuts)
     add_once_a_step(draft, view, cuts)
     said_s = draft.flows().cost(np.arange(view.num_hosts))
     draft.family(total_s(model.work, view.prices) - said_s)
-    return draft.flows()
+    return Linear(flows=draft.flows(), cuts=cuts)
 
 
-def _add_pipelines(draft: Draft, view: View, crossings: Sequence[Crossing]) -> Tangents:
+def _add_pipelines(draft: Draft, view: View, crossings: Sequence[Crossing], known: Tangents | None) -> Tangents:
     """One family: a group for each cut of each pipeline that differs from the others in its hosts."""
     work, grid_PDCT = view.model.work, view.model.groups.grid_PDCT
     path_PR = np.unique(view.host_W[grid_PDCT].reshape(len(grid_PDCT), -1), axis=1)
@@ -65,7 +75,7 @@ def _add_pipelines(draft: Draft, view: View, crossings: Sequence[Crossing]) -> T
     worst = int(work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=0).argmax())
     most = int(np.clip(MOST_FLOWS // (3 * path_PR.size), 1, MOST_CUTS))
     spread = _spread(view, hop_HH, durations_BD[:, worst], crossings)
-    cuts = tangents_of(work, durations_BD[:, worst], hops_JD[:, worst], spread, most=most)
+    cuts = tangents_of(work, durations_BD, hops_JD, spread, most=most, known=known)
     # Compute goes with the slowness of its host, the rest of a pass stays as it is.
     compute_B = np.concatenate([work.forward_s_S, work.backward_s_S + work.recompute_s_S, work.forward_s_S])
     slowness_S = view.prices.slowness_PD[work.rank_S, worst]

@@ -72,7 +72,7 @@ def said_and_true(layout: Layout, seed: int, *, slow: float) -> tuple[NDArray[np
     predictor = predictor_of(layout, seed, slow=slow)
     rng = np.random.default_rng(seed)
     place_KQ = np.array([rng.permutation(8) for _ in range(80)])
-    flows = linearise(predictor.placement_cost(layout), np.arange(16))
+    flows = linearise(predictor.placement_cost(layout), np.arange(16)).flows
     cost = predictor.objective(layout)
     return flows.costs(place_KQ), np.array([cost(moved(place_Q)) for place_Q in place_KQ])
 
@@ -103,7 +103,7 @@ def test_it_is_exact_where_it_was_made(layout: Layout, seed: int, order: list[in
     predictor = predictor_of(layout, seed, slow=0.2)
     placement = moved(np.array(order))
 
-    flows = linearise(predictor.placement_cost(layout), np.array(placement))
+    flows = linearise(predictor.placement_cost(layout), np.array(placement)).flows
 
     assert flows.cost(np.arange(8)) == pytest.approx(predictor.objective(layout)(placement), rel=1e-9)
 
@@ -130,6 +130,6 @@ def test_one_host_has_nothing_to_move() -> None:
     cluster = cluster_with(fat_tree(1, sizes=(1,), bytes_per_s=(1e8, 1e8)).links, devices=2)
     predictor = Predictor(job_of(layout), tiny_measurements(cluster))
 
-    flows = linearise(predictor.placement_cost(layout), np.arange(2))
+    flows = linearise(predictor.placement_cost(layout), np.arange(2)).flows
 
     assert flows.cost([0]) == pytest.approx(predictor.objective(layout)((0, 1)))

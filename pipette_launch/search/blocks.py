@@ -16,16 +16,18 @@ from pipette_launch.search.flows import Flows
 from pipette_launch.search.linear import linearise
 from pipette_launch.search.seats import Ints, Placed, Placement, meets
 from pipette_launch.search.swaps import Settled, settle
+from pipette_launch.search.tiers import nearest
 
 FEW_HOSTS = 6
 """Up to so many, all orders of hosts (720 of six) are priced by the step time itself."""
 TEMPERED_HOSTS = 40
-TEMPERED_MOVES = 5_040
-MANY_HOSTS = 256
-STEPS, FEW_STEPS = 60, 40
-"""Batches of proposals of a descent, and on many hosts."""
-TURNS = 6
-"""How often the step time is modelled at most, each time at the best placement of the last."""
+TEMPERED_MOVES = 2_560
+STEPS = 50
+"""Batches of proposals of a descent."""
+TURNS = ((40, 3), (256, 2))
+"""Up to so many hosts, so often the step time is modelled, each time at the best placement of the last; else once."""
+NEAR = 16
+"""Near places that a seat may be brought to."""
 WORTH = 1e-6
 """Turns go on while the model promises to save this part of the step."""
 
@@ -50,12 +52,13 @@ def rearranged(
         return _best_order(best, num_hosts, model, bound_s)
     chance = np.random.default_rng(rng.getrandbits(64))
     known = None
-    for _ in range(TURNS):
+    near_HK = nearest(model.fabric.cluster.between_hosts, NEAR)
+    for _ in range(next((turns for hosts, turns in TURNS if num_hosts <= hosts), 1)):
         if clock() >= deadline_s or best.is_optimal:
             break
         linear = linearise(model, np.array(best.placement), known=known)
         known = linear.cuts
-        settled = _settled(linear.flows, chance, clock=clock, deadline_s=deadline_s)
+        settled = _settled(linear.flows, near_HK, chance, clock=clock, deadline_s=deadline_s)
         if settled.cost >= linear.flows.cost(np.arange(num_hosts)) - WORTH * best.cost_s:
             break
         placement = moved(best.placement, settled.place_Q)
@@ -68,10 +71,19 @@ def rearranged(
     return best
 
 
-def _settled(flows: Flows, rng: np.random.Generator, *, clock: Callable[[], float], deadline_s: float) -> Settled:
+def _settled(
+    flows: Flows, near_HK: Ints, rng: np.random.Generator, *, clock: Callable[[], float], deadline_s: float
+) -> Settled:
     """Downhill from here; on few hosts then by tempering, or by trying every order."""
-    steps = STEPS if flows.num_seats <= MANY_HOSTS else FEW_STEPS
-    found = descend(flows, np.arange(flows.num_seats), steps=steps, rng=rng, clock=clock, deadline_s=deadline_s)
+    found = descend(
+        flows,
+        np.arange(flows.num_seats),
+        near_HK=near_HK,
+        steps=STEPS,
+        rng=rng,
+        clock=clock,
+        deadline_s=deadline_s,
+    )
     if flows.num_seats > TEMPERED_HOSTS:
         return found
     return settle(flows, found.place_Q, moves=TEMPERED_MOVES, rng=rng, clock=clock, deadline_s=deadline_s)

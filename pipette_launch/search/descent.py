@@ -24,6 +24,7 @@ def descend(
     flows: Flows,
     place_Q: Ints,
     *,
+    near_HK: Ints,
     steps: int,
     rng: np.random.Generator,
     clock: Callable[[], float],
@@ -38,6 +39,7 @@ def descend(
     Args:
         flows: the problem.
         place_Q: where to begin: the place of each seat.
+        near_HK: some near places of each place.
         steps: batches of proposals.
         rng: the only source of chance.
         clock: seconds, on the scale of `deadline_s`.
@@ -52,7 +54,7 @@ def descend(
     for softness in np.geomspace(SOFTEST, HARDEST, steps) if scale > 0 else ():
         if clock() >= deadline_s:
             break
-        one_P, two_P = _proposals(board, here, softness * scale, rng)
+        one_P, two_P = _proposals(board, here, near_HK, softness * scale, rng)
         priced += len(one_P)
         rise_P = board.rises(here, one_P, two_P, np.array([softness * scale]))
         better = np.flatnonzero((rise_P < 0) & (one_P != two_P))
@@ -75,7 +77,9 @@ def _spread(flows: Flows, here: Position) -> float:
     return float(sum(group.max() - np.median(group) for group in families))
 
 
-def _proposals(board: Board, here: Position, softness_s: float, rng: np.random.Generator) -> tuple[Ints, Ints]:
+def _proposals(
+    board: Board, here: Position, near_HK: Ints, softness_s: float, rng: np.random.Generator
+) -> tuple[Ints, Ints]:
     """Seats by their share in the soft maxima, and where to take each."""
     flows, seats = board.flows, board.flows.num_seats
     size = int(np.clip(PROPOSALS_PER_SEAT * seats, FEWEST_PROPOSALS, MOST_PROPOSALS))
@@ -87,7 +91,7 @@ def _proposals(board: Board, here: Position, softness_s: float, rng: np.random.G
     any_P = rng.integers(seats, size=size)
     degree_P = board.degree_Q[one_P]
     flow_P = (rng.random(size) * degree_P).astype(np.int64)
-    near_P = board.near_HK[here.beside_XD[one_P, flow_P], rng.integers(board.near_HK.shape[1], size=size)]
+    near_P = near_HK[here.beside_XD[one_P, flow_P], rng.integers(near_HK.shape[1], size=size)]
     is_informed_P = (degree_P > 0) & (np.arange(size) < INFORMED * size)
     return one_P, np.where(is_informed_P, here.seat_RH[0, near_P], any_P)
 

@@ -11,7 +11,7 @@ their passes change. Pipelines are priced by a few paths through the schedule, e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,9 +60,12 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: T
     for one in crossings:
         one.add(draft, view, cuts)
     add_once_a_step(draft, view, cuts)
-    said_s = draft.flows().cost(np.arange(view.num_hosts))
-    draft.family(total_s(model.work, view.prices) - said_s)
-    return Linear(flows=draft.flows(), cuts=cuts)
+    draft.family(0.0)
+    flows = draft.flows()
+    # The last family, of one group, makes up for what the model leaves out here.
+    offset_G = flows.offset_G.copy()
+    offset_G[-1] = total_s(model.work, view.prices) - flows.cost(np.arange(view.num_hosts))
+    return Linear(flows=replace(flows, offset_G=offset_G), cuts=cuts)
 
 
 def _add_pipelines(draft: Draft, view: View, crossings: Sequence[Crossing], known: Tangents | None) -> Tangents:

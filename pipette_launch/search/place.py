@@ -158,6 +158,9 @@ def _start(
         rest = starts(layout, cluster, most=MANY_STARTS)[FEW_STARTS:] if seats.num_hosts > MANY_HOSTS else []
         others = best_of(rest, objective, bound_s) if rest else best
         return min(best, others, key=lambda one: one.cost_s)
+    if seats.num_hosts > MANY_HOSTS:
+        # A turn does not come to its end there, and goes on where the last stopped.
+        return best
     if turn % 2 == 0 and seats.num_hosts > 1:
         return best_of([shuffled(best.placement, seats.num_hosts, rng, share=KICKED)], objective, bound_s)
     candidates = starts(layout, cluster, most=MANY_STARTS)

@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.groups import rank_grid
-from pipette_launch.facts import Cluster, Layout, Links
+from pipette_launch.facts import Cluster, Layout
 from pipette_launch.search.seats import Placement, Seats, host_order
 from pipette_launch.search.tiers import Tiers, tiers_of
 
@@ -22,18 +21,12 @@ def starts(layout: Layout, cluster: Cluster, *, most: int) -> list[Placement]:
     """Give up to `most` different placements, host order first and the likelier ones before the others."""
     seats = Seats.of(cluster)
     found = {host_order(seats.num_slots): None}
-    for ranks_HD in _laid_out(layout, seats, _tiers(cluster.between_hosts)):
+    for ranks_HD in _laid_out(layout, seats, tiers_of(cluster.between_hosts)):
         if len(found) == most:
             break
         if seats.allows(ranks_HD):
             found[tuple(ranks_HD.ravel().tolist())] = None
     return list(found)
-
-
-@lru_cache(maxsize=4)
-def _tiers(links: Links) -> Tiers:
-    """Of one allocation, once for all layouts."""
-    return tiers_of(links)
 
 
 def _laid_out(layout: Layout, seats: Seats, tiers: Tiers) -> Iterator[Ints]:

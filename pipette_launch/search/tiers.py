@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,7 @@ class Tiers:
         return np.split(self.order_H, np.cumsum(sizes)[:-1])
 
 
+@lru_cache(maxsize=4)
 def tiers_of(links: Links) -> Tiers:
     """Cluster hosts by single linkage, and cut where the joints grow by the largest factors. O(H^2 log H).
 
@@ -71,6 +73,15 @@ def distances_s(links: Links) -> Floats:
     one_way_HH = np.asarray(links.latency_s) + TYPICAL_MESSAGE_BYTES * links.seconds_per_byte()
     symmetric: Floats = (one_way_HH + one_way_HH.T) / 2
     return symmetric
+
+
+@lru_cache(maxsize=4)
+def nearest(links: Links, count: int) -> Ints:
+    """Give up to `count` nearest hosts of each host, in no order: shape (H, count), or fewer where there are fewer."""
+    distance_HH = distances_s(links)
+    np.fill_diagonal(distance_HH, np.inf)
+    count = min(count, links.size - 1)
+    return np.argpartition(distance_HH, count - 1, axis=1)[:, :count]
 
 
 def _without_bad_hosts(distance_HH: Floats) -> Floats:

@@ -108,8 +108,10 @@ class View:
         """What a collective takes if a link between two hosts is its slowest (as `Fabric.seconds_G` has it)."""
         scale = self.model.fabric.scale(kind, size)
         per_byte = float(scale.bytes_factor[spans]) * size_bytes * chunk_share(kind, size)
-        step_HH = self.latency_s_HH * float(scale.latency_factor[spans]) + self.per_byte_s_HH * per_byte
-        seconds: Floats = num_steps(kind, size) * (step_HH + float(scale.extra_latency_s[spans]))
+        # In place: on many hosts each copy of the matrix takes longer than the arithmetic.
+        seconds: Floats = self.per_byte_s_HH * (num_steps(kind, size) * per_byte)
+        seconds += self.latency_s_HH * (num_steps(kind, size) * float(scale.latency_factor[spans]))
+        seconds += num_steps(kind, size) * float(scale.extra_latency_s[spans])
         return seconds
 
     def links(self, kind: Kind, ranks_GK: Ints) -> HostLinks:

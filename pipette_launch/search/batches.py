@@ -15,16 +15,14 @@ from pipette_launch.search.steps import Step
 ROWS, MOST_COPIES = 512, 4
 """Small problems are annealed several times side by side, so that a batch is worth its overhead."""
 PROPOSALS_PER_SEAT = 2
-INFORMED = 0.97
+INFORMED = 0.92
 """Part of the proposals that bring a seat near to one that it talks to."""
 FIRST_ROUND_PER_SEAT = 64
-HOT, HOTTEST, COLD = 0.05, 0.4, 0.006
+HOT, HOTTEST, COLD = 0.05, 0.4, 0.003
 """Temperatures of a round, in parts of the typical rise of an informed swap at the start; copies start apart."""
-SOFTEST, SOFTER, HARD = 0.3, 1.0, 0.01
-"""Softness of the families' maxima, in parts of how far the groups of a family lie apart at the start; copies start
-apart. A soft maximum that hardens leads swaps to the largest group, which few of them touch."""
-AS_WARM = 1 / 16
-"""Temperature beside a soft maximum, in parts of its softness."""
+SOFTNESS = 16.0
+"""Of the families' maxima, in temperatures. A soft maximum that hardens slowly leads swaps to the largest group, which
+few of them touch."""
 
 
 def walk(flows: Flows, start_Q: Ints, rng: np.random.Generator) -> Iterator[Step]:
@@ -37,18 +35,13 @@ def walk(flows: Flows, start_Q: Ints, rng: np.random.Generator) -> Iterator[Step
     size = PROPOSALS_PER_SEAT * flows.num_seats * copies
     best_Q, best_cost = start_Q, np.inf
     here = board.position(np.tile(start_Q, copies))
-    apart_s = _apart_s(flows, here)
-    scale = 0.0 if apart_s else _typical_rise(board, here, size, rng)
-    hot_R = np.geomspace(SOFTEST, SOFTER, MOST_COPIES) if apart_s else np.geomspace(HOT, HOTTEST, MOST_COPIES)
-    cold = HARD if apart_s else COLD
+    scale = _typical_rise(board, here, size, rng)
     batches = FIRST_ROUND_PER_SEAT // PROPOSALS_PER_SEAT
     while True:
+        hot_R = np.geomspace(HOT, HOTTEST, MOST_COPIES)[:copies]
         here = board.position(np.tile(best_Q, copies))
         for cooled in np.linspace(0.0, 1.0, batches):
-            part_R = hot_R[:copies] * (cold / hot_R[:copies]) ** cooled
-            softness_R = apart_s * part_R if apart_s else scale * part_R
-            temperature_R = AS_WARM * softness_R if apart_s else softness_R
-            here = _stepped(board, here, temperature_R, softness_R, size, rng)
+            here = _stepped(board, here, scale * hot_R * (COLD / hot_R) ** cooled, size, rng)
             least = int(np.argmin(here.cost_R))
             place_Q, cost = here.place_X.reshape(copies, -1)[least], float(here.cost_R[least])
             if cost < best_cost:
@@ -57,28 +50,18 @@ def walk(flows: Flows, start_Q: Ints, rng: np.random.Generator) -> Iterator[Step
         batches *= 2
 
 
-def _apart_s(flows: Flows, position: Position) -> float:
-    """How far the groups of a family lie apart, in seconds: 0 where every family is a sum."""
-    seconds_G = position.group_seconds_RG[0]
-    families = (seconds_G[flows.family_G == family] for family in range(int(flows.family_G.max()) + 1))
-    return max((float(np.std(seconds)) for seconds in families if len(seconds) > 1), default=0.0)
-
-
 def _typical_rise(board: Board, position: Position, size: int, rng: np.random.Generator) -> float:
     """Seconds that a swap for the worse costs; temperatures are parts of it, whatever the problem's scale."""
-    one_P, two_P = _proposals(board, position, size, rng)
-    fallback = max(float(position.cost_R[0]), 1e-300)
-    rise_P = board.rises(position, one_P, two_P, np.full(board.copies, 1e-3 * fallback))
+    # Of sums: most swaps do not touch the largest group of a family, and would seem to cost nothing.
+    rise_P = board.sums(position, *_proposals(board, position, size, rng))
     worse_P = rise_P[rise_P > 0]
-    return float(np.median(worse_P)) if len(worse_P) else fallback
+    return float(np.median(worse_P)) if len(worse_P) else max(float(position.cost_R[0]), 1e-300)
 
 
-def _stepped(
-    board: Board, here: Position, temperature_R: Floats, softness_R: Floats, size: int, rng: np.random.Generator
-) -> Position:
+def _stepped(board: Board, here: Position, temperature_R: Floats, size: int, rng: np.random.Generator) -> Position:
     """Propose, accept by Metropolis' rule, and make those swaps whose prices the others leave true."""
     one_P, two_P = _proposals(board, here, size, rng)
-    rise_P = board.rises(here, one_P, two_P, softness_R)
+    rise_P = board.rises(here, one_P, two_P, SOFTNESS * temperature_R)
     allowed_P = temperature_R[one_P // board.flows.num_seats] * rng.standard_exponential(size)
     accepted = np.flatnonzero((rise_P <= allowed_P) & (one_P != two_P))
     if not len(accepted):

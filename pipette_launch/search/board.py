@@ -102,6 +102,11 @@ class Board:
         groups_PS = np.concatenate([self._group_XS[one_P], self._group_XS[two_P]], axis=1)
         return soft_rises(self.flows.family_G, position.group_seconds_RG, groups_PS, terms_PS, softness_R)
 
+    def sums(self, position: Position, one_P: Ints, two_P: Ints) -> Floats:
+        """Seconds that each swap alone would add to all groups together."""
+        rise_P: Floats = self._terms(position, one_P, two_P).sum(axis=1)
+        return rise_P
+
     def _terms(self, position: Position, one_P: Ints, two_P: Ints) -> Floats:
         """What each flow of both seats, and their own seconds, would add: shape (P, S)."""
         count = len(one_P)

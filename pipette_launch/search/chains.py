@@ -11,7 +11,7 @@ import numpy as np
 from pipette_launch.search.flows import Floats, Flows, Ints
 from pipette_launch.search.steps import Step
 
-COPIES = 64
+COPIES = 32
 COLDEST, HOTTEST = 0.003, 0.3
 """Temperatures of the copies, in parts of what a typical move for the worse costs at the start."""
 EXCHANGE_EVERY = 8

@@ -284,7 +284,8 @@ def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str], 
     speed = measurements.cluster.slot_speed
 
     def median(group: Sequence[ComputeTime], seconds: Callable[[ComputeTime], float]) -> float:
-        return statistics.median(speed[time.slot] * seconds(time) for time in group)
+        scaled = [speed[time.slot] * seconds(time) for time in group]
+        return scaled[0] if len(scaled) == 1 else statistics.median(scaled)
 
     return {
         key: Passes(

@@ -28,7 +28,7 @@ class Samples:
     @property
     def median_s(self) -> float:
         """The value that stands for the rest."""
-        return statistics.median(self.values_s)
+        return self.values_s[0] if len(self.values_s) == 1 else statistics.median(self.values_s)
 
     @property
     def spread(self) -> float:

@@ -23,8 +23,10 @@ MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """So many layouts are placed further after each batch."""
 AFTER_PRICING = (8, 4, 2, 2)
-"""And so many in each round once all are priced."""
-RUNNERS_UP = 6
+AFTER_PRICING_MANY = (2, 1, 1)
+"""And so many in each round once all are priced; fewer on many slots, where a round is worth more and takes longer."""
+MANY_SLOTS = 128
+RUNNERS_UP = 4
 """So many that cannot win are priced all the same, and as many that need less memory: they are what to try next."""
 LEANER = 0.8
 """An alternative counts as needing less memory from this part of the need of the best."""
@@ -87,7 +89,7 @@ class Course:
             size = min(size + size // 2, MOST_AT_ONCE)
             if self._is_late():
                 break
-        for width in AFTER_PRICING:
+        for width in AFTER_PRICING if self._field.cluster.num_slots <= MANY_SLOTS else AFTER_PRICING_MANY:
             self._place(width)
         self._exhaust()
         self._price_runners_up()

@@ -110,3 +110,12 @@ def test_cuts_are_written(vpp: int, cut: tuple[int, ...], expected: str) -> None
     after = write_chunks(before, pp=2, vpp=vpp, chunks=cut, num_layers=8)
 
     assert " ".join([*SMALL, *expected.split()]) == " ".join(after.words)
+
+
+def test_uneven_cuts_place_the_depths_of_prediction() -> None:
+    """Megatron wants each depth named in a layout; they go where they lie without one, before the head."""
+    before = Arguments.parse([*SMALL, "--mtp-num-layers", "2"], "0.16.1")
+    after = write_chunks(before, pp=2, vpp=2, chunks=(1, 3, 3, 1), num_layers=8)
+
+    assert "Et|t*3|t*3|tmmL" == after.get("pipeline_model_parallel_layout")
+    assert (2, (1, 3, 3, 1)) == read_chunks(after, pp=2, num_layers=8)

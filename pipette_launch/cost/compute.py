@@ -247,7 +247,11 @@ def column_share(model: ModelSpec, *, moe: bool) -> float:
     gradients are summed (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
     """
     heads = model.num_attention_heads + 2 * model.num_query_groups
-    columns = [2.0 * model.hidden_size * heads * model.kv_channels]
+    if model.latent_attention:
+        # Two of them: up to the queries, and up to keys and values.
+        columns = [1.0 * model.latent_attention.up_weights(model.num_attention_heads)]
+    else:
+        columns = [2.0 * model.hidden_size * heads * model.kv_channels]
     if not moe:
         columns.append(2.0 * model.hidden_size * model.ffn_hidden_size * (2 if model.gated_linear_unit else 1))
     return statistics.mean(columns) / model.forward_flops_per_token(moe=moe)
@@ -267,7 +271,9 @@ def attention_core_share(model: ModelSpec, *, moe: bool = False) -> float:
 
 def _module_flops(model: ModelSpec, *, moe: bool) -> dict[str, float]:
     """Forward FLOPs for each token, 2 for each weight (Narayanan et al. 2021, appendix)."""
-    core = {"core_attn": 4.0 * model.seq_length * model.num_attention_heads * model.kv_channels}
+    core = {"core_attn": model.core_flops_per_token}
+    if model.latent_attention:
+        core["mla_up_proj"] = 2.0 * model.latent_attention.up_weights(model.num_attention_heads)
     if not moe:
         return core | {"mlp": 2.0 * model.mlp_parameters()}
     shared_width = model.moe_shared_expert_intermediate_size

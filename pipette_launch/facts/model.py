@@ -39,6 +39,17 @@ class LatentAttention:
         """Channels of one head's query, and of its key."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
+    def up_weights(self, heads: int) -> int:
+        """Weights of the projections from the latents to the heads: what `mla_up_proj` recomputes."""
+        query = (self.q_lora_rank or 0) * heads * self.query_channels
+        return query + self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim)
+
+    def weights(self, hidden_size: int, heads: int) -> int:
+        """Weights of one layer's attention: down to the latents, up to the heads, and the output projection."""
+        query = self.q_lora_rank or heads * self.query_channels
+        down = hidden_size * (query + self.kv_lora_rank + self.qk_pos_emb_head_dim)
+        return down + self.up_weights(heads) + heads * self.v_head_dim * hidden_size
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
@@ -151,7 +162,9 @@ class ModelSpec:
 
         Narayanan et al. 2021 (PTD-P), appendix: projections 2 per weight, attention scores and context 4*s*a*d.
         """
-        matrices = self.attention_parameters()
+        latent = self.latent_attention
+        heads = self.num_attention_heads
+        matrices = latent.weights(self.hidden_size, heads) if latent else self.attention_parameters()
         if moe:
             matrices += self.moe_router_topk * self.mlp_parameters(self.moe_ffn_hidden_size)
             matrices += self.hidden_size * (self.num_experts or 0)
@@ -159,4 +172,11 @@ class ModelSpec:
                 matrices += self.mlp_parameters(self.moe_shared_expert_intermediate_size)
         else:
             matrices += self.mlp_parameters()
-        return 2.0 * matrices + 4.0 * self.seq_length * self.num_attention_heads * self.kv_channels
+        return 2.0 * matrices + self.core_flops_per_token
+
+    @property
+    def core_flops_per_token(self) -> float:
+        """The part of `forward_flops_per_token` that is attention scores and context."""
+        latent = self.latent_attention
+        channels = latent.query_channels + latent.v_head_dim if latent else 2 * self.kv_channels
+        return 2.0 * self.seq_length * self.num_attention_heads * channels

@@ -167,10 +167,10 @@ def module_sets(job: Job) -> Iterator[Recompute]:
     layer contains that of its activation and of the shared experts.
     """
     model, chosen = job.model, list[str]()
-    for module in (*cheap_modules(model), *(("shared_experts",) if model.moe_shared_expert_intermediate_size else ())):
+    for module in (*cheap_modules(job), *(("shared_experts",) if model.moe_shared_expert_intermediate_size else ())):
         chosen.append(module)
         yield Recompute(granularity="selective", modules=tuple(chosen))
-    light = [module for module in chosen if module in ("layernorm", "core_attn")]
+    light = [module for module in chosen if module in ("layernorm", "core_attn", "mla_up_proj")]
     if not all(model.moe_layer_freq or (0,)) and not model.add_bias_linear:
         light.append("mlp")
         yield Recompute(granularity="selective", modules=tuple(light))
@@ -178,15 +178,18 @@ def module_sets(job: Job) -> Iterator[Recompute]:
         yield Recompute(granularity="selective", modules=(*light, "moe"))
 
 
-def cheap_modules(model: ModelSpec) -> Iterator[str]:
-    """Modules that are recomputed in hardly any time, and free something."""
+def cheap_modules(job: Job) -> Iterator[str]:
+    """Modules that are recomputed in little time, and free something."""
+    model = job.model
     if model.transformer_impl == "transformer_engine" and (model.num_experts or model.latent_attention):
         # Elsewhere Transformer Engine has the norms inside the matrices.
         yield "layernorm"
     if selective_recompute_matters(model):
         yield "core_attn"
-    if model.transformer_impl == "transformer_engine" and model.num_experts:
+    if model.transformer_impl == "transformer_engine" and model.num_experts and job.has_flag("--moe-grouped-gemm"):
         yield "moe_act"
+    if model.transformer_impl == "transformer_engine" and model.latent_attention:
+        yield "mla_up_proj"
 
 
 def selective_recompute_matters(model: ModelSpec) -> bool:

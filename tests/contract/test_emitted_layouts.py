@@ -24,7 +24,7 @@ from pipette_launch.search.rules import Rules
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 WORLD_SIZE = 16
-SAMPLES = 40
+SAMPLES = 25
 BASE = (
     "--hidden-size 256 --num-attention-heads 8 --seq-length 128 --max-position-embeddings 128 --vocab-size 1000 "
     "--tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 48 --train-iters 10 --lr 1e-4 --bf16 "

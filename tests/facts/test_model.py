@@ -6,6 +6,7 @@ import pytest
 from facts_for_tests import tiny_model
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.model import LatentAttention
 
 
 def llama_7b() -> object:
@@ -47,6 +48,18 @@ def test_flops_are_two_for_each_weight_and_the_scores() -> None:
     model = tiny_model(add_bias_linear=False)
 
     assert 2 * 12 * 64**2 + 4 * 32 * 64 == model.forward_flops_per_token()
+
+
+def test_latent_attention_has_flops_of_its_own() -> None:
+    """DeepSeek-V3: 187.1 million weights in each layer's attention (2412.19437), and scores over 192 + 128 channels."""
+    latent = LatentAttention(
+        q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128
+    )
+    model = tiny_model(hidden_size=7168, num_attention_heads=128, latent_attention=latent, add_bias_linear=False)
+
+    assert 187_105_280 == latent.weights(7168, 128)
+    assert 2 * 32 * 128 * (192 + 128) == model.core_flops_per_token
+    assert 2 * (187_105_280 + model.mlp_parameters()) + model.core_flops_per_token == model.forward_flops_per_token()
 
 
 @pytest.mark.parametrize(("tp", "rows"), [(1, 256), (2, 256), (4, 512)])

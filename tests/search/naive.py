@@ -175,12 +175,16 @@ def recomputes(job: Job, cut: Layout) -> Iterator[Recompute]:
             yield Recompute(granularity="full", method="uniform", num_layers=size)
     norms = ["layernorm"] if uses_te and (model.num_experts or model.latent_attention) else []
     core = [] if uses_te else ["core_attn"]
-    acts = ["moe_act"] if uses_te and model.num_experts else []
+    grouped = "--moe-grouped-gemm" in job.performance_flags
+    acts = ["moe_act"] if uses_te and model.num_experts and grouped else []
+    ups = ["mla_up_proj"] if uses_te and model.latent_attention else []
     shared = ["shared_experts"] if model.moe_shared_expert_intermediate_size else []
     has_dense = not model.num_experts or 0 in model.moe_layer_freq
     mlp = ["mlp"] if has_dense and not model.add_bias_linear else []
     experts = ["moe"] if model.num_experts else []
-    growing = [norms, norms + core, norms + core + acts, norms + core + acts + shared, norms + core + mlp]
-    for modules in {tuple(names) for names in [*growing, norms + core + mlp + experts] if names}:
-        if "moe_act" not in modules or "--moe-grouped-gemm" in job.performance_flags:
-            yield Recompute(granularity="selective", modules=modules)
+    light = norms + core + ups
+    cheap = norms + core + acts + ups
+    growing = [norms, norms + core, norms + core + acts, cheap, cheap + shared]
+    growing += [light + mlp] * bool(mlp) + [light + mlp + experts] * bool(experts)
+    for modules in {tuple(names) for names in growing if names}:
+        yield Recompute(granularity="selective", modules=modules)

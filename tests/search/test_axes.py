@@ -131,12 +131,12 @@ def test_virtual_stages() -> None:
         ),
         (
             {"transformer_impl": "transformer_engine", "latent_attention": LATENT, "add_bias_linear": False},
-            [("layernorm",), ("layernorm", "mlp")],
+            [("layernorm",), ("layernorm", "mla_up_proj"), ("layernorm", "mla_up_proj", "mlp")],
         ),
     ],
 )
 def test_modules_grow_from_cheap_to_dear(changes: dict[str, object], expected: list[tuple[str, ...]]) -> None:
     """Only modules that exist, free something and can be priced; no `mlp` with biases, on which Megatron hangs."""
-    job = tiny_job(4, model=tiny_model(**changes))
+    job = tiny_job(4, model=tiny_model(**changes), performance_flags=("--moe-grouped-gemm",))
 
     assert expected == [recompute.modules for recompute in module_sets(job)]

@@ -51,8 +51,8 @@ def conditions(setting: Setting, *, is_plain: bool) -> Iterator[str]:
         f"Pipette we give the distributed optimizer and overlap flags that are fastest for them among those that fit."
     )
     yield (
-        "- Varuna takes the largest micro-batch that fits, which at this global batch leaves few of them (its authors "
-        "ran 8192); `varuna-any-size` tries every one that fits. `varuna` ranks by its own order of passes, the "
+        "- Varuna takes the largest micro-batch that fits, which at this global batch leaves few of "
+        "them; `varuna-any-size` tries every one that fits. `varuna` ranks by its own order of passes, the "
         "others by 1F1B; what runs is Megatron's 1F1B with full recompute."
     )
     yield (

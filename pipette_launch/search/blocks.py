@@ -22,10 +22,11 @@ FEW_HOSTS = 6
 """Up to so many, all orders of hosts (720 of six) are priced by the step time itself."""
 TEMPERED_HOSTS = 40
 TEMPERED_MOVES = 2_560
-STEPS = 50
-"""Batches of proposals of a descent."""
-TURNS = ((40, 3), (256, 2))
-"""Up to so many hosts, so often the step time is modelled, each time at the best placement of the last; else once."""
+MANY_HOSTS = 64
+STEPS, MORE_STEPS = 30, 50
+"""Batches of proposals of a descent, and on many hosts."""
+TURNS = 3
+"""How often the step time is modelled at most, each time at the best placement of the last."""
 NEAR = 16
 """Near places that a seat may be brought to."""
 WORTH = 1e-6
@@ -53,7 +54,7 @@ def rearranged(
     chance = np.random.default_rng(rng.getrandbits(64))
     known = None
     near_HK = nearest(model.fabric.cluster.between_hosts, NEAR)
-    for _ in range(next((turns for hosts, turns in TURNS if num_hosts <= hosts), 1)):
+    for _ in range(TURNS):
         if clock() >= deadline_s or best.is_optimal:
             break
         linear = linearise(model, np.array(best.placement), known=known)
@@ -65,6 +66,9 @@ def rearranged(
         cost_s = model.cost(placement)
         if cost_s < best.cost_s:
             best = Placed(placement=placement, cost_s=cost_s, is_optimal=meets(cost_s, bound_s))
+            if num_hosts > MANY_HOSTS:
+                # One such turn is a round's work there.
+                break
         else:
             # What the model did not know of the place that it liked.
             known = linearise(model, np.array(placement), known=known).cuts
@@ -79,7 +83,7 @@ def _settled(
         flows,
         np.arange(flows.num_seats),
         near_HK=near_HK,
-        steps=STEPS,
+        steps=MORE_STEPS if flows.num_seats > MANY_HOSTS else STEPS,
         rng=rng,
         clock=clock,
         deadline_s=deadline_s,

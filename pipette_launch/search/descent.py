@@ -16,6 +16,8 @@ PROPOSALS_PER_SEAT = 2
 FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 1024
 SOFTEST, HARDEST = 0.05, 0.002
 """Softness of the families' maxima at first and at last, in parts of what parts their largest from typical groups."""
+PATIENCE = 8
+"""Batches without a swap for the better, after which no more is tried."""
 INFORMED = 0.5
 """Part of the proposals that bring a seat near to one that it talks to; the others take any place."""
 
@@ -50,24 +52,29 @@ def descend(
     here = board.position(np.array(place_Q, dtype=np.int64))
     best_Q, best_cost = here.place_X, float(here.cost_R[0])
     scale = _spread(flows, here)
-    priced = 0
+    priced = idle = 0
     for softness in np.geomspace(SOFTEST, HARDEST, steps) if scale > 0 else ():
-        if clock() >= deadline_s:
+        if clock() >= deadline_s or idle >= PATIENCE:
             break
         one_P, two_P = _proposals(board, here, near_HK, softness * scale, rng)
         priced += len(one_P)
         rise_P = board.rises(here, one_P, two_P, np.array([softness * scale]))
         better = np.flatnonzero((rise_P < 0) & (one_P != two_P))
-        if not len(better):
-            continue
-        better = better[np.argsort(rise_P[better], kind="stable")]
-        made = better[_apart(board, one_P[better], two_P[better])]
-        place_X = here.place_X.copy()
-        place_X[one_P[made]], place_X[two_P[made]] = here.place_X[two_P[made]], here.place_X[one_P[made]]
-        here = board.position(place_X)
+        idle = 0 if len(better) else idle + 1
+        if not idle:
+            here = _swapped(board, here, one_P[better], two_P[better], rise_P[better])
         if here.cost_R[0] < best_cost:
             best_Q, best_cost = here.place_X, float(here.cost_R[0])
     return Settled(place_Q=best_Q, cost=flows.cost(best_Q), moves=priced)
+
+
+def _swapped(board: Board, here: Position, one_A: Ints, two_A: Ints, rise_A: Floats) -> Position:
+    """Make the swaps that do not meet a better one."""
+    order = np.argsort(rise_A, kind="stable")
+    made = order[_apart(board, one_A[order], two_A[order])]
+    place_X = here.place_X.copy()
+    place_X[one_A[made]], place_X[two_A[made]] = here.place_X[two_A[made]], here.place_X[one_A[made]]
+    return board.position(place_X)
 
 
 def _spread(flows: Flows, here: Position) -> float:

@@ -29,7 +29,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MOST_CUTS = 8
-MOST_FLOWS = 12_000
+MOST_FLOWS = 10_000
 """Of all pipelines and cuts together: fewer cuts are made where there are many pipelines."""
 
 

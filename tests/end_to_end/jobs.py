@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent.parent
 TRAINER = ROOT / "examples" / "pretrain_gpt.py"
 ECHO = Path(__file__).parent / "echo.py"
+WITHOUT_WARMUP = ":".join(map(str, (Path(__file__).parent / "stand_ins", ROOT, ROOT / "patches", ROOT / "tests")))
+"""PYTHONPATH of a job whose warm-up is written down instead of measured."""
 HOST = "here"
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

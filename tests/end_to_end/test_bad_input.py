@@ -65,9 +65,9 @@ def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None, expected:
     if content is not None:
         path.write_text(content)
 
-    done = pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", ECHO, *ONE_STEP)
+    done = pipette(tmp_path, "--nproc-per-node=1", f"--pipette-plan={path}", ECHO, *ONE_STEP)
 
-    assert trained_as_torchrun(done, 2, ONE_STEP), done.err
+    assert trained_as_torchrun(done, 1, ONE_STEP), done.err
     assert "mine.json" in done.err
     assert expected in done.err
 
@@ -133,9 +133,8 @@ def test_an_unwritable_cache_is_said_once(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
 
-    done = pipette(
-        tmp_path, "--nproc-per-node=1", "--pipette-budget=5", f"--pipette-cache={blocked / 'x'}", ECHO, *ONE_STEP
-    )
+    words = ["--nproc-per-node=1", f"--pipette-cache={blocked / 'x'}", ECHO, *ONE_STEP]
+    done = pipette(tmp_path, *words, PYTHONPATH=jobs.WITHOUT_WARMUP)
 
     assert 0 == done.code, done.err
     assert "cannot be written" in done.err
@@ -144,13 +143,13 @@ def test_an_unwritable_cache_is_said_once(tmp_path: Path) -> None:
 
 def test_a_damaged_cache_is_measured_anew(tmp_path: Path) -> None:
     """A cached plan that cannot be read is named and replaced."""
-    words = ["--nproc-per-node=1", "--pipette-budget=5", ECHO, *ONE_STEP]
-    first = pipette(tmp_path, *words)
+    words = ["--nproc-per-node=1", ECHO, *ONE_STEP]
+    first = pipette(tmp_path, *words, PYTHONPATH=jobs.WITHOUT_WARMUP)
     (path,) = (tmp_path / "cache").glob("pipette-launch/*/plan.json")
     whole = path.read_text()
     path.write_text(whole[:100])
 
-    second = pipette(tmp_path, *words)
+    second = pipette(tmp_path, *words, PYTHONPATH=jobs.WITHOUT_WARMUP)
 
     assert (0, 0) == (first.code, second.code), second.err
     assert "the cached plan cannot be used, so the machines are measured anew" in second.err

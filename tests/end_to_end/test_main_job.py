@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from end_to_end import jobs
-from end_to_end.jobs import MODEL, TRAINER, finish, pipette, plan, plan_file, start, torchrun
+from end_to_end.jobs import MODEL, TRAINER, Done, finish, pipette, plan, plan_file, start, torchrun
 
 from pipette_launch import megatron
 from pipette_launch.facts import Layout, Plan, files
@@ -30,13 +30,27 @@ def planned_arguments(made: Plan, arguments: list[str], world_size: int) -> list
     return list(megatron.write_arguments(arguments, job=job, layout=made.chosen.layout))
 
 
+def from_nothing(folder: Path, nproc: int) -> Done:
+    """A job that measures, plans and trains."""
+    return pipette(folder, f"--nproc-per-node={nproc}", "--pipette-budget=20", TRAINER, *MODEL, *STEPS)
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """Such a job on two slots, and the folder that holds its cache."""
+    folder = tmp_path_factory.mktemp("on_two")
+    return folder, from_nothing(folder, 2)
+
+
 @pytest.mark.parametrize("nproc", [1, 2, 4])
-def test_measures_plans_and_trains_as_torchrun_would(tmp_path: Path, nproc: int) -> None:
+def test_measures_plans_and_trains_as_torchrun_would(
+    tmp_path: Path, nproc: int, request: pytest.FixtureRequest
+) -> None:
     """From nothing to a trained model, with the losses of torchrun's run of the same layout to the printed digit."""
-    done = pipette(tmp_path, f"--nproc-per-node={nproc}", "--pipette-budget=20", TRAINER, *MODEL, *STEPS)
+    folder, done = request.getfixturevalue("on_two") if nproc == 2 else (tmp_path, from_nothing(tmp_path, nproc))
 
     assert 0 == done.code, done.err
-    made = made_plan(tmp_path)
+    made = made_plan(folder)
     by_hand = torchrun(
         tmp_path, f"--nproc-per-node={nproc}", TRAINER, *planned_arguments(made, [*MODEL, *STEPS], nproc)
     )
@@ -45,18 +59,17 @@ def test_measures_plans_and_trains_as_torchrun_would(tmp_path: Path, nproc: int)
     assert made.chosen.layout.words() in done.err
 
 
-def test_the_second_start_skips_the_warmup(tmp_path: Path) -> None:
+def test_the_second_start_skips_the_warmup(on_two: tuple[Path, Done]) -> None:
     """A cached plan is used as it is, and twenty iterations leave an outcome."""
-    first = pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=10", "--pipette-dry-run", TRAINER, *MODEL, *STEPS)
-    second = pipette(tmp_path, "--nproc-per-node=2", TRAINER, *MODEL, "--train-iters", "21")
+    folder, first = on_two
+    second = pipette(folder, "--nproc-per-node=2", TRAINER, *MODEL, "--train-iters", "21")
 
     assert (0, 0) == (first.code, second.code), first.err + second.err
-    assert [] == first.losses
     assert "measuring" in first.err
     assert "measuring" not in second.err
-    (path,) = (tmp_path / "cache").glob("pipette-launch/*/outcome.json")
+    (path,) = (folder / "cache").glob("pipette-launch/*/outcome.json")
     outcome = files.read(path, Outcome)
-    assert made_plan(tmp_path).provenance.key == outcome.key
+    assert made_plan(folder).provenance.key == outcome.key
     assert [loss for _, loss in second.losses[:20]] == list(outcome.losses)
 
 

@@ -17,16 +17,14 @@ from pipette_launch.search.solve import SolveOptions, solve
 
 pytestmark = pytest.mark.processes
 SLOTS = 2
-SHARED = Path(__file__).parent / "shared"
 WORDS = [*MODEL, "--train-iters", "1"]
 
 
 def two_nodes(folder: Path, *, second: dict[str, str], **env: str) -> list[Done]:
     """A job that only plans, on two nodes of two slots whose warm-up takes no time."""
-    path = f"{SHARED}:{jobs.ROOT}:{jobs.ROOT / 'patches'}:{jobs.ROOT / 'tests'}"
     flags = ["--nnodes=2", f"--nproc-per-node={SLOTS}", "--rdzv-backend=c10d", "--pipette-dry-run"]
     flags += [f"--rdzv-endpoint=localhost:{jobs.free_port()}", "--pipette-budget=200"]
-    env |= {"PYTHONPATH": path, "HELPERS": str(2 * processes_of(SLOTS) - 1)}
+    env |= {"PYTHONPATH": jobs.WITHOUT_WARMUP, "HELPERS": str(2 * processes_of(SLOTS) - 1)}
     agents = [start(folder, [*flags, ECHO, *WORDS], **env, **more) for more in ({}, second)]
     return [finish(agent) for agent in agents]
 
@@ -44,7 +42,8 @@ def plan_alone(folder: Path) -> tuple[Plan, Plan]:
         clock=time.monotonic,
         provenance=together.provenance,
     )
-    return replace(together, solve_s=0.0), replace(alone, solve_s=0.0)
+    # What the launcher adds to a plan of `solve` is not the search's.
+    return replace(together, solve_s=0.0), replace(alone, solve_s=0.0, setting=together.setting)
 
 
 def test_two_nodes_share_a_search(tmp_path: Path) -> None:
@@ -52,6 +51,7 @@ def test_two_nodes_share_a_search(tmp_path: Path) -> None:
     done = two_nodes(tmp_path, second={})
 
     assert [0, 0] == [one.code for one in done], done[0].err + done[1].err
+    assert [{}, {}] == [one.workers for one in done]
     each = processes_of(SLOTS)
     (words,) = [line for one in done for line in one.err.splitlines() if "shared" in line]
     assert f"the search was shared by {2 * each} processes: {each} on this node, {each} on node 1" in words

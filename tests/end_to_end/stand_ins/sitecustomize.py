@@ -1,7 +1,7 @@
-"""On the path of a job's processes: the warm-up is written down instead of measured, and nobody starts without help.
+"""On the path of a job's processes, for tests that are not about measuring: the warm-up is written down instead.
 
-A worker of the warm-up needs no torch so, and the search waits for all its helpers, which it otherwise never does: a
-test must not depend on how fast a process starts.
+Its workers then need no torch. With HELPERS the search waits for as many helping processes, which it otherwise never
+does: a test must not depend on how fast a process starts.
 """
 
 import os
@@ -23,7 +23,7 @@ if "pipette_launch.probe.run" in sys.orig_argv:
         files.write(Path(asked.output), tiny_measurements(cluster, asked.cases))
     os._exit(0)
 
-if "pipette_launch" in sys.orig_argv:
+if "pipette_launch" in sys.orig_argv and "HELPERS" in os.environ:
     from pipette_launch.agent.conductor import Helper
     from pipette_launch.launch import crew, planning
 

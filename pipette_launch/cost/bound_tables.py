@@ -16,6 +16,7 @@ from pipette_launch.cost.bound_exchanges import ExchangeTable
 from pipette_launch.cost.collectives import Fabric, Kind
 from pipette_launch.cost.compute import ComputeTable, Passes, case_of
 from pipette_launch.cost.layout_columns import LayoutColumns, codes_of
+from pipette_launch.cost.memo import Memo
 from pipette_launch.cost.optimizer import gradient_bytes_per_parameter
 from pipette_launch.cost.parameters import unit_parameters, word_embedding_parameters
 from pipette_launch.cost.traffic import LayerCounts
@@ -29,6 +30,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 NUM_PARTS = 6
 """X."""
+_PARTS: Memo[Ints] = Memo()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,12 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
 
 
 def _parts_SX(job: Job, layout: Layout) -> Ints:
+    """Count the parts of every chunk; most cuts come again with every degree and micro-batch."""
+    key = (job.model, layout.chunk_layers(job.model.num_layers), layout.recompute)
+    return _PARTS.get(key, lambda: _counted_SX(job, layout))
+
+
+def _counted_SX(job: Job, layout: Layout) -> Ints:
     counts = LayerCounts.of(job, layout)
     attention, again, moe, moe_again = (
         np.array(each) for each in (counts.attention, counts.attention_again, counts.moe, counts.moe_again)

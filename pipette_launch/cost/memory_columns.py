@@ -10,6 +10,7 @@ these depend on; numpy spreads the figures over the stages of all layouts.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from pipette_launch.cost.dummy_gradients import dummy_gradient_bytes
 from pipette_launch.cost.fp8_weights import fp8_weight_bytes
 from pipette_launch.cost.layout_columns import Field, Ints, LayoutColumns
 from pipette_launch.cost.live_columns import LAYER, Stages, chunk_bytes, input_bytes, is_uniform_or_block, live_bytes
+from pipette_launch.cost.memo import Memo
 from pipette_launch.cost.memory import MemoryParts, shared_buffer_bytes
 from pipette_launch.cost.optimizer import (
     gradient_bytes_per_parameter,
@@ -34,6 +36,10 @@ _PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_ch
 """What the parameters of a stage depend on."""
 _SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
 """What their optimizer states depend on besides."""
+
+# A search asks in many batches, of which most share these.
+_LAYERS: Memo[tuple[int, ...]] = Memo()
+_COUNTS: Memo[list[tuple[int, int, int]]] = Memo()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,33 +119,6 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
 def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
     """Columns of N that a layer's key decides."""
     groups = layouts.groups(*LAYER)
-    model = job.model
-    kinds = sorted({bool(kind) for kind in model.moe_layer_freq}) or [False]
-    has_experts = bool(model.num_experts)
-
-    def figures(layout: Layout) -> tuple[int, ...]:
-        units = [activations.layer_activations(job, layout, moe=moe) for moe in kinds]
-        modules = activations.recompute_modules(layout)
-        is_full = layout.recompute.granularity == "full"
-        mask = ends.attention_mask_bytes(job, layout)
-        return (
-            activations.kept_bytes(job, layout, moe=False),
-            activations.kept_bytes(job, layout, moe=has_experts),
-            activations.stream_bytes(job, layout),
-            activations.prediction_bytes(job, layout),
-            max(unit.recomputed(modules, moe=moe) for unit, moe in zip(units, kinds, strict=True)),
-            max(unit.total for unit in units),
-            max(activations.backward_bytes(job, layout, moe=moe) for moe in kinds),
-            ends.embedding_bytes(job, layout),
-            0 if is_full else mask,
-            mask if is_full else 0,
-            ends.head_bytes(job, layout),
-            shared_buffer_bytes(job, layout, layout.pp - 1),
-            shared_buffer_bytes(job, layout, layout.pp - 2),
-            dummy_gradient_bytes(job, layout, has_head=True),
-            dummy_gradient_bytes(job, layout, has_head=False),
-        )
-
     names = (
         "dense",
         "moe",
@@ -157,9 +136,48 @@ def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
         "dummies_last",
         "dummies",
     )
-    table = np.array([figures(layouts.layout(int(row))) for row in groups.first_U], dtype=np.int64)
+    chosen = [layouts.layout(int(row)) for row in groups.first_U]
+    figures = [_LAYERS.get((job, _key(layout, LAYER)), partial(_layer_figures, job, layout)) for layout in chosen]
+    table = np.array(figures, dtype=np.int64)
     columns = table.reshape(-1, len(names)).T[:, groups.group_N]
     return dict(zip(names, columns, strict=True))
+
+
+def _layer_figures(job: Job, layout: Layout) -> tuple[int, ...]:
+    """What `_by_layer` tells of one group of layouts, in its order."""
+    model = job.model
+    kinds = sorted({bool(kind) for kind in model.moe_layer_freq}) or [False]
+    units = [activations.layer_activations(job, layout, moe=moe) for moe in kinds]
+    modules = activations.recompute_modules(layout)
+    is_full = layout.recompute.granularity == "full"
+    mask = ends.attention_mask_bytes(job, layout)
+    return (
+        activations.kept_bytes(job, layout, moe=False),
+        activations.kept_bytes(job, layout, moe=bool(model.num_experts)),
+        activations.stream_bytes(job, layout),
+        activations.prediction_bytes(job, layout),
+        max(unit.recomputed(modules, moe=moe) for unit, moe in zip(units, kinds, strict=True)),
+        max(unit.total for unit in units),
+        max(activations.backward_bytes(job, layout, moe=moe) for moe in kinds),
+        ends.embedding_bytes(job, layout),
+        0 if is_full else mask,
+        mask if is_full else 0,
+        ends.head_bytes(job, layout),
+        shared_buffer_bytes(job, layout, layout.pp - 1),
+        shared_buffer_bytes(job, layout, layout.pp - 2),
+        dummy_gradient_bytes(job, layout, has_head=True),
+        dummy_gradient_bytes(job, layout, has_head=False),
+    )
+
+
+def _key(layout: Layout, fields_: tuple[Field, ...]) -> tuple[object, ...]:
+    return tuple(getattr(layout, name) for name in fields_)
+
+
+def _stage_counts(job: Job, layout: Layout) -> list[tuple[int, int, int]]:
+    """Dense and expert parameters of each stage, and bytes of its FP8 copies."""
+    counts, copies = stage_parameters(job.model, layout), fp8_weight_bytes(job, layout)
+    return [(each.dense, each.expert, copy) for each, copy in zip(counts, copies, strict=True)]
 
 
 def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> dict[str, Ints]:
@@ -170,9 +188,7 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> dict[str, Ints]
     for row in cut.first_U:
         layout = layouts.layout(int(row))
         starts.append(len(counts_C3))
-        stage_counts = stage_parameters(job.model, layout)
-        copies = fp8_weight_bytes(job, layout)
-        counts_C3 += [(each.dense, each.expert, copy) for each, copy in zip(stage_counts, copies, strict=True)]
+        counts_C3 += _COUNTS.get((job, _key(layout, _PARAMETERS)), partial(_stage_counts, job, layout))
     table = np.array(counts_C3, dtype=np.int64).reshape(-1, 3)
     starts_N = np.array(starts, dtype=np.int64)[cut.group_N]
     groups = layouts.groups(*_PARAMETERS, *_SHARDS)

@@ -186,7 +186,7 @@ def report(*, quick: bool) -> Iterator[str]:
         "as other processes shared the cores and slowed each other."
     )
     tables = (
-        pipette_table(range(1 if quick else 5), 1.0 if quick else 10.0),
+        pipette_table(range(1 if quick else 3), 1.0 if quick else 10.0),
         fabric_table(SIZES[:2] if quick else SIZES + SIZES_TOO, range(1 if quick else 3), long=LONG),
         small_table(20 if quick else INSTANCES),
     )

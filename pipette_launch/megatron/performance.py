@@ -35,6 +35,8 @@ DESTS = frozenset(
         "deterministic_mode",
         "distribute_saved_activations",
         "enable_cuda_graph",
+        "eval_global_batch_size",
+        "eval_micro_batch_size",
         "exp_avg_dtype",
         "exp_avg_sq_dtype",
         "external_cuda_graph",

@@ -85,7 +85,7 @@ class Rules(Terms):
 
     def batch_fault(self, dp: int, micro_batch_size: int) -> str | None:
         """Check the micro-batches of one step against the global batch and its ramp-up."""
-        return next(self._batch_faults(micro_batch_size * dp), None)
+        return next(self._batch_faults(dp, micro_batch_size), None)
 
     def schedule_fault(self, pp: int, vpp: int, group_size: int, num_microbatches: int) -> str | None:
         """Check that there are enough micro-batches for interleaving (schedules.py:996-1019)."""
@@ -213,9 +213,14 @@ class Rules(Terms):
         if vpp == 1 and "--overlap-param-gather-with-optimizer-step" in self.flags:
             yield "--overlap-param-gather-with-optimizer-step needs virtual stages"
 
-    def _batch_faults(self, samples: int) -> Iterator[str]:
-        batch_size = self.job.batch.global_batch_size
+    def _batch_faults(self, dp: int, micro_batch_size: int) -> Iterator[str]:
+        batch_size, samples = self.job.batch.global_batch_size, micro_batch_size * dp
         if batch_size % samples:
             yield f"micro_batch_size*dp does not divide global_batch_size={batch_size}"
         if any(int(size) % samples for size in self.flags.get("--rampup-batch-size", ())[:2]):
             yield "micro_batch_size*dp does not divide every --rampup-batch-size"
+        # From core_v0.18.0 on; without their flags both are as in training.
+        evaluated = int(self.flags.get("--eval-global-batch-size", (str(batch_size),))[0])
+        at_once = int(self.flags.get("--eval-micro-batch-size", (str(micro_batch_size),))[0])
+        if evaluated % (at_once * dp):
+            yield "dp does not divide the micro-batches of --eval-global-batch-size"

@@ -151,6 +151,8 @@ def test_query_groups_were_never_replicated_before_016() -> None:
         ("--no-overlap-p2p-communication", lambda layout: layout.vpp == 1 or layout.pp > 2),
         ("--padded-vocab-size 258", lambda layout: layout.tp <= 2),
         ("--rampup-batch-size 2 2 100", lambda layout: 2 % (layout.micro_batch_size * layout.dp) == 0),
+        ("--eval-global-batch-size 2", lambda layout: 2 % (layout.micro_batch_size * layout.dp) == 0),
+        ("--eval-micro-batch-size 4", lambda layout: 8 % (4 * layout.dp) == 0),
         ("--use-precision-aware-optimizer", lambda layout: layout.use_distributed_optimizer),
         ("--defer-embedding-wgrad-compute", lambda layout: layout.pp > 1),
         ("--cpu-offloading-num-layers 1", lambda layout: layout.pp == 1 and layout.recompute == NO_RECOMPUTE),

@@ -13,7 +13,7 @@ from pipette_launch.search.flows import Floats, Flows, Ints
 from pipette_launch.search.swaps import Settled
 
 PROPOSALS_PER_SEAT = 2
-FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 1024
+FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 2048
 SOFTEST, HARDEST = 0.05, 0.002
 """Softness of the families' maxima at first and at last, in parts of what parts their largest from typical groups."""
 PATIENCE = 8

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.placed import PlacementCost
-from pipette_launch.search.bound_links import cheapest_between, cuts, partitions
+from pipette_launch.search.bound_links import cheapest_between, cuts, partitions, returning_cuts
 from pipette_launch.search.bound_rings import Places, Ring, Tour, best_hops, exchange_tours, rings_of
 from pipette_launch.search.bound_trials import Trials, side_by_side
 from pipette_launch.units import rate_text
@@ -239,30 +239,25 @@ class Arguments:
                 trials.append(self._mean.times(self._pp))
                 self._add_ring(trials[0], dense, cross_s, has_best=dense.tour.leaves_places)
             if longest and fits.sum() >= self._pp:
-                trials += self._with_parts(part_H, cuts(self._pp, longest, most=_CUTS))
+                trials += self._with_parts(part_H, longest)
             what = "rings or pipelines" if dense else "pipelines"
             words = f"{what} cross between parts of the cluster, where no link is better than "
             best = self._link_words(dense.tour, cross_s) if dense else self._best_link(send_s_HH, cross_s)
             yield Argument(words=words + best, trials=side_by_side(trials))
 
-    def _with_parts(self, part_H: Ints, hops: list[tuple[int, ...]]) -> Iterator[Trials]:
+    def _with_parts(self, part_H: Ints, longest: int) -> Iterator[Trials]:
         """Cut all pipelines between parts after the same stages, so that whole stages lie in each part.
 
-        One cut alone leaves the first stage in another part than the last, which the tied embedding feels.
+        The tied embedding is summed from part to part, or the pipelines come back to the part that they began in.
         """
         hop_s = cheapest_between(self._hops[0], part_H)
-        once = [chosen for chosen in hops if len(chosen) == 1]
-        twice = {tuple(sorted((hop, other))) for (hop,) in once for other in range(self._pp - 1) if other != hop}
-        if not self._model.work.traffic.embedding_bytes or len(twice) > _CUTS:
-            yield self._with_hops(self._mean, hops, hop_s)
-            return
-        rest = [*(chosen for chosen in hops if len(chosen) != 1), *sorted(twice)]
-        if rest:
-            yield self._with_hops(self._mean, rest, hop_s)
-        if once:
-            tied = self._with_hops(self._mean, once, hop_s)
-            tied.embedding_s_K[:] = np.maximum(tied.embedding_s_K, cheapest_between(self._ties_s_HH, part_H))
-            yield tied
+        back = returning_cuts(self._pp, longest, most=_CUTS)
+        trials = self._with_hops(self._mean, cuts(self._pp, longest, most=_CUTS), hop_s)
+        if self._model.work.traffic.embedding_bytes and back is not None:
+            trials.embedding_s_K[:] = np.maximum(trials.embedding_s_K, cheapest_between(self._ties_s_HH, part_H))
+            if back:
+                yield self._with_hops(self._mean, back, hop_s)
+        yield trials
 
     def _of_pipelines(self) -> Iterator[Argument]:
         """Pipelines that do not fit on a place leave it, each at stages of its own, or at all."""

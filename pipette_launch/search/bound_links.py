@@ -141,6 +141,21 @@ def cuts(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]]:
     return list(itertools.combinations(range(stages - 1), fewer))
 
 
+def returning_cuts(stages: int, longest: int, *, most: int) -> list[tuple[int, ...]] | None:
+    """Return the same where first and last run lie together, and are at most `longest` in all; None = too many.
+
+    There are two cuts or more then; an empty list says that first and last stage cannot lie together.
+    """
+    found = []
+    for first, last in itertools.combinations(range(stages - 1), 2):
+        if first + stages - last <= longest:
+            for inner in _smallest_cuts(last - first, longest):
+                found.append((first, *(first + 1 + hop for hop in inner), last))
+                if len(found) > most:
+                    return None
+    return found
+
+
 def _smallest_cuts(stages: int, longest: int, done: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
     """Yield the cuts of which every hop is needed: any two runs side by side are longer than `longest`."""
     first = done[-1] + 1 if done else 0

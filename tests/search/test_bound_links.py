@@ -14,6 +14,7 @@ from pipette_launch.search.bound_links import (
     cuts,
     joins,
     partitions,
+    returning_cuts,
     ring_thresholds,
     through,
 )
@@ -104,3 +105,18 @@ def test_the_smallest_cuts() -> None:
     assert cuts(4, 2, most=99) == [(0, 2), (1,)]
     assert cuts(3, 1, most=99) == [(0, 1)]
     assert cuts(3, 3, most=99) == [()]
+
+
+@pytest.mark.parametrize(("stages", "longest"), [(2, 2), (4, 2), (5, 3), (7, 3), (8, 4)])
+def test_every_way_back_holds_one_of_the_sets(stages: int, longest: int) -> None:
+    """Cuts whose first and last run fit together: first and last stage may lie in one part only then."""
+    sets = [set(each) for each in returning_cuts(stages, longest, most=10_000) or []]
+
+    for size in range(2, stages):
+        for hops in itertools.combinations(range(stages - 1), size):
+            bounds = [-1, *hops, stages - 1]
+            runs = [after - before for before, after in itertools.pairwise(bounds)]
+            if max(runs) <= longest and runs[0] + runs[-1] <= longest:
+                assert any(each <= set(hops) for each in sets)
+    assert returning_cuts(8, 3, most=2) is None
+    assert returning_cuts(4, 2, most=9) == [(0, 2)]

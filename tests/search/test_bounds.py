@@ -72,15 +72,16 @@ def layout_of(slots: int, rng: random.Random, *, experts: bool) -> Layout:
     tp = divisor(slots)
     pp = rng.choice([each for each in (1, 2, 3, 4, 6) if slots // tp % each == 0])
     cp = divisor(slots // tp // pp)
+    dp = slots // (tp * pp * cp)
     sharded = rng.random() < 0.5
     return Layout(
         tp=tp,
         pp=pp,
         cp=cp,
-        dp=slots // (tp * pp * cp),
+        dp=dp,
         ep=rng.choice([each for each in (1, 2, 4) if slots // pp % each == 0]) if experts else 1,
         vpp=rng.choice((1, 2)) if pp in {2, 3} else 1,
-        micro_batch_size=rng.choice((1, 5)),
+        micro_batch_size=rng.choice([each for each in (1, 5) if 60 % (dp * each) == 0]),
         sequence_parallel=tp > 1 and rng.random() < 0.5,
         use_distributed_optimizer=sharded,
         overlap_grad_reduce=rng.random() < 0.3,

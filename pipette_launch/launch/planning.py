@@ -23,6 +23,8 @@ from pipette_launch.search.solve import SolveOptions, solve
 ORDER = "search-order.json"
 SOLVE_S = 10.0
 """The most that planning may take of the user's budget; the search is anytime."""
+MOST_HOSTS = 256
+"""Of more, telling the links takes longer than help saves: half a second to write and to read at this size."""
 
 
 class Planned(NamedTuple):
@@ -94,7 +96,7 @@ def make_plan(
                 source="measured",
             ),
             corrections=order.corrections(),
-            make_crew=make_crew,
+            make_crew=make_crew if len(measurements.cluster.hosts) <= MOST_HOSTS else None,
         )
     words = [text for crew in crews for text in (crew.words, *crew.troubles) if text]
     return Planned(plan, tuple(words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from pipette_launch.agent import errands
 from pipette_launch.agent.conductor import Helper
@@ -156,3 +158,19 @@ def test_a_large_order_is_read_by_few(monkeypatch: pytest.MonkeyPatch, most: int
     assert nodes == len(invite(exchanges(5)[0], "x" * 100))
     monkeypatch.setattr(errands, "MOST_BYTES", 99)
     assert [] == invite(exchanges(5)[0], "x" * 100)
+
+
+def test_a_signal_gets_through() -> None:
+    """It ends the agent, and before it what works on this node."""
+    chief, other = exchanges(2)
+    invite(chief, "")
+    chief.put("errand/1/1", errands.pack("a"))
+    shouter = Shouter("")
+
+    def end() -> None:
+        raise SignalException("got signal: 15", signal.SIGTERM)
+
+    shouter.answer = end  # type: ignore[method-assign]
+    with pytest.raises(SignalException):
+        help_out(other, lambda order: shouter, is_over=lambda: False)
+    assert shouter.closed

@@ -1,6 +1,6 @@
 """Temper many copies of a small problem side by side: Pipette's moves along its rings and paths, priced in full."""
 
-# Q = seats, R = copies (replicas), L = lines: orders of all seats along which they are moved.
+# Q = seats, R = copies (replicas), K = moves, L = lines: orders of all seats along which they are moved.
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ COPIES = 32
 COLDEST, HOTTEST = 0.003, 0.3
 """Temperatures of the copies, in parts of what a typical move for the worse costs at the start."""
 EXCHANGE_EVERY = 8
+AHEAD = 64
+"""Turns whose moves are drawn at once; they do not depend on where the copies are."""
 
 
 def temper(flows: Flows, start_Q: Ints, rng: np.random.Generator) -> Iterator[Step]:
@@ -28,17 +30,18 @@ def temper(flows: Flows, start_Q: Ints, rng: np.random.Generator) -> Iterator[St
     temperature_R = _scale(flows, place_RQ, lines_LQ, rng) * np.geomspace(COLDEST, HOTTEST, COPIES)
     turn = 0
     while True:
-        moved_RQ = moved(place_RQ, lines_LQ, rng)
-        moved_R = flows.costs(moved_RQ)
-        accepted_R = moved_R - cost_R <= temperature_R * rng.standard_exponential(COPIES)
-        place_RQ = np.where(accepted_R[:, None], moved_RQ, place_RQ)
-        cost_R = np.where(accepted_R, moved_R, cost_R)
-        least = int(np.argmin(moved_R))
-        yield Step(place_Q=moved_RQ[least], cost=float(moved_R[least]), priced=COPIES)
-        turn += 1
-        if turn % EXCHANGE_EVERY == 0:
-            order_R = _exchanged(cost_R, temperature_R, turn // EXCHANGE_EVERY % 2, rng)
-            place_RQ, cost_R = place_RQ[order_R], cost_R[order_R]
+        for from_RQ in moves(lines_LQ, AHEAD * COPIES, rng).reshape(AHEAD, COPIES, -1):
+            moved_RQ = np.take_along_axis(place_RQ, from_RQ, axis=1)
+            moved_R = flows.costs(moved_RQ)
+            accepted_R = moved_R - cost_R <= temperature_R * rng.standard_exponential(COPIES)
+            place_RQ = np.where(accepted_R[:, None], moved_RQ, place_RQ)
+            cost_R = np.where(accepted_R, moved_R, cost_R)
+            least = int(np.argmin(moved_R))
+            yield Step(place_Q=moved_RQ[least], cost=float(moved_R[least]), priced=COPIES)
+            turn += 1
+            if turn % EXCHANGE_EVERY == 0:
+                order_R = _exchanged(cost_R, temperature_R, turn // EXCHANGE_EVERY % 2, rng)
+                place_RQ, cost_R = place_RQ[order_R], cost_R[order_R]
 
 
 def lines(flows: Flows) -> Ints:
@@ -53,15 +56,18 @@ def lines(flows: Flows) -> Ints:
     return np.unique(np.array(found, dtype=np.int64), axis=0)
 
 
-def moved(place_RQ: Ints, lines_LQ: Ints, rng: np.random.Generator) -> Ints:
-    """One move for each bijection, on a random line: swap two, reverse a segment, or move a segment, turned or not."""
-    count, seats = place_RQ.shape
-    line_RQ = lines_LQ[rng.integers(len(lines_LQ), size=count)]
-    source_RQ = _sources(count, seats, rng)
-    changed_RQ = np.empty_like(place_RQ)
-    carried_RQ = np.take_along_axis(place_RQ, np.take_along_axis(line_RQ, source_RQ, axis=1), axis=1)
-    np.put_along_axis(changed_RQ, line_RQ, carried_RQ, axis=1)
-    return changed_RQ
+def moves(lines_LQ: Ints, count: int, rng: np.random.Generator) -> Ints:
+    """Draw moves, each on a random line: swap two seats, reverse a segment, or move a segment, turned or not.
+
+    Returns:
+        The seat whose place each seat takes: shape (count, Q).
+
+    """
+    line_KQ = lines_LQ[rng.integers(len(lines_LQ), size=count)]
+    source_KQ = np.take_along_axis(line_KQ, _sources(count, lines_LQ.shape[1], rng), axis=1)
+    from_KQ = np.empty_like(source_KQ)
+    np.put_along_axis(from_KQ, line_KQ, source_KQ, axis=1)
+    return from_KQ
 
 
 def _sources(count: int, seats: int, rng: np.random.Generator) -> Ints:
@@ -99,7 +105,8 @@ def _chained(beside: list[list[int]]) -> list[int]:
 
 def _scale(flows: Flows, place_RQ: Ints, lines_LQ: Ints, rng: np.random.Generator) -> float:
     """Median of what a move for the worse costs, in seconds."""
-    rise_R = flows.costs(moved(place_RQ, lines_LQ, rng)) - flows.costs(place_RQ)
+    from_RQ = moves(lines_LQ, len(place_RQ), rng)
+    rise_R = flows.costs(np.take_along_axis(place_RQ, from_RQ, axis=1)) - flows.costs(place_RQ)
     worse_R = rise_R[rise_R > 0]
     return float(np.median(worse_R)) if len(worse_R) else 1e-3 * flows.cost(place_RQ[0])
 

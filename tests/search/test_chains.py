@@ -13,12 +13,20 @@ from pipette_launch.search.flows import Flows
 
 @given(st.integers(0, 10_000), st.integers(2, 12))
 def test_a_move_keeps_every_place(seed: int, seats: int) -> None:
-    """After any move each place is taken once."""
+    """Each seat takes the place of some seat, and no two that of the same."""
     rng = np.random.default_rng(seed)
-    place_RQ = np.array([rng.permutation(seats) for _ in range(20)])
-    moved_RQ = chains.moved(place_RQ, np.array([rng.permutation(seats)]), rng)
+    from_KQ = chains.moves(np.array([rng.permutation(seats) for _ in range(3)]), 20, rng)
 
-    assert np.sort(moved_RQ, axis=1).tolist() == [list(range(seats))] * 20
+    assert np.sort(from_KQ, axis=1).tolist() == [list(range(seats))] * 20
+
+
+def test_a_move_follows_its_line() -> None:
+    """On the line 2-0-3-1 every move of 0-1-2-3 is the same with seats renamed."""
+    line = np.array([2, 0, 3, 1])
+    plain_KQ = chains.moves(np.arange(4)[None], 50, np.random.default_rng(0))
+    named_KQ = chains.moves(line[None], 50, np.random.default_rng(0))
+
+    assert line[plain_KQ].tolist() == named_KQ[:, line].tolist()
 
 
 def test_the_moves_are_swap_reverse_and_migrate() -> None:

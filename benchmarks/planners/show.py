@@ -120,6 +120,11 @@ def summary(duels: dict[str, Duel]) -> Iterator[str]:
             name: found.mapped_s[mapper] / found.plan.chosen.step_time_s for name, found in solved.items() if found.plan
         }
         yield _line(f"our layout, {mapper}", ratios, ["-", "-", "-", "-"])
+    yield ""
+    yield "Where each rival is farthest behind and nearest, what it runs there and what we run:"
+    yield ""
+    for rival in RIVALS:
+        yield from _extremes(rival, solved)
     seconds = [found.plan.solve_s for found in solved.values() if found.plan]
     gaps = [found.plan.gap for found in solved.values() if found.plan and found.plan.gap is not None]
     if seconds:
@@ -127,6 +132,18 @@ def summary(duels: dict[str, Duel]) -> Iterator[str]:
         yield f"Ours: median {statistics.median(seconds):.2f} s, at most {max(seconds):.2f} s a plan"
     if gaps:
         yield f"Gap to the proven floor: median {statistics.median(gaps):.1%}, at most {max(gaps):.1%}"
+
+
+def _extremes(rival: str, solved: dict[str, Duel]) -> Iterator[str]:
+    ratios = {name: ratio for name, found in solved.items() if (ratio := found.ratio(rival)) is not None}
+    for pick in (max, min) if ratios else ():
+        name = pick(ratios, key=lambda one: ratios[one])
+        plan, outcome = solved[name].plan, solved[name].outcomes[rival]
+        if plan and outcome.fallback and outcome.fallback_s:
+            yield (
+                f"- {rival}, {name}: {outcome.fallback.words()}, {outcome.fallback_s:.3f} s; ours "
+                f"{plan.chosen.layout.words()}, {plan.chosen.step_time_s:.3f} s ({ratios[name]:.3f})"
+            )
 
 
 def _rival_row(rival: str, solved: dict[str, Duel]) -> str:

@@ -85,21 +85,25 @@ def make_plan(
         plan = solve(
             job,
             measurements,
-            options=SolveOptions(
-                margin=options.margin, memory_margin=options.memory_margin, budget_s=budget_s, seed=options.seed
-            ),
+            options=_solve_options(options, budget_s),
             clock=time.monotonic,
-            provenance=Provenance(
-                key=key,
-                made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                versions=measurements.versions,
-                source="measured",
-            ),
+            provenance=_measured_now(measurements, key),
             corrections=order.corrections(),
             make_crew=make_crew if len(measurements.cluster.hosts) <= MOST_HOSTS else None,
         )
     words = [text for crew in crews for text in (crew.words, *crew.troubles) if text]
     return Planned(plan, tuple(words))
+
+
+def _solve_options(options: Options, budget_s: float) -> SolveOptions:
+    return SolveOptions(
+        margin=options.margin, memory_margin=options.memory_margin, budget_s=budget_s, seed=options.seed
+    )
+
+
+def _measured_now(measurements: Measurements, key: str) -> Provenance:
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Provenance(key=key, made_at=now, versions=measurements.versions, source="measured")
 
 
 def hire(order: str, folder: Path, *, num_slots: int, beside: int = 0) -> Hands:

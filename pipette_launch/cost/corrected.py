@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipette_launch.cost.latency import Predictor, StepTime
 from pipette_launch.cost.layout_columns import LayoutColumns
 from pipette_launch.cost.memory import peak_memory_bytes
@@ -130,6 +133,16 @@ class CorrectedPredictor(Predictor):
         return tuple(
             tuple(math.ceil(total * factor) for total in stages) for stages, factor in zip(totals, factors, strict=True)
         )
+
+    def fullest_N(self, columns: LayoutColumns) -> NDArray[np.float64]:
+        """Return the largest of the `peaks` of each of many layouts, as floats."""
+        if not len(columns):
+            return np.zeros(0)
+        found = peak_memory_columns(self._job, columns)
+        fullest_N = np.maximum.reduceat(found.total_S, found.starts_N).astype(np.float64)
+        if self._corrections.memory is not None:
+            fullest_N *= np.array([self.memory_factor(columns.layout(row)) for row in range(len(columns))])
+        return fullest_N
 
     def memory_factor(self, layout: Layout) -> float:
         """What a layout's peaks are multiplied with."""

@@ -40,7 +40,7 @@ class Choice:
     features: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Of layout and model, by which outcomes of several jobs are compared."""
     bound_reason: str = field(default="", metadata=ADDED_LATER)
-    """What `bound_s` rests on, in one sentence; empty where it is the best link everywhere."""
+    """What `bound_s` rests on, a sentence without its end; empty where it is the best link everywhere."""
 
     def __post_init__(self) -> None:
         if sorted(self.placement) != list(range(self.layout.world_size)):

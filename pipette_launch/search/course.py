@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pipette_launch.facts import Layout
+from pipette_launch.search.bounds import Bound
 from pipette_launch.search.candidates import Candidate, Field
 from pipette_launch.search.exhaust import AT_ONCE, EXACT, num_placements
 from pipette_launch.search.frontier import Frontier, Promising
@@ -35,8 +36,8 @@ GAIN = 1e-4
 SHARPENED = 6
 """So many candidates whose bound is below the best step time are bounded again by the links they would have to use."""
 
-Sharpen = Callable[[Layout], tuple[float, str]]
-"""A sharper bound of a layout in seconds, and what it rests on in a sentence."""
+Sharpen = Callable[[Layout], Bound]
+"""A sharper bound of a layout, and what it rests on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +83,10 @@ class Course:
     def run(self) -> Searched:
         """Go the course to its end or to the deadline."""
         self._price_own()
+        self._frontier.hurry_when(self._is_late)
+        if not self._is_late():
+            self._price(self._frontier.dive(FIRST_BATCH, below_s=self._best_s()))
+            self._place(WHILE_PRICING)
         size = FIRST_BATCH
         while batch := self._frontier.take(size, below_s=self._best_s()):
             self._price(batch, beat_s=self._best_s())
@@ -107,13 +112,15 @@ class Course:
         if field.own_fault is None and field.own_dropped is None:
             first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=field.predictor.peaks(own))]
         else:
-            first = self._frontier.take(1)
+            first = (self._frontier.dive(1) or self._frontier.take(1))[:1]
         for one in first:
             task = Task(stage="price", layout=one.layout)
             tried = perform(self._field, task, seed=self._seed, clock=self._clock, deadline_s=self._deadline_s)
             self._pool[one.layout] = _candidate(one, tried)
 
     def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
+        """Price those of a batch that were not priced before."""
+        batch = [one for one in batch if one.layout not in self._pool and one.layout not in self._beaten]
         found = self._crew([Task(stage="price", layout=one.layout, beat_s=beat_s) for one in batch])
         for one, tried in zip(batch, found, strict=True):
             if tried is None:
@@ -161,13 +168,12 @@ class Course:
                 self._pool[leader.layout] = _better(leader, tried)
 
     def _price_runners_up(self) -> None:
-        """Price the nearest of those that cannot win, and of those the nearest that need less memory."""
+        """Price the nearest of those that cannot win, and some that need less memory."""
         near = sorted(self._beaten.values())[:RUNNERS_UP]
-        near += self._frontier.take(RUNNERS_UP - len(near))
-        lean = self._frontier.lean(RUNNERS_UP, most_bytes=LEANER * max(self._leader().peak_bytes))
         for one in near:
-            self._beaten.pop(one.layout, None)
-        self._price([*near, *lean])
+            self._beaten.pop(one.layout)
+        most_bytes = LEANER * max(self._leader().peak_bytes)
+        self._price([*near, *self._frontier.runners_up(RUNNERS_UP, most_bytes=most_bytes)])
 
     def _prove(self) -> None:
         """Sharpen the lowest bounds, and the best layout's, by the links that these layouts would have to use."""
@@ -179,15 +185,13 @@ class Course:
                 if turn:
                     return
                 continue
-            bound_s, reason = self._sharpen(one.layout)
-            self._pool[one.layout] = replace(one, bound_s=max(bound_s, one.bound_s), bound_reason=reason)
+            bound = self._sharpen(one.layout)
+            self._pool[one.layout] = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)
 
     def _floor_s(self) -> float:
         """What was beaten lies above the best; of the rest each has its own floor."""
         floors = [one.floor_s for one in self._pool.values()]
-        return min(
-            self._best_s(), self._missed_s, *floors, *([self._frontier.least_s] if self._frontier.num_left else [])
-        )
+        return min(self._best_s(), self._missed_s, self._frontier.least_s, *floors)
 
     def _leader(self) -> Candidate:
         return min(self._pool.values(), key=lambda one: one.placed.cost_s)

@@ -1,11 +1,14 @@
 """The layouts that could still win, the most promising first, made only as far as the search gets to them."""
 
+# N = cuts, M = their variants.
+
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,15 +24,14 @@ from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
 from pipette_launch.search.enumerate import Cuts
 
 BEATEN = "its bound shows that no placement of it can win"
-BOUNDED_AT_ONCE = 256
-CUTS_AT_ONCE = 16
-CHECKED_AT_ONCE = 64
-"""So many cuts are bounded, and opened, and layouts checked, together: that is cheaper than one by one."""
-LOOKED_THROUGH = 512
+CUTS_AT_ONCE = 1024
+"""So many are opened together, which is cheaper than one by one."""
+LOOKED_THROUGH = 64
 """Layouts among which those that need less memory are looked for."""
+_STATE_FIELDS = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 
-STATES = ((True, True, True), (True, True, False), (True, False, False), (False, True, False), (False, False, False))
-"""Distributed optimizer, overlapped reduction, overlapped gather: a cut is as fast as with the best of these."""
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -44,20 +46,6 @@ class Promising:
     peak_bytes: tuple[int, ...]
 
 
-class _Opened(NamedTuple):
-    """A layout that stands in columns until somebody wants it."""
-
-    columns: LayoutColumns
-    row: int
-    cut: int
-
-    def read(self) -> Layout:
-        return self.columns.layout(self.row)
-
-
-_Key = tuple[int, Layout]
-
-
 def recomputes_no_more(one: Recompute, other: Recompute) -> bool:
     """Whether whatever one kind of recompute runs again, the other runs again too: it is no slower in any placement."""
     if one == NO_RECOMPUTE:
@@ -69,138 +57,167 @@ def recomputes_no_more(one: Recompute, other: Recompute) -> bool:
     return one.granularity == other.granularity == "selective" and set(one.modules) <= set(other.modules)
 
 
+class _Ready(NamedTuple):
+    """A layout that fits and was not handed out."""
+
+    least_s: float
+    number: int
+    layout: Layout
+
+
 class Frontier:
     """Opens cuts by rising bound, drops what does not fit or cannot be priced, and hands out the rest in order.
 
-    A cut is bounded without recompute and with whatever state of the optimizer is fastest, so none of its variants is
-    faster: cuts whose bound is no better than the best step time so far need never be opened. Nor need those be bounded
-    whose rough bound is no better.
+    A cut is bounded roughly first, then without recompute and in whatever of its states is fastest, then variant by
+    variant; what is no better than the best step time so far at one of these goes no further. Memory is counted for
+    what is left.
     """
 
     def __init__(self, field: Field, cuts: Cuts, bounds: BoundColumns) -> None:
         self._field = field
         self._cuts = cuts
         self._bounds = bounds
-        # A cut that cannot be priced is opened all the same: its variants are counted.
-        rough_N = np.nan_to_num(bounds.rough_of_columns(_bare(cuts.columns))) * field.predictor.least_factor
-        self._order_N = np.argsort(rough_N, kind="stable")
-        self._rough = rough_N[self._order_N].tolist()
-        self._num_bounded = 0
-        self._closed: list[tuple[float, int]] = []
-        self._opened: list[tuple[float, int, _Opened]] = []
-        self._fitting: dict[_Key, list[Recompute]] = {}
-        self._spare: list[Promising] = []
-        """Slower than another that fits, wherever it lies, but leaner."""
-        self._ready: list[Promising] = []
-        self._limits: dict[int, int] = {}
-        self.num_met = 0
-        """Layouts of the opened cuts."""
+        self._is_late: Callable[[], bool] = lambda: False
         self.dropped: Counter[str] = Counter()
+        self.num_met = 0
+        """Variants of the opened cuts."""
+        rough_N = _rough_N(cuts.columns, bounds) * field.predictor.least_factor
+        unknown = np.flatnonzero(np.isnan(rough_N))
+        if len(unknown):
+            self.dropped[NOT_MEASURED] = len(cuts.spread(unknown)[0])
+        self._order_N = np.argsort(rough_N, kind="stable")[: len(rough_N) - len(unknown)]
+        self._rough = rough_N[self._order_N].tolist()
+        self._num_opened = 0
+        self._ready: list[_Ready] = []
+        self._num_ready = 0
+        self._fitting: dict[Layout, list[Recompute]] = {}
+        self._quick: list[Layout] = []
+        self._lean: list[Layout] = []
+        self._limits: dict[int, int] = {}
+
+    def hurry_when(self, is_late: Callable[[], bool]) -> None:
+        """From now on, hand out no more than what is ready once it is late."""
+        self._is_late = is_late
+
+    def dive(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
+        """Look through all cuts for layouts that fit, each in its quickest state and, half as many, in its leanest.
+
+        They are handed out again in their turn: this is for a step time to beat, before anything is opened.
+        """
+        rows = self._order_N[: bisect.bisect_left(self._rough, below_s)]
+        quick = self._cuts.columns.take(rows)
+        self._quick = self._that_fit(quick, below_s)
+        self._lean = self._that_fit(self._cuts.tables.leanest(quick), math.inf)
+        found, self._quick = self._quick[:count], self._quick[count:]
+        return self._with_peaks([*found, *self._lean[: count // 2]])
 
     def take(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
         """Take the next layouts, at most so many, whose bounds are below a step time."""
-        taken: list[Promising] = []
-        while len(taken) < count:
-            self._fill(below_s)
-            if not self._ready or self._ready[0].least_s >= below_s:
+        while self._next_rough_s < min(below_s, self._ready[0].least_s if self._ready else math.inf):
+            if self._is_late():
                 break
+            rows = self._order_N[self._num_opened : self._num_opened + CUTS_AT_ONCE]
+            self._num_opened += len(rows)
+            self._open(rows, below_s)
+        taken: list[_Ready] = []
+        while len(taken) < count and self._ready and self._ready[0].least_s < below_s:
             taken.append(heapq.heappop(self._ready))
-        return taken
+        peaks = self._field.predictor.all_peaks([one.layout for one in taken]) if taken else ()
+        return [
+            Promising(least_s=one.least_s, number=one.number, layout=one.layout, peak_bytes=peak_bytes)
+            for one, peak_bytes in zip(taken, peaks, strict=True)
+        ]
 
-    def lean(self, count: int, *, most_bytes: float) -> list[Promising]:
-        """Take the next layouts, of some hundred that were opened, that need no more memory than this."""
-        self._check(LOOKED_THROUGH, math.inf)
-        every = (*self._ready, *self._spare)
-        found = heapq.nsmallest(count, (one for one in every if max(one.peak_bytes) <= most_bytes))
-        self._ready = [one for one in self._ready if one not in found]
-        self._spare = [one for one in self._spare if one not in found]
-        heapq.heapify(self._ready)
-        return found
+    def runners_up(self, count: int, *, most_bytes: float) -> list[Promising]:
+        """Return some of what was dived for and not handed out: the quickest, and the quickest of the lean."""
+        quick = self._with_peaks(self._quick[:count])
+        lean = self._with_peaks(self._lean[:LOOKED_THROUGH])
+        return quick + [one for one in lean if max(one.peak_bytes) <= most_bytes][:count]
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no layout is left that fits and can be priced."""
-        self._fill(math.inf)
-        return not self._ready
+    def has_any(self) -> bool:
+        """Whether some layout fits and can be priced."""
+        if self.dive(1):
+            return True
+        for first in range(0, len(self._order_N), CUTS_AT_ONCE):
+            if self._could_fit(self._order_N[first : first + CUTS_AT_ONCE]):
+                return True
+        self.dropped[OVER_MEMORY] += len(self._cuts.spread(self._order_N)[0]) if len(self._order_N) else 0
+        return False
 
     @property
     def least_s(self) -> float:
         """No layout that is left can be faster."""
-        return min(_first(self._ready), _first(self._opened), _first(self._closed), self._next_rough_s)
-
-    @property
-    def num_left(self) -> int:
-        """Layouts, and unopened cuts, that were not taken."""
-        return len(self._ready) + len(self._opened) + len(self._closed) + len(self._rough) - self._num_bounded
+        return min(self._ready[0].least_s if self._ready else math.inf, self._next_rough_s)
 
     @property
     def _next_rough_s(self) -> float:
-        return self._rough[self._num_bounded] if self._num_bounded < len(self._rough) else math.inf
+        return self._rough[self._num_opened] if self._num_opened < len(self._rough) else math.inf
 
-    def _fill(self, below_s: float) -> None:
-        """Open cuts and check layouts until none of the rest can be the next."""
-        while True:
-            self._open(min(below_s, _first(self._ready)))
-            if _first(self._opened) >= min(below_s, _first(self._ready)):
-                return
-            self._check(CHECKED_AT_ONCE, below_s)
-
-    def _open(self, below_s: float) -> None:
-        """Open cuts until none of the rest can hold the next layout."""
-        while True:
-            least_s = min(below_s, _first(self._opened))
-            self._bound(least_s)
-            some: list[int] = []
-            while len(some) < CUTS_AT_ONCE and _first(self._closed) < least_s:
-                some.append(heapq.heappop(self._closed)[1])
-            if not some:
-                return
-            self._admit(np.array(some, dtype=np.int64))
-
-    def _bound(self, below_s: float) -> None:
-        """Bound cuts until none of the rest can be the next to open."""
-        while self._next_rough_s < min(below_s, _first(self._closed)):
-            rows = self._order_N[self._num_bounded : self._num_bounded + BOUNDED_AT_ONCE]
-            rough = self._rough[self._num_bounded : self._num_bounded + BOUNDED_AT_ONCE]
-            self._num_bounded += len(rows)
-            least_N = np.nan_to_num(_least_N(self._cuts.columns.take(rows), self._bounds))
-            for row, rough_s, least_s in zip(rows.tolist(), rough, least_N.tolist(), strict=True):
-                bound_s = max(rough_s, least_s * self._field.predictor.least_factor)
-                heapq.heappush(self._closed, (bound_s, row))
-
-    def _admit(self, rows: NDArray[np.int64]) -> None:
-        """Bound all layouts of opened cuts."""
-        place_M, columns = self._cuts.spread(rows)
+    def _open(self, rows: Ints, below_s: float) -> None:
+        """Make ready all variants of some cuts that could beat a step time and fit."""
+        predictor = self._field.predictor
+        least_N = _least_N(self._cuts, rows, self._bounds) * predictor.least_factor
+        rows = rows[least_N < below_s]
+        if not len(rows):
+            return
+        _, columns = self._cuts.spread(rows)
         least_M = self._bounds.of_columns(columns)
-        self.dropped[NOT_MEASURED] += int(np.isnan(least_M).sum())
-        for row in np.flatnonzero(~np.isnan(least_M)).tolist():
-            layout = _Opened(columns, row, int(rows[place_M[row]]))
-            factor = self._field.predictor.factor(layout.read()) if self._field.predictor.least_factor < 1 else 1.0
-            heapq.heappush(self._opened, (least_M[row] * factor, self.num_met + row, layout))
-        self.num_met += len(least_M)
+        if predictor.least_factor < 1:
+            least_M = least_M * np.array([predictor.factor(columns.layout(row)) for row in range(len(columns))])
+        self.num_met += len(columns)
+        hopeful = np.flatnonzero(least_M < below_s)
+        fits = self._fullest_N(columns.take(hopeful)) <= self._limits_N(columns.take(hopeful))
+        self.dropped[OVER_MEMORY] += int((~fits).sum())
+        for row in hopeful[fits][np.argsort(least_M[hopeful[fits]], kind="stable")].tolist():
+            self._admit(columns.layout(row), float(least_M[row]))
 
-    def _check(self, count: int, below_s: float) -> None:
-        """Keep those of the next layouts that fit in memory and of which no leaner recompute fits."""
-        some: list[tuple[float, int, Layout]] = []
-        keys: list[_Key] = []
-        while len(some) < count and _first(self._opened) < below_s:
-            least_s, number, opened = heapq.heappop(self._opened)
-            layout = opened.read()
-            some.append((least_s, number, layout))
-            keys.append((opened.cut, replace(layout, recompute=NO_RECOMPUTE)))
-        peaks = self._field.predictor.all_peaks([layout for _, _, layout in some]) if some else ()
-        for (least_s, number, layout), peak_bytes, key in zip(some, peaks, keys, strict=True):
-            one = Promising(least_s=least_s, number=number, layout=layout, peak_bytes=peak_bytes)
-            fitting = self._fitting.setdefault(key, [])
-            is_own = layout == self._field.job.own
-            if max(peak_bytes) > self._limit(layout):
-                self.dropped[OVER_MEMORY] += not is_own
-            elif any(recomputes_no_more(other, layout.recompute) for other in fitting):
-                self._spare.append(one)
-            else:
-                fitting.append(layout.recompute)
-                if not is_own:
-                    heapq.heappush(self._ready, one)
+    def _admit(self, layout: Layout, least_s: float) -> None:
+        """Make a layout ready, unless one that recomputes no more was; the user's own is priced anyway."""
+        others = self._fitting.setdefault(replace(layout, recompute=NO_RECOMPUTE), [])
+        if any(recomputes_no_more(other, layout.recompute) for other in others):
+            return
+        others.append(layout.recompute)
+        if layout != self._field.job.own:
+            self._num_ready += 1
+            heapq.heappush(self._ready, _Ready(least_s, self._num_ready, layout))
+
+    def _that_fit(self, columns: LayoutColumns, below_s: float) -> list[Layout]:
+        """List layouts that fit and whose bounds are below a step time, by rising bound; the user's own left out."""
+        fitting = columns.take(np.flatnonzero(self._fullest_N(columns) <= self._limits_N(columns)))
+        least_N = self._bounds.of_columns(fitting) if len(fitting) else np.zeros(0)
+        order = np.argsort(least_N, kind="stable")
+        chosen = order[least_N[order] < below_s][: 2 * LOOKED_THROUGH]
+        return [layout for row in chosen.tolist() if (layout := fitting.layout(row)) != self._field.job.own]
+
+    def _could_fit(self, rows: Ints) -> bool:
+        """Whether any variant of some cuts fits: all kinds of recompute are tried in the state that is leanest."""
+        lean = self._cuts.tables.leanest(self._cuts.columns.take(rows))
+        place_M, columns = self._cuts.spread(rows)
+        in_state_M = np.ones(len(place_M), dtype=bool)
+        for name in _STATE_FIELDS:
+            in_state_M &= getattr(columns, name) == getattr(lean, name)[place_M]
+        some = columns.take(np.flatnonzero(in_state_M))
+        return bool((self._fullest_N(some) <= self._limits_N(some)).any())
+
+    def _with_peaks(self, layouts: Sequence[Layout]) -> list[Promising]:
+        """Return layouts with their peaks; they say nothing about what is left, as they come again in their turn."""
+        layouts = list(dict.fromkeys(layouts))
+        peaks = self._field.predictor.all_peaks(layouts) if layouts else ()
+        return [
+            Promising(least_s=math.inf, number=number, layout=layout, peak_bytes=peak_bytes)
+            for number, (layout, peak_bytes) in enumerate(zip(layouts, peaks, strict=True))
+            if max(peak_bytes) <= self._limit(layout)
+        ]
+
+    def _fullest_N(self, columns: LayoutColumns) -> Floats:
+        return self._field.predictor.fullest_N(columns)
+
+    def _limits_N(self, columns: LayoutColumns) -> Floats:
+        """Return the memory limit of each of many layouts."""
+        degrees = columns.groups("tp", "cp", "pp", "dp", "ep")
+        limits = [self._limit(columns.layout(row)) for row in degrees.first_U.tolist()]
+        return np.array(limits, dtype=np.float64)[degrees.group_N]
 
     def _limit(self, layout: Layout) -> int:
         """The memory limit; nothing of a layout but its number of communicators moves it."""
@@ -210,28 +227,22 @@ class Frontier:
         return self._limits[groups]
 
 
-def _first(heap: Sequence[Promising] | Sequence[tuple[float, int]] | Sequence[tuple[float, int, _Opened]]) -> float:
-    """Return the least bound on a heap."""
-    if not heap:
-        return math.inf
-    first = heap[0]
-    return first.least_s if isinstance(first, Promising) else first[0]
-
-
-def _bare(columns: LayoutColumns) -> LayoutColumns:
-    """The same cuts without recompute."""
-    return replace(columns, recompute=np.zeros(len(columns), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
-
-
-def _least_N(columns: LayoutColumns, bounds: BoundColumns) -> NDArray[np.float64]:
-    """Bound cuts by the fastest of `STATES`, legal for each of them or not; all at once, as they share most of it."""
+def _rough_N(columns: LayoutColumns, bounds: BoundColumns) -> Floats:
+    """Bound cuts roughly, with sequence parallelism or without, whichever is faster."""
     size = len(columns)
-    shards, reduces, gathers = (np.repeat(on, size) for on in np.array(STATES, dtype=np.int64).T)
-    every = replace(
-        _bare(columns.take(np.tile(np.arange(size), len(STATES)))),
-        use_distributed_optimizer=shards,
-        overlap_grad_reduce=reduces,
-        overlap_param_gather=gathers,
-    )
-    least_N: NDArray[np.float64] = np.fmin.reduce(bounds.of_columns(every).reshape(len(STATES), size))
+    bare = replace(columns, recompute=np.zeros(size, dtype=np.int64), recomputes=(NO_RECOMPUTE,))
+    with_and_without = (replace(bare, sequence_parallel=np.full(size, flag)) for flag in (0, 1))
+    rough_N: Floats = np.fmin(*(bounds.rough_of_columns(each) for each in with_and_without))
+    return rough_N
+
+
+def _least_N(cuts: Cuts, rows: Ints, bounds: BoundColumns) -> Floats:
+    """Bound cuts by the fastest of their states without recompute: what is run again only takes longer."""
+    least_N = np.full(len(rows), np.inf)
+    place_M, columns = cuts.spread(rows)
+    states = [getattr(columns, name) for name in _STATE_FIELDS]
+    _, first = np.unique(place_M * 16 + sum(state << bit for bit, state in enumerate(states)), return_index=True)
+    some = columns.take(first)
+    bare = replace(some, recompute=np.zeros(len(some), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
+    np.fmin.at(least_N, place_M[first], bounds.of_columns(bare))
     return least_N

@@ -11,6 +11,7 @@ from pipette_launch.cost.corrected import NOTHING_LEARNED, Corrections
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import advise, words
+from pipette_launch.search.bounds import placement_bound_s
 from pipette_launch.search.candidates import Field
 from pipette_launch.search.choose import choose
 from pipette_launch.search.course import Course, Searched
@@ -87,14 +88,14 @@ def solve(
     own_dropped = None if found.own_fault else field.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1
-    if (found.own_fault or own_dropped) and frontier.is_empty:
+    if (found.own_fault or own_dropped) and not frontier.has_any:
         raise advise.nothing_left(field, dropped=frontier.dropped, memory_margin=options.memory_margin)
     make_crew = make_crew or (lambda some: alone(some, seed=options.seed, clock=clock, deadline_s=deadline_s))
     searched = Course(
         field,
         frontier,
         make_crew(field),
-        sharpen=lambda layout: (field.predictor.bound_s(layout), ""),
+        sharpen=lambda layout: placement_bound_s(field.predictor.placement_cost(layout)),
         seed=options.seed,
         clock=clock,
         deadline_s=deadline_s,

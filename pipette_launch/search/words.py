@@ -143,9 +143,13 @@ def _bound(chosen: Chosen) -> str:
     if gap <= _ROUNDING:
         return "No placement of this layout can be faster: it meets the bound."
     proven = best.placed.is_optimal and best.placed.placement == choice.placement and best.layout == choice.layout
-    tried = "All placements of this layout were tried, this is the fastest" if proven else "No placement can be faster"
-    why = choice.bound_reason or "with the best link everywhere"
-    return f"{tried}; {why} it would take {seconds_text(choice.bound_s)}, a gap of {gap:.1%}."
+    tried = (
+        "All placements of this layout were tried, this is the fastest; a bound is"
+        if proven
+        else "No placement can be faster than"
+    )
+    why = choice.bound_reason or "it takes so long over the best links that there are"
+    return f"{tried} {seconds_text(choice.bound_s)}, a gap of {gap:.1%}: {why}."
 
 
 def _floor(chosen: Chosen, floor_s: float) -> str:

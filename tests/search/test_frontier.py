@@ -6,16 +6,19 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.cost.bound_columns import BoundColumns
-from pipette_launch.facts import Job, Measurements, Recompute
+from pipette_launch.facts import ComputeCase, Job, Layout, Measurements, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search import frontier as frontier_module
-from pipette_launch.search.candidates import OVER_MEMORY, Field
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
 from pipette_launch.search.enumerate import Cuts, cuts, layouts
-from pipette_launch.search.frontier import Frontier, Promising, recomputes_no_more
+from pipette_launch.search.frontier import Frontier, recomputes_no_more
+
+MANY = 10_000
 
 
 def opened(
@@ -28,72 +31,84 @@ def opened(
     return Frontier(field, found, BoundColumns.of(job, measurements)), found, field
 
 
-def test_every_layout_but_the_own_comes_once_by_rising_bound() -> None:
-    """Taking all, spare ones too, hands out what `layouts` lists, sorted."""
-    job = tiny_job(4)
-    frontier, _, field = opened(job)
-    taken = frontier.take(10_000)
-    spare = frontier.lean(10_000, most_bytes=math.inf)
-    listed = layouts(job, world_size=4, devices_per_host=2, device_kind="cpu").layouts
-    priced = [layout for layout in listed[1:] if field.predictor.can_price(layout)]
+def every_layout(job: Job, field: Field) -> list[Layout]:
+    """All legal layouts but the user's own that fit and can be priced."""
+    listed = layouts(job, world_size=4, devices_per_host=2, device_kind="cpu").layouts[1:]
+    return [
+        layout
+        for layout in listed
+        if field.predictor.can_price(layout) and max(field.predictor.peaks(layout)) <= field.limit_bytes(layout)
+    ]
 
-    assert {one.layout for one in (*taken, *spare)} == set(priced)
-    assert len(taken) + len(spare) == len(priced)
+
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_all_that_fit_come_once_by_rising_bound(share: float) -> None:
+    """Whatever memory there is, all come but those that only recompute more than another that fits."""
+    job = tiny_job(4)
+    _, _, roomy = opened(job)
+    needs = sorted(max(roomy.predictor.peaks(layout)) for layout in every_layout(job, roomy))
+    tight = tiny_measurements(tiny_cluster(memory_bytes=needs[int(share * (len(needs) - 1))]))
+    frontier, _, field = opened(job, tight, memory_margin=0.0)
+    taken = frontier.take(MANY)
+    fitting = every_layout(job, field)
+    bare = [replace(layout, recompute=NO_RECOMPUTE) for layout in (*fitting, job.own)]
+
+    assert {one.layout for one in taken} <= set(fitting)
+    assert len(taken) == len({one.layout for one in taken})
+    assert {replace(one.layout, recompute=NO_RECOMPUTE) for one in taken} | {job.own} >= set(bare)
     assert [one.least_s for one in taken] == sorted(one.least_s for one in taken)
-    assert frontier.num_left == 0
+    assert all(one.least_s <= field.predictor.bound_s(one.layout) for one in taken)
+    assert all(one.peak_bytes == field.predictor.peaks(one.layout) for one in taken)
     assert frontier.least_s == math.inf
 
 
 def test_what_cannot_win_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below a step time that only some layouts may beat, the other cuts are never opened."""
     monkeypatch.setattr(frontier_module, "CUTS_AT_ONCE", 1)
-    monkeypatch.setattr(frontier_module, "BOUNDED_AT_ONCE", 4)
-    frontier, found, _ = opened(tiny_job(4))
+    frontier, _, _ = opened(tiny_job(4))
     everything, _, _ = opened(tiny_job(4))
-    bounds_s = [one.least_s for one in everything.take(10_000)]
+    bounds_s = [one.least_s for one in everything.take(MANY)]
     limit_s = bounds_s[len(bounds_s) // 10]
-    taken = frontier.take(10_000, below_s=limit_s)
+    taken = frontier.take(MANY, below_s=limit_s)
 
     assert [one.least_s for one in taken] == [bound_s for bound_s in bounds_s if bound_s < limit_s]
-    assert len(taken) < frontier.num_left
-    assert frontier.num_met < everything.num_met == found.num_layouts
-    assert frontier.least_s >= limit_s
+    assert frontier.num_met < everything.num_met
+    assert frontier.least_s >= frontier._next_rough_s >= 0
 
 
-def test_what_does_not_fit_is_counted() -> None:
-    """With too little memory for most layouts, the leanest are left and the rest are counted."""
-    everything, _, _ = opened(tiny_job(4))
-    needs = sorted(max(one.peak_bytes) for one in everything.take(10_000))
-    tight = tiny_measurements(tiny_cluster(memory_bytes=needs[len(needs) // 4]))
-    frontier, found, _ = opened(tiny_job(4), tight, memory_margin=0.0)
-    taken = [*frontier.take(10_000), *frontier.lean(10_000, most_bytes=math.inf)]
-
-    assert all(max(one.peak_bytes) <= needs[len(needs) // 4] for one in taken)
-    assert found.num_layouts - 1 == len(taken) + frontier.dropped[OVER_MEMORY]
-
-
-def test_lean_ones_are_handed_out_apart() -> None:
-    """The next that need no more than so much, and none of them twice."""
+def test_once_it_is_late_nothing_more_is_opened() -> None:
+    """What is left is not forgotten: its bound still counts."""
     frontier, _, _ = opened(tiny_job(4))
-    first: list[Promising] = frontier.take(1)
-    most = 0.9 * max(first[0].peak_bytes)
-    lean = frontier.lean(2, most_bytes=most)
-    rest = frontier.take(10_000)
+    frontier.hurry_when(lambda: True)
 
-    assert all(max(one.peak_bytes) <= most for one in lean)
-    assert not {one.layout for one in lean} & {one.layout for one in rest}
-    assert sorted(lean) == lean
+    assert frontier.take(3) == []
+    assert 0 < frontier.least_s < math.inf
 
 
-def test_what_recomputes_more_than_one_that_fits_is_spare() -> None:
-    """Where a layout fits as it is, its twins that run more again are no better anywhere, and only leaner."""
-    frontier, _, _ = opened(tiny_job(4))
-    taken = frontier.take(10_000)
-    kinds = Counter(replace(one.layout, recompute=NO_RECOMPUTE) for one in taken)
+def test_what_does_not_fit_and_what_was_not_measured_are_counted() -> None:
+    """With no memory all that were measured are over the limit, and the others were not measured."""
+    cases = (ComputeCase(tp=1, cp=1, micro_batch_size=1),)
+    frontier, found, _ = opened(tiny_job(4), tiny_measurements(tiny_cluster(memory_bytes=1), cases))
 
-    assert set(kinds.values()) == {1}
-    assert all(one.layout.recompute == NO_RECOMPUTE for one in taken)
-    assert any(one.layout.recompute.granularity == "full" for one in frontier.lean(50, most_bytes=math.inf))
+    assert not frontier.has_any
+    assert frontier.dropped[NOT_MEASURED] > 0
+    assert frontier.dropped[OVER_MEMORY] > 0
+    assert found.num_layouts == frontier.dropped[NOT_MEASURED] + frontier.dropped[OVER_MEMORY]
+
+
+def test_a_dive_finds_what_is_quick_and_what_is_lean() -> None:
+    """The first of many cuts in their quickest state, and runners-up that need less memory than asked."""
+    frontier, _, field = opened(tiny_job(4))
+    dived = frontier.dive(6)
+    most = 0.9 * max(dived[0].peak_bytes)
+    more = frontier.runners_up(3, most_bytes=most)
+    known = {one.layout for one in dived}
+
+    assert 6 <= len(dived) <= 9
+    assert all(max(one.peak_bytes) <= field.limit_bytes(one.layout) for one in dived)
+    assert any(max(one.peak_bytes) <= most for one in more)
+    assert any(one.layout not in known for one in more)
+    assert frontier.take(1)[0].least_s <= min(field.predictor.bound_s(one.layout) for one in dived)
 
 
 SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
@@ -118,3 +133,19 @@ def test_which_recompute_runs_no_more_again(one: Recompute, others: list[Recompu
     every = [NO_RECOMPUTE, SELECTIVE, MORE, *BLOCKS, WHOLE]
 
     assert others == [other for other in every if recomputes_no_more(one, other)]
+
+
+def test_the_leanest_variant_has_the_leanest_state() -> None:
+    """No variant of a cut needs less than the best recompute in the state that is taken for the leanest."""
+    _, found, field = opened(tiny_job(4))
+    rows = np.arange(len(found))
+    place_M, columns = found.spread(rows)
+    lean = found.tables.leanest(found.columns)
+    fullest_M = field.predictor.fullest_N(columns)
+    states = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    in_state_M = np.logical_and.reduce([getattr(columns, name) == getattr(lean, name)[place_M] for name in states])
+    counts = Counter(place_M.tolist())
+
+    for row in rows.tolist():
+        assert fullest_M[place_M == row].min() == fullest_M[(place_M == row) & in_state_M].min()
+    assert min(counts.values()) > 1

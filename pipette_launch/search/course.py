@@ -18,7 +18,7 @@ from pipette_launch.search.frontier import Frontier, Promising
 from pipette_launch.search.seats import Placed, Seats
 from pipette_launch.search.share import Clock, Crew, Task, Tried, perform
 
-FIRST_BATCH = 8
+FIRST_BATCH = 6
 """Layouts that are priced before the best of all so far is placed; each batch is half as large again."""
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
@@ -27,7 +27,7 @@ AFTER_PRICING = (8, 4, 2, 2)
 AFTER_PRICING_MANY = (2, 1, 1)
 """And so many in each round once all are priced; fewer on many slots, where a round is worth more and takes longer."""
 MANY_SLOTS = 128
-RUNNERS_UP = 4
+RUNNERS_UP = 3
 """So many that cannot win are priced all the same, and as many that need less memory: they are what to try next."""
 LEANER = 0.8
 """An alternative counts as needing less memory from this part of the need of the best."""
@@ -132,11 +132,7 @@ class Course:
 
     def _place(self, width: int) -> None:
         """Go one round further with the placing of the most promising layouts."""
-        best_s = self._best_s()
-        hopes = sorted(
-            (one for one in self._pool.values() if one.can_improve and one.bound_s < best_s),
-            key=lambda one: one.promise_s,
-        )[:width]
+        hopes = self._hopes(width)
         tasks = [
             Task(
                 stage="improve",
@@ -154,6 +150,27 @@ class Course:
                 self._pool[one.layout] = replace(
                     _better(one, tried), rounds=one.rounds + 1, stalled=0 if gained else one.stalled + 1
                 )
+
+    def _hopes(self, width: int) -> list[Candidate]:
+        """Return the most promising layouts that could still win, by the links that they would have to use."""
+        best_s = self._best_s()
+        found: list[Candidate] = []
+        for one in sorted(self._pool.values(), key=lambda one: one.promise_s):
+            if len(found) == width or self._is_late():
+                break
+            if one.can_improve and one.bound_s < best_s:
+                sharper = self._sharpened(one)
+                if sharper.can_improve and sharper.bound_s < best_s:
+                    found.append(sharper)
+        return found
+
+    def _sharpened(self, one: Candidate) -> Candidate:
+        """Bound a layout by the links that it would have to use, once: that takes less than to place it."""
+        if not one.bound_reason:
+            bound = self._sharpen(one.layout)
+            one = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)
+            self._pool[one.layout] = one
+        return one
 
     def _exhaust(self) -> None:
         """Try every placement of the best layout, where they are few."""
@@ -176,17 +193,14 @@ class Course:
         self._price([*near, *self._frontier.runners_up(RUNNERS_UP, most_bytes=most_bytes)])
 
     def _prove(self) -> None:
-        """Sharpen the lowest bounds, and the best layout's, by the links that these layouts would have to use."""
-        for turn in range(SHARPENED):
-            leader = self._leader()
+        """Sharpen the best layout's bound, and the lowest of all as long as that could lift the floor."""
+        if not self._is_late():
+            self._sharpened(self._leader())
+        for _ in range(SHARPENED):
             lowest = min(self._pool.values(), key=lambda one: (one.floor_s, one.placed.cost_s))
-            one = leader if turn == 0 else lowest
-            if self._is_late() or one.bound_reason or one.floor_s >= leader.placed.cost_s:
-                if turn:
-                    return
-                continue
-            bound = self._sharpen(one.layout)
-            self._pool[one.layout] = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)
+            if self._is_late() or lowest.bound_reason or lowest.floor_s >= self._best_s():
+                return
+            self._sharpened(lowest)
 
     def _floor_s(self) -> float:
         """What was beaten lies above the best; of the rest each has its own floor."""

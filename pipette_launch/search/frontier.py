@@ -26,6 +26,7 @@ from pipette_launch.search.enumerate import Cuts
 BEATEN = "its bound shows that no placement of it can win"
 CUTS_AT_ONCE = 1024
 """So many are opened together, which is cheaper than one by one."""
+CHECKED_AT_ONCE = 512
 LOOKED_THROUGH = 64
 """Layouts among which those that need less memory are looked for."""
 _STATE_FIELDS = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
@@ -183,12 +184,18 @@ class Frontier:
             heapq.heappush(self._ready, _Ready(least_s, self._num_ready, layout))
 
     def _that_fit(self, columns: LayoutColumns, below_s: float) -> list[Layout]:
-        """List layouts that fit and whose bounds are below a step time, by rising bound; the user's own left out."""
-        fitting = columns.take(np.flatnonzero(self._fullest_N(columns) <= self._limits_N(columns)))
-        least_N = self._bounds.of_columns(fitting) if len(fitting) else np.zeros(0)
+        """List some layouts that fit and whose bounds are below a step time, by rising bound; not the user's own."""
+        least_N = self._bounds.of_columns(columns) if len(columns) else np.zeros(0)
         order = np.argsort(least_N, kind="stable")
-        chosen = order[least_N[order] < below_s][: 2 * LOOKED_THROUGH]
-        return [layout for row in chosen.tolist() if (layout := fitting.layout(row)) != self._field.job.own]
+        order = order[least_N[order] < below_s]
+        found: list[Layout] = []
+        for first in range(0, len(order), CHECKED_AT_ONCE):
+            some = columns.take(order[first : first + CHECKED_AT_ONCE])
+            fits_N = self._fullest_N(some) <= self._limits_N(some)
+            found += [some.layout(row) for row in np.flatnonzero(fits_N).tolist()]
+            if len(found) > LOOKED_THROUGH:
+                break
+        return [layout for layout in found if layout != self._field.job.own]
 
     def _could_fit(self, rows: Ints) -> bool:
         """Whether any variant of some cuts fits: all kinds of recompute are tried in the state that is leanest."""

@@ -109,8 +109,9 @@ class Frontier:
         quick = self._cuts.columns.take(rows)
         self._quick = self._that_fit(quick, below_s)
         self._lean = self._that_fit(self._cuts.tables.leanest(quick), math.inf)
-        found, self._quick = self._quick[:count], self._quick[count:]
-        return self._with_peaks([*found, *self._lean[: count // 2]])
+        found = _unlike(self._quick, count)
+        self._quick = [layout for layout in self._quick if layout not in found]
+        return self._with_peaks([*found, *_unlike(self._lean, count // 2)])
 
     def take(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
         """Take the next layouts, at most so many, whose bounds are below a step time."""
@@ -232,6 +233,14 @@ class Frontier:
         if groups not in self._limits:
             self._limits[groups] = self._field.limit_bytes(layout)
         return self._limits[groups]
+
+
+def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:
+    """Return the first of each kind of degrees, and then of all: what is wrong with one may be wrong with its twins."""
+    first: dict[tuple[int, ...], Layout] = {}
+    for layout in layouts:
+        first.setdefault((layout.tp, layout.pp, layout.cp, layout.ep), layout)
+    return list(dict.fromkeys([*first.values(), *layouts]))[:count]
 
 
 def _rough_N(columns: LayoutColumns, bounds: BoundColumns) -> Floats:

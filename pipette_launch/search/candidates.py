@@ -40,11 +40,11 @@ class Candidate:
 
     @property
     def promise_s(self) -> float:
-        """What a search may hope for: the bound at first, halfway from there to the best placement once it was tried.
+        """What a search may hope for: halfway from its best placement so far to the bound.
 
-        Torchrun's order says little on unequal links: a ring through the slowest one may be the best once it is moved.
+        The bound alone promises too much to layouts that lean on links which only some hosts have.
         """
-        return self.bound_s if self.rounds < 1 else (self.placed.cost_s + self.bound_s) / 2
+        return (self.placed.cost_s + self.bound_s) / 2
 
     @property
     def meets_bound(self) -> bool:

@@ -74,8 +74,18 @@ class Frontier:
     what is left.
     """
 
-    def __init__(self, field: Field, cuts: Cuts, bounds: BoundColumns) -> None:
+    def __init__(self, field: Field, cuts: Cuts, bounds: BoundColumns, typical: BoundColumns | None = None) -> None:
+        """Bound all cuts roughly.
+
+        Args:
+            field: what layouts are judged by.
+            cuts: the legal ones.
+            bounds: lower bounds of the job on this allocation.
+            typical: what to dive by: bounds as if all links were like those that rings must use; None = `bounds`.
+
+        """
         self._field = field
+        self._typical = typical or bounds
         self._cuts = cuts
         self._bounds = bounds
         self._is_late: Callable[[], bool] = lambda: False
@@ -185,10 +195,10 @@ class Frontier:
             heapq.heappush(self._ready, _Ready(least_s, self._num_ready, layout))
 
     def _that_fit(self, columns: LayoutColumns, below_s: float) -> list[Layout]:
-        """List some layouts that fit and whose bounds are below a step time, by rising bound; not the user's own."""
-        least_N = self._bounds.of_columns(columns) if len(columns) else np.zeros(0)
-        order = np.argsort(least_N, kind="stable")
-        order = order[least_N[order] < below_s]
+        """List some layouts that fit, by rising time on typical links, as far as that is below a step time."""
+        typical_N = self._typical.of_columns(columns) if len(columns) else np.zeros(0)
+        order = np.argsort(typical_N, kind="stable")
+        order = order[typical_N[order] < below_s]
         found: list[Layout] = []
         for first in range(0, len(order), CHECKED_AT_ONCE):
             some = columns.take(order[first : first + CHECKED_AT_ONCE])

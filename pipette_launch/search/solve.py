@@ -17,6 +17,7 @@ from pipette_launch.search.choose import choose
 from pipette_launch.search.course import Course, Searched
 from pipette_launch.search.enumerate import cuts
 from pipette_launch.search.frontier import BEATEN, Frontier
+from pipette_launch.search.ring_links import with_ring_links
 from pipette_launch.search.share import Clock, Crew, alone
 
 MakeCrew = Callable[[Field], Crew]
@@ -84,7 +85,8 @@ def solve(
         table=field.predictor.compute,
     )
     field = replace(field, own_fault=found.own_fault)
-    frontier = Frontier(field, found, BoundColumns.of(job, measurements, field.predictor))
+    bounds = BoundColumns.of(job, measurements, field.predictor)
+    frontier = Frontier(field, found, bounds, BoundColumns.of(job, with_ring_links(measurements)))
     own_dropped = None if found.own_fault else field.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1

@@ -15,7 +15,7 @@ from pipette_launch.search.bounds import placement_bound_s
 from pipette_launch.search.candidates import Field
 from pipette_launch.search.choose import choose
 from pipette_launch.search.course import Course, Searched
-from pipette_launch.search.enumerate import cuts
+from pipette_launch.search.enumerate import Cuts, cuts
 from pipette_launch.search.frontier import BEATEN, Frontier
 from pipette_launch.search.ring_links import with_ring_links
 from pipette_launch.search.share import Clock, Crew, alone
@@ -85,13 +85,7 @@ def solve(
         table=field.predictor.compute,
     )
     field = replace(field, own_fault=found.own_fault)
-    bounds = BoundColumns.of(job, measurements, field.predictor)
-    frontier = Frontier(field, found, bounds, BoundColumns.of(job, with_ring_links(measurements)))
-    own_dropped = None if found.own_fault else field.own_dropped
-    if own_dropped:
-        frontier.dropped[own_dropped] += 1
-    if (found.own_fault or own_dropped) and not frontier.has_any:
-        raise advise.nothing_left(field, dropped=frontier.dropped, memory_margin=options.memory_margin)
+    frontier = _frontier(field, found, options)
     make_crew = make_crew or (lambda some: alone(some, seed=options.seed, clock=clock, deadline_s=deadline_s))
     searched = Course(
         field,
@@ -110,6 +104,19 @@ def solve(
     return replace(
         plan, num_layouts=found.num_layouts, dropped=dict(dropped.most_common()), solve_s=clock() - started_s
     )
+
+
+def _frontier(field: Field, found: Cuts, options: SolveOptions) -> Frontier:
+    """Bound the cuts; raises PlanError where neither they nor the user's own layout leave anything to choose from."""
+    job, measurements = field.job, field.measurements
+    bounds = BoundColumns.of(job, measurements, field.predictor)
+    frontier = Frontier(field, found, bounds, BoundColumns.of(job, with_ring_links(measurements)))
+    own_dropped = None if found.own_fault else field.own_dropped
+    if own_dropped:
+        frontier.dropped[own_dropped] += 1
+    if (found.own_fault or own_dropped) and not frontier.has_any:
+        raise advise.nothing_left(field, dropped=frontier.dropped, memory_margin=options.memory_margin)
+    return frontier
 
 
 def _plan(

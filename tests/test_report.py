@@ -138,6 +138,21 @@ def test_the_outcome_in_one_line() -> None:
     )
 
 
+def test_flags_to_paste_stay_whole() -> None:
+    """A shell takes what the screen shows: a flag a line, joined by backslashes, not one of them broken."""
+    shown = SCREENS["planned"](80).partition("Append to the script's flags:\n")[2].partition("And delete")[0]
+
+    assert [line.removesuffix(" \\").strip().partition(" ")[0] for line in shown.splitlines()] == [
+        "--tensor-model-parallel-size",
+        "--micro-batch-size",
+        "--pipeline-model-parallel-size",
+        "--use-distributed-optimizer",
+        "--global-batch-size",
+    ]
+    assert all(line.endswith(" \\") for line in shown.splitlines()[:-1])
+    assert not shown.splitlines()[-1].endswith("\\")
+
+
 if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for screen, draw in SCREENS.items():

@@ -137,7 +137,9 @@ def step_parts(work: Work, prices: Prices) -> StepParts:
     breakdown = _busy_s(work, prices, rank, replica)
     breakdown["first_gather"] = float(_first_gather_s(work, prices, durations_D)[stages, replica].sum())
     breakdown["pipeline_transfer"] = end_s - no_hop_s
-    breakdown["bubble"] = no_hop_s - sum(breakdown[name] for name in breakdown if name != "pipeline_transfer")
+    bubble_s = no_hop_s - sum(breakdown[name] for name in breakdown if name != "pipeline_transfer")
+    # What rounding leaves of nothing is nothing.
+    breakdown["bubble"] = bubble_s if abs(bubble_s) > 1e-12 * end_s else 0.0
     breakdown["data_parallel"] = tail.finish_s - end_s
     breakdown["embedding_gradients"] = tail.embedding_s
     breakdown["optimizer"] = tail.optimizer_s

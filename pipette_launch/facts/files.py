@@ -86,14 +86,14 @@ def loads(kind: type[D], text: str | bytes, source: str) -> D:
     try:
         plain = json.loads(text)
     except ValueError as error:
-        raise FileFormatError(f"{source}: not JSON ({error}); delete the file to have it made anew") from error
+        raise FileFormatError(f"{source}: not JSON ({error}); mend the file, or remove it") from error
     if not isinstance(plain, dict) or plain.get("kind") != kind.KIND:
         found = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
         raise FileFormatError(f"{source}: expected a {kind.KIND!r} document, found {found!r}")
     if plain.get("schema_version") != kind.SCHEMA_VERSION:
         raise FileFormatError(
             f"{source}: schema_version {plain.get('schema_version')!r} is not {kind.SCHEMA_VERSION}, "
-            f"the version that this pipette-launch reads; delete the file to have it made anew"
+            f"the version that this pipette-launch reads; mend the file, or remove it"
         )
     body = {key: item for key, item in plain.items() if key not in ("kind", "schema_version")}
     document: D = from_plain(kind, body, source)

@@ -48,12 +48,12 @@ def planned_screen(
         ("Why", map(bullet, plan.reasons)),
         ("Memory", parts.memory(plan.chosen)),
         ("Flags", _flags(plan)),
-        ("Paste", _paste(plan)),
         ("Dropped", _dropped(plan)),
         ("Notes", map(bullet, parts.notes(plan, saved_to, counts_dropped=False))),
         ("Plan file", [] if saved_to is None else [text(str(saved_to), overflow="fold")]),
     )
-    return render(title, sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)
+    screen = render(title, sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)
+    return f"{screen}{_paste(plan)}"
 
 
 def _job(plan: Plan) -> Iterator[Text]:
@@ -93,14 +93,19 @@ def _flags(plan: Plan) -> Iterator[Text]:
         yield from parts.flags(plan.setting.arguments, plan.setting.new_arguments)
 
 
-def _paste(plan: Plan) -> Iterator[Text]:
+def _paste(plan: Plan) -> str:
+    """Flags to append to the job's own, a flag a line; not wrapped, whatever the width, so that a shell takes them."""
     if plan.setting is None:
-        return
+        return ""
     added, deleted = parts.paste_words(plan.setting.arguments, plan.setting.new_arguments)
-    if added:
-        yield text(shlex.join(added), overflow="fold")
-    if deleted:
-        yield text(f"and delete {' '.join(deleted)}", "dim")
+    lines: list[list[str]] = []
+    for word in added:
+        if word.startswith("--") or not lines:
+            lines.append([])
+        lines[-1].append(word)
+    told = " \\\n".join(f"  {shlex.join(line)}" for line in lines)
+    append = f"Append to the script's flags:\n{told}\n" if lines else ""
+    return append + (f"And delete: {' '.join(deleted)}\n" if deleted else "")
 
 
 def _dropped(plan: Plan) -> Iterator[RenderableType]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipette_launch.cost.overhead import allowed_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
-from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field, measured_overhead
 from pipette_launch.search.enumerate import Cuts, cuts
 from pipette_launch.units import bytes_text
 
@@ -50,7 +50,8 @@ def _nothing_fits(field: Field, memory_margin: float) -> PlanError:
     ways = [
         *_released(field, must_fit=True),
         *_more_hosts(field),
-        f"use devices with {bytes_text(need - limit)} more memory each",
+        *_less_margin(field, legal, needs),
+        f"use devices with {bytes_text(_more_memory(field, leanest, need))} more memory each",
     ]
     return PlanError(
         f"no layout fits in memory: the leanest of {found.num_layouts}, {leanest.words()}, is predicted to need "
@@ -58,6 +59,27 @@ def _nothing_fits(field: Field, memory_margin: float) -> PlanError:
         f"(free on the fullest device {bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}, "
         f"overhead {bytes_text(overhead)}). {_help(ways)}"
     )
+
+
+def _less_margin(field: Field, legal: Sequence[Layout], needs: Mapping[Layout, tuple[int, ...]]) -> Iterator[str]:
+    """Leave less memory free, where a layout fits without any margin."""
+    bare = replace(field, memory_margin=0.0)
+    if field.memory_margin > 0 and any(max(needs[layout]) <= bare.limit_bytes(layout) for layout in legal):
+        yield f"leave less memory free than {field.memory_margin:.0%}"
+
+
+def _more_memory(field: Field, layout: Layout, need: int) -> int:
+    """By how much every device would have to be larger for a layout to fit, margin and overhead included."""
+    overhead = measured_overhead(field.job, layout, field.measurements)
+    free = field.cluster.memory_bytes
+    low, high = 0, 1 << 50
+    while low < high:
+        middle = (low + high) // 2
+        if overhead.limit_bytes(free + middle, memory_margin=field.memory_margin) >= need:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def _help(ways: list[str]) -> str:

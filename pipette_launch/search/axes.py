@@ -9,7 +9,7 @@
 | micro-batches in a group | the smallest legal group, and two for each stage |
 | micro-batch | powers of two, quotients of a replica's samples by them, the user's own |
 | rank order | the user's own; the default one where Megatron refuses his |
-| sequence parallelism | on and off, where TP splits |
+| sequence parallelism | on where TP splits and it is possible, as layers are timed; else off |
 | distributed optimizer, overlap | on and off, where there are replicas; overlap on GPUs |
 | recompute | none; selective, in growing sets of modules; some eighths of each chunk; all, in powers of two |
 

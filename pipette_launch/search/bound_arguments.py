@@ -77,7 +77,7 @@ class Arguments:
         kinds = " or ".join(dict.fromkeys(GROUP_NAMES[name] for name in used or names))
         # Groups that exchange nothing lie where they like.
         trials = side_by_side(found) if found else self._one
-        return Argument(words=f"some {kinds} group lies on several hosts", trials=trials)
+        return Argument(words=f"that holds even if some {kinds} group lay on several hosts", trials=trials)
 
     @property
     def _model(self) -> PlacementCost:

@@ -69,6 +69,8 @@ def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, 
         nearest = min(candidates, key=lambda one: (doublings_apart(one.layout, own), one.host_order_s))
         priced = basis = nearest.layout
     step = field.predictor.step_time(priced, placement)
+    known = {one.layout: (one.bound_s, one.bound_reason) for one in candidates}
+    bound_s, reason = known.get(priced) or (field.predictor.bound_s(priced), "")
     choice = Choice(
         layout=own,
         placement=placement,
@@ -77,7 +79,8 @@ def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, 
         breakdown_s=dict(step.breakdown_s),
         peak_memory_bytes=_own_peaks(field, priced),
         memory_limit_bytes=field.limit_bytes(own),
-        bound_s=field.predictor.bound_s(priced),
+        bound_s=bound_s,
+        bound_reason=reason,
         **_evidence(field, own if basis is None else None),
     )
     return choice, basis

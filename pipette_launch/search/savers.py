@@ -18,6 +18,7 @@ from pipette_launch.search.ragged import Lists
 from pipette_launch.search.rules import Rules
 from pipette_launch.search.terms import Degrees, Saver
 
+UNTIMED = "compute is timed with sequence parallelism wherever that is possible"
 _FLAGS = Saver._fields[:-1]
 
 
@@ -135,9 +136,19 @@ class SaverTables:
 
     def _build_states(self, where: _Where, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         """Flags of the legal states."""
-        for state in axes.states(self._rules, where.tp, has_replicas=where.has_replicas):
-            if not drops(self._rules.state_fault(where.tp, where.cp, state), dropped):
+        states = axes.states(self._rules, where.tp, has_replicas=where.has_replicas)
+        legal = [state for state in states if not drops(self._rules.state_fault(where.tp, where.cp, state), dropped)]
+        is_timed = any(state.sequence_parallel for state in legal) and not self._must_not_split_sequences
+        for state in legal:
+            if is_timed and not state.sequence_parallel:
+                dropped[UNTIMED] += 1
+            else:
                 yield tuple(int(flag) for flag in state[:-1])
+
+    @property
+    def _must_not_split_sequences(self) -> bool:
+        """Whether some flag goes only without sequence parallelism."""
+        return "--distribute-saved-activations" in self._rules.flags
 
     def _build_depths(self, key: tuple[_Depth, bool], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         """Numbers of the legal recomputes."""

@@ -99,7 +99,7 @@ def solve(
     dropped = Counter(found.dropped) + frontier.dropped
     if not searched.is_cut_short:
         legal = found.num_layouts - (found.own_fault is not None)
-        dropped[BEATEN] = legal - len(searched.candidates) - frontier.dropped.total()
+        dropped += Counter({BEATEN: legal - len(searched.candidates) - frontier.dropped.total()})
     plan = _plan(field, searched, options, corrections.notes, provenance)
     return replace(
         plan, num_layouts=found.num_layouts, dropped=dict(dropped.most_common()), solve_s=clock() - started_s

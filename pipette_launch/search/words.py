@@ -102,7 +102,7 @@ def _gain(choice: Choice, own: Choice) -> str:
     gain = 1 - choice.step_time_s / own.step_time_s
     same = choice.layout == own.layout
     theirs = "in torchrun's order" if same else f"{own.layout.words()}, the user's own,"
-    ours = f"{choice.layout.words()}{', placed by the measured links,' if same else ''}"
+    ours = f"{choice.layout.words()}{', placed by the links,' if same else ''}"
     times = seconds_text(choice.step_time_s), seconds_text(own.step_time_s)
     return f"{ours} takes {times[0]} a step, {gain:.1%} less than {theirs} with {times[1]}."
 
@@ -124,7 +124,7 @@ def _placement(chosen: Chosen) -> list[str]:
     if chosen.choice.is_host_order or best.layout == chosen.own.layout or saved < _NOTHING:
         return []
     before = seconds_text(best.host_order_s)
-    return [f"Placing its ranks by the measured links saves {saved:.1%}; in torchrun's order it would take {before}."]
+    return [f"Placing its ranks by the links saves {saved:.1%}; in torchrun's order it would take {before}."]
 
 
 def _runner_up(chosen: Chosen) -> list[str]:

@@ -68,7 +68,7 @@ def test_a_plan_is_made_on_a_laptop(saved: tuple[Path, str]) -> None:
     """Without torch: what for, what, why, memory, flags to paste, what was assumed, and where the file lies."""
     screen = saved[1]
 
-    for heading in ("Job", "Machines", "Chosen", "Step time", "Why", "Memory", "Flags", "Paste", "Notes", "Plan file"):
+    for heading in ("Job", "Machines", "Chosen", "Step time", "Why", "Memory", "Flags", "Notes", "Plan file"):
         assert f"\n{heading:<9}" in screen
     for words in (
         "8 ranks on 2 hosts x 4 H100-SXM",

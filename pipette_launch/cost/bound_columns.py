@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.bound_tables import Content, Tables, UnitCounts, UnitTimes, contents_of
-from pipette_launch.cost.collectives import Kind
+from pipette_launch.cost.collectives import Fabric, Kind
 from pipette_launch.cost.latency import Predictor
 from pipette_launch.cost.layout_columns import LayoutColumns, codes_of
 from pipette_launch.cost.optimizer import gradient_bytes_per_parameter, shard
@@ -51,6 +51,12 @@ class BoundColumns:
         """Make ready for the layouts of a job; a predictor of the same job spares reading the measurements again."""
         predictor = predictor or Predictor(job, measurements)
         return cls(job, Tables(job, measurements, predictor.compute, predictor.fabric))
+
+    @classmethod
+    def elsewhere(cls, job: Job, measurements: Measurements, predictor: Predictor) -> BoundColumns:
+        """Make ready for the same job on other links, with what a predictor knows of its compute."""
+        fabric = Fabric(measurements.cluster, measurements.collectives)
+        return cls(job, Tables(job, measurements, predictor.compute, fabric))
 
     def seconds_N(self, layouts: Sequence[Layout]) -> Floats:
         """No placement of a layout is faster than this many seconds; nan where it cannot be priced."""

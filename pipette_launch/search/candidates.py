@@ -15,7 +15,8 @@ from pipette_launch.search.seats import Placed
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"
 STALLED = 2
-"""After so many rounds without any gain the placing of a layout ends."""
+STALLED_MANY, MANY_SLOTS = 1, 128
+"""After so many rounds without any gain the placing of a layout ends; on many slots a round takes long."""
 WORTH = 1e-3
 """Placing goes on while it could still save this part of the step."""
 
@@ -54,7 +55,8 @@ class Candidate:
     @property
     def can_improve(self) -> bool:
         """Whether the search for its placement should go on."""
-        return self.rounds < ROUNDS and self.stalled < STALLED and not self.meets_bound
+        stalled = STALLED if self.layout.world_size <= MANY_SLOTS else STALLED_MANY
+        return self.rounds < ROUNDS and self.stalled < stalled and not self.meets_bound
 
     @property
     def floor_s(self) -> float:

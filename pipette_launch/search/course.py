@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from pipette_launch.facts import Layout
 from pipette_launch.search.bounds import Bound
-from pipette_launch.search.candidates import Candidate, Field
+from pipette_launch.search.candidates import MANY_SLOTS, Candidate, Field
 from pipette_launch.search.exhaust import AT_ONCE, EXACT, num_placements
 from pipette_launch.search.frontier import Frontier, Promising
 from pipette_launch.search.seats import Placed, Seats
@@ -26,7 +26,6 @@ WHILE_PRICING = 1
 AFTER_PRICING = (8, 4, 2, 2)
 AFTER_PRICING_MANY = (2, 1, 1)
 """And so many in each round once all are priced; fewer on many slots, where a round is worth more and takes longer."""
-MANY_SLOTS = 128
 RUNNERS_UP = 3
 """So many that cannot win are priced all the same, and as many that need less memory: they are what to try next."""
 LEANER = 0.8

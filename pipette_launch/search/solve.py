@@ -110,7 +110,8 @@ def _frontier(field: Field, found: Cuts, options: SolveOptions) -> Frontier:
     """Bound the cuts; raises PlanError where neither they nor the user's own layout leave anything to choose from."""
     job, measurements = field.job, field.measurements
     bounds = BoundColumns.of(job, measurements, field.predictor)
-    frontier = Frontier(field, found, bounds, BoundColumns.of(job, with_ring_links(measurements)))
+    typical = BoundColumns.elsewhere(job, with_ring_links(measurements), field.predictor)
+    frontier = Frontier(field, found, bounds, typical)
     own_dropped = None if found.own_fault else field.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1

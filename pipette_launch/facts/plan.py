@@ -97,8 +97,6 @@ class Plan:
     provenance: Provenance
     floor_s: float = field(default=0.0, metadata=ADDED_LATER)
     """No legal layout that fits is faster than this in any placement, under the same model; 0 = nothing was proven."""
-    num_solvers: int = field(default=1, metadata=ADDED_LATER)
-    """Processes that shared the search."""
     setting: Setting | None = field(default=None, metadata=ADDED_LATER)
     """What it was made for, where someone may look at the file alone."""
 

@@ -22,9 +22,11 @@ begun = len(list(out.glob(f"started-{rank}-*")))
 (out / f"started-{rank}-{begun}").touch()
 names = "RANK LOCAL_RANK WORLD_SIZE GROUP_RANK ATTEMPT CUDA_VISIBLE_DEVICES"
 seen: dict[str, object] = {name: os.environ.get(name) for name in names.split()}
-if attempt in orders.get("refuse", []) and rank == 0:
+is_refused = attempt in orders.get("refuse", [])
+is_broken = begun == orders.get("refuse_start")
+if is_refused and rank == 0:
     sys.exit("REFUSED: no such layout")
-if begun == orders.get("refuse_start") and rank == 0:
+if is_broken and rank == 0:
     sys.exit("REFUSED: this device is broken")
 dies = starts == 0 and "die_once" in orders
 
@@ -32,7 +34,8 @@ dies = starts == 0 and "die_once" in orders
 def meet() -> int:
     """Sum the ranks with all others; alone, take a moment, and wait for ever for one that is dead."""
     if orders.get("alone"):
-        time.sleep(600 if dies and iteration >= 2 and orders["die_once"] != rank else 0.05)
+        waits = dies and iteration >= 2 and orders["die_once"] != rank
+        time.sleep(600 if waits or is_refused or is_broken else 0.05)
         return 0
     total = torch.tensor([rank])
     dist.all_reduce(total)

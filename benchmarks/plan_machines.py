@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from benchmarks.gpt import gpt_job
 from pipette_launch.cost.device import imagined
-from pipette_launch.facts import Batch, Job, Layout, Links, Measurements, ModelSpec
+from pipette_launch.facts import Job, Layout, Links, Measurements
 from pipette_launch.facts.device import device_named
 from pipette_launch.search.enumerate import cuts
 
@@ -36,34 +37,6 @@ WORDS = (
 
 def job_of(hosts: int) -> Job:
     """The job; its own layout is TP in a host, 16 pipeline ranks and the rest data parallel."""
-    model = ModelSpec(
-        num_layers=96,
-        hidden_size=12288,
-        ffn_hidden_size=4 * 12288,
-        num_attention_heads=96,
-        num_query_groups=96,
-        kv_channels=128,
-        seq_length=2048,
-        max_position_embeddings=2048,
-        vocab_size=50257,
-        make_vocab_size_divisible_by=128,
-        gated_linear_unit=False,
-        normalization="LayerNorm",
-        add_bias_linear=True,
-        add_qkv_bias=False,
-        position_embedding_type="learned_absolute",
-        untie_embeddings_and_output_weights=False,
-        attention_dropout=0.1,
-        hidden_dropout=0.1,
-        params_dtype="bf16",
-        transformer_impl="transformer_engine",
-        attention_backend="flash",
-        num_experts=None,
-        moe_layer_freq=(),
-        moe_router_topk=2,
-        moe_ffn_hidden_size=4 * 12288,
-        moe_shared_expert_intermediate_size=0,
-    )
     own = Layout(
         tp=8,
         pp=16,
@@ -74,18 +47,15 @@ def job_of(hosts: int) -> Job:
         overlap_grad_reduce=True,
         overlap_param_gather=True,
     )
-    return Job(
-        model=model,
-        batch=Batch(global_batch_size=max(1536, 3 * hosts)),
+    return gpt_job(
+        (96, 12288, 96),
+        seq_length=2048,
+        vocab_size=50257,
+        params_dtype="bf16",
+        transformer_impl="transformer_engine",
+        attention_backend="flash",
+        global_batch_size=max(1536, 3 * hosts),
         own=own,
-        pinned=(),
-        notes=(),
-        megatron_version="0.16.1",
-        grad_reduce_in_bf16=False,
-        optimizer="adam",
-        log_interval=1,
-        train_iters=None,
-        performance_flags=(),
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.gpt import gpt_job
 from benchmarks.planners.machines import Machine
-from pipette_launch.facts import Batch, Job, Layout, ModelSpec
+from pipette_launch.facts import Job, Layout
 
 MODELS = {
     "2.5B": (52, 1920, 24),
@@ -45,45 +46,13 @@ def plain(job: Job) -> Job:
 
 def job_of(name: str, machine: Machine, world_size: int) -> Job:
     """The job of a model, fp16 with Adam; its own layout is a stand-in until the user's rules have chosen one."""
-    layers, hidden, heads = MODELS[name]
-    model = ModelSpec(
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=4 * hidden,
-        num_attention_heads=heads,
-        num_query_groups=heads,
-        kv_channels=hidden // heads,
+    return gpt_job(
+        MODELS[name],
         seq_length=SEQ_LENGTH,
-        max_position_embeddings=SEQ_LENGTH,
         vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=128,
-        gated_linear_unit=False,
-        normalization="LayerNorm",
-        add_bias_linear=True,
-        add_qkv_bias=False,
-        position_embedding_type="learned_absolute",
-        untie_embeddings_and_output_weights=False,
-        attention_dropout=0.1,
-        hidden_dropout=0.1,
         params_dtype="fp16",
-        transformer_impl=machine.transformer_impl,  # type: ignore[arg-type]
-        attention_backend=machine.attention_backend,  # type: ignore[arg-type]
-        num_experts=None,
-        moe_layer_freq=(),
-        moe_router_topk=2,
-        moe_ffn_hidden_size=4 * hidden,
-        moe_shared_expert_intermediate_size=0,
-    )
-    return Job(
-        model=model,
-        batch=Batch(global_batch_size=GLOBAL_BATCH),
+        transformer_impl=machine.transformer_impl,
+        attention_backend=machine.attention_backend,
+        global_batch_size=GLOBAL_BATCH,
         own=Layout(dp=world_size),
-        pinned=(),
-        notes=(),
-        megatron_version="0.16.1",
-        grad_reduce_in_bf16=False,
-        optimizer="adam",
-        log_interval=1,
-        train_iters=None,
-        performance_flags=(),
     )

@@ -146,9 +146,8 @@ class Frontier:
         lean = self._with_peaks(self._lean[:LOOKED_THROUGH])
         return quick + [one for one in lean if max(one.peak_bytes) <= most_bytes][:count]
 
-    @property
-    def has_any(self) -> bool:
-        """Whether some layout fits and can be priced."""
+    def find_any(self) -> bool:
+        """Whether some layout fits and can be priced; where none fits, all are counted as over the limit."""
         if self.dive(1):
             return True
         for first in range(0, len(self._order_N), CUTS_AT_ONCE):
@@ -179,7 +178,8 @@ class Frontier:
             least_M = least_M * np.array([predictor.factor(columns.layout(row)) for row in range(len(columns))])
         self.num_met += len(columns)
         hopeful = np.flatnonzero(least_M < below_s)
-        fits = self._fullest_N(columns.take(hopeful)) <= self._limits_N(columns.take(hopeful))
+        some = columns.take(hopeful)
+        fits = self._fullest_N(some) <= self._limits_N(some)
         self.dropped[OVER_MEMORY] += int((~fits).sum())
         for row in hopeful[fits][np.argsort(least_M[hopeful[fits]], kind="stable")].tolist():
             self._admit(columns.layout(row), float(least_M[row]))

@@ -115,7 +115,7 @@ def _frontier(field: Field, found: Cuts, options: SolveOptions) -> Frontier:
     own_dropped = None if found.own_fault else field.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1
-    if (found.own_fault or own_dropped) and not frontier.has_any:
+    if (found.own_fault or own_dropped) and not frontier.find_any():
         raise advise.nothing_left(field, dropped=frontier.dropped, memory_margin=options.memory_margin)
     return frontier
 

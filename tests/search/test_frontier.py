@@ -90,7 +90,7 @@ def test_what_does_not_fit_and_what_was_not_measured_are_counted() -> None:
     cases = (ComputeCase(tp=1, cp=1, micro_batch_size=1),)
     frontier, found, _ = opened(tiny_job(4), tiny_measurements(tiny_cluster(memory_bytes=1), cases))
 
-    assert not frontier.has_any
+    assert not frontier.find_any()
     assert frontier.dropped[NOT_MEASURED] > 0
     assert frontier.dropped[OVER_MEMORY] > 0
     assert found.num_layouts == frontier.dropped[NOT_MEASURED] + frontier.dropped[OVER_MEMORY]

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.model import ADDED_LATER
 
 Matrix: TypeAlias = NDArray[np.float64]
 MatrixLike: TypeAlias = Matrix | Sequence[Sequence[float]]
@@ -46,6 +47,8 @@ class Host:
     address: str
     cores: int
     devices: tuple[Device, ...]
+    place: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    """The switches above it, outermost first, as the scheduler names them; empty where it does not."""
 
     def __post_init__(self) -> None:
         if not self.devices:

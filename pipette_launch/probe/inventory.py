@@ -8,6 +8,7 @@ unlike GPUs. Devices are therefore named by UUID everywhere else.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -53,7 +54,25 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
             f"CUDA_VISIBLE_DEVICES, or use --pipette-device=cpu"
         )
     devices = tuple(gpus[:num_devices]) if gpus else _cpu_shares(num_devices)
-    return Host(name=name, address=address, cores=len(os.sched_getaffinity(0)), devices=devices)
+    return Host(
+        name=name,
+        address=address,
+        cores=len(os.sched_getaffinity(0)),
+        devices=devices,
+        place=switches(os.environ, socket.gethostname()),
+    )
+
+
+def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
+    """Switches above this node as Slurm names them in SLURM_TOPOLOGY_ADDR, `spine.leaf3.node17`, outermost first.
+
+    Empty where the address is not this host's: whoever starts the nodes by ssh may hand one node's environment to all.
+    """
+    levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    address = environ.get("SLURM_TOPOLOGY_ADDR", "")
+    # The pattern tells how many names there are, as a node's own may have dots in it.
+    *above, node = address.split(".", len(levels) - 1) if len(levels) > 1 else address.split(".")
+    return tuple(above) if node.partition(".")[0] == hostname.partition(".")[0] else ()
 
 
 def versions() -> dict[str, str]:

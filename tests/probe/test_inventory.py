@@ -230,3 +230,24 @@ def test_the_inventory_needs_no_torch() -> None:
     )
 
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode
+
+
+@pytest.mark.parametrize(
+    ("environ", "hostname", "switches"),
+    [
+        ({}, "node17", ()),
+        ({"SLURM_TOPOLOGY_ADDR": "spine.leaf3.node17"}, "node17.cluster.local", ("spine", "leaf3")),
+        (
+            {"SLURM_TOPOLOGY_ADDR": "spine.leaf3.node17.local", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"},
+            "node17",
+            ("spine", "leaf3"),
+        ),
+        ({"SLURM_TOPOLOGY_ADDR": "node17", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, "node17", ()),
+        ({"SLURM_TOPOLOGY_ADDR": "spine.leaf3.node17"}, "node18", ()),
+    ],
+)
+def test_slurm_names_the_switches_above_a_node(
+    environ: dict[str, str], hostname: str, switches: tuple[str, ...]
+) -> None:
+    """They are read from the address, unless it is another node's, whose environment was handed on."""
+    assert switches == inventory.switches(environ, hostname)

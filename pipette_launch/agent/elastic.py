@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
-import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException, SubprocessContext
 
 from pipette_launch.agent import failures
 from pipette_launch.agent.agreement import MEETING_S, agree, plan_together
@@ -29,6 +27,7 @@ from pipette_launch.agent.logs import WatchedLogs
 from pipette_launch.agent.meeting import Meeting
 from pipette_launch.agent.seats import Seat, seats, visible_devices
 from pipette_launch.agent.streams import Streams
+from pipette_launch.agent.warmup import Warmup
 from pipette_launch.agent.witness import NEWS_S, Witness
 from pipette_launch.errors import ClusterError, PipetteError
 from pipette_launch.facts.round import Decision
@@ -77,8 +76,7 @@ class PipetteAgent(LocalElasticAgent):
         self._starts = 0
         self._phase_began_s = 0.0
         self._witness = Witness()
-        self._warmup_failure = ""
-        self._warmup_logs = ""
+        self._warmup = Warmup(conductor, self._address)
         self._verdict: Verdict = "none"
         self._failure = ""
         self._charged = False
@@ -165,7 +163,6 @@ class PipetteAgent(LocalElasticAgent):
         self._witness.begin(exchange, proven=decision.proven)
         self._open_logs(decision, is_function=callable(command.entrypoint))
         self._phase_began_s = time.monotonic()
-        self._warmup_failure = ""
         self._attempt = decision.attempt if decision.phase == "train" else -1
         self._conductor.show(decision, speaks=exchange.is_chief)
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -173,10 +170,9 @@ class PipetteAgent(LocalElasticAgent):
 
     def _open_logs(self, decision: Decision, *, is_function: bool) -> None:
         self._close_streams()
-        self._drop_warmup_logs()
+        self._warmup.drop_logs()
         if decision.phase == "warmup":
-            self._warmup_logs = tempfile.mkdtemp(prefix="pipette_warmup_")
-            self._logs_specs = DefaultLogsSpecs(log_dir=self._warmup_logs, redirects=Std.ALL)
+            self._logs_specs = self._warmup.begin()
             return
         # torch opens the streams of a function (--run-path) as files that it can seek in: no pipe will do.
         self._streams = None if is_function else Streams(self._on_line)
@@ -184,12 +180,6 @@ class PipetteAgent(LocalElasticAgent):
         self._starts += 1
         if self._streams is not None:
             self._streams.start()
-
-    def _drop_warmup_logs(self) -> None:
-        """Leave the warm-up's output only where there is something to read in it."""
-        if self._warmup_logs and not self._warmup_failure:
-            shutil.rmtree(self._warmup_logs, ignore_errors=True)
-        self._warmup_logs = ""
 
     def _device_order(self) -> dict[str, str]:
         """Order the visible devices so that the worker with LOCAL_RANK i finds its slot's device at i."""
@@ -213,40 +203,27 @@ class PipetteAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         decision, exchange = self._current()
-        result: RunResult = super()._monitor_workers(worker_group)
         if decision.phase == "warmup":
-            return self._monitor_warmup(result, exchange, worker_group)
+            return self._monitor_warmup(worker_group, exchange)
+        result: RunResult = super()._monitor_workers(worker_group)
         self._witness.publish()
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._note_failure(result, decision)
         return result
 
-    def _monitor_warmup(self, result: RunResult, exchange: Exchange, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_warmup(self, worker_group: WorkerGroup, exchange: Exchange) -> RunResult:
         """A warm-up that fails or hangs ends the phase on every node; training goes on without it."""
-        waited_s = time.monotonic() - self._phase_began_s
-        if result.state == WorkerState.SUCCEEDED:
-            return result
-        if result.state == WorkerState.HEALTHY and not exchange.has("warmup-failed"):
-            if waited_s < self._conductor.warmup_deadline_s:
-                return result
-            hanging = {worker.local_rank: worker.id for worker in worker_group.workers}
-            report = f"the warm-up hangs after {waited_s:.0f} s: {self._conductor.warmup_report(hanging)}; "
-            report += self._warmup_words()
-        else:
-            report = self._describe_warmup(result, exchange)
-        self._warmup_failure = exchange.settle("warmup-failed", report, deadline_s=MEETING_S)
-        super()._stop_workers(worker_group)
-        return self._succeeded(worker_group)
-
-    def _describe_warmup(self, result: RunResult, exchange: Exchange) -> str:
-        if not result.failures:
-            return exchange.take("warmup-failed", what="why the warm-up failed elsewhere", deadline_s=MEETING_S)
-        first = failures.root_cause(result)
-        where = self._conductor.warmup_report({first.local_rank: first.pid})
-        return f"a warm-up worker died with {failures.exit_words(first.exitcode)}: {where}; {self._warmup_words()}"
-
-    def _warmup_words(self) -> str:
-        return f"its output is in {self._warmup_logs} on {self._address}"
+        # Programs, not functions: probe workers are started as such.
+        assert isinstance(self._pcontext, SubprocessContext)
+        handlers = self._pcontext.subprocess_handlers
+        state = self._warmup.look(exchange, {local: handler.proc for local, handler in handlers.items()})
+        if state == "running":
+            return RunResult(state=WorkerState.HEALTHY)
+        if state == "failed":
+            super()._stop_workers(worker_group)
+            return self._succeeded(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
 
     def _note_failure(self, result: RunResult, decision: Decision) -> None:
         """Settle with all nodes whether the job died before its first iteration, and keep the reason."""
@@ -284,7 +261,7 @@ class PipetteAgent(LocalElasticAgent):
         finally:
             # Workers that were told to end had things to say: a checkpoint that they saved, for one.
             self._close_streams(patience_s=SIGNALLED_S if signalled else None)
-            self._drop_warmup_logs()
+            self._warmup.drop_logs()
             if self._exchange is not None and not signalled:
                 say_goodbye(self._exchange, hosts_store=self._meeting.may_host_store)
         return result
@@ -322,7 +299,7 @@ class PipetteAgent(LocalElasticAgent):
     def _plan(self, decision: Decision, exchange: Exchange) -> Decision:
         return plan_together(
             exchange,
-            make=lambda invite: self._conductor.after_warmup(decision, self._warmup_failure, invite),
+            make=lambda invite: self._conductor.after_warmup(decision, self._warmup.failure, invite),
             hire=self._conductor.help,
             is_gone=self._handler.is_closed,
             deadline_s=MEETING_S + self._conductor.warmup_deadline_s,

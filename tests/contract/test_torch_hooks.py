@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import api, local_elastic_agent
-from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs, SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.launcher import api as launcher
 
@@ -67,6 +68,13 @@ def test_state_that_is_used() -> None:
 
     for name in ("_remaining_restarts", "_worker_group", "_exit_barrier_timeout", "_logs_specs"):
         assert f"self.{name}" in source
+
+
+def test_workers_are_ordinary_processes() -> None:
+    """What started them lists them by local rank, each with its Popen."""
+    assert "self.subprocess_handlers[local_rank]" in inspect.getsource(SubprocessContext)
+    assert "self.proc: Popen" in inspect.getsource(SubprocessHandler)
+    assert "self._pcontext" in inspect.getsource(AGENT.__init__)
 
 
 def test_abstract_methods_are_all_passed_on() -> None:

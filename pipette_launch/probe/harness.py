@@ -108,6 +108,15 @@ class Conductor:
             return answer
         return self._get(key, "rank 0's decision", self.timeout_s) == b"yes"
 
+    def tell(self, text: str, extra_s: float = 0.0) -> str:
+        """Bring rank 0's text to all, whatever the others pass; `extra_s` is how much later rank 0 may rightly be."""
+        self._step += 1
+        key = f"told/{self._step}"
+        if self.rank == 0:
+            self.store.set(key, text)
+            return text
+        return self._get(key, "rank 0's word", self.timeout_s + extra_s).decode()
+
     def meet(self, extra_s: float = 0.0) -> None:
         """Return once every rank has come here; `extra_s` is how much later than this one another may rightly be."""
         self._step += 1

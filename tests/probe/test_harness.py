@@ -90,6 +90,16 @@ def test_everyone_follows_rank_0() -> None:
     assert [*answers, False] == [second.agree(lambda: False), second.agree(lambda: True)]
 
 
+def test_rank_0_tells_all() -> None:
+    """Every rank gets rank 0's text, empty ones and long ones too."""
+    store = OneRankStore()
+    first, second = conductor(store, 0), conductor(store, 1)
+    texts = ["", "plan", "x" * 100_000]
+
+    assert texts == [first.tell(text) for text in texts]
+    assert texts == [second.tell("mine") for _ in texts]
+
+
 def test_a_missing_decision_has_a_deadline() -> None:
     """When rank 0 is gone, the others say for what they waited, and how long."""
     with pytest.raises(ProbeError, match="waited 7 s in vain for rank 0's decision"):

@@ -101,7 +101,10 @@ class Chief:
             self.measurements = self.cache.measurements()
             return self._train(bare, job, cached, attempt=0, reason="; ".join(reasons))
         reasons += [trouble] if trouble else []
-        orders = files.dumps(self._probe_options(job, hosts))
+        # What plans a warm-up is imported when there is one: a start from the cache does without it.
+        from pipette_launch.launch.orders import probe_options
+
+        orders = files.dumps(probe_options(job, hosts, options=self._options, folder=self._folder))
         return replace(bare, phase="warmup", reason="; ".join(reasons), probe_options=orders)
 
     def _from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
@@ -127,27 +130,6 @@ class Chief:
         # Known to be Megatron's: without a GPU it needs the patches, whatever becomes of the plan.
         self._patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
         return job
-
-    def _probe_options(self, job: Job, hosts: tuple[Host, ...]) -> ProbeOptions:
-        # The search is imported where it is used: a start from the cache does without it.
-        from pipette_launch.search.enumerate import compute_cases, cuts
-
-        legal = cuts(
-            job,
-            world_size=len(hosts) * len(hosts[0].devices),
-            devices_per_host=len(hosts[0].devices),
-            device_kind=hosts[0].devices[0].kind,
-        )
-        return ProbeOptions(
-            job=job,
-            hosts=hosts,
-            cases=compute_cases(job.own, legal.columns),
-            output=str(self._folder / CLUSTER),
-            progress_dir=str(self._folder / "progress"),
-            budget_s=self._options.budget_s,
-            # A megatron-core beside the script is the one that will train, so it is the one to measure.
-            python_path=() if self._options.is_module else (str(Path(self._options.script).resolve().parent),),
-        )
 
     def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
         """Turn what the warm-up measured into a plan, with the help of the nodes that can be invited."""

@@ -9,16 +9,18 @@ from typing import Any
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Cluster, CollectiveTime, ComputeTime, Links, Measurements, Samples
+from pipette_launch.facts.advice import Dimension
 from pipette_launch.facts.measurements import UNSTABLE_SPREAD
+from pipette_launch.probe.group_fits import group_times
 from pipette_launch.probe.harness import Line, fit_line
-from pipette_launch.probe.options import GroupSamples, GroupShape, LinkSamples, ProbeOptions, WorkerResult
+from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
 from pipette_launch.units import rate_text
 
 MAX_SEND_ENTRIES = 4096
 """Above this many pairs only the unstable ones get an entry of their own beside the matrices."""
 SAME_SPEED = {"cuda": 0.05, "cpu": 0.2}
 """Slots this close to the median count as equally fast: workers that share cores do not share them evenly."""
-PHASES = ("start", "links", "collectives", "compute", "memory")
+PHASES = ("start", "compute", "memory", "links", "advice", "collectives", "stages")
 MAX_NAMED = 5
 """A note names so many and counts the rest."""
 
@@ -27,13 +29,19 @@ LinkFits = Mapping[tuple[int, int], LinkFit]
 
 
 def assemble(
-    options: ProbeOptions, results: Sequence[WorkerResult], *, versions: dict[str, str], taken_at: str
+    options: ProbeOptions,
+    results: Sequence[WorkerResult],
+    *,
+    dimensions: Sequence[Dimension] = (),
+    versions: dict[str, str],
+    taken_at: str,
 ) -> Measurements:
     """Join what all workers found.
 
     Args:
         options: what they were asked for.
         results: one for each slot, in slot order.
+        dimensions: whose groups' collectives they timed.
         versions: from `inventory.versions`.
         taken_at: UTC, ISO 8601.
 
@@ -59,7 +67,7 @@ def assemble(
     return Measurements(
         cluster=Cluster(hosts=options.hosts, between_hosts=between, within_host=within, slot_speed=speeds),
         compute=compute,
-        collectives=_sends(fits, options) + _collectives(options, results),
+        collectives=_sends(fits, options) + group_times(dimensions, results),
         memory=tuple(reading for result in results for reading in result.memory),
         optimizer_s_per_parameter=_median(
             [
@@ -194,41 +202,6 @@ def _sends(fits: LinkFits, options: ProbeOptions) -> tuple[CollectiveTime, ...]:
         for pair, (line, spread) in sorted(fits.items())
         if len(fits) <= MAX_SEND_ENTRIES or spread > UNSTABLE_SPREAD
     )
-
-
-def _collectives(options: ProbeOptions, results: Sequence[WorkerResult]) -> tuple[CollectiveTime, ...]:
-    """One entry for each kind and shape: the group that is in the middle by its largest message."""
-    seen: dict[tuple[str, GroupShape], dict[int, GroupSamples]] = {}
-    for result in results:
-        for samples in result.collectives:
-            seen.setdefault((samples.kind, samples.shape), {})[result.slot] = samples
-    return tuple(_collective(shape, by_slot, options.num_slots) for (_, shape), by_slot in seen.items())
-
-
-def _collective(shape: GroupShape, by_slot: Mapping[int, GroupSamples], num_slots: int) -> CollectiveTime:
-    timed = sorted(
-        (_group_seconds([by_slot[slot] for slot in group]), group)
-        for group in shape.groups(num_slots)
-        if all(slot in by_slot for slot in group)
-    )
-    timed.sort(key=lambda entry: entry[0][-1])
-    seconds, slots = timed[(len(timed) - 1) // 2]
-    sample = by_slot[slots[0]]
-    line = fit_line(sample.sizes_bytes, seconds)
-    return CollectiveTime(
-        kind=sample.kind,
-        slots=slots,
-        latency_s=line.latency_s,
-        seconds_per_byte=line.seconds_per_byte,
-        spread=max(by_slot[slot].samples[-1].spread for slot in slots),
-        sizes_bytes=sample.sizes_bytes,
-    )
-
-
-def _group_seconds(members: Sequence[GroupSamples]) -> tuple[float, ...]:
-    """A collective is done when its last member is: for each size the largest of the members' medians."""
-    sizes = range(len(members[0].sizes_bytes))
-    return tuple(max(member.samples[size].median_s for member in members) for size in sizes)
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -1,23 +1,31 @@
-"""How long all-reduce, all-gather and reduce-scatter take on the groups that plans use, all groups at the same time."""
+"""How long collectives take on the groups that plans use.
+
+All groups of a dimension run at the same time, as they do in training, so contention between them is in the figures.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from pipette_launch.facts import Samples
+from pipette_launch.facts.advice import CollectiveKind, Dimension
 from pipette_launch.probe.harness import Budget, Conductor
 from pipette_launch.probe.links import align
-from pipette_launch.probe.options import CollectiveKind, GroupSamples, GroupShape, ProbeOptions
+from pipette_launch.probe.options import GroupSamples, ProbeOptions
 
-COLLECTIVES_SHARE = 0.6
+COLLECTIVES_SHARE = 0.9
 """Of the budget, counted from the meeting of all workers."""
 ELEMENT_BYTES = 4
+
+Timed: TypeAlias = tuple[tuple[int, ...], tuple[Samples, ...]]
+"""Sizes in bytes, and the times of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,37 +36,33 @@ class CollectiveResult:
     notes: tuple[str, ...]
 
 
-def kinds(options: ProbeOptions) -> tuple[CollectiveKind, ...]:
-    """The collectives that plans of this job use."""
-    usual: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-    return (*usual, "all_to_all") if options.job.model.num_experts else usual
-
-
-def padded_sizes(options: ProbeOptions, group_size: int) -> tuple[int, ...]:
-    """Sizes rounded up so that every member's share is a whole number of elements."""
+def padded_bytes(size_bytes: int, group_size: int) -> int:
+    """Round up so that every member's share is a whole number of elements."""
     step = ELEMENT_BYTES * group_size
-    return tuple(dict.fromkeys(-(-size // step) * step for size in options.sizes_bytes()))
+    return -(-size_bytes // step) * step
 
 
-def measure(options: ProbeOptions, *, rank: int, conductor: Conductor, budget: Budget) -> CollectiveResult:
-    """Time each kind on each shape; every rank calls this."""
+def measure(
+    options: ProbeOptions, dimensions: Sequence[Dimension], *, rank: int, conductor: Conductor, budget: Budget
+) -> CollectiveResult:
+    """Time each kind of each dimension; every rank calls this, whether or not it is in a group."""
     found: list[GroupSamples] = []
     notes: list[str] = []
-    shapes = options.all_shapes()
-    for index, shape in enumerate(shapes):
+    for index, dimension in enumerate(dimensions):
         if index and not conductor.agree(lambda: budget.allows(COLLECTIVES_SHARE)):
-            skipped = ", ".join(f"{shape.size} x stride {shape.stride}" for shape in shapes[index:])
+            skipped = ", ".join(skipped.name for skipped in dimensions[index:])
             notes.append(f"collectives: groups of {skipped} were skipped, the budget was spent")
             break
-        members = next(group for group in shape.groups(options.num_slots) if rank in group)
-        group = _open(members, options)
-        for kind in kinds(options):
-            measured = _time_kind(options, kind=kind, shape=shape, group=group)
-            if isinstance(measured, GroupSamples):
-                found.append(measured)
-            else:
-                notes.append(f"collectives: {kind} was not measured on groups of {shape.size}: {measured}")
-        if group is not dist.group.WORLD:
+        members = next((group for group in dimension.groups if rank in group), ())
+        group = _open(members, options) if members else None
+        for kind in dimension.kinds:
+            measured = _time_kind(options, kind=kind, size=len(members), group=group)
+            if isinstance(measured, str):
+                notes.append(f"collectives: {kind} was not measured on groups of {dimension.name}: {measured}")
+            elif measured is not None:
+                sizes, samples = measured
+                found.append(GroupSamples(kind=kind, dimension=index, sizes_bytes=sizes, samples=samples))
+        if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     return CollectiveResult(groups=tuple(found), notes=tuple(notes))
 
@@ -75,20 +79,30 @@ def _open(members: tuple[int, ...], options: ProbeOptions) -> dist.ProcessGroup:
 
 
 def _time_kind(
-    options: ProbeOptions, *, kind: CollectiveKind, shape: GroupShape, group: dist.ProcessGroup
-) -> GroupSamples | str:
-    """Time one kind on one group; where the backend has no such collective, which every rank finds alike, say so."""
-    sizes = padded_sizes(options, shape.size)
-    samples = []
-    for size in sizes:
-        action = _action(kind, size // ELEMENT_BYTES, shape.size, group=group, device=options.device_kind)
-        unsupported = _try_once(action)
-        if unsupported:
-            return unsupported
+    options: ProbeOptions, *, kind: CollectiveKind, size: int, group: dist.ProcessGroup | None
+) -> Timed | str | None:
+    """Time one kind on one group; where the backend has no such collective, which every member finds alike, say so.
+
+    A rank without a group only keeps step with the others.
+    """
+    timed: dict[int, Samples] = {}
+    refused: str | None = None
+    for asked_bytes in options.sizes_bytes():
+        size_bytes = padded_bytes(asked_bytes, max(size, 1))
+        action = None
+        if group is not None and refused is None:
+            action = _action(kind, size_bytes // ELEMENT_BYTES, size, group=group, device=options.device_kind)
+            refused = _try_once(action)
+        # Also after a refusal and without a group: the dimension's other groups count on everyone.
         align(options.device_kind)
-        times = [_timed(action, options.device_kind) for _ in range(options.warmups + options.repeats)]
-        samples.append(Samples(values_s=tuple(times[options.warmups :]), warmup_s=tuple(times[: options.warmups])))
-    return GroupSamples(kind=kind, shape=shape, sizes_bytes=sizes, samples=tuple(samples))
+        if action is not None and refused is None:
+            times = [_timed(action, options.device_kind) for _ in range(options.warmups + options.repeats)]
+            timed[size_bytes] = Samples(
+                values_s=tuple(times[options.warmups :]), warmup_s=tuple(times[: options.warmups])
+            )
+    if refused is not None:
+        return refused
+    return (tuple(timed), tuple(timed.values())) if timed else None
 
 
 def _action(

@@ -20,8 +20,8 @@ from pipette_launch.probe.harness import Budget, Conductor
 from pipette_launch.probe.options import LinkSamples, ProbeOptions
 
 Pair = tuple[int, int]
-LINKS_SHARE = 0.4
-"""Of the budget: what is left belongs to collectives and compute."""
+LINKS_SHARE = 0.75
+"""Of the budget, most of which compute has had before; what is left belongs to collectives."""
 ACK_BYTES = 8
 TINY_REPEATS = 4
 MAX_DECISIONS = 32

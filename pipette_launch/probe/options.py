@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import ComputeCase, ComputeTime, Host, Job, MemoryReading, Samples
+from pipette_launch.facts.advice import CollectiveKind, Dimension
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 MIN_SIZES = 3
 DEFAULT_SIZES_BYTES = {"cpu": (8, 64 << 10, 512 << 10, 2 << 20), "cuda": (8, 1 << 20, 16 << 20, 64 << 20)}
 
@@ -67,8 +67,8 @@ class ProbeOptions:
     """Where rank 0 writes its Measurements."""
     progress_dir: str
     """Each worker keeps the name of its phase in the file `<progress_dir>/<local rank>`."""
-    shapes: tuple[GroupShape, ...] = ()
-    """Groups for collectives; empty = `group_shapes` of the hosts."""
+    adviser: tuple[str, ...] = ()
+    """The words of a command that reads what was measured so far and writes an Advice; empty = nobody is asked."""
     message_sizes_bytes: tuple[int, ...] = ()
     """At least three, ascending; empty = the device kind's own."""
     budget_s: float = 60.0
@@ -115,11 +115,17 @@ class ProbeOptions:
         """Message sizes to time."""
         return self.message_sizes_bytes or DEFAULT_SIZES_BYTES[self.device_kind]
 
-    def all_shapes(self) -> tuple[GroupShape, ...]:
-        """Groups to time."""
-        if self.shapes:
-            return self.shapes
-        return group_shapes(num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
+    def dimensions(self) -> tuple[Dimension, ...]:
+        """Groups whose collectives are timed where nobody advises better ones."""
+        kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+        return tuple(
+            Dimension(
+                name=f"{shape.size} x stride {shape.stride}",
+                kinds=(*kinds, "all_to_all") if self.job.model.num_experts else kinds,
+                groups=shape.groups(self.num_slots),
+            )
+            for shape in group_shapes(num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
+        )
 
     def slot_name(self, slot: int) -> str:
         """A slot as people write it: `node17:3`."""
@@ -142,7 +148,8 @@ class GroupSamples:
     """Times of one collective as one member of a group saw them, one entry of `samples` for each size."""
 
     kind: CollectiveKind
-    shape: GroupShape
+    dimension: int
+    """Index of the dimension whose group this worker is in."""
     sizes_bytes: tuple[int, ...]
     samples: tuple[Samples, ...]
 

@@ -1,7 +1,8 @@
 """One warm-up worker: `python -m pipette_launch.probe.run OPTIONS.json`, in torchrun's environment.
 
-Phases: links, collectives, compute, memory. All workers walk through them together; rank 0 decides when a phase ends,
-gathers what the others found through the agent's store, and writes the Measurements.
+Phases: compute and memory, which need no peer; then links and collectives over one world communicator. All workers walk
+through them together; rank 0 decides when a phase ends, gathers what the others found through the agent's store, and
+writes the Measurements.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
+from pipette_launch.facts.advice import Dimension
 from pipette_launch.probe import inventory
 from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.harness import START, Budget, Conductor, Progress, Seat, seat_of
@@ -68,31 +70,36 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
     # Only now torch: a bad order is answered at once.
     import torch
 
-    from pipette_launch.probe import collectives, links
+    from pipette_launch.probe import collectives, compute, links
     from pipette_launch.probe.memory import meter as meter_of
+    from pipette_patches import workload
 
+    # The most expensive import of a warm-up on CPU: it is the same whatever is measured.
+    workload.load(options.device_kind)
     meter = meter_of(device.kind, device.uuid)
     if device.kind == "cuda":
         torch.cuda.set_device(progress.local_rank if torch.cuda.device_count() > 1 else 0)
     store = _store(seat, options)
     conductor = Conductor(store=store, rank=seat.rank, world_size=seat.world_size, timeout_s=options.timeout_s)
-    with _process_group(store, conductor, seat, options):
-        # Imports and the rendezvous are the same whatever is measured, so the budget begins here.
-        now_s = time.perf_counter()
-        progress.phase_s[START] = now_s - started_s
-        budget = Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter)
-        with progress.during("links"):
-            linked = links.measure(options, rank=seat.rank, conductor=conductor, budget=budget)
-        with progress.during("collectives"):
-            grouped = collectives.measure(options, rank=seat.rank, conductor=conductor, budget=budget)
-        # With the communicators still open: they are most of what NVML sees beyond the allocator.
-        overhead_bytes = meter.overhead_bytes()
+    # Imports end at different times; the deadline of a phase should not have to cover that.
+    conductor.meet()
+    # Imports and the rendezvous are the same whatever is measured, so the budget begins here.
+    now_s = time.perf_counter()
+    progress.phase_s[START] = now_s - started_s
+    budget = Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter)
     with progress.during("compute"):
-        # It brings megatron-core, whose import is the most expensive part of a warm-up on CPU, so it waits until here.
-        from pipette_launch.probe import compute
-
+        # Before any communicator is there: every slot measures alone, under a fake one.
         bench = compute.Bench(options=options, slot=seat.rank, progress=progress, meter=meter)
         bench.measure(conductor, budget)
+    alone_bytes = meter.overhead_bytes()
+    with _process_group(store, conductor, seat, options):
+        with progress.during("links"):
+            linked = links.measure(options, rank=seat.rank, conductor=conductor, budget=budget)
+        dimensions = options.dimensions()
+        with progress.during("collectives"):
+            grouped = collectives.measure(options, dimensions, rank=seat.rank, conductor=conductor, budget=budget)
+        # With the communicators still open: they are most of what NVML sees beyond the allocator.
+        overhead_bytes = meter.overhead_bytes()
     result = WorkerResult(
         slot=seat.rank,
         links=linked.links,
@@ -100,13 +107,13 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
         compute=tuple(bench.times),
         stretch=bench.stretch,
         memory=tuple(bench.memory),
-        overhead_bytes=max(overhead_bytes, meter.overhead_bytes()),
+        overhead_bytes=max(alone_bytes, overhead_bytes),
         optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
         phase_s=progress.phase_s,
         notes=(*linked.notes, *grouped.notes, *bench.notes),
     )
     progress.announce("report")
-    _report(options, conductor, result, budget)
+    _report(options, conductor, result, dimensions, budget)
     progress.announce("done")
 
 
@@ -141,7 +148,7 @@ def _process_group(store: Any, conductor: Conductor, seat: Seat, options: ProbeO
     from torch.distributed import PrefixStore
 
     # No device_id: it would make NCCL split subgroups off the world, which asks for non-members too.
-    # Imports end at different times; the deadline of a connection should not have to cover that.
+    # Nor should the deadline of a connection cover what is left of the others' compute.
     conductor.meet()
     dist.init_process_group(
         BACKENDS[options.device_kind],
@@ -155,7 +162,13 @@ def _process_group(store: Any, conductor: Conductor, seat: Seat, options: ProbeO
     dist.destroy_process_group()
 
 
-def _report(options: ProbeOptions, conductor: Conductor, result: WorkerResult, budget: Budget) -> None:
+def _report(
+    options: ProbeOptions,
+    conductor: Conductor,
+    result: WorkerResult,
+    dimensions: Sequence[Dimension],
+    budget: Budget,
+) -> None:
     """Bring all results to rank 0, which writes the file; the others leave as soon as theirs is delivered."""
     texts = conductor.gather(files.dumps(result), extra_s=max(budget.left_s(), 0.0))
     if texts is None:
@@ -166,7 +179,9 @@ def _report(options: ProbeOptions, conductor: Conductor, result: WorkerResult, b
     # Of the megatron-core that was measured, which may lie beside the script instead of being installed.
     versions = {**inventory.versions(), "megatron-core": registry.megatron_core_version()}
     now = dt.datetime.now(dt.timezone.utc)
-    measurements = assemble(options, results, versions=versions, taken_at=now.isoformat(timespec="seconds"))
+    measurements = assemble(
+        options, results, dimensions=dimensions, versions=versions, taken_at=now.isoformat(timespec="seconds")
+    )
     files.write(Path(options.output), measurements)
 
 

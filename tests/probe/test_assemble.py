@@ -9,7 +9,7 @@ from probe.workers import REFERENCE, tiny_options
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import ComputeTime, Samples
 from pipette_launch.probe.assemble import assemble, slot_speeds
-from pipette_launch.probe.options import GroupSamples, GroupShape, LinkSamples, ProbeOptions, WorkerResult
+from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
 
 SIZES = (8, 4096, 65536)
 
@@ -169,27 +169,3 @@ def test_skipped_cases_are_counted(tmp_path: Path) -> None:
     found = assemble(options, [result(0)], versions={}, taken_at="now")
 
     assert ("compute: 1 of 2 cases were not measured, first of them tp1 cp1 mbs2",) == found.notes
-
-
-def test_a_collective_is_done_when_its_last_member_is(tmp_path: Path) -> None:
-    """Of two groups the middle one by time stands for the shape; in it the slower member counts."""
-    options = tiny_options(tmp_path, hosts=1, devices=4, message_sizes_bytes=SIZES)
-    shape = GroupShape(size=2, stride=1)
-
-    def timed(bandwidth: float) -> tuple[GroupSamples, ...]:
-        samples = tuple(Samples(values_s=(1e-3 + size / bandwidth,)) for size in SIZES)
-        return (GroupSamples(kind="all_reduce", shape=shape, sizes_bytes=SIZES, samples=samples),)
-
-    everyone = tuple(tuple(link(a, b, 1e9) for b in range(4) if b != a) for a in range(4))
-    results = [
-        result(slot, links=everyone[slot], collectives=timed(bandwidth))
-        for slot, bandwidth in enumerate((4e6, 3e6, 9e5, 1e6))
-    ]
-    (found,) = [
-        entry
-        for entry in assemble(options, results, versions={}, taken_at="now").collectives
-        if entry.kind == "all_reduce"
-    ]
-
-    assert (0, 1) == found.slots
-    assert pytest.approx(1 / 3e6) == found.seconds_per_byte

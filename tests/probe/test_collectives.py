@@ -8,15 +8,13 @@ from facts_for_tests import tiny_job, tiny_model
 from probe.workers import OneRankStore, tiny_options
 
 from pipette_launch.probe import collectives
-from pipette_launch.probe.collectives import kinds, padded_sizes
+from pipette_launch.probe.collectives import padded_bytes
 from pipette_launch.probe.harness import Budget, Conductor
 
 
-def test_sizes_divide_among_the_members(tmp_path: Path) -> None:
-    """Each member's share is a whole number of four-byte elements; sizes that become equal are one."""
-    options = tiny_options(tmp_path, hosts=1, devices=3, message_sizes_bytes=(1, 8, 100))
-
-    assert (12, 108) == padded_sizes(options, 3)
+def test_sizes_divide_among_the_members() -> None:
+    """Each member's share is a whole number of four-byte elements."""
+    assert [12, 12, 108] == [padded_bytes(size, 3) for size in (1, 8, 100)]
 
 
 def test_only_experts_exchange_all_to_all(tmp_path: Path) -> None:
@@ -24,26 +22,28 @@ def test_only_experts_exchange_all_to_all(tmp_path: Path) -> None:
     options = tiny_options(tmp_path, hosts=1, devices=2)
     moe = replace(tiny_job(2), model=tiny_model(num_experts=4, moe_layer_freq=(1, 1, 1, 1)))
 
-    assert ("all_reduce", "all_gather", "reduce_scatter") == kinds(options)
-    assert ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") == kinds(replace(options, job=moe))
+    assert ("all_reduce", "all_gather", "reduce_scatter") == options.dimensions()[0].kinds
+    assert "all_to_all" in replace(options, job=moe).dimensions()[0].kinds
 
 
-def test_a_spent_budget_keeps_the_largest_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spent_budget_keeps_the_first_dimension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everyone's group is measured whatever the clock says, the others are named; what gloo lacks is named, too."""
     monkeypatch.setattr(collectives, "_open", lambda *_: None)
     monkeypatch.setattr(collectives.dist, "destroy_process_group", lambda _: None)
     monkeypatch.setattr(collectives, "_time_kind", lambda *_, kind, **__: f"gloo has no {kind}")
+    options = tiny_options(tmp_path, hosts=2, devices=2)
     found = collectives.measure(
-        tiny_options(tmp_path, hosts=2, devices=2),
+        options,
+        options.dimensions(),
         rank=0,
         conductor=Conductor(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
-        budget=Budget(started_s=0, budget_s=10, clock=lambda: 7.0),
+        budget=Budget(started_s=0, budget_s=10, clock=lambda: 10.0),
     )
 
     assert (
-        "collectives: all_reduce was not measured on groups of 4: gloo has no all_reduce",
-        "collectives: all_gather was not measured on groups of 4: gloo has no all_gather",
-        "collectives: reduce_scatter was not measured on groups of 4: gloo has no reduce_scatter",
+        "collectives: all_reduce was not measured on groups of 4 x stride 1: gloo has no all_reduce",
+        "collectives: all_gather was not measured on groups of 4 x stride 1: gloo has no all_gather",
+        "collectives: reduce_scatter was not measured on groups of 4 x stride 1: gloo has no reduce_scatter",
         "collectives: groups of 2 x stride 1, 2 x stride 2 were skipped, the budget was spent",
     ) == found.notes
 

@@ -21,3 +21,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests had no laboratory of network namespaces, and why: a green run without them says less."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = [str(report.longrepr[2]) for report in reports if isinstance(report.longrepr, tuple)]
+    unlabbed = [reason for reason in reasons if "netlab: " in reason]
+    if unlabbed:
+        terminalreporter.write_line(f"{len(unlabbed)} tests skipped for want of network namespaces ({unlabbed[0]})")

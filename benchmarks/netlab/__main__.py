@@ -1,0 +1,96 @@
+"""Several hosts on one machine, joined by links whose rates a file sets.
+
+    python -m benchmarks.netlab run TOPOLOGY.toml -- COMMAND ...
+    python -m benchmarks.netlab check TOPOLOGY.toml
+    python -m benchmarks.netlab clean
+
+`run` starts COMMAND on every host at once. Its environment holds torchrun's flags (PET_NNODES, PET_NPROC_PER_NODE,
+PET_RDZV_BACKEND, PET_RDZV_ENDPOINT, PET_RDZV_ID, PET_LOCAL_ADDR), which pipette-launch and torchrun read by themselves:
+`-- pipette-launch script.py ARGS` is a whole job. Its own flags win. Other programs find NETLAB_HOST,
+NETLAB_ADDRESS, NETLAB_INDEX, NETLAB_SLOTS, NETLAB_NNODES, NETLAB_HEAD (address of the first host), NETLAB_PORT and
+NETLAB_FOLDER (a folder of the host's own). {host} {address} {index} {slots} {nnodes} {head} {port} {folder} in COMMAND
+are replaced by the same values. Output is marked with the host's name; the exit code is that of the host that failed
+first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.netlab import everywhere, leftovers, system, topology
+from benchmarks.netlab.lab import Lab
+from benchmarks.netlab.selfcheck import Reading
+from benchmarks.netlab.topology import TopologyError
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.netlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    actions = made.add_subparsers(dest="action", required=True)
+    run = actions.add_parser("run", help="run a command on every host")
+    run.add_argument("topology", type=Path)
+    run.add_argument("--no-check", action="store_true", help="do not measure the links first")
+    run.add_argument(
+        "--patience", type=float, default=60.0, metavar="S", help="seconds others go on after a failure (60)"
+    )
+    run.add_argument("command", nargs=argparse.REMAINDER, help="after --")
+    check = actions.add_parser("check", help="make the hosts, measure every link, remove them")
+    check.add_argument("topology", type=Path)
+    check.add_argument("--tolerance", type=float, default=0.10, help="part of a rate that a link may miss (0.1)")
+    actions.add_parser("clean", help="remove what killed laboratories left")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do what the command line asks; returns the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        if options.action == "clean":
+            reason = system.missing()
+            removed = [] if reason else leftovers.remove()
+            print(reason or f"{len(removed)} laboratories removed: {', '.join(removed) or 'there were none'}")
+            return 0
+        asked = topology.read(options.topology)
+        if options.action == "check":
+            with Lab(asked) as lab:
+                return show(lab.readings(), options.tolerance)
+        return _run(asked, options)
+    except (system.LabError, TopologyError) as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(asked: topology.Topology, options: argparse.Namespace) -> int:
+    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not words:
+        print("netlab: no command; it stands behind --", file=sys.stderr)
+        return 2
+    with Lab(asked) as lab:
+        if not options.no_check:
+            lab.check()
+        code, blamed = everywhere.run(lab, words, patience_s=options.patience)
+    if code:
+        print(f"netlab: {blamed} failed first, exit code {code}", file=sys.stderr)
+    return code
+
+
+def show(readings: Sequence[Reading], tolerance: float) -> int:
+    """Print one line for each direction; 1 if one misses its rate, else 0."""
+    print("from         to           asked Mbit/s  got Mbit/s  ratio  round trip ms")
+    for one in readings:
+        print(
+            f"{one.sender:12} {one.receiver:12} {one.asked_mbit:12g}  {one.got_mbit:10.1f}  {one.ratio:5.3f}"
+            f"  {one.round_trip_ms:13.3f}{'' if one.fits(tolerance) else '  misses'}"
+        )
+    return 0 if all(one.fits(tolerance) for one in readings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,137 @@
+"""Holds hosts back: a processor quota where control groups can be written, else stop and go.
+
+A quota lets all of a host's processes run for a share of every period; nothing else on the machine changes. Where no
+control group can be made, a thread stops the host's processes for the rest of every period and lets them go on:
+coarser, and visible to a parent that watches for stopped children.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from benchmarks.netlab import system
+from benchmarks.netlab.topology import Topology
+
+GROUPS = Path("/sys/fs/cgroup/cpu")
+"""Of control groups version 1. Version 2 lets a process that is not at the root limit nobody, so it is not tried."""
+GROUP_PERIOD_US = 20_000
+SIGNAL_PERIOD_S = 0.05
+LOOK_EVERY = 4
+"""Periods between two looks at who lives in a host: that reads all of /proc."""
+
+
+@final
+class Brake:
+    """Holds hosts of one lab back while its block runs.
+
+    Args:
+        topology: whose hosts, slots and shares.
+        homes: the namespace of each host.
+        by_signals: do not try control groups.
+
+    """
+
+    def __init__(self, topology: Topology, homes: Mapping[str, str], *, by_signals: bool = False) -> None:
+        self._topology = topology
+        self._homes = homes
+        self._groups = {} if by_signals else _made(homes)
+        self._shares: dict[str, float] = {}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._stop_and_go, daemon=True)
+
+    @property
+    def words(self) -> str:
+        """How hosts are held back here."""
+        return "cpu.cfs_quota_us of a control group" if self._groups else "SIGSTOP and SIGCONT in turns"
+
+    def __enter__(self) -> Brake:
+        for host in self._topology.hosts:
+            if host.share < 1:
+                self.slow(host.name, host.share)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def entrance(self, host: str) -> str:
+        """The file into which a process of this host writes its id; empty where there is none."""
+        return str(self._groups[host] / "cgroup.procs") if self._groups else ""
+
+    def slow(self, host: str, share: float) -> None:
+        """Give a host this share of its part of the machine; 1 = no limit."""
+        self._topology.host(host)
+        if self._groups:
+            quota = max(1000, int(share * self._part(host) * GROUP_PERIOD_US)) if share < 1 else -1
+            (self._groups[host] / "cpu.cfs_quota_us").write_text(str(quota))
+            return
+        self._shares[host] = share
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def _part(self, host: str) -> float:
+        """Processors that a host has when every slot of the lab computes: a fair part, at most one a slot."""
+        slots = sum(one.slots for one in self._topology.hosts)
+        cores = len(os.sched_getaffinity(0))
+        return self._topology.host(host).slots * min(1.0, cores / slots)
+
+    def _stop_and_go(self) -> None:
+        """Stop what is slow for a part of each period, all hosts in one thread."""
+        turns = 0
+        lived: dict[str, list[int]] = {}
+        while not self._done.is_set():
+            shares = dict(self._shares)
+            if turns % LOOK_EVERY == 0:
+                lived = {host: system.inhabitants(self._homes[host]) for host in shares}
+            turns += 1
+            slow = sorted((share, host) for host, share in shares.items() if share < 1)
+            _signal((pid for _, host in slow for pid in lived.get(host, ())), signal.SIGSTOP)
+            passed_s = 0.0
+            # The most held back goes on last.
+            for share, host in reversed(slow):
+                rest_s = (1 - share) * SIGNAL_PERIOD_S
+                self._done.wait(rest_s - passed_s)
+                passed_s = rest_s
+                _signal(lived.get(host, ()), signal.SIGCONT)
+            self._done.wait(SIGNAL_PERIOD_S - passed_s)
+        _signal((pid for pids in lived.values() for pid in pids), signal.SIGCONT)
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _made(homes: Mapping[str, str]) -> dict[str, Path]:
+    """A control group for each host; none where this machine has no such thing to write."""
+    groups = {host: GROUPS / home for host, home in homes.items()}
+    try:
+        for group in groups.values():
+            group.mkdir()
+            (group / "cpu.cfs_period_us").write_text(str(GROUP_PERIOD_US))
+    except OSError:
+        for group in groups.values():
+            with suppress(OSError):
+                group.rmdir()
+        return {}
+    return groups
+
+
+def release(prefix: str) -> None:
+    """Remove the control groups of a lab; nobody may live in them any more."""
+    with suppress(FileNotFoundError):
+        for group in GROUPS.iterdir():
+            if group.name.startswith(prefix):
+                with suppress(OSError):
+                    group.rmdir()

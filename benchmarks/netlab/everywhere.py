@@ -1,0 +1,86 @@
+"""Runs one command on every host of a laboratory and joins what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import IO, TextIO
+
+from benchmarks.netlab.lab import Lab
+
+POLL_S = 0.05
+PLACE = re.compile(r"\{(host|address|index|slots|nnodes|head|port|folder)\}")
+"""Nothing else in braces is touched: commands may hold JSON."""
+
+
+def filled(words: Sequence[str], values: Mapping[str, str]) -> list[str]:
+    """Put a host's own values in place of `{host}`, `{address}` and their kin."""
+    return [PLACE.sub(lambda match: values[match[1]], word) for word in words]
+
+
+def run(
+    lab: Lab, words: Sequence[str], *, env: Mapping[str, str] | None = None, patience_s: float = 60.0
+) -> tuple[int, str]:
+    """Run a command on every host; what they print comes out line by line, marked with the host's name.
+
+    Args:
+        lab: where.
+        words: the command, with places to fill.
+        env: changes to the environment of all.
+        patience_s: how long the others may go on after one has failed; then they are killed.
+
+    Returns:
+        The exit code of the host that failed first and its name; 0 and no name if none did.
+
+    """
+    processes = {
+        host: lab.run(host, filled(words, lab.values(host)), env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for host in lab.hosts
+    }
+    readers = [
+        threading.Thread(target=_copy, args=(stream, host, target), daemon=True)
+        for host, process in processes.items()
+        for stream, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    ]
+    for reader in readers:
+        reader.start()
+    code, blamed = _first_failure(processes, patience_s)
+    for reader in readers:
+        # A child that outlives its command may keep a stream open; it ends with the laboratory.
+        reader.join(timeout=2)
+    return code, blamed
+
+
+def _first_failure(processes: Mapping[str, subprocess.Popen[str]], patience_s: float) -> tuple[int, str]:
+    code, blamed, deadline_s = 0, "", float("inf")
+    running = dict(processes)
+    while running:
+        for host, process in list(running.items()):
+            if process.poll() is None:
+                continue
+            del running[host]
+            if process.returncode != 0 and code == 0:
+                # A shell's convention for a death by signal.
+                code = process.returncode if process.returncode > 0 else 128 - process.returncode
+                blamed, deadline_s = host, time.monotonic() + patience_s
+        if time.monotonic() > deadline_s:
+            for process in running.values():
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+    return code, blamed
+
+
+def _copy(stream: IO[str] | None, host: str, target: TextIO) -> None:
+    assert stream is not None
+    with stream:
+        for line in stream:
+            target.write(f"[{host}] {line.rstrip()}\n")
+            target.flush()

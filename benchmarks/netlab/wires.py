@@ -1,0 +1,102 @@
+"""The commands that make hosts and links out of namespaces, veth pairs and token buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path as FilePath
+
+from benchmarks.netlab.topology import Path, Topology
+
+OWN = "own0"
+"""The device that bears a host's address; gloo and NCCL are told its name."""
+MTU = 9000
+BURST_S = 0.001
+MIN_BURST_BYTES = 16 << 10
+QUEUE_MS = 100
+CONGESTION_CONTROL = FilePath("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
+def address(index: int) -> str:
+    """Of a host; three digits everywhere, so that torch, which sorts addresses as text, keeps the hosts' order."""
+    return f"10.77.0.{101 + index}"
+
+
+def device(peer: str) -> str:
+    """The device that leads to a peer."""
+    return f"to-{peer}"
+
+
+def make(topology: Topology, homes: Mapping[str, str]) -> list[str]:
+    """Commands for `ip` that make all namespaces and wires.
+
+    Args:
+        topology: what to make.
+        homes: the namespace of each host.
+
+    """
+    lines = [f"netns add {home}" for home in homes.values()]
+    # The address sits on a wire of its own: gloo takes 127.0.0.1 when told to use the loopback device.
+    lines += [f"link add name {OWN} netns {home} type veth peer name own1 netns {home}" for home in homes.values()]
+    lines += [
+        f"link add name {device(b)} netns {homes[a]} type veth peer name {device(a)} netns {homes[b]}"
+        for a, b in topology.pairs()
+    ]
+    return lines
+
+
+def furnish(topology: Topology, host: str) -> list[str]:
+    """Commands for `ip` inside one host's namespace: addresses, and a route to every peer by its own wire."""
+    peers = [other.name for other in topology.hosts if other.name != host]
+    # No link-local addresses: nothing here speaks IPv6, and neighbour discovery would disturb measurements.
+    lines = [f"link set {name} addrgenmode none" for name in (OWN, "own1", *map(device, peers))]
+    lines += ["link set lo up", "link set own1 up", f"link set {OWN} up"]
+    lines.append(f"addr add {address(topology.index(host))}/32 dev {OWN}")
+    for peer in peers:
+        lines += [f"link set {device(peer)} mtu {MTU}", *connect(topology, host, peer)]
+    return lines
+
+
+def connect(topology: Topology, host: str, peer: str) -> list[str]:
+    """Commands for `ip` inside `host` that bring its end of a wire up; a wire that goes down loses its route."""
+    ours, theirs = address(topology.index(host)), address(topology.index(peer))
+    return [f"link set {device(peer)} up", f"route replace {theirs}/32 dev {device(peer)} src {ours}"]
+
+
+def disconnect(peer: str) -> list[str]:
+    """Commands for `ip` that take an end of a wire down: packets vanish, nobody is told."""
+    return [f"link set {device(peer)} down"]
+
+
+def limit(peer: str, path: Path, *, verb: str = "replace") -> str:
+    """The command for `tc` that sets the rate towards a peer."""
+    rate_bytes_per_s = path.rate_mbit * 1e6 / 8
+    # A burst passes at once and would flatter small messages; below some milliseconds' worth a late timer loses tokens.
+    burst_bytes = max(MIN_BURST_BYTES, int(rate_bytes_per_s * BURST_S))
+    rate = f"rate {path.rate_mbit * 1000:.0f}kbit burst {burst_bytes}b latency {QUEUE_MS}ms"
+    return f"qdisc {verb} dev {device(peer)} root tbf {rate}"
+
+
+def limits(topology: Topology, host: str) -> list[str]:
+    """The commands for `tc` that set the rates towards all peers."""
+    return [limit(peer, path, verb="add") for peer, path in outgoing(topology, host)]
+
+
+def outgoing(topology: Topology, host: str) -> Iterator[tuple[str, Path]]:
+    """All peers of a host, and the paths towards them."""
+    return ((b, path) for (a, b), path in topology.paths.items() if a == host)
+
+
+def names(topology: Topology) -> str:
+    """What /etc/hosts says in every host."""
+    known = [f"{address(index)} {host.name}" for index, host in enumerate(topology.hosts)]
+    return "\n".join(["127.0.0.1 localhost", *known]) + "\n"
+
+
+def tune() -> None:
+    """Inside a host: the congestion control of nearly every cluster, where the kernel has it.
+
+    bbr, which some kernels prefer, all but stops every ten seconds to measure its round trip.
+    """
+    with suppress(OSError):
+        CONGESTION_CONTROL.write_text("cubic")

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import accumulate, combinations
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from pipette_launch.errors import ProbeError
+from pipette_launch.probe.progress import START, Progress
+
+__all__ = ["START", "Budget", "Conductor", "Line", "Progress", "Seat", "Store", "fit_line", "seat_of"]
 
 Clock = Callable[[], float]
-START = "start"
-"""The phase before and between the others: imports, rendezvous, gathering."""
+LATER_S = 5.0
+"""How much longer than rank 0 the others wait: it gives up first, and tells them who is missing."""
+PORTION = 64
+MOST_NAMED = 4
+ARRIVAL = "all workers to arrive"
+
+
+class MissingError(ProbeError):
+    """Others were waited for in vain."""
+
+    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
 
 
 class Line(NamedTuple):
@@ -84,19 +94,45 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes:
         """Wait for a value."""
 
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Wait for several values."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter and return it."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there; never waits."""
+
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         """Wait for all keys, at most so long."""
 
 
 @dataclass(kw_only=True)
 class Conductor:
-    """Keeps all workers in step through the store: rank 0 decides, the others follow; every wait has a deadline."""
+    """Keeps all workers in step through the store: rank 0 decides, the others follow; every wait has a deadline.
+
+    A step costs every rank a fixed number of store operations, so the traffic grows linearly with ranks; only when a
+    deadline has passed rank 0 looks for each rank, to name who is missing, and tells the others.
+    """
 
     store: Store
     rank: int
     world_size: int
     timeout_s: float
+    progress: Progress | None = None
+    """Where this worker shows what it waits for."""
+    name_of: Callable[[int], str] = "rank {}".format
+    """A rank as people know it: `node17:3`."""
     _step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.progress is not None:
+            self.progress.limit_s = self.timeout_s
+
+    def step(self, done: int, total: int, words: str = "", *, peers: Iterable[int] = (), limit_s: float = 0.0) -> None:
+        """Give a sign of life from within a phase; see `Progress.step`."""
+        if self.progress is not None:
+            self.progress.step(done, total, words, peers=peers, limit_s=limit_s)
 
     def agree(self, decide: Callable[[], bool]) -> bool:
         """Let rank 0 decide for all. Every rank must make the same calls in the same order."""
@@ -106,7 +142,7 @@ class Conductor:
             answer = decide()
             self.store.set(key, "yes" if answer else "no")
             return answer
-        return self._get(key, "rank 0's decision", self.timeout_s) == b"yes"
+        return self._get(key, "decision", self.timeout_s) == b"yes"
 
     def tell(self, text: str, extra_s: float = 0.0) -> str:
         """Bring rank 0's text to all, whatever the others pass; `extra_s` is how much later rank 0 may rightly be."""
@@ -115,19 +151,29 @@ class Conductor:
         if self.rank == 0:
             self.store.set(key, text)
             return text
-        return self._get(key, "rank 0's word", self.timeout_s + extra_s).decode()
+        return self._get(key, "word", self.timeout_s + extra_s).decode()
 
     def meet(self, extra_s: float = 0.0) -> None:
         """Return once every rank has come here; `extra_s` is how much later than this one another may rightly be."""
         self._step += 1
-        self.store.set(f"here/{self._step}/{self.rank}", "")
+        timeout_s, go = self.timeout_s + extra_s, f"go/{self._step}"
+        # One key for each rank however many steps there are, and a counter for each step.
+        self.store.set(f"at/{self.rank}", str(self._step))
+        if self.store.add(f"here/{self._step}", 1) == self.world_size:
+            self.store.set(go, "")
         if self.rank == 0:
-            keys = [f"here/{self._step}/{rank}" for rank in range(self.world_size)]
-            self._wait(keys, "all workers to arrive", self.timeout_s + extra_s)
-            self.store.set(f"go/{self._step}", "")
+            try:
+                self._wait([go], ARRIVAL, timeout_s, missing=self._not_here)
+            except MissingError as error:
+                self.store.set(go, f"{timeout_s} {len(error.ranks)} {','.join(map(str, error.ranks[:MOST_NAMED]))}")
+                raise
         else:
-            # Rank 0 gives up first, and its error is the one that says who is missing.
-            self._wait([f"go/{self._step}"], "rank 0's go", self.timeout_s + extra_s + 5)
+            # Rank 0 gives up first, and tells who is missing.
+            self._wait([go], f"{self.name_of(0)}'s go", timeout_s + LATER_S, missing=self._rank_0)
+        trouble = self.store.get(go).decode()
+        if trouble:
+            waited_s, count, ranks = trouble.split()
+            self._blame([int(rank) for rank in ranks.split(",")], int(count), ARRIVAL, float(waited_s))
 
     def gather(self, text: str, extra_s: float) -> list[str] | None:
         """Bring every rank's text to rank 0, in rank order; the others get None."""
@@ -136,60 +182,60 @@ class Conductor:
         if self.rank:
             return None
         keys = [f"gather/{self._step}/{rank}" for rank in range(self.world_size)]
-        self._wait(keys, "all workers' results", self.timeout_s + extra_s)
-        return [self.store.get(key).decode() for key in keys]
+
+        def missing() -> list[int]:
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+        self._wait(keys, "all workers' results", self.timeout_s + extra_s, missing=missing)
+        # In portions: one answer of the store should not hold what ten thousand workers found.
+        portions = [keys[first : first + PORTION] for first in range(0, len(keys), PORTION)]
+        return [value.decode() for portion in portions for value in self.store.multi_get(portion)]
+
+    def _not_here(self) -> list[int]:
+        """Which ranks did not come to this step; called when it is too late."""
+        there = [f"at/{rank}" for rank in range(self.world_size)]
+        return [
+            rank
+            for rank, key in enumerate(there)
+            if not self.store.check([key]) or int(self.store.get(key)) < self._step
+        ]
+
+    def _rank_0(self) -> list[int]:
+        return [0]
 
     def _get(self, key: str, what: str, timeout_s: float) -> bytes:
-        self._wait([key], what, timeout_s)
+        self._wait([key], f"{self.name_of(0)}'s {what}", timeout_s, missing=self._rank_0)
         return self.store.get(key)
 
-    def _wait(self, keys: list[str], what: str, timeout_s: float) -> None:
+    def _wait(self, keys: list[str], what: str, timeout_s: float, *, missing: Callable[[], list[int]]) -> None:
+        """Wait for keys; `missing` says whose are not there when it is too late."""
+        if self.progress is not None:
+            self.progress.waits(what, limit_s=timeout_s + 2 * LATER_S)
         try:
             self.store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError as error:
-            raise ProbeError(
-                f"waited {timeout_s:.0f} s in vain for {what}; see the other workers' errors, or raise the timeout"
-            ) from error
+            if "timeout" not in str(error).lower():
+                first_line = str(error).splitlines()[0]
+                raise ProbeError(
+                    f"lost the store beside {self.name_of(0)} while waiting for {what}: {first_line}"
+                ) from error
+            ranks = missing()
+            # Else the last of them came just now.
+            if ranks:
+                self._blame(ranks, len(ranks), what, timeout_s)
+        if self.progress is not None:
+            self.progress.goes_on()
 
-
-@dataclass(kw_only=True)
-class Progress:
-    """Says which phase this worker is in, to the agent by a file, and how long each took."""
-
-    folder: Path
-    local_rank: int
-    clock: Clock = time.perf_counter
-    phase: str = START
-    phase_s: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Announce a phase and add its duration to `phase_s`; a phase within a phase takes its time from the outer."""
-        outer = self.phase
-        self.announce(phase)
-        before = self.clock()
-        yield
-        elapsed_s = self.clock() - before
-        self.phase_s[phase] = self.phase_s.get(phase, 0.0) + elapsed_s
-        # Not on failure: then the phase at fault stays on display.
-        self.announce(outer)
-        if outer != START:
-            self.phase_s[outer] = self.phase_s.get(outer, 0.0) - elapsed_s
-
-    def announce(self, phase: str) -> None:
-        """Write the phase's name where the agent looks for it."""
-        self.phase = phase
-        self._write(str(self.local_rank), phase)
-
-    def fail(self, reason: str) -> None:
-        """Leave the reason of a failure, one line."""
-        self._write(f"{self.local_rank}.error", reason)
-
-    def _write(self, name: str, text: str) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{name}.{os.getpid()}"
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(self.folder / name)
+    def _blame(self, ranks: Sequence[int], count: int, what: str, timeout_s: float) -> NoReturn:
+        """Say who was waited for in vain: `count` ranks, of which the first are known."""
+        if self.progress is not None:
+            self.progress.waits(what, limit_s=timeout_s, peers=ranks[:MOST_NAMED])
+        names = ", ".join(self.name_of(rank) for rank in ranks[:MOST_NAMED])
+        more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
+        missing = "" if list(ranks) == [0] else f" (missing: {names}{more})"
+        raise MissingError(
+            f"waited {timeout_s:.0f} s in vain for {what}{missing}; raise the timeout if it only needs longer", ranks
+        )
 
 
 class Seat(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from probe.workers import OneRankStore
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.probe.harness import Budget, Conductor, Line, Progress, Seat, fit_line, seat_of
+from pipette_launch.probe.progress import last_sign
 
 SIZES = (8, 65536, 1 << 20)
 
@@ -106,10 +107,121 @@ def test_a_missing_decision_has_a_deadline() -> None:
         conductor(OneRankStore(), 1).agree(lambda: True)
 
 
-def test_a_missing_worker_has_a_deadline() -> None:
-    """Rank 0 waits for all, as long as they may rightly take."""
-    with pytest.raises(ProbeError, match="waited 10 s in vain for all workers to arrive"):
-        conductor(OneRankStore(), 0).meet(extra_s=3)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_those_who_are_missing_are_named_to_all(steps: int, tmp_path: Path) -> None:
+    """Rank 0 waits as long as all may rightly take, names whom it misses by slot, and the others hear it from it."""
+    store = OneRankStore()
+    progress = Progress(folder=tmp_path, local_rank=1)
+    crew = [
+        Conductor(
+            store=store,
+            rank=rank,
+            world_size=6,
+            timeout_s=7,
+            name_of="node{}:0".format,
+            progress=progress if rank == 1 else None,
+        )
+        for rank in range(6)
+    ]
+    for one in crew[:0:-1] * steps:
+        one._step += 1
+        store.set(f"at/{one.rank}", str(one._step))
+    crew[0]._step = steps
+
+    with pytest.raises(ProbeError, match=r"waited 10 s in vain for all workers to arrive \(missing: node1:0, ") as told:
+        crew[0].meet(extra_s=3)
+    with pytest.raises(ProbeError, match=r"node4:0 and 1 more\); raise the timeout") as heard:
+        crew[1].meet()
+
+    assert str(told.value) == str(heard.value)
+    sign = last_sign(tmp_path, 1)
+    assert sign is not None
+    assert ("all workers to arrive", (1, 2, 3, 4)) == (sign.waits_for, sign.peers)
+
+
+def test_whoever_comes_in_the_last_moment_is_not_missed() -> None:
+    """Between the deadline and the look at who is missing, the last one may come."""
+
+    class LateStore(OneRankStore):
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            self.values.update({"at/1": "1", **dict.fromkeys(keys, "")})
+            raise RuntimeError(f"wait timeout after {timeout}")
+
+    conductor(LateStore(), 0).meet()
+
+
+def test_a_lost_store_is_no_deadline() -> None:
+    """When the store's host is gone, that is said, and nobody is asked who is missing."""
+
+    class LostStore(OneRankStore):
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            raise RuntimeError("failed to recv, got 0 bytes\nConnection was likely closed.")
+
+    with pytest.raises(ProbeError, match="lost the store beside rank 0 while waiting for .*: failed to recv, got 0 b"):
+        conductor(LostStore(), 0).meet()
+
+
+class CountingStore(OneRankStore):
+    """Never waits, and counts operations and bytes."""
+
+    operations = 0
+    bytes = 0
+
+    def count(self, *texts: str | bytes) -> None:
+        """Count one operation with these texts."""
+        self.operations += 1
+        self.bytes += sum(map(len, texts))
+
+    def set(self, key: str, value: str) -> None:
+        """Keep a value."""
+        self.count(key, value)
+        super().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Give it back, or nothing."""
+        value = self.values.get(key, "").encode()
+        self.count(key, value)
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Give several back."""
+        values = [self.values[key].encode() for key in keys]
+        self.count(*keys, *values)
+        return values
+
+    def add(self, key: str, amount: int) -> int:
+        """Count."""
+        self.count(key, b"12345678")
+        return super().add(key, amount)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Whoever is waited for will come."""
+        self.count(*keys)
+
+
+def test_store_traffic_is_linear_in_ranks() -> None:
+    """Whatever the number of ranks, a rank costs 4 operations to meet, 2 a decision or a word, 1 a result."""
+    counts: dict[int, dict[str, tuple[float, float]]] = {}
+    for ranks in (2, 4, 8, 32, 128, 512):
+        found = counts[ranks] = {}
+        for what, act in (
+            ("meet", lambda one: one.meet()),
+            ("agree", lambda one: one.agree(lambda: True)),
+            ("tell", lambda one: one.tell("x" * 100)),
+            ("gather", lambda one: one.gather("x" * 100, extra_s=0)),
+        ):
+            store = CountingStore()
+            first, *others = (conductor(store, rank, ranks) for rank in range(ranks))
+            for one in (first, *others) if what in ("agree", "tell") else (*others, first):
+                act(one)
+            found[what] = store.operations / ranks, store.bytes / ranks
+
+    for found in counts.values():
+        assert 5 >= found["meet"][0]
+        assert 2 >= max(found["agree"][0], found["tell"][0], found["gather"][0])
+        # Keys get longer with the digits of a rank, and rank 0 sees each key of a gathering three times.
+        assert 90 >= found["meet"][1]
+        assert 300 >= max(found["tell"][1], found["gather"][1])
 
 
 def test_results_come_home_in_rank_order() -> None:
@@ -118,29 +230,6 @@ def test_results_come_home_in_rank_order() -> None:
 
     assert conductor(store, 1).gather("b", extra_s=0) is None
     assert ["a", "b"] == conductor(store, 0).gather("a", extra_s=0)
-
-
-def test_progress_is_a_file_and_a_clock(tmp_path: Path) -> None:
-    """The agent reads the phase; an inner phase takes its time from the outer one."""
-    times = deque([0.0, 1.0, 3.0, 10.0])
-    progress = Progress(folder=tmp_path, local_rank=3, clock=times.popleft)
-    with progress.during("compute"), progress.during("memory"):
-        shown = (tmp_path / "3").read_text()
-
-    assert "memory\n" == shown
-    assert {"memory": 2.0, "compute": 8.0} == progress.phase_s
-    assert ["3"] == sorted(path.name for path in tmp_path.iterdir())
-
-
-def test_a_failing_phase_stays_on_display(tmp_path: Path) -> None:
-    """What the agent finds after a failure is the phase at fault, and the reason beside it."""
-    progress = Progress(folder=tmp_path, local_rank=0)
-    with pytest.raises(ZeroDivisionError), progress.during("links"):
-        _ = 1 / 0
-    progress.fail("no luck")
-
-    assert "links\n" == (tmp_path / "0").read_text()
-    assert "no luck\n" == (tmp_path / "0.error").read_text()
 
 
 ENVIRON = {

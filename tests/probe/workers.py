@@ -50,6 +50,19 @@ class OneRankStore:
         """Give it back."""
         return self.values[key].encode()
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Give several back."""
+        return [self.get(key) for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        """Count."""
+        self.values[key] = str(int(self.values.get(key, "0")) + amount)
+        return int(self.values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+        return all(key in self.values for key in keys)
+
     def wait(self, keys: list[str], timeout: timedelta) -> None:
         """Time out at once, as torch's store does in the end."""
         if any(key not in self.values for key in keys):

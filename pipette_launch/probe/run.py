@@ -80,7 +80,14 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
     if device.kind == "cuda":
         torch.cuda.set_device(progress.local_rank if torch.cuda.device_count() > 1 else 0)
     store = _store(seat, options)
-    conductor = Conductor(store=store, rank=seat.rank, world_size=seat.world_size, timeout_s=options.timeout_s)
+    conductor = Conductor(
+        store=store,
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout_s=options.timeout_s,
+        progress=progress,
+        name_of=options.slot_name,
+    )
     # Imports end at different times; the deadline of a phase should not have to cover that.
     conductor.meet()
     # Imports and the rendezvous are the same whatever is measured, so the budget begins here.

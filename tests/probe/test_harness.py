@@ -157,7 +157,7 @@ def test_a_lost_store_is_no_deadline() -> None:
         def wait(self, keys: list[str], timeout: timedelta) -> None:
             raise RuntimeError("failed to recv, got 0 bytes\nConnection was likely closed.")
 
-    with pytest.raises(ProbeError, match="lost the store beside rank 0 while waiting for .*: failed to recv, got 0 b"):
+    with pytest.raises(ProbeError, match=r"lost the store beside rank 0 while waiting for .*: failed to recv, got"):
         conductor(LostStore(), 0).meet()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,7 +20,6 @@ SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
 """Below the first a message is mostly latency; one beyond the second says no more about bandwidth."""
 LEAST_REACH = 32
 """The largest message is at least so many times the least: a line needs points that lie apart."""
-ADVISER = ("-m", "pipette_launch.launch.adviser")
 
 
 def probe_options(job: Job, hosts: tuple[Host, ...], *, options: Options, folder: Path) -> ProbeOptions:
@@ -70,8 +68,3 @@ def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["c
     high = min(max(*sent, 4 * low, least * LEAST_REACH), most)
     middle = 1 << round(math.log2(math.sqrt(low * high)))
     return tuple(sorted({TINY_BYTES, low, middle, high}))
-
-
-def adviser_words() -> tuple[str, ...]:
-    """Say what starts the adviser, but for its two files."""
-    return (sys.executable, *ADVISER)

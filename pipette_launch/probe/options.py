@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
@@ -156,20 +156,32 @@ class GroupSamples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerResult:
-    """All that one worker found out."""
+    """What one worker found out, all of it or since it last told."""
 
     KIND: ClassVar[str] = "probe-result"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     slot: int
-    links: tuple[LinkSamples, ...]
-    collectives: tuple[GroupSamples, ...]
-    compute: tuple[ComputeTime, ...]
+    links: tuple[LinkSamples, ...] = ()
+    collectives: tuple[GroupSamples, ...] = ()
+    compute: tuple[ComputeTime, ...] = ()
     """On CPU without the time that others took from this worker; `stretch` says how much that was."""
-    stretch: float
+    stretch: float = 1.0
     """Wall time over computing time; 1 on CUDA."""
-    memory: tuple[MemoryReading, ...]
-    overhead_bytes: int
-    optimizer_s_per_parameter: float | None
-    phase_s: dict[str, float]
-    notes: tuple[str, ...]
+    memory: tuple[MemoryReading, ...] = ()
+    overhead_bytes: int = 0
+    optimizer_s_per_parameter: float | None = None
+    phase_s: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
+    """Put two parts of a worker's result together: lists are joined, of single figures the later one counts."""
+
+    def both(name: str) -> object:
+        first, second = getattr(before, name), getattr(after, name)
+        if isinstance(first, tuple):
+            return (*first, *second)
+        return {**first, **second} if isinstance(first, dict) else second
+
+    return WorkerResult(**{field.name: both(field.name) for field in fields(WorkerResult)})  # type: ignore[arg-type]

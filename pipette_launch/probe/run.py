@@ -1,13 +1,11 @@
 """One warm-up worker: `python -m pipette_launch.probe.run OPTIONS.json`, in torchrun's environment.
 
-Phases: compute and memory, which need no peer; then links and collectives over one world communicator. All workers walk
-through them together; rank 0 decides when a phase ends, gathers what the others found through the agent's store, and
-writes the Measurements.
+All workers walk through the phases together (see `phases`); rank 0 decides when one ends, gathers what the others found
+through the agent's store, and writes the Measurements.
 """
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import os
 import sys
@@ -21,11 +19,8 @@ from typing import Any
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
-from pipette_launch.facts.advice import Dimension
-from pipette_launch.probe import inventory
-from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.harness import START, Budget, Conductor, Progress, Seat, seat_of
-from pipette_launch.probe.options import GroupShape, ProbeOptions, WorkerResult, group_shapes
+from pipette_launch.probe.options import GroupShape, ProbeOptions, group_shapes
 
 __all__ = ["GroupShape", "ProbeOptions", "group_shapes", "main"]
 
@@ -70,15 +65,16 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
     # Only now torch: a bad order is answered at once.
     import torch
 
-    from pipette_launch.probe import collectives, compute, links
     from pipette_launch.probe.memory import meter as meter_of
+    from pipette_launch.probe.phases import Phases
     from pipette_patches import workload
 
-    # The most expensive import of a warm-up on CPU: it is the same whatever is measured.
-    workload.load(options.device_kind)
+    # Before anything touches the device: the meter remembers what others hold there.
     meter = meter_of(device.kind, device.uuid)
     if device.kind == "cuda":
         torch.cuda.set_device(progress.local_rank if torch.cuda.device_count() > 1 else 0)
+    # The most expensive import of a warm-up on CPU: it is the same whatever is measured.
+    workload.load(options.device_kind)
     store = _store(seat, options)
     conductor = Conductor(
         store=store,
@@ -93,34 +89,21 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
     # Imports and the rendezvous are the same whatever is measured, so the budget begins here.
     now_s = time.perf_counter()
     progress.phase_s[START] = now_s - started_s
-    budget = Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter)
-    with progress.during("compute"):
-        # Before any communicator is there: every slot measures alone, under a fake one.
-        bench = compute.Bench(options=options, slot=seat.rank, progress=progress, meter=meter)
-        bench.measure(conductor, budget)
-    alone_bytes = meter.overhead_bytes()
-    with _process_group(store, conductor, seat, options):
-        with progress.during("links"):
-            linked = links.measure(options, rank=seat.rank, conductor=conductor, budget=budget)
-        dimensions = options.dimensions()
-        with progress.during("collectives"):
-            grouped = collectives.measure(options, dimensions, rank=seat.rank, conductor=conductor, budget=budget)
-        # With the communicators still open: they are most of what NVML sees beyond the allocator.
-        overhead_bytes = meter.overhead_bytes()
-    result = WorkerResult(
-        slot=seat.rank,
-        links=linked.links,
-        collectives=grouped.groups,
-        compute=tuple(bench.times),
-        stretch=bench.stretch,
-        memory=tuple(bench.memory),
-        overhead_bytes=max(alone_bytes, overhead_bytes),
-        optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
-        phase_s=progress.phase_s,
-        notes=(*linked.notes, *grouped.notes, *bench.notes),
+    phases = Phases(
+        options=options,
+        rank=seat.rank,
+        conductor=conductor,
+        progress=progress,
+        budget=Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter),
+        meter=meter,
     )
+    phases.alone()
+    with _process_group(store, conductor, seat, options):
+        phases.together()
     progress.announce("report")
-    _report(options, conductor, result, dimensions, budget)
+    found = phases.report()
+    if found is not None:
+        files.write(Path(options.output), found)
     progress.announce("done")
 
 
@@ -167,29 +150,6 @@ def _process_group(store: Any, conductor: Conductor, seat: Seat, options: ProbeO
     yield
     # Not on failure: peers may be gone, and NCCL would wait for them; the process ends anyway.
     dist.destroy_process_group()
-
-
-def _report(
-    options: ProbeOptions,
-    conductor: Conductor,
-    result: WorkerResult,
-    dimensions: Sequence[Dimension],
-    budget: Budget,
-) -> None:
-    """Bring all results to rank 0, which writes the file; the others leave as soon as theirs is delivered."""
-    texts = conductor.gather(files.dumps(result), extra_s=max(budget.left_s(), 0.0))
-    if texts is None:
-        return
-    results = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
-    from pipette_patches import registry
-
-    # Of the megatron-core that was measured, which may lie beside the script instead of being installed.
-    versions = {**inventory.versions(), "megatron-core": registry.megatron_core_version()}
-    now = dt.datetime.now(dt.timezone.utc)
-    measurements = assemble(
-        options, results, dimensions=dimensions, versions=versions, taken_at=now.isoformat(timespec="seconds")
-    )
-    files.write(Path(options.output), measurements)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
-from pipette_launch.probe.options import GroupShape, ProbeOptions, group_shapes
+from pipette_launch.probe.options import GroupShape, ProbeOptions, WorkerResult, group_shapes, joined
 
 
 def test_groups_by_hand() -> None:
@@ -83,3 +83,13 @@ def test_bad_options_are_refused(changes: dict[str, object], message: str) -> No
 
     with pytest.raises(FactError, match=message):
         ProbeOptions(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_parts_of_a_result_are_joined() -> None:
+    """Lists grow, and of single figures the later one counts."""
+    first = WorkerResult(slot=1, notes=("a",), phase_s={"links": 1.0}, overhead_bytes=5)
+    second = WorkerResult(slot=1, notes=("b",), phase_s={"compute": 2.0}, overhead_bytes=3)
+
+    assert WorkerResult(slot=1, notes=("a", "b"), phase_s={"links": 1.0, "compute": 2.0}, overhead_bytes=3) == joined(
+        first, second
+    )

@@ -1,5 +1,6 @@
 """Whole warm-ups: real workers over gloo, as the agent starts them."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,25 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     # Megatron's local layers know no context parallelism: said, not hidden.
     assert any(note.startswith("compute: megatron-core refuses tp1 cp2 mbs1") for note in found.notes)
     assert ["done\n", "done\n"] == [(tmp_path / "progress" / name).read_text() for name in ("0", "1")]
+
+
+def test_advised_groups_are_measured_instead_of_the_usual_ones(tmp_path: Path) -> None:
+    """Three workers; the adviser names one pair among them, and the third keeps step without a group."""
+    program = (
+        "import sys; from pathlib import Path; from pipette_launch.facts import files; "
+        "from pipette_launch.facts.advice import Advice, Dimension; "
+        "dimension = Dimension(name='dp', kinds=('all_reduce',), groups=((0, 2),)); "
+        "files.write(Path(sys.argv[-1]), Advice(dimensions=(dimension,), words='one plan was looked at'))"
+    )
+    options = tiny_options(tmp_path, hosts=3, devices=1, adviser=(sys.executable, "-c", program))
+    outcome = run_workers(options, tmp_path)
+    assert [0, 0, 0] == outcome.codes, outcome.errors
+
+    found = files.read(Path(options.output), Measurements)
+    assert [("all_reduce", (0, 2))] == [
+        (entry.kind, entry.slots) for entry in found.collectives if entry.kind != "send"
+    ]
+    assert "advice: one plan was looked at" in found.notes
 
 
 def test_a_slot_alone_with_no_time_measures_the_least(tmp_path: Path) -> None:

@@ -1,0 +1,136 @@
+"""The phases of a warm-up as one worker goes through them: alone, then together, then the report.
+
+Compute and layer memory need no peer and come first; then links over one world communicator; what is known by then says
+which groups the plans that may win would form, and their collectives are timed.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipette_launch.facts import Measurements, files
+from pipette_launch.facts.advice import Advice, Dimension
+from pipette_launch.probe import collectives, compute, counsel, inventory, links
+from pipette_launch.probe.assemble import assemble
+from pipette_launch.probe.harness import Budget, Conductor, Progress
+from pipette_launch.probe.memory import MemoryMeter
+from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
+from pipette_patches import registry
+
+ADVICE_SHARE = 0.8
+"""Of the budget: the adviser may search until then."""
+ADVICE_S = (1.0, 5.0)
+"""It gets at least and at most so long."""
+
+
+@dataclass(kw_only=True)
+class Phases:
+    """One worker, what it found, and on rank 0 what the others have told so far."""
+
+    options: ProbeOptions
+    rank: int
+    conductor: Conductor
+    progress: Progress
+    budget: Budget
+    meter: MemoryMeter
+    _mine: WorkerResult = field(init=False)
+    _told: list[WorkerResult] = field(default_factory=list, init=False)
+    _dimensions: tuple[Dimension, ...] = field(default=(), init=False)
+
+    def __post_init__(self) -> None:
+        self._mine = WorkerResult(slot=self.rank)
+
+    def alone(self) -> None:
+        """Measure what needs no peer, under a fake communicator."""
+        with self.progress.during("compute"):
+            bench = compute.Bench(options=self.options, slot=self.rank, progress=self.progress, meter=self.meter)
+            bench.measure(self.conductor, self.budget)
+        self._add(
+            compute=tuple(bench.times),
+            stretch=bench.stretch,
+            memory=tuple(bench.memory),
+            overhead_bytes=self.meter.overhead_bytes(),
+            optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
+            notes=tuple(bench.notes),
+        )
+
+    def together(self) -> None:
+        """Measure what lies between the slots; the world communicator is open."""
+        with self.progress.during("links"):
+            linked = links.measure(self.options, rank=self.rank, conductor=self.conductor, budget=self.budget)
+        self._add(links=linked.links, notes=linked.notes)
+        with self.progress.during("advice"):
+            advice = self._advice()
+        self._dimensions = advice.dimensions or self.options.dimensions()
+        with self.progress.during("collectives"):
+            grouped = collectives.measure(
+                self.options, self._dimensions, rank=self.rank, conductor=self.conductor, budget=self.budget
+            )
+        # With the communicators still open: they are most of what NVML sees beyond the allocator.
+        held_bytes = max(self._mine.overhead_bytes, self.meter.overhead_bytes())
+        self._add(collectives=grouped.groups, notes=grouped.notes, overhead_bytes=held_bytes)
+
+    def report(self) -> Measurements | None:
+        """Bring all results to rank 0 and join them there; the others get None and may leave."""
+        self._add(phase_s=self.progress.phase_s)
+        self._tell()
+        return self._measurements() if self.rank == 0 else None
+
+    def _advice(self) -> Advice:
+        """What rank 0 hears from the adviser, on every rank."""
+        if not self.options.adviser or self.options.num_slots == 1:
+            return Advice()
+        self._tell()
+        least_s, most_s = ADVICE_S
+        search_s = min(max(self.budget.left_s(ADVICE_SHARE), least_s), most_s)
+        advice = None
+        if self.rank == 0:
+            advice = counsel.ask(
+                self.options.adviser,
+                self.options.job,
+                self._measurements(),
+                folder=Path(self.options.output).parent,
+                budget_s=search_s,
+            )
+            self._add(notes=(f"advice: {advice.words}",) if advice.words else ())
+        # A peer's deadline in a collective is short, and rank 0 was away.
+        self.conductor.meet(most_s + counsel.START_S)
+        return counsel.share(advice, self.options.device_kind)
+
+    def _add(self, **found: object) -> None:
+        """Put what was just found to what was found before."""
+        self._mine = joined(self._mine, WorkerResult(**{**self._same(), **found}))  # type: ignore[arg-type]
+
+    def _same(self) -> dict[str, object]:
+        """What a next part repeats, where it has nothing new to say."""
+        mine = self._mine
+        return {
+            "slot": self.rank,
+            "stretch": mine.stretch,
+            "overhead_bytes": mine.overhead_bytes,
+            "optimizer_s_per_parameter": mine.optimizer_s_per_parameter,
+        }
+
+    def _tell(self) -> None:
+        """Bring what was found since the last time to rank 0."""
+        texts = self.conductor.gather(files.dumps(self._mine), extra_s=max(self.budget.left_s(), 0.0))
+        self._mine = WorkerResult(**self._same())  # type: ignore[arg-type]
+        if texts is not None:
+            told = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
+            self._told = [joined(*pair) for pair in zip(self._told, told, strict=True)] if self._told else told
+
+    def _measurements(self) -> Measurements:
+        # Of the megatron-core that was measured, which may lie beside the script instead of being installed.
+        versions = {**inventory.versions(), "megatron-core": registry.megatron_core_version()}
+        now = dt.datetime.now(dt.timezone.utc)
+        told: Sequence[WorkerResult] = self._told
+        return assemble(
+            self.options,
+            told,
+            dimensions=self._dimensions,
+            versions=versions,
+            taken_at=now.isoformat(timespec="seconds"),
+        )

@@ -17,6 +17,8 @@ from pipette_launch.facts.measurements import ComputeCase, ComputeTime, Measurem
 from pipette_launch.facts.model import ModelSpec
 
 _CORE = "core_attention"
+_MODELLED = "Compute time of {} was not measured; it is carried over from a measured case by a model of the device."
+_CACHED = "Compute time of {} was not measured now; it is that of an earlier warm-up of these machines."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,7 @@ class ComputeTable:
     def __init__(self, job: Job, measurements: Measurements) -> None:
         self._job = job
         self._passes = _median_passes(measurements)
+        self._origins = {time.case: time.source for time in measurements.compute if time.source != "measured"}
         kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
         self._parts = ("embedding", "head", *(("moe_layer",) if True in kinds else ()))
         self._parts += ("layer",) if False in kinds else ()
@@ -108,8 +111,11 @@ class ComputeTable:
     def note(self, case: ComputeCase) -> str | None:
         """Say in a sentence how the time of a case came about, where it was not measured."""
         source = self.source(case)
-        if source is None or source == case:
+        if source is None:
             return None
+        if source == case:
+            said = {"modelled": _MODELLED, "cached": _CACHED}.get(self._origins.get(case, "measured"))
+            return said and said.format(_words(case))
         return (
             f"Compute time of {_words(case)} was not measured; it is that of {_words(source)} times "
             f"{_tokens(case, source):g}, in proportion to the tokens."

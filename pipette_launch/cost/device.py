@@ -75,15 +75,9 @@ def imagined(
             f"devices and {len(chosen)} layouts"
         )
     cluster = imagined_cluster(device, num_hosts=num_hosts, devices_per_host=devices_per_host, fabric=fabric)
-    kinds = frozenset(job.model.is_moe_layer(layer) for layer in range(job.model.num_layers))
-    first: dict[ComputeCase, Layout] = {}
-    for layout in chosen:
-        first.setdefault(case_of(layout), layout)
     return Measurements(
         cluster=cluster,
-        compute=tuple(
-            time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds, factors)
-        ),
+        compute=modelled_compute(job, device, chosen, factors),
         collectives=tuple(_collective_times(device, cluster, chosen)),
         memory=(),
         overhead_bytes=0,
@@ -93,6 +87,17 @@ def imagined(
         notes=assumptions(job, device, fabric, num_hosts),
         optimizer_s_per_parameter=optimizer_s_per_parameter(device),
     )
+
+
+def modelled_compute(
+    job: Job, device: DeviceSpec, layouts: Iterable[Layout], factors: Sequence[CaseFactor] = ()
+) -> tuple[ComputeTime, ...]:
+    """Return the times of every part of the model in each shape of computation that the layouts have, by the model."""
+    kinds = frozenset(job.model.is_moe_layer(layer) for layer in range(job.model.num_layers))
+    first: dict[ComputeCase, Layout] = {}
+    for layout in layouts:
+        first.setdefault(case_of(layout), layout)
+    return tuple(time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds, factors))
 
 
 def assumptions(

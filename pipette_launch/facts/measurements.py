@@ -68,6 +68,8 @@ class ComputeTime:
     """Of the forward, seconds in which the device waits for the host: collectives pass in them at no cost."""
     backward_idle_s: float = field(default=0.0, metadata=ADDED_LATER)
     """The same of the two passes of the backward."""
+    source: Literal["measured", "modelled", "cached"] = field(default="measured", metadata=ADDED_LATER)
+    """`modelled` was carried over from another case by the device model, `cached` comes from an earlier warm-up."""
 
     def __post_init__(self) -> None:
         if self.forward_idle_s < 0 or self.backward_idle_s < 0:
@@ -130,6 +132,12 @@ class Measurements:
     """What was skipped, looks unstable, or was assumed, one sentence each."""
     optimizer_s_per_parameter: float | None = None
     """Seconds of an optimizer step for each parameter whose state a slot holds; None = not measured."""
+    refused: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
+    """Cases that megatron-core refuses, or that ran out of memory."""
+    unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
+    """Cases that the budget did not reach, most promising first."""
+    model_digest: str = field(default="", metadata=ADDED_LATER)
+    """Of the model whose layers were timed (`files.digest`); empty where an earlier release did not say."""
 
     def compute_cases(self) -> tuple[ComputeCase, ...]:
         """The cases that were measured, sorted."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipette_launch.agent.conductor import Helper, Invite
+from pipette_launch.cost.filled import filled
 from pipette_launch.facts import Job, Measurements, Plan, Provenance, files
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.launch.crew import SharedCrew
@@ -59,6 +60,7 @@ def make_plan(
         PlanError: no layout is legal, fits or can be priced.
 
     """
+    measurements = filled(job, measurements)
     budget_s = min(options.budget_s, SOLVE_S)
     deadline_s = time.monotonic() + budget_s
     order = SearchOrder(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import Cluster, CollectiveTime, ComputeTime, Links, Measurements, Samples
+from pipette_launch.facts import Cluster, CollectiveTime, ComputeTime, Links, Measurements, Samples, files
 from pipette_launch.facts.advice import Dimension
 from pipette_launch.facts.measurements import UNSTABLE_SPREAD
 from pipette_launch.probe.group_fits import group_times
@@ -58,6 +58,8 @@ def assemble(
         options, [stretched(time, result.stretch) for result in results for time in result.compute]
     )
     # Uneven sharing of cores is chance, and must not make the case that one slot measured dearer than another's.
+    refused = tuple(sorted({case for result in results for case in result.refused}))
+    reached = {*refused, *(time.case for result in results for time in result.compute)}
     usual_stretch = statistics.median(result.stretch for result in results)
     compute = tuple(
         stretched(time, usual_stretch if speeds[result.slot] == 1 else result.stretch)
@@ -76,6 +78,9 @@ def assemble(
                 if result.optimizer_s_per_parameter is not None
             ]
         ),
+        refused=refused,
+        unmeasured=tuple(case for case in options.cases if case not in reached),
+        model_digest=files.digest(options.job.model),
         overhead_bytes=max(result.overhead_bytes for result in results),
         versions=versions,
         taken_at=taken_at,

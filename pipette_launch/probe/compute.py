@@ -58,6 +58,7 @@ class Bench:
     times: list[ComputeTime] = field(default_factory=list)
     memory: list[MemoryReading] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    refused: list[ComputeCase] = field(default_factory=list)
     optimizer_s_per_parameter: float | None = None
     stretch: float = 1.0
 
@@ -140,9 +141,11 @@ class Bench:
         try:
             yield
         except WorkloadError as error:
+            self.refused.append(case)
             self.notes.append(f"compute: {error}")
         except (RuntimeError, MemoryError) as error:
             if not patches_workload.is_out_of_memory(error):
                 raise
+            self.refused.append(case)
             words = patches_workload.case_words(case)
             self.notes.append(f"compute: {words} ran out of memory on slot {self.options.slot_name(self.slot)}")

@@ -168,6 +168,8 @@ class WorkerResult:
     """On CPU without the time that others took from this worker; `stretch` says how much that was."""
     stretch: float = 1.0
     """Wall time over computing time; 1 on CUDA."""
+    refused: tuple[ComputeCase, ...] = ()
+    """Cases that megatron-core refused here, or that ran out of memory."""
     memory: tuple[MemoryReading, ...] = ()
     overhead_bytes: int = 0
     optimizer_s_per_parameter: float | None = None

@@ -50,6 +50,7 @@ class Phases:
             bench.measure(self.conductor, self.budget)
         self._add(
             compute=tuple(bench.times),
+            refused=tuple(bench.refused),
             stretch=bench.stretch,
             memory=tuple(bench.memory),
             overhead_bytes=self.meter.overhead_bytes(),

@@ -8,7 +8,9 @@ from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster
+from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.facts.model import ADDED_LATER
+from pipette_launch.facts.verdict import Verdict
 
 UNSTABLE_SPREAD = 0.10
 """A spread above this makes a value unstable (pyperf's rule)."""
@@ -138,6 +140,10 @@ class Measurements:
     """Cases that the budget did not reach, most promising first."""
     model_digest: str = field(default="", metadata=ADDED_LATER)
     """Of the model whose layers were timed (`files.digest`); empty where an earlier release did not say."""
+    conditions: tuple[DeviceCondition, ...] = field(default=(), metadata=ADDED_LATER)
+    """What the driver told of each slot's device before the warm-up, in slot order; empty = nobody asked."""
+    verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
+    """What is amiss with hosts, devices and links, the sick ones first."""
 
     def compute_cases(self) -> tuple[ComputeCase, ...]:
         """The cases that were measured, sorted."""

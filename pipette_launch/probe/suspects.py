@@ -1,0 +1,305 @@
+"""Which links, hosts and devices are slower than their peers explain. Pure numpy.
+
+Links differ for good reasons: islands joined by slow links, tiers of a fat tree, hosts with slower NICs. In every such
+network the rate between two places is that of the narrowest point on the way, so a detour over a third host cannot be
+faster than the direct link: b[i, j] >= min(b[i, k], b[k, j]) (an ultrametric). A link that is much slower than its
+best detour therefore has a fault of its own. Where many links are, rates differ at random (links of the internet
+kind), nothing explains any of them, and none is suspected.
+
+A slow host obeys the same law, so hosts are compared by their best links instead. What cannot be told: a slow tier
+(all links between two racks) from a network built so, a host that is alone behind a narrow uplink from a sick one, and
+with two hosts anything but one direction against the other.
+
+Everything found is a suspicion: the caller measures it again, and `confirmed_links` says what is left.
+"""
+
+# H = hosts, S = slots; row sends to column; nan = not measured; logarithms are natural.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float64]
+Vector = NDArray[np.float64]
+Pair = tuple[int, int]
+
+SUSPECT_RATIO = 0.8
+"""A link below this part of what its peers explain is worth a second measurement."""
+SICK_RATIO = 0.75
+"""Both measurements together must be below this."""
+RANDOM_SCALE = 0.2
+"""Where links scatter by more than this (logarithm) about what explains them, they differ at random."""
+MOST_SHARE = 0.25
+"""More than this share of the hosts or slots is no outlier but another kind."""
+SUSPECT_SCALES = 2.0
+"""A suspicion is cheap: twice the usual scatter."""
+FALSE_ALARMS = 2e-4
+"""Chance that two measurements together condemn any of a healthy cluster's links."""
+MIN_SCALE = 0.02
+FEW = 12
+"""Fewer links, or hosts, than this do not tell their own scatter; it is then taken to be `FEW_SCALE`."""
+FEW_SCALE = 0.12
+DETOUR_SHARE = 0.15
+"""Of the variance of a link against its detours, the part that is theirs: measuring the link again leaves it."""
+MOST_LINKS = 4
+MOST_LINKS_SHARE = 1 / 16
+"""More slow links than `MOST_LINKS` and than this share are how the network is, not faults."""
+MAX_DETOURS = 64
+"""Of a sender's fastest links, so many are tried as detours."""
+RETRIED_LINKS = 3
+"""A slow host is measured again on so many of its links each way."""
+SUSPECT_SPEED = {"cuda": 0.92, "cpu": 0.75}
+SICK_SPEED = {"cuda": 0.9, "cpu": 0.7}
+MIN_SLOT_SCALE = {"cuda": 0.01, "cpu": 0.05}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowLink:
+    """A direction between two hosts that is slower than a detour over a third one."""
+
+    source: int
+    target: int
+    bytes_per_s: float
+    peers_bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowHost:
+    """A host whose best link is slower than other hosts' best."""
+
+    host: int
+    direction: Literal["sends", "receives"]
+    bytes_per_s: float
+    peers_bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowSlot:
+    """A device that computes slower than the others of its kind."""
+
+    slot: int
+    seconds: float
+    peers_seconds: float
+
+
+def suspect_links(bandwidth_HH: Matrix, *, expected_HH: Matrix | None = None) -> tuple[Pair, ...]:
+    """Name the directed links that ought to be measured again, worst first; for a slow host some of its links.
+
+    Args:
+        bandwidth_HH: bytes/s from row to column, nan = not measured; the diagonal is ignored.
+        expected_HH: what a link ought to reach, used where no detour was measured.
+
+    """
+    known = _links(bandwidth_HH)
+    excess, scale = _excess(known, expected_HH)
+    if scale > RANDOM_SCALE:
+        return ()
+    low = (excess < math.log(SUSPECT_RATIO)) & (excess < -SUSPECT_SCALES * scale)
+    found = sorted((float(excess[i, j]), (int(i), int(j))) for i, j in np.argwhere(low))
+    again = [pair for _, pair in found]
+    for rates, turned in ((known, False), (known.T, True)):
+        for host in _slow_hosts(rates):
+            peers = [int(peer) for peer in np.argsort(-np.nan_to_num(rates[host]))[:RETRIED_LINKS]]
+            pairs = [(peer, host) if turned else (host, peer) for peer in peers]
+            again += [pair for pair in pairs if not math.isnan(known[pair])]
+    return tuple(dict.fromkeys(again))
+
+
+def confirmed_links(
+    bandwidth_HH: Matrix, again_HH: Matrix, *, times: int = 1, expected_HH: Matrix | None = None
+) -> tuple[SlowLink, ...]:
+    """Return the links that all measurements together find slow, worst first; a slow host's links do not count.
+
+    Args:
+        bandwidth_HH: the first measurement, as for `suspect_links`.
+        again_HH: the second, nan where there was none.
+        times: how many measurements each entry of `again_HH` is the geometric mean of. Where measurements scatter by
+            10 %, one finds a link of 0.6 of its peers in nine of ten cases and three find it always.
+        expected_HH: as for `suspect_links`.
+
+    """
+    known, second = _links(bandwidth_HH), _links(again_HH)
+    excess, scale = _excess(known, expected_HH)
+    again = excess + np.log(second) - np.log(known)
+    together = (excess + times * again) / (1 + times)
+    limit = min(math.log(SICK_RATIO), -_needed(excess, times) * scale)
+    sick = (together < limit) & (again < math.log(SUSPECT_RATIO)) & (scale <= RANDOM_SCALE)
+    for slow in confirmed_hosts(bandwidth_HH, again_HH):
+        sick[(slow.host, slice(None)) if slow.direction == "sends" else (slice(None), slow.host)] = False
+    if sick.sum() > max(MOST_LINKS, MOST_LINKS_SHARE * np.isfinite(excess).sum()):
+        return ()
+    rate = np.exp(np.log(known) - excess + together)
+    return tuple(
+        SlowLink(source=i, target=j, bytes_per_s=float(rate[i, j]), peers_bytes_per_s=float(rate[i, j] / math.exp(x)))
+        for x, i, j in sorted((float(together[i, j]), int(i), int(j)) for i, j in np.argwhere(sick))
+    )
+
+
+def confirmed_hosts(bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[SlowHost, ...]:
+    """Return the hosts whose best links are slow in both measurements; one entry for each slow direction."""
+    known, second = _links(bandwidth_HH), _links(again_HH)
+    if _excess(known, None)[1] > RANDOM_SCALE:
+        return ()
+    found = []
+    for direction, first, again in _directions(known, second):
+        best, best_again = _best(first), _best(again)
+        usual = _centre(best)
+        for host in _slow_hosts(first):
+            together = (best[host] + best_again[host]) / 2
+            # A nan is below nothing.
+            if best_again[host] - usual < math.log(SUSPECT_RATIO) and together - usual < math.log(SICK_RATIO):
+                rates = math.exp(together), math.exp(usual)
+                found.append(SlowHost(host=host, direction=direction, bytes_per_s=rates[0], peers_bytes_per_s=rates[1]))
+    return tuple(found)
+
+
+def suspect_slots(
+    seconds_S: Vector,
+    spread_S: Vector | None = None,
+    *,
+    device_kind: Literal["cuda", "cpu"] = "cuda",
+    alike_S: Sequence[str] = (),
+) -> tuple[int, ...]:
+    """Name the slots that ought to be timed again, slowest first.
+
+    Args:
+        seconds_S: the same work on every slot, nan = not measured.
+        spread_S: relative spread of each measurement.
+        device_kind: CPUs share cores and so differ more.
+        alike_S: names of the devices: only slots of one name are peers; empty = all are.
+
+    """
+    seconds = np.asarray(seconds_S, dtype=np.float64)
+    spread = np.zeros(len(seconds)) if spread_S is None else np.nan_to_num(np.asarray(spread_S, dtype=np.float64))
+    found: list[tuple[float, int]] = []
+    for members in _alike(len(seconds), alike_S):
+        times = np.log(seconds[members])
+        usual = _centre(times)
+        scale = np.maximum(max(MIN_SLOT_SCALE[device_kind], _scatter(times, usual)), spread[members])
+        slow = (times - usual > -math.log(SUSPECT_SPEED[device_kind])) & (times - usual > SUSPECT_SCALES * scale)
+        if _is_exception(int(slow.sum()), int(np.isfinite(times).sum())):
+            found += [(float(usual - times[at]), int(members[at])) for at in np.flatnonzero(slow)]
+    return tuple(slot for _, slot in sorted(found))
+
+
+def confirmed_slots(
+    seconds_S: Vector,
+    again_S: Vector,
+    *,
+    device_kind: Literal["cuda", "cpu"] = "cuda",
+    alike_S: Sequence[str] = (),
+) -> tuple[SlowSlot, ...]:
+    """Return the slots that two measurements find slow, slowest first; `again_S` is nan where there was none."""
+    first, again = (np.asarray(values, dtype=np.float64) for values in (seconds_S, again_S))
+    suspects = set(suspect_slots(first, device_kind=device_kind, alike_S=alike_S))
+    found = []
+    for members in _alike(len(first), alike_S):
+        usual_s = math.exp(_centre(np.log(first[members])))
+        for slot in suspects & set(members.tolist()):
+            seconds = math.sqrt(first[slot] * again[slot])
+            slow_again = usual_s / again[slot] < SUSPECT_SPEED[device_kind]
+            if slow_again and usual_s / seconds < SICK_SPEED[device_kind]:
+                found.append(SlowSlot(slot=slot, seconds=seconds, peers_seconds=usual_s))
+    return tuple(sorted(found, key=lambda slow: (slow.peers_seconds / slow.seconds, slow.slot)))
+
+
+def _links(bandwidth_HH: Matrix) -> Matrix:
+    """Rates with nan wherever there is none."""
+    rates = np.array(bandwidth_HH, dtype=np.float64)
+    np.fill_diagonal(rates, np.nan)
+    rates[~(rates > 0)] = np.nan
+    return rates
+
+
+def _detours(known_HH: Matrix) -> Matrix:
+    """The best rate over one other host; nan where no way was measured. With two hosts, the way back."""
+    if len(known_HH) == 2:
+        return np.array(known_HH.T)
+    rates = np.nan_to_num(known_HH, nan=0.0)
+    best = np.zeros_like(rates)
+    for host, row in enumerate(rates):
+        over = np.argsort(-row)[:MAX_DETOURS]
+        best[host] = np.minimum(row[over][:, None], rates[over]).max(axis=0)
+    best[best == 0] = np.nan
+    return best
+
+
+def _excess(known_HH: Matrix, expected_HH: Matrix | None) -> tuple[Matrix, float]:
+    """Logarithm of each rate over what explains it, centred, and how much that scatters."""
+    explained = _detours(known_HH)
+    if expected_HH is not None:
+        explained = np.where(np.isnan(explained), expected_HH, explained)
+    excess: Matrix = np.log(known_HH) - np.log(explained)
+    told = excess[np.isfinite(excess)]
+    if told.size < FEW:
+        # Of two hosts' links each is compared with a single measurement, which scatters as much.
+        return excess, FEW_SCALE * (math.sqrt(2) if len(known_HH) == 2 else 1)
+    # The best of many noisy detours is better than they are; a detour that is really worse moves nothing.
+    centre = min(0.0, float(np.median(told)))
+    return excess - centre, max(MIN_SCALE, _scatter(told, centre))
+
+
+def _needed(excess_HH: Matrix, times: int) -> float:
+    """How many scales a mean must lie below its peers so that chance condemns no link of a healthy cluster."""
+    count = max(1, int(np.isfinite(excess_HH).sum()))
+    # The scale itself is an estimate; of few links it may be too small.
+    doubt = 1 + 1.5 / math.sqrt(count) if count >= FEW else 1.0
+    left = math.sqrt((1 - DETOUR_SHARE) / (1 + times) + DETOUR_SHARE)
+    return -NormalDist().inv_cdf(FALSE_ALARMS / count) * left * doubt
+
+
+def _best(rates_HH: Matrix) -> Vector:
+    """Logarithm of the usual rate among each row's best links; nan for a row without any."""
+    logs = np.log(rates_HH)
+    # The very best of many is a stroke of luck, which a host with few good links has less often.
+    floor = np.nan_to_num(rates_HH).max(axis=1, keepdims=True) * SUSPECT_RATIO
+    logs[~(rates_HH >= floor)] = np.nan
+    return np.array([_centre(row) for row in logs])
+
+
+def _slow_hosts(rates_HH: Matrix) -> list[int]:
+    """Rows whose best rate is far below the others' best; none where many are."""
+    best = _best(rates_HH)
+    told = int(np.isfinite(best).sum())
+    if told < 3:
+        return []
+    usual = _centre(best)
+    scale = max(MIN_SCALE, _scatter(best, usual))
+    slow = np.flatnonzero((best - usual < math.log(SUSPECT_RATIO)) & (best - usual < -SUSPECT_SCALES * scale))
+    return [int(host) for host in slow] if _is_exception(len(slow), told) else []
+
+
+def _directions(first_HH: Matrix, again_HH: Matrix) -> Iterator[tuple[Literal["sends", "receives"], Matrix, Matrix]]:
+    yield "sends", first_HH, again_HH
+    yield "receives", first_HH.T, again_HH.T
+
+
+def _is_exception(few: int, count: int) -> bool:
+    """Whether so few of so many are outliers, and not another kind."""
+    return few <= max(1, int(MOST_SHARE * count))
+
+
+def _alike(count: int, alike_S: Sequence[str]) -> Iterator[NDArray[np.int64]]:
+    """Indices of the slots of each name."""
+    names = np.asarray(alike_S or [""] * count)
+    for name in dict.fromkeys(names.tolist()):
+        yield np.flatnonzero(names == name)
+
+
+def _centre(values: Vector) -> float:
+    """The median of what is told; nan where nothing is."""
+    told = values[np.isfinite(values)]
+    return float(np.median(told)) if told.size else math.nan
+
+
+def _scatter(values: Vector, centre: float) -> float:
+    """A robust standard deviation: the median distance from the centre, scaled to a normal distribution's."""
+    told = values[np.isfinite(values)]
+    return 1.4826 * float(np.median(np.abs(told - centre))) if told.size else 0.0

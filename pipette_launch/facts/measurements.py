@@ -14,6 +14,7 @@ from pipette_launch.facts.verdict import Verdict
 
 UNSTABLE_SPREAD = 0.10
 """A spread above this makes a value unstable (pyperf's rule)."""
+from pipette_launch.facts.survey import UNSTABLE_SPREAD, LinkSurvey
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +145,8 @@ class Measurements:
     """What the driver told of each slot's device before the warm-up, in slot order; empty = nobody asked."""
     verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
     """What is amiss with hosts, devices and links, the sick ones first."""
+    survey: LinkSurvey | None = field(default=None, metadata=ADDED_LATER)
+    """How the links between hosts became known; None with one host, and where nobody said."""
 
     def compute_cases(self) -> tuple[ComputeCase, ...]:
         """The cases that were measured, sorted."""

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import Cluster, CollectiveTime, ComputeTime, Links, Measurements, Samples, files
+from pipette_launch.facts import Cluster, ComputeTime, Measurements, Samples, files
 from pipette_launch.facts.advice import Dimension
-from pipette_launch.facts.measurements import UNSTABLE_SPREAD
+from pipette_launch.facts.survey import UNSTABLE_SPREAD
 from pipette_launch.probe.group_fits import group_times
-from pipette_launch.probe.harness import Line, fit_line
-from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
-from pipette_launch.units import rate_text
+from pipette_launch.probe.link_fits import found_links
+from pipette_launch.probe.options import ProbeOptions, WorkerResult
 
-MAX_SEND_ENTRIES = 4096
-"""Above this many pairs only the unstable ones get an entry of their own beside the matrices."""
 SAME_SPEED = {"cuda": 0.05, "cpu": 0.2}
 """Slots this close to the median count as equally fast: workers that share cores do not share them evenly."""
 PHASES = ("start", "compute", "memory", "links", "advice", "collectives", "stages")
 MAX_NAMED = 5
 """A note names so many and counts the rest."""
-
-LinkFit = tuple[Line, float]
-LinkFits = Mapping[tuple[int, int], LinkFit]
 
 
 def assemble(
@@ -46,11 +39,12 @@ def assemble(
         taken_at: UTC, ISO 8601.
 
     """
-    fits = {(link.source, link.target): fit_link(link) for result in results for link in result.links}
-    between, notes_between = _matrix(
-        fits, [host * options.devices_per_host for host in range(len(options.hosts))], "between hosts"
+    links = found_links(
+        options,
+        [link for result in results for link in result.links],
+        rounds=sum(results[0].link_rounds),
+        rounds_again=sum(results[0].link_rounds_again),
     )
-    within, notes_within = _within_hosts(fits, options)
     said = tuple(dict.fromkeys(note for result in results for note in result.notes))
     if not any(result.compute for result in results):
         raise ProbeError(f"no slot could measure a layer: {'; '.join(said) or 'no reason was given'}")
@@ -67,9 +61,9 @@ def assemble(
         for time in result.compute
     )
     return Measurements(
-        cluster=Cluster(hosts=options.hosts, between_hosts=between, within_host=within, slot_speed=speeds),
+        cluster=Cluster(hosts=options.hosts, between_hosts=links.between, within_host=links.within, slot_speed=speeds),
         compute=compute,
-        collectives=_sends(fits, options) + group_times(dimensions, results),
+        collectives=links.sends + group_times(dimensions, results),
         memory=tuple(reading for result in results for reading in result.memory),
         optimizer_s_per_parameter=_median(
             [
@@ -87,19 +81,13 @@ def assemble(
         phase_s={phase: max(result.phase_s.get(phase, 0.0) for result in results) for phase in PHASES},
         notes=(
             *said,
-            *notes_between,
-            *notes_within,
-            *_unstable_links(fits, options),
+            *links.notes,
             *_missing_cases(options, compute),
             *notes_speed,
             *_unstable_compute(options, compute),
         ),
+        survey=links.survey,
     )
-
-
-def fit_link(link: LinkSamples) -> LinkFit:
-    """The line through one link's medians, and the spread of its largest message."""
-    return fit_line(link.sizes_bytes, [samples.median_s for samples in link.samples]), link.samples[-1].spread
 
 
 def slot_speeds(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[tuple[float, ...], tuple[str, ...]]:
@@ -147,68 +135,6 @@ def _times(samples: Samples, factor: float) -> Samples:
     )
 
 
-def _within_hosts(fits: LinkFits, options: ProbeOptions) -> tuple[tuple[Links, ...], list[str]]:
-    """Fill the matrix of every host's own devices, and say what had to be assumed."""
-    size = options.devices_per_host
-    filled = [
-        _matrix(fits, range(index * size, (index + 1) * size), f"within {host.name}")
-        for index, host in enumerate(options.hosts)
-    ]
-    return tuple(links for links, _ in filled), [note for _, notes in filled for note in notes]
-
-
-def _matrix(fits: LinkFits, slots: Sequence[int], where: str) -> tuple[Links, list[str]]:
-    """Lay the fits of these slots out as matrices; unmeasured pairs get the medians of their ends."""
-    if len(slots) == 1:
-        return Links(latency_s=((0.0,),), bandwidth_bytes_per_s=((0.0,),)), []
-    known = {
-        (i, j): fits[a, b][0] for i, a in enumerate(slots) for j, b in enumerate(slots) if a != b and (a, b) in fits
-    }
-    if not known:
-        raise ProbeError(f"no link {where} was measured; raise --pipette-budget")
-    pairs = [(i, j) for i in range(len(slots)) for j in range(len(slots)) if i != j]
-    lines = {pair: known.get(pair) or _assumed(known, *pair) for pair in pairs}
-    missing = len(pairs) - len(known)
-    notes = [f"links: {missing} of {len(pairs)} pairs {where} were assumed from the others"] if missing else []
-
-    def matrix(value: Any) -> tuple[tuple[float, ...], ...]:
-        size = range(len(slots))
-        return tuple(tuple(0.0 if i == j else value(lines[i, j]) for j in size) for i in size)
-
-    return Links(
-        latency_s=matrix(lambda line: line.latency_s),
-        bandwidth_bytes_per_s=matrix(lambda line: 1 / line.seconds_per_byte),
-    ), notes
-
-
-def _assumed(known: Mapping[tuple[int, int], Line], source: int, target: int) -> Line:
-    """A link that nobody measured is as slow as the slower of its ends usually is."""
-    of_source = [line for (i, _), line in known.items() if i == source]
-    of_target = [line for (_, j), line in known.items() if j == target]
-    ends = [lines for lines in (of_source, of_target) if lines] or [list(known.values())]
-    return Line(
-        max(statistics.median(line.latency_s for line in lines) for lines in ends),
-        max(statistics.median(line.seconds_per_byte for line in lines) for lines in ends),
-    )
-
-
-def _sends(fits: LinkFits, options: ProbeOptions) -> tuple[CollectiveTime, ...]:
-    """One entry for each measured pair, so that each link's spread is on file."""
-    sizes = options.sizes_bytes()
-    return tuple(
-        CollectiveTime(
-            kind="send",
-            slots=pair,
-            latency_s=line.latency_s,
-            seconds_per_byte=line.seconds_per_byte,
-            spread=spread,
-            sizes_bytes=sizes,
-        )
-        for pair, (line, spread) in sorted(fits.items())
-        if len(fits) <= MAX_SEND_ENTRIES or spread > UNSTABLE_SPREAD
-    )
-
-
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
@@ -220,16 +146,6 @@ def _missing_cases(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tup
         return ()
     first = f"tp{missing[0].tp} cp{missing[0].cp} mbs{missing[0].micro_batch_size}"
     return (f"compute: {len(missing)} of {len(options.cases)} cases were not measured, first of them {first}",)
-
-
-def _unstable_links(fits: LinkFits, options: ProbeOptions) -> tuple[str, ...]:
-    unstable = sorted(((spread, pair) for pair, (_, spread) in fits.items() if spread > UNSTABLE_SPREAD), reverse=True)
-    if not unstable:
-        return ()
-    spread, (source, target) = unstable[0]
-    rate = rate_text(1 / fits[source, target][0].seconds_per_byte)
-    worst = f"{options.slot_name(source)} -> {options.slot_name(target)} ({rate} +- {spread:.0%})"
-    return (f"links: {len(unstable)} of {len(fits)} scatter by more than {UNSTABLE_SPREAD:.0%}, most of all {worst}",)
 
 
 def _unstable_compute(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[str, ...]:

@@ -1,66 +1,46 @@
 """Who talks how fast to whom: latency and bandwidth of every pair of hosts, and of local devices, both ways.
 
-One clean measurement occupies both ends, so pairs are measured in rounds of disjoint pairs (perfect matchings): N-1
-rounds for even N, N for odd, which is the fewest possible. All traffic runs over the one world communicator; a
-communicator for each pair would cost far more than the measurement.
+Pairs are measured in rounds of disjoint pairs (`rounds`), all rails of a pair of hosts at the same time: what a device
+gets when its neighbours talk too is what the tensor-parallel ranks of a pipeline stage get. All traffic runs over the
+one world communicator; a communicator for each pair would cost far more than the measurement.
+
+A round is a row of steps. Before each step every sender says how many messages of which sizes it would like to send
+(`repeats.Tally`), and one small all-reduce takes the largest wish of each pair's rails. So both ends know what follows,
+rails stay in step, everyone begins together, and a round ends when nobody wants more.
 """
+
+# H = hosts, D = devices of one host, S = slots.
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
+from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples
-from pipette_launch.probe.harness import Budget, Conductor
+from pipette_launch.probe.harness import Budget, Clock, Conductor, Line
+from pipette_launch.probe.link_fits import LinkFit, bandwidth_HH, fit_link, of_rails
 from pipette_launch.probe.options import LinkSamples, ProbeOptions
+from pipette_launch.probe.repeats import TINY_BYTES, Tally, in_passes, ladder
+from pipette_launch.probe.rounds import Group, in_turns, local_groups, matching_rounds, rail_groups
+from pipette_launch.probe.sampling import Pair, Round, rounds_of
 
-Pair = tuple[int, int]
 LINKS_SHARE = 0.75
 """Of the budget, most of which compute has had before; what is left belongs to collectives."""
-ACK_BYTES = 8
-TINY_REPEATS = 4
 MAX_DECISIONS = 32
 """Rounds share decisions when there are many: each decision costs a store access of every rank."""
-
-
-def matching_rounds(count: int) -> tuple[tuple[Pair, ...], ...]:
-    """Split all pairs of `count` places into rounds of disjoint pairs, by the circle method.
-
-    One place stands still and the others turn; with an odd count the still one is a ghost, whose partner rests.
-    """
-    if count < 2:
-        return ()
-    places = list(range(count)) + ([] if count % 2 == 0 else [-1])
-    rounds = []
-    for _ in range(len(places) - 1):
-        half = len(places) // 2
-        couples = zip(places[:half], reversed(places[half:]), strict=True)
-        rounds.append(tuple(sorted((min(a, b), max(a, b)) for a, b in couples if -1 not in (a, b))))
-        places = [places[0], places[-1], *places[1:-1]]
-    return tuple(rounds)
-
-
-def slot_rounds(num_hosts: int, devices_per_host: int) -> tuple[tuple[Pair, ...], ...]:
-    """All rounds in slots: pairs of hosts by their first devices, and local pairs of every host at once, in turns.
-
-    In turns, so that a budget that runs out cuts both kinds and leaves neither without a measurement.
-    """
-    within = tuple(
-        tuple(
-            (host * devices_per_host + a, host * devices_per_host + b) for host in range(num_hosts) for a, b in couples
-        )
-        for couples in matching_rounds(devices_per_host)
-    )
-    between = tuple(
-        tuple((a * devices_per_host, b * devices_per_host) for a, b in couples)
-        for couples in matching_rounds(num_hosts)
-    )
-    return tuple(pairs for turn in zip_longest(between, within) for pairs in turn if pairs is not None)
+LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
+MOST_DIRECTION_S = 1.0
+PARTNER_SHARE = 0.8
+"""Of the deadline, for an answer of one's own partner: whoever knows a name must be the first to speak."""
 
 
 def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
@@ -78,29 +58,237 @@ def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
     )
 
 
+def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
+    """Seconds that one direction of a pair may take, if so many rounds are to fit into what is left."""
+    fair_s = left_s / (2 * max(num_rounds, 1))
+    return min(max(fair_s, LEAST_DIRECTION_S[device_kind]), MOST_DIRECTION_S)
+
+
+@dataclass(kw_only=True)
+class LinkMeter:
+    """Measures pairs of hosts, or of local devices; every rank calls the same methods in the same order.
+
+    What was measured is what this rank sent. Nothing here asks the clock whether a round is still to begin: that is for
+    whoever has the rounds.
+    """
+
+    options: ProbeOptions
+    rank: int
+    bound_s: float
+    """Seconds that one direction of a pair may take; see `direction_s`."""
+    conductor: Conductor | None = None
+    """Where this worker gives signs of life."""
+    clock: Clock = time.perf_counter
+    num_rounds: int = field(default=0, init=False)
+    """How many rounds have been measured."""
+
+    def __post_init__(self) -> None:
+        self.sizes = ladder(self.options.sizes_bytes())
+        self._buffer = torch.zeros(self.sizes[-1], dtype=torch.uint8, device=self.options.device_kind)
+        self._ack = torch.zeros(TINY_BYTES, dtype=torch.uint8, device=self.options.device_kind)
+        self._place = ""
+
+    def measure(self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0) -> tuple[LinkSamples, ...]:
+        """Measure pairs of hosts, all rails at once.
+
+        Args:
+            rounds: in each, pairs of hosts of which none appears twice.
+            first: the number of the first round, as errors shall name it.
+            of: how many rounds there are in all, for the same; 0 = these.
+
+        Raises:
+            ProbeError: a partner did not answer by the deadline; the message names its slot and the round.
+
+        """
+        size = self.options.devices_per_host
+        groups = [rail_groups(pairs, size) for pairs in rounds]
+        return self._measure(groups, "between hosts", first=first, of=of)
+
+    def measure_within(
+        self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0
+    ) -> tuple[LinkSamples, ...]:
+        """Measure pairs of local devices, in every host at once; arguments and errors as `measure`."""
+        num_hosts, size = len(self.options.hosts), self.options.devices_per_host
+        groups = [local_groups(pairs, num_hosts, size) for pairs in rounds]
+        return self._measure(groups, "within hosts", first=first, of=of)
+
+    def _measure(
+        self, rounds: Sequence[Sequence[Group]], where: str, *, first: int, of: int
+    ) -> tuple[LinkSamples, ...]:
+        found = []
+        for number, groups in enumerate(rounds, start=first):
+            self._place = f"round {number} of {of or len(rounds)} {where}"
+            if self.conductor is not None:
+                peers = [slot for group in groups for pair in group if self.rank in pair for slot in pair]
+                self.conductor.step(number - 1, of or len(rounds), self._place, peers=set(peers) - {self.rank})
+            found.append(self._round(groups))
+            self.num_rounds += 1
+        return tuple(link for link in found if link is not None)
+
+    def _round(self, groups: Sequence[Group]) -> LinkSamples | None:
+        """Measure both directions of all pairs, low ends first; returns what this rank sent, if it had a partner."""
+        seat = next(((index, pair) for index, group in enumerate(groups) for pair in group if self.rank in pair), None)
+        with self._deadline("the others"):
+            align(self.options.device_kind)
+        if seat is not None:
+            # First contact opens connections, which training pays once and no message pays again.
+            self._swap(self._ack, self._ack.clone(), seat[1], sends_first=self.rank == seat[1][0])
+        found = None
+        for end in (0, 1):
+            tally = self._tally() if seat is not None and self.rank == seat[1][end] else None
+            self._direction(groups, seat, tally)
+            if tally is not None and seat is not None:
+                sizes, samples = tally.samples()
+                peer = seat[1][1 - end]
+                found = LinkSamples(source=self.rank, target=peer, sizes_bytes=sizes, samples=one_way(samples))
+        return found
+
+    def _tally(self) -> Tally:
+        return Tally(sizes=self.sizes, repeats=self.options.repeats, warmups=self.options.warmups, bound_s=self.bound_s)
+
+    def _direction(self, groups: Sequence[Group], seat: tuple[int, Pair] | None, tally: Tally | None) -> None:
+        """Let all senders of one direction send, step by step, until none wants more."""
+        nothing = (0,) * len(self.sizes)
+        while True:
+            wishes = torch.zeros((len(groups), len(self.sizes)), dtype=torch.int32)
+            if seat is not None and tally is not None:
+                wishes[seat[0]] = torch.tensor(tally.wish(), dtype=torch.int32)
+            counts = self._largest(wishes)
+            if not any(map(any, counts)):
+                return
+            if seat is not None:
+                self._step(counts[seat[0]] or nothing, seat[1], tally)
+
+    def _largest(self, wishes: torch.Tensor) -> list[list[int]]:
+        """For each group the largest wish of its rails; begins the step for everyone at once."""
+        shared = wishes.to(self.options.device_kind)
+        with self._deadline("the others"):
+            work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)
+            self._finish(work, self.options.timeout_s)
+        counts: list[list[int]] = shared.tolist()
+        return counts
+
+    def _step(self, counts: Sequence[int], pair: Pair, tally: Tally | None) -> None:
+        """Send or answer so many messages of each size."""
+        for index in in_passes(counts):
+            message = self._buffer[: self.sizes[index]]
+            if tally is None:
+                self._swap(self._ack, message, pair, sends_first=False)
+                continue
+            before_s = self.clock()
+            self._swap(message, self._ack, pair, sends_first=True)
+            tally.add(index, self.clock() - before_s)
+
+    def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, pair: Pair, *, sends_first: bool) -> None:
+        """Send one message and receive one, in this order or the other, and wait until the device has done both."""
+        peer = pair[0] + pair[1] - self.rank
+        send = dist.P2POp(dist.isend, outgoing, peer)
+        receive = dist.P2POp(dist.irecv, incoming, peer)
+        with self._deadline(self.options.slot_name(peer)):
+            # batch_isend_irecv uses the world communicator; NCCL's plain send would open one for each pair.
+            for operation in (send, receive) if sends_first else (receive, send):
+                for work in dist.batch_isend_irecv([operation]):
+                    self._finish(work, PARTNER_SHARE * self.options.timeout_s)
+
+    def _finish(self, work: dist.Work, timeout_s: float) -> None:
+        """Wait until a transfer is done, on the device too."""
+        if self.options.device_kind == "cpu":
+            work.wait(timedelta(seconds=timeout_s))
+            return
+        work.wait()
+        _await_device(timeout_s, self.clock)
+
+    @contextmanager
+    def _deadline(self, whom: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ProbeError(f"links: no answer from {whom} in {self._place} ({said})") from error
+
+
+def suspect_links(bandwidth_HH: NDArray[np.float64]) -> tuple[Pair, ...]:
+    """Nothing is suspected yet."""
+    del bandwidth_HH
+    return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinkResult:
     """What one worker measured as a sender, and what nobody measured."""
 
     links: tuple[LinkSamples, ...]
+    """First measurements before second ones."""
+    rounds: int
+    """Rounds between hosts."""
+    rounds_again: int
+    """Rounds in which suspects were measured a second time."""
     notes: tuple[str, ...]
 
 
 def measure(options: ProbeOptions, *, rank: int, conductor: Conductor, budget: Budget) -> LinkResult:
-    """Time all rounds; every rank calls this, each round begins for all at once."""
-    rounds = slot_rounds(len(options.hosts), options.devices_per_host)
-    chunk = -(-len(rounds) // MAX_DECISIONS)
-    needed = (len(options.hosts) > 1) + (options.devices_per_host > 1)
+    """Time all pairs of hosts and of local devices, and what looks slow once more; every rank calls this."""
+    between, within = matching_rounds(len(options.hosts)), matching_rounds(options.devices_per_host)
+    total = len(between) + len(within)
+    meter = LinkMeter(
+        options=options,
+        rank=rank,
+        conductor=conductor,
+        bound_s=direction_s(budget.left_s(LINKS_SHARE), total, options.device_kind),
+    )
+    chunk = -(-total // MAX_DECISIONS)
+    needed = bool(between) + bool(within)
     found: list[LinkSamples] = []
-    for index, pairs in enumerate(rounds):
-        if index >= needed and index % chunk == 0 and not conductor.agree(lambda: budget.allows(LINKS_SHARE)):
-            note = f"links: {len(rounds) - index} of {len(rounds)} rounds were skipped, the budget was spent"
-            return LinkResult(links=tuple(found), notes=(note,))
-        align(options.device_kind)
-        mine = next((pair for pair in pairs if rank in pair), None)
-        if mine is not None:
-            found.append(_time_pair(options, mine, rank))
-    return LinkResult(links=tuple(found), notes=())
+    rounds = 0
+    for done, (is_between, number, pairs) in enumerate(in_turns(between, within)):
+        if done >= needed and done % chunk == 0 and not conductor.agree(lambda: budget.allows(LINKS_SHARE)):
+            note = f"links: {total - done} of {total} rounds were skipped, the budget was spent"
+            return LinkResult(links=tuple(found), rounds=rounds, rounds_again=0, notes=(note,))
+        if is_between:
+            found += meter.measure([pairs], first=number, of=len(between))
+            rounds += 1
+        else:
+            found += meter.measure_within([pairs], first=number, of=len(within))
+    again = suspect_rounds(options, rank, found)
+    if again and not conductor.agree(lambda: budget.allows(LINKS_SHARE)):
+        note = f"links: {sum(map(len, again))} suspect pairs of hosts were not measured again, the budget was spent"
+        return LinkResult(links=tuple(found), rounds=rounds, rounds_again=0, notes=(note,))
+    found += meter.measure(again)
+    return LinkResult(links=tuple(found), rounds=rounds, rounds_again=len(again), notes=())
+
+
+def suspect_rounds(options: ProbeOptions, rank: int, links: Sequence[LinkSamples]) -> tuple[Round, ...]:
+    """Pairs of hosts that look slower than their peers explain, in rounds; the same answer on every rank."""
+    if len(options.hosts) < 2:
+        return ()
+    return rounds_of(suspect_links(shared_bandwidth_HH(options, rank, links)))
+
+
+def shared_bandwidth_HH(options: ProbeOptions, rank: int, links: Sequence[LinkSamples]) -> NDArray[np.float64]:
+    """Everyone's bytes/s between hosts; nan = not measured. The same numbers on every rank."""
+    num_hosts, size = len(options.hosts), options.devices_per_host
+    mine = np.zeros((2, num_hosts))
+    for link in links:
+        host = link.target // size
+        if host != rank // size:
+            fit = fit_link(link)
+            mine[:, host] = fit.line.seconds_per_byte, fit.spread
+    # Each rank fills its own part of zeros: an all-gather by the one collective that every torch has alike.
+    everyone = torch.zeros((options.num_slots, *mine.shape), dtype=torch.float64)
+    everyone[rank] = torch.from_numpy(mine)
+    shared = everyone.to(options.device_kind)
+    dist.all_reduce(shared)
+    told = shared.cpu().numpy()
+    found = {}
+    for source in range(num_hosts):
+        rails_D2H = told[source * size : (source + 1) * size]
+        for target in range(num_hosts):
+            rails = [
+                LinkFit(Line(0.0, per_byte), spread, ()) for per_byte, spread in rails_D2H[:, :, target] if per_byte
+            ]
+            if rails:
+                found[source, target] = of_rails(rails)
+    return bandwidth_HH(found, num_hosts)
 
 
 def align(device_kind: str) -> None:
@@ -110,64 +298,11 @@ def align(device_kind: str) -> None:
         torch.cuda.synchronize()
 
 
-def _time_pair(options: ProbeOptions, pair: Pair, rank: int) -> LinkSamples:
-    """Measure both directions of a pair; the low end sends first. Returns this end's sending times."""
-    first, second = pair
-    peer = second if rank == first else first
-    device = options.device_kind
-    ack = torch.zeros(ACK_BYTES, dtype=torch.uint8, device=device)
-    # First contact opens connections, which training pays once and no message pays again.
-    _exchange(ack, ack.clone(), peer, sends_first=rank == first)
-    found: LinkSamples | None = None
-    for sender in pair:
-        if rank == sender:
-            found = _send_all(options, peer, ack, rank)
-        else:
-            _answer_all(options, peer, ack)
-    assert found is not None
-    return found
-
-
-def _runs(options: ProbeOptions, size: int) -> int:
-    """How often one size is sent: a tiny message costs little and tells the latency, so it goes more often."""
-    return options.warmups + options.repeats * (TINY_REPEATS if size == ACK_BYTES else 1)
-
-
-def _sizes(options: ProbeOptions) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((ACK_BYTES, *options.sizes_bytes())))
-
-
-def _send_all(options: ProbeOptions, peer: int, ack: torch.Tensor, rank: int) -> LinkSamples:
-    round_trips = []
-    for size in _sizes(options):
-        message = torch.zeros(size, dtype=torch.uint8, device=options.device_kind)
-        times = [_timed_exchange(message, ack, peer) for _ in range(_runs(options, size))]
-        round_trips.append(
-            Samples(values_s=tuple(times[options.warmups :]), warmup_s=tuple(times[: options.warmups])),
-        )
-    return LinkSamples(source=rank, target=peer, sizes_bytes=_sizes(options), samples=one_way(round_trips))
-
-
-def _answer_all(options: ProbeOptions, peer: int, ack: torch.Tensor) -> None:
-    for size in _sizes(options):
-        message = torch.zeros(size, dtype=torch.uint8, device=options.device_kind)
-        for _ in range(_runs(options, size)):
-            _exchange(ack, message, peer, sends_first=False)
-
-
-def _timed_exchange(message: torch.Tensor, ack: torch.Tensor, peer: int) -> float:
-    before = time.perf_counter()
-    _exchange(message, ack, peer, sends_first=True)
-    return time.perf_counter() - before
-
-
-def _exchange(outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, *, sends_first: bool) -> None:
-    """Send one message and receive one, in this order or the other, and wait until the device has done both."""
-    send = dist.P2POp(dist.isend, outgoing, peer)
-    receive = dist.P2POp(dist.irecv, incoming, peer)
-    # batch_isend_irecv uses the world communicator; NCCL's plain send would open one for each pair.
-    for operation in (send, receive) if sends_first else (receive, send):
-        for work in dist.batch_isend_irecv([operation]):
-            work.wait()
-    if outgoing.is_cuda:
-        torch.cuda.synchronize()
+def _await_device(timeout_s: float, clock: Clock) -> None:
+    """Wait for all that was launched on this device; raises TimeoutError, where synchronize would wait for ever."""
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    deadline_s = clock() + timeout_s
+    while not done.query():  # type: ignore[no-untyped-call]
+        if clock() > deadline_s:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for the device")

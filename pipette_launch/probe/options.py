@@ -163,6 +163,11 @@ class WorkerResult:
 
     slot: int
     links: tuple[LinkSamples, ...] = ()
+    """What it sent; first measurements before second ones."""
+    link_rounds: tuple[int, ...] = ()
+    """Rounds between hosts, an entry for each time that links were looked for."""
+    link_rounds_again: tuple[int, ...] = ()
+    """Rounds in which suspects were measured a second time, likewise."""
     collectives: tuple[GroupSamples, ...] = ()
     compute: tuple[ComputeTime, ...] = ()
     """On CPU without the time that others took from this worker; `stretch` says how much that was."""

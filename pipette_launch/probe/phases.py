@@ -62,7 +62,12 @@ class Phases:
         """Measure what lies between the slots; the world communicator is open."""
         with self.progress.during("links"):
             linked = links.measure(self.options, rank=self.rank, conductor=self.conductor, budget=self.budget)
-        self._add(links=linked.links, notes=linked.notes)
+        self._add(
+            links=linked.links,
+            link_rounds=(linked.rounds,),
+            link_rounds_again=(linked.rounds_again,),
+            notes=linked.notes,
+        )
         with self.progress.during("advice"):
             advice = self._advice()
         self._dimensions = advice.dimensions or self.options.dimensions()

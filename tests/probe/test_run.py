@@ -42,6 +42,10 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     wanted = {(kind, size) for kind in ("all_reduce", "all_gather", "all_to_all") for size in (2, 4)}
     assert options.hosts == found.cluster.hosts
     assert {("send", 2)} | wanted <= kinds
+    assert found.survey
+    assert (1, 0) == (found.survey.rounds, found.survey.rounds_again)
+    assert all(rate > 0 for entry in found.survey.rails for rate in entry.bytes_per_s)
+    assert [(0, 1), (1, 0)] == [(entry.source, entry.target) for entry in found.survey.rails]
     assert all(rate > 0 for links in found.cluster.within_host for rate in links.bandwidth_bytes_per_s[0][1:])
     assert {(slot, REFERENCE) for slot in range(4)} <= {(time.slot, time.case) for time in found.compute}
     assert {(part, case) for part in PARTS for case in (REFERENCE, TP2)} == {

@@ -1,0 +1,140 @@
+"""How often each message is sent: few times over a quiet link, more over a noisy one, never past its time. Pure.
+
+Shaped links and clouds let a burst pass at line speed before their rate holds (tc's token bucket: 128 kB, say). So
+every size is warmed up by several times a burst, messages follow each other without a pause, and the slope of the fit
+comes from messages that are large against a burst.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pipette_launch.facts import Samples
+
+TINY_BYTES = 8
+"""Tells the latency; as large as an acknowledgement."""
+FIRST_BYTES = 64 << 10
+"""The first size whose time says how long a larger one may take."""
+GROWTH = 16
+"""A size that is more than so many times the largest that was tried waits until that one's time is known."""
+TINY_REPEATS = 4
+"""A tiny message costs little and scatters most, so it goes so many times as often."""
+WARM_BYTES = 256 << 10
+MAX_WARMUPS = 4
+MIN_SIZES = 3
+MIN_VALUES = 3
+MAX_VALUES = 24
+TARGET_SPREAD = 0.05
+"""The spread is known, and small: half of what makes a link unstable."""
+
+
+def ladder(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes to send, ascending: those that are asked for, a tiny one, and a first step where theirs is high."""
+    first = (FIRST_BYTES,) if max(sizes_bytes) > FIRST_BYTES else ()
+    return tuple(sorted({TINY_BYTES, *first, *sizes_bytes}))
+
+
+def in_passes(counts: Sequence[int]) -> Iterator[int]:
+    """The order in which so many messages of each size follow: passes over all sizes, the largest first.
+
+    In passes, so that a disturbance of a second falls on a value or two of every size, and not on all of one.
+    """
+    regular = counts[1:] if any(counts[1:]) else counts
+    passes = max(regular, default=0)
+    for turn in range(passes):
+        for index in reversed(range(len(counts))):
+            for _ in range(counts[index] * (turn + 1) // passes - counts[index] * turn // passes):
+                yield index
+
+
+def quartile_spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles over the median; of at least two values.
+
+    Stricter than the median absolute deviation, which calls (1, 1, 1, 2, 2) steady.
+    """
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / (2 * middle) if middle else 0.0
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What the sender of one direction has seen, and how much more it wants to see."""
+
+    sizes: tuple[int, ...]
+    """From `ladder`."""
+    repeats: int
+    """Values of each size before their spread is looked at."""
+    warmups: int
+    bound_s: float
+    """Seconds that this direction may take; the least is measured whatever it takes."""
+    warm_s: list[list[float]] = field(init=False)
+    values_s: list[list[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.warm_s = [[] for _ in self.sizes]
+        self.values_s = [[] for _ in self.sizes]
+
+    def add(self, index: int, seconds: float) -> None:
+        """Book one message of size `index`: first its warm-ups, then its values."""
+        book = self.warm_s if len(self.warm_s[index]) < self._num_warmups(index) else self.values_s
+        book[index].append(seconds)
+
+    def wish(self) -> tuple[int, ...]:
+        """How many messages of each size should follow; none when enough is known.
+
+        Warm-ups come first, from small to large, and end below the first size that the time does not allow. Then as
+        many values as it allows, up to `repeats`; then twice as many of whatever still scatters, and so on.
+        """
+        return self._next_warmups() or self._next_values() or (0,) * len(self.sizes)
+
+    def samples(self) -> tuple[tuple[int, ...], tuple[Samples, ...]]:
+        """The sizes that have values, and these."""
+        kept = [index for index, values in enumerate(self.values_s) if values]
+        samples = (Samples(values_s=tuple(self.values_s[i]), warmup_s=tuple(self.warm_s[i])) for i in kept)
+        return tuple(self.sizes[index] for index in kept), tuple(samples)
+
+    def _num_warmups(self, index: int) -> int:
+        return max(1, self.warmups, min(MAX_WARMUPS, WARM_BYTES // self.sizes[index]))
+
+    def _next_warmups(self) -> tuple[int, ...] | None:
+        tried = sum(map(bool, self.warm_s))
+        reach = max(FIRST_BYTES, GROWTH * self.sizes[tried - 1] if tried else 0)
+        counts = [0] * len(self.sizes)
+        for index in range(tried, len(self.sizes)):
+            known = self.sizes[index] <= reach or index == tried
+            if not known or (tried and index >= MIN_SIZES and not self._affords(index, tried - 1)):
+                break
+            counts[index] = self._num_warmups(index)
+        return tuple(counts) if any(counts) else None
+
+    def _affords(self, index: int, tried: int) -> bool:
+        """Whether the least of a size fits the time, judged by the largest one that was tried."""
+        seconds = self.warm_s[tried][-1] * self.sizes[index] / self.sizes[tried]
+        return seconds * (self._num_warmups(index) + MIN_VALUES) <= self.bound_s
+
+    def _next_values(self) -> tuple[int, ...] | None:
+        kept = [index for index, warm in enumerate(self.warm_s) if warm]
+        lacking = [index for index in kept if len(self.values_s[index]) < MIN_VALUES]
+        if lacking:
+            return self._more(lacking, max(MIN_VALUES, self._affordable(lacking, self.repeats)))
+        unsure = [index for index in kept if quartile_spread(self.values_s[index]) > TARGET_SPREAD]
+        had = max((self._rounds_of(index) for index in unsure), default=MAX_VALUES)
+        count = self._affordable(unsure, min(had, MAX_VALUES - had))
+        return self._more(unsure, count) if count > 0 else None
+
+    def _rounds_of(self, index: int) -> int:
+        return len(self.values_s[index]) // self._factor(index)
+
+    def _factor(self, index: int) -> int:
+        return TINY_REPEATS if self.sizes[index] == TINY_BYTES else 1
+
+    def _affordable(self, indices: Sequence[int], wanted: int) -> int:
+        """How many passes over these sizes the time still allows, at most `wanted`."""
+        latest = [(self.values_s[index] or self.warm_s[index])[-1] * self._factor(index) for index in indices]
+        left_s = self.bound_s - sum(map(sum, (*self.warm_s, *self.values_s)))
+        return min(wanted, int(left_s / max(sum(latest), 1e-9)))
+
+    def _more(self, indices: Sequence[int], count: int) -> tuple[int, ...]:
+        return tuple(count * self._factor(index) if index in indices else 0 for index in range(len(self.sizes)))

@@ -1,0 +1,125 @@
+"""Tests of how timed messages become links."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from probe.workers import tiny_options
+
+from pipette_launch.facts import Samples
+from pipette_launch.probe.harness import Line
+from pipette_launch.probe.link_fits import LinkFit, found_links, of_rails
+from pipette_launch.probe.options import LinkSamples
+
+SIZES = (8, 4096, 65536)
+
+
+def link(source: int, target: int, rate: float, jitter: float = 0.0) -> LinkSamples:
+    """Samples of a link with 1 ms latency."""
+    samples = tuple(
+        Samples(values_s=tuple((1e-3 + size / rate) * (1 + sign * jitter) for sign in (-1, 0, 1))) for size in SIZES
+    )
+    return LinkSamples(source=source, target=target, sizes_bytes=SIZES, samples=samples)
+
+
+def rail(rate: float, spread: float = 0.0) -> LinkFit:
+    """One rail's figure, without latency."""
+    return LinkFit(Line(0.0, 1 / rate), spread, SIZES)
+
+
+def both_ways(a: int, b: int, rate: float) -> list[LinkSamples]:
+    """A link that is alike in both directions."""
+    return [link(a, b, rate), link(b, a, rate)]
+
+
+def test_rails_count_by_their_median() -> None:
+    """Three rails within noise of each other."""
+    assert pytest.approx(10.0) == of_rails([rail(9.5), rail(10.0), rail(10.6)]).bytes_per_s
+
+
+def test_a_rail_that_is_clearly_slower_stands_for_all() -> None:
+    """Every transfer has a part on it and ends with it."""
+    assert pytest.approx(5.0) == of_rails([rail(5.0), rail(10.0), rail(10.0), rail(10.0)]).bytes_per_s
+
+
+def test_a_slow_rail_that_scatters_is_noise() -> None:
+    """30 % slower at a spread of 20 % says nothing."""
+    assert pytest.approx(10.0) == of_rails([rail(7.0, spread=0.2), rail(10.0), rail(10.0)]).bytes_per_s
+
+
+@given(rates=st.lists(st.floats(1.0, 1e3), min_size=1, max_size=8))
+def test_rails_lie_between_their_slowest_and_their_fastest(rates: list[float]) -> None:
+    """Whatever they are; and their order does not matter."""
+    figure = of_rails([rail(rate) for rate in rates]).bytes_per_s
+
+    assert min(rates) * (1 - 1e-9) <= figure <= max(rates) * (1 + 1e-9)
+    assert figure == of_rails([rail(rate) for rate in sorted(rates)]).bytes_per_s
+
+
+def test_two_hosts_of_two_by_hand(tmp_path: Path) -> None:
+    """Rails of 4 and 2 MB/s one way, 3 and 3 the other; local links of 9 and 8."""
+    options = tiny_options(tmp_path, hosts=2, devices=2)
+    rails = [link(0, 2, 4e6), link(1, 3, 2e6), link(2, 0, 3e6), link(3, 1, 3e6)]
+    found = found_links(options, [*rails, *both_ways(0, 1, 9e6), *both_ways(2, 3, 8e6)], rounds=1, rounds_again=0)
+    assert found.survey
+
+    assert np.allclose([[0, 2e6], [3e6, 0]], found.between.bandwidth_bytes_per_s)
+    assert [9e6, 8e6] == [pytest.approx(local.bandwidth_bytes_per_s[0, 1]) for local in found.within]
+    assert ("-m", "m-") == found.survey.origin_HH
+    assert [(0, 1, (4e6, 2e6)), (1, 0, (3e6, 3e6))] == [
+        (entry.source, entry.target, tuple(map(round, entry.bytes_per_s))) for entry in found.survey.rails
+    ]
+    assert (1, 0) == (found.survey.rounds, found.survey.rounds_again)
+    assert 8 == len(found.sends)
+    assert () == found.notes
+
+
+def test_the_better_of_two_measurements_stands(tmp_path: Path) -> None:
+    """Host 0 to 1 was disturbed the first time, 1 to 0 the second; both stay on record for a verdict."""
+    options = tiny_options(tmp_path, hosts=3, devices=1)
+    healthy = [*both_ways(0, 2, 4e6), *both_ways(1, 2, 4e6)]
+    found = found_links(
+        options,
+        [*healthy, link(0, 1, 1e6), link(1, 0, 4e6), link(0, 1, 4e6), link(1, 0, 2e6)],
+        rounds=3,
+        rounds_again=1,
+    )
+    assert found.survey
+
+    assert np.allclose(np.full((3, 3), 4e6) - np.diag([4e6] * 3), found.between.bandwidth_bytes_per_s)
+    assert ("-am", "a-m", "mm-") == found.survey.origin_HH
+    assert (1e6, 4e6) == pytest.approx((found.first_HH[0, 1], found.again_HH[0, 1]))
+    assert np.isnan(found.again_HH[0, 2])
+
+
+def test_links_that_scatter_are_marked(tmp_path: Path) -> None:
+    """Both ways of a pair, of which one scatters by 30 %."""
+    options = tiny_options(tmp_path, hosts=2, devices=1)
+    found = found_links(options, [link(0, 1, 1e6, jitter=0.3), link(1, 0, 1e6)], rounds=1, rounds_again=0)
+    assert found.survey
+
+    assert ((0, 1),) == found.survey.unstable()
+    assert pytest.approx(0.3) == found.survey.spread_HH[0, 1]
+
+
+def test_one_host_has_no_survey(tmp_path: Path) -> None:
+    """There is nothing between hosts."""
+    found = found_links(tiny_options(tmp_path, hosts=1, devices=1), [], rounds=0, rounds_again=0)
+
+    assert found.survey is None
+    assert 1 == found.between.size
+
+
+@pytest.mark.parametrize("disturbed", range(3))
+def test_one_disturbed_size_leaves_the_rate(tmp_path: Path, disturbed: int) -> None:
+    """Of four sizes any but the largest may take five times as long, all its values: the rate stays within 10 %."""
+    sizes = (8, 64 << 10, 512 << 10, 2 << 20)
+    times = [1e-4 + size / 1e8 for size in sizes]
+    times[disturbed] *= 5
+    samples = tuple(Samples(values_s=(seconds,) * 3) for seconds in times)
+    sent = LinkSamples(source=0, target=1, sizes_bytes=sizes, samples=samples)
+    found = found_links(tiny_options(tmp_path, hosts=2, devices=1), [sent, link(1, 0, 1e8)], rounds=1, rounds_again=0)
+
+    assert pytest.approx(1e8, rel=0.1) == found.between.bandwidth_bytes_per_s[0, 1]

@@ -10,11 +10,8 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.facts.model import ADDED_LATER
-from pipette_launch.facts.verdict import Verdict
-
-UNSTABLE_SPREAD = 0.10
-"""A spread above this makes a value unstable (pyperf's rule)."""
 from pipette_launch.facts.survey import UNSTABLE_SPREAD, LinkSurvey
+from pipette_launch.facts.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,10 +7,22 @@ from pathlib import Path
 
 from facts_for_tests import tiny_cluster, tiny_measurements
 
-from pipette_launch.facts import Choice, Cluster, Layout, Links, Measurements, Plan, Provenance, Setting
+from pipette_launch.facts import (
+    Choice,
+    Cluster,
+    CollectiveTime,
+    ComputeCase,
+    Layout,
+    Links,
+    Measurements,
+    MemoryReading,
+    Plan,
+    Provenance,
+    Setting,
+)
 from pipette_launch.facts.comparison import Comparison, Entry
 from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
-from pipette_launch.report import comparison_screen, plan_screen, planned_screen, prediction_screen
+from pipette_launch.report import comparison_screen, measured_screen, plan_screen, planned_screen, prediction_screen
 from pipette_launch.units import GIB
 
 OLD = (
@@ -266,7 +278,36 @@ def memory_only(width: int) -> str:
     return prediction_screen(made, width=width, colour=False)
 
 
+def measured(width: int) -> str:
+    """Three hosts of two with one slow link and one slow slot, and what was timed on them."""
+    cluster = tiny_cluster(3, 2)
+    rates = tuple(
+        tuple(0.0 if i == j else 1.25e7 if {i, j} == {0, 2} else 1e8 + 1e6 * i for j in range(3)) for i in range(3)
+    )
+    cluster = replace(
+        cluster,
+        between_hosts=Links(latency_s=cluster.between_hosts.latency_s, bandwidth_bytes_per_s=rates),
+        slot_speed=(1.0,) * 5 + (0.84,),
+    )
+    groups = [
+        CollectiveTime(
+            kind="all_reduce", slots=slots, latency_s=2e-3, seconds_per_byte=4e-8, spread=0.02, sizes_bytes=(8, 4096)
+        )
+        for slots in ((0, 2, 4), (0, 1))
+    ]
+    case = ComputeCase(tp=1, cp=1, micro_batch_size=1)
+    found = replace(
+        tiny_measurements(cluster),
+        collectives=tuple(groups),
+        memory=(MemoryReading(case=case, slot=0, allocator_peak_bytes=5 << 20, device_peak_bytes=9 << 20),),
+        phase_s={"start": 4.1, "compute": 6.0, "links": 3.2},
+        notes=("links: 1 of 6 scatter by more than 10%, most of all node0:0 -> node2:0 (12.5 MB/s +- 30%)",),
+    )
+    return measured_screen(found, title="pipette report", saved_to=Path("cluster.json"), width=width, colour=False)
+
+
 SCREENS = {
+    "measured": measured,
     "changed": changed,
     "kept": kept,
     "large": large,

@@ -129,6 +129,15 @@ def read(path: Path, kind: type[D]) -> D:
     return loads(kind, text, str(path))
 
 
+def kind_of(path: Path) -> str:
+    """Say what kind of document a file holds; empty where it holds none, which `read` explains."""
+    try:
+        plain = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return ""
+    return str(plain.get("kind", "")) if isinstance(plain, dict) else ""
+
+
 def digest(*facts: Any) -> str:
     """Sixteen hexadecimal digits that change whenever one of the facts does."""
     text = json.dumps([to_plain(fact) for fact in facts], sort_keys=True, allow_nan=False)

@@ -1,18 +1,17 @@
 """Shows a plan and why it won, as text for a terminal; measures, prices and decides nothing."""
 
-# S = slots, H = hosts.
-
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipette_launch.facts import Links, Measurements, Plan
+from pipette_launch.facts import Measurements, Plan
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.report import parts
-from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
-from pipette_launch.units import bytes_text, rate_text, seconds_text
+from pipette_launch.report.draw import Section, bullet, render, sheet, text
+from pipette_launch.report.measured import link_lines, machines, slow_slots
+from pipette_launch.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -80,38 +79,13 @@ def _measured(plan: Plan, measurements: Measurements | None) -> Iterator[Text]:
         }
         yield text(f"nothing now: the plan was {origin[plan.provenance.source]}, made at {plan.provenance.made_at}")
         return
-    cluster = measurements.cluster
-    names = sorted({device.name for host in cluster.hosts for device in host.devices})
-    hosts, devices = len(cluster.hosts), cluster.devices_per_host
-    took_s = sum(measurements.phase_s.values())
-    yield text(
-        f"{hosts} {plural('host', hosts)} x {devices} {cluster.device_kind} ({', '.join(names)}, "
-        f"{bytes_text(cluster.memory_bytes)} free)"
-        + (f" in {seconds_text(took_s)}" if took_s else "")
-        + ("" if plan.provenance.source == "measured" else f"; kept from {plan.provenance.made_at}, not measured now")
-    )
-    yield from _links("between hosts", [cluster.between_hosts], lambda _, index: cluster.hosts[index].name)
-    yield from _links(
-        "in a host",
-        cluster.within_host,
-        lambda host, device: cluster.slot_name(host * devices + device),
-    )
+    yield machines(measurements, remark="" if plan.provenance.source == "measured" else _kept(plan))
+    yield from link_lines(measurements.cluster)
     yield from _compute(plan, measurements)
 
 
-def _links(where: str, matrices: Sequence[Links], name: Callable[[int, int], str]) -> Iterator[Text]:
-    """The slowest and the fastest link, each named."""
-    found = [
-        (float(links.bandwidth_bytes_per_s[pair]), f"{name(index, pair[0])} → {name(index, pair[1])}")
-        for index, links in enumerate(matrices)
-        for pair in links.extremes
-    ]
-    if found:
-        slowest, fastest = min(found), max(found)
-        if slowest[0] == fastest[0]:
-            yield text(f"{where}: {rate_text(slowest[0])} on every link")
-            return
-        yield text(f"{where}: {rate_text(slowest[0])} ({slowest[1]}) to {rate_text(fastest[0])} ({fastest[1]})")
+def _kept(plan: Plan) -> str:
+    return f"; kept from {plan.provenance.made_at}, not measured now"
 
 
 def _compute(plan: Plan, measurements: Measurements) -> Iterator[Text]:
@@ -126,8 +100,4 @@ def _compute(plan: Plan, measurements: Measurements) -> Iterator[Text]:
                 f"(tp{time.case.tp} mbs{time.case.micro_batch_size})"
             )
             break
-    speeds = measurements.cluster.slot_speed
-    slowest = min(speeds)
-    if slowest < 1:
-        slot = speeds.index(slowest)
-        yield text(f"slowest slot: {measurements.cluster.slot_name(slot)} at {slowest:.2f} x the median")
+    yield from slow_slots(measurements.cluster)

@@ -1,4 +1,4 @@
-"""`pipette report` shows a plan file as `pipette plan` showed it."""
+"""`pipette report` shows a plan file as `pipette plan` showed it, and what a warm-up measured."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ from pipette_launch.tools.command import Command
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of `pipette report`."""
-    parser.add_argument("plan", metavar="PLAN", type=Path, help="plan.json of `pipette plan --out` or of a warm-up")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="plan.json of `pipette plan --out` or of a warm-up, or its cluster.json"
+    )
 
 
 def run(args: Namespace) -> int:
     """Print the screen; returns 0."""
-    from pipette_launch.facts import Plan, files
-    from pipette_launch.report import planned_screen
+    from pipette_launch.facts import Measurements, Plan, files
+    from pipette_launch.report import measured_screen, planned_screen
 
-    plan = files.read(args.plan, Plan)
-    sys.stdout.write(planned_screen(plan, title="pipette report", saved_to=args.plan))
+    if files.kind_of(args.file) == Measurements.KIND:
+        found = files.read(args.file, Measurements)
+        sys.stdout.write(measured_screen(found, title="pipette report", saved_to=args.file))
+    else:
+        plan = files.read(args.file, Plan)
+        sys.stdout.write(planned_screen(plan, title="pipette report", saved_to=args.file))
     return 0
 
 
-COMMAND = Command(summary="Show a plan file.", add_arguments=add_arguments, run=run)
+COMMAND = Command(summary="Show a plan file, or what a warm-up measured.", add_arguments=add_arguments, run=run)
 """For `main.COMMANDS`."""

@@ -167,3 +167,12 @@ def test_a_digest_follows_the_facts() -> None:
     """Equal facts have equal digests, and any change shows."""
     assert files.digest(plan(), 1) == files.digest(plan(), 1)
     assert files.digest(plan(), 1) != files.digest(plan((0, 1)), 1)
+
+
+def test_the_kind_of_a_file_is_told_before_it_is_read(tmp_path: Path) -> None:
+    """What is no document has no kind, and reading it then says why."""
+    document, other = tmp_path / "a.json", tmp_path / "b.json"
+    document.write_text('{"kind": "plan", "schema_version": 1}')
+    other.write_text("[1]")
+
+    assert ["plan", "", ""] == [files.kind_of(path) for path in (document, other, tmp_path / "none")]

@@ -92,6 +92,17 @@ def test_the_file_holds_what_the_screen_showed(saved: tuple[Path, str], capsys: 
     assert "imagined" == plan.provenance.source
 
 
+def test_what_a_warm_up_measured_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`pipette report` takes a cluster.json as well."""
+    path = tmp_path / "cluster.json"
+    files.write(path, tiny_measurements(tiny_cluster(3, 2)))
+    code, out, _ = answer(f"report {path}", capsys)
+
+    assert 0 == code
+    assert "between hosts: 100 MB/s on every link" in out
+    assert "tp2 cp1 mbs4" in out
+
+
 def test_the_flags_mean_the_plan(saved: tuple[Path, str]) -> None:
     """Megatron's reader sees the chosen layout in the rewritten words, and in the pasted ones."""
     plan = files.read(saved[0], Plan)

@@ -1,0 +1,184 @@
+"""Shows what a warm-up measured: machines, links, groups, compute, memory, and what it took."""
+
+# H = hosts.
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from pipette_launch.facts import Cluster, ComputeTime, Links, Measurements
+from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
+from pipette_launch.units import bytes_text, rate_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+MOST_COLUMNS = 8
+"""So many hosts fit into a matrix on a screen."""
+MOST_ROWS = 12
+LAYERS = ("layer", "moe_layer")
+
+
+def measured_screen(
+    measurements: Measurements,
+    *,
+    title: str,
+    saved_to: Path | None,
+    width: int | None = None,
+    colour: bool | None = None,
+    stream: TextIO | None = None,
+) -> str:
+    """Show what was measured.
+
+    Args:
+        measurements: of one allocation.
+        title: the command that shows it.
+        saved_to: where the file lies, if anywhere.
+        width: columns; None for the terminal's, 80 without one.
+        colour: None for yes on a terminal only.
+        stream: where it will be shown; None for stdout.
+
+    """
+    cluster = measurements.cluster
+    sections: tuple[Section, ...] = (
+        ("Machines", _machines(measurements)),
+        ("Links", [*link_lines(cluster), *_matrix(cluster)]),
+        ("Groups", _groups(measurements)),
+        ("Compute", _compute(measurements)),
+        ("Memory", _memory(measurements)),
+        ("Took", _took(measurements)),
+        ("Notes", map(bullet, measurements.notes)),
+        ("File", [] if saved_to is None else [text(str(saved_to), overflow="fold")]),
+    )
+    return render(title, sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)
+
+
+def machines(measurements: Measurements, *, remark: str = "") -> Text:
+    """What the hosts are, and how long measuring them took."""
+    cluster = measurements.cluster
+    names = sorted({device.name for host in cluster.hosts for device in host.devices})
+    hosts, devices = len(cluster.hosts), cluster.devices_per_host
+    took_s = sum(measurements.phase_s.values())
+    return text(
+        f"{hosts} {plural('host', hosts)} x {devices} {cluster.device_kind} ({', '.join(names)}, "
+        f"{bytes_text(cluster.memory_bytes)} free)" + (f" in {seconds_text(took_s)}" if took_s else "") + remark
+    )
+
+
+def link_lines(cluster: Cluster) -> Iterator[Text]:
+    """The slowest and the fastest link between hosts and within them, each named."""
+    size = cluster.devices_per_host
+    yield from _links("between hosts", [cluster.between_hosts], lambda _, index: cluster.hosts[index].name)
+    yield from _links("in a host", cluster.within_host, lambda host, device: cluster.slot_name(host * size + device))
+
+
+def _links(where: str, matrices: Sequence[Links], name: Callable[[int, int], str]) -> Iterator[Text]:
+    found = [
+        (float(links.bandwidth_bytes_per_s[pair]), f"{name(index, pair[0])} → {name(index, pair[1])}")
+        for index, links in enumerate(matrices)
+        for pair in links.extremes
+    ]
+    if found:
+        slowest, fastest = min(found), max(found)
+        if slowest[0] == fastest[0]:
+            yield text(f"{where}: {rate_text(slowest[0])} on every link")
+            return
+        yield text(f"{where}: {rate_text(slowest[0])} ({slowest[1]}) to {rate_text(fastest[0])} ({fastest[1]})")
+
+
+def _machines(measurements: Measurements) -> Iterator[Text]:
+    yield machines(measurements, remark=f", at {measurements.taken_at}")
+    yield text(", ".join(f"{name} {version}" for name, version in sorted(measurements.versions.items())), "dim")
+
+
+def _matrix(cluster: Cluster) -> Iterator[RenderableType]:
+    """Bandwidth from the host of the row to the host of the column, for few hosts."""
+    from rich.table import Table
+
+    names = [host.name for host in cluster.hosts]
+    if not 2 < len(names) <= MOST_COLUMNS:
+        return
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(len(names) + 1):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row(text("from \\ to", "dim"), *(text(name, "dim") for name in names))
+    for row, name in enumerate(names):
+        rates = cluster.between_hosts.bandwidth_bytes_per_s[row]
+        cells = [text("" if row == column else rate_text(float(rate))) for column, rate in enumerate(rates)]
+        table.add_row(text(name, "dim"), *cells)
+    yield table
+
+
+def _groups(measurements: Measurements) -> Iterator[RenderableType]:
+    """Each collective, with the rate of a large one: bytes of the full tensor over seconds."""
+    from rich.table import Table
+
+    timed = [entry for entry in measurements.collectives if entry.kind != "send"]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for entry in timed[:MOST_ROWS]:
+        hosts = {measurements.cluster.host_of(slot) for slot in entry.slots}
+        rate = f"{rate_text(1 / entry.seconds_per_byte)}" if entry.seconds_per_byte else "no time per byte"
+        table.add_row(
+            text(entry.kind.replace("_", "-")),
+            text(f"{len(entry.slots)} slots on {len(hosts)} {plural('host', len(hosts))}"),
+            text(f"{rate}, {seconds_text(entry.latency_s)} latency"),
+        )
+    if timed:
+        yield table
+    if len(timed) > MOST_ROWS:
+        yield text(f"… and {len(timed) - MOST_ROWS} more", "dim")
+
+
+def _compute(measurements: Measurements) -> Iterator[RenderableType]:
+    """A layer's passes in each case, the median of the slots that ran it."""
+    from rich.table import Table
+
+    cases: dict[object, list[ComputeTime]] = {}
+    for time in measurements.compute:
+        if time.part in LAYERS:
+            cases.setdefault((time.case, time.part), []).append(time)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for times in list(cases.values())[:MOST_ROWS]:
+        case = times[0].case
+        forward_s = statistics.median(time.forward.median_s for time in times)
+        backward_s = statistics.median(time.input_grad.median_s + time.weight_grad.median_s for time in times)
+        table.add_row(
+            text(f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}"),
+            text(times[0].part.replace("_", " ")),
+            text(f"{seconds_text(forward_s)} forward, {seconds_text(backward_s)} backward"),
+            text(f"on {len(times)} {plural('slot', len(times))}", "dim"),
+        )
+    yield table
+    if len(cases) > MOST_ROWS:
+        yield text(f"… and {len(cases) - MOST_ROWS} more", "dim")
+    yield from slow_slots(measurements.cluster)
+
+
+def slow_slots(cluster: Cluster) -> Iterator[Text]:
+    """The slowest slot, where not all are equally fast."""
+    slowest = min(cluster.slot_speed)
+    if slowest < 1:
+        slot = cluster.slot_speed.index(slowest)
+        yield text(f"slowest slot: {cluster.slot_name(slot)} at {slowest:.2f} x the median")
+
+
+def _memory(measurements: Measurements) -> Iterator[Text]:
+    for reading in measurements.memory[:1]:
+        case = reading.case
+        yield text(
+            f"one layer: {bytes_text(reading.allocator_peak_bytes)} at its peak "
+            f"(tp{case.tp} cp{case.cp} mbs{case.micro_batch_size})"
+        )
+    if measurements.overhead_bytes:
+        yield text(f"beside the model: {bytes_text(measurements.overhead_bytes)} of context and communicators")
+
+
+def _took(measurements: Measurements) -> Iterator[Text]:
+    parts = [f"{phase} {seconds_text(seconds)}" for phase, seconds in measurements.phase_s.items() if seconds]
+    if parts:
+        yield text(" · ".join(parts))

@@ -89,7 +89,12 @@ def outgoing(topology: Topology, host: str) -> Iterator[tuple[str, Path]]:
 
 def names(topology: Topology) -> str:
     """What /etc/hosts says in every host."""
-    known = [f"{address(index)} {host.name}" for index, host in enumerate(topology.hosts)]
+    # torch listens on IPv6 sockets, to which IPv4 peers look mapped; without a name it warns of each.
+    known = [
+        f"{before}{address(index)} {host.name}"
+        for index, host in enumerate(topology.hosts)
+        for before in ("", "::ffff:")
+    ]
     return "\n".join(["127.0.0.1 localhost", *known]) + "\n"
 
 

@@ -1,0 +1,143 @@
+"""The parts of the warm-up's benchmark: each runs real warm-ups and tells what came out, line by line of Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from benchmarks.netlab import Lab, Topology, topology
+from benchmarks.warmup.score import APART, TOLERANCE, Compared, Fault, compared, judged, outside, ranked
+from benchmarks.warmup.trial import HEALTHY_KINDS, Trial, healthy, steps, warm_up
+from pipette_launch.facts import Measurements
+
+LEAST_MBIT, MOST_MBIT = 100.0, 1000.0
+USUAL_MBIT = 400.0
+
+
+def accuracy(*, runs: int) -> Iterator[str]:
+    """Unequal links: how far every measured bandwidth is off, and whether links rank as they should."""
+    rates = steps(LEAST_MBIT, MOST_MBIT, APART)
+    yield f"Rates from {rates[0]:g} to {rates[-1]:g} Mbit/s, each {APART - 1:.0%} above the last, dealt to the links by a seed."
+    yield "Equal rates are ties: their order does not count. Plain sockets met every rate within 10 % before each run."
+    yield ""
+    yield "| hosts | links | seed | ways | off by 10 % | median error | worst | unequal pairs | wrong order | wall s |"
+    yield "|--:|---|--:|--:|--:|--:|---|--:|--:|--:|"
+    settings = [(4, True, 1), (8, True, 2), (4, False, 3), (8, False, 4)][:runs]
+    for num_hosts, symmetric, seed in settings:
+        made = topology.uneven(num_hosts, rates, seed=seed, symmetric=symmetric)
+        with Lab(made) as lab:
+            lab.check()
+            trial = warm_up(lab, "trial")
+        rows = compared(made, trial.need())
+        pairs, wrong = ranked(rows)
+        worst = max(rows, key=lambda row: abs(row.error))
+        kind = "the same both ways" if symmetric else "each way its own"
+        yield (
+            f"| {num_hosts} | {kind} | {seed} | {len(rows)} | {len(outside(rows))} | {_middle(rows):.1%} "
+            f"| {worst.words()} | {pairs} | {len(wrong)} | {trial.wall_s:.0f} |"
+        )
+
+
+def _middle(rows: Sequence[Compared]) -> float:
+    return statistics.median(abs(row.error) for row in rows)
+
+
+FAULTS: tuple[tuple[str, tuple[Fault, ...]], ...] = (
+    ("uniform", (Fault(host="n1", peer="n3", level=100),)),
+    ("uniform", (Fault(host="n2", peer="n0", level=200, one_way=True),)),
+    ("two islands", (Fault(host="n0", peer="n1", level=160),)),
+    ("uniform", (Fault(host="n2", level=0.3),)),
+    ("uniform", (Fault(host="n0", level=0.5),)),
+    ("nearly uniform", (Fault(host="n1", peer="n2", level=100), Fault(host="n3", level=0.4))),
+)
+"""The usual rate is 400 Mbit/s; on two islands 800 within and 200 between."""
+
+
+def faults(*, runs: int) -> Iterator[str]:
+    """Throttled links and slowed devices: whether each is found and named, and nothing else is."""
+    yield "Four hosts, one slot each. Found = a verdict names that host's device, or that link in a direction that is slow."
+    yield ""
+    yield "| network | made wrong | found | false | what was said |"
+    yield "|---|---|---|---|---|"
+    for kind, wrong in FAULTS[:runs]:
+        made = healthy(kind, 4, rate_mbit=USUAL_MBIT)
+        with Lab(made) as lab:
+            lab.check()
+            for fault in wrong:
+                _inflict(lab, fault)
+            measured = warm_up(lab, "trial").need()
+        missed, false = judged(measured.verdicts, wrong)
+        said = "<br>".join(verdict.words() for verdict in measured.verdicts) or "nothing"
+        yield (
+            f"| {kind} | {'; '.join(fault.words() for fault in wrong)} | {len(wrong) - len(missed)} of {len(wrong)} "
+            f"| {len(false)} | {said} |"
+        )
+
+
+def _inflict(lab: Lab, fault: Fault) -> None:
+    if fault.peer:
+        lab.throttle((fault.host, fault.peer), fault.level, one_way=fault.one_way)
+    else:
+        lab.slow(fault.host, fault.level)
+
+
+def alarms(*, runs: int) -> Iterator[str]:
+    """Nothing is wrong: how many sick verdicts there are all the same."""
+    yield f"{runs} warm-ups, four hosts of one slot; verdicts that call something sick are false alarms."
+    yield ""
+    yield "| run | network | sick | other verdicts | off by 10 % | wall s | what was said |"
+    yield "|--:|---|--:|--:|--:|--:|---|"
+    total = 0
+    for run in range(runs):
+        kind = HEALTHY_KINDS[run % len(HEALTHY_KINDS)]
+        made = healthy(kind, 4, rate_mbit=USUAL_MBIT, seed=run)
+        with Lab(made) as lab:
+            trial = warm_up(lab, "trial")
+        verdicts = trial.need().verdicts
+        sick = [verdict for verdict in verdicts if verdict.is_sick]
+        total += len(sick)
+        beyond = len(outside(compared(made, trial.need())))
+        said = "<br>".join(verdict.words() for verdict in verdicts) or "nothing"
+        counts = f"{len(sick)} | {len(verdicts) - len(sick)} | {beyond} | {trial.wall_s:.0f}"
+        yield f"| {run + 1} | {kind} | {counts} | {said} |"
+    yield ""
+    yield f"False alarms: {total} in {runs} healthy runs."
+
+
+def duration(*, runs: int) -> Iterator[str]:
+    """Eight hosts, one process each: how long a warm-up takes, by part."""
+    made = healthy("uniform", 8, rate_mbit=USUAL_MBIT)
+    with Lab(made) as lab:
+        lab.check()
+        trials = [warm_up(lab, f"trial{run}") for run in range(runs)]
+    yield f"Eight hosts, one slot each, all links {USUAL_MBIT:g} Mbit/s; seconds, of each phase the slowest worker's."
+    yield ""
+    phases = list(trials[0].need().phase_s)
+    yield f"| run | {' | '.join(phases)} | warm-up | whole command |"
+    yield f"|--:|{'--:|' * (len(phases) + 2)}"
+    for run, trial in enumerate(trials):
+        phase_s = trial.need().phase_s
+        parts = " | ".join(f"{phase_s[phase]:.1f}" for phase in phases)
+        yield f"| {run + 1} | {parts} | {_warmup_s(trial):.1f} | {trial.wall_s:.1f} |"
+    yield ""
+    middle_s = statistics.median(_warmup_s(trial) for trial in trials)
+    yield f"Warm-up, median of {runs}: {middle_s:.1f} s (aim: under 60 s). The whole command adds the launchers' imports,"
+    yield "rendezvous, search and screen."
+
+
+def _warmup_s(trial: Trial) -> float:
+    return sum(trial.need().phase_s.values())
+
+
+def rounds(*, runs: int) -> Iterator[str]:
+    """Two to nine hosts: how many rounds the links took."""
+    yield "| hosts | rounds | N-1 | rounds again | links s | off by 10 % |"
+    yield "|--:|--:|--:|--:|--:|--:|"
+    for num_hosts in range(2, 2 + min(runs, 8)):
+        made: Topology = healthy("uniform", num_hosts, rate_mbit=USUAL_MBIT)
+        with Lab(made) as lab:
+            measured: Measurements = warm_up(lab, "trial").need()
+        survey = measured.survey
+        used, again = (survey.rounds, survey.rounds_again) if survey else ("?", "?")
+        beyond = len(outside(compared(made, measured), TOLERANCE))
+        yield f"| {num_hosts} | {used} | {num_hosts - 1} | {again} | {measured.phase_s['links']:.1f} | {beyond} |"

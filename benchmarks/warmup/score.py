@@ -1,0 +1,107 @@
+"""What a warm-up got right and wrong about links whose rates are known. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from benchmarks.netlab.topology import Topology
+from pipette_launch.facts import Measurements
+
+if TYPE_CHECKING:
+    from pipette_launch.facts.verdict import Verdict
+
+APART = 1.15
+"""Rates that differ by less are a tie, whose order does not count."""
+TOLERANCE = 0.10
+BITS_PER_MBIT = 1e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """One direction of a link: the rate that was set, and the bandwidth that was measured."""
+
+    sender: str
+    receiver: str
+    set_mbit: float
+    got_mbit: float
+
+    @property
+    def error(self) -> float:
+        """Of the measurement, as a part of the rate set; negative = too slow."""
+        return self.got_mbit / self.set_mbit - 1
+
+    def words(self) -> str:
+        """For people."""
+        return (
+            f"{self.sender} to {self.receiver}: set {self.set_mbit:g}, measured {self.got_mbit:.0f} ({self.error:+.1%})"
+        )
+
+
+def compared(topology: Topology, measurements: Measurements) -> list[Compared]:
+    """Set the measured matrix beside the topology, by the hosts' names."""
+    places = {host.name: index for index, host in enumerate(measurements.cluster.hosts)}
+    bandwidth = measurements.cluster.between_hosts.bandwidth_bytes_per_s
+    return [
+        Compared(
+            sender=a,
+            receiver=b,
+            set_mbit=topology.paths[a, b].rate_mbit,
+            got_mbit=float(bandwidth[places[a]][places[b]]) * 8 / BITS_PER_MBIT,
+        )
+        for a, b in topology.directions()
+    ]
+
+
+def outside(rows: Sequence[Compared], tolerance: float = TOLERANCE) -> list[Compared]:
+    """Links whose error is beyond the tolerance, the worst first."""
+    return sorted((row for row in rows if abs(row.error) > tolerance), key=lambda row: -abs(row.error))
+
+
+def ranked(rows: Sequence[Compared], apart: float = APART) -> tuple[int, list[tuple[Compared, Compared]]]:
+    """How many pairs of links have rates that are apart, and which of these pairs were measured the wrong way round.
+
+    Rounding the rates to whole Mbit/s must not turn two neighbours into a tie, hence the half per cent.
+    """
+    apart_pairs = [
+        (slow, fast)
+        for slow, fast in (sorted(pair, key=lambda row: row.set_mbit) for pair in combinations(rows, 2))
+        if fast.set_mbit >= slow.set_mbit * (apart - 0.005)
+    ]
+    return len(apart_pairs), [(slow, fast) for slow, fast in apart_pairs if slow.got_mbit >= fast.got_mbit]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """Something that is made wrong: a throttled link, or a slowed host where there is no second one."""
+
+    host: str
+    peer: str = ""
+    one_way: bool = False
+    level: float
+    """Mbit/s of the link, or the share of its processor that the host keeps."""
+
+    def words(self) -> str:
+        """For people."""
+        if not self.peer:
+            return f"{self.host} gets {self.level:.0%} of its processor"
+        return f"{self.host} {'to' if self.one_way else 'and'} {self.peer} at {self.level:g} Mbit/s"
+
+
+def names_fault(verdict: Verdict, fault: Fault) -> bool:
+    """Whether a verdict is about this fault: the device of the host, or the link in a direction that is slow."""
+    if not fault.peer:
+        return verdict.kind in ("slow-device", "slow-host") and verdict.host == fault.host
+    ways = [(fault.host, fault.peer)] + ([] if fault.one_way else [(fault.peer, fault.host)])
+    return verdict.kind == "slow-link" and (verdict.host, verdict.other_host) in ways
+
+
+def judged(verdicts: Sequence[Verdict], faults: Sequence[Fault]) -> tuple[list[Fault], list[Verdict]]:
+    """Which faults nobody named, and which sick verdicts are about nothing that was made wrong."""
+    missed = [fault for fault in faults if not any(names_fault(verdict, fault) for verdict in verdicts)]
+    false = [
+        verdict for verdict in verdicts if verdict.is_sick and not any(names_fault(verdict, fault) for fault in faults)
+    ]
+    return missed, false

@@ -13,6 +13,7 @@ from typing import IO, Any, final
 
 from benchmarks.netlab import leftovers, system, wires
 from benchmarks.netlab.brake import Brake
+from benchmarks.netlab.delay import delayed
 from benchmarks.netlab.selfcheck import Reading, measure
 from benchmarks.netlab.system import LabError
 from benchmarks.netlab.topology import Path, Topology
@@ -45,15 +46,13 @@ class Lab:
         reason = system.missing()
         if reason:
             raise LabError(reason)
-        if any(path.latency_ms for path in self.topology.paths.values()):
-            raise LabError("latencies are not made yet: this kernel has no netem; leave latency_ms at 0")
         leftovers.remove()
         with ExitStack() as stack:
             stack.enter_context(_terminable())
             self.folder, self._prefix = stack.enter_context(leftovers.claim())
             self._homes = {host.name: f"{self._prefix}{host.name}" for host in self.topology.hosts}
             stack.callback(leftovers.clear, self.folder, self._prefix)
-            self._build()
+            self._build(stack)
             self._brake = stack.enter_context(Brake(self.topology, self._homes))
             self._stack = stack.pop_all()
         return self
@@ -73,9 +72,10 @@ class Lab:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
-    def _build(self) -> None:
+    def _build(self, stack: ExitStack) -> None:
         (self.folder / "hosts").write_text(wires.names(self.topology))
         system.batch("ip", wires.make(self.topology, self._homes))
+        stack.enter_context(delayed(self.topology, self._homes, system.within))
         for host, home in self._homes.items():
             system.batch("ip", wires.furnish(self.topology, host), namespace=home)
             system.batch("tc", wires.limits(self.topology, host), namespace=home)

@@ -28,21 +28,28 @@ def device(peer: str) -> str:
 
 
 def make(topology: Topology, homes: Mapping[str, str]) -> list[str]:
-    """Commands for `ip` that make all namespaces and wires.
+    """Commands for `ip` that make all namespaces, and all wires without a latency.
 
     Args:
         topology: what to make.
         homes: the namespace of each host.
 
     """
+    slow = set(delayed_pairs(topology))
     lines = [f"netns add {home}" for home in homes.values()]
     # The address sits on a wire of its own: gloo takes 127.0.0.1 when told to use the loopback device.
     lines += [f"link add name {OWN} netns {home} type veth peer name own1 netns {home}" for home in homes.values()]
     lines += [
         f"link add name {device(b)} netns {homes[a]} type veth peer name {device(a)} netns {homes[b]}"
         for a, b in topology.pairs()
+        if (a, b) not in slow
     ]
     return lines
+
+
+def delayed_pairs(topology: Topology) -> list[tuple[str, str]]:
+    """Pairs of hosts whose wire has a latency; these are made of taps (`delay`)."""
+    return [(a, b) for a, b in topology.pairs() if topology.paths[a, b].latency_ms or topology.paths[b, a].latency_ms]
 
 
 def furnish(topology: Topology, host: str) -> list[str]:

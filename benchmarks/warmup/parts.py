@@ -17,7 +17,7 @@ USUAL_MBIT = 400.0
 def accuracy(*, runs: int) -> Iterator[str]:
     """Unequal links: how far every measured bandwidth is off, and whether links rank as they should."""
     rates = steps(LEAST_MBIT, MOST_MBIT, APART)
-    yield f"Rates from {rates[0]:g} to {rates[-1]:g} Mbit/s, each {APART - 1:.0%} above the last, dealt to the links by a seed."
+    yield f"Rates from {rates[0]:g} to {rates[-1]:g} Mbit/s, each {APART - 1:.0%} above the last, dealt out by a seed."
     yield "Equal rates are ties: their order does not count. Plain sockets met every rate within 10 % before each run."
     yield ""
     yield "| hosts | links | seed | ways | off by 10 % | median error | worst | unequal pairs | wrong order | wall s |"
@@ -55,7 +55,7 @@ FAULTS: tuple[tuple[str, tuple[Fault, ...]], ...] = (
 
 def faults(*, runs: int) -> Iterator[str]:
     """Throttled links and slowed devices: whether each is found and named, and nothing else is."""
-    yield "Four hosts, one slot each. Found = a verdict names that host's device, or that link in a direction that is slow."
+    yield "Four hosts, one slot each. Found = a verdict names that host's device, or that link in a slow direction."
     yield ""
     yield "| network | made wrong | found | false | what was said |"
     yield "|---|---|---|---|---|"
@@ -121,8 +121,8 @@ def duration(*, runs: int) -> Iterator[str]:
         yield f"| {run + 1} | {parts} | {_warmup_s(trial):.1f} | {trial.wall_s:.1f} |"
     yield ""
     middle_s = statistics.median(_warmup_s(trial) for trial in trials)
-    yield f"Warm-up, median of {runs}: {middle_s:.1f} s (aim: under 60 s). The whole command adds the launchers' imports,"
-    yield "rendezvous, search and screen."
+    yield f"Warm-up, median of {runs}: {middle_s:.1f} s (aim: under 60 s)."
+    yield "The whole command adds the launchers' imports, rendezvous, search and screen."
 
 
 def _warmup_s(trial: Trial) -> float:

@@ -83,6 +83,28 @@ def test_a_throttled_link_is_slower_one_way_or_both(lab: Lab) -> None:
     assert readings["n2", "n0"] < 110
 
 
+def test_a_wire_may_take_time_each_way_its_own() -> None:
+    """A round trip takes both latencies, whatever the direction; rates hold, and other wires are as fast as ever."""
+    far = {"rate_mbit": 100, "latency": "far"}
+    made = parse(
+        {
+            "hosts": 3,
+            "rate_mbit": 100,
+            "latency_ms": {"near": 0, "far": 5, "back": 1},
+            "link": [{"between": ["n0", "n1"], **far}, {"from": "n1", "to": "n0", "latency": "back"}],
+        }
+    )
+    with Lab(made) as lab:
+        readings = {(one.sender, one.receiver): one for one in lab.readings()}
+        prefix = lab._prefix
+
+    assert 6 <= readings["n0", "n1"].round_trip_ms < 8
+    assert 6 <= readings["n1", "n0"].round_trip_ms < 8
+    assert 2 > readings["n0", "n2"].round_trip_ms
+    assert all(one.fits(0.1) for one in readings.values()), readings
+    assert [] == left_of(prefix)
+
+
 def test_a_cut_link_is_silent_until_it_is_mended(lab: Lab) -> None:
     """Over a cut wire nobody can be reached, over the others everybody can."""
 

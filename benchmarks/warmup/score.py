@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from benchmarks.netlab.topology import Topology
 from pipette_launch.facts import Measurements
-
-if TYPE_CHECKING:
-    from pipette_launch.facts.verdict import Verdict
+from pipette_launch.facts.verdict import Verdict
 
 APART = 1.15
 """Rates that differ by less are a tie, whose order does not count."""

@@ -137,7 +137,7 @@ def rounds(*, runs: int) -> Iterator[str]:
         made: Topology = healthy("uniform", num_hosts, rate_mbit=USUAL_MBIT)
         with Lab(made) as lab:
             measured: Measurements = warm_up(lab, "trial").need()
-        survey = getattr(measured, "survey", None)
+        survey = measured.survey
         used, again = (survey.rounds, survey.rounds_again) if survey else ("?", "?")
         beyond = len(outside(compared(made, measured), TOLERANCE))
         yield f"| {num_hosts} | {used} | {num_hosts - 1} | {again} | {measured.phase_s['links']:.1f} | {beyond} |"

@@ -43,7 +43,14 @@ def key_of(
     What changes from minute to minute (free memory) is left out. So are the budget, for the plan of a short warm-up is
     a plan, and the order of the hosts, for a plan names them.
     """
-    steady = [
+    # Notes are prose, and the number of iterations changes no step.
+    work = replace(job, notes=(), train_iters=None, log_interval=1)
+    return files.digest(steady(hosts), work, versions, list(settings), steering(environ))
+
+
+def steady(hosts: Sequence[Host]) -> list[object]:
+    """What tells one set of hosts from another, and does not change from minute to minute as free memory does."""
+    return [
         (
             host.name,
             host.cores,
@@ -51,14 +58,15 @@ def key_of(
         )
         for host in sorted(hosts, key=lambda host: host.name)
     ]
-    # Notes are prose, and the number of iterations changes no step.
-    work = replace(job, notes=(), train_iters=None, log_interval=1)
-    steering = {
+
+
+def steering(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change how fast something is."""
+    return {
         name: value
         for name, value in environ.items()
         if name.startswith(STEERING) and not any(word in name for word in TELLING)
     }
-    return files.digest(steady, work, versions, list(settings), steering)
 
 
 def default_root() -> Path | None:

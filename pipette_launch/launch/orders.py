@@ -22,7 +22,9 @@ LEAST_REACH = 32
 """The largest message is at least so many times the least: a line needs points that lie apart."""
 
 
-def probe_options(job: Job, hosts: tuple[Host, ...], *, options: Options, folder: Path) -> ProbeOptions:
+def probe_options(
+    job: Job, hosts: tuple[Host, ...], *, options: Options, folder: Path, known: Path | None = None
+) -> ProbeOptions:
     """Write the orders of a warm-up.
 
     Args:
@@ -30,6 +32,7 @@ def probe_options(job: Job, hosts: tuple[Host, ...], *, options: Options, folder
         hosts: as they take part, with equally many devices each.
         options: budget, and where the script lies.
         folder: a private one, where the first worker leaves what was measured.
+        known: what was measured on these hosts before, if anything was.
 
     """
     # The search is imported where it is used: a start from the cache does without it.
@@ -46,6 +49,7 @@ def probe_options(job: Job, hosts: tuple[Host, ...], *, options: Options, folder
         output=str(folder / CLUSTER),
         progress_dir=str(folder / "progress"),
         message_sizes_bytes=message_sizes_bytes(job, cases, kind),
+        known=str(known) if known and known.exists() else "",
         budget_s=options.budget_s,
         # A megatron-core beside the script is the one that will train, so it is the one to measure.
         python_path=() if options.is_module else (str(Path(options.script).resolve().parent),),

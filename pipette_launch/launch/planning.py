@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pipette_launch.agent.conductor import Helper, Invite
 from pipette_launch.cost.filled import filled
+from pipette_launch.cost.recalled import recalled
 from pipette_launch.facts import Job, Measurements, Plan, Provenance, files
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.launch.crew import SharedCrew
@@ -44,6 +45,7 @@ def make_plan(
     key: str,
     folder: Path,
     invite: Invite,
+    earlier: Measurements | None = None,
 ) -> Planned:
     """Search for a plan.
 
@@ -55,12 +57,13 @@ def make_plan(
         key: of the cache; stored in the plan.
         folder: a private one, for the order that processes of this node read.
         invite: asks the other nodes for help.
+        earlier: what was measured on these machines before, for cases that were not measured now.
 
     Raises:
         PlanError: no layout is legal, fits or can be priced.
 
     """
-    measurements = filled(job, measurements)
+    measurements = filled(job, recalled(measurements, earlier))
     budget_s = min(options.budget_s, SOLVE_S)
     deadline_s = time.monotonic() + budget_s
     order = SearchOrder(

@@ -67,6 +67,9 @@ class ProbeOptions:
     """Where rank 0 writes its Measurements."""
     progress_dir: str
     """Each worker keeps the name of its phase in the file `<progress_dir>/<local rank>`."""
+    known: str = ""
+    """The file of an earlier warm-up of these hosts, where rank 0 can read it: its links are believed until those that
+    plans use are measured again; empty = there is none."""
     adviser: tuple[str, ...] = ()
     """The words of a command that reads what was measured so far and writes an Advice; empty = nobody is asked."""
     message_sizes_bytes: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -82,10 +82,15 @@ def flags(job: Job) -> dict[str, str]:
     return dict(flag.partition(" ")[::2] for flag in job.performance_flags)
 
 
+def left_out(job: Job) -> str:
+    """The user's flags that change the bytes and are not taken up, as `--nccl-ub, --fp8 hybrid`."""
+    return ", ".join(flag for flag in job.performance_flags if flag.startswith(NOT_MODELLED))
+
+
 def notes(job: Job) -> tuple[str, ...]:
     """In what the executed job differs from the user's, one sentence each."""
-    left_out = [flag for flag in job.performance_flags if flag.startswith(NOT_MODELLED)]
-    found = (f"executed abstractly without {', '.join(left_out)}",) if left_out else ()
+    without = left_out(job)
+    found = (f"executed abstractly without {without}",) if without else ()
     return (*found, *abstract_moe.notes(job))
 
 
@@ -96,8 +101,10 @@ def config_class(job: Job) -> Any:
     return MLATransformerConfig if job.model.latent_attention else TransformerConfig
 
 
-def transformer_config(job: Job, layout: Layout, *, chunks: tuple[int, ...]) -> Any:
-    """Make the configuration of a model with so many layers in each chunk, in model order."""
+def transformer_config(
+    job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: Mapping[str, Any] | None = None
+) -> Any:
+    """Make the configuration of a model with so many layers in each chunk, in model order, and change fields of it."""
     made = config_class(job)
     fields = {
         **_shape(job, sum(chunks)),
@@ -108,6 +115,7 @@ def transformer_config(job: Job, layout: Layout, *, chunks: tuple[int, ...]) -> 
         **_taken(job, CONFIG_FLAGS),
         **_taken(job, abstract_moe.FLAGS),
         **abstract_moe.fields(job),
+        **(changes or {}),
     }
     if job.model.num_experts:
         # A part of the model is run only where all its layers are alike.

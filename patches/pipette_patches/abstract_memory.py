@@ -1,7 +1,8 @@
-"""Count the bytes of abstract tensors as a caching allocator would: each storage once, from its birth to its death.
+"""Count the bytes of tensors as a caching allocator would: each storage once, from its birth to its death.
 
 Abstract tensors live on torch's `meta` device: they have a shape, a storage with a size, and an autograd graph, and no
-data. So what autograd keeps, what a buffer shares and when a tensor dies is torch's own doing, and is seen here.
+data. So what autograd keeps, what a buffer shares and when a tensor dies is torch's own doing, and is seen here. Real
+tensors of a CPU are counted in the same way.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ class Stretch:
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows every storage that operations make while it is entered; `label` says to what the next ones belong."""
+    """Follows every storage that operations make on one kind of device while it is entered.
 
-    def __init__(self) -> None:
+    `label` says to what the next ones belong.
+    """
+
+    def __init__(self, device_kind: str = "meta") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device_kind = device_kind
         self.label = "activations"
         self.phase = "setup"
         self.stretches: list[Stretch] = []
@@ -145,7 +150,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak, self.at_peak = self.total, self.by_label.copy()
 
     def _note(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "meta":
+        if tensor.device.type != self._device_kind:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -181,9 +186,9 @@ _meters: list[StorageMeter] = []
 
 
 @contextlib.contextmanager
-def metered() -> Iterator[StorageMeter]:
+def metered(device_kind: str = "meta") -> Iterator[StorageMeter]:
     """Count everything made within the block; `current` finds the meter."""
-    meter = StorageMeter()
+    meter = StorageMeter(device_kind)
     _meters.append(meter)
     try:
         with meter:

@@ -195,7 +195,8 @@ def _own_object(_original: object) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def _no_coalescing(*_args: Any, **_kwargs: Any) -> Iterator[Work]:
+def no_coalescing(*_args: Any, **_kwargs: Any) -> Iterator[Work]:
+    """Let each message go by itself."""
     yield Work()
 
 
@@ -306,6 +307,6 @@ TORCH = (
     *_distributed("batch_isend_irecv", lambda _original: lambda _ops: []),
     *_distributed("barrier", _nothing),
     *_distributed("all_gather_object", _own_object),
-    *_distributed("_coalescing_manager", instead(_no_coalescing)),
+    *_distributed("_coalescing_manager", instead(no_coalescing)),
 )
 """What stands for torch's own, in a process that does nothing but execute abstractly."""

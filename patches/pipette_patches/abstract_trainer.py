@@ -1,4 +1,6 @@
-"""One rank of a training job with abstract tensors: its model, buffers, optimizer, and the steps that it takes.
+"""One rank of a training job: its model, buffers, optimizer, and the steps that it takes.
+
+With abstract tensors in abstract execution, with real ones in `workload_stage`.
 
 Read in Megatron-LM core_v0.16.1: training/training.py (get_model, train_step, train), gpt_builders.py, pretrain_gpt.py.
 """
@@ -6,7 +8,7 @@ Read in Megatron-LM core_v0.16.1: training/training.py (get_model, train_step, t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +42,23 @@ class Trace:
 class Trainer:
     """One rank's model, buffers and optimizer, set up as Megatron's `setup_model_and_optimizer` does."""
 
-    def __init__(self, job: Job, layout: Layout, pp_rank: int, *, meter: StorageMeter, size: Size) -> None:
+    def __init__(
+        self,
+        job: Job,
+        layout: Layout,
+        pp_rank: int,
+        *,
+        meter: StorageMeter,
+        size: Size,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Set everything up; `changes` are fields of TransformerConfig that are not as the job's flags have them."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
 
         self.job, self.layout, self.pp_rank, self.meter = job, layout, pp_rank, meter
         self.num_microbatches, self.report_bytes = size.num_microbatches, 0
-        self.config = abstract_config.transformer_config(job, layout, chunks=size.chunks)
+        self.config = abstract_config.transformer_config(job, layout, chunks=size.chunks, changes=changes)
         with meter.labelled("weights"):
             chunks = [self._chunk(index) for index in range(layout.vpp)]
         self.chunks = self._wrapped(chunks)
@@ -153,23 +165,26 @@ class Trainer:
     def train(self, *, forward_and_backward: bool = True) -> Trace:
         """Take two steps as `train_step` does; without forward and backward only the optimizer does its part."""
         for phase in ("first", "second"):
-            self._mark(phase)
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            reports = self._forward_and_backward() if forward_and_backward else []
-            if reports:
-                self.report_bytes = self.meter.by_label["head"] // self.num_microbatches
-            self._mark(f"{phase} step")
-            with self.meter.labelled("optimizer_step"):
-                self.optimizer.step()
-            for state in _states(self.optimizer):
-                self.meter.relabel(state, "optimizer")
-            del reports
+            self.step(phase, forward_and_backward=forward_and_backward)
         self._mark("end")
         return Trace(
             stretches=tuple(self.meter.stretches), left=dict(self.meter.by_label), report_bytes=self.report_bytes
         )
+
+    def step(self, phase: str, *, forward_and_backward: bool = True) -> None:
+        """Take one step."""
+        self._mark(phase)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self._forward_and_backward() if forward_and_backward else []
+        if reports:
+            self.report_bytes = self.meter.by_label.get("head", 0) // self.num_microbatches
+        self._mark(f"{phase} step")
+        with self.meter.labelled("optimizer_step"):
+            self.optimizer.step()
+        for state in states_of(self.optimizer):
+            self.meter.relabel(state, "optimizer")
 
     def _mark(self, phase: str) -> None:
         self.meter.mark()
@@ -192,15 +207,15 @@ class Trainer:
 
     def _batch(self) -> dict[str, torch.Tensor]:
         """Make a micro-batch as the data loader gives it, on the device."""
-        size, length = self.layout.micro_batch_size, self.job.model.seq_length
+        size, length, vocab = self.layout.micro_batch_size, self.job.model.seq_length, self.job.model.vocab_size
         batch = {
-            "tokens": torch.empty(size, length, dtype=torch.int64, device="cuda"),
-            "labels": torch.empty(size, length, dtype=torch.int64, device="cuda"),
-            "loss_mask": torch.empty(size, length, dtype=torch.float32, device="cuda"),
-            "position_ids": torch.empty(size, length, dtype=torch.int64, device="cuda"),
+            "tokens": torch.randint(vocab, (size, length), dtype=torch.int64, device="cuda"),
+            "labels": torch.randint(vocab, (size, length), dtype=torch.int64, device="cuda"),
+            "loss_mask": torch.ones(size, length, dtype=torch.float32, device="cuda"),
+            "position_ids": torch.zeros(size, length, dtype=torch.int64, device="cuda"),
         }
         if "--no-create-attention-mask-in-dataloader" not in abstract_config.flags(self.job):
-            batch["attention_mask"] = torch.empty(size, 1, length, length, dtype=torch.bool, device="cuda")
+            batch["attention_mask"] = torch.zeros(size, 1, length, length, dtype=torch.bool, device="cuda")
         if self.layout.cp == 1:
             return batch
         return {name: _part_of_sequence(whole, self.layout.cp) for name, whole in batch.items()}
@@ -241,9 +256,7 @@ def _loss(loss_mask: Any, output: torch.Tensor) -> Any:
 def _part_of_sequence(whole: torch.Tensor, cp: int) -> torch.Tensor:
     """Take this rank's two of 2*cp pieces, as get_batch_on_this_cp_rank: a copy."""
     dimension = 2 if whole.dim() == 4 else 1
-    shape = list(whole.shape)
-    shape[dimension] //= cp
-    return whole.new_empty(shape)
+    return whole.narrow(dimension, 0, whole.shape[dimension] // cp).clone()
 
 
 def _label_parts(chunk: Any) -> None:
@@ -273,12 +286,16 @@ def _mark(_gradient: torch.Tensor) -> None:
         meter.mark()
 
 
-def _states(optimizer: Any) -> list[torch.Tensor]:
+def states_of(optimizer: Any) -> list[torch.Tensor]:
     """Every tensor that an optimizer keeps for its parameters."""
-    inner = getattr(optimizer, "chained_optimizers", None) or [optimizer]
     found: list[torch.Tensor] = []
-    for each in inner:
+    for each in inner_optimizers(optimizer):
         if each.optimizer is not None:
             for state in each.optimizer.state.values():
                 found += [value for value in state.values() if isinstance(value, torch.Tensor)]
     return found
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Megatron's optimizer for dense and that for expert parameters, or the one for all."""
+    return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])

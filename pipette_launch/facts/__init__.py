@@ -1,6 +1,7 @@
 """Frozen facts, and the one file format."""
 
 from pipette_launch.facts.cluster import Cluster, Device, Host, Links
+from pipette_launch.facts.device_memory import DeviceOverhead, StageReading
 from pipette_launch.facts.job import Batch, Job
 from pipette_launch.facts.layout import Cell, Layout, Recompute
 from pipette_launch.facts.measurements import (
@@ -24,6 +25,7 @@ __all__ = [
     "ComputeCase",
     "ComputeTime",
     "Device",
+    "DeviceOverhead",
     "Host",
     "Job",
     "LatentAttention",
@@ -37,4 +39,5 @@ __all__ = [
     "Recompute",
     "Samples",
     "Setting",
+    "StageReading",
 ]

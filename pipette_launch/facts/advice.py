@@ -36,6 +36,8 @@ class StageCase:
 
     layout: Layout
     pp_rank: int
+    predicted_bytes: int = 0
+    """What its tensors are thought to hold at their peak; 0 = not said."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.condition import DeviceCondition
+from pipette_launch.facts.device_memory import DeviceOverhead, StageReading
 from pipette_launch.facts.model import ADDED_LATER
 from pipette_launch.facts.survey import UNSTABLE_SPREAD, LinkSurvey
 from pipette_launch.facts.verdict import Verdict
@@ -144,6 +145,10 @@ class Measurements:
     """What is amiss with hosts, devices and links, the sick ones first."""
     survey: LinkSurvey | None = field(default=None, metadata=ADDED_LATER)
     """How the links between hosts became known; None with one host, and where nobody said."""
+    overhead: DeviceOverhead | None = field(default=None, metadata=ADDED_LATER)
+    """What `overhead_bytes` is made of, on the slot where it is largest; None = not told apart, or no GPU."""
+    stages: tuple[StageReading, ...] = field(default=(), metadata=ADDED_LATER)
+    """Whole stages of layouts that may win, run on single devices."""
 
     def compute_cases(self) -> tuple[ComputeCase, ...]:
         """The cases that were measured, sorted."""

@@ -29,6 +29,10 @@ class Peak(NamedTuple):
     """Growth of torch's allocations on CUDA, of the resident set on CPU."""
     device_bytes: int
     """NVML's used bytes on CUDA, less what others held; the resident set on CPU."""
+    idle_bytes: int = 0
+    """On CUDA, what torch's allocations held before: workspaces that libraries keep."""
+    reserved_bytes: int = 0
+    """On CUDA, what torch's allocator took from the device at most."""
 
 
 class MemoryMeter(Protocol):
@@ -39,6 +43,9 @@ class MemoryMeter(Protocol):
 
     def overhead_bytes(self) -> int:
         """Device memory of this process outside the allocator, now."""
+
+    def workspace_bytes(self) -> int:
+        """Bytes inside the allocator, now: while nothing of the model is there, those are workspaces."""
 
 
 class CpuMeter:
@@ -61,6 +68,10 @@ class CpuMeter:
         """A host has no context and no communicators on a device."""
         return 0
 
+    def workspace_bytes(self) -> int:
+        """A host's libraries keep their workspaces on the heap."""
+        return 0
+
 
 class CudaMeter:
     """Reads torch's allocator and NVML.
@@ -74,17 +85,26 @@ class CudaMeter:
 
     def peak(self, work: Callable[[], None]) -> Peak:
         """The allocator keeps what it once reserved, so NVML's count after the work is its peak."""
-        gc.collect()
+        before = self.workspace_bytes()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         work()
         torch.cuda.synchronize()
-        return Peak(torch.cuda.max_memory_allocated() - before, self._used_bytes())
+        return Peak(
+            torch.cuda.max_memory_allocated() - before,
+            self._used_bytes(),
+            idle_bytes=before,
+            reserved_bytes=torch.cuda.max_memory_reserved(),
+        )
 
     def overhead_bytes(self) -> int:
-        """NVML's count less the allocator's reserve: context, communicators, library workspaces."""
+        """NVML's count less the allocator's reserve: context, communicators, libraries' code."""
         return max(self._used_bytes() - torch.cuda.memory_reserved(), 0)
+
+    def workspace_bytes(self) -> int:
+        """What is allocated once garbage is gone."""
+        gc.collect()
+        return int(torch.cuda.memory_allocated())
 
     def _used_bytes(self) -> int:
         return max(device_used_bytes(self._uuid) - self._others_bytes, 0)

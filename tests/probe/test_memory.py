@@ -32,8 +32,8 @@ def test_idle_work_has_no_peak() -> None:
 
 
 def test_a_host_has_no_overhead() -> None:
-    """Context and communicators are a GPU's burden."""
-    assert 0 == CpuMeter().overhead_bytes()
+    """Context, communicators and workspaces are a GPU's burden."""
+    assert 0 == CpuMeter().overhead_bytes() == CpuMeter().workspace_bytes()
 
 
 def test_the_kernels_own_peak_is_read() -> None:
@@ -74,6 +74,10 @@ class FakeCuda:
         """What the allocator has taken."""
         return 8
 
+    def max_memory_reserved(self) -> int:
+        """What it took at most."""
+        return 9
+
 
 def test_a_gpus_overhead_is_what_nvml_sees_beyond_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others held 100 bytes before; now 120 are in use, 8 of them the allocator's: 12 are overhead."""
@@ -83,5 +87,6 @@ def test_a_gpus_overhead_is_what_nvml_sees_beyond_the_allocator(monkeypatch: pyt
     monkeypatch.setattr(memory.torch, "cuda", cuda)
     meter = memory.CudaMeter("GPU-1")
 
-    assert Peak(2, 20) == meter.peak(cuda.work)
+    assert Peak(2, 20, idle_bytes=5, reserved_bytes=9) == meter.peak(cuda.work)
     assert 12 == meter.overhead_bytes()
+    assert 5 == meter.workspace_bytes()

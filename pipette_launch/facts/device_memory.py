@@ -1,0 +1,55 @@
+"""What a device holds beside the model's own tensors, and what whole stages of the model held on it, as measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceOverhead:
+    """What a warm-up worker's GPU held while no tensor of the model was there."""
+
+    alone_bytes: int
+    """NVML's used bytes less the allocator's reserve, before any communicator was open: CUDA, its libraries' code."""
+    together_bytes: int
+    """The same while the communicators were open."""
+    num_communicators: int
+    """How many were."""
+    workspace_bytes: int
+    """Inside the allocator: workspaces that libraries keep from their first use."""
+
+    def __post_init__(self) -> None:
+        if min(self.alone_bytes, self.together_bytes, self.num_communicators, self.workspace_bytes) < 0:
+            raise FactError(f"an overhead cannot be negative, got {self}")
+
+    @property
+    def communicator_bytes(self) -> int:
+        """What one communicator takes, the average of those that were open; 0 where none was."""
+        return max(self.together_bytes - self.alone_bytes, 0) // max(self.num_communicators, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageReading:
+    """The peak of one rank's whole training step: all micro-batches in flight, gradients, optimizer and its step."""
+
+    layout: Layout
+    pp_rank: int
+    slot: int
+    """Where it was measured; the rank would be the same anywhere."""
+    allocator_peak_bytes: int
+    """Torch's allocations on CUDA, workspaces included; on CPU the model's tensors, counted one by one."""
+    reserved_peak_bytes: int
+    """What torch's allocator took from the device for them; 0 on CPU."""
+    device_peak_bytes: int
+    """NVML's used bytes on CUDA, without communicators; the process's resident set on CPU."""
+    ran_out: bool = False
+    """Whether the device's memory ended before the step did: the peaks are what was reached by then."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.pp_rank < self.layout.pp:
+            raise FactError(f"pp_rank={self.pp_rank} is not one of the layout's {self.layout.pp}")
+        if min(self.slot, self.allocator_peak_bytes, self.reserved_peak_bytes, self.device_peak_bytes) < 0:
+            raise FactError(f"a reading of memory cannot be negative, got {self}")

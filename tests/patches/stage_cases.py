@@ -1,0 +1,62 @@
+"""Stages that the tests run with real tensors, and count by hand and abstractly."""
+
+from dataclasses import dataclass, field, replace
+
+from facts_for_tests import tiny_job, tiny_model
+
+from pipette_launch.facts import Batch, Job, Layout
+
+DISTRIBUTED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+LLAMA = {
+    "gated_linear_unit": True,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+FLAGS = ("--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion")
+"""What a CPU has to do without, said as a user would."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One stage."""
+
+    layout: Layout
+    pp_rank: int = 0
+    changes: dict[str, object] = field(default_factory=dict)
+
+
+CASES = {
+    "first of four": Case(layout=Layout(pp=4)),
+    "third of four": Case(layout=Layout(pp=4), pp_rank=2),
+    "last, 1024 ranks": Case(
+        layout=Layout(tp=2, pp=4, dp=128, sequence_parallel=True, **DISTRIBUTED),  # type: ignore[arg-type]
+        pp_rank=3,
+    ),
+    "interleaved": Case(layout=Layout(pp=2, vpp=2)),
+    "llama": Case(layout=Layout(pp=2), changes=LLAMA),
+    "fp16": Case(layout=Layout(), changes={"params_dtype": "fp16", "num_layers": 2}),
+    "experts": Case(
+        layout=Layout(dp=2, ep=2),
+        changes={"num_experts": 4, "moe_layer_freq": (1,) * 2, "num_layers": 2, "add_bias_linear": False},
+    ),
+}
+
+
+def job_of(changes: dict[str, object], layout: Layout) -> Job:
+    """A job of eight layers and as many micro-batches as two steps of a pipeline have stages."""
+    model = tiny_model(
+        **{
+            "params_dtype": "bf16",
+            "num_layers": 8,
+            "hidden_size": 128,
+            "ffn_hidden_size": 352,
+            "kv_channels": 32,
+            "seq_length": 128,
+            "max_position_embeddings": 128,
+            **changes,
+        }
+    )
+    batch = Batch(global_batch_size=2 * layout.pp * layout.dp)
+    return replace(tiny_job(layout.world_size, model=model, own=layout, batch=batch), performance_flags=FLAGS)

@@ -1,0 +1,46 @@
+"""A worker for the tests: runs whole stages with megatron-core and prints what they held as one line of JSON."""
+
+import json
+import sys
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+from patches.stage_cases import CASES, job_of
+
+from pipette_launch.facts import Layout
+from pipette_patches.workload import WorkloadError, load
+from pipette_patches.workload_stage import load as load_stages
+from pipette_patches.workload_stage import run_stage
+
+
+def refusal() -> str:
+    """The message of a stage that cannot be."""
+    layout = Layout(tp=3)
+    try:
+        run_stage(job_of({}, layout), layout, 0, device_kind="cpu")
+    except WorkloadError as error:
+        return str(error)
+    return "not refused"
+
+
+def main() -> None:
+    """Run every case."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    original = P2PCommunicator._communicate
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        run = run_stage(job_of(case.changes, case.layout), case.layout, case.pp_rank, device_kind="cpu")
+        found[name] = {"peak": run.tally_bytes, "parts": run.parts, "notes": run.notes}
+    found["refusal"] = refusal()
+    found["group left"] = dist.is_initialized()
+    found["original back"] = P2PCommunicator._communicate is original
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    load("cpu")
+    load_stages()
+    main()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Job
 from pipette_patches import registry
+from pipette_patches.workload_again import Core, recomputed
 from pipette_patches.workload_config import DTYPES, PartName, layer_kinds, transformer_config
 
 SEED = 1234
@@ -40,6 +41,8 @@ class Part:
     """Run the part so many times in a row, each on the output of the one before (once if it has no such chain)."""
     chains: bool
     main_grad_dtype: torch.dtype
+    recomputed: Callable[[int], torch.Tensor] | None = None
+    """The same under full recompute: the backward runs each layer again; None where Megatron never does so."""
 
     def backward(self, output: torch.Tensor) -> None:
         """Run the backward of an output, down to the input and to whatever parameters are not frozen."""
@@ -84,9 +87,9 @@ def load(device_kind: str) -> None:
     with warnings.catch_warnings():
         # It warns of each optional library that is absent.
         warnings.simplefilter("ignore")
-        import megatron.core.models.gpt.gpt_layer_specs
-        import megatron.core.models.gpt.gpt_model
-        import megatron.core.optimizer  # noqa: F401
+
+        # The first optimizer would bring it in: half a second that is no step's.
+        import torch._dynamo  # noqa: F401
 
 
 @contextlib.contextmanager
@@ -205,11 +208,20 @@ def _parts(
     rope = gpt.rotary_pos_emb(model.seq_length) if model.position_embedding_type == "rope" else None
     tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
 
+    def once(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(flow: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = layer(flow, attention_mask=None, rotary_pos_emb=rope)[0]
+            return output
+
+        return run
+
     def run_layer(layer: Any) -> Callable[[int], torch.Tensor]:
+        run = once(layer)
+
         def forward(times: int) -> torch.Tensor:
             flow = hidden
             for _ in range(times):
-                flow, _ = layer(flow, attention_mask=None, rotary_pos_emb=rope)
+                flow = run(flow)
             return flow
 
         return forward
@@ -229,12 +241,15 @@ def _parts(
         return Part(name=name, parameters=parameters, forward=forward, main_grad_dtype=main_grad_dtype, **options)
 
     layers = [
-        part(kind, layer, run_layer(layer), source=hidden, chains=True)
+        part(kind, layer, run_layer(layer), source=hidden, chains=True, recomputed=recomputed(once(layer), hidden))
         for kind, layer in zip(kinds, gpt.decoder.layers, strict=True)
     ]
+    first = gpt.decoder.layers[0]
+    core = Core(first, lambda: once(first)(hidden))
     output = torch.nn.ModuleList([gpt.decoder.final_layernorm, gpt.embedding if tied is not None else gpt.output_layer])
     return (
         *layers,
         part("embedding", gpt.embedding, embed, source=None, chains=False),
         part("head", output, head, source=hidden, chains=False),
+        part("core_attention", core.module, core.forward, source=core.query, chains=core.chains),
     )

@@ -9,7 +9,7 @@ import torch
 
 from pipette_launch.facts import ComputeCase, Job, ModelSpec
 
-PartName = Literal["layer", "moe_layer", "embedding", "head"]
+PartName = Literal["layer", "moe_layer", "embedding", "head", "core_attention"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SWITCHES = {
     "--cross-entropy-loss-fusion": "cross_entropy_loss_fusion",

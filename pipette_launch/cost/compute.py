@@ -84,6 +84,11 @@ class ComputeTable:
         self._job = job
         self._passes = _median_passes(measurements)
         self._origins = {time.case: time.source for time in measurements.compute if time.source != "measured"}
+        self._again = _measured_again(measurements)
+        self._usual_again = {
+            part: statistics.median([share for (_, name), share in self._again.items() if name == part] or [1.0])
+            for part in ("layer", "moe_layer")
+        }
         kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
         self._parts = ("embedding", "head", *(("moe_layer",) if True in kinds else ()))
         self._parts += ("layer",) if False in kinds else ()
@@ -189,6 +194,14 @@ class ComputeTable:
         known = (*self._parts, *((_CORE,) if (source, _CORE) in self._passes else ()))
         return {name: self._passes[source, name] * factor for name in known}
 
+    def _again_share(self, case: ComputeCase, part: str) -> float:
+        """Forwards that a layer costs under full recompute; 1 where the warm-up timed no recompute.
+
+        Where it timed that in other cases alone, they stand for this one: it hardly differs between shapes.
+        """
+        source = self.source(case)
+        return self._usual_again[part] if source is None else self._again.get((source, part), self._usual_again[part])
+
     def _chunks(self, layout: Layout, part: dict[str, Passes]) -> Iterable[Passes]:
         model = self._job.model
         first = 0
@@ -223,6 +236,8 @@ class ComputeTable:
         model = self._job.model
         layer = part["moe_layer" if moe else "layer"]
         share = recompute_share(model, layout, index_in_chunk, moe=moe)
+        if layout.recompute.granularity == "full":
+            share *= self._again_share(case_of(layout), "moe_layer" if moe else "layer")
         if _CORE in part and "core_attn" in recompute_modules(layout):
             share += part[_CORE].forward_s / layer.forward_s - attention_core_share(model, moe=moe)
         return layer.again(share)
@@ -309,6 +324,16 @@ def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str], 
         )
         for key, group in times.items()
     }
+
+
+def _measured_again(measurements: Measurements) -> dict[tuple[ComputeCase, str], float]:
+    """What full recompute of a layer took, in forwards of that layer: median over the slots that measured it."""
+    shares: dict[tuple[ComputeCase, str], list[float]] = {}
+    for time in measurements.compute:
+        if time.recompute and time.recompute.median_s and time.forward.median_s:
+            share = time.recompute.median_s / time.forward.median_s
+            shares.setdefault((time.case, time.part), []).append(share)
+    return {key: statistics.median(each) for key, each in shares.items()}
 
 
 def _tokens(case: ComputeCase, source: ComputeCase) -> float:

@@ -142,6 +142,7 @@ def _carried(
                     forward=_scaled(time.forward, there.forward, here.forward),
                     input_grad=_scaled(time.input_grad, there.input_grad, here.input_grad),
                     weight_grad=_scaled(time.weight_grad, there.weight_grad, here.weight_grad),
+                    recompute=time.recompute and _scaled(time.recompute, there.forward, here.forward),
                 )
             )
     return carried

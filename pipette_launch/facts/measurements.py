@@ -71,6 +71,8 @@ class ComputeTime:
     """The same of the two passes of the backward."""
     source: Literal["measured", "modelled", "cached"] = field(default="measured", metadata=ADDED_LATER)
     """`modelled` was carried over from another case by the device model, `cached` comes from an earlier warm-up."""
+    recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
+    """What forward and backward take longer where full recompute runs a layer again; None = not measured."""
 
     def __post_init__(self) -> None:
         if self.forward_idle_s < 0 or self.backward_idle_s < 0:

@@ -1,11 +1,16 @@
-"""How long one part of a model takes: forward, backward to the input, and what the weight gradients add."""
+"""How long one part of a model takes: forward, backward to the input, and what the weight gradients and recompute add.
+
+A layer's times are slopes: two chains of layers are run in turns, and what the longer takes more is divided by the
+layers that it has more. So what it costs to enter and to leave (the first launch on an idle device, making the
+gradient that comes in) is nobody's. The weight gradients and recompute are differences of chains of equal length.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,7 +18,6 @@ from pipette_launch.facts import ComputeCase, ComputeTime, Samples
 from pipette_patches.workload import Part
 
 MAX_VALUES = 20
-MIN_VALUES = 3
 
 
 class Stopwatch(Protocol):
@@ -81,20 +85,48 @@ class Habits:
 
     warmups: int
     """Compilers, autotuners and allocators settle in these."""
-    chain: int
-    """Layers in a row: on CUDA a single one would measure its launches instead of its kernels."""
+    chains: tuple[int, int]
+    """Layers in a row, few and more. A GPU needs some even in the short chain: behind its first layers the host is
+    ahead, or is not, as it would be in a real stage."""
     value_s: float
-    """Time to spend on the timed runs of one part, if they are short."""
+    """Time to spend on the timed turns of one part, if they are short."""
+    min_values: int
+    """Timed turns of a part, however long they take."""
+    long_layer_s: float
+    """A layer that takes longer, forward and backward, is timed in short chains alone: entering costs it under 1 %."""
+
+    def hastier(self, factor: float) -> Habits:
+        """Spend so many times less on the timed turns, and take three if need be."""
+        return replace(self, value_s=self.value_s / factor, min_values=min(self.min_values, 3))
 
 
-HABITS = {"cpu": Habits(warmups=2, chain=1, value_s=0.2), "cuda": Habits(warmups=5, chain=4, value_s=0.3)}
+HABITS = {
+    "cpu": Habits(warmups=2, chains=(1, 3), value_s=0.4, min_values=7, long_layer_s=0.1),
+    "cuda": Habits(warmups=5, chains=(2, 6), value_s=0.4, min_values=7, long_layer_s=0.02),
+}
+
+
+class Run(NamedTuple):
+    """Seconds of one chain's forward and backward."""
+
+    forward_s: float
+    backward_s: float
+
+
+class Turn(NamedTuple):
+    """Seconds of one layer, or of another part, once through all that is timed of it."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    again_s: float
 
 
 def num_values(seconds: float, habits: Habits) -> int:
     """How many timed runs: as many as fit into `value_s`, within limits."""
     if seconds * MAX_VALUES <= habits.value_s:
         return MAX_VALUES
-    return max(MIN_VALUES, int(habits.value_s / seconds))
+    return max(habits.min_values, int(habits.value_s / seconds))
 
 
 def stopwatch_for(device_kind: str) -> Stopwatch:
@@ -102,17 +134,24 @@ def stopwatch_for(device_kind: str) -> Stopwatch:
     return CudaStopwatch() if device_kind == "cuda" else CpuStopwatch()
 
 
-def time_part(part: Part, case: ComputeCase, *, slot: int, stopwatch: Stopwatch, habits: Habits) -> ComputeTime:
-    """Time one part of a case on this slot."""
-    forward, full, input_grad = _time_passes(part, stopwatch, habits)
-    return ComputeTime(
-        case=case,
-        part=part.name,
-        slot=slot,
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=difference(full, input_grad),
-    )
+def time_part(
+    part: Part, case: ComputeCase, *, slot: int, stopwatch: Stopwatch, habits: Habits, again: bool = True
+) -> ComputeTime:
+    """Time one part of a case on this slot; `again` asks for recompute too, where the part knows how."""
+    timed_again = again and part.recomputed is not None
+    with part.accumulating():
+
+        def turns(number: int, lengths: Sequence[int]) -> list[Turn]:
+            return [_turn(part, lengths, stopwatch, again=timed_again) for _ in range(number)]
+
+        warmups = turns(habits.warmups, habits.chains[:1])
+        lengths = habits.chains if part.chains and _seconds(warmups[-1]) < habits.long_layer_s else habits.chains[:1]
+        before = stopwatch.mark()
+        warmups += turns(1, lengths)
+        turn_s = stopwatch.seconds(before, stopwatch.mark())
+        values = turns(num_values(turn_s, habits), lengths)
+        part.freeze(False)
+    return _joined(part, case, slot, warmups, values, timed_again=timed_again)
 
 
 def time_calls(action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habits) -> Samples:
@@ -128,40 +167,66 @@ def time_calls(action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habi
     return Samples(values_s=values, warmup_s=warmups)
 
 
-def difference(whole: Samples, piece: Samples) -> Samples:
-    """What the whole takes beyond the usual duration of a piece, never below 0."""
-    usual_s = piece.median_s
-    return Samples(
-        values_s=tuple(max(value - usual_s, 0.0) for value in whole.values_s),
-        warmup_s=tuple(max(value - usual_s, 0.0) for value in whole.warmup_s),
+def slope(lengths: Sequence[int], seconds: Sequence[float]) -> float:
+    """Seconds of one layer more, from chains of one or two lengths; noise does not make it negative.
+
+    With two lengths the slope of every turn is taken, and the median later: of this and the slope of medians it is the
+    one that a drift between turns or single disturbed runs pull away less (simulated: tests/probe/test_timing.py).
+    """
+    if len(lengths) == 1:
+        return seconds[0] / lengths[0]
+    return max(seconds[1] - seconds[0], 0.0) / (lengths[1] - lengths[0])
+
+
+def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bool) -> Turn:
+    """Run all that is timed one after the other, so that whatever else slows the machine down falls on all alike."""
+    part.freeze(False)
+    runs = [_run(part, part.forward, length, stopwatch) for length in lengths]
+    # What is a difference of two equal chains needs no slope: what entering costs is in both.
+    few, whole = lengths[0], runs[0]
+    again_s = 0.0
+    if again:
+        assert part.recomputed is not None
+        twice = _run(part, part.recomputed, few, stopwatch)
+        again_s = max(sum(twice) - sum(whole), 0.0) / few
+    backward_s = slope(lengths, [run.backward_s for run in runs])
+    weight_s = backward_s
+    # Token ids take no gradient: all of the embedding's backward is for its weights.
+    if part.source is not None:
+        part.freeze(True)
+        frozen = _run(part, part.forward, few, stopwatch)
+        weight_s = min(max(whole.backward_s - frozen.backward_s, 0.0) / few, backward_s)
+    return Turn(slope(lengths, [run.forward_s for run in runs]), backward_s, weight_s, again_s)
+
+
+def _run(part: Part, forward: Callable[[int], torch.Tensor], length: int, stopwatch: Stopwatch) -> Run:
+    start = stopwatch.mark()
+    output = forward(length)
+    middle = stopwatch.mark()
+    part.backward(output)
+    end = stopwatch.mark()
+    return Run(stopwatch.seconds(start, middle), stopwatch.seconds(middle, end))
+
+
+def _seconds(turn: Turn) -> float:
+    return turn.forward_s + turn.backward_s
+
+
+def _joined(
+    part: Part, case: ComputeCase, slot: int, warmups: Sequence[Turn], values: Sequence[Turn], *, timed_again: bool
+) -> ComputeTime:
+    def samples(seconds: Callable[[Turn], float]) -> Samples:
+        return Samples(values_s=tuple(map(seconds, values)), warmup_s=tuple(map(seconds, warmups)))
+
+    weight = samples(lambda turn: turn.weight_s)
+    usual_s = weight.median_s
+    return ComputeTime(
+        case=case,
+        part=part.name,
+        slot=slot,
+        forward=samples(lambda turn: turn.forward_s),
+        # Less the usual weight gradient, not that of the turn: so the two medians add up to the whole backward's.
+        input_grad=samples(lambda turn: max(turn.backward_s - usual_s, 0.0) if part.source is not None else 0.0),
+        weight_grad=weight,
+        recompute=samples(lambda turn: turn.again_s) if timed_again else None,
     )
-
-
-def _time_passes(part: Part, stopwatch: Stopwatch, habits: Habits) -> tuple[Samples, Samples, Samples]:
-    """Seconds of one application of the part: forward, full backward, backward to the input only."""
-    chain = habits.chain if part.chains else 1
-
-    def once(*, frozen: bool) -> tuple[float, float]:
-        part.freeze(frozen)
-        start = stopwatch.mark()
-        output = part.forward(chain)
-        middle = stopwatch.mark()
-        part.backward(output)
-        end = stopwatch.mark()
-        return stopwatch.seconds(start, middle) / chain, stopwatch.seconds(middle, end) / chain
-
-    def both() -> tuple[float, float, float]:
-        # In turns, so that whatever else slows the machine down falls on both alike.
-        forward_s, full_s = once(frozen=False)
-        # Token ids take no gradient: all of the embedding's backward is for its weights.
-        return forward_s, full_s, once(frozen=True)[1] if part.source is not None else 0.0
-
-    with part.accumulating():
-        warmups = [both() for _ in range(habits.warmups)]
-        values = [both() for _ in range(num_values(sum(warmups[-1]) * chain, habits))]
-        part.freeze(False)
-    forward, full, input_grad = (
-        Samples(values_s=tuple(value[which] for value in values), warmup_s=tuple(value[which] for value in warmups))
-        for which in range(3)
-    )
-    return forward, full, input_grad

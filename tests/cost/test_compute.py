@@ -46,6 +46,21 @@ def test_full_recompute_adds_a_forward() -> None:
     assert milliseconds(table().chunk_passes(Layout(pp=2, recompute=block))) == [(2.1, 4.2, 1), (2.5, 5.0, 1)]
 
 
+def test_full_recompute_costs_what_it_was_measured_to() -> None:
+    """A measured 1.25 ms for a forward of 1 ms; other cases go by the median of those that were timed."""
+    base = tiny_measurements(tiny_cluster(), (CASE, replace(CASE, tp=2)))
+    again = Samples(values_s=(1.25e-3,))
+    compute = tuple(
+        replace(time, recompute=again) if time.part == "layer" and time.case == CASE else time for time in base.compute
+    )
+    measured = ComputeTable(tiny_job(), replace(base, compute=compute))
+    uniform = Recompute(granularity="full", method="uniform", num_layers=1)
+
+    assert milliseconds(measured.chunk_passes(Layout(pp=2, recompute=uniform))) == [(2.1, 4.2, 2.5), (2.5, 5.0, 2.5)]
+    assert milliseconds(measured.chunk_passes(Layout(pp=4, tp=2, recompute=uniform)))[1] == (0.5, 1.0, 0.625)
+    assert milliseconds(measured.chunk_passes(Layout(pp=2))) == [(2.1, 4.2, 0), (2.5, 5.0, 0)]
+
+
 def test_selective_recompute_is_priced_by_flops() -> None:
     """With h 64, f 256, s 32: the attention core is 4*32*64 of 2*matrices + 4*32*64 FLOPs a token."""
     model = tiny_model(add_bias_linear=False)

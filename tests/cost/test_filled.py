@@ -8,7 +8,7 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_mode
 from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.device import modelled_compute
 from pipette_launch.cost.filled import GENERIC, filled, spec_of
-from pipette_launch.facts import ComputeCase, ComputeTime, Device, Layout, Measurements
+from pipette_launch.facts import ComputeCase, ComputeTime, Device, Layout, Measurements, Samples
 
 ONE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 TP2 = ComputeCase(tp=2, cp=1, micro_batch_size=1)
@@ -37,6 +37,16 @@ def test_twice_the_tensor_ranks_take_about_half() -> None:
     assert "tp2 cp1 mbs1 were not measured" in found.notes[-1]
     assert "model of the device" in (ComputeTable(JOB, found).note(TP2) or "")
     assert ComputeTable(JOB, found).note(ONE) is None
+
+
+def test_recompute_is_carried_over_with_the_forward() -> None:
+    """What a measured layer took to run again, in forwards, it takes in the other case too."""
+    one = measured(ONE, unmeasured=(MBS4,))
+    again = tuple(replace(time, recompute=Samples(values_s=(1.25 * time.forward.median_s,))) for time in one.compute)
+    found = layer(filled(JOB, replace(one, compute=again)), MBS4)
+
+    assert found.recompute is not None
+    assert pytest.approx(1.25) == found.recompute.median_s / found.forward.median_s
 
 
 def test_machines_that_are_the_model_get_its_times_back() -> None:

@@ -35,7 +35,7 @@ def test_layer_and_head_are_the_model(found: dict[str, Any]) -> None:
     """Layer and head run one after the other give the loss of Megatron's own forward."""
     whole, parts = found["losses"]
 
-    assert ["layer", "embedding", "head"] == found["names"]
+    assert ["layer", "embedding", "head", "core_attention"] == found["names"]
     assert pytest.approx(whole, rel=1e-6) == parts
     assert 4 < whole < 8
 
@@ -54,9 +54,38 @@ def test_gradients_go_to_main_gradients(found: dict[str, Any]) -> None:
     assert [True, True, True, True] == found["accumulated"]
 
 
-def test_the_optimizer_steps_on_everything(found: dict[str, Any]) -> None:
+def test_full_recompute_is_megatrons(found: dict[str, Any]) -> None:
+    """Same value, same gradients; each of two layers runs once without and once with a graph to go back through."""
+    same_output, same_input_gradient, num_same_gradients, runs = found["again"]
+
+    assert same_output
+    assert same_input_gradient
+    assert 12 == num_same_gradients
+    assert [True, True, False, False, True, True] == runs
+
+
+def test_the_attention_core_is_the_layers_own(found: dict[str, Any]) -> None:
+    """On the layer's queries, keys and values it gives what it gave in there; it chains, and has a backward."""
+    assert [True, True, True] == found["core"]
+
+
+def test_the_fused_loss_is_the_other_one(found: dict[str, Any]) -> None:
+    """Value and gradient of the head agree, whichever loss the user's flags ask for."""
+    value, gradient, fused_value, fused_gradient = found["fused losses"]
+
+    assert pytest.approx(value, rel=1e-5) == fused_value
+    assert pytest.approx(gradient, rel=1e-4) == fused_gradient
+    assert gradient > 0
+
+
+def test_the_optimizer_clips_and_steps_on_everything(found: dict[str, Any]) -> None:
     """All parameters move, and all are counted; an optimizer that Megatron does not have is refused by name."""
-    assert [True, found["parameters"]] == found["moved"]
+    moved, counted, norm, clipped = found["moved"]
+
+    assert moved
+    assert found["parameters"] == counted
+    assert pytest.approx(counted**0.5, rel=0.1) == norm
+    assert pytest.approx(1.0, rel=1e-3) == clipped
     assert "the step of optimizer 'muon' is not measured" in found["unknown optimizer"]
 
 

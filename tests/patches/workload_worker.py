@@ -15,12 +15,14 @@ from pipette_patches.workload import Part, Workload, WorkloadError, load, worklo
 from pipette_patches.workload_optimizer import optimizer_step
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
+WATCHED: list[Any] = []
+"""The module of the layer in hand."""
 JOB = replace(tiny_job(1), model=tiny_model(untie_embeddings_and_output_weights=True))
 
 
 def whole_and_parts(work: Workload) -> list[float]:
     """The loss of Megatron's own forward over a hidden state, and that of the layer and then the head."""
-    layer, _, head = work.parts
+    layer, _, head, _ = work.parts
     hidden = layer.source
     assert hidden is not None
     whole = work.model(None, None, None, decoder_input=hidden, labels=work.token_ids).mean()
@@ -59,9 +61,68 @@ def moved(work: Workload) -> list[Any]:
     """Whether a step moves every matrix, and over how many parameters."""
     before = [parameter.detach().clone() for parameter in work.model.parameters()]
     step = optimizer_step(work, replace(JOB, optimizer="adam"))
+    gradients = [parameter.main_grad.clone() for parameter in work.model.parameters()]
     step.run()
+    norms = [
+        sum(float((each**2).sum()) for each in some) ** 0.5
+        for some in (gradients, [parameter.main_grad for parameter in work.model.parameters()])
+    ]
     after = list(work.model.parameters())
-    return [all(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), step.num_parameters]
+    return [all(not torch.equal(a, b) for a, b in zip(before, after, strict=True)), step.num_parameters, *norms]
+
+
+def run_again(layer: Part) -> list[Any]:
+    """Whether two layers under full recompute give the same value and gradients, and how often each forward runs."""
+    assert layer.source is not None
+    assert layer.recomputed is not None
+    runs: list[bool] = []
+    module = WATCHED[0]
+    hook = module.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+    outputs, inputs, weights = [], [], []
+    for forward in (layer.forward, layer.recomputed):
+        output = forward(2)
+        layer.backward(output)
+        assert layer.source.grad is not None
+        outputs.append(output.detach())
+        inputs.append(layer.source.grad.clone())
+        weights.append([parameter.grad.clone() for parameter in layer.parameters if parameter.grad is not None])
+        for parameter in layer.parameters:
+            parameter.grad = None
+    hook.remove()
+    close = [torch.allclose(a, b, atol=1e-5) for a, b in zip(*weights, strict=True)]
+    return [torch.allclose(*outputs), torch.allclose(*inputs, atol=1e-5), all(close) and len(close), runs]
+
+
+def core_alone(work: Workload) -> list[Any]:
+    """Whether the core gives what it gave inside the layer, and gradients to queries, keys and values."""
+    layer, core = work.parts[0], work.parts[-1]
+    seen: list[torch.Tensor] = []
+    hook = WATCHED[0].self_attention.core_attention.register_forward_hook(lambda *call: seen.append(call[-1]))
+    with torch.no_grad():
+        layer.forward(1)
+    hook.remove()
+    output = core.forward(1)
+    core.backward(core.forward(3))
+    assert core.source is not None
+    return [torch.allclose(seen[0], output), core.chains, core.source.grad is not None]
+
+
+def fused_and_unfused_losses() -> list[float]:
+    """The head's loss as megatron-core fuses it, and as it does without."""
+    losses = []
+    for flags in ((), ("--cross-entropy-loss-fusion",)):
+        with workload(replace(JOB, performance_flags=flags), CASE, device_kind="cpu") as work:
+            torch.manual_seed(1)
+            head = next(part for part in work.parts if part.name == "head")
+            assert head.source is not None
+            with torch.no_grad():
+                head.source.copy_(torch.randn_like(head.source))
+                for parameter in head.parameters:
+                    parameter.fill_(0.01).mul_(torch.arange(parameter.numel()).view_as(parameter) % 7 - 3)
+            loss = head.forward(1)
+            head.backward(loss)
+            losses += [loss.item(), head.source.grad.norm().item()]  # type: ignore[union-attr]
+    return losses
 
 
 def refusal(action: Any) -> str:
@@ -82,10 +143,14 @@ def main() -> None:
         (full, with_weights), (frozen, without) = gradients(layer, False), gradients(layer, True)
         found["frozen"] = [torch.allclose(full, frozen), all(with_weights), any(without)]
         found["accumulated"] = accumulated(layer)
+        WATCHED.append(work.model.decoder.layers[0])
+        found["again"] = run_again(layer)
+        found["core"] = core_alone(work)
         found["losses"] = whole_and_parts(work)
         found["unknown optimizer"] = refusal(lambda: optimizer_step(work, replace(JOB, optimizer="muon")))
         found["moved"] = moved(work)
         found["parameters"] = sum(parameter.numel() for parameter in work.model.parameters())
+    found["fused losses"] = fused_and_unfused_losses()
     found["group left"] = dist.is_initialized()
     shapes = {}
     for tp in (1, 2):

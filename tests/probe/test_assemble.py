@@ -8,7 +8,7 @@ from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import ComputeTime, Samples
-from pipette_launch.probe.assemble import assemble, slot_speeds
+from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
 
 SIZES = (8, 4096, 65536)
@@ -109,29 +109,6 @@ def test_unstable_links_are_counted_and_the_worst_is_named(tmp_path: Path) -> No
     )
 
     assert ("links: 1 of 2 scatter by more than 10%, most of all node1:0 -> node0:0 (1.5 MB/s +- 30%)",) == found.notes
-
-
-def test_slow_slots_are_found_and_named(tmp_path: Path) -> None:
-    """Twice the time is half the speed; 2 % more is noise."""
-    times = [layer(0, 1.0), layer(1, 1.02), layer(2, 2.0)]
-    speeds, notes = slot_speeds(three_hosts(tmp_path), times)
-
-    assert (1.0, 1.0, 0.51) == speeds
-    assert ("slot node2:0 computes at 0.51 of the median slot's speed",) == notes
-
-
-def test_a_difference_within_the_scatter_is_none(tmp_path: Path) -> None:
-    """A slot that scatters by 20 % is not called slow for being 40 % off."""
-    speeds, notes = slot_speeds(three_hosts(tmp_path), [layer(0, 1.0), layer(1, 1.0), layer(2, 1.4, jitter=0.2)])
-
-    assert ((1.0, 1.0, 1.0), ()) == (speeds, notes)
-
-
-def test_a_slot_without_the_reference_counts_as_usual(tmp_path: Path) -> None:
-    """It ran out of memory, say: its own note tells why."""
-    speeds, _ = slot_speeds(three_hosts(tmp_path), [layer(0, 1.0), layer(1, 1.0)])
-
-    assert (1.0, 1.0, 1.0) == speeds
 
 
 def test_uneven_sharing_of_cores_falls_on_no_case(tmp_path: Path) -> None:

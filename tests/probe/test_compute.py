@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probe.workers import OneRankStore, tiny_options
 
-from pipette_launch.facts import ComputeCase, Samples
-from pipette_launch.probe import compute, timing
+from pipette_launch.facts import ComputeCase
+from pipette_launch.probe import compute
 from pipette_launch.probe.compute import Bench, cases_of, weight_bytes
 from pipette_launch.probe.harness import Budget, Conductor, Progress
 from pipette_launch.probe.memory import CpuMeter
-from pipette_launch.probe.timing import HABITS, MAX_VALUES, MIN_VALUES, CpuStopwatch, difference, num_values
 from pipette_patches.workload import Part, Workload, WorkloadError
 from pipette_patches.workload_optimizer import OptimizerStep
 
@@ -141,30 +140,3 @@ def test_weight_bytes_by_hand() -> None:
     case = ComputeCase(tp=2, cp=1, micro_batch_size=1)
 
     assert parameters // 2 * 12 == weight_bytes(tiny_model(), case)
-
-
-def test_preemption_is_counted_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One run of 1 s computed in 1 s, one in 3 s: both took 1 s of computing, and all times stretch by 2."""
-    walls, threads = deque([0.0, 1.0, 5.0, 8.0]), deque([0.0, 1.0, 1.0, 2.0])
-    monkeypatch.setattr(timing.time, "perf_counter", walls.popleft)
-    monkeypatch.setattr(timing.time, "thread_time", threads.popleft)
-    stopwatch = CpuStopwatch()
-    marks = [stopwatch.mark() for _ in range(4)]
-    monkeypatch.undo()
-
-    assert 1.0 == stopwatch.seconds(marks[0], marks[1])
-    assert 1.0 == stopwatch.seconds(marks[2], marks[3])
-    assert 2.0 == stopwatch.stretch()
-
-
-def test_weight_gradients_are_what_the_input_gradient_leaves() -> None:
-    """The whole backward minus the usual input part; noise does not make it negative."""
-    whole = Samples(values_s=(5.0, 2.0), warmup_s=(9.0,))
-
-    assert Samples(values_s=(2.0, 0.0), warmup_s=(6.0,)) == difference(whole, Samples(values_s=(1.0, 3.0, 4.0)))
-
-
-@given(seconds=st.floats(0, 100))
-def test_the_number_of_values_is_bounded(seconds: float) -> None:
-    """Long runs are few but not one, short runs many but not endless."""
-    assert MIN_VALUES <= num_values(seconds, HABITS["cpu"]) <= MAX_VALUES

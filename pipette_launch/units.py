@@ -38,3 +38,8 @@ def count_text(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.3g}"
+
+
+def hertz_text(hertz: float) -> str:
+    """Print a clock rate: `1.98 GHz`, `345 MHz`."""
+    return f"{hertz / 1e9:.3g} GHz" if hertz >= 1e9 else f"{hertz / 1e6:.3g} MHz"

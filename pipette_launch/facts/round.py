@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.cluster import Host
+from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.facts.plan import Choice, Plan
 
 Verdict = Literal["none", "before-first-iteration", "after-first-iteration"]
@@ -38,6 +39,8 @@ class NodeRecord:
     failure: str
     """Why that attempt ended, one sentence; empty when it did not fail on this node."""
     has_plan: bool
+    conditions: tuple[DeviceCondition, ...] = ()
+    """What the driver tells of this node's devices, in the order of the local ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

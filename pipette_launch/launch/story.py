@@ -25,7 +25,7 @@ from pipette_launch.launch.cache import OUTCOME, PLAN, Cache
 from pipette_launch.launch.chief import Chief
 from pipette_launch.launch.evidence import has_trained
 from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
-from pipette_launch.probe import inventory
+from pipette_launch.probe import condition, inventory
 from pipette_launch.probe.options import ProbeOptions
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pipette_launch.agent.conductor import Command, Helper, Invite, Node
     from pipette_launch.agent.meeting import Meeting
     from pipette_launch.facts import Choice, Host, Plan
+    from pipette_launch.facts.condition import DeviceCondition
     from pipette_launch.facts.outcome import Outcome, PeakReading
     from pipette_launch.facts.round import Verdict
     from pipette_launch.launch.options import Options
@@ -78,7 +79,7 @@ class Story:
         self._chief.interruption = node.interruption
         self._host: Host | None = None
         self._trouble = ""
-        self._warnings: tuple[str, ...] = ()
+        self._conditions: tuple[DeviceCondition, ...] = ()
         self._versions: dict[str, str] = {}
         try:
             self._versions = inventory.versions()
@@ -88,7 +89,7 @@ class Story:
                 num_devices=node.num_slots,
                 device=self._options.device,
             )
-            self._warnings = inventory.busy_devices(self._host)
+            self._conditions = condition.conditions(self._host)
         except PipetteError as error:
             self._trouble = str(error)
         except Exception as error:
@@ -103,7 +104,8 @@ class Story:
             token=self._token,
             host=self._host,
             trouble=self._trouble,
-            warnings=self._warnings,
+            warnings=(),
+            conditions=self._conditions,
             num_slots=self._node.num_slots,
             node_rank=self._meeting.node_rank,
             script_digest=files.digest(self._options.script, self._options.script_arguments),

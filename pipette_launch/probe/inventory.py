@@ -1,4 +1,4 @@
-"""What a host brings to the job: devices, memory, cores, versions, and who else uses them. Imports no torch.
+"""What a host brings to the job: devices, memory, cores, versions. Imports no torch.
 
 NVML sees every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so the variable is applied here by hand.
 NVML counts in PCI bus order; CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters where a host has
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +20,8 @@ import psutil
 import pipette_launch
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import Device, Host
-from pipette_launch.units import bytes_text
+from pipette_launch.probe.nvml import session, text
 
-BUSY_TOLERANCE_BYTES = 512 << 20
-"""Less than this is a display server or a monitoring agent, and no reason to hesitate."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 CPU_INFO = Path("/proc/cpuinfo")
@@ -81,52 +79,22 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    with _nvml() as nvml:
+    with session() as nvml:
         if nvml is not None:
             found["driver"] = nvml.nvmlSystemGetDriverVersion()
     return found
 
 
-def busy_devices(host: Host, *, tolerance_bytes: int = BUSY_TOLERANCE_BYTES) -> tuple[str, ...]:
-    """Say for each device whose memory other processes hold beyond the tolerance, who holds how much."""
-    if host.devices[0].kind == "cpu":
-        return ()
-    found = []
-    with _nvml() as nvml:
-        if nvml is None:
-            raise ClusterError(f"{host.name}: NVML no longer answers; check the driver with nvidia-smi")
-        for device in host.devices:
-            handle = nvml.nvmlDeviceGetHandleByUUID(device.uuid)
-            found += _holders(nvml, handle, f"{host.name}: {device.name} {device.uuid}", tolerance_bytes)
-    return tuple(found)
-
-
 def device_used_bytes(uuid: str) -> int:
     """Memory in use on a GPU by anyone, as NVML counts it: context, communicators and allocator together."""
-    with _nvml() as nvml:
+    with session() as nvml:
         if nvml is None:
             raise ClusterError(f"NVML no longer answers for {uuid}; check the driver with nvidia-smi")
         return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).used)
 
 
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    """NVML's module, started; None where this machine has no NVIDIA driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def _gpus(environ: Mapping[str, str]) -> list[Device]:
-    with _nvml() as nvml:
+    with session() as nvml:
         if nvml is None:
             return []
         return [_device(nvml, handle) for handle in _visible_handles(nvml, environ)]
@@ -155,7 +123,7 @@ def _handle(nvml: Any, every: list[Any], entry: str) -> Any | None:
             return nvml.nvmlDeviceGetHandleByUUID(entry)
         except nvml.NVMLError:
             return None
-    matches = [handle for handle in every if entry and _text(nvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
+    matches = [handle for handle in every if entry and text(nvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
     return matches[0] if len(matches) == 1 else None
 
 
@@ -163,43 +131,11 @@ def _device(nvml: Any, handle: Any) -> Device:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Device(
         kind="cuda",
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+        uuid=text(nvml.nvmlDeviceGetUUID(handle)),
+        name=text(nvml.nvmlDeviceGetName(handle)),
         memory_total_bytes=int(memory.total),
         memory_free_bytes=int(memory.free),
     )
-
-
-def _text(value: str | bytes) -> str:
-    """Old NVML bindings answer in bytes."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _holders(nvml: Any, handle: Any, where: str, tolerance_bytes: int) -> list[str]:
-    used = int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
-    others = [process for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if process.pid != os.getpid()]
-    # In a container NVML hides the size, or the whole process; then the device's own count has to do.
-    named = [process for process in others if (process.usedGpuMemory or used) > tolerance_bytes]
-    if named:
-        return [
-            f"{where}: process {process.pid} ({_process_name(process.pid)}) holds "
-            f"{bytes_text(process.usedGpuMemory or used)}; end it, or take the device out of CUDA_VISIBLE_DEVICES"
-            for process in named
-        ]
-    if not others and used > tolerance_bytes:
-        sentence = (
-            f"{where}: {bytes_text(used)} are held by a process that NVML does not name (another container?); "
-            f"end it, or take the device out of CUDA_VISIBLE_DEVICES"
-        )
-        return [sentence]
-    return []
-
-
-def _process_name(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return "name unknown"
 
 
 def _cpu_shares(num_devices: int) -> tuple[Device, ...]:
@@ -217,10 +153,10 @@ def _cpu_shares(num_devices: int) -> tuple[Device, ...]:
 def _cgroup_limit_bytes(otherwise: int) -> int:
     """What the container may use: `max` and an absent file mean no limit."""
     try:
-        text = CGROUP_LIMIT.read_text(encoding="ascii").strip()
+        limit = CGROUP_LIMIT.read_text(encoding="ascii").strip()
     except OSError:
         return otherwise
-    return int(text) if text.isdecimal() else otherwise
+    return int(limit) if limit.isdecimal() else otherwise
 
 
 def _cpu_name() -> str:

@@ -5,91 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
+from nvml_for_tests import GIB, FakeNvml, install
 
 from pipette_launch.errors import ClusterError
-from pipette_launch.facts import Host
 from pipette_launch.probe import inventory
 
-GIB = 1 << 30
 ROOT = Path(__file__).parent.parent.parent
-
-
-class FakeNvml(types.ModuleType):
-    """NVML of a machine with so many GPUs, whose memory is partly in use."""
-
-    class NVMLError(Exception):
-        """Anything that NVML refuses."""
-
-    class NVMLError_LibraryNotFound(NVMLError):  # noqa: N801, N818 - NVML's own name
-        """No driver."""
-
-    class NVMLError_DriverNotLoaded(NVMLError):  # noqa: N801, N818 - NVML's own name
-        """No driver either."""
-
-    def __init__(self, num_gpus: int, processes: dict[int, list[SimpleNamespace]] | None = None) -> None:
-        super().__init__("pynvml")
-        self.num_gpus = num_gpus
-        self.processes = processes or {}
-        self.used = 2 * GIB
-        self.open = 0
-
-    def nvmlInit(self) -> None:
-        """Start."""
-        if not self.num_gpus:
-            raise self.NVMLError_LibraryNotFound
-        self.open += 1
-
-    def nvmlShutdown(self) -> None:
-        """End."""
-        self.open -= 1
-
-    def nvmlSystemGetDriverVersion(self) -> str:
-        """Some version."""
-        return "580.1"
-
-    def nvmlDeviceGetCount(self) -> int:
-        """All of them, whatever CUDA_VISIBLE_DEVICES says."""
-        return self.num_gpus
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        """An index is as good a handle as any."""
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        """The other way round."""
-        return int(uuid.rpartition("-")[2])
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
-        """The same letter twice, then the index."""
-        return f"GPU-{'ab'[handle % 2] * 4}-{handle}"
-
-    def nvmlDeviceGetName(self, handle: int) -> bytes:
-        """Bytes, as old bindings answer."""
-        return b"Test GPU"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        """80 GiB."""
-        return SimpleNamespace(total=80 * GIB, free=80 * GIB - self.used, used=self.used)
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
-        """Who computes there."""
-        return self.processes.get(handle, [])
-
-
-def install(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, visible: str | None = None) -> FakeNvml:
-    """Put the stand-in in place."""
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    return nvml
 
 
 def uuids(num_devices: int) -> list[str]:
@@ -175,41 +100,6 @@ def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ClusterError, match="n: 4 workers for 2 visible GPUs"):
         uuids(4)
-
-
-def gpu_host(monkeypatch: pytest.MonkeyPatch, processes: dict[int, list[SimpleNamespace]], used: int) -> Host:
-    """A host of one GPU with these processes."""
-    nvml = install(monkeypatch, FakeNvml(1, processes))
-    nvml.used = used
-    return inventory.host(name="n", address="a", num_devices=1, device="cuda")
-
-
-def test_other_processes_on_a_device_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Process, name and size; small holders and this very process do not count."""
-    processes = [
-        SimpleNamespace(pid=os.getppid(), usedGpuMemory=3 * GIB),
-        SimpleNamespace(pid=os.getppid(), usedGpuMemory=GIB // 4),
-        SimpleNamespace(pid=os.getpid(), usedGpuMemory=9 * GIB),
-    ]
-    (sentence,) = inventory.busy_devices(gpu_host(monkeypatch, {0: processes}, 12 * GIB))
-
-    name = psutil.Process(os.getppid()).name()
-    assert f"n: Test GPU GPU-aaaa-0: process {os.getppid()} ({name}) holds 3.00 GiB; end it" in sentence
-
-
-def test_memory_that_nobody_owns_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From inside a container NVML shows the use but not the user."""
-    (sentence,) = inventory.busy_devices(gpu_host(monkeypatch, {}, 3 * GIB))
-
-    assert "3.00 GiB are held by a process that NVML does not name" in sentence
-
-
-def test_an_idle_device_is_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A display's few megabytes are tolerated, and a CPU host is never busy."""
-    idle = gpu_host(monkeypatch, {}, GIB // 8)
-    cpu = inventory.host(name="n", address="a", num_devices=1, device="cpu")
-
-    assert ((), ()) == (inventory.busy_devices(idle), inventory.busy_devices(cpu))
 
 
 def test_versions_name_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ class Cluster:
 
     hosts: tuple[Host, ...]
     between_hosts: Links
-    """H x H, one device of each host."""
+    """H x H, for each device when all devices of a host talk to their counterparts of another at once."""
     within_host: tuple[Links, ...]
     """For each host, D x D between its devices."""
     slot_speed: tuple[float, ...]

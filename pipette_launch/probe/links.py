@@ -14,7 +14,7 @@ rails stay in step, everyone begins together, and a round ends when nobody wants
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,6 +32,7 @@ from pipette_launch.probe.options import LinkSamples, ProbeOptions
 from pipette_launch.probe.repeats import TINY_BYTES, Tally, in_passes, ladder
 from pipette_launch.probe.rounds import Group, in_turns, local_groups, matching_rounds, rail_groups
 from pipette_launch.probe.sampling import Pair, Round, rounds_of
+from pipette_launch.probe.suspects import suspect_links
 
 LINKS_SHARE = 0.75
 """Of the budget, most of which compute has had before; what is left belongs to collectives."""
@@ -148,7 +149,6 @@ class LinkMeter:
 
     def _direction(self, groups: Sequence[Group], seat: tuple[int, Pair] | None, tally: Tally | None) -> None:
         """Let all senders of one direction send, step by step, until none wants more."""
-        nothing = (0,) * len(self.sizes)
         while True:
             wishes = torch.zeros((len(groups), len(self.sizes)), dtype=torch.int32)
             if seat is not None and tally is not None:
@@ -157,14 +157,13 @@ class LinkMeter:
             if not any(map(any, counts)):
                 return
             if seat is not None:
-                self._step(counts[seat[0]] or nothing, seat[1], tally)
+                self._step(counts[seat[0]], seat[1], tally)
 
     def _largest(self, wishes: torch.Tensor) -> list[list[int]]:
         """For each group the largest wish of its rails; begins the step for everyone at once."""
         shared = wishes.to(self.options.device_kind)
         with self._deadline("the others"):
-            work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)
-            self._finish(work, self.options.timeout_s)
+            self._finish([dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)], self.options.timeout_s)
         counts: list[list[int]] = shared.tolist()
         return counts
 
@@ -187,16 +186,20 @@ class LinkMeter:
         with self._deadline(self.options.slot_name(peer)):
             # batch_isend_irecv uses the world communicator; NCCL's plain send would open one for each pair.
             for operation in (send, receive) if sends_first else (receive, send):
-                for work in dist.batch_isend_irecv([operation]):
-                    self._finish(work, PARTNER_SHARE * self.options.timeout_s)
+                self._finish(dist.batch_isend_irecv([operation]), PARTNER_SHARE * self.options.timeout_s)
 
-    def _finish(self, work: dist.Work, timeout_s: float) -> None:
-        """Wait until a transfer is done, on the device too."""
-        if self.options.device_kind == "cpu":
-            work.wait(timedelta(seconds=timeout_s))
-            return
-        work.wait()
-        _await_device(timeout_s, self.clock)
+    def _finish(self, works: Iterable[dist.Work | None], timeout_s: float) -> None:
+        """Wait until transfers are done, on the device too; raises RuntimeError or TimeoutError at the deadline."""
+        for work in works:
+            assert work is not None, "every rank is in the world's communicator"
+            # NCCL's wait only puts the work in line on the device, and takes no deadline for that.
+            work.wait() if self._is_cuda else work.wait(timedelta(seconds=timeout_s))
+        if self._is_cuda:
+            await_device(timeout_s, self.clock)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.options.device_kind == "cuda"
 
     @contextmanager
     def _deadline(self, whom: str) -> Iterator[None]:
@@ -205,12 +208,6 @@ class LinkMeter:
         except (RuntimeError, TimeoutError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             raise ProbeError(f"links: no answer from {whom} in {self._place} ({said})") from error
-
-
-def suspect_links(bandwidth_HH: NDArray[np.float64]) -> tuple[Pair, ...]:
-    """Nothing is suspected yet."""
-    del bandwidth_HH
-    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +295,7 @@ def align(device_kind: str) -> None:
         torch.cuda.synchronize()
 
 
-def _await_device(timeout_s: float, clock: Clock) -> None:
+def await_device(timeout_s: float, clock: Clock) -> None:
     """Wait for all that was launched on this device; raises TimeoutError, where synchronize would wait for ever."""
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record()

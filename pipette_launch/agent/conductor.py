@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipette_launch.facts.round import Decision, NodeRecord, Verdict
+from pipette_launch.probe.progress import Sign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +89,14 @@ class Conductor(Protocol):
     def explain(self, text: str) -> str:
         """Say in one sentence why a worker died, from the end of its stderr; empty when the text does not tell."""
 
-    def warmup_report(self, processes: dict[int, int]) -> str:
-        """Say what went wrong with local warm-up workers, or what they were doing (local rank -> pid)."""
+    def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
+        """Return what a local warm-up worker last said of itself, and why it failed if it said so."""
+
+    def warmup_goes_on(self, *, leads: bool) -> None:
+        """Show how far the warm-up is, on the node that leads it; called several times a second."""
+
+    def warmup_is_over(self) -> None:
+        """End what `warmup_goes_on` shows."""
 
     @property
     def warmup_deadline_s(self) -> float:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
-from pipette_launch.agent import failures
+from pipette_launch.agent import failures, vitals
 from pipette_launch.agent.agreement import MEETING_S, agree, plan_together
 from pipette_launch.agent.conductor import Node
 from pipette_launch.agent.exchange import Exchange
@@ -202,28 +202,26 @@ class PipetteAgent(LocalElasticAgent):
         self._close_streams()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        decision, exchange = self._current()
+        decision, _ = self._current()
         if decision.phase == "warmup":
-            return self._monitor_warmup(worker_group, exchange)
+            return self._monitor_warmup(worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         self._witness.publish()
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._note_failure(result, decision)
         return result
 
-    def _monitor_warmup(self, worker_group: WorkerGroup, exchange: Exchange) -> RunResult:
+    def _monitor_warmup(self, worker_group: WorkerGroup) -> RunResult:
         """A warm-up that fails or hangs ends the phase on every node; training goes on without it."""
-        # Programs, not functions: probe workers are started as such.
-        assert isinstance(self._pcontext, SubprocessContext)
-        handlers = self._pcontext.subprocess_handlers
-        state = self._warmup.look(exchange, {local: handler.proc for local, handler in handlers.items()})
+        decision, exchange = self._current()
+        state = self._warmup.look(exchange, decision, self._token, vitals.processes(self._pcontext))
         if state == "running":
             return RunResult(state=WorkerState.HEALTHY)
-        if state == "failed":
-            super()._stop_workers(worker_group)
-            return self._succeeded(worker_group)
-        result: RunResult = super()._monitor_workers(worker_group)
-        return result
+        if self._warmup.absent:
+            self._remaining_restarts = self._warmup.begin_anew(self._remaining_restarts)
+            self._rejoin = True
+        super()._stop_workers(worker_group)
+        return self._succeeded(worker_group)
 
     def _note_failure(self, result: RunResult, decision: Decision) -> None:
         """Settle with all nodes whether the job died before its first iteration, and keep the reason."""
@@ -308,6 +306,8 @@ class PipetteAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Wait for all nodes to finish the phase; a node that failed and waits to rejoin ends the wait."""
         decision, exchange = self._current()
+        if self._rejoin:
+            return
         self._in_exit_barrier = True
         try:
             timeout_s = self._exit_barrier_timeout

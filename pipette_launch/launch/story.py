@@ -13,8 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from pipette_launch import megatron, report
 from pipette_launch.agent import start
 from pipette_launch.errors import PipetteError
@@ -27,6 +25,7 @@ from pipette_launch.launch.evidence import has_trained
 from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
 from pipette_launch.probe import condition, inventory
 from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.progress import last_error, last_sign
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -39,8 +38,10 @@ if TYPE_CHECKING:
     from pipette_launch.facts.outcome import Outcome, PeakReading
     from pipette_launch.facts.round import Verdict
     from pipette_launch.launch.options import Options
+    from pipette_launch.probe.progress import Sign
 
 SHOWN_HOSTS = 4
+PROGRESS = "progress"
 WARMUP_GRACE_S = 60.0
 """Imports and set-up of the warm-up, which its budget does not bound."""
 
@@ -194,7 +195,7 @@ class Story:
         """Return what this node's workers run under a decision."""
         if decision.phase != "warmup":
             return commands.training(decision, self._options, self._node.entrypoint, self._node.arguments)
-        progress = self._folder / "progress"
+        progress = self._folder / PROGRESS
         shutil.rmtree(progress, ignore_errors=True)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         progress.mkdir()
@@ -258,33 +259,18 @@ class Story:
         """After how long a warm-up counts as hung."""
         return self._options.budget_s + WARMUP_GRACE_S
 
-    def warmup_report(self, processes: dict[int, int]) -> str:
-        """Say what went wrong with local warm-up workers, or what they were doing."""
-        name = self._host.name if self._host else "this node"
-        progress = self._folder / "progress"
-        parts = []
-        for local_rank, pid in sorted(processes.items()):
-            phase = _text(progress / str(local_rank)) or "start"
-            error = _text(progress / f"{local_rank}.error")
-            state = f"pid {pid}, {_process_state(pid)}"
-            parts.append(f"{name}:{local_rank} ({error or f'in phase {phase}, {state}'})")
-        return ", ".join(parts)
+    def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
+        """Return what a local warm-up worker last said of itself, and why it failed if it said so."""
+        folder = self._folder / PROGRESS
+        return last_sign(folder, local_rank), last_error(folder, local_rank)
+
+    def warmup_goes_on(self, *, leads: bool) -> None:
+        """Show how far the warm-up is."""
+
+    def warmup_is_over(self) -> None:
+        """End what shows how far the warm-up is."""
 
 
 def _say(text: str) -> None:
     sys.stderr.write(f"pipette-launch: {text}\n")
     sys.stderr.flush()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _process_state(pid: int) -> str:
-    try:
-        return str(psutil.Process(pid).status())
-    except psutil.Error:
-        return "gone"

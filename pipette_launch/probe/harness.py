@@ -233,9 +233,7 @@ class Conductor:
         names = ", ".join(self.name_of(rank) for rank in ranks[:MOST_NAMED])
         more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
         missing = "" if list(ranks) == [0] else f" (missing: {names}{more})"
-        raise MissingError(
-            f"waited {timeout_s:.0f} s in vain for {what}{missing}; raise the timeout if it only needs longer", ranks
-        )
+        raise MissingError(f"waited {timeout_s:.0f} s in vain for {what}{missing}", ranks)
 
 
 class Seat(NamedTuple):

@@ -21,6 +21,7 @@ from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
 from pipette_launch.probe.harness import START, Budget, Conductor, Progress, Seat, seat_of
 from pipette_launch.probe.options import GroupShape, ProbeOptions, group_shapes
+from pipette_launch.probe.tether import end_with_parent
 
 __all__ = ["GroupShape", "ProbeOptions", "group_shapes", "main"]
 
@@ -153,6 +154,7 @@ def _process_group(store: Any, conductor: Conductor, seat: Seat, options: ProbeO
 
 
 if __name__ == "__main__":
+    end_with_parent()
     # torch and megatron-core warn of optional libraries and of deprecations; nothing of it concerns a measurement.
     warnings.simplefilter("ignore")
     code = main(sys.argv[1:])

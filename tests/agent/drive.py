@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import uuid
 from dataclasses import replace
@@ -19,6 +20,7 @@ from pipette_launch.agent import start
 from pipette_launch.agent.conductor import Command, Helper, Invite, Node
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.round import Decision, NodeRecord
+from pipette_launch.probe.progress import Sign, last_error, last_sign
 
 
 class ScriptedConductor:
@@ -27,6 +29,7 @@ class ScriptedConductor:
     def __init__(self, table: dict[str, Any], node_rank: int) -> None:
         self.table = table
         self.node_rank = node_rank
+        self.folder, self.host = Path(os.environ["OUT"]), os.environ["NODE"]
         self.warmup_deadline_s = table.get("deadline_s", 60.0)
 
     def begin(self, node: Node) -> str:
@@ -130,8 +133,15 @@ class ScriptedConductor:
     def explain(self, text: str) -> str:
         return "it was refused" if "REFUSED" in text else ""
 
-    def warmup_report(self, processes: dict[int, int]) -> str:
-        return f"local ranks {sorted(processes)}"
+    def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
+        folder = self.folder / self.host
+        return last_sign(folder, local_rank), last_error(folder, local_rank)
+
+    def warmup_goes_on(self, *, leads: bool) -> None:
+        pass
+
+    def warmup_is_over(self) -> None:
+        pass
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ class Conductor(Protocol):
         """Show how far the warm-up is, on the node that leads it; called several times a second."""
 
     def warmup_is_over(self) -> None:
-        """End what `warmup_goes_on` shows."""
+        """Take note that no worker of the warm-up is left on this node; returns once the devices are free again."""
 
     @property
     def warmup_deadline_s(self) -> float:

@@ -130,8 +130,8 @@ class Warmup:
 
     def _end(self, processes: Mapping[int, Popen[bytes]]) -> str:
         """Leave nothing behind: no worker, nor what it has started; returns what the kernel would not end."""
-        self._conductor.warmup_is_over()
         left = vitals.end(processes, began_s=self._started_s, mark=self._logs)
+        self._conductor.warmup_is_over()
         return f"the kernel cannot end process {', '.join(map(str, left))} of the warm-up" if left else ""
 
     def _is_late(self) -> bool:

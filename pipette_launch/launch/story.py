@@ -26,6 +26,7 @@ from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
 from pipette_launch.probe import condition, inventory
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.progress import last_error, last_sign
+from pipette_launch.probe.reclaim import await_memory
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -268,7 +269,16 @@ class Story:
         """Show how far the warm-up is."""
 
     def warmup_is_over(self) -> None:
-        """End what shows how far the warm-up is."""
+        """Wait until the devices are free again: training needs every byte."""
+        if self._host is None:
+            return
+        try:
+            for trouble in await_memory(self._host):
+                _say(trouble)
+        except self._chief.interruption:
+            raise
+        except Exception:
+            logger.exception("whether the warm-up's memory is free again cannot be told; the job goes on")
 
 
 def _say(text: str) -> None:

@@ -6,16 +6,25 @@ A driver takes memory back some time after a process has died, and a worker's st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import Device, Host
 from pipette_launch.probe import inventory
+from pipette_launch.probe.condition import conditions
+from pipette_launch.probe.verdicts import BUSY_TOLERANCE_BYTES as TOLERANCE_BYTES
 from pipette_launch.units import bytes_text
 
-TOLERANCE_BYTES = inventory.BUSY_TOLERANCE_BYTES
 DEADLINE_S = 50.0
 POLL_S = 0.5
+
+
+def holders_of(host: Host) -> Iterator[str]:
+    """Who holds memory of a host's devices, one sentence each; raises ClusterError where NVML no longer answers."""
+    for told in conditions(host):
+        for one in told.holders:
+            size = "memory" if one.used_bytes is None else bytes_text(one.used_bytes)
+            yield f"{host.name}: process {one.pid} ({one.name}) holds {size} of {told.uuid}"
 
 
 def await_memory(
@@ -23,7 +32,7 @@ def await_memory(
     *,
     deadline_s: float = DEADLINE_S,
     used_bytes: Callable[[str], int] = inventory.device_used_bytes,
-    holders: Callable[[Host], Iterable[str]] = inventory.busy_devices,
+    holders: Callable[[Host], Iterable[str]] = holders_of,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[str, ...]:

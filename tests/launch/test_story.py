@@ -15,6 +15,7 @@ from pipette_launch.agent.meeting import Meeting
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.facts.round import Decision
+from pipette_launch.launch import story as module
 from pipette_launch.launch.story import Story
 from pipette_launch.probe import inventory
 
@@ -200,3 +201,23 @@ def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(inventory, "device_used_bytes", fail)
     assert () == told._device_peaks()
+
+
+def test_training_waits_for_the_memory_of_the_warmup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stays full is told in a sentence, and a driver in disorder costs no job; a signal does get through."""
+    told = story(tmp_path)
+    troubles: list[Exception] = [OSError("driver/library version mismatch"), KeyError("signal 15")]
+
+    monkeypatch.setattr(module, "await_memory", lambda host: (f"{host.name}: GPU 0 still holds 1 GiB",))
+    told.warmup_is_over()
+    assert "GPU 0 still holds 1 GiB\n" in capsys.readouterr().err
+
+    def fail(host: object) -> None:
+        raise troubles.pop(0)
+
+    monkeypatch.setattr(module, "await_memory", fail)
+    told.warmup_is_over()
+    with pytest.raises(KeyError):
+        told.warmup_is_over()

@@ -1,6 +1,7 @@
 """Holds hosts back: a processor quota where control groups can be written, else stop and go.
 
-A quota lets all of a host's processes run for a share of every period; nothing else on the machine changes. Where no
+A quota lets all of a host's processes run for a share of every period, a weight keeps the ratio where all processors are
+busy; nothing else on the machine changes. Where no
 control group can be made, a thread stops the host's processes for the rest of every period and lets them go on:
 coarser, and visible to a parent that watches for stopped children.
 """
@@ -22,6 +23,7 @@ from benchmarks.netlab.topology import Topology
 GROUPS = Path("/sys/fs/cgroup/cpu")
 """Of control groups version 1. Version 2 lets a process that is not at the root limit nobody, so it is not tried."""
 GROUP_PERIOD_US = 20_000
+USUAL_WEIGHT = 1024
 SIGNAL_PERIOD_S = 0.05
 LOOK_EVERY = 4
 """Periods between two looks at who lives in a host: that reads all of /proc."""
@@ -49,7 +51,7 @@ class Brake:
     @property
     def words(self) -> str:
         """How hosts are held back here."""
-        return "cpu.cfs_quota_us of a control group" if self._groups else "SIGSTOP and SIGCONT in turns"
+        return "cpu.cfs_quota_us and cpu.shares of a control group" if self._groups else "SIGSTOP and SIGCONT in turns"
 
     def __enter__(self) -> Brake:
         for host in self._topology.hosts:
@@ -74,6 +76,8 @@ class Brake:
         if self._groups:
             quota = max(1000, int(share * self._part(host) * GROUP_PERIOD_US)) if share < 1 else -1
             (self._groups[host] / "cpu.cfs_quota_us").write_text(str(quota))
+            # The quota holds where processors are idle; where all compute, the weight keeps the ratio to its peers.
+            (self._groups[host] / "cpu.shares").write_text(str(max(2, int(share * USUAL_WEIGHT))))
             return
         self._shares[host] = share
         if not self._thread.is_alive():

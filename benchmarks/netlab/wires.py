@@ -102,7 +102,7 @@ def names(topology: Topology) -> str:
         for index, host in enumerate(topology.hosts)
         for before in ("", "::ffff:")
     ]
-    return "\n".join(["127.0.0.1 localhost", *known]) + "\n"
+    return "\n".join(["127.0.0.1 localhost", "::1 localhost", "::ffff:127.0.0.1 localhost", *known]) + "\n"
 
 
 def tune() -> None:

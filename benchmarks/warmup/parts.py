@@ -113,12 +113,12 @@ def duration(*, runs: int) -> Iterator[str]:
     yield f"Eight hosts, one slot each, all links {USUAL_MBIT:g} Mbit/s; seconds, of each phase the slowest worker's."
     yield ""
     phases = list(trials[0].need().phase_s)
-    yield f"| run | {' | '.join(phases)} | warm-up | whole command |"
-    yield f"|--:|{'--:|' * (len(phases) + 2)}"
+    yield f"| run | {' | '.join(phases)} | warm-up | whole command | processor time |"
+    yield f"|--:|{'--:|' * (len(phases) + 3)}"
     for run, trial in enumerate(trials):
         phase_s = trial.need().phase_s
         parts = " | ".join(f"{phase_s[phase]:.1f}" for phase in phases)
-        yield f"| {run + 1} | {parts} | {_warmup_s(trial):.1f} | {trial.wall_s:.1f} |"
+        yield f"| {run + 1} | {parts} | {_warmup_s(trial):.1f} | {trial.wall_s:.1f} | {trial.cpu_s:.1f} |"
     yield ""
     middle_s = statistics.median(_warmup_s(trial) for trial in trials)
     yield f"Warm-up, median of {runs}: {middle_s:.1f} s (aim: under 60 s)."

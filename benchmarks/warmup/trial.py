@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -35,6 +36,8 @@ class Trial:
     """None where the launcher left no file."""
     wall_s: float
     """From the start of the launchers until all had ended: imports, rendezvous, warm-up, search, screen."""
+    cpu_s: float
+    """What all processes of all hosts computed; over the number of cores it is the least that `wall_s` can be."""
     code: int
     """The worst exit code."""
     screen: str
@@ -72,7 +75,7 @@ def warm_up(lab: Lab, name: str, *, budget_s: float = 60.0) -> Trial:
         "PYTHONWARNINGS": "ignore",
         "COLUMNS": "120",
     }
-    began_s = time.monotonic()
+    began_s, before_s = time.monotonic(), _children_s()
     with (folder / "screen").open("w") as screen:
         jobs = [
             lab.run(host, words, env, stdout=screen if index == 0 else subprocess.DEVNULL, stderr=screen)
@@ -84,9 +87,16 @@ def warm_up(lab: Lab, name: str, *, budget_s: float = 60.0) -> Trial:
     return Trial(
         measurements=files.read(found, Measurements) if found else None,
         wall_s=wall_s,
+        cpu_s=_children_s() - before_s,
         code=code,
         screen=(folder / "screen").read_text(),
     )
+
+
+def _children_s() -> float:
+    """Processor time of every process that has ended below this one, and was waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _ended(job: subprocess.Popen[str], deadline_s: float) -> int:

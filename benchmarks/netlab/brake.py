@@ -1,9 +1,9 @@
 """Holds hosts back: a processor quota where control groups can be written, else stop and go.
 
-A quota lets all of a host's processes run for a share of every period, a weight keeps the ratio where all processors are
-busy; nothing else on the machine changes. Where no
-control group can be made, a thread stops the host's processes for the rest of every period and lets them go on:
-coarser, and visible to a parent that watches for stopped children.
+A quota lets all of a host's processes run for a share of every period, a weight keeps the ratio to its peers where all
+processors are busy; nothing else on the machine changes. Where no control group can be made, a thread stops the host's
+processes for the rest of every period and lets them go on: coarser, and visible to a parent that watches for stopped
+children.
 """
 
 from __future__ import annotations

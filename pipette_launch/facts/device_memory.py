@@ -26,6 +26,11 @@ class DeviceOverhead:
             raise FactError(f"an overhead cannot be negative, got {self}")
 
     @property
+    def total_bytes(self) -> int:
+        """What was held at most outside of the allocator."""
+        return max(self.alone_bytes, self.together_bytes)
+
+    @property
     def communicator_bytes(self) -> int:
         """What one communicator takes, the average of those that were open; 0 where none was."""
         return max(self.together_bytes - self.alone_bytes, 0) // max(self.num_communicators, 1)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.groups import Groups
 from pipette_launch.cost.traffic import Hiding, exchanges
 from pipette_launch.errors import PipetteError, PlanError
-from pipette_launch.facts import Choice, Job, Plan, Provenance, files
+from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
 from pipette_launch.facts.advice import Advice, CollectiveKind, Dimension, StageCase
 from pipette_launch.facts.question import Question
 from pipette_launch.search.solve import SolveOptions, solve
@@ -98,13 +98,14 @@ def fullest_stages(shortlist: Sequence[Choice]) -> tuple[StageCase, ...]:
     """The fullest pipeline rank of each layout, then the next fullest of each, and so on."""
     ranked = [sorted(range(choice.layout.pp), key=lambda rank: -choice.peak_memory_bytes[rank]) for choice in shortlist]
     turns = range(max(len(ranks) for ranks in ranked))
-    found = dict.fromkeys(
-        StageCase(layout=choice.layout, pp_rank=ranks[turn])
-        for turn in turns
-        for choice, ranks in zip(shortlist, ranked, strict=True)
-        if turn < len(ranks)
-    )
-    return tuple(found)[:MOST_STAGES]
+    found: dict[tuple[Layout, int], StageCase] = {}
+    for turn in turns:
+        for choice, ranks in zip(shortlist, ranked, strict=True):
+            if turn < len(ranks):
+                rank = ranks[turn]
+                case = StageCase(layout=choice.layout, pp_rank=rank, predicted_bytes=choice.peak_memory_bytes[rank])
+                found.setdefault((choice.layout, rank), case)
+    return tuple(found.values())[:MOST_STAGES]
 
 
 class _Collective(NamedTuple):

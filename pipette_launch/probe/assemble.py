@@ -59,6 +59,8 @@ def assemble(
         for result in results
         for time in result.compute
     )
+    overheads = [result.overhead for result in results if result.overhead]
+    overhead = max(overheads, key=lambda one: one.total_bytes, default=None)
     return Measurements(
         cluster=Cluster(hosts=options.hosts, between_hosts=links.between, within_host=links.within, slot_speed=speeds),
         compute=compute,
@@ -74,7 +76,9 @@ def assemble(
         refused=refused,
         unmeasured=tuple(case for case in options.cases if case not in reached),
         model_digest=files.digest(options.job.model),
-        overhead_bytes=max(result.overhead_bytes for result in results),
+        overhead_bytes=overhead.total_bytes if overhead else 0,
+        overhead=overhead if options.device_kind == "cuda" else None,
+        stages=tuple(reading for result in results for reading in result.stages),
         versions=versions,
         taken_at=taken_at,
         phase_s={phase: max(result.phase_s.get(phase, 0.0) for result in results) for phase in PHASES},

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts import ComputeCase, ComputeTime, Host, Job, MemoryReading, Samples
+from pipette_launch.facts import (
+    ComputeCase,
+    ComputeTime,
+    DeviceOverhead,
+    Host,
+    Job,
+    MemoryReading,
+    Samples,
+    StageReading,
+)
 from pipette_launch.facts.advice import CollectiveKind, Dimension
 
 MIN_SIZES = 3
@@ -179,7 +188,8 @@ class WorkerResult:
     refused: tuple[ComputeCase, ...] = ()
     """Cases that megatron-core refused here, or that ran out of memory."""
     memory: tuple[MemoryReading, ...] = ()
-    overhead_bytes: int = 0
+    overhead: DeviceOverhead | None = None
+    stages: tuple[StageReading, ...] = ()
     optimizer_s_per_parameter: float | None = None
     phase_s: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

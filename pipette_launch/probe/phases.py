@@ -1,19 +1,20 @@
-"""The phases of a warm-up as one worker goes through them: alone, then together, then the report.
+"""The phases of a warm-up as one worker goes through them: alone, then together, then alone again, then the report.
 
 Compute and layer memory need no peer and come first; then links over one world communicator; what is known by then says
-which groups the plans that may win would form, and their collectives are timed.
+which groups the plans that may win would form, and their collectives are timed. Once the communicator is closed, whole
+stages of those plans are run on single devices.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipette_launch.facts import Measurements, files
-from pipette_launch.facts.advice import Advice, Dimension
-from pipette_launch.probe import collectives, compute, counsel, inventory, links
+from pipette_launch.facts import DeviceOverhead, Measurements, files
+from pipette_launch.facts.advice import Advice, Dimension, StageCase
+from pipette_launch.probe import collectives, compute, counsel, inventory, links, stages
 from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.harness import Budget, Conductor, Progress
 from pipette_launch.probe.memory import MemoryMeter
@@ -39,6 +40,7 @@ class Phases:
     _mine: WorkerResult = field(init=False)
     _told: list[WorkerResult] = field(default_factory=list, init=False)
     _dimensions: tuple[Dimension, ...] = field(default=(), init=False)
+    _stages: tuple[StageCase, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self._mine = WorkerResult(slot=self.rank)
@@ -53,7 +55,7 @@ class Phases:
             refused=tuple(bench.refused),
             stretch=bench.stretch,
             memory=tuple(bench.memory),
-            overhead_bytes=self.meter.overhead_bytes(),
+            overhead=self._overhead_alone(),
             optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
             notes=tuple(bench.notes),
         )
@@ -70,14 +72,20 @@ class Phases:
         )
         with self.progress.during("advice"):
             advice = self._advice()
-        self._dimensions = advice.dimensions or self.options.dimensions()
+        self._dimensions, self._stages = advice.dimensions or self.options.dimensions(), advice.stages
         with self.progress.during("collectives"):
             grouped = collectives.measure(
                 self.options, self._dimensions, rank=self.rank, conductor=self.conductor, budget=self.budget
             )
         # With the communicators still open: they are most of what NVML sees beyond the allocator.
-        held_bytes = max(self._mine.overhead_bytes, self.meter.overhead_bytes())
-        self._add(collectives=grouped.groups, notes=grouped.notes, overhead_bytes=held_bytes)
+        self._add(collectives=grouped.groups, notes=grouped.notes, overhead=self._overhead_together())
+
+    def alone_again(self) -> None:
+        """Run whole stages under a fake communicator; the world's is closed."""
+        with self.progress.during("stages"):
+            bench = stages.StageBench(options=self.options, slot=self.rank, meter=self.meter)
+            bench.measure(self._stages, self.conductor, self.budget)
+        self._add(stages=tuple(bench.readings), notes=tuple(bench.notes))
 
     def report(self) -> Measurements | None:
         """Bring all results to rank 0 and join them there; the others get None and may leave."""
@@ -106,6 +114,25 @@ class Phases:
         self.conductor.meet(most_s + counsel.START_S)
         return counsel.share(advice, self.options.device_kind)
 
+    def _overhead_alone(self) -> DeviceOverhead:
+        """What the device holds outside of the model before any communicator exists."""
+        bytes_now = self.meter.overhead_bytes()
+        return DeviceOverhead(
+            alone_bytes=bytes_now,
+            together_bytes=bytes_now,
+            num_communicators=0,
+            workspace_bytes=self.meter.workspace_bytes(),
+        )
+
+    def _overhead_together(self) -> DeviceOverhead:
+        """The same with the communicators that this slot is in: the world's, and one for each of its groups."""
+        groups = {group for dimension in self._dimensions for group in dimension.groups if self.rank in group}
+        return replace(
+            self._mine.overhead or self._overhead_alone(),
+            together_bytes=self.meter.overhead_bytes(),
+            num_communicators=1 + len(groups) if self.options.num_slots > 1 else 0,
+        )
+
     def _add(self, **found: object) -> None:
         """Put what was just found to what was found before."""
         self._mine = joined(self._mine, WorkerResult(**{**self._same(), **found}))  # type: ignore[arg-type]
@@ -116,7 +143,7 @@ class Phases:
         return {
             "slot": self.rank,
             "stretch": mine.stretch,
-            "overhead_bytes": mine.overhead_bytes,
+            "overhead": mine.overhead,
             "optimizer_s_per_parameter": mine.optimizer_s_per_parameter,
         }
 

@@ -101,6 +101,7 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
     phases.alone()
     with _process_group(store, conductor, seat, options):
         phases.together()
+    phases.alone_again()
     progress.announce("report")
     found = phases.report()
     if found is not None:

@@ -7,7 +7,7 @@ import pytest
 from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import ComputeTime, Samples
+from pipette_launch.facts import ComputeTime, DeviceOverhead, Samples
 from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
 
@@ -42,7 +42,7 @@ def result(slot: int, **changes: object) -> WorkerResult:
         compute=(layer(slot, 3.0),),
         stretch=1.0,
         memory=(),
-        overhead_bytes=slot,
+        overhead=DeviceOverhead(alone_bytes=0, together_bytes=slot, num_communicators=2, workspace_bytes=0),
         optimizer_s_per_parameter=None if slot == 0 else slot * 1e-9,
         phase_s={"links": float(slot)},
         notes=(),

@@ -87,9 +87,9 @@ def test_bad_options_are_refused(changes: dict[str, object], message: str) -> No
 
 def test_parts_of_a_result_are_joined() -> None:
     """Lists grow, and of single figures the later one counts."""
-    first = WorkerResult(slot=1, notes=("a",), phase_s={"links": 1.0}, overhead_bytes=5)
-    second = WorkerResult(slot=1, notes=("b",), phase_s={"compute": 2.0}, overhead_bytes=3)
+    first = WorkerResult(slot=1, notes=("a",), phase_s={"links": 1.0}, optimizer_s_per_parameter=5.0)
+    second = WorkerResult(slot=1, notes=("b",), phase_s={"compute": 2.0}, optimizer_s_per_parameter=3.0)
 
-    assert WorkerResult(slot=1, notes=("a", "b"), phase_s={"links": 1.0, "compute": 2.0}, overhead_bytes=3) == joined(
-        first, second
-    )
+    assert WorkerResult(
+        slot=1, notes=("a", "b"), phase_s={"links": 1.0, "compute": 2.0}, optimizer_s_per_parameter=3.0
+    ) == joined(first, second)

@@ -8,7 +8,7 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 from probe.workers import REFERENCE, run_workers, tiny_options
 
-from pipette_launch.facts import ComputeCase, Measurements, files
+from pipette_launch.facts import ComputeCase, Layout, Measurements, files
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.run import main
 
@@ -62,13 +62,16 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     assert ["done\n", "done\n"] == [(tmp_path / "progress" / name).read_text() for name in ("0", "1")]
 
 
-def test_advised_groups_are_measured_instead_of_the_usual_ones(tmp_path: Path) -> None:
-    """Three workers; the adviser names one pair among them, and the third keeps step without a group."""
+def test_what_is_advised_is_measured(tmp_path: Path) -> None:
+    """Three workers: a pair among them is a group, and the third keeps step; two run a stage, one of six ranks."""
     program = (
         "import sys; from pathlib import Path; from pipette_launch.facts import files; "
-        "from pipette_launch.facts.advice import Advice, Dimension; "
+        "from pipette_launch.facts import Layout; "
+        "from pipette_launch.facts.advice import Advice, Dimension, StageCase; "
         "dimension = Dimension(name='dp', kinds=('all_reduce',), groups=((0, 2),)); "
-        "files.write(Path(sys.argv[-1]), Advice(dimensions=(dimension,), words='one plan was looked at'))"
+        "cases = StageCase(layout=Layout(dp=3), pp_rank=0), StageCase(layout=Layout(pp=2, dp=3), pp_rank=1); "
+        "advice = Advice(dimensions=(dimension,), stages=cases, words='one plan was looked at'); "
+        "files.write(Path(sys.argv[-1]), advice)"
     )
     options = tiny_options(tmp_path, hosts=3, devices=1, adviser=(sys.executable, "-c", program))
     outcome = run_workers(options, tmp_path)
@@ -79,6 +82,13 @@ def test_advised_groups_are_measured_instead_of_the_usual_ones(tmp_path: Path) -
         (entry.kind, entry.slots) for entry in found.collectives if entry.kind != "send"
     ]
     assert "advice: one plan was looked at" in found.notes
+    assert [(0, Layout(dp=3), 0), (1, Layout(pp=2, dp=3), 1)] == [
+        (reading.slot, reading.layout, reading.pp_rank) for reading in found.stages
+    ]
+    # All four layers and the optimizer of all, and a bit more than half of it.
+    whole, half = (reading.allocator_peak_bytes for reading in found.stages)
+    assert 16 * 200_000 < whole < 2 * half < 2 * whole
+    assert found.phase_s["stages"] > 0
 
 
 def test_a_slot_alone_with_no_time_measures_the_least(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ ROOT = Path(pipette_launch.__file__).parent.parent
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 1 --global-batch-size 16 --train-iters 4 --vocab-size 256 --transformer-impl local --lr 1e-3 "
+    "--micro-batch-size 1 --train-iters 4 --vocab-size 256 --transformer-impl local --lr 1e-3 "
     "--attention-dropout 0 --hidden-dropout 0"
 ).split()
+LEAST_BATCH = 16
 TIMEOUT_S = 300.0
 HEALTHY_KINDS = ("uniform", "two islands", "nearly uniform")
 
@@ -67,7 +68,7 @@ def warm_up(lab: Lab, name: str, *, budget_s: float = 60.0) -> Trial:
     folder = lab.folder / name
     folder.mkdir()
     words = [sys.executable, "-m", "pipette_launch", "--pipette-dry-run", f"--pipette-budget={budget_s:g}"]
-    words += [f"--pipette-cache={folder / 'cache'}", str(SCRIPT), *MODEL]
+    words += [f"--pipette-cache={folder / 'cache'}", str(SCRIPT), *MODEL, f"--global-batch-size={_batch(lab)}"]
     env = {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}",
         "OMP_NUM_THREADS": "1",
@@ -91,6 +92,12 @@ def warm_up(lab: Lab, name: str, *, budget_s: float = 60.0) -> Trial:
         code=code,
         screen=(folder / "screen").read_text(),
     )
+
+
+def _batch(lab: Lab) -> int:
+    """A batch that the user's own configuration, plain data parallelism, divides."""
+    slots = sum(host.slots for host in lab.topology.hosts)
+    return slots * -(-LEAST_BATCH // slots)
 
 
 def _children_s() -> float:

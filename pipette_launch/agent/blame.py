@@ -19,8 +19,9 @@ MOST_NAMED = 3
 STOPPED = ("stopped", "tracing-stop")
 STUCK = "disk-sleep"
 _WAITS = re.compile(
-    r"waited \d+ s in vain|lost the store|timed out|timeout|connection (closed|reset|refused|was likely closed)"
-    r"|broken pipe|socket closed|recvvalue failed|failed to recv|sendbytes failed|client socket has"
+    r"waited \d+ s in vain|no answer from|lost the store|timed out|timeout"
+    r"|connection (closed|reset|refused|was likely closed)|broken pipe|socket closed"
+    r"|recvvalue failed|failed to recv|sendbytes failed|client socket has"
     r"|remote process exited|ncclremoteerror|communicator was aborted|watchdog caught",
     re.IGNORECASE,
 )

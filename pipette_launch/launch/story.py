@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from pipette_launch.launch.cache import OUTCOME, PLAN, Cache
 from pipette_launch.launch.chief import Chief
 from pipette_launch.launch.evidence import has_trained
 from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
+from pipette_launch.launch.ticker import Ticker, parts_words
 from pipette_launch.probe import condition, inventory
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.progress import last_error, last_sign
@@ -74,6 +76,9 @@ class Story:
         self._step_time_s = 0.0
         self._saved_before = ""
         self._shown: tuple[Plan, int] | None = None
+        self._ticker = Ticker(sys.stderr, budget_s=options.budget_s)
+        self._leads = False
+        self._measured_from_s = 0.0
 
     def begin(self, node: Node) -> str:
         """Take what torchrun knows of this node; return the token that names the agent."""
@@ -124,7 +129,13 @@ class Story:
 
     def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
         """Turn what the warm-up measured into a plan, with whoever helps."""
-        return self._chief.after_warmup(decision, failure, invite)
+        began_s = time.monotonic()
+        following = self._chief.after_warmup(decision, failure, invite)
+        measured, now_s = self._chief.measurements, time.monotonic()
+        if measured is not None and not failure:
+            total_s = now_s - self._measured_from_s
+            _say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
+        return following
 
     def help(self, order: str) -> Helper:
         """Let processes of this node do what the first one asks for."""
@@ -147,6 +158,9 @@ class Story:
     def _begin_attempt(self, decision: Decision) -> None:
         """Start to count: no outcome may mix two attempts."""
         self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
+        if decision.phase == "warmup":
+            self._ticker = Ticker(sys.stderr, budget_s=self._options.budget_s)
+            self._measured_from_s = time.monotonic()
         plan = decision.plan
         if plan is None or decision.phase != "train":
             return
@@ -267,9 +281,14 @@ class Story:
 
     def warmup_goes_on(self, *, leads: bool) -> None:
         """Show how far the warm-up is."""
+        self._leads = leads
+        if leads:
+            # RANK 0 is the first of this node.
+            self._ticker.show(self.warmup_sign(0)[0])
 
     def warmup_is_over(self) -> None:
         """Wait until the devices are free again: training needs every byte."""
+        self._ticker.close(self.warmup_sign(0)[0] if self._leads else None)
         if self._host is None:
             return
         try:

@@ -19,6 +19,7 @@ from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.harness import Budget, Conductor, Progress
 from pipette_launch.probe.memory import MemoryMeter
 from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
+from pipette_launch.units import rate_text
 from pipette_patches import registry
 
 ADVICE_SHARE = 0.8
@@ -50,6 +51,8 @@ class Phases:
         with self.progress.during("compute"):
             bench = compute.Bench(options=self.options, slot=self.rank, progress=self.progress, meter=self.meter)
             bench.measure(self.conductor, self.budget)
+            cases = len({one.case for one in bench.times})
+            self.progress.sum_up(f"{len(bench.times)} parts of {cases} of {len(self.options.cases)} cases")
         self._add(
             compute=tuple(bench.times),
             refused=tuple(bench.refused),
@@ -64,6 +67,7 @@ class Phases:
         """Measure what lies between the slots; the world communicator is open."""
         with self.progress.during("links"):
             linked = links.measure(self.options, rank=self.rank, conductor=self.conductor, budget=self.budget)
+            self.progress.sum_up(_links_words(linked, len(self.options.hosts)))
         self._add(
             links=linked.links,
             link_rounds=(linked.rounds,),
@@ -77,6 +81,7 @@ class Phases:
             grouped = collectives.measure(
                 self.options, self._dimensions, rank=self.rank, conductor=self.conductor, budget=self.budget
             )
+            self.progress.sum_up(f"{len(grouped.groups)} collectives of {len(self._dimensions)} dimensions")
         # With the communicators still open: they are most of what NVML sees beyond the allocator.
         self._add(collectives=grouped.groups, notes=grouped.notes, overhead=self._overhead_together())
 
@@ -167,3 +172,11 @@ class Phases:
             versions=versions,
             taken_at=now.isoformat(timespec="seconds"),
         )
+
+
+def _links_words(linked: links.LinkResult, num_hosts: int) -> str:
+    """What the links of one rank were like: `8 hosts in 7 rounds, 98.1 to 118 MB/s from the first slot`."""
+    rates = sorted(one.sizes_bytes[-1] / one.samples[-1].median_s for one in linked.links)
+    spread = f", {rate_text(rates[0])} to {rate_text(rates[-1])} from the first slot" if rates else ""
+    again = f", {linked.rounds_again} of suspects" if linked.rounds_again else ""
+    return f"{num_hosts} hosts in {linked.rounds} rounds{again}{spread}"

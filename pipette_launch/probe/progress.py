@@ -72,6 +72,7 @@ class Progress:
     phase: str = START
     limit_s: float = SIGN_S
     phase_s: dict[str, float] = field(default_factory=dict)
+    _summary: str = field(default="", init=False)
     _sign: Sign = field(default=Sign(phase=START, at_s=0.0, limit_s=SIGN_S), init=False)
 
     @contextmanager
@@ -104,7 +105,7 @@ class Progress:
         Args:
             done: steps of the phase that are over.
             total: of so many.
-            words: what is being done, or what is known by now; the last of a phase stand in the log.
+            words: what is being done.
             peers: slots without which this step cannot end.
             limit_s: how long this step may rightly take without another sign; at least the usual time is granted.
 
@@ -121,6 +122,10 @@ class Progress:
             )
         )
 
+    def sum_up(self, words: str) -> None:
+        """Say what came of the phase, for the log."""
+        self._summary = words
+
     def waits(self, what: str, *, limit_s: float, peers: Iterable[int] = ()) -> None:
         """Say that all that is left to do is to wait, for what, and how long at most."""
         self._show(replace(self._sign, waits_for=what, peers=tuple(peers), limit_s=limit_s))
@@ -135,8 +140,8 @@ class Progress:
 
     def _end(self, phase: str, seconds: float) -> None:
         first = () if self._sign.ended else (PhaseEnd(phase=START, seconds=self.phase_s.get(START, 0.0), words=""),)
-        ended = PhaseEnd(phase=phase, seconds=seconds, words=self._sign.words)
-        self._sign = replace(self._sign, ended=(*self._sign.ended, *first, ended), words="")
+        ended = PhaseEnd(phase=phase, seconds=seconds, words=self._summary)
+        self._sign, self._summary = replace(self._sign, ended=(*self._sign.ended, *first, ended), words=""), ""
 
     def _show(self, sign: Sign) -> None:
         self._sign = replace(sign, at_s=time.monotonic())

@@ -23,6 +23,7 @@ VICTIMS = [
     "DistBackendError: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE)",
     "waited 60 s in vain for all workers to arrive (missing: node2:1)",
     "DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500).",
+    "links: no answer from node2:1 in round 3 of 7 between hosts (Application timeout caused pair closure)",
     "lost the store beside node1:0 while waiting for all workers to arrive: failed to recv, got 0 bytes",
 ]
 

@@ -61,13 +61,14 @@ def test_a_sign_says_what_how_far_and_on_whom_it_waits(tmp_path: Path) -> None:
 
 
 def test_phases_that_are_over_are_kept(tmp_path: Path) -> None:
-    """With their seconds, inner phases included, and what they said last; the counts of one are not the next one's."""
+    """With their seconds, inner phases included, and what came of them; the counts of one are not the next one's."""
     times = deque([0.0, 1.0, 3.0, 10.0, 10.0, 12.0])
     progress = Progress(folder=tmp_path, local_rank=0, clock=times.popleft, phase_s={"start": 4.0})
     with progress.during("compute"):
         progress.step(1, 2, "a")
         with progress.during("memory"):
-            progress.step(2, 2, "5 parts")
+            progress.step(2, 2, "b")
+        progress.sum_up("5 parts")
     with progress.during("links"):
         pass
 

@@ -180,12 +180,14 @@ def suspect_slots(
     spread = np.zeros(len(seconds)) if spread_S is None else np.nan_to_num(np.asarray(spread_S, dtype=np.float64))
     found: list[tuple[float, int]] = []
     for members in _alike(len(seconds), alike_S):
-        times = np.log(seconds[members])
-        usual = _centre(times)
-        scale = np.maximum(max(MIN_SLOT_SCALE[device_kind], _scatter(times, usual)), spread[members])
-        slow = (times - usual > -math.log(SUSPECT_SPEED[device_kind])) & (times - usual > SUSPECT_SCALES * scale)
-        if _is_exception(int(slow.sum()), int(np.isfinite(times).sum())):
-            found += [(float(usual - times[at]), int(members[at])) for at in np.flatnonzero(slow)]
+        lag = np.log(seconds[members]) - _of_others(np.log(seconds[members]))
+        scale = np.maximum(max(MIN_SLOT_SCALE[device_kind], _scatter(lag, 0.0)), spread[members])
+        if np.isfinite(lag).sum() < FEW:
+            # So few tell no scatter of their own: one slow slot of two would be half of it.
+            scale = np.maximum(MIN_SLOT_SCALE[device_kind], spread[members])
+        slow = (lag > -math.log(SUSPECT_SPEED[device_kind])) & (lag > SUSPECT_SCALES * scale)
+        if _is_exception(int(slow.sum()), int(np.isfinite(lag).sum())):
+            found += [(float(-lag[at]), int(members[at])) for at in np.flatnonzero(slow)]
     return tuple(slot for _, slot in sorted(found))
 
 
@@ -201,12 +203,12 @@ def confirmed_slots(
     suspects = set(suspect_slots(first, device_kind=device_kind, alike_S=alike_S))
     found = []
     for members in _alike(len(first), alike_S):
-        usual_s = math.exp(_centre(np.log(first[members])))
-        for slot in suspects & set(members.tolist()):
-            seconds = math.sqrt(first[slot] * again[slot])
-            slow_again = usual_s / again[slot] < SUSPECT_SPEED[device_kind]
-            if slow_again and usual_s / seconds < SICK_SPEED[device_kind]:
-                found.append(SlowSlot(slot=slot, seconds=seconds, peers_seconds=usual_s))
+        usual_s = np.exp(_of_others(np.log(first[members])))
+        for at, slot in enumerate(members.tolist()):
+            together_s = math.sqrt(first[slot] * again[slot])
+            slow_again = usual_s[at] / again[slot] < SUSPECT_SPEED[device_kind]
+            if slot in suspects and slow_again and usual_s[at] / together_s < SICK_SPEED[device_kind]:
+                found.append(SlowSlot(slot=slot, seconds=together_s, peers_seconds=float(usual_s[at])))
     return tuple(sorted(found, key=lambda slow: (slow.peers_seconds / slow.seconds, slow.slot)))
 
 
@@ -243,7 +245,13 @@ def _excess(known_HH: Matrix, expected_HH: Matrix | None) -> tuple[Matrix, float
         return excess, FEW_SCALE * (math.sqrt(2) if len(known_HH) == 2 else 1)
     # The best of many noisy detours is better than they are; a detour that is really worse moves nothing.
     centre = min(0.0, float(np.median(told)))
-    return excess - centre, max(MIN_SCALE, _scatter(told, centre))
+    scale = max(MIN_SCALE, _scatter(told, centre))
+    if len(known_HH) < FEW:
+        return excess - centre, scale
+    # By how much depends on how many there are, which hosts of one island share.
+    rows, columns = (np.array([_centre(line) for line in lines]) for lines in (excess, excess.T))
+    local = np.fmin(np.fmin.outer(rows, columns), centre)
+    return excess - np.maximum(local, centre - scale), scale
 
 
 def _needed(excess_HH: Matrix, times: int) -> float:
@@ -291,6 +299,13 @@ def _alike(count: int, alike_S: Sequence[str]) -> Iterator[NDArray[np.int64]]:
     names = np.asarray(alike_S or [""] * count)
     for name in dict.fromkeys(names.tolist()):
         yield np.flatnonzero(names == name)
+
+
+def _of_others(values: Vector) -> Vector:
+    """For each value the median of the others; of many values the median of all is as good."""
+    if len(values) >= FEW:
+        return np.full(len(values), _centre(values))
+    return np.array([_centre(np.delete(values, at)) for at in range(len(values))])
 
 
 def _centre(values: Vector) -> float:

@@ -42,6 +42,13 @@ def parser() -> ArgumentParser:
         default="train",
         help="when measuring or planning fails: train with the user's own configuration (default), or stop",
     )
+    add(
+        "--pipette-on-sick",
+        choices=("warn", "exclude", "fail"),
+        default="warn",
+        help="when a node is slow or damaged: say so (default), train without it as far as --nnodes MIN:MAX allows, or "
+        "stop",
+    )
     add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job trains on")
     add("--pipette-budget", metavar="SECONDS", default="60", help="seconds that the warm-up may measure (default 60)")
     add(
@@ -102,6 +109,7 @@ def options_from(args: Namespace) -> Options:
         plan=Path(args.pipette_plan) if args.pipette_plan else None,
         fix=fix,
         on_error=args.pipette_on_error,
+        on_sick=args.pipette_on_sick,
         device=args.pipette_device,
         budget_s=_number("--pipette-budget", args.pipette_budget),
         margin=_number("--pipette-margin", args.pipette_margin),

@@ -41,6 +41,8 @@ class Measure:
 def decide(records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision | None) -> Keep | TryNext | Measure:
     """Decide what a new round does with the plan of the round before.
 
+    A plan is kept while all hosts that it runs on are there, and no host is new; one on standby may go.
+
     Args:
         records: one for each agent of the new round.
         hosts: their host names, made unique.
@@ -49,8 +51,9 @@ def decide(records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision |
     """
     if held is None or held.phase != "train":
         return Measure(reason="")
-    if Counter(hosts) != Counter(held.hosts):
-        return Measure(reason=f"the hosts changed from {', '.join(sorted(held.hosts))} to {', '.join(sorted(hosts))}")
+    if not Counter(held.hosts) <= Counter(hosts) <= Counter((*held.hosts, *held.standby_hosts)):
+        before = (*held.hosts, *held.standby_hosts)
+        return Measure(reason=f"the hosts changed from {', '.join(sorted(before))} to {', '.join(sorted(hosts))}")
     ended = [record for record in records if record.attempt == held.attempt]
     proven = held.proven or any(record.verdict == "after-first-iteration" for record in ended)
     died = [record for record in ended if record.verdict == "before-first-iteration"]

@@ -22,6 +22,7 @@ OWN_FLAGS = {
     "--pipette-margin",
     "--pipette-memory-margin",
     "--pipette-on-error",
+    "--pipette-on-sick",
     "--pipette-plan",
     "--pipette-version",
 }

@@ -163,3 +163,15 @@ def test_ranks_follow_the_plans_own_host_order() -> None:
 def test_own_configuration_takes_torchruns_order() -> None:
     """Past the candidates the ranks are those that torchrun would give."""
     assert (2, 3) == decision("a", "b", attempt=2).ranks_of("token-b")
+
+
+def test_a_plan_outlives_hosts_that_stood_by() -> None:
+    """It is kept while its own hosts are there and nobody new is; one on standby may go."""
+    held = decision("a", "b", "c").leaving_out(["b"])
+    held = replace(held, plan=None)
+
+    assert isinstance(decide([record(name) for name in "abc"], [*"abc"], held), Keep)
+    assert isinstance(decide([record(name) for name in "ac"], [*"ac"], held), Keep)
+    for hosts in ("ab", "abcd", "acd"):
+        step = decide([record(name) for name in hosts], [*hosts], held)
+        assert Measure(reason=f"the hosts changed from a, b, c to {', '.join(hosts)}") == step

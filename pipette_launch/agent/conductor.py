@@ -71,6 +71,12 @@ class Conductor(Protocol):
     def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
         """Turn what the warm-up measured into a plan, with whoever helps (called on the chief only)."""
 
+    def measured(self) -> str:
+        """Return what the warm-up left on this node; empty where it left nothing."""
+
+    def receive(self, measured: str) -> None:
+        """Take what the warm-up left on another node (called on a chief that took no part in it)."""
+
     def help(self, order: str) -> Helper:
         """Return what does the chief's order on this node (never called on the chief)."""
 

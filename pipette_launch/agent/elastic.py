@@ -17,7 +17,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
-from pipette_launch.agent import failures, vitals
+from pipette_launch.agent import failures, standby, vitals
 from pipette_launch.agent.agreement import MEETING_S, agree, plan_together
 from pipette_launch.agent.conductor import Node
 from pipette_launch.agent.exchange import Exchange
@@ -130,6 +130,9 @@ class PipetteAgent(LocalElasticAgent):
         """Give each worker the RANK of its slot, and the job a store of its own at the node of RANK 0."""
         decision, exchange = self._current()
         ranks = decision.ranks_of(self._token)
+        if not ranks:
+            # On standby.
+            worker_group.workers = []
         # torch binds a worker to the cores near device LOCAL_RANK: no other device may then hide behind that number.
         self._seats = seats(ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None)
         world_size = sum(decision.num_slots)
@@ -137,7 +140,8 @@ class PipetteAgent(LocalElasticAgent):
             worker.global_rank = worker.role_rank = seat.rank
             worker.world_size = worker.role_world_size = world_size
         # Static rendezvous promises GROUP_RANK == --node-rank; the decision lists the agents in that order.
-        worker_group.group_rank = decision.tokens.index(self._token)
+        worker_group.group_rank = decision.place_of(self._token)
+        worker_group.group_world_size = len(decision.tokens)
         key = f"store/{decision.phase}"
         if 0 in ranks:
             self._store_of_phase = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -155,18 +159,26 @@ class PipetteAgent(LocalElasticAgent):
         decision, exchange = self._current()
         if decision.phase == "stop":
             raise _NothingToRun
-        command = self._conductor.command(decision)
-        worker_group.spec.entrypoint = command.entrypoint
-        worker_group.spec.args = command.arguments
-        os.environ.clear()
-        os.environ.update({**self._base_environment, **command.environment, **self._device_order()})
         self._witness.begin(exchange, proven=decision.proven)
-        self._open_logs(decision, is_function=callable(command.entrypoint))
+        if self._seats:
+            self._set_up(worker_group.spec, decision)
+        else:
+            self._close_streams()
+            self._warmup.drop_logs()
+            self._logs_specs = standby.run_nothing(worker_group.spec)
         self._phase_began_s = time.monotonic()
         self._attempt = decision.attempt if decision.phase == "train" else -1
         self._conductor.show(decision, speaks=exchange.is_chief)
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
+
+    def _set_up(self, spec: WorkerSpec, decision: Decision) -> None:
+        """Put in what the workers run, their variables, and where they write."""
+        command = self._conductor.command(decision)
+        spec.entrypoint, spec.args = command.entrypoint, command.arguments
+        os.environ.clear()
+        os.environ.update({**self._base_environment, **command.environment, **self._device_order()})
+        self._open_logs(decision, is_function=callable(command.entrypoint))
 
     def _open_logs(self, decision: Decision, *, is_function: bool) -> None:
         self._close_streams()
@@ -202,7 +214,10 @@ class PipetteAgent(LocalElasticAgent):
         self._close_streams()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        decision, _ = self._current()
+        decision, exchange = self._current()
+        if not self._seats:
+            is_over = standby.is_over(exchange, self._handler, decision.phase)
+            return self._succeeded(worker_group) if is_over else RunResult(state=WorkerState.HEALTHY)
         if decision.phase == "warmup":
             return self._monitor_warmup(worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
@@ -277,6 +292,7 @@ class PipetteAgent(LocalElasticAgent):
             if result.state != WorkerState.SUCCEEDED:
                 if self._has_next(decision):
                     continue
+                standby.tell_failure(exchange, self._failure or self._describe(result))
                 return result
             if decision.phase != "warmup":
                 return result
@@ -295,9 +311,11 @@ class PipetteAgent(LocalElasticAgent):
         return self._verdict == "before-first-iteration" and decision.choice is not None
 
     def _plan(self, decision: Decision, exchange: Exchange) -> Decision:
+        relay = standby.Relay(exchange, decision, self._token, self._conductor)
+        relay.hand_over()
         return plan_together(
             exchange,
-            make=lambda invite: self._conductor.after_warmup(decision, self._warmup.failure, invite),
+            make=lambda invite: relay.plan(self._warmup.failure, invite, is_gone=self._handler.is_closed),
             hire=self._conductor.help,
             is_gone=self._handler.is_closed,
             deadline_s=MEETING_S + self._conductor.warmup_deadline_s,
@@ -306,12 +324,14 @@ class PipetteAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Wait for all nodes to finish the phase; a node that failed and waits to rejoin ends the wait."""
         decision, exchange = self._current()
-        if self._rejoin:
+        if self._rejoin or not self._seats:
             return
         self._in_exit_barrier = True
         try:
-            timeout_s = self._exit_barrier_timeout
-            self._rejoin = not await_all(exchange, self._handler, decision.phase, timeout_s=timeout_s)
+            timeout_s, num_nodes = self._exit_barrier_timeout, len(decision.tokens)
+            self._rejoin = not await_all(
+                exchange, self._handler, decision.phase, num_nodes=num_nodes, timeout_s=timeout_s
+            )
         finally:
             self._in_exit_barrier = False
 

@@ -18,18 +18,20 @@ GOODBYE_S = 10.0
 logger = logging.getLogger(__name__)
 
 
-def await_all(exchange: Exchange, handler: AgentStoreHandler, phase: str, *, timeout_s: float) -> bool:
-    """Wait for all nodes to finish a phase; false when a node failed instead, and waits to begin anew."""
+def await_all(exchange: Exchange, handler: AgentStoreHandler, phase: str, *, num_nodes: int, timeout_s: float) -> bool:
+    """Wait for all nodes that run workers to finish a phase; false when one failed instead, and waits to begin anew."""
     try:
         exchange.count(f"done/{phase}")
         end = time.monotonic() + timeout_s
-        while exchange.count(f"done/{phase}", 0) < exchange.group_size and time.monotonic() < end:
+        while exchange.count(f"done/{phase}", 0) < num_nodes and time.monotonic() < end:
             if handler.num_nodes_waiting() > 0:
                 return False
             if handler.is_closed():
                 # A node gave the job up: it will never finish, and its own exit code says so.
                 return True
             time.sleep(0.1)
+        # Nodes on standby have nothing to count, and wait for this.
+        exchange.put(f"over/{phase}", "yes")
     except (RuntimeError, RendezvousError) as error:
         # The store went with its host, whose work was done too: nothing is left to wait for.
         logger.info("exit barrier ended early: %s", error)

@@ -27,6 +27,8 @@ class Meeting:
     """Under static rendezvous; -1 elsewhere."""
     may_host_store: bool
     """Whether the rendezvous store may live in this agent."""
+    least_nodes: int = 1
+    """How few nodes may train: MIN of --nnodes; static rendezvous always waits for all."""
 
     def own_address(self) -> str:
         """Return the address at which the other nodes reach this one: that of the interface towards the endpoint."""
@@ -68,7 +70,12 @@ def settle(args: Namespace) -> Meeting:
         # torch would take no node for the host; with its own guess it would try again as a client, so ours is
         # only said where its guess is wrong, and where no other agent of this machine was faster.
         _set(args, is_host=str(_can_bind(host, port)).lower())
-    return Meeting(endpoint=endpoint, node_rank=node_rank, may_host_store=node_rank == 0 or (node_rank < 0 and here))
+    return Meeting(
+        endpoint=endpoint,
+        node_rank=node_rank,
+        may_host_store=node_rank == 0 or (node_rank < 0 and here),
+        least_nodes=int(args.nnodes.split(":")[0]),
+    )
 
 
 def _becomes_standalone(args: Namespace) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
@@ -52,10 +53,14 @@ class Decision:
 
     phase: Literal["warmup", "train", "stop"]
     tokens: tuple[str, ...]
-    """The agents in torchrun's own order."""
+    """The agents that run workers, in torchrun's own order."""
     hosts: tuple[str, ...]
     """Their host names, made unique."""
     num_slots: tuple[int, ...]
+    standby: tuple[str, ...] = ()
+    """The agents that are in the round and run no workers, in torchrun's own order."""
+    standby_hosts: tuple[str, ...] = ()
+    """Their host names."""
     plan: Plan | None = None
     attempt: int = 0
     """Which of the plan's candidates to run; past the last one, the user's own configuration."""
@@ -79,6 +84,8 @@ class Decision:
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.hosts) == len(self.num_slots):
             raise FactError(f"{len(self.tokens)} agents, {len(self.hosts)} hosts, {len(self.num_slots)} slot counts")
+        if len(self.standby) != len(self.standby_hosts) or set(self.standby) & set(self.tokens):
+            raise FactError(f"on standby are {len(self.standby)} agents of {len(self.standby_hosts)} other hosts")
 
     @property
     def choice(self) -> Choice | None:
@@ -86,8 +93,28 @@ class Decision:
         candidates = self.plan.candidates() if self.plan else ()
         return candidates[self.attempt] if self.attempt < len(candidates) else None
 
+    def leaving_out(self, names: Collection[str]) -> Decision:
+        """Return the decision with these of its hosts on standby."""
+        places = [*zip(self.tokens, self.hosts, self.num_slots, strict=True)]
+        stay = [place for place in places if place[1] not in names]
+        leave = [place for place in places if place[1] in names]
+        return replace(
+            self,
+            tokens=tuple(token for token, _, _ in stay),
+            hosts=tuple(host for _, host, _ in stay),
+            num_slots=tuple(count for _, _, count in stay),
+            standby=(*self.standby, *(token for token, _, _ in leave)),
+            standby_hosts=(*self.standby_hosts, *(host for _, host, _ in leave)),
+        )
+
+    def place_of(self, token: str) -> int:
+        """GROUP_RANK of an agent: those on standby stand behind the others."""
+        return (*self.tokens, *self.standby).index(token)
+
     def ranks_of(self, token: str) -> tuple[int, ...]:
-        """RANK of each local device of an agent, under this decision."""
+        """RANK of each local device of an agent, under this decision; none on standby."""
+        if token in self.standby:
+            return ()
         here = self.tokens.index(token)
         choice = self.choice if self.phase == "train" else None
         if choice is None or self.plan is None:

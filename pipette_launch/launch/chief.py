@@ -6,21 +6,27 @@ import logging
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipette_launch import megatron, replan
-from pipette_launch.errors import ClusterError, PipetteError, ProbeError
+from pipette_launch.errors import PipetteError, ProbeError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.round import Decision, NodeRecord
+from pipette_launch.facts.without import without_hosts
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, key_of
+from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words, warnings_of
 from pipette_launch.launch.reuse import adopt, check_belongs, on_real_hosts
+from pipette_launch.launch.sick import Ruling, apart, measured, rule, small_holders
 from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.verdicts import judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipette_launch.agent.conductor import Invite
     from pipette_launch.facts import Host, Job, Layout
+    from pipette_launch.facts.condition import DeviceCondition
+    from pipette_launch.facts.verdict import Verdict
     from pipette_launch.launch.options import Options
 
 logger = logging.getLogger(__name__)
@@ -29,12 +35,37 @@ CPU_PATCHES = ("cpu_backend",)
 """What stock Megatron needs to train without a GPU."""
 
 
+Judge: TypeAlias = "Callable[[Sequence[Host], Sequence[Sequence[DeviceCondition]]], Sequence[Verdict]]"
+
+
 class Chief:
     """Decides for all nodes; every agent has one, and the first node's is asked."""
 
-    def __init__(self, options: Options, folder: Path) -> None:
+    def __init__(
+        self,
+        options: Options,
+        folder: Path,
+        *,
+        judge: Judge = judge,
+        least_nodes: int = 1,
+        is_static: bool = False,
+    ) -> None:
+        """Begin.
+
+        Args:
+            options: what the user asked for.
+            folder: a private one, where the warm-up leaves what it measured.
+            judge: finds what is amiss, from what drivers tell of each host's devices.
+            least_nodes: how few may train, MIN of --nnodes.
+            is_static: whether the rendezvous waits for all nodes whatever --nnodes says.
+
+        """
         self._options = options
         self._folder = folder
+        self._judge = judge
+        self._least_nodes = least_nodes
+        self._is_static = is_static
+        self._versions: dict[str, str] = {}
         self._device_name = ""
         self._patches: tuple[str, ...] = ()
         self._device_kind = ""
@@ -49,63 +80,113 @@ class Chief:
 
     def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
         """Decide for all nodes what a new round does."""
-        ordered = (
-            sorted(records, key=lambda record: record.node_rank)
-            if min(record.node_rank for record in records) >= 0
-            else records
-        )
-        names = replan.unique_names(ordered)
+        ordered = in_order(records)
         bare = Decision(
             phase="train",
             tokens=tuple(record.token for record in ordered),
-            hosts=names,
+            hosts=replan.unique_names(ordered),
             num_slots=tuple(record.num_slots for record in ordered),
         )
         return self._guarded(bare, lambda: self._decide(bare, ordered, held))
 
     def _decide(self, bare: Decision, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
         step = replan.decide(records, bare.hosts, held)
+        self._versions = records[0].versions
         self._device_name = next((record.host.devices[0].name for record in records if record.host), "")
-        if held is not None and isinstance(step, replan.Keep):
-            return replace(
-                held,
-                tokens=bare.tokens,
-                hosts=bare.hosts,
-                num_slots=bare.num_slots,
-                proven=step.proven,
-                reason=_restart_words(records),
-                free=False,
-            )
-        if held is not None and held.plan is not None and isinstance(step, replan.TryNext):
-            job = self._read_job(sum(bare.num_slots), held.plan.device_kind)
-            # Words that the user wrote are refused under every plan alike.
-            own_fault = megatron.refused_flags(step.reason) & set(self._options.script_arguments)
-            attempt = len(held.plan.candidates()) if own_fault else step.attempt
-            return self._train(bare, job, held.plan, attempt=attempt, reason=step.reason)
-        return self._first(bare, records, step.reason if isinstance(step, replan.Measure) else "")
+        if held is None or isinstance(step, replan.Measure):
+            return self._first(bare, records, step.reason if isinstance(step, replan.Measure) else "")
+        bare = bare.leaving_out(set(bare.hosts) - set(held.hosts))
+        if isinstance(step, replan.TryNext):
+            return self._guarded(bare, lambda: self._next(bare, held, step))
+        return replace(
+            held,
+            tokens=bare.tokens,
+            hosts=bare.hosts,
+            num_slots=bare.num_slots,
+            standby=bare.standby,
+            standby_hosts=bare.standby_hosts,
+            proven=step.proven,
+            reason=restart_words(records),
+            free=False,
+        )
+
+    def _next(self, bare: Decision, held: Decision, step: replan.TryNext) -> Decision:
+        """Go on to the next candidate of a plan."""
+        assert held.plan is not None
+        job = self._read_job(sum(bare.num_slots), held.plan.device_kind)
+        # Words that the user wrote are refused under every plan alike.
+        own_fault = megatron.refused_flags(step.reason) & set(self._options.script_arguments)
+        attempt = len(held.plan.candidates()) if own_fault else step.attempt
+        return self._train(bare, job, held.plan, attempt=attempt, reason=step.reason)
 
     def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
-        """Find a plan for hosts that have none: from a file, from the cache, or by measuring."""
-        hosts = _hosts(records, bare.hosts)
-        reasons = [text for text in (reason, *_warnings(records)) if text]
-        job = self._read_job(sum(bare.num_slots), hosts[0].devices[0].kind)
-        settings = (self._options.margin, self._options.memory_margin)
-        self.cache = Cache(
-            self._options.cache, key_of(hosts, job, records[0].versions, settings, environ=self._environ)
-        )
+        """Find a plan for hosts that have none, without those that had better not take part."""
+        hosts = hosts_of(records, bare.hosts)
+        verdicts = self._judge(hosts, [record.conditions for record in records])
+        ruling = self._rule(verdicts, hosts)
+        bare = replace(bare, reason=joined(reason, *warnings_of(records), *small_holders(verdicts), *ruling.reasons))
+        if ruling.stops:
+            return replace(bare, phase="stop", failed=True)
+        smaller, rest = apart(bare, hosts, ruling)
+        return self._guarded(smaller, lambda: self._find(smaller, rest))
+
+    def _find(self, bare: Decision, hosts: tuple[Host, ...]) -> Decision:
+        """Find a plan: from a file, from the cache, or by measuring."""
+        job = self._read_keyed(hosts)
         if self._options.plan is not None:
-            plan = self._from_file(self._options.plan, job, hosts)
-            return self._train(bare, job, plan, attempt=0, reason="; ".join(reasons))
-        cached, trouble = self.cache.load(hosts)
-        if cached is not None:
-            self.measurements = self.cache.measurements()
-            return self._train(bare, job, cached, attempt=0, reason="; ".join(reasons))
-        reasons += [trouble] if trouble else []
+            return self._train(
+                bare, job, self._from_file(self._options.plan, job, hosts), attempt=0, reason=bare.reason
+            )
+        known = self.cache.measurements()
+        ruling = self._rule(measured(known.verdicts) if known else (), hosts)
+        if not (ruling.stops or ruling.leave_out):
+            cached, trouble = self.cache.load(hosts)
+            if cached is not None:
+                self.measurements = known
+                return self._train(bare, job, cached, attempt=0, reason=joined(bare.reason, *ruling.reasons))
+            bare = replace(bare, reason=joined(bare.reason, trouble))
+        elif ruling.leave_out and (remembered := self._remembered(bare, hosts, ruling)) is not None:
+            return remembered
+        job = self._read_keyed(hosts)
         # What plans a warm-up is imported when there is one: a start from the cache does without it.
         from pipette_launch.launch.orders import probe_options
 
         orders = files.dumps(probe_options(job, hosts, options=self._options, folder=self._folder))
-        return replace(bare, phase="warmup", reason="; ".join(reasons), probe_options=orders)
+        return replace(bare, phase="warmup", probe_options=orders)
+
+    def _remembered(self, bare: Decision, hosts: tuple[Host, ...], ruling: Ruling) -> Decision | None:
+        """Return the plan that an earlier job made without the hosts that it had found to be sick; None without one."""
+        forget = f"to measure all nodes again, delete {self.cache.path(CLUSTER)}"
+        smaller, rest = apart(bare, hosts, ruling)
+        job = self._read_keyed(rest)
+        cached, _ = self.cache.load(rest)
+        if cached is None:
+            return None
+        self.measurements = self.cache.measurements()
+        reason = joined(bare.reason, *ruling.reasons, forget)
+        return self._guarded(smaller, lambda: self._train(smaller, job, cached, attempt=0, reason=reason))
+
+    def _rule(self, verdicts: Sequence[Verdict], hosts: tuple[Host, ...]) -> Ruling:
+        """Apply --pipette-on-sick."""
+        return rule(
+            verdicts,
+            [host.name for host in hosts],
+            policy=self._options.on_sick,
+            least_nodes=self._least_nodes,
+            is_static=self._is_static,
+            why_not=lambda names: self._why_not(tuple(host for host in hosts if host.name in names)),
+        )
+
+    def _why_not(self, hosts: tuple[Host, ...]) -> str:
+        """Say why the job cannot run on these hosts; empty where it can."""
+        try:
+            if self._options.plan is not None:
+                plan = on_real_hosts(files.read(self._options.plan, Plan), hosts)
+                check_belongs(plan, hosts, str(self._options.plan))
+            self._parsed(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind)
+        except PipetteError as error:
+            return str(error)
+        return ""
 
     def _from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
         """Return the plan that the user named, as a plan of this job; the screen shows its notes."""
@@ -115,40 +196,69 @@ class Chief:
         self.measurements = None if note else self.cache.measurements()
         return adopted
 
+    def _read_keyed(self, hosts: tuple[Host, ...]) -> Job:
+        """Read the job for these hosts, and turn to the folder of its plan."""
+        job = self._read_job(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind)
+        settings = (self._options.margin, self._options.memory_margin)
+        self.cache = Cache(self._options.cache, key_of(hosts, job, self._versions, settings, environ=self._environ))
+        return job
+
     def _read_job(self, world_size: int, device_kind: str) -> Job:
-        version = megatron.script_version(self._options.script, self._environ)
-        self._job = job = megatron.read_job(
-            self._options.script_arguments,
-            world_size=world_size,
-            megatron_version=version,
-            device_kind=device_kind,
-            fix=self._options.fix,
-            environment=self._environ,
-            device_name=self._device_name,
-        )
+        self._job = job = self._parsed(world_size, device_kind)
         self._device_kind = device_kind
         # Known to be Megatron's: without a GPU it needs the patches, whatever becomes of the plan.
         self._patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
         return job
 
+    def _parsed(self, world_size: int, device_kind: str) -> Job:
+        return megatron.read_job(
+            self._options.script_arguments,
+            world_size=world_size,
+            megatron_version=megatron.script_version(self._options.script, self._environ),
+            device_kind=device_kind,
+            fix=self._options.fix,
+            environment=self._environ,
+            device_name=self._device_name,
+        )
+
     def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
         """Turn what the warm-up measured into a plan, with the help of the nodes that can be invited."""
         bare = replace(decision, phase="train", probe_options="", reason="")
         orders = files.loads(ProbeOptions, decision.probe_options, "the warm-up's orders")
-        return self._guarded(bare, lambda: self._solve(bare, orders, failure, invite))
+        return self._guarded(bare, lambda: self._weigh(bare, orders, failure, invite, said=decision.reason))
 
-    def _solve(self, bare: Decision, orders: ProbeOptions, failure: str, invite: Invite) -> Decision:
-        from pipette_launch.launch.planning import make_plan
-        from pipette_launch.launch.setting import with_setting
-
+    def _weigh(self, bare: Decision, orders: ProbeOptions, failure: str, invite: Invite, *, said: str) -> Decision:
+        """Plan for the hosts that were measured, without those that turned out to be sick."""
         self._job = orders.job
         if failure:
             raise ProbeError(failure)
-        measurements = files.read(Path(orders.output), Measurements)
+        measurements = files.read(self._folder / CLUSTER, Measurements)
+        ruling = self._rule(measurements.verdicts, orders.hosts)
+        # The warm-up knows again what the drivers had told before it.
+        bare = replace(bare, reason=joined(*(reason for reason in ruling.reasons if reason not in said)))
+        if ruling.stops:
+            return replace(bare, phase="stop", failed=True)
+        if not ruling.leave_out:
+            return self._guarded(bare, lambda: self._solve(bare, orders.job, measurements, invite))
+        # For the next start, which would else measure the sick ones again.
+        trouble = self.cache.save(CLUSTER, measurements)
+        smaller, rest = apart(replace(bare, reason=joined(bare.reason, trouble)), orders.hosts, ruling)
+
+        def solve() -> Decision:
+            job = self._read_keyed(rest)
+            return self._solve(smaller, job, without_hosts(measurements, ruling.leave_out), invite)
+
+        return self._guarded(smaller, solve)
+
+    def _solve(self, bare: Decision, job: Job, measurements: Measurements, invite: Invite) -> Decision:
+        from pipette_launch.launch.planning import make_plan
+        from pipette_launch.launch.setting import with_setting
+
+        self._job = job
         plan, words = make_plan(
-            orders.job,
+            job,
             measurements,
-            self.cache.outcomes(orders.hosts[0]),
+            self.cache.outcomes(measurements.cluster.hosts[0]),
             options=self._options,
             key=self.cache.key,
             folder=self._folder,
@@ -156,7 +266,7 @@ class Chief:
         )
         plan = with_setting(
             plan,
-            orders.job,
+            job,
             measurements,
             script=self._options.script,
             arguments=self._options.script_arguments,
@@ -164,8 +274,7 @@ class Chief:
         )
         trouble = self.cache.save(CLUSTER, measurements) or self.cache.save(PLAN, plan)
         self.measurements = measurements
-        reason = "; ".join(text for text in (*words, trouble) if text)
-        return self._train(bare, orders.job, plan, attempt=0, reason=reason)
+        return self._train(bare, job, plan, attempt=0, reason=joined(bare.reason, *words, trouble))
 
     def _train(self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str) -> Decision:
         """Write the decision to run a plan's candidate, with the words that its script is given."""
@@ -204,6 +313,7 @@ class Chief:
         except Exception as error:
             logger.exception("planning failed")
             reason = f"planning failed by an error of pipette-launch itself: {type(error).__name__}: {error}"
+        reason = joined(bare.reason, reason)
         if self._options.on_error == "fail" or self._options.dry_run:
             return replace(bare, phase="stop", failed=True, reason=reason)
         reason = f"{reason}; training with your own configuration as torchrun would"
@@ -231,40 +341,3 @@ class Chief:
             logger.warning(
                 "%s cannot be written (%s): a job that loads the checkpoint will not know its plan", path, error
             )
-
-
-def _hosts(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host, ...]:
-    """Return the job's hosts under unique names; raises ClusterError for a set of nodes that no plan can use."""
-    for record, name in zip(records, names, strict=True):
-        if record.trouble:
-            raise ClusterError(f"{name}: {record.trouble}")
-    counts = {name: record.num_slots for record, name in zip(records, names, strict=True)}
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
-        raise ClusterError(
-            f"the nodes lend unequal numbers of slots ({listed}); give every node the same --nproc-per-node, "
-            f"at most {min(counts.values())}"
-        )
-    for what, values in (
-        ("script and arguments", [record.script_digest for record in records]),
-        ("versions", [str(sorted(record.versions.items())) for record in records]),
-    ):
-        others = [name for name, value in zip(names, values, strict=True) if value != values[0]]
-        if others:
-            raise ClusterError(
-                f"{what} differ between {names[0]} and {', '.join(others)}; start the same on every node"
-            )
-    ranks = [record.node_rank for record in records]
-    if len(set(ranks)) < len(ranks) and min(ranks) >= 0:
-        raise ClusterError(f"two nodes have the same --node-rank: {sorted(ranks)}")
-    return tuple(replace(record.host, name=name) for record, name in zip(records, names, strict=True) if record.host)
-
-
-def _restart_words(records: Sequence[NodeRecord]) -> str:
-    """Say why workers start again under what they ran before; empty when only the nodes changed."""
-    failures = sorted({record.failure for record in records if record.failure})
-    return f"{failures[0]}; starting again under the same plan" if failures else ""
-
-
-def _warnings(records: Sequence[NodeRecord]) -> list[str]:
-    return [warning for record in records for warning in record.warnings]

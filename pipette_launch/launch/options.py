@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pipette_launch.errors import UsageError
+
+OnSick: TypeAlias = Literal["warn", "exclude", "fail"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +23,8 @@ class Options:
     plan: Path | None = None
     fix: tuple[str, ...] = ()
     on_error: Literal["train", "fail"] = "train"
+    on_sick: OnSick = "warn"
+    """What becomes of nodes with which something is amiss."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     budget_s: float = 60.0
     margin: float = 0.02

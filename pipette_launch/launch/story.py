@@ -20,7 +20,7 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.facts import files
 from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.launch import commands
-from pipette_launch.launch.cache import OUTCOME, PLAN, Cache
+from pipette_launch.launch.cache import CLUSTER, OUTCOME, PLAN, Cache
 from pipette_launch.launch.chief import Chief
 from pipette_launch.launch.evidence import has_trained
 from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
@@ -70,7 +70,7 @@ class Story:
         self._meeting = meeting
         self._folder = folder
         self._token = uuid.uuid4().hex
-        self._chief = Chief(options, folder)
+        self._chief = Chief(options, folder, least_nodes=meeting.least_nodes, is_static=meeting.node_rank >= 0)
         self._tracker: OutcomeTracker | None = None
         self._running: tuple[Choice, tuple[int, ...]] | None = None
         self._step_time_s = 0.0
@@ -136,6 +136,15 @@ class Story:
             total_s = now_s - self._measured_from_s
             _say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
         return following
+
+    def measured(self) -> str:
+        """Return what the warm-up left on this node; empty where it left nothing."""
+        path = self._folder / CLUSTER
+        return path.read_text() if path.exists() else ""
+
+    def receive(self, measured: str) -> None:
+        """Take what the warm-up left on another node."""
+        files.write_text(self._folder / CLUSTER, measured)
 
     def help(self, order: str) -> Helper:
         """Let processes of this node do what the first one asks for."""
@@ -216,7 +225,7 @@ class Story:
         progress.mkdir()
         orders = files.loads(ProbeOptions, decision.probe_options, "the warm-up's orders")
         path = self._folder / "probe-options.json"
-        files.write(path, replace(orders, progress_dir=str(progress)))
+        files.write(path, replace(orders, progress_dir=str(progress), output=str(self._folder / CLUSTER)))
         return commands.warmup(path)
 
     def saw_line(self, line: str) -> bool:

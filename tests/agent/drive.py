@@ -31,6 +31,8 @@ class ScriptedConductor:
         self.node_rank = node_rank
         self.folder, self.host = Path(os.environ["OUT"]), os.environ["NODE"]
         self.warmup_deadline_s = table.get("deadline_s", 60.0)
+        self.names: dict[str, str] = {}
+        self.received = ""
 
     def begin(self, node: Node) -> str:
         self.entrypoint, self.arguments, self.num_slots = node.entrypoint, node.arguments, node.num_slots
@@ -45,27 +47,35 @@ class ScriptedConductor:
             warnings=(),
             num_slots=self.num_slots,
             node_rank=self.node_rank,
-            script_digest="",
+            # The name by which the table knows this node.
+            script_digest=os.environ.get("NODE", ""),
             versions={},
             **state,
         )
 
     def decide(self, records: Any, held: Decision | None) -> Decision:
         records = sorted(records, key=lambda record: record.node_rank)
+        self.names = {record.token: record.script_digest for record in records}
         hosts = replan.unique_names(records)
         step = replan.decide(records, [*hosts], held)
         if held is not None and isinstance(step, replan.Keep):
             return replace(held, free=False, reason="", proven=step.proven)
         if held is not None and isinstance(step, replan.TryNext):
             return replace(held, attempt=step.attempt, proven=False, free=True, reason=step.reason)
-        return Decision(
+        whole = Decision(
             phase="warmup" if "warmup" in self.table else "train",
             tokens=tuple(record.token for record in records),
             hosts=hosts,
             num_slots=tuple(record.num_slots for record in records),
-            plan=self.plan(hosts),
             environment={"PLANNED": "yes"},
         )
+        made = self.without(whole, "standby")
+        return made if "standby_later" in self.table else replace(made, plan=self.plan(made.hosts))
+
+    def without(self, decision: Decision, entry: str) -> Decision:
+        """Leave out the nodes that the table names there, as far as there are enough others."""
+        out = [token for token in decision.tokens if self.names[token] in self.table.get(entry, [])]
+        return decision.leaving_out(out) if len(out) < len(decision.tokens) else decision
 
     def plan(self, hosts: Any) -> Plan | None:
         if not self.table.get("placements"):
@@ -103,7 +113,15 @@ class ScriptedConductor:
 
     def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
         phase = "stop" if self.table.get("dry_run") else "train"
-        return replace(decision, phase=phase, reason=failure, plan=None if failure else decision.plan)
+        smaller = self.without(decision, "standby_later")
+        plan = None if failure else self.plan(smaller.hosts)
+        return replace(smaller, phase=phase, reason=failure or self.received, plan=plan)
+
+    def measured(self) -> str:
+        return f"measured by {os.environ.get('NODE', '')}"
+
+    def receive(self, measured: str) -> None:
+        self.received = measured
 
     def help(self, order: str) -> Helper:
         raise AssertionError("nobody asks for help here")

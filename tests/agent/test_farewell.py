@@ -34,7 +34,7 @@ def wait(waiting: Any, *, done: int = 0, closed: bool = False, timeout_s: float 
     exchange = Exchange(HashStore(), 0, 2, is_chief=True)
     exchange.count("done/train", done)
     handler: Any = Waiting(waiting, closed=closed)
-    return await_all(exchange, handler, "train", timeout_s=timeout_s)
+    return await_all(exchange, handler, "train", num_nodes=2, timeout_s=timeout_s)
 
 
 def test_all_are_done() -> None:

@@ -20,7 +20,7 @@ attempt = os.environ.get("ATTEMPT", "0")
 starts = len(list(out.glob(f"train-{rank}-*")))
 begun = len(list(out.glob(f"started-{rank}-*")))
 (out / f"started-{rank}-{begun}").touch()
-names = "RANK LOCAL_RANK WORLD_SIZE GROUP_RANK ATTEMPT CUDA_VISIBLE_DEVICES"
+names = "RANK LOCAL_RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ATTEMPT CUDA_VISIBLE_DEVICES"
 seen: dict[str, object] = {name: os.environ.get(name) for name in names.split()}
 is_refused = attempt in orders.get("refuse", [])
 is_broken = begun == orders.get("refuse_start")

@@ -1,0 +1,63 @@
+"""What the nodes of a round say of themselves, as the job's hosts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipette_launch.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipette_launch.facts import Host
+    from pipette_launch.facts.round import NodeRecord
+
+
+def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
+    """Put nodes in torchrun's own order: by --node-rank where it counts, else as they met."""
+    by_rank = min(record.node_rank for record in records) >= 0
+    return sorted(records, key=lambda record: record.node_rank) if by_rank else records
+
+
+def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host, ...]:
+    """Return the job's hosts under unique names; raises ClusterError for a set of nodes that no plan can use."""
+    for record, name in zip(records, names, strict=True):
+        if record.trouble:
+            raise ClusterError(f"{name}: {record.trouble}")
+    counts = {name: record.num_slots for record, name in zip(records, names, strict=True)}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise ClusterError(
+            f"the nodes lend unequal numbers of slots ({listed}); give every node the same --nproc-per-node, "
+            f"at most {min(counts.values())}"
+        )
+    for what, values in (
+        ("script and arguments", [record.script_digest for record in records]),
+        ("versions", [str(sorted(record.versions.items())) for record in records]),
+    ):
+        others = [name for name, value in zip(names, values, strict=True) if value != values[0]]
+        if others:
+            raise ClusterError(
+                f"{what} differ between {names[0]} and {', '.join(others)}; start the same on every node"
+            )
+    ranks = [record.node_rank for record in records]
+    if len(set(ranks)) < len(ranks) and min(ranks) >= 0:
+        raise ClusterError(f"two nodes have the same --node-rank: {sorted(ranks)}")
+    return tuple(replace(record.host, name=name) for record, name in zip(records, names, strict=True) if record.host)
+
+
+def restart_words(records: Sequence[NodeRecord]) -> str:
+    """Say why workers start again under what they ran before; empty when only the nodes changed."""
+    failures = sorted({record.failure for record in records if record.failure})
+    return f"{failures[0]}; starting again under the same plan" if failures else ""
+
+
+def warnings_of(records: Sequence[NodeRecord]) -> tuple[str, ...]:
+    """Return what is amiss with the nodes, one sentence each."""
+    return tuple(warning for record in records for warning in record.warnings)
+
+
+def joined(*sentences: str) -> str:
+    """Join what there is to say; some of it may be empty."""
+    return "; ".join(sentence for sentence in sentences if sentence)

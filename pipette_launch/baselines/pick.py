@@ -149,5 +149,6 @@ def device_peak_bytes(job: Job, layout: Layout, measurements: Measurements) -> i
         device_kind=cluster.device_kind,
         device_name=cluster.hosts[0].devices[0].name,
         measured_bytes=measurements.overhead_bytes,
+        apart=measurements.overhead,
     )
     return overhead.device_peak_bytes(max(parts.total for parts in peak_memory_bytes(job, layout)))

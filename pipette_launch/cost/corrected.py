@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.latency import Predictor, StepTime
 from pipette_launch.cost.layout_columns import LayoutColumns
+from pipette_launch.cost.measured_stages import MeasuredStages
 from pipette_launch.cost.memory import peak_memory_bytes
 from pipette_launch.cost.memory_columns import peak_memory_columns
 from pipette_launch.cost.placed import PlacementCost
@@ -83,6 +84,7 @@ class CorrectedPredictor(Predictor):
         super().__init__(job, measurements)
         self._corrections = corrections
         self._factors: dict[Layout, float] = {}
+        self._stages = MeasuredStages(job, measurements)
 
     @property
     def least_factor(self) -> float:
@@ -115,23 +117,25 @@ class CorrectedPredictor(Predictor):
         return super().bound_s(layout) * self.factor(layout)
 
     def peaks(self, layout: Layout) -> tuple[int, ...]:
-        """Peak bytes of the model's tensors on each pipeline rank.
+        """Peak bytes of the model's tensors on each pipeline rank, as measured where the warm-up ran the stage.
 
         Raises:
             LayoutError: the layout cuts the layers or the batch unevenly.
 
         """
         factor = self.memory_factor(layout)
-        return tuple(math.ceil(parts.total * factor) for parts in peak_memory_bytes(self._job, layout))
+        predicted = [math.ceil(parts.total * factor) for parts in peak_memory_bytes(self._job, layout)]
+        return self._stages.peaks(layout, predicted)
 
     def all_peaks(self, layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
         """Return `peaks` of many layouts, far faster than one by one."""
         totals = peak_memory_columns(self._job, LayoutColumns.of(layouts)).totals()
-        if self._corrections.memory is None:
-            return tuple(tuple(math.ceil(total) for total in stages) for stages in totals)
-        factors = [self.memory_factor(layout) for layout in layouts]
+        factors = [1.0] * len(layouts)
+        if self._corrections.memory is not None:
+            factors = [self.memory_factor(layout) for layout in layouts]
         return tuple(
-            tuple(math.ceil(total * factor) for total in stages) for stages, factor in zip(totals, factors, strict=True)
+            self._stages.peaks(layout, [math.ceil(total * factor) for total in stages])
+            for layout, stages, factor in zip(layouts, totals, factors, strict=True)
         )
 
     def fullest_N(self, columns: LayoutColumns) -> NDArray[np.float64]:
@@ -142,9 +146,25 @@ class CorrectedPredictor(Predictor):
         fullest_N = np.maximum.reduceat(found.total_S, found.starts_N).astype(np.float64)
         if self._corrections.memory is not None:
             fullest_N *= np.array([self.memory_factor(columns.layout(row)) for row in range(len(columns))])
+        for layout in self._stages.layouts:
+            rows = columns.rows_of(layout)
+            if len(rows):
+                fullest_N[rows] = max(self.peaks(layout))
         return fullest_N
 
     def memory_factor(self, layout: Layout) -> float:
-        """What a layout's peaks are multiplied with."""
+        """What a layout's predicted peaks are multiplied with."""
         devices = self._measurements.cluster.devices_per_host
         return self._corrections.memory_factor(self._job, layout, devices_per_host=devices)
+
+    def memory_correction(self, layout: Layout) -> float:
+        """The peak of the fullest stage over its closed form: what was learned, or what measuring it showed."""
+        if layout not in self._stages.layouts:
+            return self.memory_factor(layout)
+        peaks = self.peaks(layout)
+        fullest = peaks.index(max(peaks))
+        return max(peaks) / peak_memory_bytes(self._job, layout)[fullest].total
+
+    def notes(self, layout: Layout) -> tuple[str, ...]:
+        """Say what the prices of a layout rest on."""
+        return (*super().notes(layout), *self._stages.notes(layout))

@@ -142,6 +142,17 @@ class LayoutColumns:
             layers_per_chunk=self.cuts[self.layers_per_chunk[row]],
         )
 
+    def rows_of(self, layout: Layout) -> Ints:
+        """The rows that hold a layout."""
+        found = np.ones(len(self), dtype=bool)
+        for name in NUMBERS:
+            found &= getattr(self, name) == getattr(layout, name)
+        for name, values in (("recompute", self.recomputes), ("layers_per_chunk", self.cuts)):
+            wanted = getattr(layout, name)
+            # A value may stand in the list twice, where columns were joined.
+            found &= np.isin(getattr(self, name), [place for place, value in enumerate(values) if value == wanted])
+        return np.flatnonzero(found)
+
     def take(self, rows: Ints) -> LayoutColumns:
         """Some of the rows."""
         return replace(

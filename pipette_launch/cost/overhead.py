@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pipette_launch.cost.workspaces import workspace_bytes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.capability import compute_capability
+from pipette_launch.facts.device_memory import DeviceOverhead
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.units import MIB
@@ -107,6 +108,7 @@ def overhead_of(
     device_kind: str,
     device_name: str = "",
     measured_bytes: int | None = None,
+    apart: DeviceOverhead | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Overhead:
     """Return what a rank of this layout holds beside the model.
@@ -118,6 +120,8 @@ def overhead_of(
         device_name: as the driver or the user gives it; decides the workspaces.
         measured_bytes: `Measurements.overhead_bytes`: context and communicators together, as the warm-up's workers held
             them. None for machines that were not measured; 0 on a GPU counts as None, for no context is that small.
+        apart: `Measurements.overhead`, the same told apart: then the layout has as many communicators as it needs, each
+            as large as one of the warm-up's was on average.
         environment: of the worker, for the variables that size workspaces; None for none.
 
     """
@@ -130,7 +134,15 @@ def overhead_of(
             reserve=Figure(value=1.0, source="a host's allocator keeps no reserve"),
         )
     reserve = MOE_RESERVE if job.model.num_experts else DENSE_RESERVE
-    if measured_bytes:
+    if apart is not None and apart.communicator_bytes:
+        needed = num_communicators(layout)
+        context = Figure(value=apart.alone_bytes, source=MEASURED, is_measured=True)
+        communicators = Figure(
+            value=needed * apart.communicator_bytes,
+            source=f"{needed} of them, each as large as the {apart.num_communicators} {MEASURED} were on average",
+            is_measured=True,
+        )
+    elif measured_bytes:
         context = Figure(value=measured_bytes, source=f"{MEASURED}, communicators included", is_measured=True)
         communicators = Figure(value=0, source="part of the measured context", is_measured=True)
     else:

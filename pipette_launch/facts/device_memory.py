@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts import files
+from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 
 
@@ -40,6 +42,8 @@ class DeviceOverhead:
 class StageReading:
     """The peak of one rank's whole training step: all micro-batches in flight, gradients, optimizer and its step."""
 
+    job_digest: str
+    """What of the job changes a stage's bytes (`memory_digest`): a reading tells nothing of another job."""
     layout: Layout
     pp_rank: int
     slot: int
@@ -58,3 +62,8 @@ class StageReading:
             raise FactError(f"pp_rank={self.pp_rank} is not one of the layout's {self.layout.pp}")
         if min(self.slot, self.allocator_peak_bytes, self.reserved_peak_bytes, self.device_peak_bytes) < 0:
             raise FactError(f"a reading of memory cannot be negative, got {self}")
+
+
+def memory_digest(job: Job) -> str:
+    """Digest of all of a job, its layout apart, that a stage's bytes depend on."""
+    return files.digest(job.model, job.batch, job.grad_reduce_in_bf16, job.optimizer, job.performance_flags)

@@ -115,6 +115,7 @@ def _memory(
         device_kind=machines.kind,
         device_name=machines.device_name,
         measured_bytes=machines.overhead_bytes,
+        apart=machines.measured.overhead if machines.measured else None,
         environment=environment,
     )
     counted = (

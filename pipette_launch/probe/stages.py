@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pipette_launch.facts import Job, Layout, StageReading
 from pipette_launch.facts.advice import StageCase
+from pipette_launch.facts.device_memory import memory_digest
 from pipette_launch.probe.harness import Budget, Conductor
 from pipette_launch.probe.memory import MemoryMeter, Peak
 from pipette_launch.probe.options import ProbeOptions
@@ -120,6 +121,7 @@ class StageBench:
     def _reading(self, case: StageCase, peak: Peak, runs: list[StageRun]) -> StageReading:
         on_cpu = self.options.device_kind == "cpu"
         return StageReading(
+            job_digest=memory_digest(self.options.job),
             layout=case.layout,
             pp_rank=case.pp_rank,
             slot=self.slot,

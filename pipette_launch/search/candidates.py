@@ -136,6 +136,7 @@ def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> O
         device_kind=cluster.device_kind,
         device_name=cluster.hosts[0].devices[0].name,
         measured_bytes=measurements.overhead_bytes,
+        apart=measurements.overhead,
     )
 
 

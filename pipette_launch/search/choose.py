@@ -126,7 +126,7 @@ def _evidence(field: Field, layout: Layout | None) -> _Evidence:
         return {}
     return {
         "step_correction": field.predictor.factor(layout),
-        "memory_correction": field.predictor.memory_factor(layout),
+        "memory_correction": field.predictor.memory_correction(layout),
         "device_peak_bytes": field.device_peaks(layout),
         "features": features_of(field.job, layout, devices_per_host=field.cluster.devices_per_host),
     }

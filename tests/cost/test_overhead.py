@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.cost.overhead import Figure, Overhead, num_communicators, overhead_of
 from pipette_launch.errors import FactError
-from pipette_launch.facts import Layout
+from pipette_launch.facts import DeviceOverhead, Layout
 from pipette_launch.facts.capability import compute_capability
 from pipette_launch.units import MIB
 
@@ -68,6 +68,24 @@ def test_what_was_measured_takes_the_place_of_defaults() -> None:
 
     assert 7 == one.outside_bytes
     assert (True, True) == (one.context.is_measured, one.communicators.is_measured)
+
+
+def test_communicators_are_counted_one_by_one() -> None:
+    """Four of them added 4 GiB to 1; a layout with three kinds of groups has three, one without has none."""
+    apart = DeviceOverhead(alone_bytes=GIB, together_bytes=5 * GIB, num_communicators=4, workspace_bytes=0)
+
+    def outside(layout: Layout) -> int:
+        return overhead_of(GPT, layout, device_kind="cuda", measured_bytes=5 * GIB, apart=apart).outside_bytes
+
+    assert 4 * GIB == outside(Layout(tp=2, pp=2, dp=2))
+    assert GIB == outside(Layout())
+
+
+def test_without_communicators_the_total_stands() -> None:
+    """A slot alone had none to tell their size from."""
+    apart = DeviceOverhead(alone_bytes=7, together_bytes=7, num_communicators=0, workspace_bytes=0)
+
+    assert 7 == overhead_of(GPT, Layout(), device_kind="cuda", measured_bytes=7, apart=apart).outside_bytes
 
 
 def test_a_gpu_without_any_overhead_was_not_measured() -> None:

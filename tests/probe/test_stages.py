@@ -14,6 +14,7 @@ from probe.workers import OneRankStore, tiny_options
 from pipette_launch.cost.parameters import stage_parameters
 from pipette_launch.facts import Device, Host, Layout, StageReading
 from pipette_launch.facts.advice import StageCase
+from pipette_launch.facts.device_memory import memory_digest
 from pipette_launch.probe import stages
 from pipette_launch.probe.harness import Budget, Conductor
 from pipette_launch.probe.memory import Peak
@@ -113,6 +114,7 @@ def test_a_gpu_reads_allocator_and_driver(tmp_path: Path, ran: list[tuple[Layout
     assert [] == notes
     assert [
         StageReading(
+            job_digest=memory_digest(tiny_job(1)),
             layout=Layout(pp=2),
             pp_rank=1,
             slot=0,

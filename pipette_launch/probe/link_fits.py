@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import CollectiveTime, Links
+from pipette_launch.facts import CollectiveTime, Links, Samples
 from pipette_launch.facts.survey import UNSTABLE_SPREAD, LinkSurvey, RailRates
 from pipette_launch.probe.harness import Line, fit_line
 from pipette_launch.probe.options import LinkSamples, ProbeOptions
@@ -22,8 +22,8 @@ from pipette_launch.units import rate_text
 Pair = tuple[int, int]
 MAX_SEND_ENTRIES = 4096
 """Above this many pairs only the unstable ones get an entry of their own beside the matrices."""
-SLOW_RAIL = 0.10
-"""A rail that is slower than the middle one by more than this, and by more than three spreads, stands for all."""
+UNEVEN_RAILS = 0.10
+"""Among very many pairs only those whose rails differ by more than this get their rails on file."""
 
 
 class LinkFit(NamedTuple):
@@ -33,17 +33,33 @@ class LinkFit(NamedTuple):
     spread: float
     """Of the largest message."""
     sizes_bytes: tuple[int, ...]
+    together: Line | None = None
+    """Until the last of all rails was through; None where there is one."""
 
     @property
     def bytes_per_s(self) -> float:
         """How fast a large message goes."""
         return 1 / self.line.seconds_per_byte
 
+    @property
+    def hosts(self) -> LinkFit:
+        """What this says of the link between the hosts, for each of their devices."""
+        return self._replace(line=self.together, together=None) if self.together else self
+
 
 def fit_link(link: LinkSamples) -> LinkFit:
     """The line through one link's medians, and the spread of its largest message."""
-    line = fit_line(link.sizes_bytes, [samples.median_s for samples in link.samples])
-    return LinkFit(line, link.samples[-1].spread, link.sizes_bytes)
+    counted = link.together or link.samples
+    return LinkFit(
+        _line_through(link.sizes_bytes, link.samples),
+        counted[-1].spread,
+        link.sizes_bytes,
+        _line_through(link.sizes_bytes, link.together) if link.together else None,
+    )
+
+
+def _line_through(sizes_bytes: Sequence[int], samples: Sequence[Samples]) -> Line:
+    return fit_line(sizes_bytes, [each.median_s for each in samples])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,41 +83,24 @@ class LinkBook:
     def best(self) -> dict[Pair, LinkFit]:
         """The faster of the two measurements of each pair: a disturbance only ever slows a link down."""
         return {
-            pair: max(fit, self.again.get(pair, fit), key=lambda one: one.bytes_per_s)
+            pair: max(fit, self.again.get(pair, fit), key=lambda one: one.hosts.bytes_per_s)
             for pair, fit in self.first.items()
         }
 
 
-def of_rails(rails: Sequence[LinkFit]) -> LinkFit:
-    """One figure for all rails of a pair of hosts, each measured while the others were busy: what a device gets.
-
-    The median of the rails, which the noise of a single one does not move. (The slowest of eight equal ones, each 5 %
-    off at random, would seem 7 % too slow.) But a rail that is clearly slower stands for all: every transfer between
-    two stages, and every ring that spans hosts, has a part on each rail and ends with the last.
-    """
-    ranked = sorted(rails, key=lambda rail: rail.bytes_per_s)
-    slowest, middle = ranked[0], ranked[len(ranked) // 2]
-    margin = max(SLOW_RAIL, 3 * max(slowest.spread, middle.spread))
-    if slowest.bytes_per_s < (1 - margin) * middle.bytes_per_s:
-        return slowest
-    return LinkFit(
-        Line(
-            statistics.median(rail.line.latency_s for rail in rails),
-            statistics.median(rail.line.seconds_per_byte for rail in rails),
-        ),
-        statistics.median(rail.spread for rail in rails),
-        middle.sizes_bytes,
-    )
-
-
 def host_fits(fits: Mapping[Pair, LinkFit], devices_per_host: int) -> dict[Pair, LinkFit]:
-    """The figure of every pair of hosts that has a rail measured."""
-    rails: dict[Pair, list[LinkFit]] = {}
+    """One figure for all rails of each pair of hosts that were measured: until the last of them was through.
+
+    It is measured, not chosen: rails that share a wire get uneven parts of it, so their median would be too fast, and
+    the slowest by chance too slow. Every transfer between two stages, and every ring that spans hosts, has a part on
+    each rail and ends with the last. Rails that were measured together say the same; of others the slowest counts.
+    """
+    found: dict[Pair, LinkFit] = {}
     for (source, target), fit in fits.items():
-        hosts = (source // devices_per_host, target // devices_per_host)
-        if hosts[0] != hosts[1]:
-            rails.setdefault(hosts, []).append(fit)
-    return {pair: of_rails(found) for pair, found in rails.items()}
+        pair = (source // devices_per_host, target // devices_per_host)
+        if pair[0] != pair[1]:
+            found[pair] = min(found.get(pair, fit.hosts), fit.hosts, key=lambda one: one.bytes_per_s)
+    return found
 
 
 def bandwidth_HH(fits: Mapping[Pair, LinkFit], num_hosts: int) -> NDArray[np.float64]:
@@ -186,7 +185,7 @@ def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: in
     for a, b in sorted(hosts):
         slots = [(a * size + rail, b * size + rail) for rail in range(size)]
         rates = tuple(fits[pair].bytes_per_s if pair in fits else 0.0 for pair in slots)
-        if len(hosts) <= MAX_SEND_ENTRIES or min(rates) < (1 - SLOW_RAIL) * max(rates):
+        if len(hosts) <= MAX_SEND_ENTRIES or min(rates) < (1 - UNEVEN_RAILS) * max(rates):
             found.append(RailRates(source=a, target=b, bytes_per_s=rates))
     return tuple(found)
 

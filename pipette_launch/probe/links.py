@@ -1,7 +1,8 @@
 """Who talks how fast to whom: latency and bandwidth of every pair of hosts, and of local devices, both ways.
 
-Pairs are measured in rounds of disjoint pairs (`rounds`), all rails of a pair of hosts at the same time: what a device
-gets when its neighbours talk too is what the tensor-parallel ranks of a pipeline stage get. All traffic runs over the
+Pairs are measured in rounds of disjoint pairs (`rounds`), all rails of a pair of hosts at the same time: every message
+begins on all of them at once, and what counts for the hosts is when the last was through. That is how tensor-parallel
+ranks of one pipeline stage talk to those of the next. All traffic runs over the
 one world communicator; a communicator for each pair would cost far more than the measurement.
 
 A round is a row of steps. Before each step every sender says how many messages of which sizes it would like to send
@@ -26,10 +27,10 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples
-from pipette_launch.probe.harness import Budget, Clock, Conductor, Line
-from pipette_launch.probe.link_fits import LinkFit, bandwidth_HH, fit_link, of_rails
+from pipette_launch.probe.harness import Budget, Clock, Conductor
+from pipette_launch.probe.link_fits import fit_link
 from pipette_launch.probe.options import LinkSamples, ProbeOptions
-from pipette_launch.probe.repeats import TINY_BYTES, Tally, in_passes, ladder
+from pipette_launch.probe.repeats import TINY_BYTES, Tally, condensed, in_passes, in_step, ladder
 from pipette_launch.probe.rounds import Group, in_turns, local_groups, matching_rounds, rail_groups
 from pipette_launch.probe.sampling import Pair, Round, rounds_of
 from pipette_launch.probe.suspects import suspect_links
@@ -139,10 +140,19 @@ class LinkMeter:
             tally = self._tally() if seat is not None and self.rank == seat[1][end] else None
             self._direction(groups, seat, tally)
             if tally is not None and seat is not None:
-                sizes, samples = tally.samples()
-                peer = seat[1][1 - end]
-                found = LinkSamples(source=self.rank, target=peer, sizes_bytes=sizes, samples=one_way(samples))
+                found = self._sent(tally, seat[1][1 - end], has_rails=len(groups[seat[0]]) > 1)
         return found
+
+    def _sent(self, tally: Tally, peer: int, *, has_rails: bool) -> LinkSamples:
+        sizes, own = tally.samples(own=True)
+        _, together = tally.samples()
+        return LinkSamples(
+            source=self.rank,
+            target=peer,
+            sizes_bytes=sizes,
+            samples=tuple(map(condensed, one_way(own))),
+            together=tuple(map(condensed, one_way(together))) if has_rails else (),
+        )
 
     def _tally(self) -> Tally:
         return Tally(sizes=self.sizes, repeats=self.options.repeats, warmups=self.options.warmups, bound_s=self.bound_s)
@@ -150,33 +160,57 @@ class LinkMeter:
     def _direction(self, groups: Sequence[Group], seat: tuple[int, Pair] | None, tally: Tally | None) -> None:
         """Let all senders of one direction send, step by step, until none wants more."""
         while True:
-            wishes = torch.zeros((len(groups), len(self.sizes)), dtype=torch.int32)
+            wishes = torch.zeros((len(groups), len(self.sizes)), dtype=torch.float64)
             if seat is not None and tally is not None:
-                wishes[seat[0]] = torch.tensor(tally.wish(), dtype=torch.int32)
-            counts = self._largest(wishes)
+                wishes[seat[0]] = torch.tensor(tally.wish(), dtype=torch.float64)
+            counts = [list(map(int, wish)) for wish in self._largest(wishes)]
             if not any(map(any, counts)):
                 return
-            if seat is not None:
-                self._step(counts[seat[0]], seat[1], tally)
+            if any(len(group) > 1 for group in groups):
+                self._together(counts, seat, tally)
+            elif seat is not None:
+                for index in in_passes(counts[seat[0]]):
+                    seconds = self._message(index, seat[1], is_sender=tally is not None)
+                    if tally is not None:
+                        tally.add(index, seconds)
 
-    def _largest(self, wishes: torch.Tensor) -> list[list[int]]:
-        """For each group the largest wish of its rails; begins the step for everyone at once."""
+    def _together(self, counts: Sequence[Sequence[int]], seat: tuple[int, Pair] | None, tally: Tally | None) -> None:
+        """Begin every message on all rails at once, and book when the last of them was through.
+
+        Without that, rails that share a wire drift apart, and each finds it free while the others pause.
+        """
+        courses = [in_step(each) for each in counts]
+        for step in range(max(map(len, courses))):
+            times = torch.zeros((len(courses), 1), dtype=torch.float64)
+            own: list[float] = []
+            index = 0
+            if seat is not None and step < len(courses[seat[0]]):
+                index, count = courses[seat[0]][step]
+                own = [self._message(index, seat[1], is_sender=tally is not None) for _ in range(count)]
+                times[seat[0]] = max(own) if tally is not None else 0.0
+            slowest = self._largest(times)
+            if seat is not None and tally is not None:
+                for seconds in own:
+                    # A tiny message shares nothing: it is all latency.
+                    tally.add(index, seconds, slowest[seat[0]][0] if index else seconds)
+
+    def _largest(self, wishes: torch.Tensor) -> list[list[float]]:
+        """For each group the largest numbers of its rails; what follows begins for everyone at once."""
         shared = wishes.to(self.options.device_kind)
         with self._deadline("the others"):
             self._finish([dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)], self.options.timeout_s)
-        counts: list[list[int]] = shared.tolist()
-        return counts
+        largest: list[list[float]] = shared.tolist()
+        return largest
 
-    def _step(self, counts: Sequence[int], pair: Pair, tally: Tally | None) -> None:
-        """Send or answer so many messages of each size."""
-        for index in in_passes(counts):
-            message = self._buffer[: self.sizes[index]]
-            if tally is None:
-                self._swap(self._ack, message, pair, sends_first=False)
-                continue
-            before_s = self.clock()
+    def _message(self, index: int, pair: Pair, *, is_sender: bool) -> float:
+        """Send or answer one message of this size; returns the seconds until the answer was there."""
+        message = self._buffer[: self.sizes[index]]
+        before_s = self.clock()
+        if is_sender:
             self._swap(message, self._ack, pair, sends_first=True)
-            tally.add(index, self.clock() - before_s)
+        else:
+            self._swap(self._ack, message, pair, sends_first=False)
+        return self.clock() - before_s
 
     def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, pair: Pair, *, sends_first: bool) -> None:
         """Send one message and receive one, in this order or the other, and wait until the device has done both."""
@@ -264,28 +298,18 @@ def suspect_rounds(options: ProbeOptions, rank: int, links: Sequence[LinkSamples
 def shared_bandwidth_HH(options: ProbeOptions, rank: int, links: Sequence[LinkSamples]) -> NDArray[np.float64]:
     """Everyone's bytes/s between hosts; nan = not measured. The same numbers on every rank."""
     num_hosts, size = len(options.hosts), options.devices_per_host
-    mine = np.zeros((2, num_hosts))
+    everyone = torch.zeros((options.num_slots, num_hosts), dtype=torch.float64)
     for link in links:
-        host = link.target // size
-        if host != rank // size:
-            fit = fit_link(link)
-            mine[:, host] = fit.line.seconds_per_byte, fit.spread
-    # Each rank fills its own part of zeros: an all-gather by the one collective that every torch has alike.
-    everyone = torch.zeros((options.num_slots, *mine.shape), dtype=torch.float64)
-    everyone[rank] = torch.from_numpy(mine)
+        if link.target // size != rank // size:
+            everyone[rank, link.target // size] = fit_link(link).hosts.bytes_per_s
+    # Each rank fills its own row of zeros: an all-gather by the one collective that every torch has alike.
     shared = everyone.to(options.device_kind)
     dist.all_reduce(shared)
-    told = shared.cpu().numpy()
-    found = {}
-    for source in range(num_hosts):
-        rails_D2H = told[source * size : (source + 1) * size]
-        for target in range(num_hosts):
-            rails = [
-                LinkFit(Line(0.0, per_byte), spread, ()) for per_byte, spread in rails_D2H[:, :, target] if per_byte
-            ]
-            if rails:
-                found[source, target] = of_rails(rails)
-    return bandwidth_HH(found, num_hosts)
+    # Rails of a pair that were measured together say the same.
+    rates_HDH = shared.cpu().numpy().reshape(num_hosts, size, num_hosts)
+    rates_HH: NDArray[np.float64] = rates_HDH.max(axis=1)
+    rates_HH[rates_HH == 0] = np.nan
+    return rates_HH
 
 
 def align(device_kind: str) -> None:

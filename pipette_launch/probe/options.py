@@ -153,6 +153,8 @@ class LinkSamples:
     target: int
     sizes_bytes: tuple[int, ...]
     samples: tuple[Samples, ...]
+    together: tuple[Samples, ...] = ()
+    """Between hosts of several devices, which all send at once: until the last of them was through."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

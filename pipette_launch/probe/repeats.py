@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from pipette_launch.facts import Samples
 
@@ -49,6 +50,15 @@ def in_passes(counts: Sequence[int]) -> Iterator[int]:
                 yield index
 
 
+def in_step(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """The same order as (size, how many), for rails that begin every message together: only tiny ones go in rows."""
+    found: list[tuple[int, int]] = []
+    for index, run in groupby(in_passes(counts)):
+        count = len(list(run))
+        found += [(index, count)] if index == 0 else [(index, 1)] * count
+    return found
+
+
 def quartile_spread(values: Sequence[float]) -> float:
     """Half the distance between the quartiles over the median; of at least two values.
 
@@ -56,6 +66,21 @@ def quartile_spread(values: Sequence[float]) -> float:
     """
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / (2 * middle) if middle else 0.0
+
+
+def condensed(samples: Samples) -> Samples:
+    """Three values with the median and the spread of all, and the last warm-up: what has to travel to rank 0.
+
+    With 64 hosts of 8 devices all values of all links would be some 50 MB of text.
+    """
+    middle = samples.median_s
+    away = middle * samples.spread
+    values = (max(middle - away, 0.0), middle, middle + away)
+    return Samples(values_s=tuple(map(_rounded, values)), warmup_s=tuple(map(_rounded, samples.warmup_s[-1:])))
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.6g}")
 
 
 @dataclass(kw_only=True)
@@ -71,15 +96,25 @@ class Tally:
     """Seconds that this direction may take; the least is measured whatever it takes."""
     warm_s: list[list[float]] = field(init=False)
     values_s: list[list[float]] = field(init=False)
+    own_s: list[list[float]] = field(init=False)
+    """Of the same messages as `values_s`, what this rail took by itself."""
 
     def __post_init__(self) -> None:
         self.warm_s = [[] for _ in self.sizes]
         self.values_s = [[] for _ in self.sizes]
+        self.own_s = [[] for _ in self.sizes]
 
-    def add(self, index: int, seconds: float) -> None:
-        """Book one message of size `index`: first its warm-ups, then its values."""
-        book = self.warm_s if len(self.warm_s[index]) < self._num_warmups(index) else self.values_s
-        book[index].append(seconds)
+    def add(self, index: int, own_s: float, all_s: float | None = None) -> None:
+        """Book one message of size `index`: first its warm-ups, then its values.
+
+        `own_s` is when it was through, `all_s` when those of all rails were; None = there is one rail.
+        """
+        seconds = own_s if all_s is None else all_s
+        if len(self.warm_s[index]) < self._num_warmups(index):
+            self.warm_s[index].append(seconds)
+        else:
+            self.values_s[index].append(seconds)
+            self.own_s[index].append(own_s)
 
     def wish(self) -> tuple[int, ...]:
         """How many messages of each size should follow; none when enough is known.
@@ -89,10 +124,11 @@ class Tally:
         """
         return self._next_warmups() or self._next_values() or (0,) * len(self.sizes)
 
-    def samples(self) -> tuple[tuple[int, ...], tuple[Samples, ...]]:
-        """The sizes that have values, and these."""
-        kept = [index for index, values in enumerate(self.values_s) if values]
-        samples = (Samples(values_s=tuple(self.values_s[i]), warmup_s=tuple(self.warm_s[i])) for i in kept)
+    def samples(self, *, own: bool = False) -> tuple[tuple[int, ...], tuple[Samples, ...]]:
+        """The sizes that have values, and these: when all rails were through, or only this one."""
+        values_s = self.own_s if own else self.values_s
+        kept = [index for index, values in enumerate(values_s) if values]
+        samples = (Samples(values_s=tuple(values_s[i]), warmup_s=tuple(self.warm_s[i])) for i in kept)
         return tuple(self.sizes[index] for index in kept), tuple(samples)
 
     def _num_warmups(self, index: int) -> int:

@@ -35,7 +35,7 @@ def main(order: str, port: str, rank_text: str, silent: str) -> None:
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
     meter = LinkMeter(options=replace(options, timeout_s=DEADLINE_S), rank=rank, bound_s=0.1)
     if rank == int(silent):
-        meter._step = lambda *_: time.sleep(HANG_S)  # type: ignore[method-assign]
+        meter._message = lambda *_, **__: time.sleep(HANG_S)  # type: ignore[method-assign]
     try:
         meter.measure(matching_rounds(len(options.hosts)), first=4, of=6)
     except ProbeError as failure:

@@ -1,5 +1,6 @@
 """Tests of how timed messages become links."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from probe.workers import tiny_options
 
 from pipette_launch.facts import Samples
 from pipette_launch.probe.harness import Line
-from pipette_launch.probe.link_fits import LinkFit, found_links, of_rails
+from pipette_launch.probe.link_fits import LinkFit, found_links, host_fits
 from pipette_launch.probe.options import LinkSamples
 
 SIZES = (8, 4096, 65536)
@@ -24,9 +25,9 @@ def link(source: int, target: int, rate: float, jitter: float = 0.0) -> LinkSamp
     return LinkSamples(source=source, target=target, sizes_bytes=SIZES, samples=samples)
 
 
-def rail(rate: float, spread: float = 0.0) -> LinkFit:
-    """One rail's figure, without latency."""
-    return LinkFit(Line(0.0, 1 / rate), spread, SIZES)
+def rail(source: int, target: int, own: float, together: float) -> LinkSamples:
+    """A rail that would reach `own`, and `together` until the last of all rails was through."""
+    return replace(link(source, target, own), together=link(source, target, together).samples)
 
 
 def both_ways(a: int, b: int, rate: float) -> list[LinkSamples]:
@@ -34,34 +35,10 @@ def both_ways(a: int, b: int, rate: float) -> list[LinkSamples]:
     return [link(a, b, rate), link(b, a, rate)]
 
 
-def test_rails_count_by_their_median() -> None:
-    """Three rails within noise of each other."""
-    assert pytest.approx(10.0) == of_rails([rail(9.5), rail(10.0), rail(10.6)]).bytes_per_s
-
-
-def test_a_rail_that_is_clearly_slower_stands_for_all() -> None:
-    """Every transfer has a part on it and ends with it."""
-    assert pytest.approx(5.0) == of_rails([rail(5.0), rail(10.0), rail(10.0), rail(10.0)]).bytes_per_s
-
-
-def test_a_slow_rail_that_scatters_is_noise() -> None:
-    """30 % slower at a spread of 20 % says nothing."""
-    assert pytest.approx(10.0) == of_rails([rail(7.0, spread=0.2), rail(10.0), rail(10.0)]).bytes_per_s
-
-
-@given(rates=st.lists(st.floats(1.0, 1e3), min_size=1, max_size=8))
-def test_rails_lie_between_their_slowest_and_their_fastest(rates: list[float]) -> None:
-    """Whatever they are; and their order does not matter."""
-    figure = of_rails([rail(rate) for rate in rates]).bytes_per_s
-
-    assert min(rates) * (1 - 1e-9) <= figure <= max(rates) * (1 + 1e-9)
-    assert figure == of_rails([rail(rate) for rate in sorted(rates)]).bytes_per_s
-
-
 def test_two_hosts_of_two_by_hand(tmp_path: Path) -> None:
-    """Rails of 4 and 2 MB/s one way, 3 and 3 the other; local links of 9 and 8."""
+    """Rails of 4 and 2 MB/s one way, 3 and 3 the other, the last through at 2 and 3; local links of 9 and 8."""
     options = tiny_options(tmp_path, hosts=2, devices=2)
-    rails = [link(0, 2, 4e6), link(1, 3, 2e6), link(2, 0, 3e6), link(3, 1, 3e6)]
+    rails = [rail(0, 2, 4e6, 2e6), rail(1, 3, 2e6, 2e6), rail(2, 0, 3e6, 3e6), rail(3, 1, 3e6, 3e6)]
     found = found_links(options, [*rails, *both_ways(0, 1, 9e6), *both_ways(2, 3, 8e6)], rounds=1, rounds_again=0)
     assert found.survey
 
@@ -74,6 +51,25 @@ def test_two_hosts_of_two_by_hand(tmp_path: Path) -> None:
     assert (1, 0) == (found.survey.rounds, found.survey.rounds_again)
     assert 8 == len(found.sends)
     assert () == found.notes
+
+
+def test_rails_on_one_wire_count_by_the_last(tmp_path: Path) -> None:
+    """The first takes all of the wire and the second what is left: a device gets half, not three quarters."""
+    options = tiny_options(tmp_path, hosts=2, devices=2)
+    local = [*both_ways(0, 1, 9e6), *both_ways(2, 3, 9e6)]
+    rails = [rail(a, b, own, 1e6) for a, b, own in ((0, 2, 2e6), (1, 3, 1e6), (2, 0, 1e6), (3, 1, 2e6))]
+    found = found_links(options, [*rails, *local], rounds=1, rounds_again=0)
+
+    assert np.allclose([[0, 1e6], [1e6, 0]], found.between.bandwidth_bytes_per_s)
+
+
+@given(rates=st.lists(st.floats(1e3, 1e9), min_size=1, max_size=8))
+def test_rails_that_were_not_measured_together_count_by_the_slowest(rates: list[float]) -> None:
+    """In whatever order they come."""
+    size = len(rates)
+    fits = {(index, size + index): LinkFit(Line(0.0, 1 / rate), 0.0, SIZES) for index, rate in enumerate(rates)}
+
+    assert pytest.approx(min(rates)) == host_fits(fits, size)[0, 1].bytes_per_s
 
 
 def test_the_better_of_two_measurements_stands(tmp_path: Path) -> None:

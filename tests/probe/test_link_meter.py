@@ -17,7 +17,6 @@ from probe.workers import LIMIT_S, ROOT, tiny_options
 from pipette_launch.facts import files
 from pipette_launch.probe.links import LinkMeter, await_device
 from pipette_launch.probe.options import LinkSamples, ProbeOptions
-from pipette_launch.probe.repeats import MAX_VALUES, MIN_VALUES
 
 WORKER = Path(__file__).parent / "link_worker.py"
 SILENT = 2
@@ -38,8 +37,7 @@ def test_three_hosts_measure_each_other_and_name_who_falls_silent(tmp_path: Path
 
     assert sorted(permutations(range(3), 2)) == sorted((link.source, link.target) for link in links)
     assert all(options.sizes_bytes() == link.sizes_bytes for link in links)
-    counts = [len(samples.values_s) for link in links for samples in link.samples]
-    assert MIN_VALUES <= min(counts) <= max(counts) <= 4 * MAX_VALUES
+    assert all(samples.median_s > 0 for link in links for samples in link.samples)
     # Not-a-number on the diagonal; the same numbers everywhere, or ranks would decide differently.
     assert np.array_equal(np.eye(3, dtype=bool), np.isnan(rates_HH))
     assert all(np.array_equal(rates_HH, np.array(one["rates"]), equal_nan=True) for one in found)

@@ -2,10 +2,21 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.probe.repeats import MAX_VALUES, MIN_VALUES, Tally, in_passes, ladder, quartile_spread
+from pipette_launch.facts import Samples
+from pipette_launch.probe.repeats import (
+    MAX_VALUES,
+    MIN_VALUES,
+    Tally,
+    condensed,
+    in_passes,
+    in_step,
+    ladder,
+    quartile_spread,
+)
 
 SIZES = (8, 65536, 1 << 19, 1 << 21)
 
@@ -110,7 +121,43 @@ def test_passes_go_over_all_sizes() -> None:
     assert [2, 1, 0, 0, 2, 1, 0, 0] == list(in_passes((4, 2, 2)))
 
 
+def test_rails_go_message_by_message() -> None:
+    """Only tiny ones follow each other without a pause."""
+    assert [(2, 1), (1, 1), (0, 4), (2, 1), (1, 1), (0, 4)] == in_step((8, 2, 2))
+
+
+@given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=6))
+def test_rails_go_the_same_way(counts: list[int]) -> None:
+    """Spelt out, it is the order of the passes."""
+    assert list(in_passes(counts)) == [index for index, count in in_step(counts) for _ in range(count)]
+
+
+def test_what_all_rails_took_decides_and_what_one_took_is_kept() -> None:
+    """Tiny messages have no rails to wait for."""
+    rails = tally(sizes=(8, 4096))
+    for _ in range(6):
+        rails.add(1, 1.0, 2.0)
+    for _ in range(5):
+        rails.add(0, 0.5)
+    _, together = rails.samples()
+    _, own = rails.samples(own=True)
+
+    assert ((0.5,), (2.0, 2.0)) == tuple(samples.values_s for samples in together)
+    assert ((0.5,), (1.0, 1.0)) == tuple(samples.values_s for samples in own)
+
+
 def test_the_ladder_begins_low() -> None:
     """A tiny message for the latency, and a first step before sizes that might take long."""
     assert (8, 65536, 1 << 24, 1 << 26) == ladder((1 << 24, 1 << 26))
     assert (8, 100, 1000) == ladder((8, 100, 1000))
+
+
+@given(values=st.lists(st.floats(1e-6, 10.0), min_size=1, max_size=30))
+def test_few_values_say_as_much_as_many(values: list[float]) -> None:
+    """Median and spread stay, to five digits, and no value falls below 0."""
+    samples = Samples(values_s=tuple(values), warmup_s=(3.0, 2.0))
+    few = condensed(samples)
+
+    assert samples.median_s == pytest.approx(few.median_s, rel=1e-5)
+    assert samples.spread == pytest.approx(few.spread, rel=1e-4, abs=1e-5)
+    assert (3, (2.0,)) == (len(few.values_s), few.warmup_s)

@@ -1,4 +1,4 @@
-"""What the plans that may win would use: `python -m pipette_launch.launch.adviser QUESTION.json ANSWER.json`.
+"""What the plans that may win would use: `python -m pipette_launch.launch.adviser [SETTINGS] QUESTION ANSWER`.
 
 A warm-up starts it between links and collectives. It plans for a few seconds with what was measured so far, and answers
 which links, groups and stages the shortlisted plans have, so that the warm-up measures these. It sees no torch.
@@ -8,8 +8,10 @@ which links, groups and stages the shortlisted plans have, so that the warm-up m
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.filled import filled
 from pipette_launch.cost.groups import Groups
 from pipette_launch.cost.traffic import Hiding, exchanges
 from pipette_launch.errors import PipetteError, PlanError
@@ -33,22 +36,30 @@ MOST_STAGES = 8
 
 def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
     """Answer one question; returns the exit code, and says on stderr in one line why it failed."""
+    parser = ArgumentParser(prog="adviser", allow_abbrev=False)
+    for name in ("--margin", "--memory-margin"):
+        parser.add_argument(name, type=float, default=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=argparse.SUPPRESS)
+    parser.add_argument("question", type=Path)
+    parser.add_argument("answer", type=Path)
+    settings = vars(parser.parse_args(arguments))
+    question, answer = settings.pop("question"), settings.pop("answer")
     try:
-        question, answer = arguments
-        files.write(Path(answer), advise(files.read(Path(question), Question), clock))
+        asked = files.read(question, Question)
+        files.write(answer, advise(asked, SolveOptions(budget_s=asked.budget_s, **settings), clock))
     except (ValueError, OSError, PipetteError) as error:
         sys.stderr.write(f"pipette: no advice: {' '.join(str(error).split())}\n")
         return 1
     return 0
 
 
-def advise(question: Question, clock: Callable[[], float]) -> Advice:
+def advise(question: Question, options: SolveOptions, clock: Callable[[], float]) -> Advice:
     """Plan shortly, and say what the shortlisted plans use; an empty Advice says why there is none."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     provenance = Provenance(key="", made_at=now, versions=question.measurements.versions, source="measured")
-    options = SolveOptions(budget_s=question.budget_s)
     try:
-        plan = solve(question.job, question.measurements, options=options, clock=clock, provenance=provenance)
+        measurements = filled(question.job, question.measurements)
+        plan = solve(question.job, measurements, options=options, clock=clock, provenance=provenance)
     except PlanError as error:
         return Advice(words=f"no plan could be made of what was measured so far: {error}")
     shortlist = shortlisted(plan)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -49,6 +51,7 @@ def probe_options(
         output=str(folder / CLUSTER),
         progress_dir=str(folder / "progress"),
         message_sizes_bytes=message_sizes_bytes(job, cases, kind),
+        adviser=adviser_words(options),
         known=str(known) if known and known.exists() else "",
         budget_s=options.budget_s,
         # A megatron-core beside the script is the one that will train, so it is the one to measure.
@@ -72,3 +75,10 @@ def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["c
     high = min(max(*sent, 4 * low, least * LEAST_REACH), most)
     middle = 1 << round(math.log2(math.sqrt(low * high)))
     return tuple(sorted({TINY_BYTES, low, middle, high}))
+
+
+def adviser_words(options: Options) -> tuple[str, ...]:
+    """Say what starts the adviser, but for its two files: it judges plans as the planner will."""
+    settings = {"--margin": options.margin, "--memory-margin": options.memory_margin, "--seed": options.seed}
+    words = [word for name, value in settings.items() for word in (name, str(value))]
+    return (os.environ.get("PYTHON_EXEC", sys.executable), "-m", "pipette_launch.launch.adviser", *words)

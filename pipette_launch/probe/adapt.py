@@ -28,9 +28,6 @@ Measure = Callable[[Sequence[Round]], Lines]
 """Measures rounds of pairs of hosts; returns both ways of each pair that could be measured."""
 Advise = Callable[[Links], Sequence[Pair]]
 """Plans with such links, and says which pairs of hosts the plans would use, most important first."""
-FULL_HOSTS = 64
-"""Up to so many hosts every pair is measured, in one round less."""
-BLIND_ROUNDS = 16
 MOST_ROUNDS = 30
 PASS_ROUNDS = 5
 """A ring and a path through every host are four links of it, which take so many rounds at most."""

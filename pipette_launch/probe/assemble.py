@@ -11,7 +11,7 @@ from pipette_launch.facts import Cluster, ComputeTime, Measurements, Samples, fi
 from pipette_launch.facts.advice import Dimension
 from pipette_launch.facts.survey import UNSTABLE_SPREAD
 from pipette_launch.probe.group_fits import group_times
-from pipette_launch.probe.link_fits import found_links
+from pipette_launch.probe.link_fits import EarlierLinks, found_links
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
 from pipette_launch.probe.speeds import slot_speeds
 
@@ -25,6 +25,7 @@ def assemble(
     results: Sequence[WorkerResult],
     *,
     dimensions: Sequence[Dimension] = (),
+    earlier: EarlierLinks | None = None,
     versions: dict[str, str],
     taken_at: str,
 ) -> Measurements:
@@ -34,6 +35,7 @@ def assemble(
         options: what they were asked for.
         results: one for each slot, in slot order.
         dimensions: whose groups' collectives they timed.
+        earlier: links of an earlier warm-up, for those that were not measured now.
         versions: from `inventory.versions`.
         taken_at: UTC, ISO 8601.
 
@@ -43,6 +45,7 @@ def assemble(
         [link for result in results for link in result.links],
         rounds=sum(results[0].link_rounds),
         rounds_again=sum(results[0].link_rounds_again),
+        earlier=earlier,
     )
     said = tuple(dict.fromkeys(note for result in results for note in result.notes))
     if not any(result.compute for result in results):

@@ -4,19 +4,21 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import CollectiveTime, Links, Samples
+from pipette_launch.facts import CollectiveTime, Links, Measurements, Samples
 from pipette_launch.facts.survey import UNSTABLE_SPREAD, LinkSurvey, RailRates
+from pipette_launch.probe.estimate import estimate
 from pipette_launch.probe.harness import Line, fit_line
 from pipette_launch.probe.options import LinkSamples, ProbeOptions
+from pipette_launch.probe.sampling import Place
 from pipette_launch.units import rate_text
 
 Pair = tuple[int, int]
@@ -126,8 +128,53 @@ class FoundLinks:
     notes: tuple[str, ...]
 
 
-def found_links(options: ProbeOptions, links: Iterable[LinkSamples], *, rounds: int, rounds_again: int) -> FoundLinks:
+@dataclass(frozen=True, kw_only=True)
+class EarlierLinks:
+    """What an earlier warm-up of the same hosts measured."""
+
+    between: Mapping[Pair, Line]
+    """By hosts."""
+    within: Mapping[Pair, Line]
+    """By slots."""
+
+    @classmethod
+    def of(cls, earlier: Measurements, options: ProbeOptions) -> EarlierLinks | None:
+        """Find today's hosts in an earlier file, in whatever order; None where one of them is not in it."""
+        then = {host.name: index for index, host in enumerate(earlier.cluster.hosts)}
+        size = options.devices_per_host
+        if earlier.cluster.devices_per_host != size or any(host.name not in then for host in options.hosts):
+            return None
+        at = [then[host.name] for host in options.hosts]
+        survey, links = earlier.survey, earlier.cluster.between_hosts
+        return cls(
+            between={
+                (a, b): _line(links, at[a], at[b])
+                for a, b in permutations(range(len(at)), 2)
+                if survey is None or survey.origin(at[a], at[b]) != "estimated"
+            },
+            within={
+                (host * size + a, host * size + b): _line(earlier.cluster.within_host[at[host]], a, b)
+                for host in range(len(at))
+                for a, b in permutations(range(size), 2)
+            },
+        )
+
+
+def _line(links: Links, source: int, target: int) -> Line:
+    return Line(float(links.latency_s[source, target]), 1 / float(links.bandwidth_bytes_per_s[source, target]))
+
+
+def found_links(
+    options: ProbeOptions,
+    links: Iterable[LinkSamples],
+    *,
+    rounds: int,
+    rounds_again: int,
+    earlier: EarlierLinks | None = None,
+) -> FoundLinks:
     """Lay out everything that the workers measured; `links` with first measurements before second ones.
+
+    What was not measured is taken from an earlier warm-up, and else estimated from what was.
 
     Raises:
         ProbeError: no link between hosts, or none within a host, was measured.
@@ -136,16 +183,27 @@ def found_links(options: ProbeOptions, links: Iterable[LinkSamples], *, rounds: 
     book = LinkBook.of(links)
     best, size, num_hosts = book.best(), options.devices_per_host, len(options.hosts)
     hosts = host_fits(best, size)
-    between, notes = _matrices(hosts, range(num_hosts), "between hosts")
+    known = {**(earlier.between if earlier else {}), **{pair: fit.line for pair, fit in hosts.items()}}
+    local = {**(earlier.within if earlier else {}), **{pair: fit.line for pair, fit in best.items()}}
+    between, notes = _matrices(known, range(num_hosts), "between hosts", [host.place for host in options.hosts])
     filled = [
-        _matrices(best, range(index * size, (index + 1) * size), f"within {host.name}")
+        _matrices(local, range(index * size, (index + 1) * size), f"within {host.name}")
         for index, host in enumerate(options.hosts)
     ]
     first, again = (host_fits(fits, size) for fits in (book.first, book.again))
+    survey = None
+    if num_hosts > 1:
+        survey = LinkSurvey(
+            spread_HH=_spread_HH(hosts, num_hosts),
+            origin_HH=_origin_HH(num_hosts, cached=earlier.between if earlier else (), measured=hosts, again=again),
+            rails=_rails(best, hosts, size) if size > 1 else (),
+            rounds=rounds,
+            rounds_again=rounds_again,
+        )
     return FoundLinks(
         between=between,
         within=tuple(links for links, _ in filled),
-        survey=_survey(best, hosts, again, size=size, num_hosts=num_hosts, rounds=(rounds, rounds_again)),
+        survey=survey,
         sends=_sends(best),
         first_HH=bandwidth_HH(first, num_hosts),
         again_HH=bandwidth_HH(again, num_hosts),
@@ -153,30 +211,23 @@ def found_links(options: ProbeOptions, links: Iterable[LinkSamples], *, rounds: 
     )
 
 
-def _survey(
-    fits: Mapping[Pair, LinkFit],
-    hosts: Mapping[Pair, LinkFit],
-    again: Mapping[Pair, LinkFit],
-    *,
-    size: int,
-    num_hosts: int,
-    rounds: tuple[int, int],
-) -> LinkSurvey | None:
-    if num_hosts < 2:
-        return None
+def _spread_HH(hosts: Mapping[Pair, LinkFit], num_hosts: int) -> NDArray[np.float64]:
     spread = np.zeros((num_hosts, num_hosts))
+    for pair, fit in hosts.items():
+        spread[pair] = fit.spread
+    return spread
+
+
+def _origin_HH(
+    num_hosts: int, *, cached: Iterable[Pair], measured: Iterable[Pair], again: Iterable[Pair]
+) -> tuple[str, ...]:
+    """What each link rests on, the strongest last."""
     origin = np.full((num_hosts, num_hosts), "e")
+    for letter, pairs in (("c", cached), ("m", measured), ("a", again)):
+        for pair in pairs:
+            origin[pair] = letter
     np.fill_diagonal(origin, "-")
-    for (a, b), fit in hosts.items():
-        spread[a, b] = fit.spread
-        origin[a, b] = "a" if (a, b) in again else "m"
-    return LinkSurvey(
-        spread_HH=spread,
-        origin_HH=tuple("".join(row) for row in origin),
-        rails=_rails(fits, hosts, size) if size > 1 else (),
-        rounds=rounds[0],
-        rounds_again=rounds[1],
-    )
+    return tuple("".join(row) for row in origin)
 
 
 def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: int) -> tuple[RailRates, ...]:
@@ -190,53 +241,20 @@ def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: in
     return tuple(found)
 
 
-def _matrices(fits: Mapping[Pair, LinkFit], places: Sequence[int], where: str) -> tuple[Links, tuple[str, ...]]:
-    """Lay the fits of these places out as matrices; unmeasured pairs get the medians of their ends."""
-    if len(places) == 1:
+def _matrices(
+    lines: Mapping[Pair, Line], members: Sequence[int], where: str, places: Sequence[Place] = ()
+) -> tuple[Links, tuple[str, ...]]:
+    """Lay the lines between these members out as matrices; pairs without one are estimated from the others."""
+    if len(members) == 1:
         return Links(latency_s=((0.0,),), bandwidth_bytes_per_s=((0.0,),)), ()
-    at = {place: index for index, place in enumerate(places)}
-    known = {(at[a], at[b]): fit.line for (a, b), fit in fits.items() if a in at and b in at}
+    at = {member: index for index, member in enumerate(members)}
+    known = {(at[a], at[b]): line for (a, b), line in lines.items() if a in at and b in at}
     if not known:
         raise ProbeError(f"no link {where} was measured; raise --pipette-budget")
-    size = range(len(places))
-    pairs = [(i, j) for i in size for j in size if i != j]
-    ends = _Ends(known)
-    lines = {pair: known.get(pair) or ends.assumed(*pair) for pair in pairs}
-
-    def matrix(value: Callable[[Line], float]) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(0.0 if i == j else value(lines[i, j]) for j in size) for i in size)
-
-    missing = len(pairs) - len(known)
-    return Links(
-        latency_s=matrix(lambda line: line.latency_s),
-        bandwidth_bytes_per_s=matrix(lambda line: 1 / line.seconds_per_byte),
-    ), ((f"links: {missing} of {len(pairs)} pairs {where} were assumed from the others",) if missing else ())
-
-
-class _Ends:
-    """What links of each sender and each receiver usually are."""
-
-    def __init__(self, known: Mapping[Pair, Line]) -> None:
-        sent: dict[int, list[Line]] = {}
-        received: dict[int, list[Line]] = {}
-        for (source, target), line in known.items():
-            sent.setdefault(source, []).append(line)
-            received.setdefault(target, []).append(line)
-        self._sent, self._received = (
-            {place: _middle(lines) for place, lines in ends.items()} for ends in (sent, received)
-        )
-        self._usual = _middle(list(known.values()))
-
-    def assumed(self, source: int, target: int) -> Line:
-        """A link that nobody measured is as slow as the slower of its ends usually is."""
-        ends = [line for line in (self._sent.get(source), self._received.get(target)) if line] or [self._usual]
-        return Line(max(line.latency_s for line in ends), max(line.seconds_per_byte for line in ends))
-
-
-def _middle(lines: Sequence[Line]) -> Line:
-    return Line(
-        statistics.median(line.latency_s for line in lines), statistics.median(line.seconds_per_byte for line in lines)
-    )
+    pairs = len(members) * (len(members) - 1)
+    missing = pairs - len(known)
+    note = f"links: {missing} of {pairs} pairs {where} were assumed from the others"
+    return estimate(len(members), known, places).links, (note,) if missing else ()
 
 
 def _sends(fits: Mapping[Pair, LinkFit]) -> tuple[CollectiveTime, ...]:

@@ -257,9 +257,17 @@ class LinkResult:
     notes: tuple[str, ...]
 
 
-def measure(options: ProbeOptions, *, rank: int, conductor: Conductor, budget: Budget) -> LinkResult:
-    """Time all pairs of hosts and of local devices, and what looks slow once more; every rank calls this."""
-    between, within = matching_rounds(len(options.hosts)), matching_rounds(options.devices_per_host)
+def measure(
+    options: ProbeOptions,
+    *,
+    rank: int,
+    conductor: Conductor,
+    budget: Budget,
+    between: Sequence[Round] | None = None,
+) -> LinkResult:
+    """Time all pairs of local devices, these pairs of hosts or all, and what looks slow once more; all ranks call."""
+    between = matching_rounds(len(options.hosts)) if between is None else between
+    within = matching_rounds(options.devices_per_host)
     total = len(between) + len(within)
     meter = LinkMeter(
         options=options,

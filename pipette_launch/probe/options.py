@@ -17,6 +17,7 @@ from pipette_launch.facts import (
     StageReading,
 )
 from pipette_launch.facts.advice import CollectiveKind, Dimension
+from pipette_launch.probe.sampling import BLIND_ROUNDS, FULL_HOSTS
 
 MIN_SIZES = 3
 DEFAULT_SIZES_BYTES = {"cpu": (8, 64 << 10, 512 << 10, 2 << 20), "cuda": (8, 1 << 20, 16 << 20, 64 << 20)}
@@ -76,6 +77,10 @@ class ProbeOptions:
     """Where rank 0 writes its Measurements."""
     progress_dir: str
     """Each worker keeps the name of its phase in the file `<progress_dir>/<local rank>`."""
+    full_hosts: int = FULL_HOSTS
+    """Up to so many hosts the links of all pairs are measured, of more those that plans would use."""
+    blind_rounds: int = BLIND_ROUNDS
+    """In so many rounds a sample of links is measured before the first plans."""
     known: str = ""
     """The file of an earlier warm-up of these hosts, where rank 0 can read it: its links are believed until those that
     plans use are measured again; empty = there is none."""

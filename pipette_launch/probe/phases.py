@@ -8,19 +8,28 @@ stages of those plans are run on single devices.
 from __future__ import annotations
 
 import datetime as dt
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipette_launch.facts import DeviceOverhead, Measurements, files
+import numpy as np
+
+from pipette_launch.errors import FileFormatError
+from pipette_launch.facts import DeviceOverhead, Links, Measurements, files
 from pipette_launch.facts.advice import Advice, Dimension, StageCase
-from pipette_launch.probe import collectives, compute, counsel, inventory, links, stages
+from pipette_launch.probe import collectives, compute, counsel, inventory, links, passes, stages
 from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.harness import Budget, Conductor, Progress
+from pipette_launch.probe.link_fits import EarlierLinks
 from pipette_launch.probe.memory import MemoryMeter
 from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
+from pipette_launch.probe.passes import Passed
+from pipette_launch.probe.sampling import blind_rounds
 from pipette_launch.units import rate_text
 from pipette_patches import registry
+
+logger = logging.getLogger(__name__)
 
 ADVICE_SHARE = 0.8
 """Of the budget: the adviser may search until then."""
@@ -42,6 +51,8 @@ class Phases:
     _told: list[WorkerResult] = field(default_factory=list, init=False)
     _dimensions: tuple[Dimension, ...] = field(default=(), init=False)
     _stages: tuple[StageCase, ...] = field(default=(), init=False)
+    _earlier: EarlierLinks | None = field(default=None, init=False)
+    """Links of an earlier warm-up that are believed, on rank 0."""
 
     def __post_init__(self) -> None:
         self._mine = WorkerResult(slot=self.rank)
@@ -65,17 +76,7 @@ class Phases:
 
     def together(self) -> None:
         """Measure what lies between the slots; the world communicator is open."""
-        with self.progress.during("links"):
-            linked = links.measure(self.options, rank=self.rank, conductor=self.conductor, budget=self.budget)
-            self.progress.sum_up(_links_words(linked, len(self.options.hosts)))
-        self._add(
-            links=linked.links,
-            link_rounds=(linked.rounds,),
-            link_rounds_again=(linked.rounds_again,),
-            notes=linked.notes,
-        )
-        with self.progress.during("advice"):
-            advice = self._advice()
+        advice = self._links_and_advice()
         self._dimensions, self._stages = advice.dimensions or self.options.dimensions(), advice.stages
         with self.progress.during("collectives"):
             grouped = collectives.measure(
@@ -98,26 +99,88 @@ class Phases:
         self._tell()
         return self._measurements() if self.rank == 0 else None
 
-    def _advice(self) -> Advice:
-        """What rank 0 hears from the adviser, on every rank."""
-        if not self.options.adviser or self.options.num_slots == 1:
-            return Advice()
-        self._tell()
-        least_s, most_s = ADVICE_S
-        search_s = min(max(self.budget.left_s(ADVICE_SHARE), least_s), most_s)
-        advice = None
-        if self.rank == 0:
-            advice = counsel.ask(
-                self.options.adviser,
-                self.options.job,
-                self._measurements(),
-                folder=Path(self.options.output).parent,
-                budget_s=search_s,
+    def _links_and_advice(self) -> Advice:
+        """All links where hosts are few; else a sample of them, and then those that plans would use."""
+        hosts, asks = self.options.hosts, bool(self.options.adviser) and self.options.num_slots > 1
+        earlier = _earlier(self.options) if self.rank == 0 and asks else None
+        if asks and self.conductor.agree(lambda: earlier is not None and bool(earlier.between)):
+            self._earlier = earlier
+            with self.progress.during("advice"):
+                passed = self._pass(is_cached=True)
+            if not self.conductor.agree(lambda: passed.is_stale):
+                return self._shared(passed.advice)
+            self._earlier = None
+        sample = None
+        if asks and len(hosts) > self.options.full_hosts:
+            places = [host.place for host in hosts]
+            sample = blind_rounds(len(hosts), places, self.options.blind_rounds, np.random.default_rng(0))
+        with self.progress.during("links"):
+            linked = links.measure(
+                self.options, rank=self.rank, conductor=self.conductor, budget=self.budget, between=sample
             )
-            self._add(notes=(f"advice: {advice.words}",) if advice.words else ())
+            self.progress.sum_up(_links_words(linked, len(hosts)))
+        self._add_links(linked)
+        if not asks:
+            return Advice()
+        with self.progress.during("advice"):
+            if sample is not None:
+                return self._shared(self._pass(is_cached=False).advice)
+            self._tell()
+            return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
+
+    def _pass(self, *, is_cached: bool) -> Passed:
+        """Measure what plans would use, in passes."""
+        self._tell()
+        base = self._measurements() if self.rank == 0 else None
+        known = {}
+        if self.rank == 0:
+            told = [link for result in self._told for link in result.links]
+            known = dict(self._earlier.between) if is_cached and self._earlier else passes.lines_of(told, self.options)
+
+        def advise(between: Links) -> Advice:
+            assert base is not None
+            return self._ask(replace(base, cluster=replace(base.cluster, between_hosts=between)))
+
+        passed = passes.go(
+            self.options,
+            rank=self.rank,
+            conductor=self.conductor,
+            budget=self.budget,
+            known=known,
+            is_cached=is_cached,
+            advise=advise,
+            patience_s=ADVICE_S[1] + counsel.START_S,
+        )
+        self._add_links(passed.linked)
+        return passed
+
+    def _add_links(self, linked: links.LinkResult) -> None:
+        self._add(
+            links=linked.links,
+            link_rounds=(linked.rounds,),
+            link_rounds_again=(linked.rounds_again,),
+            notes=linked.notes,
+        )
+
+    def _ask(self, measurements: Measurements) -> Advice:
+        """Ask what plans would use; on rank 0."""
+        least_s, most_s = ADVICE_S
+        return counsel.ask(
+            self.options.adviser,
+            self.options.job,
+            measurements,
+            folder=Path(self.options.output).parent,
+            budget_s=min(max(self.budget.left_s(ADVICE_SHARE), least_s), most_s),
+        )
+
+    def _shared(self, advice: Advice | None) -> Advice:
+        """Bring what rank 0 heard to all."""
+        if advice is not None and advice.words:
+            self._add(notes=(f"advice: {advice.words}",))
         # A peer's deadline in a collective is short, and rank 0 was away.
-        self.conductor.meet(most_s + counsel.START_S)
-        return counsel.share(advice, self.options.device_kind)
+        self.conductor.meet(ADVICE_S[1] + counsel.START_S)
+        heard = (advice or Advice()) if self.rank == 0 else None
+        return counsel.share(heard, self.options.device_kind)
 
     def _overhead_alone(self) -> DeviceOverhead:
         """What the device holds outside of the model before any communicator exists."""
@@ -169,6 +232,7 @@ class Phases:
             self.options,
             told,
             dimensions=self._dimensions,
+            earlier=self._earlier,
             versions=versions,
             taken_at=now.isoformat(timespec="seconds"),
         )
@@ -180,3 +244,14 @@ def _links_words(linked: links.LinkResult, num_hosts: int) -> str:
     spread = f", {rate_text(rates[0])} to {rate_text(rates[-1])} from the first slot" if rates else ""
     again = f", {linked.rounds_again} of suspects" if linked.rounds_again else ""
     return f"{num_hosts} hosts in {linked.rounds} rounds{again}{spread}"
+
+
+def _earlier(options: ProbeOptions) -> EarlierLinks | None:
+    """The links of an earlier warm-up of these hosts, if there is a file that can be read."""
+    if not options.known:
+        return None
+    try:
+        return EarlierLinks.of(files.read(Path(options.known), Measurements), options)
+    except FileFormatError as error:
+        logger.warning("%s; all links are measured anew", error)
+        return None

@@ -18,6 +18,10 @@ Place = tuple[str, ...]
 """The switches above a host, outermost first; empty where they are not known."""
 Tier = list[list[int]]
 """Hosts by the switch above them."""
+FULL_HOSTS = 64
+"""Up to so many hosts every pair is measured, in one round less."""
+BLIND_ROUNDS = 16
+"""Of more, a sample is measured in so many rounds before the first plans."""
 
 
 def circle_rounds(hosts: Sequence[int]) -> tuple[Round, ...]:

@@ -18,6 +18,7 @@ from pipette_launch.facts import Choice, Job, Layout, files
 from pipette_launch.facts.advice import Advice
 from pipette_launch.facts.question import Question
 from pipette_launch.launch import adviser
+from pipette_launch.search.solve import SolveOptions
 
 ROOT = Path(__file__).parent.parent.parent
 QUESTION = Question(
@@ -119,7 +120,7 @@ def test_the_fullest_stage_of_each_plan_comes_first() -> None:
 
 def test_the_user_own_plan_is_looked_at_too() -> None:
     """The answer is about the choice first, and holds what the user's own configuration would use."""
-    found = adviser.advise(replace(QUESTION, budget_s=0.5), time.monotonic)
+    found = adviser.advise(QUESTION, SolveOptions(budget_s=0.5), time.monotonic)
 
     own = choice(QUESTION.job.own)
     assert used_by_hand(QUESTION.job, own, 2) <= set(found.host_pairs)
@@ -132,7 +133,9 @@ def test_the_user_own_plan_is_looked_at_too() -> None:
 def test_without_a_plan_the_answer_says_why() -> None:
     """Where nothing fits there is nothing to measure, and the warm-up goes on."""
     small = tiny_measurements(tiny_cluster(2, 2, memory_bytes=1 << 10))
-    found = adviser.advise(Question(job=tiny_job(4), measurements=small, budget_s=1.0), still)
+    found = adviser.advise(
+        Question(job=tiny_job(4), measurements=small, budget_s=1.0), SolveOptions(budget_s=1.0), still
+    )
 
     assert ((), (), ()) == (found.host_pairs, found.dimensions, found.stages)
     assert found.words.startswith("no plan could be made of what was measured so far: ")

@@ -3,12 +3,16 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from facts_for_tests import tiny_cluster, tiny_measurements
 from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import ComputeTime, DeviceOverhead, Samples
+from pipette_launch.facts import ComputeTime, DeviceOverhead, Links, Samples
+from pipette_launch.facts.survey import LinkSurvey
 from pipette_launch.probe.assemble import assemble
+from pipette_launch.probe.link_fits import EarlierLinks
 from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
 
 SIZES = (8, 4096, 65536)
@@ -78,8 +82,8 @@ def test_links_become_a_matrix_with_the_sender_in_the_row(tmp_path: Path) -> Non
     assert () == found.notes
 
 
-def test_what_nobody_measured_is_as_slow_as_its_slower_end(tmp_path: Path) -> None:
-    """Host 2 is slow to reach; the unmeasured 1 -> 2 is taken as slow as 0 -> 2, and a note says so."""
+def test_what_nobody_measured_is_estimated_from_its_ends(tmp_path: Path) -> None:
+    """Host 2 is slow to reach; the unmeasured 1 -> 2 is taken to be slower than 0 -> 1, and a note says so."""
     links = [(link(0, 1, 9e6), link(0, 2, 1e6)), (link(1, 0, 9e6),), (link(2, 0, 1e6),)]
     found = assemble(
         three_hosts(tmp_path),
@@ -88,8 +92,37 @@ def test_what_nobody_measured_is_as_slow_as_its_slower_end(tmp_path: Path) -> No
         taken_at="now",
     )
 
-    assert pytest.approx(1e6) == found.cluster.between_hosts.bandwidth_bytes_per_s[1][2]
+    assert 1e6 <= found.cluster.between_hosts.bandwidth_bytes_per_s[1][2] < 9e6
+    assert found.survey
+    assert ("-mm", "m-e", "me-") == found.survey.origin_HH
     assert "links: 2 of 6 pairs between hosts were assumed from the others" in found.notes
+
+
+def test_what_an_earlier_warm_up_measured_is_believed(tmp_path: Path) -> None:
+    """Hosts came in another order then; what was measured now counts more, and each entry says where it is from."""
+    options = three_hosts(tmp_path)
+    rates = [[0.0 if i == j else 1e6 * (3 * i + j) for j in range(3)] for i in range(3)]
+    cluster = tiny_cluster(3, 1)
+    then = replace(
+        tiny_measurements(
+            replace(
+                cluster,
+                hosts=cluster.hosts[::-1],
+                between_hosts=Links(latency_s=[[1e-3] * 3] * 3, bandwidth_bytes_per_s=rates),
+            )
+        ),
+        survey=LinkSurvey(spread_HH=np.zeros((3, 3)), origin_HH=("-mm", "m-e", "mm-")),
+    )
+    earlier = EarlierLinks.of(then, options)
+    results = [result(0, links=(link(0, 1, 5e6),)), result(1), result(2)]
+    found = assemble(options, results, earlier=earlier, versions={}, taken_at="now")
+
+    assert found.survey
+    # Today's 1 -> 0 is then's 1 -> 2, which was only estimated.
+    assert ("-mc", "e-c", "cc-") == found.survey.origin_HH
+    assert pytest.approx(5e6) == found.cluster.between_hosts.bandwidth_bytes_per_s[0][1]
+    assert pytest.approx(rates[0][1]) == found.cluster.between_hosts.bandwidth_bytes_per_s[2][1]
+    assert EarlierLinks.of(tiny_measurements(tiny_cluster(2, 1)), options) is None
 
 
 def test_no_link_at_all_is_an_error(tmp_path: Path) -> None:

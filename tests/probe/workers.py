@@ -31,7 +31,7 @@ def tiny_options(folder: Path, *, hosts: int, devices: int, **changes: object) -
         "message_sizes_bytes": (8, 4096, 65536),
         "repeats": 3,
         "timeout_s": 30.0,
-        "budget_s": 250.0,
+        "budget_s": 1000.0,
     }
     return ProbeOptions(**{**fields, **changes})  # type: ignore[arg-type]
 

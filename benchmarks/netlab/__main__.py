@@ -1,6 +1,7 @@
 """Several hosts on one machine, joined by links whose rates a file sets.
 
     python -m benchmarks.netlab run TOPOLOGY.toml -- COMMAND ...
+    python -m benchmarks.netlab compare TOPOLOGY.toml -- SCRIPT ARGS
     python -m benchmarks.netlab check TOPOLOGY.toml
     python -m benchmarks.netlab clean
 
@@ -11,13 +12,20 @@ NETLAB_ADDRESS, NETLAB_INDEX, NETLAB_SLOTS, NETLAB_NNODES, NETLAB_HEAD (address 
 NETLAB_FOLDER (a folder of the host's own). {host} {address} {index} {slots} {nnodes} {head} {port} {folder} in COMMAND
 are replaced by the same values. Output is marked with the host's name; the exit code is that of the host that failed
 first.
+
+`compare` trains SCRIPT under torchrun and under pipette-launch in turns, after one start of pipette-launch that
+measures and plans, and prints step times, their ratio, and whether the losses agree. SCRIPT prints Megatron's
+iteration lines.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.netlab import everywhere, leftovers, system, topology
@@ -39,6 +47,12 @@ def parser() -> argparse.ArgumentParser:
         "--patience", type=float, default=60.0, metavar="S", help="seconds others go on after a failure (60)"
     )
     run.add_argument("command", nargs=argparse.REMAINDER, help="after --")
+    compare = actions.add_parser("compare", help="the same training under torchrun and under pipette-launch")
+    compare.add_argument("topology", type=Path)
+    compare.add_argument("--pairs", type=int, default=3, help="trainings of each (3)")
+    compare.add_argument("--skip", type=int, default=3, help="first iterations that do not count (3)")
+    compare.add_argument("--ours", default="", metavar="FLAGS", help="flags of pipette-launch, in one word")
+    compare.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     check = actions.add_parser("check", help="make the hosts, measure every link, remove them")
     check.add_argument("topology", type=Path)
     check.add_argument("--tolerance", type=float, default=0.10, help="part of a rate that a link may miss (0.1)")
@@ -56,10 +70,7 @@ def main(arguments: Sequence[str]) -> int:
             print(reason or f"{len(removed)} laboratories removed: {', '.join(removed) or 'there were none'}")
             return 0
         asked = topology.read(options.topology)
-        if options.action == "check":
-            with Lab(asked) as lab:
-                return show(lab.readings(), options.tolerance)
-        return _run(asked, options)
+        return ACTIONS[options.action](asked, options)
     except (system.LabError, TopologyError) as error:
         print(f"netlab: {error}", file=sys.stderr)
         return 2
@@ -67,11 +78,20 @@ def main(arguments: Sequence[str]) -> int:
         return 130
 
 
-def _run(asked: topology.Topology, options: argparse.Namespace) -> int:
-    words = options.command[1:] if options.command[:1] == ["--"] else options.command
+def _words(options: argparse.Namespace) -> list[str]:
+    words: list[str] = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not words:
-        print("netlab: no command; it stands behind --", file=sys.stderr)
-        return 2
+        raise system.LabError("no command; it stands behind --")
+    return words
+
+
+def _check(asked: topology.Topology, options: argparse.Namespace) -> int:
+    with Lab(asked) as lab:
+        return show(lab.readings(), options.tolerance)
+
+
+def _run(asked: topology.Topology, options: argparse.Namespace) -> int:
+    words = _words(options)
     with Lab(asked) as lab:
         if not options.no_check:
             lab.check()
@@ -79,6 +99,32 @@ def _run(asked: topology.Topology, options: argparse.Namespace) -> int:
     if code:
         print(f"netlab: {blamed} failed first, exit code {code}", file=sys.stderr)
     return code
+
+
+def _compare(asked: topology.Topology, options: argparse.Namespace) -> int:
+    from benchmarks.netlab.compare import compare
+
+    words = _words(options)
+
+    def say(text: str) -> None:
+        print(f"netlab: {text}", file=sys.stderr, flush=True)
+
+    with Lab(asked) as lab:
+        lab.check()
+        ours = shlex.split(options.ours)
+        done = compare(lab, words, pairs=options.pairs, skip=options.skip, ours=ours, say=say)
+    print(f"{options.topology}, {' '.join(words)}")
+    load = os.getloadavg()[0]
+    print(f"{platform.machine()}, {os.cpu_count()} cores, load {load:.1f}, Python {platform.python_version()}")
+    print("\n".join(done.lines()))
+    return 0
+
+
+ACTIONS: dict[str, Callable[[topology.Topology, argparse.Namespace], int]] = {
+    "check": _check,
+    "compare": _compare,
+    "run": _run,
+}
 
 
 def show(readings: Sequence[Reading], tolerance: float) -> int:

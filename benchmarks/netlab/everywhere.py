@@ -51,14 +51,15 @@ def run(
     ]
     for reader in readers:
         reader.start()
-    code, blamed = _first_failure(processes, patience_s)
+    code, blamed = finish(processes, patience_s)
     for reader in readers:
         # A child that outlives its command may keep a stream open; it ends with the laboratory.
         reader.join(timeout=2)
     return code, blamed
 
 
-def _first_failure(processes: Mapping[str, subprocess.Popen[str]], patience_s: float) -> tuple[int, str]:
+def finish(processes: Mapping[str, subprocess.Popen[str]], patience_s: float) -> tuple[int, str]:
+    """Wait for all; after a failure no longer than `patience_s`. Returns the first failure's exit code and host."""
     code, blamed, deadline_s = 0, "", float("inf")
     running = dict(processes)
     while running:

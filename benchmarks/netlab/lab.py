@@ -68,7 +68,7 @@ class Lab:
                 process.kill()
             self._stack.close()
             for process in self._processes:
-                process.wait()
+                process.wait(timeout=system.KILL_DEADLINE_S)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 

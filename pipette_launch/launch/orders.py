@@ -13,6 +13,7 @@ from pipette_launch.probe.options import ProbeOptions
 
 if TYPE_CHECKING:
     from pipette_launch.facts import ComputeCase, Host, Job
+    from pipette_launch.facts.condition import DeviceCondition
     from pipette_launch.launch.options import Options
 
 CLUSTER = "cluster.json"
@@ -25,7 +26,13 @@ LEAST_REACH = 32
 
 
 def probe_options(
-    job: Job, hosts: tuple[Host, ...], *, options: Options, folder: Path, known: Path | None = None
+    job: Job,
+    hosts: tuple[Host, ...],
+    *,
+    options: Options,
+    folder: Path,
+    known: Path | None = None,
+    conditions: Sequence[DeviceCondition] = (),
 ) -> ProbeOptions:
     """Write the orders of a warm-up.
 
@@ -35,6 +42,7 @@ def probe_options(
         options: budget, and where the script lies.
         folder: a private one, where the first worker leaves what was measured.
         known: what was measured on these hosts before, if anything was.
+        conditions: of the hosts' devices, in slot order; empty = not known.
 
     """
     # The search is imported where it is used: a start from the cache does without it.
@@ -54,6 +62,7 @@ def probe_options(
         adviser=adviser_words(options),
         known=str(known) if known and known.exists() else "",
         budget_s=options.budget_s,
+        conditions=tuple(conditions),
         # A megatron-core beside the script is the one that will train, so it is the one to measure.
         python_path=() if options.is_module else (str(Path(options.script).resolve().parent),),
     )

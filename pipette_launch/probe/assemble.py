@@ -10,10 +10,12 @@ from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Cluster, ComputeTime, Measurements, Samples, files
 from pipette_launch.facts.advice import Dimension
 from pipette_launch.facts.survey import UNSTABLE_SPREAD
+from pipette_launch.facts.verdict import Verdict
 from pipette_launch.probe.group_fits import group_times
-from pipette_launch.probe.link_fits import EarlierLinks, found_links
+from pipette_launch.probe.link_fits import EarlierLinks, FoundLinks, found_links
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
 from pipette_launch.probe.speeds import slot_speeds
+from pipette_launch.probe.verdicts import judge, link_verdicts, sick_first
 
 PHASES = ("start", "compute", "memory", "links", "advice", "collectives", "stages")
 MAX_NAMED = 5
@@ -93,7 +95,13 @@ def assemble(
             *_unstable_compute(options, compute),
         ),
         survey=links.survey,
+        conditions=options.conditions,
+        verdicts=sick_first([*judge(options.hosts, options.conditions_of_hosts()), *_slow_links(options, links)]),
     )
+
+
+def _slow_links(options: ProbeOptions, links: FoundLinks) -> tuple[Verdict, ...]:
+    return link_verdicts([host.name for host in options.hosts], links.first_HH, links.again_HH)
 
 
 def stretched(timed: ComputeTime, factor: float) -> ComputeTime:

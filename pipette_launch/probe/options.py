@@ -17,6 +17,7 @@ from pipette_launch.facts import (
     StageReading,
 )
 from pipette_launch.facts.advice import CollectiveKind, Dimension
+from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.probe.sampling import BLIND_ROUNDS, FULL_HOSTS
 
 MIN_SIZES = 3
@@ -95,6 +96,8 @@ class ProbeOptions:
     repeats: int = 5
     """Timed messages or collectives of each size."""
     warmups: int = 1
+    conditions: tuple[DeviceCondition, ...] = ()
+    """What the driver told of each slot's device, in slot order; empty = nobody asked."""
     python_path: tuple[str, ...] = ()
     """Folders that the script's own interpreter would search first: a megatron checkout beside the script counts."""
 
@@ -102,6 +105,8 @@ class ProbeOptions:
         if not self.hosts or len({len(host.devices) for host in self.hosts}) != 1:
             counts = ", ".join(f"{host.name}: {len(host.devices)}" for host in self.hosts)
             raise FactError(f"the warm-up needs hosts with equally many devices, got {counts or 'no hosts'}")
+        if self.conditions and len(self.conditions) != self.num_slots:
+            raise FactError(f"{len(self.conditions)} conditions of {self.num_slots} slots")
         if not self.cases:
             raise FactError("the warm-up needs at least one compute case, its reference")
         sizes = self.message_sizes_bytes
@@ -127,6 +132,11 @@ class ProbeOptions:
     def device_kind(self) -> Literal["cuda", "cpu"]:
         """What the slots are."""
         return self.hosts[0].devices[0].kind
+
+    def conditions_of_hosts(self) -> tuple[tuple[DeviceCondition, ...], ...]:
+        """The conditions of each host's devices."""
+        size = self.devices_per_host
+        return tuple(self.conditions[host * size : (host + 1) * size] for host in range(len(self.hosts)))
 
     def sizes_bytes(self) -> tuple[int, ...]:
         """Message sizes to time."""

@@ -10,6 +10,7 @@ from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import ComputeTime, DeviceOverhead, Links, Samples
+from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.facts.survey import LinkSurvey
 from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.link_fits import EarlierLinks
@@ -179,3 +180,22 @@ def test_skipped_cases_are_counted(tmp_path: Path) -> None:
     found = assemble(options, [result(0)], versions={}, taken_at="now")
 
     assert ("compute: 1 of 2 cases were not measured, first of them tp1 cp1 mbs2",) == found.notes
+
+
+def test_what_is_amiss_goes_on_file(tmp_path: Path) -> None:
+    """A throttled device and a link that was slow twice, beside the conditions that the driver told."""
+    conditions = tuple(DeviceCondition(uuid=f"cpu-{slot}", nvlinks_up=18 - slot // 2) for slot in range(3))
+    options = replace(three_hosts(tmp_path), conditions=conditions)
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    rates = {pair: 1e6 if pair == (0, 1) else 4e6 for pair in pairs}
+    results = [
+        result(slot, links=tuple(link(slot, b, rates[slot, b]) for a, b in [*pairs, (0, 1)] if a == slot))
+        for slot in range(3)
+    ]
+    found = assemble(options, results, versions={}, taken_at="now")
+
+    names = [host.name for host in options.hosts]
+    assert conditions == found.conditions
+    assert [("nvlink", names[2], ""), ("slow-link", names[0], names[1])] == [
+        (verdict.kind, verdict.host, verdict.other_host) for verdict in found.verdicts
+    ]

@@ -22,6 +22,7 @@ from pipette_launch.facts import (
 )
 from pipette_launch.facts.comparison import Comparison, Entry
 from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
+from pipette_launch.facts.verdict import Verdict
 from pipette_launch.report import comparison_screen, measured_screen, plan_screen, planned_screen, prediction_screen
 from pipette_launch.units import GIB
 
@@ -90,7 +91,34 @@ def changed(width: int) -> str:
         between_hosts=Links(latency_s=cluster.between_hosts.latency_s, bandwidth_bytes_per_s=speeds),
         slot_speed=(1.0,) * 5 + (0.84,) + (1.0,) * 2,
     )
-    measurements = replace(tiny_measurements(cluster), phase_s={"links": 3.5, "compute": 8.75})
+    slow = Verdict(
+        kind="slow-device",
+        host="node2",
+        device="GPU-8f14e45f",
+        figure="takes 7.14 ms for the same layer, 0.84 of its peers' speed",
+        peers="take 6 ms",
+        advice="start without it (--exclude=node2)",
+    )
+    # Eight devices of a hot host share a line; of eight notes those beyond the fifth line are counted.
+    hot = [
+        replace(
+            slow,
+            kind="throttled",
+            host="node1",
+            device=f"GPU-{device}",
+            figure="its clock is held down",
+            peers="",
+            advice="",
+        )
+        for device in range(8)
+    ]
+    notes = [
+        Verdict(kind="nic", host=f"node{host}", figure="reaches its NIC across the sockets", is_sick=False)
+        for host in range(8)
+    ]
+    measurements = replace(
+        tiny_measurements(cluster), phase_s={"links": 3.5, "compute": 8.75}, verdicts=(*notes, slow, *hot)
+    )
     made = plan(
         cluster,
         choice(

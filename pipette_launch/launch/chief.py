@@ -66,6 +66,7 @@ class Chief:
         self._least_nodes = least_nodes
         self._is_static = is_static
         self._versions: dict[str, str] = {}
+        self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
         self._device_name = ""
         self._patches: tuple[str, ...] = ()
         self._device_kind = ""
@@ -122,7 +123,8 @@ class Chief:
     def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
         """Find a plan for hosts that have none, without those that had better not take part."""
         hosts = hosts_of(records, bare.hosts)
-        verdicts = self._judge(hosts, [record.conditions for record in records])
+        self._conditions = {host.name: record.conditions for host, record in zip(hosts, records, strict=True)}
+        verdicts = self._judge(hosts, [*self._conditions.values()])
         ruling = self._rule(verdicts, hosts)
         bare = replace(bare, reason=joined(reason, *warnings_of(records), *small_holders(verdicts), *ruling.reasons))
         if ruling.stops:
@@ -151,8 +153,9 @@ class Chief:
         # What plans a warm-up is imported when there is one: a start from the cache does without it.
         from pipette_launch.launch.orders import probe_options
 
-        orders = files.dumps(probe_options(job, hosts, options=self._options, folder=self._folder))
-        return replace(bare, phase="warmup", probe_options=orders)
+        told = [one for host in hosts for one in self._conditions.get(host.name, ())]
+        orders = probe_options(job, hosts, options=self._options, folder=self._folder, conditions=told)
+        return replace(bare, phase="warmup", probe_options=files.dumps(orders))
 
     def _remembered(self, bare: Decision, hosts: tuple[Host, ...], ruling: Ruling) -> Decision | None:
         """Return the plan that an earlier job made without the hosts that it had found to be sick; None without one."""

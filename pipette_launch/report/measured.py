@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from pipette_launch.facts import Cluster, ComputeTime, Links, Measurements
 from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
+from pipette_launch.report.health import health
 from pipette_launch.units import bytes_text, rate_text, seconds_text
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def measured_screen(
     cluster = measurements.cluster
     sections: tuple[Section, ...] = (
         ("Machines", _machines(measurements)),
+        ("Health", health(measurements.verdicts, where="the file")),
         ("Links", [*link_lines(cluster), *_matrix(cluster)]),
         ("Groups", _groups(measurements)),
         ("Compute", _compute(measurements)),

@@ -10,6 +10,7 @@ from pipette_launch.facts import Measurements, Plan
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.report import parts
 from pipette_launch.report.draw import Section, bullet, render, sheet, text
+from pipette_launch.report.health import health
 from pipette_launch.report.measured import link_lines, machines, slow_slots
 from pipette_launch.units import bytes_text, seconds_text
 
@@ -41,6 +42,7 @@ def plan_screen(
     """
     sections: tuple[Section, ...] = (
         ("Measured", _measured(plan, measurements)),
+        ("Health", [] if measurements is None else health(measurements.verdicts)),
         ("Chosen", parts.chosen(plan)),
         ("Step time", parts.step_times(plan)),
         ("Why", map(bullet, plan.reasons)),

@@ -14,6 +14,7 @@ from launch.worlds import ARGUMENTS, chief, choice, nobody, options, plan, recor
 from pipette_launch import megatron
 from pipette_launch.cost.residual import features_of
 from pipette_launch.facts import Layout, Plan, files
+from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.facts.round import Decision
 from pipette_launch.facts.verdict import Verdict
 from pipette_launch.launch.cache import CLUSTER, PLAN
@@ -45,6 +46,28 @@ def test_without_a_plan_the_machines_are_measured(tmp_path: Path) -> None:
     )
     assert (7.0, 4, str(tmp_path / CLUSTER)) == (orders.budget_s, orders.job.own.dp, orders.output)
     assert (0, 1) == decision.ranks_of("token-node0")
+
+
+def test_what_the_drivers_told_goes_with_the_orders(tmp_path: Path) -> None:
+    """Conditions lie in slot order, those of a host that stands by are left out, and peers are compared in earnest."""
+    told = [
+        replace(
+            record,
+            conditions=tuple(
+                DeviceCondition(uuid=f"{record.token}-{slot}", rows_failed=(node, slot) == (1, 1)) for slot in range(2)
+            ),
+        )
+        for node, record in enumerate(records(3))
+    ]
+    asked = options("--global-batch-size", "24", on_sick="exclude")
+    decision = Chief(asked, tmp_path, least_nodes=2).decide(told, None)
+    orders = files.loads(ProbeOptions, decision.probe_options, "orders")
+
+    assert ("node1",) == decision.standby_hosts
+    assert "a faulty row of its memory could not be replaced" in decision.reason
+    assert ["token-node0-0", "token-node0-1", "token-node2-0", "token-node2-1"] == [
+        condition.uuid for condition in orders.conditions
+    ]
 
 
 def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:

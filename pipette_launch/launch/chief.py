@@ -14,8 +14,10 @@ from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.facts.without import without_hosts
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, key_of
+from pipette_launch.launch.machines import Machines
 from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words, warnings_of
 from pipette_launch.launch.reuse import adopt, check_belongs, on_real_hosts
+from pipette_launch.launch.script import Script
 from pipette_launch.launch.sick import Ruling, apart, measured, rule, small_holders
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.verdicts import judge
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipette_launch.agent.conductor import Invite
-    from pipette_launch.facts import Host, Job, Layout
+    from pipette_launch.facts import Host, Job
     from pipette_launch.facts.condition import DeviceCondition
     from pipette_launch.facts.verdict import Verdict
     from pipette_launch.launch.options import Options
@@ -67,12 +69,12 @@ class Chief:
         self._is_static = is_static
         self._versions: dict[str, str] = {}
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
-        self._device_name = ""
         self._patches: tuple[str, ...] = ()
         self._device_kind = ""
         self._job: Job | None = None
         # The agent puts a plan's variables into its own environment; these are the user's.
         self._environ = dict(os.environ)
+        self._script = Script(options, self._environ)
         self.interruption: type[Exception] = InterruptedError
         """What a signal to the agent raises."""
         self.cache = Cache(None, "")
@@ -93,7 +95,7 @@ class Chief:
     def _decide(self, bare: Decision, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
         step = replan.decide(records, bare.hosts, held)
         self._versions = records[0].versions
-        self._device_name = next((record.host.devices[0].name for record in records if record.host), "")
+        self._script.device_name = next((record.host.devices[0].name for record in records if record.host), "")
         if held is None or isinstance(step, replan.Measure):
             return self._first(bare, records, step.reason if isinstance(step, replan.Measure) else "")
         bare = bare.leaving_out(set(bare.hosts) - set(held.hosts))
@@ -154,8 +156,13 @@ class Chief:
         from pipette_launch.launch.orders import probe_options
 
         told = [one for host in hosts for one in self._conditions.get(host.name, ())]
-        orders = probe_options(job, hosts, options=self._options, folder=self._folder, conditions=told)
+        before = self._machines(hosts).path
+        orders = probe_options(job, hosts, options=self._options, folder=self._folder, known=before, conditions=told)
         return replace(bare, phase="warmup", probe_options=files.dumps(orders))
+
+    def _machines(self, hosts: tuple[Host, ...]) -> Machines:
+        """What was measured of these hosts for whatever job."""
+        return Machines(self._options.cache, hosts, self._versions, environ=self._environ)
 
     def _remembered(self, bare: Decision, hosts: tuple[Host, ...], ruling: Ruling) -> Decision | None:
         """Return the plan that an earlier job made without the hosts that it had found to be sick; None without one."""
@@ -186,7 +193,7 @@ class Chief:
             if self._options.plan is not None:
                 plan = on_real_hosts(files.read(self._options.plan, Plan), hosts)
                 check_belongs(plan, hosts, str(self._options.plan))
-            self._parsed(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind)
+            self._script.read(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind)
         except PipetteError as error:
             return str(error)
         return ""
@@ -207,22 +214,11 @@ class Chief:
         return job
 
     def _read_job(self, world_size: int, device_kind: str) -> Job:
-        self._job = job = self._parsed(world_size, device_kind)
+        self._job = job = self._script.read(world_size, device_kind)
         self._device_kind = device_kind
         # Known to be Megatron's: without a GPU it needs the patches, whatever becomes of the plan.
         self._patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
         return job
-
-    def _parsed(self, world_size: int, device_kind: str) -> Job:
-        return megatron.read_job(
-            self._options.script_arguments,
-            world_size=world_size,
-            megatron_version=megatron.script_version(self._options.script, self._environ),
-            device_kind=device_kind,
-            fix=self._options.fix,
-            environment=self._environ,
-            device_name=self._device_name,
-        )
 
     def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
         """Turn what the warm-up measured into a plan, with the help of the nodes that can be invited."""
@@ -235,7 +231,7 @@ class Chief:
         self._job = orders.job
         if failure:
             raise ProbeError(failure)
-        measurements = files.read(self._folder / CLUSTER, Measurements)
+        measurements = self._machines(orders.hosts).kept(files.read(self._folder / CLUSTER, Measurements))
         ruling = self._rule(measurements.verdicts, orders.hosts)
         # The warm-up knows again what the drivers had told before it.
         bare = replace(bare, reason=joined(*(reason for reason in ruling.reasons if reason not in said)))
@@ -285,24 +281,17 @@ class Chief:
             bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason, free=attempt > 0
         )
         choice = following.choice
-        needed = self._environment(choice.layout if choice else job.own, plan.device_kind, is_own=choice is None)
+        needed = self._script.environment(choice.layout if choice else job.own, plan.device_kind, is_own=choice is None)
         following = replace(
             following,
-            script_arguments=megatron.write_arguments(
-                self._options.script_arguments, job=job, layout=choice.layout if choice else job.own
-            ),
+            script_arguments=self._script.words(job, choice.layout if choice else job.own),
             environment=needed,
             patches=self._patches,
         )
-        self._leave_record(following, plan)
+        self._script.leave_record(plan, following.choice)
         if self._options.dry_run:
             return replace(following, phase="stop")
         return following
-
-    def _environment(self, layout: Layout, device_kind: str, *, is_own: bool) -> dict[str, str]:
-        needed = megatron.environment(layout, device_kind=device_kind, device_name=self._device_name)
-        # torchrun would have left the user's own variables alone.
-        return {name: value for name, value in needed.items() if not is_own or name not in self._environ}
 
     def _guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
         """Decide; when that fails, train with the user's own configuration, or stop if the user wants that."""
@@ -326,21 +315,8 @@ class Chief:
     def _as_checkpoint_demands(self, following: Decision, job: Job) -> Decision:
         """Put in the sizes that a checkpoint dictates, without which it cannot be loaded; other words stay."""
         try:
-            words = megatron.write_arguments(self._options.script_arguments, job=job, layout=job.own)
+            words = self._script.words(job, job.own)
         except PipetteError:
             return following
-        needed = self._environment(job.own, self._device_kind, is_own=True)
+        needed = self._script.environment(job.own, self._device_kind, is_own=True)
         return replace(following, script_arguments=words, environment=needed)
-
-    def _leave_record(self, decision: Decision, plan: Plan) -> None:
-        """Leave the plan beside the checkpoints that it will write, for the job that loads them."""
-        path = megatron.record_path(self._options.script_arguments)
-        if path is None or self._options.dry_run:
-            return
-        runs = decision.choice or plan.own
-        try:
-            files.write(path, replace(plan, chosen=runs, keeps_own=decision.choice is None))
-        except OSError as error:
-            logger.warning(
-                "%s cannot be written (%s): a job that loads the checkpoint will not know its plan", path, error
-            )

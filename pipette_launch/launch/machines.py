@@ -41,11 +41,16 @@ class Machines:
                 logger.warning("%s", error)
             return None
 
-    def keep(self, measurements: Measurements) -> None:
-        """Put what was measured in the place of what was there."""
+    def kept(self, measurements: Measurements) -> Measurements:
+        """Put what was measured in the place of what was there; returns it with what of that still holds."""
+        # A start from the cache keeps nothing, and does without this import.
+        from pipette_launch.cost.recalled import recalled
+
         if self.path is None:
-            return
+            return measurements
+        whole = recalled(measurements, self.load())
         try:
-            files.write(self.path, measurements)
+            files.write(self.path, whole)
         except OSError as error:
             logger.warning("%s cannot be written (%s): the next job will measure all links", self.path, error)
+        return whole

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from pipette_launch.agent.conductor import Helper, Invite
 from pipette_launch.cost.filled import filled
-from pipette_launch.cost.recalled import recalled
 from pipette_launch.facts import Job, Measurements, Plan, Provenance, files
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.launch.crew import SharedCrew
@@ -45,7 +44,6 @@ def make_plan(
     key: str,
     folder: Path,
     invite: Invite,
-    earlier: Measurements | None = None,
 ) -> Planned:
     """Search for a plan.
 
@@ -57,13 +55,12 @@ def make_plan(
         key: of the cache; stored in the plan.
         folder: a private one, for the order that processes of this node read.
         invite: asks the other nodes for help.
-        earlier: what was measured on these machines before, for cases that were not measured now.
 
     Raises:
         PlanError: no layout is legal, fits or can be priced.
 
     """
-    measurements = filled(job, recalled(measurements, earlier))
+    measurements = filled(job, measurements)
     budget_s = min(options.budget_s, SOLVE_S)
     deadline_s = time.monotonic() + budget_s
     order = SearchOrder(

@@ -13,7 +13,7 @@ from launch.worlds import ARGUMENTS, chief, choice, nobody, options, plan, recor
 
 from pipette_launch import megatron
 from pipette_launch.cost.residual import features_of
-from pipette_launch.facts import Layout, Plan, files
+from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.facts.round import Decision
 from pipette_launch.facts.verdict import Verdict
@@ -84,7 +84,9 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     assert made.plan is not None
     assert again.plan is not None
     assert ("measured", "cached") == (made.plan.provenance.source, again.plan.provenance.source)
-    assert [PLAN, CLUSTER] == sorted((path.name for path in (tmp_path / "cache").glob("*/*")), reverse=True)
+    of_job = [path for path in (tmp_path / "cache").glob("*/*") if path.is_file()]
+    assert [PLAN, CLUSTER] == sorted((path.name for path in of_job), reverse=True)
+    assert files.read(next((tmp_path / "cache" / "clusters").glob("*/*")), Measurements) == first.measurements
     assert ("cpu_backend",) == made.patches
     if made.choice is not None:
         assert made.ranks_of("token-node1") == again.ranks_of("token-node1")

@@ -4,7 +4,8 @@ A clean measurement has both ends to itself, so a round is a matching: disjoint 
 rounds when N is even and N when it is odd: there are N(N-1)/2 pairs, and a round of an odd number holds (N-1)/2, as one
 place must rest. `matching_rounds` uses exactly so many. N-1 rounds of an odd number exist only where a place sends to
 one peer and receives from another at the same time (ring shifts). That was tried and left: over one communicator both
-transfers are one operation, which ends when the slower of them does, so a fast link beside a slow one is seen as slow.
+transfers are one operation, which ends when the slower of them does, so a fast link beside a slow one looks slow. On 5
+namespaced hosts, links of 50 to 525 Mbit/s, it put 60 of 190 pairs of links in the wrong order, and these rounds none.
 """
 
 from __future__ import annotations

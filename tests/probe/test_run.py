@@ -43,7 +43,9 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     assert options.hosts == found.cluster.hosts
     assert {("send", 2)} | wanted <= kinds
     assert found.survey
-    assert (1, 0) == (found.survey.rounds, found.survey.rounds_again)
+    assert 1 == found.survey.rounds
+    # On a busy machine one direction may look slow, and is measured again.
+    assert found.survey.rounds_again <= 1
     assert all(rate > 0 for entry in found.survey.rails for rate in entry.bytes_per_s)
     assert [(0, 1), (1, 0)] == [(entry.source, entry.target) for entry in found.survey.rails]
     assert all(rate > 0 for links in found.cluster.within_host for rate in links.bandwidth_bytes_per_s[0][1:])

@@ -20,7 +20,7 @@ from benchmarks.validation.conditions import conditions
 from benchmarks.warmup import parts
 
 PARTS: dict[str, tuple[str, Callable[..., Iterator[str]], int]] = {
-    "accuracy": ("Links set to unequal rates", parts.accuracy, 4),
+    "accuracy": ("Links set to unequal rates", parts.accuracy, len(parts.ACCURACY)),
     "faults": ("Throttled links and slowed devices", parts.faults, len(parts.FAULTS)),
     "healthy": ("Healthy runs", parts.alarms, 20),
     "time": ("How long it takes", parts.duration, 3),

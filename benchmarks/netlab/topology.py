@@ -116,7 +116,9 @@ def uniform(num_hosts: int, *, rate_mbit: float, slots: int = 1) -> Topology:
     return parse({"hosts": num_hosts, "slots": slots, "rate_mbit": rate_mbit})
 
 
-def uneven(num_hosts: int, rates_mbit: Sequence[float], *, seed: int, symmetric: bool = True) -> Topology:
+def uneven(
+    num_hosts: int, rates_mbit: Sequence[float], *, seed: int, symmetric: bool = True, slots: int = 1
+) -> Topology:
     """Hosts whose links take the given rates in an order that the seed draws.
 
     Args:
@@ -125,9 +127,10 @@ def uneven(num_hosts: int, rates_mbit: Sequence[float], *, seed: int, symmetric:
             where there are fewer.
         seed: of the shuffle.
         symmetric: whether both directions of a pair are equally fast.
+        slots: of every host.
 
     """
-    hosts = tuple(Host(name=f"n{index}") for index in range(num_hosts))
+    hosts = tuple(Host(name=f"n{index}", slots=slots) for index in range(num_hosts))
     names = [host.name for host in hosts]
     pairs = [(a, b) for a in names for b in names if (a < b if symmetric else a != b)]
     drawn = [rates_mbit[index % len(rates_mbit)] for index in range(len(pairs))]

@@ -38,14 +38,17 @@ class Compared:
 
 
 def compared(topology: Topology, measurements: Measurements) -> list[Compared]:
-    """Set the measured matrix beside the topology, by the hosts' names."""
+    """Set the measured matrix beside the topology, by the hosts' names.
+
+    The matrix tells what each slot gets while all slots of its host send; here they share one wire.
+    """
     places = {host.name: index for index, host in enumerate(measurements.cluster.hosts)}
     bandwidth = measurements.cluster.between_hosts.bandwidth_bytes_per_s
     return [
         Compared(
             sender=a,
             receiver=b,
-            set_mbit=topology.paths[a, b].rate_mbit,
+            set_mbit=topology.paths[a, b].rate_mbit / topology.host(a).slots,
             got_mbit=float(bandwidth[places[a]][places[b]]) * 8 / BITS_PER_MBIT,
         )
         for a, b in topology.directions()

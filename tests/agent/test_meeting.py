@@ -70,3 +70,18 @@ def test_the_endpoints_own_node_hosts_the_store(monkeypatch: pytest.MonkeyPatch)
     settle(args)
 
     assert "is_host=true" == args.rdzv_conf
+
+
+@pytest.mark.parametrize(
+    ("flags", "least"),
+    [
+        (("--nnodes=15:16", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1:1"), 15),
+        (("--nnodes=16", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1:1"), 16),
+        (("--nnodes=15:16", "--node-rank=3"), 16),
+        (("--nproc-per-node=2",), 1),
+        (("--standalone",), 1),
+    ],
+)
+def test_knows_how_few_nodes_may_train(flags: tuple[str, ...], least: int) -> None:
+    """MIN of --nnodes, but for static rendezvous, which waits for all."""
+    assert least == settle(parsed(*flags)).least_nodes

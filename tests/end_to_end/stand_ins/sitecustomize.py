@@ -1,10 +1,12 @@
 """On the path of a job's processes, for tests that are not about measuring: the warm-up is written down instead.
 
-Its workers then need no torch. With HELPERS the search waits for as many helping processes, which it otherwise never
-does: a test must not depend on how fast a process starts.
+Its workers then need no torch, nor do those of a script that is none of Megatron's. With HELPERS the search waits for
+as many helping processes, which it otherwise never does: a test must not depend on how fast a process starts. On the
+host SICK somebody holds the first device, and the host SLOW turns out to be slow.
 """
 
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +17,37 @@ if "pipette_launch.probe.run" in sys.orig_argv:
     from facts_for_tests import tiny_cluster, tiny_measurements
 
     from pipette_launch.facts import files
+    from pipette_launch.facts.verdict import Verdict
     from pipette_launch.probe.options import ProbeOptions
 
     asked = files.read(Path(sys.orig_argv[-1]), ProbeOptions)
     if os.environ["RANK"] == "0":
         cluster = replace(tiny_cluster(len(asked.hosts), asked.devices_per_host), hosts=asked.hosts)
-        files.write(Path(asked.output), tiny_measurements(cluster, asked.cases))
+        measured = tiny_measurements(cluster, asked.cases)
+        if slow := os.environ.get("SLOW"):
+            found = Verdict(kind="slow-host", host=slow, figure="takes 2 ms for the same layer", peers="take 1 ms")
+            measured = replace(measured, verdicts=(found,))
+        files.write(Path(asked.output), measured)
     os._exit(0)
+
+if "pipette_patches.run" in sys.orig_argv:
+    # A script that is no Megatron's needs none of its patches.
+    sys.argv = sys.orig_argv[sys.orig_argv.index("--") + 1 :]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.stdout.flush()
+    os._exit(0)
+
+if "pipette_launch" in sys.orig_argv and os.environ.get("SICK", "?") == os.environ.get("SLURMD_NODENAME"):
+    from pipette_launch.facts.condition import DeviceCondition, Holder
+    from pipette_launch.probe import condition
+
+    condition.conditions = lambda host: tuple(  # type: ignore[assignment]
+        DeviceCondition(
+            uuid=device.uuid,
+            holders=(Holder(pid=17, name="somebody", used_bytes=device.memory_total_bytes),) if index == 0 else (),
+        )
+        for index, device in enumerate(host.devices)
+    )
 
 if "pipette_launch" in sys.orig_argv and "HELPERS" in os.environ:
     from pipette_launch.agent.conductor import Helper

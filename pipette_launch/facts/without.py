@@ -49,6 +49,8 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
             if slots.keys() >= set(time.slots)
         ),
         memory=_memory(measurements.memory, slots),
+        # A stage needs the same memory on any device.
+        stages=tuple(replace(reading, slot=slots.get(reading.slot, 0)) for reading in measurements.stages),
         conditions=tuple(measurements.conditions[slot] for slot in slots) if measurements.conditions else (),
         verdicts=tuple(one for one in measurements.verdicts if one.host not in names and one.other_host not in names),
         survey=_survey(measurements.survey, kept_H) if measurements.survey else None,

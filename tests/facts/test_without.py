@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts import CollectiveTime, ComputeCase, ComputeTime, Measurements, MemoryReading, Samples, files
+from pipette_launch.facts import (
+    CollectiveTime,
+    ComputeCase,
+    ComputeTime,
+    Layout,
+    Measurements,
+    MemoryReading,
+    Samples,
+    StageReading,
+    files,
+)
 from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.facts.survey import LinkSurvey, RailRates
 from pipette_launch.facts.verdict import Verdict
@@ -62,6 +74,18 @@ def drawn(rng: random.Random, hosts: int, devices: int) -> Measurements:
             MemoryReading(case=case, slot=rng.choice(slots), allocator_peak_bytes=1, device_peak_bytes=2)
             for case in CASES
         ),
+        stages=tuple(
+            StageReading(
+                job_digest="",
+                layout=Layout(),
+                pp_rank=0,
+                slot=slot,
+                allocator_peak_bytes=slot,
+                reserved_peak_bytes=0,
+                device_peak_bytes=0,
+            )
+            for slot in slots
+        ),
         conditions=tuple(DeviceCondition(uuid=f"GPU-{slot}") for slot in slots),
         verdicts=tuple(
             Verdict(kind="slow-link", host=f"node{one}", other_host=f"node{two}", figure="1 GB/s") for one, two in pairs
@@ -74,6 +98,15 @@ def drawn(rng: random.Random, hosts: int, devices: int) -> Measurements:
             rails=tuple(RailRates(source=one, target=two, bytes_per_s=(rng.random(),) * devices) for one, two in pairs),
         ),
     )
+
+
+def slots_in(plain: Any) -> Iterator[int]:
+    """All numbers of slots in a document."""
+    for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain if isinstance(plain, list) else ()):
+        if key in ("slot", "slots"):
+            yield from [value] if key == "slot" else value
+        else:
+            yield from slots_in(value)
 
 
 def named(measurements: Measurements, slot: int) -> str:
@@ -136,6 +169,11 @@ def test_what_is_left_says_the_same(hosts: int, devices: int, rng: random.Random
         for rail in whole.survey.rails
         if {rail.source, rail.target} <= {*kept}
     } == rails
+    assert [reading.allocator_peak_bytes for reading in whole.stages] == [
+        reading.allocator_peak_bytes for reading in less.stages
+    ]
+    # Whatever else is added to a warm-up's file: no slot is named that is not there.
+    assert max(slots_in(files.to_plain(less))) < less.cluster.num_slots
     assert less == files.loads(Measurements, files.dumps(less), "itself")
 
 

@@ -73,6 +73,11 @@ def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
     return tuple(above) if node.partition(".")[0] == hostname.partition(".")[0] else ()
 
 
+def num_gpus() -> int:
+    """How many GPUs this process may use."""
+    return len(_gpus(os.environ))
+
+
 def versions() -> dict[str, str]:
     """Versions of whatever changes a measurement, by package name; what is not installed is left out."""
     found = {"pipette-launch": pipette_launch.__version__}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
-from pipette_launch.tools import compare, plan, predict, report
+from pipette_launch.tools import compare, doctor, plan, predict, report
 from pipette_launch.tools.command import Command
 
 COMMANDS: Mapping[str, Command] = {
@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": plan.COMMAND,
     "compare": compare.COMMAND,
     "report": report.COMMAND,
+    "doctor": doctor.COMMAND,
 }
 BEHIND = "and mind that the script's own flags stand behind its name"
 BAD_INPUT = (UsageError, MegatronError, FactError, FileFormatError, ClusterError)

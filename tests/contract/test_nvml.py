@@ -11,8 +11,11 @@ import pytest
 
 from pipette_launch.probe import condition, inventory
 from pipette_launch.probe import nvml as driver
+from pipette_launch.tools import software
 
-SOURCES = "".join(Path(module.__file__).read_text(encoding="utf-8") for module in (condition, inventory, driver))
+SOURCES = "".join(
+    Path(module.__file__).read_text(encoding="utf-8") for module in (condition, inventory, driver, software)
+)
 ASKED = {f"nvmlDeviceGet{name}" for name in re.findall(r'ask\("(\w+)"', SOURCES)}
 NAMED = set(re.findall(r"\bnvml[A-Z]\w+(?=[(\"])", SOURCES))
 

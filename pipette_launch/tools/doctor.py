@@ -1,0 +1,120 @@
+"""`pipette doctor` says what on this machine would stop or slow a job."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from pipette_launch.tools.command import Command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pipette_launch.facts import Host
+    from pipette_launch.facts.checkup import Checkup, Finding
+    from pipette_launch.facts.condition import DeviceCondition
+
+DEFAULT_PORT = 29500
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of `pipette doctor`."""
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job would run on (default: auto)"
+    )
+    parser.add_argument(
+        "--nproc-per-node", metavar="N", type=int, help="workers of this node (default: all GPUs, or one on CPU)"
+    )
+    parser.add_argument("--nnodes", metavar="N", type=int, default=1, help="nodes of the job (default 1)")
+    parser.add_argument(
+        "--port", metavar="N", type=int, default=DEFAULT_PORT, help=f"of --rdzv-endpoint (default {DEFAULT_PORT})"
+    )
+    parser.add_argument("--json", action="store_true", help="print a document of kind `checkup` instead of a screen")
+
+
+def run(args: Namespace) -> int:
+    """Print what was found; returns 1 where something would stop a job, else 0."""
+    from pipette_launch.facts import files
+    from pipette_launch.report import checkup_screen
+
+    found = examine(args)
+    sys.stdout.write(files.dumps(found) + "\n" if args.json else checkup_screen(found))
+    return 0 if found.is_fit else 1
+
+
+def examine(args: Namespace) -> Checkup:
+    """Look at everything, torch not imported."""
+    from datetime import datetime, timezone
+
+    from pipette_launch.facts.checkup import SEVERITIES, Checkup
+    from pipette_launch.launch.cache import default_root
+    from pipette_launch.tools import software, surroundings
+
+    found: list[Finding] = [*software.python(), *software.packages()]
+    host, devices = _devices(args)
+    found += devices
+    num_devices = args.nproc_per_node or (len(host.devices) if host else 1)
+    if host is not None and host.devices[0].kind == "cuda":
+        found += software.driver_for_torch()
+        found += surroundings.shared_memory(num_devices)
+    found += surroundings.limits()
+    found += surroundings.host_name(environ=os.environ, num_nodes=args.nnodes)
+    found += surroundings.interfaces(os.environ)
+    found += surroundings.port(args.port)
+    found += surroundings.folders(default_root())
+    return Checkup(
+        host=socket.gethostname(),
+        taken_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
+    )
+
+
+def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
+    """Take stock as an agent would, and judge the devices beside each other."""
+    from pipette_launch.errors import ClusterError
+    from pipette_launch.facts.checkup import Finding
+    from pipette_launch.probe import condition, inventory
+
+    try:
+        gpus = 0 if args.device == "cpu" else inventory.num_gpus()
+        host = inventory.host(
+            name=socket.gethostname(),
+            address="127.0.0.1",
+            num_devices=args.nproc_per_node or gpus or 1,
+            device=args.device,
+        )
+        told = condition.conditions(host)
+    except ClusterError as error:
+        return None, [Finding(severity="stops", what="devices", value=str(error))]
+    names = ", ".join(dict.fromkeys(device.name for device in host.devices))
+    found = [Finding(severity="fine", what="devices", value=f"{len(host.devices)} x {names}")]
+    if host.devices[0].kind == "cpu" and args.device == "auto":
+        advice = "if there are GPUs, look at the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        found.append(Finding(severity="slows", what="GPUs", value="NVML shows none, jobs run on CPU", advice=advice))
+    return host, [*found, *_conditions(host, told)]
+
+
+def _conditions(host: Host, told: Sequence[DeviceCondition]) -> Iterator[Finding]:
+    """Say what is amiss with the devices, and whether the driver forgets them between jobs."""
+    from pipette_launch.facts.checkup import Finding
+    from pipette_launch.probe.verdicts import judge
+
+    for verdict in judge([host], [told]):
+        compared = f", its peers {verdict.peers}" if verdict.peers else ""
+        yield Finding(
+            severity="slows" if verdict.is_sick else "fine",
+            what=f"device {verdict.device}",
+            value=f"{verdict.figure}{compared}",
+            advice=verdict.advice,
+        )
+    forgotten = sum(one.persistence_mode is False for one in told)
+    if forgotten:
+        value = f"off on {forgotten} of {len(told)} GPUs, so that every start waits for the driver"
+        yield Finding(severity="slows", what="persistence mode", value=value, advice="nvidia-smi -pm 1")
+
+
+COMMAND = Command(summary="Say what on this machine would stop or slow a job.", add_arguments=add_arguments, run=run)
+"""For `main.COMMANDS`."""

@@ -1,0 +1,267 @@
+"""What `pipette doctor` finds on machines that it is told of, and on this one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from nvml_for_tests import GIB, FakeNvml, install
+
+from pipette_launch.facts import files
+from pipette_launch.facts.checkup import Checkup, Finding
+from pipette_launch.report import checkup_screen
+from pipette_launch.tools import doctor, software, surroundings
+from pipette_launch.tools.main import main
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def examined(**changes: object) -> dict[str, Finding]:
+    """What the doctor finds on a job of this machine, by what it is about."""
+    words = {"device": "auto", "nproc_per_node": None, "nnodes": 1, "port": free_port(), "json": False}
+    return {finding.what: finding for finding in doctor.examine(Namespace(**{**words, **changes})).findings}
+
+
+def free_port() -> int:
+    """A port that nobody uses at this moment."""
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return int(one.getsockname()[1])
+
+
+def test_json_and_exit_code_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    """The document says what was looked at; the code is 1 only where something would stop a job."""
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--device", "cpu", "--port", str(free_port()), "--json"])
+    found = files.loads(Checkup, capsys.readouterr().out, "stdout")
+
+    assert (0 if found.is_fit else 1) == caught.value.code
+    assert {"Python", "torch", "megatron-core", "devices", "open files", "host name", "cache"} <= {
+        finding.what for finding in found.findings
+    }
+
+
+def test_what_stops_comes_first_and_is_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPUs are asked for where there are none."""
+    install(monkeypatch, FakeNvml(0))
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--device", "cuda", "--port", str(free_port())])
+    shown = " ".join(capsys.readouterr().out.split())
+
+    assert 1 == caught.value.code
+    assert shown.index("NVML shows no GPU to this process") < shown.index("Fine")
+    assert "a job would stop here" in shown
+
+
+def test_the_port_in_use_is_found() -> None:
+    """Another job's store listens there."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        number = int(other.getsockname()[1])
+
+        assert "stops" == examined(device="cpu", port=number)[f"port {number}"].severity
+
+
+def test_gpus_are_judged_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held device, a narrow slot and a lost NVLink slow a job; persistence mode is counted over all."""
+    nvml = install(monkeypatch, FakeNvml(3, {0: [SimpleNamespace(pid=os.getppid(), usedGpuMemory=30 * GIB)]}))
+    nvml.answers = {("PcieWidth", 1): 4, ("PersistenceMode", 1): 0, ("PersistenceMode", 2): 0}
+    nvml.used = GIB // 8
+    found = examined(device="cuda")
+
+    assert "3 x Test GPU" == found["devices"].value
+    assert "holds 30.00 GiB" in found["device GPU-aaaa-0"].value
+    assert "uses 4 of 16 PCIe lanes, its peers use 16" == found["device GPU-bbbb-1"].value
+    assert "off on 2 of 3 GPUs" in found["persistence mode"].value
+    assert {"slows"} == {
+        found[what].severity for what in ("device GPU-aaaa-0", "device GPU-bbbb-1", "persistence mode")
+    }
+    assert "/dev/shm" in found
+
+
+def test_too_many_workers_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU shares may be cut at will; GPUs may not."""
+    install(monkeypatch, FakeNvml(2))
+
+    assert "4 workers for 2 visible GPUs" in examined(nproc_per_node=4)["devices"].value
+    assert "stops" == examined(nproc_per_node=4)["devices"].severity
+    assert "fine" == examined(device="cpu", nproc_per_node=3)["devices"].severity
+
+
+@pytest.mark.parametrize(
+    ("versions", "severity"),
+    [
+        ({"torch": "2.13.0+cpu", "megatron-core": "0.16.1"}, ["fine", "fine"]),
+        ({"torch": "2.5.1", "megatron-core": "0.13.1"}, ["stops", "stops"]),
+        ({"torch": "3.0.0", "megatron-core": "1.0"}, ["slows", "slows"]),
+        ({"torch": "2.14.0a0+git1", "megatron-core": "0.17.0rc1"}, ["fine", "fine"]),
+        ({"torch": "nightly", "megatron-core": None}, ["slows", "slows"]),
+        ({"torch": None, "megatron-core": None}, ["stops", "slows"]),
+    ],
+)
+def test_versions_are_compared_with_what_is_needed_and_known(
+    versions: dict[str, str | None], severity: list[str]
+) -> None:
+    """Too old stops, too new may, a checkout beside the script does without an installed megatron-core."""
+    assert severity == [finding.severity for finding in software.packages(versions.__getitem__)]
+
+
+def test_needed_versions_are_those_of_the_package() -> None:
+    """setup.cfg and the doctor ask for the same."""
+    text = (ROOT / "setup.cfg").read_text()
+
+    assert all(f"{name}{needed}" in text for name, needed in software.NEEDED.items())
+    assert "python_requires = >=3.10" in text
+    assert all(f"Python :: 3.{minor}" in text for minor in range(10, 14))
+
+
+def test_an_untested_python_is_said() -> None:
+    """Newer than all that are tested; this one is."""
+    assert ["slows", "fine"] == [one.severity for version in ("3.14.0", None) for one in software.python(version)]
+
+
+@pytest.mark.parametrize(
+    ("built", "severity"), [("12.8", "fine"), ("12.2", "fine"), ("13.0", "stops"), (None, "stops")]
+)
+def test_torch_must_suit_the_driver(monkeypatch: pytest.MonkeyPatch, built: str | None, severity: str) -> None:
+    """A driver for CUDA 12.4 runs all of 12, nothing of 13, and nothing at all for a torch without CUDA."""
+    nvml = install(monkeypatch, FakeNvml(1))
+    nvml.nvmlSystemGetCudaDriverVersion = lambda: 12040  # type: ignore[attr-defined]
+    (finding,) = software.driver_for_torch(lambda: built)
+
+    assert severity == finding.severity
+    assert "the driver supports 12.4" in finding.value
+
+
+def test_torchs_cuda_is_read_without_importing_it() -> None:
+    """What the file says is what torch says."""
+    import torch
+
+    assert torch.version.cuda == software._cuda_of_torch()
+
+
+@pytest.mark.parametrize(("free", "severity"), [(64 << 20, "stops"), (512 << 20, "slows"), (8 << 30, "fine")])
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int, severity: str) -> None:
+    """A container's 64 MiB are too few for eight GPUs."""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free >> 12, f_frsize=1 << 12))
+    (finding,) = surroundings.shared_memory(8)
+
+    assert severity == finding.severity
+
+
+def test_no_shared_memory_at_all(tmp_path: Path) -> None:
+    """A folder that is not there stops."""
+    assert ["stops"] == [finding.severity for finding in surroundings.shared_memory(2, tmp_path / "shm")]
+
+
+@pytest.mark.parametrize(
+    ("files_open", "pinned", "infiniband", "severities"),
+    [
+        (65536, resource.RLIM_INFINITY, True, ["fine", "fine"]),
+        (1024, 64 << 10, True, ["slows", "stops"]),
+        (resource.RLIM_INFINITY, 64 << 10, False, ["fine"]),
+    ],
+)
+def test_limits(
+    monkeypatch: pytest.MonkeyPatch, files_open: int, pinned: int, infiniband: bool, severities: list[str]
+) -> None:
+    """Files count for large jobs, pinned memory only where InfiniBand is."""
+    told = {resource.RLIMIT_NOFILE: files_open, resource.RLIMIT_MEMLOCK: pinned}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (told[which], resource.RLIM_INFINITY))
+
+    assert severities == [finding.severity for finding in surroundings.limits(has_infiniband=infiniband)]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "environ", "nodes", "severity"),
+    [
+        (["10.0.0.7"], {}, 2, "fine"),
+        (["127.0.1.1"], {}, 2, "stops"),
+        (["127.0.1.1", "::1"], {}, 1, "slows"),
+        (["127.0.1.1", "10.0.0.7"], {}, 2, "fine"),
+        (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth0"}, 2, "fine"),
+        ([], {}, 2, "stops"),
+    ],
+)
+def test_a_name_that_means_itself_on_every_node(
+    addresses: list[str], environ: dict[str, str], nodes: int, severity: str
+) -> None:
+    """Gloo would tell its peers the loopback address, and they would call themselves."""
+    (finding,) = surroundings.host_name(name="n1", addresses=addresses, environ=environ, num_nodes=nodes)
+
+    assert severity == finding.severity
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "severity"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth0", "fine"),
+        ("GLOO_SOCKET_IFNAME", "eth", "stops"),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib9", "stops"),
+        ("NCCL_SOCKET_IFNAME", "eth", "fine"),
+        ("NCCL_SOCKET_IFNAME", "=eth", "stops"),
+        ("NCCL_SOCKET_IFNAME", "ib,eth", "fine"),
+        ("NCCL_SOCKET_IFNAME", "^docker", "fine"),
+        ("NCCL_SOCKET_IFNAME", "ib", "stops"),
+    ],
+)
+def test_named_interfaces_must_be_there(variable: str, value: str, severity: str) -> None:
+    """Gloo takes whole names, NCCL their beginnings, `=` for whole ones and `^` for all others."""
+    (finding,) = surroundings.interfaces({variable: value}, ["lo", "eth0"])
+
+    assert severity == finding.severity
+
+
+def test_without_variables_no_interface_is_asked_for() -> None:
+    """And those that are up are found by the system."""
+    assert [] == list(surroundings.interfaces({}))
+    assert ["fine"] == [finding.severity for finding in surroundings.interfaces({"GLOO_SOCKET_IFNAME": "lo"})]
+
+
+def test_folders_are_tried_and_left_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that has yet to be made is not made; one on a read-only disk is said."""
+    cache = tmp_path / "deep" / "cache"
+
+    assert ["fine", "fine"] == [finding.severity for finding in surroundings.folders(cache)]
+    assert ["slows", "fine"] == [finding.severity for finding in surroundings.folders(None)]
+    assert [] == list(tmp_path.iterdir())
+
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(surroundings.tempfile, "TemporaryFile", refuse)
+    assert ["slows", "stops"] == [finding.severity for finding in surroundings.folders(cache)]
+
+
+def test_the_screen_says_what_was_not_looked_at() -> None:
+    """Three kinds of findings, the answer, and what one machine cannot tell."""
+    findings = tuple(Finding(severity=one, what=one, value="1 B", advice="do it") for one in ("stops", "slows", "fine"))
+    screen = checkup_screen(Checkup(host="n1", taken_at="now", findings=findings), width=80, colour=False)
+
+    assert ["Stops", "Slows", "Fine", "Answer"] == [
+        line.split()[0] for line in screen.splitlines() if line[:1].isupper()
+    ]
+    assert "clocks that differ" in screen
+    assert "• stops: 1 B; do it" in screen
+
+
+def test_the_doctor_needs_no_torch() -> None:
+    """It may be what is missing."""
+    code = (
+        "import sys\nfrom pipette_launch.tools.main import main\n"
+        "try:\n    main(['doctor', '--device', 'cpu', '--port', '0'])\n"
+        "except SystemExit:\n    sys.exit(3 if 'torch' in sys.modules else 0)"
+    )
+
+    assert 0 == subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True).returncode

@@ -17,6 +17,7 @@ from pipette_launch.agent import failures
 
 MOST_NAMED = 3
 STOPPED = ("stopped", "tracing-stop")
+STOPPED_S = 1.5
 STUCK = "disk-sleep"
 _WAITS = re.compile(
     r"waited \d+ s in vain|no answer from|lost the store|timed out|timeout"
@@ -46,6 +47,8 @@ class WorkerState:
     """Steps and phases that it has behind it: who is stuck comes behind who waits for it."""
     silent_s: float
     """Since its last sign."""
+    idle_s: float
+    """Since it last gave a sign or computed."""
     is_overdue: bool
     """The next sign should have come, and it has hardly computed since the last."""
     waits_for: str
@@ -131,7 +134,8 @@ def _failed(states: Sequence[WorkerState]) -> list[WorkerState]:
 
 
 def _stopped(states: Sequence[WorkerState]) -> list[WorkerState]:
-    return [state for state in states if state.exit_code is None and state.status in STOPPED]
+    # One that is stopped for a moment, again and again, is slow.
+    return [state for state in states if state.status in STOPPED and state.idle_s > STOPPED_S]
 
 
 def _stuck(states: Sequence[WorkerState]) -> list[WorkerState]:

@@ -101,6 +101,7 @@ class Vitals:
             where=sign.where() if sign else "start",
             advance=1000 * len(sign.ended) + sign.done if sign else 0,
             silent_s=max(self._clock() - sign.at_s, 0.0) if sign else 0.0,
+            idle_s=max(self._clock() - self._pulses[local].alive_s, 0.0),
             is_overdue=local in self._overdue,
             waits_for=sign.waits_for if sign else "",
             peers=sign.peers if sign else (),
@@ -137,9 +138,9 @@ def end(
     leaders = {process.pid for process in processes.values()}
     ends_s = time.monotonic() + within_s
     while True:
-        for process in processes.values():
-            process.poll()
-        left = tuple(pid for pid in psutil.pids() if _belongs(pid, leaders, began_s, mark))
+        # A process whose first thread has ended looks like a zombie while others still hold its memory.
+        unreaped = {process.pid for process in processes.values() if process.poll() is None}
+        left = tuple(unreaped | {pid for pid in psutil.pids() if _belongs(pid, leaders, began_s, mark)})
         if not left or time.monotonic() > ends_s:
             return left
         for pid in left:

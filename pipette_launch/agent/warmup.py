@@ -37,7 +37,7 @@ SETTLE_S = 0.3
 """Between an alarm and the reports: a worker that broke a connection as it died may not have ended yet."""
 REPORT_S = 5.0
 """How long an agent may take to answer an alarm; it looks at its workers several times a second."""
-VERDICT_S = REPORT_S + 10.0
+VERDICT_S = REPORT_S + 5.0
 
 
 class Warmup:

@@ -37,6 +37,7 @@ def state(slot: int, **changes: Any) -> WorkerState:
         "where": "links, 3 of 7",
         "advance": 2003,
         "silent_s": 61.0,
+        "idle_s": 61.0,
         "is_overdue": False,
     }
     return WorkerState(**{**plain, **HEALTHY, **changes})
@@ -121,6 +122,13 @@ def test_hosts_that_do_not_answer_are_named() -> None:
     assert f"after 12.3 s: {gone}; 1 other worker waited in vain" in told(victim, state(1), absent=("node2",))
     both = told(victim, state(1, **KILLED), absent=("node2",))
     assert f"node1:1 (pid 101) was killed by signal 9 in phase links, 3 of 7; {gone}; 1 other" in both
+
+
+def test_one_that_is_stopped_for_a_moment_is_not_named() -> None:
+    """Again and again is slow, not stopped: whoever caused the alarm is told instead."""
+    text = told(state(0, idle_s=1.0, status="stopped"), state(1, **SILENT))
+
+    assert "node1:1 (pid 101) hangs" in text
 
 
 def test_many_are_counted() -> None:

@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from pipette_launch.probe.progress import Progress
 
@@ -43,8 +46,41 @@ def main(folder: Path, local_rank: int, how: str) -> None:
             time.sleep(0.05)
 
 
+def await_grief(grief: Path) -> None:
+    """Wait until the culprit has died or stopped, which its peers notice at once."""
+    while not (grief.exists() and (pid := grief.read_text())):
+        time.sleep(0.01)
+    with contextlib.suppress(psutil.Error):
+        while psutil.Process(int(pid)).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
+            time.sleep(0.01)
+
+
 def grieve(progress: Progress, how: str) -> None:
     """Do what was told."""
+    grief = progress.folder.parent / "grief"
+    if any(what in how for what in ("killed", "stopped", "raises", "hangs")):
+        grief.write_text(str(os.getpid()))
+        come_to_grief(progress, how)
+    elif "alone" in how:
+        leave(progress, CLOSED)
+    elif "closed" in how:
+        await_grief(grief)
+        leave(progress, CLOSED)
+    elif "timed-out" in how:
+        await_grief(grief)
+        time.sleep(2.5)
+        leave(progress, TIMED_OUT)
+    elif "waits" in how:
+        progress.waits("the others", limit_s=600, peers=[1])
+        time.sleep(600)
+    elif "slow" in how:
+        compute(3 * LIMIT_S)
+
+
+def come_to_grief(progress: Progress, how: str) -> None:
+    """Be the cause."""
+    if "slow" in how:
+        compute(3 * LIMIT_S)
     if "killed" in how:
         os.kill(os.getpid(), signal.SIGKILL)
     if "stopped" in how:
@@ -53,18 +89,13 @@ def grieve(progress: Progress, how: str) -> None:
         leave(progress, "ZeroDivisionError: division by zero")
     if "hangs" in how:
         time.sleep(600)
-    if "closed" in how:
-        leave(progress, CLOSED)
-    if "timed-out" in how:
-        leave(progress, TIMED_OUT)
-    if "waits" in how:
-        progress.waits("the others", limit_s=600, peers=[1])
-        time.sleep(600)
-    if "slow" in how:
-        # Computes all the time, and says nothing for three times as long as it should.
-        ends_s = time.monotonic() + 3 * LIMIT_S
-        while time.monotonic() < ends_s:
-            sum(range(10**5))
+
+
+def compute(seconds: float) -> None:
+    """Compute all the time, and say nothing."""
+    ends_s = time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        sum(range(10**5))
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def test_those_who_are_done_hear_of_a_failure(tmp_path: Path) -> None:
 def test_a_node_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No agent there answers: the others do not wait for it in training, and the job ends or begins anew."""
     monkeypatch.setattr(warmup, "REPORT_S", 1.0)
-    with nodes(tmp_path, "closed", "waits", "well", "well") as made:
+    with nodes(tmp_path, "closed alone", "waits", "well", "well") as made:
         watch(made[:1])
 
     here = made[0].warmup
@@ -193,7 +193,7 @@ def test_a_node_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_first_node_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others expect its verdict for a while, and then judge for themselves."""
     monkeypatch.setattr(warmup, "VERDICT_S", 1.0)
-    with nodes(tmp_path, "well", "well", "waits", "closed") as made:
+    with nodes(tmp_path, "well", "well", "waits", "closed alone") as made:
         watch(made[1:])
 
     assert ("node1",) == made[1].warmup.absent

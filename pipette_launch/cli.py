@@ -34,6 +34,7 @@ def parser() -> ArgumentParser:
     group = whole.add_argument_group("pipette")
     add = group.add_argument
     add("--pipette-plan", metavar="FILE", help="use this plan.json instead of measuring and planning")
+    add("--pipette-probe", metavar="FILE", help="measure only: write what was measured to FILE, show it, and stop")
     add("--pipette-dry-run", action="store_true", help="measure and plan, show the plan, and stop before training")
     add("--pipette-fix", metavar="NAMES", default="", help="keep these as they are on the command line, e.g. tp,pp,mbs")
     add(
@@ -107,6 +108,7 @@ def options_from(args: Namespace) -> Options:
         runs_python=runs_python,
         is_module=args.module,
         plan=Path(args.pipette_plan) if args.pipette_plan else None,
+        probe_to=Path(args.pipette_probe).absolute() if args.pipette_probe else None,
         fix=fix,
         on_error=args.pipette_on_error,
         on_sick=args.pipette_on_sick,

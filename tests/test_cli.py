@@ -24,6 +24,7 @@ OWN_FLAGS = {
     "--pipette-on-error",
     "--pipette-on-sick",
     "--pipette-plan",
+    "--pipette-probe",
     "--pipette-version",
 }
 

@@ -137,6 +137,8 @@ class Chief:
     def _find(self, bare: Decision, hosts: tuple[Host, ...]) -> Decision:
         """Find a plan: from a file, from the cache, or by measuring."""
         job = self._read_keyed(hosts)
+        if self._options.probe_to is not None:
+            return self._measure(bare, job, hosts)
         if self._options.plan is not None:
             return self._train(
                 bare, job, self._from_file(self._options.plan, job, hosts), attempt=0, reason=bare.reason
@@ -151,12 +153,16 @@ class Chief:
             bare = replace(bare, reason=joined(bare.reason, trouble))
         elif ruling.leave_out and (remembered := self._remembered(bare, hosts, ruling)) is not None:
             return remembered
-        job = self._read_keyed(hosts)
+        return self._measure(bare, self._read_keyed(hosts), hosts)
+
+    def _measure(self, bare: Decision, job: Job, hosts: tuple[Host, ...]) -> Decision:
+        """Order a warm-up."""
         # What plans a warm-up is imported when there is one: a start from the cache does without it.
         from pipette_launch.launch.orders import probe_options
 
         told = [one for host in hosts for one in self._conditions.get(host.name, ())]
-        before = self._machines(hosts).path
+        # Whoever asks for a measurement gets one of everything.
+        before = self._machines(hosts).path if self._options.probe_to is None else None
         orders = probe_options(job, hosts, options=self._options, folder=self._folder, known=before, conditions=told)
         return replace(bare, phase="warmup", probe_options=files.dumps(orders))
 
@@ -232,6 +238,10 @@ class Chief:
         if failure:
             raise ProbeError(failure)
         measurements = self._machines(orders.hosts).kept(files.read(self._folder / CLUSTER, Measurements))
+        if self._options.probe_to is not None:
+            self.measurements = measurements
+            files.write(self._options.probe_to, measurements)
+            return replace(bare, phase="stop")
         ruling = self._rule(measurements.verdicts, orders.hosts)
         # The warm-up knows again what the drivers had told before it.
         bare = replace(bare, reason=joined(*(reason for reason in ruling.reasons if reason not in said)))
@@ -306,7 +316,7 @@ class Chief:
             logger.exception("planning failed")
             reason = f"planning failed by an error of pipette-launch itself: {type(error).__name__}: {error}"
         reason = joined(bare.reason, reason)
-        if self._options.on_error == "fail" or self._options.dry_run:
+        if self._options.on_error == "fail" or self._options.only_looks:
             return replace(bare, phase="stop", failed=True, reason=reason)
         reason = f"{reason}; training with your own configuration as torchrun would"
         following = replace(bare, patches=self._patches, reason=reason)

@@ -21,6 +21,8 @@ class Options:
     """Whether torchrun starts the script with a Python interpreter of its own, so that patches can be put before it."""
     is_module: bool
     plan: Path | None = None
+    probe_to: Path | None = None
+    """Measure only, and write what was measured there."""
     fix: tuple[str, ...] = ()
     on_error: Literal["train", "fail"] = "train"
     on_sick: OnSick = "warn"
@@ -35,9 +37,16 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.plan is not None and self.probe_to is not None:
+            raise UsageError("--pipette-plan needs no warm-up, and --pipette-probe is nothing else; give one of them")
         if not self.budget_s > 0:
             raise UsageError(f"--pipette-budget must be above 0 seconds, got {self.budget_s:g}")
         if not 0 <= self.margin < 1:
             raise UsageError(f"--pipette-margin must be at least 0 and below 1 (0.02 is 2 %), got {self.margin:g}")
         if not 0 <= self.memory_margin < 1:
             raise UsageError(f"--pipette-memory-margin must be at least 0 and below 1, got {self.memory_margin:g}")
+
+    @property
+    def only_looks(self) -> bool:
+        """Whether nothing is to be trained."""
+        return self.dry_run or self.probe_to is not None

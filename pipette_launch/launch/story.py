@@ -192,6 +192,10 @@ class Story:
             )
         elif decision.plan is not None:
             self._show_plan(decision, decision.plan)
+        elif decision.phase == "stop" and self._options.probe_to is not None and self._chief.measurements is not None:
+            found, path = self._chief.measurements, self._options.probe_to
+            sys.stdout.write(report.measured_screen(found, title="pipette probe", saved_to=path))
+            sys.stdout.flush()
 
     def _show_plan(self, decision: Decision, plan: Plan) -> None:
         if self._shown == (plan, decision.attempt):

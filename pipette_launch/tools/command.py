@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
@@ -15,3 +15,5 @@ class Command(NamedTuple):
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
     """Do it, print the answer to stdout, and return the exit code; raises PipetteError for what the user can mend."""
+    pass_on: Callable[[Sequence[str]], None] | None = None
+    """Takes the words behind the command as they are, where they are another program's, and exits."""

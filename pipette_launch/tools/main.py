@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
-from pipette_launch.tools import compare, doctor, plan, predict, report
+from pipette_launch.tools import compare, doctor, plan, predict, probe, report
 from pipette_launch.tools.command import Command
 
 COMMANDS: Mapping[str, Command] = {
@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, Command] = {
     "compare": compare.COMMAND,
     "report": report.COMMAND,
     "doctor": doctor.COMMAND,
+    "probe": probe.COMMAND,
 }
 BEHIND = "and mind that the script's own flags stand behind its name"
 BAD_INPUT = (UsageError, MegatronError, FactError, FileFormatError, ClusterError)
@@ -40,13 +41,22 @@ def parser() -> ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `pipette`; exits with 0 when there is an answer, whatever it says, and with 2 for input that makes none."""
-    whole = parser()
-    args, strange = whole.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words and words[0] in COMMANDS else "COMMAND"
     try:
-        if strange:
-            raise UsageError(f"unknown flag {strange[0]}; see pipette {args.command} --help, {BEHIND}")
-        code = COMMANDS[args.command].run(args)
+        code = _run(words)
     except PipetteError as error:
-        sys.stderr.write(f"pipette {args.command}: error: {error}\n")
+        sys.stderr.write(f"pipette {name}: error: {error}\n")
         code = 2 if isinstance(error, BAD_INPUT) else error.exit_code
     sys.exit(code)
+
+
+def _run(words: Sequence[str]) -> int:
+    command = COMMANDS.get(words[0]) if words else None
+    if command is not None and command.pass_on is not None and not {"-h", "--help"} & set(words[1:2]):
+        command.pass_on(words[1:])
+        return 0
+    args, strange = parser().parse_known_args(words)
+    if strange:
+        raise UsageError(f"unknown flag {strange[0]}; see pipette {args.command} --help, {BEHIND}")
+    return COMMANDS[args.command].run(args)

@@ -92,6 +92,27 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
         assert made.ranks_of("token-node1") == again.ranks_of("token-node1")
 
 
+def test_a_job_that_only_measures_writes_a_file_and_stops(tmp_path: Path) -> None:
+    """Whatever plan is kept: everything is measured, nothing is planned, and nothing is believed of earlier times."""
+    kept = options(cache=tmp_path / "cache")
+    first = chief(tmp_path, kept)
+    warmup = first.decide(records(), None)
+    asked = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    files.write(Path(asked.output), tiny_measurements(tiny_cluster(), asked.cases))
+    first.after_warmup(warmup, "", nobody)
+    one = chief(tmp_path, replace(kept, probe_to=tmp_path / "mine.json"))
+
+    warmup = one.decide(records(), None)
+    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    found = tiny_measurements(tiny_cluster(), orders.cases)
+    files.write(Path(orders.output), found)
+    made = one.after_warmup(warmup, "", nobody)
+
+    assert ("", "warmup") == (orders.known, warmup.phase)
+    assert ("stop", False, None) == (made.phase, made.failed, made.plan)
+    assert found == files.read(tmp_path / "mine.json", Measurements)
+
+
 def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path) -> None:
     """Steps that always took half as long again as predicted are predicted so, and the plan says it."""
     plans = []

@@ -34,7 +34,7 @@ class Ticker:
         self._began_s = self._shown_s = clock()
         self._is_terminal = _changes_lines(stream) if is_terminal is None else is_terminal
         self._num_ended = 0
-        self._stands = False
+        self._line = ""
 
     def show(self, sign: Sign | None) -> None:
         """Show a sign, now or soon; cheap to call often."""
@@ -45,17 +45,18 @@ class Ticker:
         if self._is_terminal:
             # A line that is too long would wrap, and then it could not be taken back.
             line = running_words(sign, now_s - self._began_s, self._budget_s)[: shutil.get_terminal_size().columns - 1]
-            self._stream.write(f"{CLEAR}{line}")
-            self._stands = True
+            if line != self._line:
+                self._stream.write(f"{CLEAR}{line}")
+                self._line = line
         else:
             self._end_phases(sign)
         self._stream.flush()
 
     def close(self, sign: Sign | None) -> None:
         """Take the line off the screen; a log gets what is left to say of the phases."""
-        if self._stands:
+        if self._line:
             self._stream.write(CLEAR)
-            self._stands = False
+            self._line = ""
         if sign is not None and not self._is_terminal:
             self._end_phases(sign)
         self._stream.flush()
@@ -68,9 +69,12 @@ class Ticker:
 
 
 def running_words(sign: Sign, elapsed_s: float, budget_s: float) -> str:
-    """What a terminal shows while the warm-up runs."""
+    """What a terminal shows while the warm-up runs; the budget counts from when all workers have started."""
+    if not sign.ended:
+        return f"{HEAD}{sign.where()}, {elapsed_s:.0f} s"
+    of_budget = f"{max(elapsed_s - sign.ended[0].seconds, 0.0):.0f} of about {budget_s:.0f} s"
     done = ", ".join(f"{ended.phase} {ended.seconds:.1f} s" for ended in sign.ended)
-    return f"{HEAD}{elapsed_s:.0f} of about {budget_s:.0f} s; {sign.where()}" + (f"; done: {done}" if done else "")
+    return f"{HEAD}{of_budget}; {sign.where()}; done: {done}"
 
 
 def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) -> str:

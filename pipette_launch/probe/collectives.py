@@ -56,6 +56,7 @@ def measure(
         members = next((group for group in dimension.groups if rank in group), ())
         group = _open(members, options) if members else None
         for kind in dimension.kinds:
+            conductor.step(index, len(dimensions), f"{kind} of {dimension.name}")
             measured = _time_kind(options, kind=kind, size=len(members), group=group)
             if isinstance(measured, str):
                 notes.append(f"collectives: {kind} was not measured on groups of {dimension.name}: {measured}")

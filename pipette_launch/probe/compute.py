@@ -84,9 +84,11 @@ class Bench:
         def goes_on() -> bool:
             return budget.allows(COMPUTE_SHARE, needs_s=longest_s)
 
-        for index, case in enumerate(cases_of(self.options.cases, self.slot, self.options.num_slots)):
+        mine = cases_of(self.options.cases, self.slot, self.options.num_slots)
+        for index, case in enumerate(mine):
             if index and not conductor.agree(goes_on):
                 return
+            conductor.step(index, len(mine), patches_workload.case_words(case))
             before_s = budget.clock()
             self._round(case, conductor, budget)
             longest_s = max(longest_s, budget.clock() - before_s)

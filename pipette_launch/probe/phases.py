@@ -242,7 +242,9 @@ def _links_words(linked: links.LinkResult, num_hosts: int) -> str:
     """What the links of one rank were like: `8 hosts in 7 rounds, 98.1 to 118 MB/s from the first slot`."""
     rates = sorted(one.sizes_bytes[-1] / one.samples[-1].median_s for one in linked.links)
     spread = f", {rate_text(rates[0])} to {rate_text(rates[-1])} from the first slot" if rates else ""
-    again = f", {linked.rounds_again} of suspects" if linked.rounds_again else ""
+    if num_hosts == 1:
+        return f"between the devices of one host{spread}"
+    again = f" and {linked.rounds_again} again for suspects" if linked.rounds_again else ""
     return f"{num_hosts} hosts in {linked.rounds} rounds{again}{spread}"
 
 

@@ -91,6 +91,7 @@ class StageBench:
                     self.notes.append(f"stages: {left} of {len(cases)} were not measured for want of time")
                 return
             before_s = budget.clock()
+            conductor.step(turn, -(-len(cases) // self.options.num_slots))
             if case is not None:
                 self._measure(case)
             conductor.meet(max(budget.left_s(), 0.0))

@@ -57,19 +57,25 @@ def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -
 
     lines = stream.getvalue().split(CLEAR)
     assert "\n" not in stream.getvalue()
-    assert "pipette-launch: 3 of about 60 s; compute, 1 of 4; done: start 3.1 s"[:69] == lines[2]
-    assert 69 == max(map(len, lines))
+    assert [
+        "pipette-launch: start, 2 s",
+        "pipette-launch: 0 of about 60 s; compute, 1 of 4; done: start 3.1 s",
+    ] == lines[1:3]
+    assert "pipette-launch: 2 of about 60 s; links, 0 of 7; done: start 3.1 s, compute 9.9 s"[:69] == lines[4]
     assert ("", "") == (lines[0], lines[-1])
 
 
 def test_it_does_not_flicker() -> None:
-    """Signs that follow each other at once are not all shown."""
+    """Signs that follow each other at once are not all shown, nor what is on the screen already."""
     stream = io.StringIO()
     ticker = Ticker(stream, budget_s=60.0, clock=lambda: 7.0, is_terminal=True)
     ticker.show(SIGNS[1])
-    ticker.close(SIGNS[1])
-
     assert "" == stream.getvalue()
+
+    slow = Ticker(stream, budget_s=60.0, clock=iter((0.0, 1.0, 1.3)).__next__, is_terminal=True)
+    slow.show(SIGNS[1])
+    slow.show(SIGNS[1])
+    assert 1 == stream.getvalue().count(CLEAR)
 
 
 def test_a_file_is_no_terminal() -> None:

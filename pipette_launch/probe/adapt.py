@@ -10,6 +10,7 @@ that the plan that is made in the end rests on links that were measured.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -20,7 +21,8 @@ from pipette_launch.facts import Links, files
 from pipette_launch.probe.estimate import Estimate, estimate
 from pipette_launch.probe.harness import Conductor, Line
 from pipette_launch.probe.options import LinkSamples
-from pipette_launch.probe.sampling import Pair, Place, Round, rounds_of
+from pipette_launch.probe.places import scouting_round
+from pipette_launch.probe.sampling import FULL_HOSTS, Pair, Place, Round, nested_groups, rounds_of
 
 T = TypeVar("T")
 Lines = Mapping[Pair, Line]
@@ -29,23 +31,31 @@ Measure = Callable[[Sequence[Round]], Lines]
 Advise = Callable[[Links], Sequence[Pair]]
 """Plans with such links, and says which pairs of hosts the plans would use, most important first."""
 MOST_ROUNDS = 30
+"""Blind ones included."""
 PASS_ROUNDS = 5
 """A ring and a path through every host are four links of it, which take so many rounds at most."""
 LEAST_ROUNDS = 2
 """With fewer left no pass begins: one round is the proof's."""
+SCOUTING = 0.8
+"""Of the rounds of all passes, at most, where switches are not known."""
+SCOUTS = 0.05
+"""Scouting ends when fewer of the hosts than this have a pair that would tell anything."""
+BLIND_SCOUTS = 4
+"""As long as no tiers are seen, scouting goes so many rounds on blindly."""
 CHANGED = 0.10
 """A cached link that is off by more than this has changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One turn of planning and measuring."""
+    """One turn of planning and measuring, or one round of scouting."""
 
     asked: int
-    """Pairs that the plans would use."""
+    """Pairs that the plans would use, or that tell who is near to whom."""
     new: int
     """Of them measured now: the others were known, or did not fit into the rounds."""
     rounds: int
+    is_scouting: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +87,7 @@ def adapt(
     places: Sequence[Place] = (),
     is_cached: bool = False,
     allows: Callable[[], bool] = lambda: True,
+    seed: int = 0,
 ) -> Adapted:
     """Measure what plans would use until they ask for nothing new, or until the rounds or the budget are spent.
 
@@ -85,15 +96,20 @@ def adapt(
         known: what was measured before; not empty.
         measure: see `Measure`.
         advise: see `Advise`.
-        most_rounds: of all passes together.
-        places: the switches above each host, where they are known.
+        most_rounds: together with those that `known` took, unless it is cached.
+        places: the switches above each host; where they are not known, rounds go into finding out who is near to whom.
         is_cached: `known` is from an earlier warm-up. It is believed until measured again, and nothing is tried for
             the mere hope of it.
         allows: whether the budget has room for another pass.
+        seed: of the choice among pairs that tell as much.
 
     """
-    course = _Course(known, is_cached=is_cached)
-    found, left = estimate(num_hosts, known, places), most_rounds
+    course, left = _Course(known, is_cached=is_cached), most_rounds
+    if not is_cached:
+        left -= _rounds_behind(known)
+        if num_hosts > FULL_HOSTS and len(nested_groups(num_hosts, places)) == 1:
+            left -= course.scout(num_hosts, measure, most=round(SCOUTING * left), allows=allows, seed=seed)
+    found = estimate(num_hosts, course.lines, places)
     hopes, is_settled = not is_cached, False
     while left >= LEAST_ROUNDS and not is_settled and allows():
         # The last pass confirms, the others explore.
@@ -124,14 +140,38 @@ class _Course:
         self._done: set[Pair] = set() if is_cached else {_ordered(pair) for pair in known}
         """Measured in this warm-up, or tried in vain: not to be asked for again."""
 
-    def go(self, asked: Sequence[Pair], measure: Measure, *, most: int, hope: Links | None) -> int:
+    def scout(self, num_hosts: int, measure: Measure, *, most: int, allows: Callable[[], bool], seed: int) -> int:
+        """Find out who is near to whom, round by round, until few hosts can still learn; returns how many rounds."""
+        rng = np.random.default_rng(seed)
+        for taken in range(most):
+            pairs = scouting_round(num_hosts, self.lines, rng)
+            if not pairs and taken < BLIND_SCOUTS:
+                pairs = self._blind(num_hosts, rng)
+            if 2 * len(pairs) < SCOUTS * num_hosts or not allows():
+                return taken
+            is_sparse = 4 * len(pairs) < num_hosts
+            hope = estimate(num_hosts, self.lines).hopeful if is_sparse else None
+            self.go(pairs, measure, most=1, hope=hope, is_scouting=True)
+        return most
+
+    def _blind(self, num_hosts: int, rng: np.random.Generator) -> Round:
+        """Any pairs that were not measured yet."""
+        order = rng.permutation(num_hosts).tolist()
+        pairs = (_ordered(pair) for pair in zip(order[::2], order[1::2], strict=False))
+        return tuple(sorted(pair for pair in pairs if pair not in self._done))
+
+    def go(
+        self, asked: Sequence[Pair], measure: Measure, *, most: int, hope: Links | None, is_scouting: bool = False
+    ) -> int:
         """Measure what is new among the pairs asked for; returns in how many rounds.
 
         Hosts that would be idle in a round measure the best that they may hope for, as it costs nothing.
         """
         pairs = list(dict.fromkeys(_ordered(pair) for pair in asked))
         rounds = rounds_of((pair for pair in pairs if pair not in self._done), most=most)
-        self.passes.append(Pass(asked=len(pairs), new=sum(map(len, rounds)), rounds=len(rounds)))
+        self.passes.append(
+            Pass(asked=len(pairs), new=sum(map(len, rounds)), rounds=len(rounds), is_scouting=is_scouting)
+        )
         if rounds:
             rounds = rounds if hope is None else _filled(rounds, hope, self._done)
             measured = measure(rounds)
@@ -149,6 +189,11 @@ class _Course:
             and abs(self.lines[way].seconds_per_byte / measured[way].seconds_per_byte - 1) > CHANGED
             for way in (pair, pair[::-1])
         )
+
+
+def _rounds_behind(known: Lines) -> int:
+    """In how many rounds so much could be measured: as often as the busiest host was busy."""
+    return max(Counter(host for pair in {_ordered(pair) for pair in known} for host in pair).values(), default=0)
 
 
 def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tuple[Round, ...]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Links
 from pipette_launch.probe.harness import Line
+from pipette_launch.probe.places import inferred_places
 from pipette_launch.probe.sampling import Pair, Place, nested_groups
 
 Floats = NDArray[np.float64]
@@ -48,7 +49,7 @@ def estimate(num_hosts: int, lines: Mapping[Pair, Line], places: Sequence[Place]
     Args:
         num_hosts: H, two or more.
         lines: what was measured from a sender to a receiver, for both ways of a pair or for one.
-        places: the switches above each host; empty, or with empty places, where they are not known.
+        places: the switches above each host; where they are not known, they are inferred.
 
     Raises:
         ProbeError: nothing was measured.
@@ -60,6 +61,8 @@ def estimate(num_hosts: int, lines: Mapping[Pair, Line], places: Sequence[Place]
     ends = np.array(list(lines), dtype=np.int64).T
     latency_HH[ends[0], ends[1]], seconds_HH[ends[0], ends[1]] = np.array(list(lines.values())).T
     measured_HH = ~np.isnan(seconds_HH)
+    if len(nested_groups(num_hosts, places)) == 1:
+        places = inferred_places(num_hosts, lines)
     tier_HH = tiers_between(num_hosts, places)
     log_HH = -np.log(seconds_HH)
     likely_HH = _fitted(log_HH, tier_HH)

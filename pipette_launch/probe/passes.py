@@ -105,10 +105,13 @@ def notes_of(adapted: Adapted | None) -> tuple[str, ...]:
     """What the passes did, in a sentence; nothing where there were none."""
     if adapted is None or not adapted.passes:
         return ()
-    measured = sum(one.new for one in adapted.passes)
+    passes = [one for one in adapted.passes if not one.is_scouting]
+    measured, rounds = (sum(getattr(one, what) for one in passes) for what in ("new", "rounds"))
+    scouting = adapted.rounds - rounds
+    before = f", after {scouting} to find out which hosts are near to each other" if scouting else ""
     end = "" if adapted.is_settled else "; the rounds were spent before the plans stopped asking for more"
     changed = f", {len(adapted.changed)} of them not as they were" if adapted.changed else ""
     note = (
-        f"links: {measured} pairs of hosts that plans would use were measured in {adapted.rounds} rounds{changed}{end}"
+        f"links: {measured} pairs of hosts that plans would use were measured in {rounds} rounds{before}{changed}{end}"
     )
     return (note,)

@@ -20,7 +20,7 @@ Tier = list[list[int]]
 """Hosts by the switch above them."""
 FULL_HOSTS = 64
 """Up to so many hosts every pair is measured, in one round less."""
-BLIND_ROUNDS = 16
+BLIND_ROUNDS = 8
 """Of more, a sample is measured in so many rounds before the first plans."""
 
 
@@ -63,7 +63,9 @@ def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.ra
     """Draw rounds before anything is measured; no pair comes twice.
 
     Where the switches are known, every other round stays under the innermost ones: near links are the ones that plans
-    use, and the fewer; the rest are for the tiers above, in turn. Else all pairs are drawn alike.
+    use, and the fewer; the rest are for the tiers above, in turn. Else half as many rounds are drawn, as whoever finds
+    out who is near knows better where to look: of all pairs alike, and in turn of neighbours in the order of the hosts,
+    since names often follow the racks.
 
     Args:
         num_hosts: N.
@@ -75,7 +77,9 @@ def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.ra
     inner, *outer = nested_groups(num_hosts, places)
     near = _within(inner, rng)
     far = [_across(tier, switches, rng) for switches, tier in zip([inner, *outer], outer, strict=False)]
-    turns = zip_longest(near, _in_turn(far)) if far else ((one, None) for one in near)
+    if not far and num_hosts > FULL_HOSTS:
+        count = -(-count // 2)
+    turns = zip_longest(near, _in_turn(far) if far else _along(num_hosts))
     seen: set[Pair] = set()
     rounds = []
     # Drawing ends some time: among few hosts all pairs are soon taken.
@@ -119,6 +123,14 @@ def _across(tier: Tier, switches: Tier, rng: np.random.Generator) -> Iterator[Ro
             half = len(order) // 2
             pairs += [(min(a, b), max(a, b)) for a, b in zip(order[:half], order[half:], strict=False)]
         yield tuple(sorted(pair for pair in pairs if below[pair[0]] != below[pair[1]]))
+
+
+def _along(num_hosts: int) -> Iterator[Round]:
+    """Neighbours in the order of the hosts, then those further apart: each distance in two rounds."""
+    for apart in range(1, num_hosts // 2):
+        for first in (0, apart):
+            starts = (start + step for start in range(first, num_hosts - apart, 2 * apart) for step in range(apart))
+            yield tuple((start, start + apart) for start in starts if start + apart < num_hosts)
 
 
 def _in_turn(tiers: Sequence[Iterator[Round]]) -> Iterator[Round]:

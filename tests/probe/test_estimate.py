@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -40,6 +40,7 @@ def errors(found: Estimate, rates_HH: Floats) -> Floats:
     return np.abs(found.links.bandwidth_bytes_per_s / rates_HH - 1)[estimated_HH]
 
 
+@settings(max_examples=20)
 @given(count=st.integers(6, 20), seed=st.integers(0, 50), bad=st.sets(st.integers(0, HOSTS - 1), max_size=2))
 def test_a_fabric_of_tiers_and_slow_hosts_is_recovered(count: int, seed: int, bad: set[int]) -> None:
     """Where every link is its tier's, and that of its slower end, few rounds tell nearly all links to 15 %."""

@@ -1,0 +1,298 @@
+"""What measuring few links costs a plan: the warm-up's adaptive scheme against measuring all pairs, on fabrics we know.
+
+`python -m benchmarks.bench_probing [--record] [--quick]` prints a table for each kind of fabric. Rounds, samples,
+estimates and passes are the warm-up's own (`probe.sampling`, `estimate`, `adapt`); the planner is the placing of hosts
+alone, for one layout, and a measurement is exact.
+"""
+
+# H = hosts, N = links, Q = seats.
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.mapping.fabrics import BAD_SHARE, BAD_SPEED, LEAF, NOISE, POD, TIERS, Fabric, grid_flows
+from benchmarks.mapping.pipette_cost import measured_ms_per_mb
+from pipette_launch.facts import Links
+from pipette_launch.probe.adapt import MOST_ROUNDS, adapt
+from pipette_launch.probe.estimate import estimate
+from pipette_launch.probe.harness import Line
+from pipette_launch.probe.sampling import BLIND_ROUNDS, Pair, Place, Round, blind_rounds
+from pipette_launch.search.flows import Flows
+from pipette_launch.search.swaps import settle
+from pipette_launch.search.tiers import tiers_of
+from pipette_launch.search.tiles import best_tiled
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+RESULTS = Path(__file__).parent / "results"
+STAGES = 8
+IN_PASSES, AT_LAST = 100_000, 300_000
+"""Moves of the placing's annealer while links are still measured, and for the plan that counts."""
+UNIT = 1e-10
+"""Seconds of a byte over the fastest link: 10 GB/s. Only ratios matter."""
+WIRE_S, CONTACT_S = 0.008, (0.01, 0.1)
+"""Modelled seconds of a round: 6 messages of 64 MiB at 50 GB/s; and of the first contact with a new peer."""
+LEAST_GAIN = 0.01
+"""Of less, shares are chance."""
+Unlike = Callable[[int, np.random.Generator], Floats]
+"""Draws what part of its tier's bandwidth each link (H x H) of so many hosts has."""
+
+
+def noisy(hosts: int, rng: np.random.Generator) -> Floats:
+    """Every link has its own noise: only measuring it tells (the fabric of the mapping benchmark)."""
+    noise_HH = np.triu(np.abs(rng.normal(0, NOISE, (hosts, hosts))), 1)
+    return _with_bad_hosts(1 - np.minimum(noise_HH + noise_HH.T, 0.9), rng)
+
+
+def of_ends(hosts: int, rng: np.random.Generator) -> Floats:
+    """A link is as fast as the slower of its hosts: a few rounds tell all."""
+    speed_H = 1 - np.minimum(np.abs(rng.normal(0, NOISE, hosts)), 0.9)
+    return _with_bad_hosts(np.minimum(speed_H[:, None], speed_H), rng)
+
+
+def resampled(hosts: int, rng: np.random.Generator) -> Floats:
+    """Noise drawn from the 240 directed links that Pipette's authors measured between 16 hosts, over their best."""
+    ms_HH = measured_ms_per_mb()
+    rate_N = 1 / ms_HH[~np.eye(16, dtype=bool)]
+    drawn_HH = np.triu(rng.choice(rate_N / rate_N.max(), (hosts, hosts)), 1)
+    both_HH: Floats = drawn_HH + drawn_HH.T + np.eye(hosts)
+    return both_HH
+
+
+def _with_bad_hosts(speed_HH: Floats, rng: np.random.Generator) -> Floats:
+    bad_H = np.zeros(len(speed_HH), dtype=bool)
+    bad_H[rng.choice(len(bad_H), max(1, round(BAD_SHARE * len(bad_H))), replace=False)] = True
+    slowed_HH: Floats = speed_HH * np.where(bad_H[:, None] | bad_H, BAD_SPEED, 1.0)
+    return slowed_HH
+
+
+def fabric(hosts: int, unlike: Unlike, seed: int) -> Fabric:
+    """Hosts in leaves and pods, in shuffled order."""
+    rng = np.random.default_rng(seed)
+    leaf_H = np.arange(hosts) // LEAF
+    pod_H = leaf_H // POD
+    near_HH, same_HH = pod_H[:, None] == pod_H, leaf_H[:, None] == leaf_H
+    speed_HH = np.where(same_HH, TIERS[0], np.where(near_HH, TIERS[1], TIERS[2])) * unlike(hosts, rng)
+    shuffled_H = rng.permutation(hosts)
+    seconds_HH = 1.0 / speed_HH[shuffled_H][:, shuffled_H]
+    np.fill_diagonal(seconds_HH, 0.0)
+    return Fabric(seconds_HH=seconds_HH, sorted_H=np.argsort(shuffled_H))
+
+
+@dataclass(kw_only=True)
+class World:
+    """An allocation that can be measured and planned for, and what that took."""
+
+    fabric: Fabric
+    seed: int
+    rounds: int = 0
+    pairs: set[Pair] = field(default_factory=set)
+    plans: int = 0
+
+    @property
+    def places(self) -> list[Place]:
+        """Switches above each host, as a scheduler would name them."""
+        position_H = np.empty(len(self.fabric.sorted_H), dtype=np.int64)
+        position_H[self.fabric.sorted_H] = np.arange(len(position_H))
+        return [("root", f"pod{at // LEAF // POD}", f"leaf{at // LEAF}") for at in position_H.tolist()]
+
+    def measure(self, rounds: Sequence[Round]) -> dict[Pair, Line]:
+        """Both ways of each pair, exactly."""
+        self.rounds += len(rounds)
+        pairs = [pair for one in rounds for pair in one]
+        self.pairs.update(pairs)
+        seconds_HH = self.fabric.seconds_HH
+        return {way: Line(0.0, UNIT * float(seconds_HH[way])) for pair in pairs for way in (pair, pair[::-1])}
+
+    def advise(self, links: Links) -> list[Pair]:
+        """What a plan made with these links would use."""
+        self.plans += 1
+        flows, place_Q = self.planned(links, moves=IN_PASSES)
+        senders, receivers = place_Q[flows.sender_F].tolist(), place_Q[flows.receiver_F].tolist()
+        return list(zip(senders, receivers, strict=True))
+
+    def planned(self, links: Links, *, moves: int) -> tuple[Flows, Ints]:
+        """Place the grid of pipelines and replicas as if links were so."""
+        flows = grid_flows(links.seconds_per_byte() / UNIT, STAGES)
+        columns = flows.num_seats // STAGES
+        start_Q = best_tiled(flows, tiers_of(links), rows=STAGES, columns=columns)
+        rng = np.random.default_rng([self.seed, self.plans])
+        done = settle(flows, start_Q, moves=moves, rng=rng, clock=time.process_time, deadline_s=np.inf)
+        return flows, done.place_Q
+
+    def cost(self, place_Q: Ints) -> float:
+        """What the placement costs on the links as they are."""
+        return grid_flows(self.fabric.seconds_HH, STAGES).cost(place_Q)
+
+    def cost_with(self, links: Links) -> float:
+        """What the plan costs that is made with these links."""
+        return self.cost(self.planned(links, moves=AT_LAST)[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """A way to choose what to measure."""
+
+    knows_switches: bool
+    rounds: int = MOST_ROUNDS
+    is_blind: bool = False
+
+    def run(self, world: World) -> float:
+        """Measure, and return what the plan made with that costs."""
+        places = world.places if self.knows_switches else []
+        hosts = len(world.fabric.sorted_H)
+        # Where switches are not known, half as many are drawn as are asked for.
+        blind = (1 if self.knows_switches else 2) * self.rounds if self.is_blind else BLIND_ROUNDS
+        known = world.measure(blind_rounds(hosts, places, blind, np.random.default_rng([world.seed, 1])))
+        if self.is_blind:
+            return world.cost_with(estimate(hosts, known, places).links)
+        found = adapt(
+            hosts,
+            known,
+            measure=world.measure,
+            advise=world.advise,
+            most_rounds=self.rounds,
+            places=places,
+            seed=world.seed,
+        )
+        return world.cost_with(found.estimate.links)
+
+
+SCHEMES = {
+    f"switches known: {MOST_ROUNDS} blind rounds": Scheme(knows_switches=True, is_blind=True),
+    "switches known: adaptive": Scheme(knows_switches=True),
+    f"not known: {MOST_ROUNDS} blind rounds": Scheme(knows_switches=False, is_blind=True),
+    "not known: adaptive": Scheme(knows_switches=False),
+    "not known: adaptive, up to 40 rounds": Scheme(knows_switches=False, rounds=40),
+}
+
+
+def table(unlike: Unlike, sizes: Sequence[int], seeds: Sequence[int]) -> Iterator[str]:
+    """One row for each size and number of seeds: the gain of full probing, and what each scheme keeps of it."""
+    names = " | ".join(SCHEMES)
+    yield f"| hosts | seeds | rounds of full probing | its gain over sorted order | {names} | CPU s of one |"
+    yield f"|--:|--:|--:|--:|{'---|' * len(SCHEMES)}--:|"
+    for hosts, count in zip(sizes, seeds, strict=True):
+        trials = [_trial(fabric(hosts, unlike, seed), seed) for seed in range(count)]
+        gain = float(np.mean([trial.gain for trial in trials]))
+        cells = []
+        for index in range(len(SCHEMES)):
+            excess = [trial.excess[index] for trial in trials]
+            kept = [1 - more / trial.gain for more, trial in zip(excess, trials, strict=True)]
+            share = f"{np.mean(kept):.0%} (worst {min(kept):.0%}), " if gain >= LEAST_GAIN else ""
+            cells.append(f"{share}{np.mean(excess):+.1%}, {max(trial.rounds[index] for trial in trials)} rounds")
+        spent_s = np.mean([trial.spent_s for trial in trials])
+        yield f"| {hosts} | {count} | {hosts - 1} | {gain:.1%} | {' | '.join(cells)} | {spent_s:.1f} |"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What came of all schemes on one fabric."""
+
+    gain: float
+    """What sorted order costs beyond the plan made with all links, as a part of that."""
+    excess: tuple[float, ...]
+    """The same for each scheme's plan."""
+    rounds: tuple[int, ...]
+    spent_s: float
+    """Processor seconds of a scheme, on average."""
+
+
+def _trial(drawn: Fabric, seed: int) -> Trial:
+    full = World(fabric=drawn, seed=seed)
+    full_cost = full.cost_with(drawn.links)
+    worlds = [World(fabric=drawn, seed=seed) for _ in SCHEMES]
+    began_s = time.process_time()
+    costs = [scheme.run(world) for scheme, world in zip(SCHEMES.values(), worlds, strict=True)]
+    return Trial(
+        gain=full.cost(drawn.sorted_H) / full_cost - 1,
+        excess=tuple(cost / full_cost - 1 for cost in costs),
+        rounds=tuple(world.rounds for world in worlds),
+        spent_s=(time.process_time() - began_s) / len(SCHEMES),
+    )
+
+
+def report(*, quick: bool) -> Iterator[str]:
+    """All of it, a line at a time."""
+    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
+    sizes, seeds = ((128, 256), (1, 1)) if quick else ((128, 256, 512, 1024, 1280), (3, 2, 2, 1, 1))
+    few = 1 if quick else 2
+    yield "# Probing: what few rounds keep of the gain of measuring every link"
+    yield ""
+    yield (
+        f"`python -m benchmarks.bench_probing{' --quick' if quick else ''}`, "
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}; {cpu}, {os.cpu_count()} cores of which one is used, load "
+        f"{os.getloadavg()[0]:.1f}, Python {platform.python_version()}, numpy {version('numpy')}. Simulated: no "
+        f"network was touched, measurements are exact, and a plan is the placing of hosts for one layout of {STAGES} "
+        f"pipeline ranks ({AT_LAST:,} moves; {IN_PASSES:,} in passes)."
+    )
+    yield ""
+    yield (
+        f"Fabrics: leaves of {LEAF} hosts, pods of {POD} leaves, bandwidths {TIERS}, {BAD_SHARE:.0%} bad hosts at "
+        f"{BAD_SPEED}; flows: data-parallel ring 1.0, pipeline 0.3. Gain: by what part topology-sorted order (it knows "
+        f"the switches and no link) costs more than the plan made with all links. Cells: what a scheme's plan keeps of "
+        f"that gain on the real links, mean (and worst seed), where there is a gain of {LEAST_GAIN:.0%} at least; by "
+        f"what part it costs more than the plan made with all links; in how many rounds at most. Less than 0 % is "
+        f"worse than sorted order, which nobody has who does not know the switches. Plans from the same links scatter "
+        f"by a percent or so, as the placing is a search."
+    )
+    for title, unlike, which in (
+        (f"Independent noise of {NOISE:.0%} on each link (the hard case)", noisy, len(sizes)),
+        ("A link is as fast as the slower of its hosts, which differ", of_ends, few),
+        ("Noise of real links (Pipette's 16 hosts), drawn anew for each", resampled, few),
+    ):
+        yield from ("", f"### {title}", "")
+        yield from table(unlike, sizes[:which], seeds[:which])
+    yield from ("", "### Seconds, modelled", "")
+    yield from modelled(sizes)
+
+
+def modelled(sizes: Sequence[int]) -> Iterator[str]:
+    """What the rounds would take on a cluster: arithmetic, not measured."""
+    low, high = CONTACT_S
+    yield (
+        f"A round: {WIRE_S * 1e3:.0f} ms on the wire (6 messages of 64 MiB at 50 GB/s), and the first contact with a "
+        f"peer, of which we know only that it may take {low * 1e3:.0f} to {high * 1e3:.0f} ms. The passes also plan "
+        f"(each at most 5 s) and gather what was measured, which is not in here."
+    )
+    yield ""
+    yield f"| hosts | all pairs | {MOST_ROUNDS} rounds |"
+    yield "|--:|---|---|"
+    for hosts in sizes:
+        spans = [
+            f"{count * (WIRE_S + low):.1f} to {count * (WIRE_S + high):.0f} s" for count in (hosts - 1, MOST_ROUNDS)
+        ]
+        yield f"| {hosts} | {spans[0]} | {spans[1]} |"
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def main() -> None:
+    """Print the tables, and write them where asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one seed, two sizes")
+    parser.add_argument("--record", action="store_true", help="write benchmarks/results/probing.md as well")
+    args = parser.parse_args()
+    lines = []
+    for line in report(quick=args.quick):
+        print(line, flush=True)
+        lines.append(line)
+    if args.record:
+        (RESULTS / "probing.md").write_text("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -61,6 +61,7 @@ def fit_link(link: LinkSamples) -> LinkFit:
 
 
 def _line_through(sizes_bytes: Sequence[int], samples: Sequence[Samples]) -> Line:
+    """The slope of all sizes: that of the large ones alone scatters more, as it rests on differences of long times."""
     return fit_line(sizes_bytes, [each.median_s for each in samples])
 
 

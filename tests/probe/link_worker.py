@@ -19,7 +19,7 @@ from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.rounds import matching_rounds
 
 HANG_S = 60.0
-DEADLINE_S = 5.0
+DEADLINE_S = 3.0
 
 
 def main(order: str, port: str, rank_text: str, silent: str) -> None:
@@ -37,7 +37,7 @@ def main(order: str, port: str, rank_text: str, silent: str) -> None:
     if rank == int(silent):
         meter._message = lambda *_, **__: time.sleep(HANG_S)  # type: ignore[method-assign]
     try:
-        meter.measure(matching_rounds(len(options.hosts)), first=4, of=6)
+        meter.measure([((1, 2),)], first=4, of=6)
     except ProbeError as failure:
         (folder / f"error-{rank}").write_text(str(failure))
     # Peers are gone, and destructors would wait for them.

@@ -14,8 +14,8 @@ from pipette_launch.facts.verdict import Verdict
 from pipette_launch.probe.group_fits import group_times
 from pipette_launch.probe.link_fits import EarlierLinks, FoundLinks, found_links
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
-from pipette_launch.probe.speeds import slot_speeds
-from pipette_launch.probe.verdicts import judge, link_verdicts, sick_first
+from pipette_launch.probe.speeds import Speeds, factors, speeds
+from pipette_launch.probe.verdicts import device_verdicts, judge, link_verdicts, sick_first
 
 PHASES = ("start", "compute", "memory", "links", "advice", "collectives", "stages")
 MAX_NAMED = 5
@@ -52,22 +52,21 @@ def assemble(
     said = tuple(dict.fromkeys(note for result in results for note in result.notes))
     if not any(result.compute for result in results):
         raise ProbeError(f"no slot could measure a layer: {'; '.join(said) or 'no reason was given'}")
-    speeds, notes_speed = slot_speeds(
-        options, [stretched(time, result.stretch) for result in results for time in result.compute]
-    )
-    # Uneven sharing of cores is chance, and must not make the case that one slot measured dearer than another's.
+    found = speeds(options, [result.paces for result in results])
     refused = tuple(sorted({case for result in results for case in result.refused}))
     reached = {*refused, *(time.case for result in results for time in result.compute)}
     usual_stretch = statistics.median(result.stretch for result in results)
     compute = tuple(
-        stretched(time, usual_stretch if speeds[result.slot] == 1 else result.stretch)
-        for result in results
+        stretched(time, factor)
+        for result, factor in zip(results, factors(options, results, found.speed_S), strict=True)
         for time in result.compute
     )
     overheads = [result.overhead for result in results if result.overhead]
     overhead = max(overheads, key=lambda one: one.total_bytes, default=None)
     return Measurements(
-        cluster=Cluster(hosts=options.hosts, between_hosts=links.between, within_host=links.within, slot_speed=speeds),
+        cluster=Cluster(
+            hosts=options.hosts, between_hosts=links.between, within_host=links.within, slot_speed=found.speed_S
+        ),
         compute=compute,
         collectives=links.sends + group_times(dimensions, results),
         memory=tuple(reading for result in results for reading in result.memory),
@@ -91,17 +90,23 @@ def assemble(
             *said,
             *links.notes,
             *_missing_cases(options, compute),
-            *notes_speed,
+            *found.notes,
             *_unstable_compute(options, compute),
         ),
         survey=links.survey,
         conditions=options.conditions,
-        verdicts=sick_first([*judge(options.hosts, options.conditions_of_hosts()), *_slow_links(options, links)]),
+        verdicts=_verdicts(options, links, found),
     )
 
 
 def _slow_links(options: ProbeOptions, links: FoundLinks) -> tuple[Verdict, ...]:
     return link_verdicts([host.name for host in options.hosts], links.first_HH, links.again_HH)
+
+
+def _verdicts(options: ProbeOptions, links: FoundLinks, found: Speeds) -> tuple[Verdict, ...]:
+    """What drivers tell of the devices beside their peers, what links do, and how fast slots compute."""
+    told = judge(options.hosts, options.conditions_of_hosts())
+    return sick_first([*told, *_slow_links(options, links), *device_verdicts(options.hosts, found.slow)])
 
 
 def stretched(timed: ComputeTime, factor: float) -> ComputeTime:

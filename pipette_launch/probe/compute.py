@@ -7,14 +7,16 @@ fast ones); the other cases are dealt out, so that as many shapes are measured a
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from pipette_launch.facts import ComputeCase, ComputeTime, MemoryReading, ModelSpec
 from pipette_launch.probe.harness import Budget, Conductor, Progress
 from pipette_launch.probe.memory import MemoryMeter
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.options import Pace, ProbeOptions
+from pipette_launch.probe.pace import PaceTest
+from pipette_launch.probe.speeds import LAYERS
 from pipette_launch.probe.timing import HABITS, Stopwatch, stopwatch_for, time_calls, time_part
 from pipette_launch.units import bytes_text
 from pipette_patches import workload as patches_workload
@@ -27,7 +29,6 @@ AGAIN_SHARE = 0.25
 """Of the budget: once it is spent, recompute is timed no more; it always is in the reference case."""
 HASTE = 4.0
 """Cases other than the reference, and parts other than layers, are timed in so many times less."""
-LAYERS = ("layer", "moe_layer")
 MAIN_GRADIENT_BYTES = 4
 
 
@@ -64,6 +65,7 @@ class Bench:
     memory: list[MemoryReading] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     refused: list[ComputeCase] = field(default_factory=list)
+    paces: list[Pace] = field(default_factory=list)
     optimizer_s_per_parameter: float | None = None
     stretch: float = 1.0
 
@@ -101,23 +103,52 @@ class Bench:
                 work = stack.enter_context(
                     patches_workload.workload(self.options.job, case, device_kind=self.options.device_kind)
                 )
+            if case == self.options.cases[0]:
+                self._reference(work, conductor, budget)
+                return
             # Also without work of its own: times compare only if all slots are busy at the same time.
             conductor.meet(max(budget.left_s(), 0.0))
             if work is not None:
                 with self._noting(case):
-                    self._run(work, case, budget)
+                    self._run(work, case, again=budget.allows(AGAIN_SHARE))
 
-    def _run(self, work: Workload, case: ComputeCase, budget: Budget) -> None:
+    def _reference(self, work: Workload | None, conductor: Conductor, budget: Budget) -> None:
+        """Measure what all slots do: paces too, at the beginning and at another moment, and the optimizer at last."""
+        case, left_s = self.options.cases[0], max(budget.left_s(), 0.0)
+        lap = self._lap(work, case) if work is not None else None
+        test = PaceTest(options=self.options, slot=self.slot)
+        test.first(lap, conductor, left_s)
+        if work is not None and lap is not None:
+            with self._noting(case):
+                self._run(work, case, again=True)
+        test.again(lap, conductor, left_s)
+        self.paces += test.paces
+        if work is not None and lap is not None:
+            with self._noting(case, refuses=False):
+                step = optimizer_step(work, self.options.job)
+                samples = time_calls(step.run, stopwatch=self._stopwatch, habits=self._habits)
+                self.optimizer_s_per_parameter = samples.median_s / step.num_parameters
+
+    def _lap(self, work: Workload, case: ComputeCase) -> Callable[[], None] | None:
+        """One layer of each kind, forward and backward, that has run once; None where it cannot."""
+
+        def lap() -> None:
+            for part in work.parts:
+                if part.name in LAYERS:
+                    with part.accumulating():
+                        part.backward(part.forward(1))
+            self._stopwatch.settle()
+
+        with self._noting(case):
+            lap()
+            return lap
+        return None
+
+    def _run(self, work: Workload, case: ComputeCase, *, again: bool) -> None:
         self.notes += work.notes
-        is_reference = case == self.options.cases[0]
-        again = is_reference or budget.allows(AGAIN_SHARE)
         self.times += [self._time(part, case, again=again) for part in work.parts]
         with self.progress.during("memory"):
             self.memory.append(self._memory(work, case))
-        if is_reference:
-            step = optimizer_step(work, self.options.job)
-            samples = time_calls(step.run, stopwatch=self._stopwatch, habits=self._habits)
-            self.optimizer_s_per_parameter = samples.median_s / step.num_parameters
 
     def _time(self, part: Part, case: ComputeCase, *, again: bool) -> ComputeTime:
         haste = (1.0 if case == self.options.cases[0] else HASTE) * (1.0 if part.name in LAYERS else HASTE)
@@ -148,16 +179,17 @@ class Bench:
             )
 
     @contextmanager
-    def _noting(self, case: ComputeCase) -> Iterator[None]:
+    def _noting(self, case: ComputeCase, *, refuses: bool = True) -> Iterator[None]:
         """Turn what this case cannot have into a note: the other cases may fare better."""
+        refused = [case] if refuses else []
         try:
             yield
         except WorkloadError as error:
-            self.refused.append(case)
+            self.refused += refused
             self.notes.append(f"compute: {error}")
         except (RuntimeError, MemoryError) as error:
             if not patches_workload.is_out_of_memory(error):
                 raise
-            self.refused.append(case)
+            self.refused += refused
             words = patches_workload.case_words(case)
             self.notes.append(f"compute: {words} ran out of memory on slot {self.options.slot_name(self.slot)}")

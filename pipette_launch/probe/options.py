@@ -184,6 +184,26 @@ class GroupSamples:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How long one slot took for a chain of layers while others worked beside it."""
+
+    turn: int
+    """0 = with all others, then beside a few."""
+    seconds: float
+    """On the wall, forward and backward; the mean over a window."""
+
+    def words(self) -> str:
+        """Two numbers; see `of`."""
+        return f"{self.turn} {self.seconds!r}"
+
+    @classmethod
+    def of(cls, words: str) -> Pace:
+        """Read what `words` wrote."""
+        turn, seconds = words.split()
+        return cls(turn=int(turn), seconds=float(seconds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerResult:
     """What one worker found out, all of it or since it last told."""
 
@@ -202,6 +222,8 @@ class WorkerResult:
     """On CPU without the time that others took from this worker; `stretch` says how much that was."""
     stretch: float = 1.0
     """Wall time over computing time; 1 on CUDA."""
+    paces: tuple[Pace, ...] = ()
+    """Turn after turn, as far as this slot was asked to."""
     refused: tuple[ComputeCase, ...] = ()
     """Cases that megatron-core refused here, or that ran out of memory."""
     memory: tuple[MemoryReading, ...] = ()

@@ -68,6 +68,7 @@ class Phases:
             compute=tuple(bench.times),
             refused=tuple(bench.refused),
             stretch=bench.stretch,
+            paces=tuple(bench.paces),
             memory=tuple(bench.memory),
             overhead=self._overhead_alone(),
             optimizer_s_per_parameter=bench.optimizer_s_per_parameter,

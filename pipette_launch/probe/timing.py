@@ -29,6 +29,9 @@ class Stopwatch(Protocol):
     def seconds(self, before: Any, after: Any) -> float:
         """The time between two moments."""
 
+    def settle(self) -> None:
+        """Return once the device has done all its work."""
+
     def stretch(self) -> float:
         """The factor by which all times so far have to be multiplied to be times on the wall."""
 
@@ -55,6 +58,9 @@ class CpuStopwatch:
         self._computed_s += computed_s
         return computed_s
 
+    def settle(self) -> None:
+        """What this thread does is done when it returns."""
+
     def stretch(self) -> float:
         """Wall time over computing time, of all that was timed so far."""
         return max(1.0, self._wall_s / self._computed_s) if self._computed_s else 1.0
@@ -73,6 +79,10 @@ class CudaStopwatch:
         """Wait for the later event, then compare."""
         after.synchronize()
         return float(before.elapsed_time(after)) / 1e3
+
+    def settle(self) -> None:
+        """Wait for the whole device."""
+        torch.cuda.synchronize()
 
     def stretch(self) -> float:
         """A GPU's events already tell the time on the wall."""
@@ -101,8 +111,8 @@ class Habits:
 
 
 HABITS = {
-    "cpu": Habits(warmups=2, chains=(1, 3), value_s=0.4, min_values=7, long_layer_s=0.1),
-    "cuda": Habits(warmups=5, chains=(2, 6), value_s=0.4, min_values=7, long_layer_s=0.02),
+    "cpu": Habits(warmups=2, chains=(1, 3), value_s=0.3, min_values=5, long_layer_s=0.1),
+    "cuda": Habits(warmups=5, chains=(2, 6), value_s=0.3, min_values=5, long_layer_s=0.02),
 }
 
 

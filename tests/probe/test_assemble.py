@@ -14,7 +14,7 @@ from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.facts.survey import LinkSurvey
 from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.link_fits import EarlierLinks
-from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
+from pipette_launch.probe.options import LinkSamples, Pace, ProbeOptions, WorkerResult
 
 SIZES = (8, 4096, 65536)
 
@@ -46,6 +46,7 @@ def result(slot: int, **changes: object) -> WorkerResult:
         collectives=(),
         compute=(layer(slot, 3.0),),
         stretch=1.0,
+        paces=(Pace(turn=0, seconds=3.0),),
         memory=(),
         overhead=DeviceOverhead(alone_bytes=0, together_bytes=slot, num_communicators=2, workspace_bytes=0),
         optimizer_s_per_parameter=None if slot == 0 else slot * 1e-9,
@@ -155,14 +156,21 @@ def test_uneven_sharing_of_cores_falls_on_no_case(tmp_path: Path) -> None:
     assert [2.0, 2.0, 2.0] == [time.forward.median_s for time in found.compute]
 
 
-def test_a_throttled_slot_is_slow_by_its_own_stretch(tmp_path: Path) -> None:
-    """A worker that gets a third of the others' time is slow, and its times stay comparable by its speed."""
-    links = tuple(tuple(link(a, b, 1e9) for b in range(3) if b != a) for a in range(3))
-    results = [result(slot, links=links[slot], stretch=(1.0, 1.0, 3.0)[slot]) for slot in range(3)]
-    found = assemble(three_hosts(tmp_path), results, versions={}, taken_at="now")
+def test_a_throttled_slot_is_slow_named_and_comparable(tmp_path: Path) -> None:
+    """A worker that got a third of the others' work done, twice, is slow; its times agree with theirs by its speed."""
+    links = tuple(tuple(link(a, b, 1e9) for b in range(4) if b != a) for a in range(4))
+    options = tiny_options(tmp_path, hosts=4, devices=1, message_sizes_bytes=SIZES)
+    slow = tuple(Pace(turn=turn, seconds=9.0) for turn in (0, 1, 2))
+    usual = tuple(Pace(turn=turn, seconds=3.0) for turn in (0, 1, 2))
+    results = [
+        result(slot, links=links[slot], stretch=(1.0, 1.0, 1.0, 3.0)[slot], paces=slow if slot == 3 else usual)
+        for slot in range(4)
+    ]
+    found = assemble(options, results, versions={}, taken_at="now")
 
-    assert (1.0, 1.0, 1 / 3) == found.cluster.slot_speed
-    assert [1.0, 1.0, 3.0] == [time.forward.median_s for time in found.compute]
+    assert pytest.approx((1.0, 1.0, 1.0, 1 / 3)) == found.cluster.slot_speed
+    assert pytest.approx([1.0, 1.0, 1.0, 3.0]) == [time.forward.median_s for time in found.compute]
+    assert [("slow-device", "node3")] == [(verdict.kind, verdict.host) for verdict in found.verdicts]
 
 
 def test_no_compute_at_all_is_an_error(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def failing_workload(error: Exception, times: int, monkeypatch: pytest.MonkeyPat
             forward=lambda _: weight * 1.0,
             chains=True,
             main_grad_dtype=torch.float32,
+            recomputed=lambda _: weight * 1.0,
         )
         yield Workload(parts=(part,), model=None, token_ids=weight, notes=())
 
@@ -108,6 +109,46 @@ def test_a_spent_budget_leaves_the_reference(tmp_path: Path, monkeypatch: pytest
     measure(slot, now_s=99.0)
 
     assert [CASES[0]] == [timed.case for timed in slot.times]
+
+
+def test_an_optimizer_that_is_not_known_refuses_no_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case itself was measured; that its optimizer was not is a note."""
+    failing_workload(RuntimeError(), 0, monkeypatch)
+
+    def refuse(*_: object) -> OptimizerStep:
+        raise WorkloadError("the step of 'muon' is not measured")
+
+    monkeypatch.setattr(compute, "optimizer_step", refuse)
+    slot = bench(tmp_path)
+    measure(slot)
+
+    assert [] == slot.refused
+    assert ["compute: the step of 'muon' is not measured"] == slot.notes
+    assert list(CASES[:2]) == [timed.case for timed in slot.times]
+
+
+@pytest.mark.parametrize(("now_s", "expected"), [(0.0, [True, True]), (4.0, [True, False])])
+def test_recompute_is_timed_while_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now_s: float, expected: list[bool]
+) -> None:
+    """In the reference case always, in the others until a quarter of the budget is spent."""
+    failing_workload(RuntimeError(), 0, monkeypatch)
+    monkeypatch.setattr(compute, "optimizer_step", lambda *_: compute_nothing())
+    slot = bench(tmp_path)
+    measure(slot, now_s=now_s)
+
+    assert expected == [timed.recompute is not None for timed in slot.times]
+
+
+def test_the_pace_of_the_reference_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once where the slot differs from nobody; a reference that cannot run has none."""
+    failing_workload(torch.OutOfMemoryError("CUDA out of memory"), 1, monkeypatch)
+    refused, usual = bench(tmp_path), bench(tmp_path)
+    monkeypatch.setattr(compute, "optimizer_step", lambda *_: compute_nothing())
+    measure(refused)
+    measure(usual)
+
+    assert [[], [0]] == [[pace.turn for pace in slot.paces] for slot in (refused, usual)]
 
 
 def compute_nothing() -> OptimizerStep:

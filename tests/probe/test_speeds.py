@@ -1,43 +1,173 @@
-"""Tests of how fast slots are and who is slow."""
+"""Tests of how fast slots are beside each other, who is slow, and who is measured again."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.facts import ComputeTime, Samples
-from pipette_launch.probe.options import ProbeOptions
-from pipette_launch.probe.speeds import slot_speeds
+from pipette_launch.probe.options import Pace, ProbeOptions, WorkerResult
+from pipette_launch.probe.speeds import SAME_SPEED, factors, speeds, to_measure
+
+NAN = math.nan
 
 
-def layer(slot: int, seconds: float, jitter: float = 0.0) -> ComputeTime:
-    """A layer's times, a third each."""
-    sample = Samples(values_s=tuple(seconds / 3 * (1 + sign * jitter) for sign in (-1, 0, 1)))
-    return ComputeTime(case=REFERENCE, part="layer", slot=slot, forward=sample, input_grad=sample, weight_grad=sample)
+def hosts(number: int, devices: int = 1, *, cores: int = 2, names: Sequence[str] = ()) -> ProbeOptions:
+    """So many hosts; `names` of their devices, host by host, if they differ."""
+    options = tiny_options(Path("/nowhere"), hosts=number, devices=devices)
+    kinds = iter(names)
+    return replace(
+        options,
+        hosts=tuple(
+            replace(
+                host,
+                cores=cores,
+                devices=tuple(replace(device, name=next(kinds, device.name)) for device in host.devices),
+            )
+            for host in options.hosts
+        ),
+    )
 
 
-def three_hosts(tmp_path: Path) -> ProbeOptions:
-    """Three hosts with a device each."""
-    return tiny_options(tmp_path, hosts=3, devices=1)
+def paces(*turns: Sequence[float]) -> list[tuple[Pace, ...]]:
+    """Seconds of each slot, turn by turn; nan where it was not measured."""
+    return [
+        tuple(Pace(turn=turn, seconds=seconds) for turn, seconds in enumerate(mine) if not math.isnan(seconds))
+        for mine in zip(*turns, strict=True)
+    ]
 
 
-def test_slow_slots_are_found_and_named(tmp_path: Path) -> None:
-    """Twice the time is half the speed; 2 % more is noise."""
-    times = [layer(0, 1.0), layer(1, 1.02), layer(2, 2.0)]
-    speeds, notes = slot_speeds(three_hosts(tmp_path), times)
+def test_a_slot_that_is_slow_every_time_is_slow() -> None:
+    """Half the speed twice, two thirds the third time: what is certain is two thirds; it is named with its peers."""
+    turns = paces((1, 1, 1, 2, 1, 1), (1, 1, NAN, 2, NAN, 1), (1, 1, NAN, 1.5, NAN, 1))
+    found = speeds(hosts(6), turns)
 
-    assert (1.0, 1.0, 0.51) == speeds
-    assert ("slot node2:0 computes at 0.51 of the median slot's speed",) == notes
-
-
-def test_a_difference_within_the_scatter_is_none(tmp_path: Path) -> None:
-    """A slot that scatters by 20 % is not called slow for being 40 % off."""
-    speeds, notes = slot_speeds(three_hosts(tmp_path), [layer(0, 1.0), layer(1, 1.0), layer(2, 1.4, jitter=0.2)])
-
-    assert ((1.0, 1.0, 1.0), ()) == (speeds, notes)
+    assert pytest.approx((1, 1, 1, 2 / 3, 1, 1)) == found.speed_S
+    assert ("slot node3:0 computes at 0.67 of its peers' speed",) == found.notes
+    assert [(3, 1.0)] == [(slow.slot, slow.peers_seconds) for slow in found.slow]
 
 
-def test_a_slot_without_the_reference_counts_as_usual(tmp_path: Path) -> None:
-    """It ran out of memory, say: its own note tells why."""
-    speeds, _ = slot_speeds(three_hosts(tmp_path), [layer(0, 1.0), layer(1, 1.0)])
+def test_a_slot_that_was_slow_once_was_unlucky() -> None:
+    """At another moment it was like the others; and so was one that is quicker now and slower then."""
+    once = speeds(hosts(4), paces((1, 1, 1, 2), (1, 1, NAN, 1.1)))
+    both = speeds(hosts(4), paces((1, 1, 1, 2), (1, 1, NAN, 0.5)))
 
-    assert (1.0, 1.0, 1.0) == speeds
+    assert (1.0,) * 4 == once.speed_S == both.speed_S
+    assert () == once.slow == once.notes == both.slow
+
+
+def test_a_slot_that_is_fast_every_time_is_fast_and_no_news() -> None:
+    """Its speed is known; nobody is blamed."""
+    found = speeds(hosts(4), paces((1, 1, 1, 0.5), (1, 1, NAN, 0.5), (1, 1, NAN, 0.5)))
+
+    assert (1.0, 1.0, 1.0, 2.0) == found.speed_S
+    assert () == found.slow == found.notes
+
+
+def test_less_company_makes_nobody_slow_or_fast() -> None:
+    """Beside three others all are twice as fast as beside eleven; what counts is beside whom a slot works."""
+    found = speeds(hosts(4), paces((4, 4, 4, 8), (2, 2, 2, 4), (2, 2, 2, 4)))
+
+    assert (1.0, 1.0, 1.0, 0.5) == found.speed_S
+
+
+def test_another_kind_of_device_is_not_sick() -> None:
+    """Two A100 beside four H100 are half as fast, which is how they are; one of them that is slower still is named."""
+    options = hosts(8, names=["H100"] * 4 + ["A100"] * 4)
+    kinds = speeds(options, paces((1, 1, 1, 1, 2, 2, 2, 2)))
+    sick = speeds(options, paces(*[(1, 1, 1, 1, 2, 2, 2, 6)] * 3))
+
+    assert pytest.approx([2**0.5] * 4 + [0.5**0.5] * 4) == list(kinds.speed_S)
+    assert () == kinds.slow
+    assert [7] == [slow.slot for slow in sick.slow]
+    assert pytest.approx(sick.speed_S[6] / 3) == sick.speed_S[7]
+
+
+def test_of_two_slots_the_slower_one_is_named() -> None:
+    """Speeds are told from the middle, and the verdict from the other."""
+    found = speeds(hosts(2), paces((1, 4), (1, 4), (1, 4)))
+
+    assert pytest.approx((2.0, 0.5)) == found.speed_S
+    assert [1] == [slow.slot for slow in found.slow]
+
+
+def test_without_the_reference_speeds_are_assumed_and_said_to_be() -> None:
+    """It ran out of memory everywhere, say; where it did so on one slot, that one counts as usual."""
+    assert (1.0, 1.0, 1.0) == speeds(hosts(3), paces((1, 1, NAN))).speed_S
+    nobody = speeds(hosts(2), [(), ()])
+
+    assert (1.0, 1.0) == nobody.speed_S
+    assert ("slot speeds are assumed equal: no slot measured the reference case",) == nobody.notes
+
+
+def test_healthy_slots_are_not_measured_again() -> None:
+    """A difference within what cores shared unevenly make of it is none."""
+    assert () == to_measure(hosts(4), paces((1, 1.1, 0.9, 1.25)))
+    assert () == to_measure(hosts(4), paces((1, 1, 1, 2), (NAN, 1, 1, 1.1)))
+
+
+def test_a_few_others_work_beside_the_odd_one() -> None:
+    """Three, of hosts of their own, and the most usual of them."""
+    assert (0, 1, 4, 5) == to_measure(hosts(6), paces((1, 1.01, 1.2, 0.8, 5, 1)))
+
+
+def test_no_more_work_on_a_host_than_have_a_core() -> None:
+    """On one host of two cores one other; with one core nobody, and alone on its host it may be slow for the host."""
+    seconds = (1, 1, 1, 1, 1, 1, 1, 3)
+
+    assert (0, 7) == to_measure(hosts(1, 8, cores=2), paces(seconds))
+    assert (7,) == to_measure(hosts(1, 8, cores=1), paces(seconds))
+
+
+def test_controls_are_of_the_same_kind() -> None:
+    """A slow A100 is measured beside A100."""
+    options = hosts(8, names=["H100"] * 4 + ["A100"] * 4)
+
+    assert (4, 5, 6, 7) == to_measure(options, paces((1, 1, 1, 1, 2, 2, 2, 6)))
+
+
+@given(seconds=st.lists(st.floats(0.01, 100), min_size=1, max_size=8), scale=st.floats(0.01, 100))
+def test_speeds_are_relative(seconds: list[float], scale: float) -> None:
+    """Slower work on all slots changes nothing; one turn alone already tells who is measured again."""
+    options = hosts(len(seconds))
+    near = any(
+        abs(math.log(a / b)) > 0 and abs(abs(math.log(a / b)) - math.log(SAME_SPEED["cpu"])) < 1e-6
+        for a in seconds
+        for b in seconds
+    )
+    scaled = paces([scale * value for value in seconds])
+    if not near and len(seconds) % 2:
+        assert speeds(options, paces(seconds)).speed_S == pytest.approx(speeds(options, scaled).speed_S)
+        assert to_measure(options, paces(seconds)) == to_measure(options, scaled)
+    odd = {slot for slot, speed in enumerate(speeds(options, scaled).speed_S) if speed != 1}
+    assert odd <= set(to_measure(options, scaled))
+
+
+def result(slot: int, seconds: float, stretch: float) -> WorkerResult:
+    """A worker whose reference layer computes so long, a third in each pass."""
+    sample = Samples(values_s=(seconds / 3,))
+    layer = ComputeTime(case=REFERENCE, part="layer", slot=slot, forward=sample, input_grad=sample, weight_grad=sample)
+    return WorkerResult(slot=slot, compute=(layer,), stretch=stretch)
+
+
+def test_what_others_took_is_the_same_for_all() -> None:
+    """Stretches of 1.9, 2 and 2.1 are chance: all times are doubled."""
+    results = [result(slot, 3.0, 1.9 + slot / 10) for slot in range(3)]
+
+    assert (2.0, 2.0, 2.0) == factors(hosts(3), results, (1.0, 1.0, 1.0))
+
+
+def test_a_slow_slots_times_agree_by_its_speed() -> None:
+    """Whether it computes more slowly or has its core half of the time: half the speed either way."""
+    computes = [result(0, 3.0, 1.0), result(1, 3.0, 1.0), result(2, 6.0, 1.0)]
+    is_stopped = [result(0, 3.0, 1.0), result(1, 3.0, 1.0), result(2, 3.0, 2.0)]
+
+    assert pytest.approx((1.0, 1.0, 1.0)) == factors(hosts(3), computes, (1.0, 1.0, 0.5))
+    assert pytest.approx((1.0, 1.0, 2.0)) == factors(hosts(3), is_stopped, (1.0, 1.0, 0.5))

@@ -1,0 +1,94 @@
+"""A slot that takes part in the pace test: real work on a real core, a store of files, and no torch.
+
+`python pace_worker.py FOLDER SLOT RUNS`: the order is FOLDER/options.json, what it finds goes to FOLDER/SLOT.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from pipette_launch.facts import files
+from pipette_launch.probe.harness import Conductor
+from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.pace import PaceTest
+
+LIMIT_S = 120.0
+LOOPS = 20_000
+
+
+class FolderStore:
+    """A store whose keys are files; who waits sleeps in between, as one that waits for a socket does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set(self, key: str, value: str) -> None:
+        """Publish a value."""
+        path = self._path(key)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(value)
+        temporary.replace(path)
+
+    def get(self, key: str) -> bytes:
+        """Read a value that is there."""
+        self.wait([key], timedelta(seconds=LIMIT_S))
+        return self._path(key).read_bytes()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Read several."""
+        return [self.get(key) for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        """Count: every call leaves a byte, and whoever sees the last one is told so."""
+        with self._path(key).open("ab") as file:
+            file.write(b"." * amount)
+            file.flush()
+            return file.tell()
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there."""
+        return all(self._path(key).exists() for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Sleep until all are there."""
+        end_s = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"nobody set {keys}")
+            time.sleep(0.002)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key.replace("/", "_")
+
+
+def work() -> None:
+    """About a millisecond of Python."""
+    for _ in range(LOOPS):
+        pass
+
+
+def main(folder: Path, slot: int, runs: int) -> None:
+    """Take part so many times."""
+    options = files.read(folder / "options.json", ProbeOptions)
+    found = []
+    for run in range(runs):
+        store = folder / f"store{run}"
+        store.mkdir(exist_ok=True)
+        conductor = Conductor(store=FolderStore(store), rank=slot, world_size=options.num_slots, timeout_s=LIMIT_S)
+        test = PaceTest(options=options, slot=slot)
+        test.first(work, conductor, 0.0)
+        # What a warm-up times in between.
+        for _ in range(100):
+            work()
+        test.again(work, conductor, 0.0)
+        found.append([[pace.turn, pace.seconds] for pace in test.paces])
+    (folder / f"{slot}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -51,6 +51,8 @@ DETOUR_SHARE = 0.15
 MOST_LINKS = 4
 MOST_LINKS_SHARE = 1 / 16
 """More slow links than `MOST_LINKS` and than this share are how the network is, not faults."""
+ALIKE_SCATTERS = 4.0
+"""Detours that differ by less than so many scatters are as good as each other."""
 MAX_DETOURS = 64
 """Of a sender's fastest links, so many are tried as detours."""
 RETRIED_LINKS = 3
@@ -220,38 +222,43 @@ def _links(bandwidth_HH: Matrix) -> Matrix:
     return rates
 
 
-def _detours(known_HH: Matrix) -> Matrix:
-    """The best rate over one other host; nan where no way was measured. With two hosts, the way back."""
+def _detours(known_HH: Matrix, scatter: float) -> Matrix:
+    """The usual rate of the best detours over one other host; nan where no way was measured.
+
+    The very best of many noisy detours is a stroke of luck, so the middle one of those that `scatter` does not tell
+    from it is taken. With two hosts there is only the way back.
+    """
     if len(known_HH) == 2:
         return np.array(known_HH.T)
     rates = np.nan_to_num(known_HH, nan=0.0)
-    best = np.zeros_like(rates)
+    usual = np.full_like(rates, np.nan)
     for host, row in enumerate(rates):
-        over = np.argsort(-row)[:MAX_DETOURS]
-        best[host] = np.minimum(row[over][:, None], rates[over]).max(axis=0)
-    best[best == 0] = np.nan
-    return best
+        over, to = np.argsort(-row)[:MAX_DETOURS], np.flatnonzero(row)
+        # Best first, for each target.
+        via = -np.sort(-np.minimum(row[over][:, None], rates[np.ix_(over, to)]), axis=0)
+        count = (via >= via[0] * math.exp(-ALIKE_SCATTERS * scatter)).sum(axis=0)
+        usual[host, to] = via[(count - 1) // 2, np.arange(len(to))]
+    usual[usual == 0] = np.nan
+    return usual
 
 
 def _excess(known_HH: Matrix, expected_HH: Matrix | None) -> tuple[Matrix, float]:
     """Logarithm of each rate over what explains it, centred, and how much that scatters."""
-    explained = _detours(known_HH)
-    if expected_HH is not None:
-        explained = np.where(np.isnan(explained), expected_HH, explained)
-    excess: Matrix = np.log(known_HH) - np.log(explained)
-    told = excess[np.isfinite(excess)]
-    if told.size < FEW:
-        # Of two hosts' links each is compared with a single measurement, which scatters as much.
-        return excess, FEW_SCALE * (math.sqrt(2) if len(known_HH) == 2 else 1)
-    # The best of many noisy detours is better than they are; a detour that is really worse moves nothing.
-    centre = min(0.0, float(np.median(told)))
-    scale = max(MIN_SCALE, _scatter(told, centre))
-    if len(known_HH) < FEW:
-        return excess - centre, scale
-    # By how much depends on how many there are, which hosts of one island share.
-    rows, columns = (np.array([_centre(line) for line in lines]) for lines in (excess, excess.T))
-    local = np.fmin(np.fmin.outer(rows, columns), centre)
-    return excess - np.maximum(local, centre - scale), scale
+    scale = 0.0
+    # How alike detours must be depends on how much they scatter, which the best ones tell well enough.
+    for _ in range(2):
+        explained = _detours(known_HH, scale)
+        if expected_HH is not None:
+            explained = np.where(np.isnan(explained), expected_HH, explained)
+        excess: Matrix = np.log(known_HH) - np.log(explained)
+        told = excess[np.isfinite(excess)]
+        if told.size < FEW:
+            # Of two hosts' links each is compared with a single measurement, which scatters as much.
+            return excess, FEW_SCALE * (math.sqrt(2) if len(known_HH) == 2 else 1)
+        # A detour that is really worse than the link moves nothing.
+        centre = min(0.0, float(np.median(told)))
+        scale = max(MIN_SCALE, _scatter(told, centre))
+    return excess - centre, scale
 
 
 def _needed(excess_HH: Matrix, times: int) -> float:

@@ -234,8 +234,12 @@ def _detours(known_HH: Matrix, scatter: float) -> Matrix:
     usual = np.full_like(rates, np.nan)
     for host, row in enumerate(rates):
         over, to = np.argsort(-row)[:MAX_DETOURS], np.flatnonzero(row)
+        via = np.minimum(row[over][:, None], rates[np.ix_(over, to)])
+        if not scatter:
+            usual[host, to] = via.max(axis=0, initial=0.0)
+            continue
         # Best first, for each target.
-        via = -np.sort(-np.minimum(row[over][:, None], rates[np.ix_(over, to)]), axis=0)
+        via = -np.sort(-via, axis=0)
         count = (via >= via[0] * math.exp(-ALIKE_SCATTERS * scatter)).sum(axis=0)
         usual[host, to] = via[(count - 1) // 2, np.arange(len(to))]
     usual[usual == 0] = np.nan

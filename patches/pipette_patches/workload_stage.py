@@ -62,7 +62,7 @@ def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> St
         WorkloadError: megatron-core refuses the stage; running out of memory is left as torch raises it.
 
     """
-    real, changes, notes = _for_device(job, device_kind)
+    real, changes, notes = as_run_here(job, device_kind)
     try:
         with _alone(), one_rank(real, layout, pp_rank), _tally(device_kind) as meter:
             _train(real, layout, pp_rank, meter=meter, changes=changes, whole=device_kind == "cuda")
@@ -76,6 +76,25 @@ def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> St
         gc.collect()
     parts = {name: size for name, size in peak.at_peak.items() if size}
     return StageRun(tally_bytes=peak.total, parts=parts, notes=notes)
+
+
+def as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
+    """The job as it can run here, fields of TransformerConfig to set beside, and a sentence on each difference."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.enums import AttnBackend
+
+    # Values count here: experts are chosen by them.
+    changes: dict[str, Any] = {"perform_initialization": True}
+    without = abstract_config.left_out(job)
+    notes = [f"stages were measured without {without}"] if without else []
+    wants_te = job.model.transformer_impl == "transformer_engine"
+    if wants_te and device_kind == "cuda" and getattr(gpt_layer_specs, "HAVE_TE", False):
+        changes["attention_backend"] = AttnBackend[job.model.attention_backend]
+        return job, changes, tuple(notes)
+    if wants_te:
+        notes.append("stages were measured with megatron-core's local layers: transformer-engine is not there")
+    local = replace(job.model, transformer_impl="local", attention_backend="local")
+    return replace(job, model=local), changes, tuple(notes)
 
 
 def stage_words(layout: Layout, pp_rank: int) -> str:
@@ -112,25 +131,6 @@ def _tally(device_kind: str) -> Iterator[StorageMeter]:
             yield meter
     else:
         yield StorageMeter(device_kind)
-
-
-def _for_device(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
-    """The job as it can run here, fields of its configuration that differ, and what to say about it."""
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer.enums import AttnBackend
-
-    # Values count here: experts are chosen by them.
-    changes: dict[str, Any] = {"perform_initialization": True}
-    without = abstract_config.left_out(job)
-    notes = [f"stages were measured without {without}"] if without else []
-    wants_te = job.model.transformer_impl == "transformer_engine"
-    if wants_te and device_kind == "cuda" and getattr(gpt_layer_specs, "HAVE_TE", False):
-        changes["attention_backend"] = AttnBackend[job.model.attention_backend]
-        return job, changes, tuple(notes)
-    if wants_te:
-        notes.append("stages were measured with megatron-core's local layers: transformer-engine is not there")
-    local = replace(job.model, transformer_impl="local", attention_backend="local")
-    return replace(job, model=local), changes, tuple(notes)
 
 
 def _noise(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -167,7 +167,7 @@ def test_what_cannot_fit_is_not_begun(tmp_path: Path, ran: list[tuple[Layout, in
     readings, notes = found(options, large)
 
     assert [] == readings == ran
-    assert ["stages: stage 0 of tp1 pp2 dp1 mbs1 needs 8.75 GiB, slot node0:0 has 8.00 GiB"] == notes
+    assert ["stages: stage 0 of tp1 pp2 dp1 mbs1 needs 11.20 GiB, slot node0:0 has 8.00 GiB"] == notes
     assert 1 == len(found(on_gpu(options), large)[0])
     assert ["stages: stage 0 of tp1 pp2 dp1 mbs1 needs 1.00 GiB, slot node0:0 has 1.00 GiB"] == found(
         on_gpu(options, free_bytes=GIB), large

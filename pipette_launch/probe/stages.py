@@ -24,7 +24,7 @@ STAGES_SHARE = 1.0
 OPTIMIZER_BYTES = {"adam": 8, "sgd": 4}
 MASTER_BYTES = 4
 HEAP_FACTOR = 1.6
-"""On CPU the resident set grows by 1.13 to 1.61 times what the tensors hold (benchmarks/results/memory_cpu_*.md)."""
+"""On CPU the resident set grows by 1.12 to 1.61 times what the tensors hold (benchmarks/results/memory_cpu_*.md)."""
 
 
 def cases_of(cases: Sequence[StageCase], slot: int, num_slots: int) -> tuple[StageCase | None, ...]:

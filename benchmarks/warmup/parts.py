@@ -30,6 +30,9 @@ def accuracy(*, runs: int) -> Iterator[str]:
         with Lab(made) as lab:
             lab.check()
             trial = warm_up(lab, "trial")
+        if trial.failure:
+            yield f"| {num_hosts} x {slots} | {trial.failure} |"
+            continue
         rows = compared(made, trial.need())
         pairs, wrong = ranked(rows)
         worst = max(rows, key=lambda row: abs(row.error))
@@ -70,7 +73,11 @@ def faults(*, runs: int) -> Iterator[str]:
             lab.check()
             for fault in wrong:
                 _inflict(lab, fault)
-            measured = warm_up(lab, "trial").need()
+            trial = warm_up(lab, "trial")
+        if trial.failure:
+            yield f"| {num_hosts} | {kind} | {trial.failure} |"
+            continue
+        measured = trial.need()
         missed, false = judged(measured.verdicts, wrong)
         said = "<br>".join(verdict.words() for verdict in measured.verdicts) or "nothing"
         found = f"{len(wrong) - len(missed)} of {len(wrong)}"
@@ -91,12 +98,16 @@ def alarms(*, runs: int) -> Iterator[str]:
     yield ""
     yield "| run | network | sick | other verdicts | off by 10 % | worst | wall s | what was said |"
     yield "|--:|---|--:|--:|--:|---|--:|---|"
-    total = 0
+    total = failed = 0
     for run in range(runs):
         kind = HEALTHY_KINDS[run % len(HEALTHY_KINDS)]
         made = healthy(kind, 4, rate_mbit=USUAL_MBIT, seed=run)
         with Lab(made) as lab:
             trial = warm_up(lab, "trial")
+        if trial.failure:
+            failed += 1
+            yield f"| {run + 1} | {kind} | {trial.failure} |"
+            continue
         verdicts = trial.need().verdicts
         sick = [verdict for verdict in verdicts if verdict.is_sick]
         total += len(sick)
@@ -108,7 +119,7 @@ def alarms(*, runs: int) -> Iterator[str]:
         )
         yield f"| {run + 1} | {kind} | {counts} | {said} |"
     yield ""
-    yield f"False alarms: {total} in {runs} healthy runs."
+    yield f"False alarms: {total} in {runs - failed} healthy runs; {failed} warm-ups failed."
 
 
 def duration(*, runs: int) -> Iterator[str]:

@@ -44,6 +44,13 @@ class Trial:
     screen: str
     """What the first host printed."""
 
+    @property
+    def failure(self) -> str:
+        """The last thing that the first host said, where the warm-up failed; else empty."""
+        if self.measurements is not None and self.code == 0:
+            return ""
+        return f"failed, exit code {self.code}: {(self.screen.splitlines() or ['no word'])[-1][:200]}"
+
     def need(self) -> Measurements:
         """What was measured.
 

@@ -123,7 +123,7 @@ def confirmed_links(
         bandwidth_HH: the first measurement, as for `suspect_links`.
         again_HH: the second, nan where there was none.
         times: how many measurements each entry of `again_HH` is the geometric mean of. Where measurements scatter by
-            10 %, one finds a link of 0.6 of its peers in nine of ten cases and three find it always.
+            10 %, one finds half of the links of 0.6 of their peers, and three find four of five (bench_health).
         expected_HH: as for `suspect_links`.
 
     """

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 SHOWN_HOSTS = 4
 PROGRESS = "progress"
-WARMUP_GRACE_S = 60.0
+WARMUP_GRACE_S = 180.0
 """Imports and set-up of the warm-up, which its budget does not bound."""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import Cluster, ComputeTime, Measurements, Samples, files
+from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, DeviceOverhead, Measurements, Samples, files
 from pipette_launch.facts.advice import Dimension
 from pipette_launch.facts.survey import UNSTABLE_SPREAD
 from pipette_launch.facts.verdict import Verdict
@@ -54,15 +54,12 @@ def assemble(
         raise ProbeError(f"no slot could measure a layer: {'; '.join(said) or 'no reason was given'}")
     found = speeds(options, [result.paces for result in results])
     refused = tuple(sorted({case for result in results for case in result.refused}))
-    reached = {*refused, *(time.case for result in results for time in result.compute)}
-    usual_stretch = statistics.median(result.stretch for result in results)
     compute = tuple(
         stretched(time, factor)
         for result, factor in zip(results, factors(options, results, found.speed_S), strict=True)
         for time in result.compute
     )
-    overheads = [result.overhead for result in results if result.overhead]
-    overhead = max(overheads, key=lambda one: one.total_bytes, default=None)
+    overhead = _largest([result.overhead for result in results])
     return Measurements(
         cluster=Cluster(
             hosts=options.hosts, between_hosts=links.between, within_host=links.within, slot_speed=found.speed_S
@@ -70,15 +67,9 @@ def assemble(
         compute=compute,
         collectives=links.sends + group_times(dimensions, results),
         memory=tuple(reading for result in results for reading in result.memory),
-        optimizer_s_per_parameter=_median(
-            [
-                result.optimizer_s_per_parameter * usual_stretch
-                for result in results
-                if result.optimizer_s_per_parameter is not None
-            ]
-        ),
+        optimizer_s_per_parameter=_optimizer_s_per_parameter(results),
         refused=refused,
-        unmeasured=tuple(case for case in options.cases if case not in reached),
+        unmeasured=tuple(case for case in _missing(options, compute) if case not in refused),
         model_digest=files.digest(options.job.model),
         overhead_bytes=overhead.total_bytes if overhead else 0,
         overhead=overhead if options.device_kind == "cuda" else None,
@@ -86,13 +77,7 @@ def assemble(
         versions=versions,
         taken_at=taken_at,
         phase_s={phase: max(result.phase_s.get(phase, 0.0) for result in results) for phase in PHASES},
-        notes=(
-            *said,
-            *links.notes,
-            *_missing_cases(options, compute),
-            *found.notes,
-            *_unstable_compute(options, compute),
-        ),
+        notes=(*said, *links.notes, *_doubts(options, compute), *found.notes),
         survey=links.survey,
         conditions=options.conditions,
         verdicts=_verdicts(options, links, found),
@@ -127,13 +112,28 @@ def _times(samples: Samples, factor: float) -> Samples:
     )
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
+def _largest(overheads: Sequence[DeviceOverhead | None]) -> DeviceOverhead | None:
+    return max((one for one in overheads if one), key=lambda one: one.total_bytes, default=None)
+
+
+def _optimizer_s_per_parameter(results: Sequence[WorkerResult]) -> float | None:
+    """The median slot's, on the wall of a slot with its usual share of cores."""
+    seconds = [one.optimizer_s_per_parameter for one in results if one.optimizer_s_per_parameter is not None]
+    return statistics.median(seconds) * statistics.median(one.stretch for one in results) if seconds else None
+
+
+def _missing(options: ProbeOptions, compute: Sequence[ComputeTime]) -> list[ComputeCase]:
+    measured = {time.case for time in compute}
+    return [case for case in options.cases if case not in measured]
+
+
+def _doubts(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[str, ...]:
+    """What is missing of the compute times, and what scatters."""
+    return (*_missing_cases(options, compute), *_unstable_compute(options, compute))
 
 
 def _missing_cases(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[str, ...]:
-    measured = {time.case for time in compute}
-    missing = [case for case in options.cases if case not in measured]
+    missing = _missing(options, compute)
     if not missing:
         return ()
     first = f"tp{missing[0].tp} cp{missing[0].cp} mbs{missing[0].micro_batch_size}"

@@ -97,7 +97,7 @@ def changed(width: int) -> str:
         device="GPU-8f14e45f",
         figure="takes 7.14 ms for the same layer, 0.84 of its peers' speed",
         peers="take 6 ms",
-        advice="start without it (--exclude=node2)",
+        advice="start without it (sbatch --exclude=node2)",
     )
     # Eight devices of a hot host share a line; of eight notes those beyond the fifth line are counted.
     hot = [

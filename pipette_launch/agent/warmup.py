@@ -12,6 +12,7 @@ import logging
 import shutil
 import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
@@ -66,9 +67,12 @@ class Warmup:
 
     def drop_logs(self) -> None:
         """Leave the warm-up's output only where there is something to read in it."""
-        if self._logs and not self.failure:
+        if self._logs and not (self.failure and self._has_output()):
             shutil.rmtree(self._logs, ignore_errors=True)
         self._logs = ""
+
+    def _has_output(self) -> bool:
+        return any(path.is_file() and path.stat().st_size for path in Path(self._logs).rglob("*"))
 
     def begin_anew(self, restarts: int) -> int:
         """Nodes that are gone would be waited for in training, so the round ends; returns the restarts that are left.
@@ -148,7 +152,7 @@ class Warmup:
         states = watched.states(
             host=decision.hosts[decision.tokens.index(token)], first_slot=min(decision.ranks_of(token))
         )
-        report = NodeReport(workers=states, output=f"{self._logs} on {self._address}")
+        report = NodeReport(workers=states, output=f"{self._logs} on {self._address}" if self._has_output() else "")
         exchange.put(f"warmup-report/{token}", files.dumps(report))
         if token == decision.tokens[0]:
             failure = judge(*self._reports(exchange, decision), waited_s=waited_s)

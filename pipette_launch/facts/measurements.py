@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts import files
 from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.facts.device_memory import DeviceOverhead, StageReading
-from pipette_launch.facts.model import ADDED_LATER
+from pipette_launch.facts.model import ADDED_LATER, ModelSpec
 from pipette_launch.facts.survey import UNSTABLE_SPREAD, LinkSurvey
 from pipette_launch.facts.verdict import Verdict
 
@@ -140,7 +141,7 @@ class Measurements:
     unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
     """Cases that the budget did not reach, most promising first."""
     model_digest: str = field(default="", metadata=ADDED_LATER)
-    """Of the model whose layers were timed (`files.digest`); empty where an earlier release did not say."""
+    """Of the model whose layers were timed, see `layers_digest`; empty where an earlier release did not say."""
     conditions: tuple[DeviceCondition, ...] = field(default=(), metadata=ADDED_LATER)
     """What the driver told of each slot's device before the warm-up, in slot order; empty = nobody asked."""
     verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
@@ -155,3 +156,9 @@ class Measurements:
     def compute_cases(self) -> tuple[ComputeCase, ...]:
         """The cases that were measured, sorted."""
         return tuple(sorted({time.case for time in self.compute}))
+
+
+def layers_digest(model: ModelSpec) -> str:
+    """Digest what makes the layers of two models alike, however many they have."""
+    plain = files.to_plain(model)
+    return files.digest({name: value for name, value in plain.items() if name not in ("num_layers", "moe_layer_freq")})

@@ -13,13 +13,14 @@ from pipette_launch.errors import ClusterError, FactError, FileFormatError, Usag
 from pipette_launch.facts import Job, Layout, Measurements, files
 from pipette_launch.facts.device import DeviceSpec, device_named
 from pipette_launch.facts.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
+from pipette_launch.facts.measurements import layers_digest
 
 DEVICES_PER_HOST = 8
 """Where the user does not say how many devices a host has."""
 ITS_OWN_MODEL = (
     "Layer times are those of the model that the warm-up timed; for layers of another kind or size they are wrong."
 )
-"""The file of a cluster does not tell which model that was, so nothing can check it."""
+"""Said of files that do not tell which model that was."""
 
 Kind = Literal["cuda", "cpu"]
 
@@ -85,7 +86,12 @@ class Machines:
             job: whose model is computed.
             layouts: those that will be priced; none = the user's own.
 
+        Raises:
+            ClusterError: layers of another model were measured.
+
         """
+        if self.measured is not None:
+            _check_model(job, self.measured)
         if self.measured is not None or self.spec is None:
             return self.measured
         from pipette_launch.cost.device import imagined
@@ -208,8 +214,17 @@ def _measured(
         devices_per_host=found.devices_per_host,
         kind=found.device_kind,
         measured=measured,
-        notes=(ITS_OWN_MODEL,),
+        notes=() if measured.model_digest else (ITS_OWN_MODEL,),
     )
+
+
+def _check_model(job: Job, measured: Measurements) -> None:
+    """Raise ClusterError if layers of another kind or size were timed."""
+    if measured.model_digest and measured.model_digest != layers_digest(job.model):
+        raise ClusterError(
+            f"the warm-up at {measured.taken_at} timed the layers of another model (hidden size, heads, sequence or "
+            f"another field differs); measure this one with pipette probe, or imagine machines with --gpu"
+        )
 
 
 def _assumed_host(devices: int) -> str:

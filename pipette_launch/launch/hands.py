@@ -78,7 +78,7 @@ class _Hand:
     """One process, and the thread that talks to it."""
 
     def __init__(self, order_file: Path) -> None:
-        self.is_ready = False
+        self.is_ready = self._is_closing = False
         self._inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._process = subprocess.Popen(
@@ -109,7 +109,7 @@ class _Hand:
 
     def close(self) -> None:
         """End the process."""
-        self.is_ready = False
+        self.is_ready, self._is_closing = False, True
         self._process.kill()
         self._inbox.put("")
         self._process.wait()
@@ -145,7 +145,8 @@ class _Hand:
             return files.loads(Done, line, "a helping process")
         except FileFormatError as error:
             why = str(error) if line else f"a helping process ended with exit code {self._process.wait()}"
-            logger.warning("%s", why)
+            if not self._is_closing:
+                logger.warning("%s", why)
             return Done(tried=(), trouble=why)
 
 

@@ -188,7 +188,7 @@ class Story:
             _say(
                 f"measuring {sum(decision.num_slots)} slots on {', '.join(decision.hosts[:SHOWN_HOSTS])}"
                 f"{' and others' if len(decision.hosts) > SHOWN_HOSTS else ''}, "
-                f"at most about {self._options.budget_s:.0f} s"
+                f"about {self._options.budget_s:.0f} s at most once their imports are done"
             )
         elif decision.plan is not None:
             self._show_plan(decision, decision.plan)

@@ -6,9 +6,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, DeviceOverhead, Measurements, Samples, files
+from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, DeviceOverhead, Measurements, Samples
 from pipette_launch.facts.advice import Dimension
+from pipette_launch.facts.measurements import layers_digest
 from pipette_launch.facts.survey import UNSTABLE_SPREAD
 from pipette_launch.facts.verdict import Verdict
 from pipette_launch.probe.group_fits import group_times
@@ -70,7 +73,7 @@ def assemble(
         optimizer_s_per_parameter=_optimizer_s_per_parameter(results),
         refused=refused,
         unmeasured=tuple(case for case in _missing(options, compute) if case not in refused),
-        model_digest=files.digest(options.job.model),
+        model_digest=layers_digest(options.job.model),
         overhead_bytes=overhead.total_bytes if overhead else 0,
         overhead=overhead if options.device_kind == "cuda" else None,
         stages=tuple(reading for result in results for reading in result.stages),
@@ -85,7 +88,11 @@ def assemble(
 
 
 def _slow_links(options: ProbeOptions, links: FoundLinks) -> tuple[Verdict, ...]:
-    return link_verdicts([host.name for host in options.hosts], links.first_HH, links.again_HH)
+    """What two measurements find slow; a link that scatters is no ground to accuse anybody."""
+    first_HH = links.first_HH
+    if links.survey is not None:
+        first_HH = np.where(links.survey.spread_HH > UNSTABLE_SPREAD, np.nan, first_HH)
+    return link_verdicts([host.name for host in options.hosts], first_HH, links.again_HH)
 
 
 def _verdicts(options: ProbeOptions, links: FoundLinks, found: Speeds) -> tuple[Verdict, ...]:

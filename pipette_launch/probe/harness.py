@@ -76,9 +76,9 @@ class Budget:
         """Seconds until this share of the budget is spent; negative afterwards."""
         return self.started_s + share * self.budget_s - self.clock()
 
-    def later(self, seconds: float) -> Budget:
-        """The same budget, begun so much later."""
-        return replace(self, started_s=self.started_s + seconds)
+    def with_room(self, share: float, least: float) -> Budget:
+        """The same budget, begun so much later that `least` of it is left until this share is spent."""
+        return replace(self, started_s=self.started_s + max(least * self.budget_s - self.left_s(share), 0.0))
 
     def allows(self, share: float, needs_s: float = 0.0) -> bool:
         """Whether something that takes `needs_s` would still end within this share."""

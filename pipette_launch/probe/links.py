@@ -40,7 +40,7 @@ LINKS_SHARE = 0.75
 MAX_DECISIONS = 32
 """Rounds share decisions when there are many: each decision costs a store access of every rank."""
 LEAST_DIRECTION_S = {"cpu": 0.1, "cuda": 0.02}
-MOST_DIRECTION_S = 0.7
+MOST_DIRECTION_S = 1.0
 PARTNER_SHARE = 0.8
 """Of the deadline, for an answer of one's own partner: whoever knows a name must be the first to speak."""
 

@@ -33,13 +33,18 @@ class Passed:
     advice: Advice | None
     """The last that rank 0 heard; None on the others."""
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether earlier links had better be measured anew, all of them; asked on rank 0."""
+    def is_stale(self, *, are_few: bool) -> bool:
+        """Whether earlier links had better be measured anew, all of them; asked on rank 0.
+
+        Of few hosts all links are quickly measured, and only then a slow one can be told from its peers: there a single
+        changed link is enough, and so is that nothing could be checked.
+        """
         if self.adapted is None:
             return False
-        changed = len(self.adapted.changed)
-        return changed >= STALE_LEAST and changed > STALE * sum(one.new for one in self.adapted.passes)
+        changed, measured = len(self.adapted.changed), sum(one.new for one in self.adapted.passes)
+        if are_few:
+            return changed > 0 or measured == 0
+        return changed >= STALE_LEAST and changed > STALE * measured
 
 
 def go(
@@ -87,7 +92,8 @@ def go(
             most_rounds=MOST_ROUNDS,
             places=[host.place for host in options.hosts],
             is_cached=is_cached,
-            allows=lambda: budget.allows(LINKS_SHARE),
+            # What is believed is looked at once, however late it is.
+            allows=lambda: not heard or budget.allows(LINKS_SHARE),
         )
 
     stepped = in_step(conductor, meter.measure, lambda links: lines_of(links, options), course, patience_s=patience_s)

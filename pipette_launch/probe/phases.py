@@ -31,6 +31,8 @@ from pipette_patches import registry
 
 logger = logging.getLogger(__name__)
 
+LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
+"""Parts of the budget that these get in any case: a plan without links is a guess, and a round is short."""
 ADVICE_SHARE = 0.8
 """Of the budget: the adviser may search until then."""
 ADVICE_S = (1.0, 5.0)
@@ -81,7 +83,11 @@ class Phases:
         self._dimensions, self._stages = advice.dimensions or self.options.dimensions(), advice.stages
         with self.progress.during("collectives"):
             grouped = collectives.measure(
-                self.options, self._dimensions, rank=self.rank, conductor=self.conductor, budget=self.budget
+                self.options,
+                self._dimensions,
+                rank=self.rank,
+                conductor=self.conductor,
+                budget=self.budget.with_room(collectives.COLLECTIVES_SHARE, COLLECTIVES_LEAST),
             )
             self.progress.sum_up(f"{len(grouped.groups)} collectives of {len(self._dimensions)} dimensions")
         # With the communicators still open: they are most of what NVML sees beyond the allocator.
@@ -108,7 +114,8 @@ class Phases:
             self._earlier = earlier
             with self.progress.during("advice"):
                 passed = self._pass(is_cached=True)
-            if not self.conductor.agree(lambda: passed.is_stale):
+            are_few = len(hosts) <= self.options.full_hosts
+            if not self.conductor.agree(lambda: passed.is_stale(are_few=are_few)):
                 return self._shared(passed.advice)
             self._earlier = None
         sample = None
@@ -117,7 +124,7 @@ class Phases:
             sample = blind_rounds(len(hosts), places, self.options.blind_rounds, np.random.default_rng(0))
         with self.progress.during("links"):
             linked = links.measure(
-                self.options, rank=self.rank, conductor=self.conductor, budget=self.budget, between=sample
+                self.options, rank=self.rank, conductor=self.conductor, budget=self._for_links(), between=sample
             )
             self.progress.sum_up(_links_words(linked, len(hosts)))
         self._add_links(linked)
@@ -146,7 +153,7 @@ class Phases:
             self.options,
             rank=self.rank,
             conductor=self.conductor,
-            budget=self.budget,
+            budget=self._for_links(),
             known=known,
             is_cached=is_cached,
             advise=advise,
@@ -154,6 +161,10 @@ class Phases:
         )
         self._add_links(passed.linked)
         return passed
+
+    def _for_links(self) -> Budget:
+        """Links get their part, even if the least of compute took longer than its own."""
+        return self.budget.with_room(links.LINKS_SHARE, LINKS_LEAST)
 
     def _add_links(self, linked: links.LinkResult) -> None:
         self._add(

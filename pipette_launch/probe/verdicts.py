@@ -124,7 +124,7 @@ def sick_first(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
 
 def exclude(*hosts: str) -> str:
     """Advise to start without a host, or one of several."""
-    return f"start without it (--exclude={' or --exclude='.join(hosts)})"
+    return f"start without it (sbatch --exclude={' or --exclude='.join(hosts)})"
 
 
 def _busy(seat: _Seat) -> Iterator[Verdict]:

@@ -8,6 +8,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
+from pipette_launch.errors import UsageError
 from pipette_launch.tools.command import Command
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from pipette_launch.facts.condition import DeviceCondition
 
 DEFAULT_PORT = 29500
+
+
+MOST_PORTS = 1 << 16
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,6 +44,11 @@ def run(args: Namespace) -> int:
     from pipette_launch.facts import files
     from pipette_launch.report import checkup_screen
 
+    if not 0 < args.port < MOST_PORTS:
+        raise UsageError(f"--port must be from 1 to {MOST_PORTS - 1}, got {args.port}")
+    for flag, value in (("--nproc-per-node", args.nproc_per_node), ("--nnodes", args.nnodes)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} must be at least 1, got {value}")
     found = examine(args)
     sys.stdout.write(files.dumps(found) + "\n" if args.json else checkup_screen(found))
     return 0 if found.is_fit else 1

@@ -17,8 +17,9 @@ from search.worlds import on_gpus
 
 import pipette_launch
 from pipette_launch.cost import Predictor, peak_memory_bytes
-from pipette_launch.errors import MegatronError, PipetteError, UsageError
+from pipette_launch.errors import ClusterError, MegatronError, PipetteError, UsageError
 from pipette_launch.facts import Measurements, files
+from pipette_launch.facts.measurements import layers_digest
 from pipette_launch.facts.prediction import PARTS, Prediction
 from pipette_launch.forecast import predict
 from pipette_launch.forecast.machines import ITS_OWN_MODEL
@@ -227,6 +228,16 @@ def test_a_measured_cluster_says_whose_layers_it_timed() -> None:
 
     assert ITS_OWN_MODEL in told.notes
     assert ITS_OWN_MODEL not in imagined.notes
+
+
+def test_layers_of_another_model_are_refused() -> None:
+    """A file that says whose layers were timed is taken for no other; more layers of the same kind are no other."""
+    job = read_job(PIPELINE, world_size=8, megatron_version="0.16.1", device_kind="cpu", for_prediction=True)
+    mine = replace(measured(), model_digest=layers_digest(replace(job.model, num_layers=2 * job.model.num_layers)))
+
+    assert ITS_OWN_MODEL not in predict(PIPELINE, cluster=mine, megatron_version="0.16.1").notes
+    with pytest.raises(ClusterError, match="timed the layers of another model"):
+        predict(PIPELINE, cluster=replace(mine, model_digest="another"), megatron_version="0.16.1")
 
 
 def test_fp8_on_imagined_machines_is_said_to_be_priced_as_16_bit() -> None:

@@ -207,3 +207,14 @@ def test_what_is_amiss_goes_on_file(tmp_path: Path) -> None:
     assert [("nvlink", names[2], ""), ("slow-link", names[0], names[1])] == [
         (verdict.kind, verdict.host, verdict.other_host) for verdict in found.verdicts
     ]
+
+
+def test_a_link_that_scatters_accuses_nobody(tmp_path: Path) -> None:
+    """Slow twice, but by 30 % up and down: that says more of the machine than of the cable."""
+    options = three_hosts(tmp_path)
+    pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+    slow = link(0, 1, 1e6, jitter=0.3)
+    found = [slow if pair == (0, 1) else link(*pair, 4e6) for pair in [*pairs, (0, 1)]]
+    results = [result(slot, links=tuple(one for one in found if one.source == slot)) for slot in range(3)]
+
+    assert () == assemble(options, results, versions={}, taken_at="now").verdicts

@@ -76,7 +76,8 @@ def test_the_budget_counts_shares_from_the_start() -> None:
     assert budget.allows(0.4)
     assert not budget.allows(0.4, needs_s=4)
     assert budget.allows(1.0, needs_s=39)
-    assert 6 == budget.later(2).left_s(0.4)
+    assert 4 == budget.with_room(0.4, least=0.05).left_s(0.4)
+    assert pytest.approx(15) == budget.with_room(0.4, least=0.25).left_s(0.4)
 
 
 def test_everyone_follows_rank_0() -> None:

@@ -28,15 +28,24 @@ def adapted(new: int, changed: Sequence[Pair], *, is_settled: bool = True) -> Ad
 
 
 @pytest.mark.parametrize(
-    ("new", "changed", "is_stale"),
-    [(8, [], False), (2, [(0, 1)], False), (8, [(0, 1), (1, 2)], False), (7, [(0, 1), (1, 2)], True)],
+    ("new", "changed", "among_many", "among_few"),
+    [
+        (8, [], False, False),
+        (2, [(0, 1)], False, True),
+        (8, [(0, 1), (1, 2)], False, True),
+        (7, [(0, 1), (1, 2)], True, True),
+        (0, [], False, True),
+    ],
 )
-def test_earlier_links_are_stale_if_many_have_changed(new: int, changed: list[Pair], is_stale: bool) -> None:
-    """More than a quarter of those that were measured again, and more than one."""
+def test_earlier_links_are_stale_if_many_have_changed(
+    new: int, changed: list[Pair], among_many: bool, among_few: bool
+) -> None:
+    """More than a quarter of those that were measured again, and more than one; of few hosts a single one."""
     passed = Passed(linked=NOTHING, adapted=adapted(new, changed), advice=None)
 
-    assert is_stale == passed.is_stale
-    assert not Passed(linked=NOTHING, adapted=None, advice=None).is_stale
+    assert among_many == passed.is_stale(are_few=False)
+    assert among_few == passed.is_stale(are_few=True)
+    assert not Passed(linked=NOTHING, adapted=None, advice=None).is_stale(are_few=True)
 
 
 def test_what_the_passes_did_is_said() -> None:

@@ -102,7 +102,7 @@ def test_a_wished_for_clock_is_no_sickness(reason: str) -> None:
             "throttled",
             (
                 "its clock is held down at 345 MHz of 1.98 GHz (too hot, by the hardware, 91 °C), its peers "
-                "run freely; check its cooling and power supply, or start without it (--exclude=node1)"
+                "run freely; check its cooling and power supply, or start without it (sbatch --exclude=node1)"
             ),
         ),
         (
@@ -110,7 +110,7 @@ def test_a_wished_for_clock_is_no_sickness(reason: str) -> None:
             "ecc",
             (
                 "3 uncorrected memory errors since its driver was loaded, its peers usually 0; drain the "
-                "node and reset the device, or start without it (--exclude=node1)"
+                "node and reset the device, or start without it (sbatch --exclude=node1)"
             ),
         ),
         (
@@ -118,7 +118,7 @@ def test_a_wished_for_clock_is_no_sickness(reason: str) -> None:
             "remapped-rows",
             (
                 "a faulty row of its memory could not be replaced; have the device replaced, and start "
-                "without it (--exclude=node1)"
+                "without it (sbatch --exclude=node1)"
             ),
         ),
         (
@@ -126,25 +126,28 @@ def test_a_wished_for_clock_is_no_sickness(reason: str) -> None:
             "remapped-rows",
             (
                 "a faulty row of its memory waits to be replaced; drain the node and reset the device "
-                "(nvidia-smi --gpu-reset), or start without it (--exclude=node1)"
+                "(nvidia-smi --gpu-reset), or start without it (sbatch --exclude=node1)"
             ),
         ),
         (
             {"nvlinks_up": 17},
             "nvlink",
-            "17 of 18 NVLinks are up, its peers have 18; start without it (--exclude=node1)",
+            "17 of 18 NVLinks are up, its peers have 18; start without it (sbatch --exclude=node1)",
         ),
         (
             {"pcie_width": 8},
             "pcie",
-            ("uses 8 of 16 PCIe lanes, its peers use 16; reseat or reset it, or start without it (--exclude=node1)"),
+            (
+                "uses 8 of 16 PCIe lanes, its peers use 16; reseat or reset it, "
+                "or start without it (sbatch --exclude=node1)"
+            ),
         ),
         (
             {"pcie_generation_max": 4},
             "pcie",
             (
                 "its slot allows PCIe generation 4 at most, its peers generation 5; check the slot and the "
-                "BIOS, or start without it (--exclude=node1)"
+                "BIOS, or start without it (sbatch --exclude=node1)"
             ),
         ),
         (
@@ -152,7 +155,7 @@ def test_a_wished_for_clock_is_no_sickness(reason: str) -> None:
             "busy",
             (
                 "process 7 (python) holds 9.00 GiB; end it, take the device out of CUDA_VISIBLE_DEVICES, or "
-                "start without it (--exclude=node1)"
+                "start without it (sbatch --exclude=node1)"
             ),
         ),
         (
@@ -160,7 +163,7 @@ def test_a_wished_for_clock_is_no_sickness(reason: str) -> None:
             "busy",
             (
                 "9.00 GiB are held by a process that NVML does not name (another container?); end it, take "
-                "the device out of CUDA_VISIBLE_DEVICES, or start without it (--exclude=node1)"
+                "the device out of CUDA_VISIBLE_DEVICES, or start without it (sbatch --exclude=node1)"
             ),
         ),
         (
@@ -168,7 +171,7 @@ def test_a_wished_for_clock_is_no_sickness(reason: str) -> None:
             "busy",
             (
                 "others keep it busy 40% of the time; end it, take the device out of CUDA_VISIBLE_DEVICES, "
-                "or start without it (--exclude=node1)"
+                "or start without it (sbatch --exclude=node1)"
             ),
         ),
     ],
@@ -251,7 +254,7 @@ def test_one_slow_direction_is_named_as_such() -> None:
     assert ("slow-link", "node1", "node2") == (verdict.kind, verdict.host, verdict.other_host)
     assert (
         "node1 -> node2: sends 5 GB/s this way only, its peers 10 GB/s; check cable and port, or start without it "
-        "(--exclude=node1 or --exclude=node2)"
+        "(sbatch --exclude=node1 or --exclude=node2)"
     ) == verdict.words()
 
 
@@ -282,7 +285,7 @@ def test_a_slow_device_is_named_by_host_and_uuid() -> None:
 
     assert (
         "node1 GPU-11: takes 12.5 ms for the same layer, 0.80 of its peers' speed, its peers take 10 ms; start without "
-        "it (--exclude=node1)"
+        "it (sbatch --exclude=node1)"
     ) == verdict.words()
 
 

@@ -49,6 +49,19 @@ def test_json_and_exit_code_agree(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+@pytest.mark.parametrize("words", ["--port 99999", "--nproc-per-node 0", "--nnodes -3"])
+def test_sizes_that_make_no_sense_are_input_errors(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One sentence with the flag and the value, and the exit code of bad input."""
+    flag, value = words.split()
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", flag, value])
+
+    assert 2 == end.value.code
+    err = capsys.readouterr().err
+    assert f"error: {flag} must be" in err
+    assert err.rstrip().endswith(f"got {value}")
+
+
 def test_what_stops_comes_first_and_is_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

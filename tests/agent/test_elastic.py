@@ -174,7 +174,7 @@ def test_a_failure_after_the_first_iteration_ends_as_under_torchrun(tmp_path: Pa
     ("warmup", "report"),
     [
         (
-            "import os, sys; sys.exit(3 if os.environ['RANK'] == '1' else 0)",
+            "import os, sys; sys.stderr.write('bye'); sys.exit(3 if os.environ['RANK'] == '1' else 0)",
             r"\S+:1 \(pid \d+\) died with exit code 3 in phase start; its output is in \S+ on ",
         ),
         ("import time; time.sleep(600)", r"\S+:0 \(pid \d+\) is in phase start, in state sleeping; "),

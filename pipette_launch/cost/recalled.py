@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from pipette_launch.facts.measurements import ComputeCase, ComputeTime, Measurements, Samples
+from pipette_launch.facts.measurements import ComputeCase, Measurements
 
 CHANGED = 0.25
 """If a case that was measured both times took so much longer or shorter, nothing else of then is believed."""
@@ -25,7 +25,11 @@ def recalled(measurements: Measurements, earlier: Measurements | None) -> Measur
     if abs(pace - 1) > CHANGED:
         return measurements
     done = {*measurements.compute_cases(), *measurements.refused}
-    added = [_at_pace(time, pace) for time in earlier.compute if time.case not in done and time.source != "modelled"]
+    added = [
+        replace(time.times(pace), source="cached")
+        for time in earlier.compute
+        if time.case not in done and time.source != "modelled"
+    ]
     if not added:
         return measurements
     cases = {time.case for time in added}
@@ -48,21 +52,3 @@ def _forward_s(measurements: Measurements) -> dict[ComputeCase, float]:
         if time.part in ("layer", "moe_layer") and time.source == "measured":
             times.setdefault(time.case, []).append(time.forward.median_s)
     return {case: statistics.median(seconds) for case, seconds in times.items()}
-
-
-def _at_pace(time: ComputeTime, pace: float) -> ComputeTime:
-    # On a slot of speed 1: which slots were slow then says nothing about now.
-    return replace(
-        time,
-        source="cached",
-        forward=_times(time.forward, pace),
-        input_grad=_times(time.input_grad, pace),
-        weight_grad=_times(time.weight_grad, pace),
-    )
-
-
-def _times(samples: Samples, factor: float) -> Samples:
-    return Samples(
-        values_s=tuple(value * factor for value in samples.values_s),
-        warmup_s=tuple(value * factor for value in samples.warmup_s),
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
@@ -43,6 +43,13 @@ class Samples:
         """Whether the spread is too large to trust the median."""
         return self.spread > UNSTABLE_SPREAD
 
+    def times(self, factor: float) -> Samples:
+        """All timings multiplied."""
+        return Samples(
+            values_s=tuple(value * factor for value in self.values_s),
+            warmup_s=tuple(value * factor for value in self.warmup_s),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class ComputeCase:
@@ -80,6 +87,16 @@ class ComputeTime:
             raise FactError(
                 f"{self.part}: idle {self.forward_idle_s} s and {self.backward_idle_s} s must not be negative"
             )
+
+    def times(self, factor: float) -> ComputeTime:
+        """All passes multiplied; the idle part of them is left as it is."""
+        return replace(
+            self,
+            forward=self.forward.times(factor),
+            input_grad=self.input_grad.times(factor),
+            weight_grad=self.weight_grad.times(factor),
+            recompute=self.recompute and self.recompute.times(factor),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

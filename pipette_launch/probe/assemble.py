@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -58,7 +57,7 @@ def assemble(
     found = speeds(options, [result.paces for result in results])
     refused = tuple(sorted({case for result in results for case in result.refused}))
     compute = tuple(
-        stretched(time, factor)
+        time.times(factor)
         for result, factor in zip(results, factors(options, results, found.speed_S), strict=True)
         for time in result.compute
     )
@@ -99,24 +98,6 @@ def _verdicts(options: ProbeOptions, links: FoundLinks, found: Speeds) -> tuple[
     """What drivers tell of the devices beside their peers, what links do, and how fast slots compute."""
     told = judge(options.hosts, options.conditions_of_hosts())
     return sick_first([*told, *_slow_links(options, links), *device_verdicts(options.hosts, found.slow)])
-
-
-def stretched(timed: ComputeTime, factor: float) -> ComputeTime:
-    """All times multiplied."""
-    return replace(
-        timed,
-        forward=_times(timed.forward, factor),
-        input_grad=_times(timed.input_grad, factor),
-        weight_grad=_times(timed.weight_grad, factor),
-        recompute=timed.recompute and _times(timed.recompute, factor),
-    )
-
-
-def _times(samples: Samples, factor: float) -> Samples:
-    return Samples(
-        values_s=tuple(value * factor for value in samples.values_s),
-        warmup_s=tuple(value * factor for value in samples.warmup_s),
-    )
 
 
 def _largest(overheads: Sequence[DeviceOverhead | None]) -> DeviceOverhead | None:

@@ -1,0 +1,100 @@
+"""The networks and the models of the suite. Four hosts of one slot, each with 0.45 of a core whatever others do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.netlab import topology
+from benchmarks.netlab.compare import ROOT
+from benchmarks.netlab.topology import Topology
+
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
+NUM_HOSTS = 4
+CORES_PER_SLOT = 0.45
+"""So that all of them have their part of two cores, and the machine some rest for itself."""
+USUAL_MBIT = 400.0
+FAST_MBIT = 800.0
+SLOW_MBIT = 150.0
+RANDOM_MBIT = (100.0, 160.0, 250.0, 400.0, 640.0, 900.0)
+"""Every pair of hosts gets one of them, drawn without repetition."""
+SEED = 6
+
+
+def uniform() -> Topology:
+    """All links equal."""
+    return _made({"rate_mbit": USUAL_MBIT})
+
+
+def islands() -> Topology:
+    """Two fast islands on slow links, whose hosts take turns in the order of hosts: neighbours are far apart."""
+    islands = [{"hosts": hosts, "rate_mbit": FAST_MBIT} for hosts in (["n0", "n2"], ["n1", "n3"])]
+    return _made({"rate_mbit": SLOW_MBIT, "island": islands})
+
+
+def slow_node() -> Topology:
+    """One host computes half as fast; links are equal."""
+    return _made({"rate_mbit": USUAL_MBIT, "host": [{"name": "n1", "share": 0.5}]})
+
+
+def random_matrix() -> Topology:
+    """Links from 100 to 900 Mbit/s, dealt out by a seed."""
+    pairs = [(f"n{a}", f"n{b}") for b in range(NUM_HOSTS) for a in range(b)]
+    rates = random.Random(SEED).sample(RANDOM_MBIT, k=len(pairs))
+    links = [{"between": list(pair), "rate_mbit": rate} for pair, rate in zip(pairs, rates, strict=True)]
+    return _made({"link": links})
+
+
+def asymmetric() -> Topology:
+    """Fast around the ring n0, n1, n2, n3 against the order of hosts, slow along it; 400 Mbit/s across."""
+    ring = [(f"n{a}", f"n{(a + 1) % NUM_HOSTS}") for a in range(NUM_HOSTS)]
+    along = [{"from": a, "to": b, "rate_mbit": SLOW_MBIT} for a, b in ring]
+    against = [{"from": b, "to": a, "rate_mbit": FAST_MBIT} for a, b in ring]
+    return _made({"rate_mbit": USUAL_MBIT, "link": [*along, *against]})
+
+
+def already_best() -> Topology:
+    """A ring of fast links in the order of hosts, slow ones across it: no order is better than torchrun's."""
+    ring = [[f"n{a}", f"n{(a + 1) % NUM_HOSTS}"] for a in range(NUM_HOSTS)]
+    links = [{"between": pair, "rate_mbit": FAST_MBIT} for pair in ring]
+    return _made({"rate_mbit": SLOW_MBIT, "link": links})
+
+
+TOPOLOGIES: Mapping[str, Callable[[], Topology]] = {
+    "uniform": uniform,
+    "islands": islands,
+    "slow-node": slow_node,
+    "random": random_matrix,
+    "asymmetric": asymmetric,
+    "already-best": already_best,
+}
+
+
+def _made(document: Mapping[str, Any]) -> Topology:
+    fence = {"cores_per_slot": CORES_PER_SLOT} if "cores_per_slot" in topology.TOP else {}
+    return topology.parse({"hosts": NUM_HOSTS, **fence, **document})
+
+
+def _gpt(*, layers: int, hidden: int, seq: int, batch: int) -> tuple[str, ...]:
+    """Flags of a GPT as Megatron's rules of thumb would run it: plain data parallelism, the optimizer distributed."""
+    words = (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 4 --seq-length {seq} "
+        f"--max-position-embeddings {seq} --vocab-size 256 --transformer-impl local --attention-dropout 0 "
+        f"--hidden-dropout 0 --lr 1e-3 --micro-batch-size 1 --global-batch-size {batch} --use-distributed-optimizer "
+        "--log-interval 1"
+    )
+    return tuple(words.split())
+
+
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "communication-heavy": _gpt(layers=4, hidden=384, seq=128, batch=8),
+    "balanced": _gpt(layers=4, hidden=256, seq=128, batch=16),
+    "compute-heavy": _gpt(layers=4, hidden=128, seq=256, batch=64),
+}
+"""Flags of examples/pretrain_gpt.py, --train-iters apart."""
+
+
+def training(model: str, *, iterations: int) -> tuple[str, ...]:
+    """Return the script with all its flags: what stands behind torchrun or pipette-launch."""
+    return (str(SCRIPT), *MODELS[model], "--train-iters", str(iterations))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from benchmarks.netlab import Lab, Topology, topology
+from benchmarks.netlab import Lab, LabError, Topology, topology
+from benchmarks.stolen import ticks
 from benchmarks.warmup.score import APART, TOLERANCE, Compared, Fault, compared, judged, outside, ranked
 from benchmarks.warmup.trial import HEALTHY_KINDS, Trial, healthy, steps, warm_up
 from pipette_launch.facts import Measurements
@@ -14,22 +15,30 @@ LEAST_MBIT, MOST_MBIT = 100.0, 1000.0
 USUAL_MBIT = 400.0
 ACCURACY = ((4, 1, True, 1), (8, 1, True, 2), (4, 1, False, 3), (8, 1, False, 4), (4, 2, False, 5))
 """Hosts, slots of each, whether links are as fast both ways, seed."""
+CHECKS = 4
+"""How often plain sockets may try to find the rates that were set, on a machine that others disturb."""
 
 
 def accuracy(*, runs: int) -> Iterator[str]:
     """Unequal links: how far every measured bandwidth is off, and whether links rank as they should."""
     rates = steps(LEAST_MBIT, MOST_MBIT, APART)
     yield f"Rates from {rates[0]:g} to {rates[-1]:g} Mbit/s, each {APART - 1:.0%} above the last, dealt out by a seed."
-    yield "Equal rates are ties: their order does not count. Plain sockets met every rate within 10 % before each run."
+    yield "Equal rates are ties: their order does not count. Plain sockets met every rate within 10 % before each run,"
+    yield f"in one of at most {CHECKS} checks. Stolen = processor time that other virtual machines took meanwhile."
     yield "Slots of one host share its wires, so each should get its part of the rate while all send."
     yield ""
-    yield "| hosts x slots | links | seed | ways | off by 10 % | median error | worst | unequal pairs | misplaced | s |"
-    yield "|---|---|--:|--:|--:|--:|---|--:|--:|--:|"
+    yield (
+        "| hosts x slots | links | seed | ways | off by 10 % | median error | worst | unequal pairs | misplaced | s "
+        "| checks | stolen |"
+    )
+    yield "|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|"
     for num_hosts, slots, symmetric, seed in ACCURACY[:runs]:
         made = topology.uneven(num_hosts, rates, seed=seed, symmetric=symmetric, slots=slots)
         with Lab(made) as lab:
-            lab.check()
+            checks = _checked(lab)
+            before = ticks()
             trial = warm_up(lab, "trial")
+            stolen = ticks().stolen_since(before)
         if trial.failure:
             yield f"| {num_hosts} x {slots} | {trial.failure} |"
             continue
@@ -39,8 +48,25 @@ def accuracy(*, runs: int) -> Iterator[str]:
         kind = "the same both ways" if symmetric else "each way its own"
         yield (
             f"| {num_hosts} x {slots} | {kind} | {seed} | {len(rows)} | {len(outside(rows))} | {_middle(rows):.1%} "
-            f"| {worst.words()} | {pairs} | {len(wrong)} | {trial.wall_s:.0f} |"
+            f"| {worst.words()} | {pairs} | {len(wrong)} | {trial.wall_s:.0f} | {checks} | {stolen:.0%} |"
         )
+
+
+def _checked(lab: Lab) -> int:
+    """Let plain sockets find the rates that were set; returns how many checks that took.
+
+    Raises:
+        LabError: none found them.
+
+    """
+    for number in range(1, CHECKS):
+        try:
+            lab.check()
+        except LabError:
+            continue
+        return number
+    lab.check()
+    return CHECKS
 
 
 def _middle(rows: Sequence[Compared]) -> float:
@@ -70,7 +96,7 @@ def faults(*, runs: int) -> Iterator[str]:
     for num_hosts, kind, wrong in FAULTS[:runs]:
         made = healthy(kind, num_hosts, rate_mbit=USUAL_MBIT)
         with Lab(made) as lab:
-            lab.check()
+            _checked(lab)
             for fault in wrong:
                 _inflict(lab, fault)
             trial = warm_up(lab, "trial")
@@ -126,7 +152,7 @@ def duration(*, runs: int) -> Iterator[str]:
     """Eight hosts, one process each: how long a warm-up takes, by part."""
     made = healthy("uniform", 8, rate_mbit=USUAL_MBIT)
     with Lab(made) as lab:
-        lab.check()
+        _checked(lab)
         trials = [warm_up(lab, f"trial{run}") for run in range(runs)]
     yield f"Eight hosts, one slot each, all links {USUAL_MBIT:g} Mbit/s; seconds, of each phase the slowest worker's."
     yield ""

@@ -17,6 +17,9 @@ ACCURACY = ((4, 1, True, 1), (8, 1, True, 2), (4, 1, False, 3), (8, 1, False, 4)
 """Hosts, slots of each, whether links are as fast both ways, seed."""
 CHECKS = 4
 """How often plain sockets may try to find the rates that were set, on a machine that others disturb."""
+MOST_STOLEN = 0.02
+"""Of the processor time: where more was taken, a warm-up is run once more, and both rows stand."""
+ATTEMPTS = 3
 
 
 def accuracy(*, runs: int) -> Iterator[str]:
@@ -24,7 +27,8 @@ def accuracy(*, runs: int) -> Iterator[str]:
     rates = steps(LEAST_MBIT, MOST_MBIT, APART)
     yield f"Rates from {rates[0]:g} to {rates[-1]:g} Mbit/s, each {APART - 1:.0%} above the last, dealt out by a seed."
     yield "Equal rates are ties: their order does not count. Plain sockets met every rate within 10 % before each run,"
-    yield f"in one of at most {CHECKS} checks. Stolen = processor time that other virtual machines took meanwhile."
+    yield f"in one of at most {CHECKS} checks. Stolen = processor time that other virtual machines took meanwhile;"
+    yield f"above {MOST_STOLEN:.0%} the same case is run again, up to {ATTEMPTS} times, and all runs are shown."
     yield "Slots of one host share its wires, so each should get its part of the rate while all send."
     yield ""
     yield (
@@ -34,22 +38,25 @@ def accuracy(*, runs: int) -> Iterator[str]:
     yield "|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|"
     for num_hosts, slots, symmetric, seed in ACCURACY[:runs]:
         made = topology.uneven(num_hosts, rates, seed=seed, symmetric=symmetric, slots=slots)
-        with Lab(made) as lab:
-            checks = _checked(lab)
-            before = ticks()
-            trial = warm_up(lab, "trial")
-            stolen = ticks().stolen_since(before)
-        if trial.failure:
-            yield f"| {num_hosts} x {slots} | {trial.failure} |"
-            continue
-        rows = compared(made, trial.need())
-        pairs, wrong = ranked(rows)
-        worst = max(rows, key=lambda row: abs(row.error))
         kind = "the same both ways" if symmetric else "each way its own"
-        yield (
-            f"| {num_hosts} x {slots} | {kind} | {seed} | {len(rows)} | {len(outside(rows))} | {_middle(rows):.1%} "
-            f"| {worst.words()} | {pairs} | {len(wrong)} | {trial.wall_s:.0f} | {checks} | {stolen:.0%} |"
-        )
+        for _ in range(ATTEMPTS):
+            with Lab(made) as lab:
+                checks = _checked(lab)
+                before = ticks()
+                trial = warm_up(lab, "trial")
+                stolen = ticks().stolen_since(before)
+            found = trial.failure or _accuracy(compared(made, trial.need()))
+            found = f"{found} | {trial.wall_s:.0f} | {checks} | {stolen:.0%}"
+            yield f"| {num_hosts} x {slots} | {kind} | {seed} | {found} |"
+            if stolen <= MOST_STOLEN:
+                break
+
+
+def _accuracy(rows: Sequence[Compared]) -> str:
+    pairs, wrong = ranked(rows)
+    worst = max(rows, key=lambda row: abs(row.error))
+    middle = statistics.median(abs(row.error) for row in rows)
+    return f"{len(rows)} | {len(outside(rows))} | {middle:.1%} | {worst.words()} | {pairs} | {len(wrong)}"
 
 
 def _checked(lab: Lab) -> int:
@@ -67,10 +74,6 @@ def _checked(lab: Lab) -> int:
         return number
     lab.check()
     return CHECKS
-
-
-def _middle(rows: Sequence[Compared]) -> float:
-    return statistics.median(abs(row.error) for row in rows)
 
 
 FAULTS: tuple[tuple[int, str, tuple[Fault, ...]], ...] = (

@@ -20,7 +20,6 @@ def record(name: str, address: str = "10.0.0.1", **changes: Any) -> NodeRecord:
         token=f"token-{name}-{address}",
         host=host,
         trouble="",
-        warnings=(),
         num_slots=2,
         node_rank=-1,
         script_digest="",

@@ -26,8 +26,6 @@ class NodeRecord:
     host: Host | None
     """None where the inventory failed; `trouble` then says why."""
     trouble: str
-    warnings: tuple[str, ...]
-    """What is amiss with the machine and does not stop the job, one sentence each."""
     num_slots: int
     node_rank: int
     """What `--node-rank` said under static rendezvous, else -1."""

@@ -15,7 +15,7 @@ from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.facts.without import without_hosts
 from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, key_of
 from pipette_launch.launch.machines import Machines
-from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words, warnings_of
+from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words
 from pipette_launch.launch.reuse import adopt, check_belongs, on_real_hosts
 from pipette_launch.launch.script import Script
 from pipette_launch.launch.sick import Ruling, apart, measured, rule, small_holders
@@ -128,7 +128,7 @@ class Chief:
         self._conditions = {host.name: record.conditions for host, record in zip(hosts, records, strict=True)}
         verdicts = self._judge(hosts, [*self._conditions.values()])
         ruling = self._rule(verdicts, hosts)
-        bare = replace(bare, reason=joined(reason, *warnings_of(records), *small_holders(verdicts), *ruling.reasons))
+        bare = replace(bare, reason=joined(reason, *small_holders(verdicts), *ruling.reasons))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
         smaller, rest = apart(bare, hosts, ruling)

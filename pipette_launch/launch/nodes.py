@@ -53,11 +53,6 @@ def restart_words(records: Sequence[NodeRecord]) -> str:
     return f"{failures[0]}; starting again under the same plan" if failures else ""
 
 
-def warnings_of(records: Sequence[NodeRecord]) -> tuple[str, ...]:
-    """Return what is amiss with the nodes, one sentence each."""
-    return tuple(warning for record in records for warning in record.warnings)
-
-
 def joined(*sentences: str) -> str:
     """Join what there is to say; some of it may be empty."""
     return "; ".join(sentence for sentence in sentences if sentence)

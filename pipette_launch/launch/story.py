@@ -111,7 +111,6 @@ class Story:
             token=self._token,
             host=self._host,
             trouble=self._trouble,
-            warnings=(),
             conditions=self._conditions,
             num_slots=self._node.num_slots,
             node_rank=self._meeting.node_rank,

@@ -44,7 +44,6 @@ class ScriptedConductor:
             token=self.token,
             host=None,
             trouble="",
-            warnings=(),
             num_slots=self.num_slots,
             node_rank=self.node_rank,
             # The name by which the table knows this node.

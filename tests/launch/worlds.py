@@ -27,7 +27,6 @@ def records(count: int = 2, **changes: Any) -> list[NodeRecord]:
                 token=f"token-{host.name}",
                 host=host,
                 trouble="",
-                warnings=(),
                 num_slots=2,
                 node_rank=-1,
                 script_digest="d",

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.telling import shown
 from benchmarks.validation.conditions import conditions
 from pipette_launch.probe.suspects import (
     confirmed_hosts,
@@ -192,12 +193,9 @@ def main() -> None:
     parser.add_argument("--clusters", type=int, default=1000, help="clusters in each figure (default 1000)")
     parser.add_argument("--record", action="store_true", help="write the report into benchmarks/results")
     args = parser.parse_args()
-    lines = []
-    for line in report(args.clusters):
-        print(line, flush=True)
-        lines.append(line)
+    text = shown(report(args.clusters))
     if args.record:
-        (RESULTS / f"health_{datetime.now(tz=timezone.utc):%Y-%m-%d}.md").write_text("\n".join(lines) + "\n")
+        (RESULTS / f"health_{datetime.now(tz=timezone.utc):%Y-%m-%d}.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,15 @@ sheet's peak, where the device is known, and the best rate that one square produ
 
 from __future__ import annotations
 
-import argparse
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from benchmarks.dense import MICRO_BATCHES, SHAPES, circumstances, dense_job
+from benchmarks.dense import MICRO_BATCHES, SHAPES, dense_job, has_transformer_engine, refusal, report
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, ComputeTime, Device, Job, Layout
 from pipette_launch.facts.device import known_devices
-from pipette_launch.probe import inventory
 from pipette_launch.probe.timing import HABITS, Stopwatch, stopwatch_for, time_calls, time_part
 from pipette_launch.units import seconds_text
 from pipette_patches import workload
@@ -107,12 +102,10 @@ def sheet_flops_per_s(device: Device) -> float | None:
     return found[0].flops_per_s.get("bf16") if found else None
 
 
-def run(device: Device, only: str) -> tuple[list[Row], list[str], float]:
-    """Time every case, and say which could not be; the rate of a product too."""
+def run(device: Device, only: str) -> tuple[list[str], list[str]]:
+    """Time every case; return the report's lines, and what could not be timed."""
     workload.load(device.kind)
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    has_te = device.kind == "cuda" and bool(getattr(gpt_layer_specs, "HAVE_TE", False))
+    has_te = has_transformer_engine(device.kind)
     watch = stopwatch_for(device.kind)
     product = product_flops_per_s(device, watch)
     rows, refused = [], []
@@ -122,41 +115,19 @@ def run(device: Device, only: str) -> tuple[list[Row], list[str], float]:
             try:
                 rows.append(measured(job, name, size, device, watch))
             except (PipetteError, RuntimeError) as error:
-                first = (str(error).splitlines() or [type(error).__name__])[0]
-                refused.append(f"- {name}, micro-batch {size}: {first}")
-    return rows, refused, product
+                refused.append(refusal(f"{name}, micro-batch {size}", error))
+    return list(lines(rows, product, device)) if rows else [], refused
 
 
-def main() -> None:
-    """Measure, print, and file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--only", default="", help="models whose name holds this")
-    parser.add_argument("--out", type=Path, help="such as benchmarks/results/layers_cpu_2026-11-21.md")
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    device = inventory.host(name="here", address="", num_devices=1, device=args.device).devices[0]
-    command = f"python -m benchmarks.bench_layers --device {device.kind}"
-    head = ["# Times of one layer against the bound of its products", "", *circumstances(command, device, CPU_REASON)]
-    rows, refused, product = run(device, args.only)
-    if not rows:
-        sys.exit("\n".join(["bench_layers: nothing could be measured", *refused]))
+def lines(rows: Sequence[Row], product: float, device: Device) -> Iterator[str]:
+    """The table, and what its bounds are."""
     peak = sheet_flops_per_s(device)
+    yield from table(rows, product, peak)
+    yield ""
     said = f"A square product of {SQUARE[device.kind]} in bf16 runs at {product / 1e12:,.3f} TFLOP/s here"
-    said += f", the data sheet says {peak / 1e12:,.0f}." if peak else "; no data sheet is known."
-    lines = [
-        *head,
-        "",
-        *table(rows, product, peak),
-        "",
-        said,
-        *(["", "Not measured:", "", *refused] if refused else []),
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+    yield said + (f", the data sheet says {peak / 1e12:,.0f}." if peak else "; no data sheet is known.")
 
 
 if __name__ == "__main__":
-    main()
+    title = "Times of one layer against the bound of its products"
+    report("bench_layers", __doc__, title=title, reason=CPU_REASON, measure=run)

@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.mapping.fabrics import Fabric, grid_flows
 from benchmarks.mapping.pipette_cost import Ints, PipetteCost, measured_ms_per_mb, shortest_path_ms
 from benchmarks.mapping.small import annealed, problems
+from benchmarks.telling import processor, shown
 from pipette_launch.baselines import pipette_annealer
 from pipette_launch.search.chains import temper
 from pipette_launch.search.flows import Flows
@@ -175,12 +176,11 @@ def _settled(flows: Flows, start_Q: Ints, *, moves: int, seed: int, deadline_s: 
 
 def report(*, quick: bool) -> Iterator[str]:
     """All of it, a line at a time."""
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
     yield "# Mapping: quality, bounds, time"
     yield ""
     yield (
         f"`python -m benchmarks.bench_mapping{' --quick' if quick else ''}`, "
-        f"{time.strftime('%Y-%m-%d', time.gmtime())}; {cpu}, {os.cpu_count()} cores of which one is used, "
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}; {processor()}, {os.cpu_count()} cores of which one is used, "
         f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}; "
         f"Python {platform.python_version()}, numpy {version('numpy')}, no compiled code of ours. Processor seconds, "
         "as other processes shared the cores and slowed each other."
@@ -195,23 +195,15 @@ def report(*, quick: bool) -> Iterator[str]:
         yield from table
 
 
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
 def main() -> None:
     """Print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, two sizes, 20 instances")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/mapping_DATE.md as well")
     args = parser.parse_args()
-    lines = []
-    for line in report(quick=args.quick):
-        print(line, flush=True)
-        lines.append(line)
+    text = shown(report(quick=args.quick))
     if args.record:
-        target = RESULTS / f"mapping_{time.strftime('%Y-%m-%d', time.gmtime())}.md"
-        target.write_text("\n".join([*lines, ""]))
+        (RESULTS / f"mapping_{time.strftime('%Y-%m-%d', time.gmtime())}.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -7,23 +7,19 @@ On a CPU, tensors are counted one by one in the place of CUDA's allocator, and t
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from benchmarks.dense import Case, DeviceKind, cases, circumstances
+from benchmarks.dense import Case, DeviceKind, cases, has_transformer_engine, refusal, report
 from pipette_launch.cost.executed import Executor
 from pipette_launch.cost.memory import peak_memory_bytes
 from pipette_launch.cost.overhead import overhead_of
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Device
 from pipette_launch.facts.executed import ExecutedMemory
-from pipette_launch.probe import inventory
 from pipette_launch.probe.memory import MemoryMeter, Peak, meter
 from pipette_launch.units import MIB
 from pipette_patches import workload, workload_stage
@@ -133,49 +129,25 @@ def _mib(size: int) -> str:
     return f"{size / MIB:,.1f} MiB"
 
 
-def run(device: Device, only: str) -> tuple[list[Row], list[str]]:
-    """Measure every case, and say which could not be."""
+def run(device: Device, only: str) -> tuple[list[str], list[str]]:
+    """Measure every case; return the report's lines, and what could not be measured."""
     reads = meter(device.kind, device.uuid)
     workload.load(device.kind)
     workload_stage.load()
     gc.freeze()
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    has_te = device.kind == "cuda" and bool(getattr(gpt_layer_specs, "HAVE_TE", False))
     rows, refused = [], []
     with Executor() as executor:
-        for case in cases(device.kind, has_te=has_te):
+        for case in cases(device.kind, has_te=has_transformer_engine(device.kind)):
             if only not in case.name:
                 continue
             try:
                 rows.append(measured(case, device, reads, executor))
                 sys.stderr.write(f"{case.name} {case.layout.words()} {case.pp_rank}: {rows[-1].error:+.2%}\n")
             except (PipetteError, RuntimeError) as error:
-                first = (str(error).splitlines() or [type(error).__name__])[0]
-                refused.append(f"- {case.name} {case.layout.words()}, stage {case.pp_rank}: {first}")
-    return rows, refused
-
-
-def main() -> None:
-    """Measure, print, and file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--only", default="", help="models whose name holds this")
-    parser.add_argument("--out", type=Path, help="such as benchmarks/results/memory_cpu_2026-11-21.md")
-    args = parser.parse_args()
-    warnings.simplefilter("ignore")
-    device = inventory.host(name="here", address="", num_devices=1, device=args.device).devices[0]
-    command = f"python -m benchmarks.bench_memory --device {device.kind}"
-    head = ["# Peak memory of whole stages, measured and foretold", "", *circumstances(command, device, CPU_REASON)]
-    rows, refused = run(device, args.only)
-    if not rows:
-        sys.exit("\n".join(["bench_memory: nothing could be measured", *refused]))
-    lines = [*head, "", *table(rows, device.kind), "", *summary(rows, device.kind)]
-    text = "\n".join([*lines, *(["", "Not measured:", "", *refused] if refused else [])]) + "\n"
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+                refused.append(refusal(f"{case.name} {case.layout.words()}, stage {case.pp_rank}", error))
+    return [*table(rows, device.kind), "", *summary(rows, device.kind)] if rows else [], refused
 
 
 if __name__ == "__main__":
-    main()
+    title = "Peak memory of whole stages, measured and foretold"
+    report("bench_memory", __doc__, title=title, reason=CPU_REASON, measure=run)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plan_machines import DEVICES_PER_HOST, SEED, TIERS, WORDS, job_of, measured
+from benchmarks.telling import processor
 from pipette_launch.facts import Plan, Provenance
 from pipette_launch.search.solve import SolveOptions, solve
 
@@ -199,7 +200,7 @@ def report(rows: Sequence[Row], short: Sequence[Row], *, budget_s: float, repeat
     cores = len(os.sched_getaffinity(0))
     conditions = (
         f"`python -m benchmarks.bench_plan --repeat {repeat} --budget {budget_s:g}` on {time.strftime('%Y-%m-%d')}: "
-        f"{_processor()}, {cores} cores, Python {platform.python_version()}, numpy {version('numpy')}, seed {SEED}; "
+        f"{processor()}, {cores} cores, Python {platform.python_version()}, numpy {version('numpy')}, seed {SEED}; "
         f"the quickest of {repeat}, each in a process of its own; seconds of the wall clock; load average before "
         f"{os.getloadavg()[1]:.1f}."
     )
@@ -218,15 +219,6 @@ def report(rows: Sequence[Row], short: Sequence[Row], *, budget_s: float, repeat
         "",
     ]
     return "\n".join(lines)
-
-
-def _processor() -> str:
-    try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in told.splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from benchmarks.planners import show
 from benchmarks.planners.duel import Duel, Setting, duel
 from benchmarks.planners.machines import DEVICES_PER_HOST, MACHINES, NETWORKS, with_network
 from benchmarks.planners.zoo import FOR_EACH_WIDTH, MODELS, job_of, plain
+from benchmarks.telling import shown
 from pipette_launch.baselines.pick import PlannerOptions
 from pipette_launch.cost.device import imagined
 from pipette_launch.facts import Measurements
@@ -103,14 +104,11 @@ def main() -> None:
     if args.quick:
         chosen = [name for name in chosen if name in QUICK]
     setting = Setting(seed=args.seed, budget_s=args.budget_s, pipette_budget_s=args.pipette_budget_s)
-    lines = []
-    for line in report(chosen, setting, is_plain=args.plain):
-        print(line, flush=True)
-        lines.append(line)
+    text = shown(report(chosen, setting, is_plain=args.plain))
     if args.record:
         suffix = "_plain" if args.plain else ""
         target = RESULTS / f"planners{suffix}_{time.strftime('%Y-%m-%d', time.gmtime())}.md"
-        target.write_text("\n".join(["# Our plans against the picks of others", "", *lines, ""]))
+        target.write_text(f"# Our plans against the picks of others\n\n{text}")
 
 
 if __name__ == "__main__":

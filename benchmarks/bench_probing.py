@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from benchmarks.mapping.fabrics import BAD_SHARE, BAD_SPEED, LEAF, NOISE, POD, TIERS, Fabric, grid_flows
 from benchmarks.mapping.pipette_cost import measured_ms_per_mb
+from benchmarks.telling import processor, shown
 from pipette_launch.facts import Links
 from pipette_launch.probe.adapt import MOST_ROUNDS, adapt
 from pipette_launch.probe.estimate import estimate
@@ -225,14 +226,13 @@ def _trial(drawn: Fabric, seed: int) -> Trial:
 
 def report(*, quick: bool) -> Iterator[str]:
     """All of it, a line at a time."""
-    cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
     sizes, seeds = ((128, 256), (1, 1)) if quick else ((128, 256, 512, 1024, 1280), (3, 2, 2, 1, 1))
     few = 1 if quick else 2
     yield "# Probing: what few rounds keep of the gain of measuring every link"
     yield ""
     yield (
         f"`python -m benchmarks.bench_probing{' --quick' if quick else ''}`, "
-        f"{time.strftime('%Y-%m-%d', time.gmtime())}; {cpu}, {os.cpu_count()} cores of which one is used, load "
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}; {processor()}, {os.cpu_count()} cores of which one is used, load "
         f"{os.getloadavg()[0]:.1f}, Python {platform.python_version()}, numpy {version('numpy')}. Simulated: no "
         f"network was touched, measurements are exact, and a plan is the placing of hosts for one layout of {STAGES} "
         f"pipeline ranks ({AT_LAST:,} moves; {IN_PASSES:,} in passes)."
@@ -276,22 +276,15 @@ def modelled(sizes: Sequence[int]) -> Iterator[str]:
         yield f"| {hosts} | {spans[0]} | {spans[1]} |"
 
 
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
 def main() -> None:
     """Print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, two sizes")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results/probing.md as well")
     args = parser.parse_args()
-    lines = []
-    for line in report(quick=args.quick):
-        print(line, flush=True)
-        lines.append(line)
+    text = shown(report(quick=args.quick))
     if args.record:
-        (RESULTS / "probing.md").write_text("\n".join([*lines, ""]))
+        (RESULTS / "probing.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.telling import shown
 from pipette_launch.cost.named import KNOWN, UNSPLIT, named_schedule
 from pipette_launch.cost.simulate import Engine, StageTimes, simulate
 from pipette_launch.facts.schedule import Schedule
@@ -170,12 +171,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="a Markdown file to write as well")
     args = parser.parse_args()
-    lines = []
-    for line in report():
-        print(line, flush=True)
-        lines.append(line)
+    text = shown(report())
     if args.out:
-        args.out.write_text("\n".join(["# Schedules: speed and bubbles", "", *lines, ""]))
+        args.out.write_text(f"# Schedules: speed and bubbles\n\n{text}")
 
 
 if __name__ == "__main__":

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import util
 from importlib.metadata import version
+from pathlib import Path
 from typing import Literal
 
 from benchmarks.gpt import gpt_job
 from benchmarks.validation.conditions import conditions
 from pipette_launch.facts import Device, Job, Layout, Recompute
+from pipette_launch.probe import inventory
 
 DeviceKind = Literal["cpu", "cuda"]
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
@@ -111,6 +116,52 @@ def cases(device_kind: DeviceKind, *, has_te: bool) -> Iterator[Case]:
         yield Case(name="tiny GPT", job=gpt2_job(replace(whole, micro_batch_size=4)))
         for pp_rank in (0, 3):
             yield Case(name="tiny GPT", job=gpt2_job(piped), pp_rank=pp_rank)
+
+
+def has_transformer_engine(device_kind: str) -> bool:
+    """Whether Megatron-core would build its layers from Transformer Engine's."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return device_kind == "cuda" and bool(getattr(gpt_layer_specs, "HAVE_TE", False))
+
+
+def refusal(case: str, error: Exception) -> str:
+    """Say which case could not be measured and why, in the error's first line."""
+    return f"- {case}: {(str(error).splitlines() or [type(error).__name__])[0]}"
+
+
+def report(
+    name: str, doc: str, *, title: str, reason: str, measure: Callable[[Device, str], tuple[list[str], list[str]]]
+) -> None:
+    """Be the command of such a benchmark: measure what its words ask for, print it, and file it.
+
+    Args:
+        name: of the module.
+        doc: what it does, for `--help`.
+        title: of what it reports.
+        reason: why a report from a CPU says less.
+        measure: takes a device and a part of models' names; returns the report's lines, none where nothing could be
+            measured, and the refusals.
+
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--only", default="", help="models whose name holds this")
+    topic = name.removeprefix("bench_")
+    parser.add_argument("--out", type=Path, help=f"such as benchmarks/results/{topic}_cpu_2026-11-21.md")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    device = inventory.host(name="here", address="", num_devices=1, device=args.device).devices[0]
+    # Before the work: the load is that of others.
+    head = [*circumstances(f"python -m benchmarks.{name} --device {device.kind}", device, reason)]
+    lines, refused = measure(device, args.only)
+    if not lines:
+        sys.exit("\n".join([f"{name}: nothing could be measured", *refused]))
+    missing = ["", "Not measured:", "", *refused] if refused else []
+    text = "\n".join([f"# {title}", "", *head, "", *lines, *missing]) + "\n"
+    print(text)
+    if args.out:
+        args.out.write_text(text)
 
 
 def circumstances(command: str, device: Device, reason: str) -> Iterator[str]:

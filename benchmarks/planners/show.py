@@ -8,20 +8,17 @@ import statistics
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
-from pathlib import Path
 
 from benchmarks.planners.duel import MAPPERS, MEMORY_MARGIN, OWN, RIVALS, Duel, Setting
 from benchmarks.planners.machines import MACHINES
 from benchmarks.planners.zoo import GLOBAL_BATCH, SEQ_LENGTH, VOCABULARY
+from benchmarks.telling import processor
 
 
 def conditions(setting: Setting, *, is_plain: bool) -> Iterator[str]:
     """What everything below rests on."""
-    cpu = next(
-        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
-    )
     yield (
-        f"{time.strftime('%Y-%m-%d', time.gmtime())}; {cpu}, {os.cpu_count()} cores of which one is used, "
+        f"{time.strftime('%Y-%m-%d', time.gmtime())}; {processor()}, {os.cpu_count()} cores of which one is used, "
         f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}; Python {platform.python_version()}, numpy "
         f"{version('numpy')}; seed {setting.seed}; all seconds of searches are processor seconds"
     )
@@ -181,8 +178,3 @@ def _line(title: str, ratios: dict[str, float], rest: list[str]) -> str:
         *rest,
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
-    return file.read_text().splitlines() if file.exists() else []

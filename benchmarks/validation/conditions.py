@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import pipette_launch
+from benchmarks.telling import processor
 
 ROOT = Path(pipette_launch.__file__).parent.parent
 
@@ -23,7 +24,7 @@ def conditions(date: str | None) -> dict[str, str]:
         "versions": (
             f"pipette-launch {pipette_launch.__version__}, Python {platform.python_version()}, numpy {np.__version__}"
         ),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {_processor()}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",
     }
 
 
@@ -38,12 +39,3 @@ def _commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip()
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or "unknown processor"
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return names[0] if names else "unknown processor"

@@ -1,9 +1,12 @@
 """The benchmarks of single devices cover what they claim, and their sums are right."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from benchmarks import bench_layers, bench_memory
-from benchmarks.dense import FULL, MICRO_BATCHES, SHAPES, WITHOUT_KERNELS, cases, dense_job
+from benchmarks.dense import FULL, MICRO_BATCHES, SHAPES, WITHOUT_KERNELS, cases, dense_job, refusal, report
 from pipette_launch.facts import ComputeCase, ComputeTime, Device, Layout, Samples
 from pipette_launch.facts.device import device_named
 from pipette_launch.facts.executed import ExecutedMemory, ExecutedParts
@@ -103,3 +106,29 @@ def test_a_layers_rate_counts_its_backward_twice() -> None:
 
     assert 100.0 == bench_layers.Row(name="x", micro_batch_size=1, flops=100.0, time=time).flops_per_s
     assert "full" == FULL.granularity
+
+
+def test_a_report_says_where_it_comes_from_and_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Title, circumstances, figures, refusals in their first line; printed and filed alike."""
+    words = ["bench_layers", "--device", "cpu", "--only", "tiny", "--out", str(tmp_path / "out.md")]
+    monkeypatch.setattr(sys, "argv", words)
+
+    def measure(device: Device, only: str) -> tuple[list[str], list[str]]:
+        return [f"{device.kind} {only}"], [refusal("huge", RuntimeError("too large\nby far"))]
+
+    report("bench_layers", "Doc.", title="Layers", reason="none was lent", measure=measure)
+    text = (tmp_path / "out.md").read_text()
+
+    assert text.startswith("# Layers\n\n`python -m benchmarks.bench_layers --device cpu`, ")
+    assert "not run on a GPU**: none was lent\n\ncpu tiny\n\nNot measured:\n\n- huge: too large\n" in text
+    assert f"{text}\n" == capsys.readouterr().out
+
+
+def test_a_benchmark_that_measured_nothing_says_so_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no report of nothing."""
+    monkeypatch.setattr(sys, "argv", ["bench_memory", "--device", "cpu"])
+
+    with pytest.raises(SystemExit, match=r"^bench_memory: nothing could be measured\n- huge: ValueError$"):
+        report("bench_memory", "", title="", reason="", measure=lambda _, __: ([], [refusal("huge", ValueError())]))

@@ -9,7 +9,34 @@ from typing import Any
 
 import pytest
 
+from pipette_launch.facts.condition import DeviceCondition
+
 GIB = 1 << 30
+HEALTHY = DeviceCondition(
+    uuid="GPU-aaaa-0",
+    used_bytes=GIB // 8,
+    utilisation=0.0,
+    sm_clock_hz=345_000_000,
+    sm_clock_max_hz=1_980_000_000,
+    clock_reasons=("GpuIdle",),
+    ecc_volatile=0,
+    ecc_aggregate=0,
+    rows_correctable=0,
+    rows_uncorrectable=0,
+    rows_pending=False,
+    rows_failed=False,
+    nvlinks_up=18,
+    nvlinks_total=18,
+    pcie_width=16,
+    pcie_width_max=16,
+    pcie_generation=1,
+    pcie_generation_max=5,
+    nic="mlx5_0",
+    nic_distance="switch",
+    persistence_mode=True,
+    temperature_c=31,
+)
+"""An idle GPU with which nothing is amiss: figures in SI units, idle as the only reason of its clock."""
 
 
 class FakeNvml(types.ModuleType):

@@ -7,38 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from nvml_for_tests import GIB, HEALTHY
 
 from pipette_launch.facts import Device, Host
 from pipette_launch.facts.condition import DeviceCondition, Holder
 from pipette_launch.facts.verdict import Verdict
 from pipette_launch.probe.suspects import SlowSlot
 from pipette_launch.probe.verdicts import device_verdicts, judge, link_verdicts, sick_first
-
-GIB = 1 << 30
-HEALTHY = DeviceCondition(
-    uuid="",
-    used_bytes=GIB // 8,
-    utilisation=0.0,
-    sm_clock_hz=345_000_000,
-    sm_clock_max_hz=1_980_000_000,
-    clock_reasons=("GpuIdle",),
-    ecc_volatile=0,
-    ecc_aggregate=0,
-    rows_correctable=0,
-    rows_uncorrectable=0,
-    rows_pending=False,
-    rows_failed=False,
-    nvlinks_up=18,
-    nvlinks_total=18,
-    pcie_width=16,
-    pcie_width_max=16,
-    pcie_generation=1,
-    pcie_generation_max=5,
-    nic="mlx5_0",
-    nic_distance="switch",
-    persistence_mode=True,
-    temperature_c=31,
-)
 
 
 def hosts(count: int = 3, devices: int = 2) -> tuple[Host, ...]:

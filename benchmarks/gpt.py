@@ -29,8 +29,39 @@ def gpt_job(
         own: the user's own layout.
 
     """
+    return Job(
+        model=_model(
+            shape,
+            seq_length=seq_length,
+            vocab_size=vocab_size,
+            params_dtype=params_dtype,
+            transformer_impl=transformer_impl,
+            attention_backend=attention_backend,
+        ),
+        batch=Batch(global_batch_size=global_batch_size),
+        own=own,
+        pinned=(),
+        notes=(),
+        megatron_version="0.16.1",
+        grad_reduce_in_bf16=False,
+        optimizer="adam",
+        log_interval=1,
+        train_iters=None,
+        performance_flags=(),
+    )
+
+
+def _model(
+    shape: tuple[int, int, int],
+    *,
+    seq_length: int,
+    vocab_size: int,
+    params_dtype: str,
+    transformer_impl: str,
+    attention_backend: str,
+) -> ModelSpec:
     layers, hidden, heads = shape
-    model = ModelSpec(
+    return ModelSpec(
         num_layers=layers,
         hidden_size=hidden,
         ffn_hidden_size=4 * hidden,
@@ -57,17 +88,4 @@ def gpt_job(
         moe_router_topk=2,
         moe_ffn_hidden_size=4 * hidden,
         moe_shared_expert_intermediate_size=0,
-    )
-    return Job(
-        model=model,
-        batch=Batch(global_batch_size=global_batch_size),
-        own=own,
-        pinned=(),
-        notes=(),
-        megatron_version="0.16.1",
-        grad_reduce_in_bf16=False,
-        optimizer="adam",
-        log_interval=1,
-        train_iters=None,
-        performance_flags=(),
     )

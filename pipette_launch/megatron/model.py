@@ -53,16 +53,7 @@ def read_model(
 
     """
     check_required(arguments)
-    hidden, heads = arguments.size("hidden_size"), arguments.size("num_attention_heads")
-    if arguments.get("kv_channels") is None and hidden % heads:
-        raise MegatronError(
-            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; or give --kv-channels"
-        )
-    seq_length = arguments.size("seq_length" if arguments.get("seq_length") is not None else "encoder_seq_length")
-    positions = arguments.size("max_position_embeddings")
-    if positions < seq_length:
-        raise MegatronError(f"--max-position-embeddings {positions} is less than --seq-length {seq_length}")
-    ffn = arguments.size("ffn_hidden_size", default=_default_ffn(arguments, hidden))
+    ffn = arguments.size("ffn_hidden_size", default=_default_ffn(arguments))
     has_bias = bool(arguments.get("add_bias_linear"))
     # Transformer Engine needs CUDA: on CPU a layer can only be Megatron's own.
     known = ("local", "transformer_engine")
@@ -70,13 +61,9 @@ def read_model(
     try:
         return ModelSpec(
             num_layers=num_layers_of(arguments),
-            hidden_size=hidden,
             ffn_hidden_size=ffn,
-            num_attention_heads=heads,
-            num_query_groups=arguments.size("num_query_groups") if arguments.get("group_query_attention") else heads,
-            kv_channels=arguments.size("kv_channels", default=hidden // heads),
-            seq_length=seq_length,
-            max_position_embeddings=positions,
+            **_heads(arguments),
+            **_lengths(arguments),
             vocab_size=vocabulary.size,
             make_vocab_size_divisible_by=vocabulary.divisible_by,
             gated_linear_unit=bool(arguments.get("swiglu") or arguments.get("quick_geglu")),
@@ -101,8 +88,31 @@ def read_model(
         raise MegatronError(f"the model's flags contradict each other: {error}") from error
 
 
-def _default_ffn(arguments: Arguments, hidden: int) -> int:
+def _heads(arguments: Arguments) -> dict[str, Any]:
+    hidden, heads = arguments.size("hidden_size"), arguments.size("num_attention_heads")
+    if arguments.get("kv_channels") is None and hidden % heads:
+        raise MegatronError(
+            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; or give --kv-channels"
+        )
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": arguments.size("num_query_groups") if arguments.get("group_query_attention") else heads,
+        "kv_channels": arguments.size("kv_channels", default=hidden // heads),
+    }
+
+
+def _lengths(arguments: Arguments) -> dict[str, Any]:
+    seq_length = arguments.size("seq_length" if arguments.get("seq_length") is not None else "encoder_seq_length")
+    positions = arguments.size("max_position_embeddings")
+    if positions < seq_length:
+        raise MegatronError(f"--max-position-embeddings {positions} is less than --seq-length {seq_length}")
+    return {"seq_length": seq_length, "max_position_embeddings": positions}
+
+
+def _default_ffn(arguments: Arguments) -> int:
     """Four times the hidden size; with SwiGLU two thirds of that, rounded down to a multiple of 64."""
+    hidden = arguments.size("hidden_size")
     return int((4 * hidden * 2 / 3) / 64) * 64 if arguments.get("swiglu") else 4 * hidden
 
 

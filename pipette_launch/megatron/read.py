@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
@@ -73,12 +74,19 @@ def read_job(
         pinned=tuple(sorted({*fixed, *(name for pin in held for name in pin.fields)})),
         notes=tuple(dict.fromkeys(note for note in notes if note)),
         megatron_version=megatron_version,
-        grad_reduce_in_bf16=bool(given.get("grad_reduce_in_bf16")),
-        optimizer=given.get("optimizer"),
-        log_interval=given.size("log_interval"),
-        train_iters=_train_iters(given, batch),
-        performance_flags=performance_flags(given),
+        **_training(given, batch),
     )
+
+
+def _training(given: Arguments, batch: Batch) -> dict[str, Any]:
+    """What a step does beside the model's passes, how many there are, and which of them are printed."""
+    return {
+        "grad_reduce_in_bf16": bool(given.get("grad_reduce_in_bf16")),
+        "optimizer": given.get("optimizer"),
+        "performance_flags": performance_flags(given),
+        "log_interval": given.size("log_interval"),
+        "train_iters": _train_iters(given, batch),
+    }
 
 
 def _global_batch_size(given: Arguments, own: Layout) -> int:

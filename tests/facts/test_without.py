@@ -51,7 +51,6 @@ def drawn(rng: random.Random, hosts: int, devices: int) -> Measurements:
             forward_idle_s=0.1,
         )
 
-    spread = np.array([[rng.uniform(0, 1) for _ in range(hosts)] for _ in range(hosts)])
     pairs = [(one, two) for one in range(hosts) for two in range(hosts) if one != two]
     return replace(
         tiny_measurements(cluster),
@@ -90,12 +89,21 @@ def drawn(rng: random.Random, hosts: int, devices: int) -> Measurements:
         verdicts=tuple(
             Verdict(kind="slow-link", host=f"node{one}", other_host=f"node{two}", figure="1 GB/s") for one, two in pairs
         ),
-        survey=LinkSurvey(
-            spread_HH=spread,
-            origin_HH=tuple(
-                "".join("-" if one == two else rng.choice("mace") for two in range(hosts)) for one in range(hosts)
-            ),
-            rails=tuple(RailRates(source=one, target=two, bytes_per_s=(rng.random(),) * devices) for one, two in pairs),
+        survey=drawn_survey(rng, hosts, devices),
+    )
+
+
+def drawn_survey(rng: random.Random, hosts: int, devices: int) -> LinkSurvey:
+    """Spread, origin and rails of every link, each its own."""
+    every = range(hosts)
+    return LinkSurvey(
+        spread_HH=np.array([[rng.uniform(0, 1) for _ in every] for _ in every]),
+        origin_HH=tuple("".join("-" if one == two else rng.choice("mace") for two in every) for one in every),
+        rails=tuple(
+            RailRates(source=one, target=two, bytes_per_s=(rng.random(),) * devices)
+            for one in every
+            for two in every
+            if one != two
         ),
     )
 

@@ -217,6 +217,7 @@ def shown(
     width: int,
     new_arguments: tuple[str, ...] | None,
     saved_to: Path | None = SAVED_TO,
+    unsaved: str = "",
     colour: bool = False,
 ) -> str:
     """The screen of a plan, without colour."""
@@ -226,6 +227,7 @@ def shown(
         arguments=OLD,
         new_arguments=new_arguments,
         saved_to=saved_to,
+        unsaved=unsaved,
         width=width,
         colour=colour,
     )

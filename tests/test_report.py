@@ -72,6 +72,14 @@ def test_an_own_layout_that_does_not_fit_is_shown_as_such() -> None:
     assert "yours, too large  tp1 pp1 dp2 mbs1" in text
 
 
+def test_a_plan_that_could_not_be_kept_has_no_path() -> None:
+    """The reason and what to do stand where the path would."""
+    made = plan(tiny_cluster(1, 2), choice(Layout(dp=2), 1.0), choice(Layout(pp=2), 2.0))
+    text = shown(made, None, width=80, new_arguments=None, saved_to=None, unsaved="/x cannot be written: do this")
+
+    assert "Plan file  not kept: /x cannot be written: do this\n" in text
+
+
 def test_a_stage_over_the_limit_says_so() -> None:
     """A plan from a file may ask for more than there is."""
     cluster = tiny_cluster(1, 2)

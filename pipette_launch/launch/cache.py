@@ -89,6 +89,8 @@ class Cache:
         self.key = key
         self._root = root
         self.folder = root / key if root else None
+        self.trouble = ""
+        """Why the plan could not be kept and what to do; empty where it was, or where none is wanted."""
 
     def path(self, name: str) -> Path | None:
         """Where a file of this key lies; None when nothing is kept."""
@@ -137,6 +139,16 @@ class Cache:
             except OSError as error:
                 logger.warning("the outcome cannot be kept for later jobs: %s", error)
         return self.save(OUTCOME, outcome)
+
+    def keep_plan(self, plan: Plan, measurements: Measurements) -> None:
+        """Keep a plan and what it rests on; where that fails, `trouble` says why."""
+        self.trouble = self.save(CLUSTER, measurements) or self.save(PLAN, plan)
+
+    @property
+    def plan_path(self) -> Path | None:
+        """Where the plan of this key lies; None where none was kept."""
+        path = self.path(PLAN)
+        return path if path is not None and not self.trouble and path.exists() else None
 
     def save(self, name: str, document: files.Document) -> str:
         """Keep a document; returns why it could not be kept, or nothing."""

@@ -13,7 +13,7 @@ from pipette_launch.errors import PipetteError, ProbeError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.facts.without import without_hosts
-from pipette_launch.launch.cache import CLUSTER, PLAN, Cache, key_of
+from pipette_launch.launch.cache import CLUSTER, Cache, key_of
 from pipette_launch.launch.machines import Machines
 from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words
 from pipette_launch.launch.reuse import adopt, check_belongs, on_real_hosts
@@ -281,9 +281,9 @@ class Chief:
             arguments=self._options.script_arguments,
             machines=f"measured at {measurements.taken_at}",
         )
-        trouble = self.cache.save(CLUSTER, measurements) or self.cache.save(PLAN, plan)
+        self.cache.keep_plan(plan, measurements)
         self.measurements = measurements
-        return self._train(bare, job, plan, attempt=0, reason=joined(bare.reason, *words, trouble))
+        return self._train(bare, job, plan, attempt=0, reason=joined(bare.reason, *words))
 
     def _train(self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str) -> Decision:
         """Write the decision to run a plan's candidate, with the words that its script is given."""

@@ -20,7 +20,7 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.facts import files
 from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.launch import commands
-from pipette_launch.launch.cache import CLUSTER, OUTCOME, PLAN, Cache
+from pipette_launch.launch.cache import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.chief import Chief
 from pipette_launch.launch.evidence import has_trained
 from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
@@ -213,7 +213,8 @@ class Story:
                     self._chief.measurements,
                     arguments=self._options.script_arguments,
                     new_arguments=decision.script_arguments,
-                    saved_to=self._options.plan or self._chief.cache.path(PLAN),
+                    saved_to=self._options.plan or self._chief.cache.plan_path,
+                    unsaved=self._chief.cache.trouble,
                 )
             )
             sys.stderr.flush()
@@ -247,7 +248,7 @@ class Story:
     def _keep_outcome(self, outcome: Outcome) -> None:
         cache = self._chief.cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
-        _say(report.outcome_line(outcome, cache.path(OUTCOME)))
+        _say(report.outcome_line(outcome, None if trouble else cache.path(OUTCOME)))
         if trouble:
             _say(trouble)
 

@@ -25,6 +25,7 @@ def plan_screen(
     arguments: Sequence[str],
     new_arguments: Sequence[str] | None,
     saved_to: Path | None,
+    unsaved: str = "",
     width: int | None = None,
     colour: bool | None = None,
 ) -> str:
@@ -36,6 +37,7 @@ def plan_screen(
         arguments: the script's arguments as the user gave them.
         new_arguments: the arguments that the script will get; None for the user's own.
         saved_to: where the plan file lies, if anywhere.
+        unsaved: why there is none, and what to do; empty where none was wanted.
         width: columns; None for the terminal's, 80 without one.
         colour: None for yes on a terminal only.
 
@@ -49,9 +51,16 @@ def plan_screen(
         ("Memory", parts.memory(plan.chosen)),
         ("Flags", parts.flags(arguments, new_arguments)),
         ("Notes", map(bullet, parts.notes(plan, saved_to))),
-        ("Plan file", [] if saved_to is None else [text(str(saved_to), overflow="fold")]),
+        ("Plan file", list(_file(saved_to, unsaved))),
     )
     return render("pipette-launch", sheet(sections), width=width, colour=colour)
+
+
+def _file(saved_to: Path | None, unsaved: str) -> Iterator[Text]:
+    if saved_to is not None:
+        yield text(str(saved_to), overflow="fold")
+    elif unsaved:
+        yield text(f"not kept: {unsaved}", "yellow")
 
 
 def outcome_line(outcome: Outcome, saved_to: Path | None) -> str:

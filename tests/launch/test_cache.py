@@ -84,6 +84,22 @@ def test_keeps_a_plan(tmp_path: Path) -> None:
     assert measured == cache.measurements()
 
 
+def test_a_plan_has_a_path_where_it_was_kept(tmp_path: Path) -> None:
+    """And nowhere else: neither without a cache, nor where an older plan could not be replaced."""
+    measured = tiny_measurements(tiny_cluster())
+    kept, refused, off = Cache(tmp_path, "k"), Cache(tmp_path, "old"), Cache(None, "k")
+    refused.save(PLAN, MADE)
+    (tmp_path / "old" / CLUSTER).mkdir()
+    assert (None, tmp_path / "old" / PLAN) == (kept.plan_path, refused.plan_path)
+    for cache in (kept, refused, off):
+        cache.keep_plan(MADE, measured)
+
+    assert (tmp_path / "k" / PLAN, "") == (kept.plan_path, kept.trouble)
+    assert (None, "") == (off.plan_path, off.trouble)
+    assert refused.plan_path is None
+    assert refused.trouble.startswith(f"{tmp_path / 'old' / CLUSTER} cannot be written (Is a directory): ")
+
+
 def test_an_empty_cache_is_no_trouble(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither a first job nor one that keeps nothing is told anything."""
     for cache in (Cache(tmp_path, "k"), Cache(None, "k")):

@@ -120,6 +120,20 @@ def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:
     assert {"k", "other"} == {path.parent.name for path in tmp_path.glob("cache/*/outcome.json")}
 
 
+def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told all the same, and then why there is no file."""
+    (tmp_path / "cache").write_text("no folder")
+    told = story(tmp_path)
+    told.show(decision(), speaks=False)
+    for iteration in range(1, 21):
+        told.saw_line(LINE.format(iteration, 100.0))
+    outcome, trouble = capsys.readouterr().err.splitlines()[-2:]
+
+    assert "measured 100 ms a step" in outcome
+    assert "outcome.json" not in outcome
+    assert "outcome.json cannot be written (Not a directory)" in trouble
+
+
 def test_without_a_plan_iterations_count_all_the_same(tmp_path: Path) -> None:
     """There is nothing to set them beside, but the job has trained."""
     told = story(tmp_path)

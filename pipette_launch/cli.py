@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from pipette_launch.launch.options import Options
 
 PREFIX = "--pipette-"
+INTERRUPTED = 130
+"""What a shell makes of a process that SIGINT has ended."""
 
 
 def parser() -> ArgumentParser:
@@ -126,6 +128,7 @@ def options_from(args: Namespace) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `pipette-launch`; exits as torchrun would."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import record
 
     logging.captureWarnings(capture=False)
@@ -135,6 +138,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except PipetteError as error:
         sys.stderr.write(f"pipette-launch: error: {error}\n")
         sys.exit(error.exit_code)
+    except SignalException as signalled:
+        # Where torch's loop stood by then is nobody's question; the exit code is that of torchrun.
+        sys.stderr.write(f"pipette-launch: ended by {signalled.sigval.name}, and its workers with it\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        # Before there are workers nobody has asked for signals.
+        sys.stderr.write("pipette-launch: ended by SIGINT, before there were workers\n")
+        sys.exit(INTERRUPTED)
 
 
 def _launch(words: Sequence[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
+import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -179,15 +181,62 @@ def test_a_probe_worker_that_dies_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    """SIGTERM to the launcher ends its workers, and the exit code is torchrun's."""
+    """SIGTERM to the launcher ends its workers, in one sentence; the exit code is torchrun's."""
     sleeper = tmp_path / "sleeper_of_this_test.py"
     sleeper.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
     agent = start(tmp_path, ["--nproc-per-node=2", sleeper])
     assert agent.stdout is not None
     assert ["up\n", "up\n"] == [agent.stdout.readline() for _ in range(2)]
 
-    os.kill(agent.pid, 15)
+    agent.terminate()
     done = finish(agent)
 
     assert 1 == done.code
+    assert done.err.endswith("\npipette-launch: ended by SIGTERM, and its workers with it\n")
+    assert "Traceback" not in done.err
     assert [] == jobs.left_behind("sleeper_of_this_test.py")
+
+
+def test_ctrl_c_in_a_warmup_is_one_sentence(tmp_path: Path) -> None:
+    """No traceback, no worker and no folder is left; the exit code is torchrun's once there are workers."""
+    stand_in = tmp_path / "stand_in"
+    stand_in.mkdir()
+    (stand_in / "sitecustomize.py").write_text(
+        "import os, pathlib, sys, time\n"
+        "if 'pipette_launch.probe.run' in sys.orig_argv:\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'up' + os.environ['RANK']).touch()\n"
+        "    time.sleep(600)\n"
+    )
+    path = f"{stand_in}:{jobs.ROOT}:{jobs.ROOT / 'patches'}"
+    agent = start(tmp_path, ["--nproc-per-node=2", ECHO, *ONE_STEP], PYTHONPATH=path)
+    while len(list(tmp_path.glob("up?"))) < 2:
+        assert agent.poll() is None
+        time.sleep(0.05)
+
+    agent.send_signal(signal.SIGINT)
+    done = finish(agent)
+
+    assert (1, {}) == (done.code, done.workers)
+    assert done.err.endswith("\npipette-launch: ended by SIGINT, and its workers with it\n")
+    assert "Traceback" not in done.err
+    assert [] == jobs.left_behind(str(tmp_path))
+    assert [] == list(tmp_path.glob("pipette_*"))
+
+
+def test_ctrl_c_before_there_are_workers_is_one_sentence(tmp_path: Path) -> None:
+    """A launcher that waits for another node ends as Ctrl-C ends any process."""
+    port = jobs.free_port()
+    flags = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}"]
+    agent = start(tmp_path, [*flags, "--nproc-per-node=1", ECHO, *ONE_STEP])
+    while agent.poll() is None:
+        with socket.socket() as knock:
+            if knock.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.05)
+
+    agent.send_signal(signal.SIGINT)
+    done = finish(agent)
+
+    assert 130 == done.code, done.err
+    assert done.err.endswith("pipette-launch: ended by SIGINT, before there were workers\n")
+    assert "Traceback" not in done.err

@@ -78,8 +78,14 @@ def default_root() -> Path | None:
 
 
 def machines_of(host: Host) -> str:
-    """Digest what makes machines alike, whatever they are called: a batch system gives a job other ones each time."""
-    return files.digest([(device.kind, device.name, device.memory_total_bytes) for device in host.devices], host.cores)
+    """Digest what makes machines alike, whatever they are called: a batch system gives a job other ones each time.
+
+    A processor's memory is no make, and how much of it a slot has depends on who shares it.
+    """
+    return files.digest(
+        [(device.kind, device.name, device.kind == "cuda" and device.memory_total_bytes) for device in host.devices],
+        host.cores,
+    )
 
 
 class Cache:

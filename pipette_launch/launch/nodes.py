@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,27 @@ def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host,
     ranks = [record.node_rank for record in records]
     if len(set(ranks)) < len(ranks) and min(ranks) >= 0:
         raise ClusterError(f"two nodes have the same --node-rank: {sorted(ranks)}")
-    return tuple(replace(record.host, name=name) for record, name in zip(records, names, strict=True) if record.host)
+    hosts = [record.host for record in records if record.host]
+    agents = Counter((host.name, host.address) for host in hosts)
+    parts = [_part(host, agents[host.name, host.address]) for host in hosts]
+    return tuple(replace(part, name=name) for part, name in zip(parts, names, strict=True))
+
+
+def _part(host: Host, num_agents: int) -> Host:
+    """What an agent may use of a machine that it shares: each has told of all its memory. GPUs are nobody else's."""
+    return replace(
+        host,
+        devices=tuple(
+            replace(
+                device,
+                memory_total_bytes=device.memory_total_bytes // num_agents,
+                memory_free_bytes=device.memory_free_bytes // num_agents,
+            )
+            if device.kind == "cpu"
+            else device
+            for device in host.devices
+        ),
+    )
 
 
 def restart_words(records: Sequence[NodeRecord]) -> str:

@@ -217,10 +217,11 @@ def test_outcomes_of_all_jobs_are_kept_for_like_machines(tmp_path: Path) -> None
 
 
 def test_outcomes_of_other_machines_are_not_mixed_in(tmp_path: Path) -> None:
-    """More memory or more devices are another machine."""
-    Cache(tmp_path, "k").keep_outcome(outcome(), HOSTS[0])
-    (larger, _) = with_device(memory_total_bytes=9 << 30)
+    """More memory of a GPU or more devices are another machine."""
+    usual, larger = (with_device(kind="cuda", memory_total_bytes=size << 30)[0] for size in (9, 10))
+    Cache(tmp_path, "k").keep_outcome(outcome(), usual)
 
+    assert (outcome(),) == Cache(tmp_path, "k").outcomes(usual)
     assert () == Cache(tmp_path, "k").outcomes(larger)
     assert machines_of(HOSTS[0]) != machines_of(replace(HOSTS[0], devices=HOSTS[0].devices[:1]))
 

@@ -1,0 +1,50 @@
+"""What the nodes of a round say of themselves, taken together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from facts_for_tests import tiny_cluster
+from launch.worlds import records
+
+from pipette_launch.facts import Host
+from pipette_launch.launch.cache import machines_of
+from pipette_launch.launch.nodes import hosts_of
+
+GIB = 1 << 30
+
+
+def host(name: str, address: str, kind: Literal["cpu", "cuda"] = "cpu") -> Host:
+    """Two slots with 8 GiB each, of which 6 are free."""
+    (plain,) = tiny_cluster(hosts=1).hosts
+    devices = tuple(
+        replace(device, kind=kind, memory_total_bytes=8 * GIB, memory_free_bytes=6 * GIB) for device in plain.devices
+    )
+    return replace(plain, name=name, address=address, devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected_gib"),
+    [
+        ([host("a", "1"), host("a", "1")], [(4, 3), (4, 3)]),
+        ([host("a", "1"), host("b", "2"), host("a", "1")], [(4, 3), (8, 6), (4, 3)]),
+        ([host("a", "1"), host("a", "2")], [(8, 6), (8, 6)]),
+        ([host("a", "1", "cuda"), host("a", "1", "cuda")], [(8, 6), (8, 6)]),
+    ],
+    ids=["two agents", "two of three", "one name, two machines", "GPUs"],
+)
+def test_agents_on_one_machine_share_its_memory(hosts: list[Host], expected_gib: list[tuple[int, int]]) -> None:
+    """Each has introduced itself with all of it; what a GPU has is its own."""
+    told = [replace(record, host=one) for record, one in zip(records(len(hosts)), hosts, strict=True)]
+    found = hosts_of(told, [f"node{index}" for index in range(len(hosts))])
+
+    assert expected_gib == [
+        (device.memory_total_bytes // GIB, device.memory_free_bytes // GIB)
+        for one in found
+        for device in one.devices[:1]
+    ]
+    assert [f"node{index}" for index in range(len(hosts))] == [one.name for one in found]
+    # What earlier jobs came to is looked up by the shared host, and was kept by the agent's own.
+    assert [machines_of(one) for one in hosts] == [machines_of(one) for one in found]

@@ -1,0 +1,39 @@
+"""All workers of a warm-up, forked from one process that has imported what they share: seconds for each of them.
+
+`python forked_workers.py ORDER PORT RANK...`; what rank 3 writes to stderr lies in errors-3 beside the order, and the
+last line of stdout has the exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from probe.workers import environment
+
+from pipette_launch.facts import files
+from pipette_launch.probe import phases, run  # noqa: F401
+from pipette_launch.probe.options import ProbeOptions
+from pipette_patches import workload
+
+
+def main(order: str, port: str, *ranks: str) -> None:
+    """Start the workers, and wait for them; they end with this process."""
+    options = files.read(Path(order), ProbeOptions)
+    # Nothing is set up by it that a fork would break: no thread, no process group.
+    workload.load("cpu")
+    pids = []
+    for rank in map(int, ranks):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(environment(rank, options, int(port)))
+            os.dup2(os.open(Path(order).with_name(f"errors-{rank}"), os.O_WRONLY | os.O_CREAT), 2)
+            os._exit(run.main([order]))
+        pids.append(pid)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

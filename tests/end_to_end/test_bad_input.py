@@ -1,4 +1,7 @@
-"""Bad input gets one clear sentence; the job trains as torchrun would have, or stops where torchrun would."""
+"""Bad input gets one clear sentence; the job trains as torchrun would have, or stops where torchrun would.
+
+One case of each kind, whole; `launch/test_bad_input` has all of them without a process.
+"""
 
 from __future__ import annotations
 
@@ -33,46 +36,25 @@ def test_a_script_that_is_not_megatrons_runs_as_it_is(tmp_path: Path) -> None:
     assert {False} == {worker["patched"] for worker in done.workers.values()}
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (["--tensor-model-parallel-size", "3"], "tensor-model-parallel-size 3"),
-        (["--num-attention-heads", "5"], "num-attention-heads 5"),
-        (["--global-batch-size", "7"], "global"),
-        (["--train-samples", "5"], "exclude each other"),
-    ],
-)
-def test_contradictory_flags_are_named(tmp_path: Path, changes: list[str], expected: str) -> None:
+def test_contradictory_flags_are_named(tmp_path: Path) -> None:
     """The flag and its value stand in the message; with `fail` the launcher stops with exit code 1."""
+    changes = ["--tensor-model-parallel-size", "3"]
     done = pipette(tmp_path, "--nproc-per-node=2", "--pipette-on-error=fail", ECHO, *ONE_STEP, *changes)
 
     assert (1, {}) == (done.code, done.workers), done.err
-    assert expected in done.err
+    assert "tensor-model-parallel-size 3" in done.err
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        (None, "cannot be read"),
-        ("{", "not JSON"),
-        ('{"kind": "plan", "schema_version": 99}', "schema_version 99"),
-        ('{"kind": "cluster", "schema_version": 1}', "expected a 'plan' document, found 'cluster'"),
-        ('{"kind": "plan", "schema_version": 1, "hots": []}', "unknown field 'hots'"),
-    ],
-    ids=["missing", "damaged", "version", "kind", "field"],
-)
-def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None, expected: str) -> None:
+def test_a_bad_plan_file_is_named(tmp_path: Path) -> None:
     """File and field are named, and training goes on without the plan."""
     path = tmp_path / "mine.json"
-    if content is not None:
-        path.write_text(content)
+    path.write_text('{"kind": "plan", "schema_version": 1, "hots": []}')
 
     done = pipette(tmp_path, "--nproc-per-node=1", f"--pipette-plan={path}", ECHO, *ONE_STEP)
 
     assert trained_as_torchrun(done, 1, ONE_STEP), done.err
-    assert "mine.json" in done.err
-    assert expected in done.err
+    assert "mine.json: unknown field 'hots'" in done.err
 
 
 def test_a_plan_for_other_hosts_is_refused(tmp_path: Path) -> None:

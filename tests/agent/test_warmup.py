@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from agent import prober
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from pipette_launch.agent import warmup
 from pipette_launch.agent.exchange import Exchange
@@ -201,13 +201,22 @@ def test_a_first_node_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_store_that_is_gone_is_an_error(tmp_path: Path) -> None:
     """There is no way to the other nodes: the job ends with one sentence, and without workers."""
-
-    class GoneStore(HashStore):
-        def check(self, keys: list[str]) -> bool:
-            raise RuntimeError("failed to recv, got 0 bytes")
-
+    program = (
+        "from torch.distributed import TCPStore\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\n"
+        "input()\n"
+    )
+    host = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    port = int(host.stdout.readline())
     with nodes(tmp_path, "waits", "waits", "well", "well") as made:
-        made[0].exchange._store = GoneStore()
-        with pytest.raises(ClusterError, match=r"the rendezvous store is gone, or its node is, .* 0 bytes"):
+        made[0].exchange._store = TCPStore("127.0.0.1", port, wait_for_workers=False)
+        assert "running" == made[0].warmup.look(made[0].exchange, DECISION, HOSTS[0], made[0].processes)
+        host.kill()
+        host.communicate()
+        with pytest.raises(
+            ClusterError, match=r"^the rendezvous store is gone, or its node is, \S+ s into the warm-up: "
+        ):
             made[0].watch()
         assert [-9, -9] == [process.wait() for process in made[0].processes.values()]

@@ -24,8 +24,11 @@ names = "RANK LOCAL_RANK WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ATTEMPT CUDA_VIS
 seen: dict[str, object] = {name: os.environ.get(name) for name in names.split()}
 is_refused = attempt in orders.get("refuse", [])
 is_broken = begun == orders.get("refuse_start")
-if is_refused and rank == 0:
-    sys.exit("REFUSED: no such layout")
+if is_refused:
+    if rank == 0:
+        sys.exit("REFUSED: no such layout")
+    # For rank 0, which never comes; gloo would wait as long, and cost every rank an import of torch.
+    time.sleep(600)
 if is_broken and rank == 0:
     sys.exit("REFUSED: this device is broken")
 dies = starts == 0 and "die_once" in orders
@@ -35,7 +38,7 @@ def meet() -> int:
     """Sum the ranks with all others; alone, take a moment, and wait for ever for one that is dead."""
     if orders.get("alone"):
         waits = dies and iteration >= 2 and orders["die_once"] != rank
-        time.sleep(600 if waits or is_refused or is_broken else 0.05)
+        time.sleep(600 if waits or is_broken else 0.05)
         return 0
     total = torch.tensor([rank])
     dist.all_reduce(total)

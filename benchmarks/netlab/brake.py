@@ -1,9 +1,10 @@
 """Holds hosts back: a processor quota where control groups can be written, else stop and go.
 
 A quota lets all of a host's processes run for a share of every period, a weight keeps the ratio to its peers where all
-processors are busy; nothing else on the machine changes. Where no control group can be made, a thread stops the host's
-processes for the rest of every period and lets them go on: coarser, and visible to a parent that watches for stopped
-children.
+processors are busy; nothing else on the machine changes. A fence (`cores_per_slot`) gives every host a quota with a
+short period, cores to keep to, and more weight than the rest of the machine. Where no control group can be made, a
+thread stops the host's processes for the rest of every period and lets them go on: coarser, and visible to a parent
+that watches for stopped children.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from benchmarks.netlab import system
+from benchmarks.netlab import fence, system
+from benchmarks.netlab.system import LabError
 from benchmarks.netlab.topology import Topology
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
 """Of control groups version 1. Version 2 lets a process that is not at the root limit nobody, so it is not tried."""
 GROUP_PERIOD_US = 20_000
 USUAL_WEIGHT = 1024
+FENCE_WEIGHT = 4 * USUAL_WEIGHT
 SIGNAL_PERIOD_S = 0.05
 LOOK_EVERY = 4
 """Periods between two looks at who lives in a host: that reads all of /proc."""
@@ -38,15 +41,29 @@ class Brake:
         homes: the namespace of each host.
         by_signals: do not try control groups.
 
+    Raises:
+        LabError: the topology has a fence, which needs a control group, and none can be made.
+        TopologyError: the fence is larger than the machine.
+
     """
 
     def __init__(self, topology: Topology, homes: Mapping[str, str], *, by_signals: bool = False) -> None:
         self._topology = topology
         self._homes = homes
+        self._places = fence.places(topology, sorted(os.sched_getaffinity(0))) if self._fenced else {}
         self._groups = {} if by_signals else _made(homes)
+        if self._fenced and not self._groups:
+            raise LabError(
+                f"cores_per_slot needs a control group for each host, and none can be made in {GROUPS} "
+                "(version 1, controller cpu); leave cores_per_slot out"
+            )
         self._shares: dict[str, float] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._stop_and_go, daemon=True)
+
+    @property
+    def _fenced(self) -> bool:
+        return self._topology.cores_per_slot is not None
 
     @property
     def words(self) -> str:
@@ -55,7 +72,7 @@ class Brake:
 
     def __enter__(self) -> Brake:
         for host in self._topology.hosts:
-            if host.share < 1:
+            if host.share < 1 or self._fenced:
                 self.slow(host.name, host.share)
         return self
 
@@ -70,18 +87,28 @@ class Brake:
         """The file into which a process of this host writes its id; empty where there is none."""
         return str(self._groups[host] / "cgroup.procs") if self._groups else ""
 
+    def cores(self, host: str) -> str:
+        """The cores that a process of this host keeps to, as taskset lists them; empty = all."""
+        return ",".join(map(str, self._places.get(host, ())))
+
     def slow(self, host: str, share: float) -> None:
-        """Give a host this share of its part of the machine; 1 = no limit."""
+        """Give a host this share of its part of the machine, or of what the fence gives it; 1 = all of it."""
         self._topology.host(host)
-        if self._groups:
-            quota = max(1000, int(share * self._part(host) * GROUP_PERIOD_US)) if share < 1 else -1
-            (self._groups[host] / "cpu.cfs_quota_us").write_text(str(quota))
+        if self._fenced:
+            quota = fence.timing_us(share * fence.processors(self._topology, host), fence.PERIOD_US)
+            self._hold(host, *quota, FENCE_WEIGHT)
+        elif self._groups:
+            quota = fence.timing_us(share * self._part(host), GROUP_PERIOD_US) if share < 1 else (-1, GROUP_PERIOD_US)
             # The quota holds where processors are idle; where all compute, the weight keeps the ratio to its peers.
-            (self._groups[host] / "cpu.shares").write_text(str(max(2, int(share * USUAL_WEIGHT))))
-            return
-        self._shares[host] = share
-        if not self._thread.is_alive():
-            self._thread.start()
+            self._hold(host, *quota, max(2, int(share * USUAL_WEIGHT)))
+        else:
+            self._shares[host] = share
+            if not self._thread.is_alive():
+                self._thread.start()
+
+    def _hold(self, host: str, quota_us: int, period_us: int, weight: int) -> None:
+        for name, value in (("cfs_period_us", period_us), ("cfs_quota_us", quota_us), ("shares", weight)):
+            (self._groups[host] / f"cpu.{name}").write_text(str(value))
 
     def _part(self, host: str) -> float:
         """Processors that a host has when every slot of the lab computes: a fair part, at most one a slot."""
@@ -123,7 +150,7 @@ def _made(homes: Mapping[str, str]) -> dict[str, Path]:
     try:
         for group in groups.values():
             group.mkdir()
-            (group / "cpu.cfs_period_us").write_text(str(GROUP_PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text("-1")
     except OSError:
         for group in groups.values():
             with suppress(OSError):

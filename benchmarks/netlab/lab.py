@@ -21,8 +21,11 @@ from benchmarks.netlab.topology import Path, Topology
 Link = tuple[str, str]
 """Two hosts; where a direction matters, the sender first."""
 PORT = 29500
-# Runs on the new host: its name, the names of all, its processor quota; then this very process is the command.
-ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && { [ -z "$3" ] || echo $$ >"$3"; } && shift 3 && exec "$@"'
+# Runs on the new host: its name, the names of all, its quota, its cores; then this very process is the command.
+ENTER = (
+    'hostname "$1" && mount --bind "$2" /etc/hosts && { [ -z "$3" ] || echo $$ >"$3"; } && '
+    '{ [ -z "$4" ] || taskset -pc "$4" $$ >/dev/null; } && shift 4 && exec "$@"'
+)
 
 
 @final
@@ -149,7 +152,7 @@ class Lab:
         """
         home = system.NETNS / self._homes[host]
         enter = ["nsenter", f"--net={home}", "unshare", "--uts", "--mount", "sh", "-c", ENTER, "enter"]
-        words = [*enter, host, self.folder / "hosts", self._brake.entrance(host), *argv]
+        words = [*enter, host, self.folder / "hosts", self._brake.entrance(host), self._brake.cores(host), *argv]
         process = subprocess.Popen(
             list(map(str, words)),
             env={**os.environ, **self.environment(host), **(env or {})},

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 NETNS = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
-TOOLS = ("ip", "tc", "nsenter", "unshare")
+TOOLS = ("ip", "tc", "nsenter", "unshare", "taskset")
 KILL_DEADLINE_S = 10.0
 
 T = TypeVar("T")

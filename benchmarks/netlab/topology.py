@@ -4,6 +4,7 @@ rate_mbit = 1000                                   # of every pair that nothing 
 latency_ms = { near = 0.0, far = 2.0 }             # classes; the first is that of every pair
 hosts = 8                                          # n0 .. n7, or [[host]] tables
 slots = 1                                          # of every host
+cores_per_slot = 0.45                              # a fence: no slot computes faster, whatever the others do
 [[host]]
 name = "n3"
 share = 0.5                                        # of the processor time that its peers get
@@ -33,7 +34,7 @@ from typing import Any
 HOST_NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")
 """Twelve characters leave room for the `to-` of a device's name."""
 MAX_HOSTS = 100
-TOP = {"rate_mbit", "latency_ms", "hosts", "slots", "host", "island", "link"}
+TOP = {"rate_mbit", "latency_ms", "hosts", "slots", "cores_per_slot", "host", "island", "link"}
 KEYS = {
     "host": {"name", "slots", "share"},
     "island": {"hosts", "rate_mbit", "latency"},
@@ -52,7 +53,7 @@ class Host:
     name: str
     slots: int = 1
     share: float = 1.0
-    """Of the processor time that a host of equally many slots gets when all compute at once."""
+    """Of the processor time that a host of equally many slots gets: of the fence, or, without one, when all compute."""
 
     def __post_init__(self) -> None:
         if not HOST_NAME.fullmatch(self.name):
@@ -81,8 +82,12 @@ class Topology:
     hosts: tuple[Host, ...]
     paths: Mapping[tuple[str, str], Path] = field(default_factory=dict)
     """By (sender, receiver)."""
+    cores_per_slot: float | None = None
+    """Of processor time that a slot has, no more and no less, whatever other hosts do; None = what is left of it."""
 
     def __post_init__(self) -> None:
+        if self.cores_per_slot is not None and not self.cores_per_slot > 0:
+            raise TopologyError(f"cores_per_slot={self.cores_per_slot} must be above 0; leave it out for no fence")
         names = [host.name for host in self.hosts]
         if not 1 <= len(names) <= MAX_HOSTS or len(set(names)) != len(names):
             raise TopologyError(f"a laboratory needs 1 to {MAX_HOSTS} hosts of different names, got {names}")
@@ -176,7 +181,11 @@ def parse(document: Mapping[str, Any]) -> Topology:
             if pair not in described:
                 raise TopologyError(f"{entry}: {' to '.join(pair)} is not a link; hosts are {', '.join(names)}")
             described[pair] |= {key: entry[key] for key in ("rate_mbit", "latency") if key in entry}
-    return Topology(hosts=hosts, paths={pair: _path(what, classes, pair) for pair, what in described.items()})
+    return Topology(
+        hosts=hosts,
+        paths={pair: _path(what, classes, pair) for pair, what in described.items()},
+        cores_per_slot=document.get("cores_per_slot"),
+    )
 
 
 def _refuse_unknown(entry: Mapping[str, Any], keys: set[str], where: str) -> None:

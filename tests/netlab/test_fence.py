@@ -1,0 +1,106 @@
+"""A fenced host has so much processor, alone on the machine or beside busy others."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import pytest
+from labs import needs_lab
+
+from benchmarks.netlab import Lab, LabError, fence, topology
+from benchmarks.netlab.brake import GROUPS, Brake
+from benchmarks.netlab.topology import Host, Topology, TopologyError, parse
+
+BUSY = """
+import time
+began_s, computed_s = time.monotonic(), time.process_time()
+while time.process_time() - computed_s < 0.4:
+    pass
+print(time.monotonic() - began_s, flush=True)
+"""
+needs_groups = pytest.mark.skipif(not GROUPS.exists(), reason=f"netlab: no control groups of version 1 in {GROUPS}")
+
+
+def fenced(num_hosts: int, cores_per_slot: float, **more: int) -> Topology:
+    """Hosts that are all alike."""
+    made = topology.uniform(num_hosts, rate_mbit=100, **more)
+    return dataclasses.replace(made, cores_per_slot=cores_per_slot)
+
+
+def test_the_file_says_so() -> None:
+    """The key is read, absent by default, and more than nothing."""
+    assert 0.45 == parse({"hosts": 2, "cores_per_slot": 0.45}).cores_per_slot
+    assert parse({"hosts": 2}).cores_per_slot is None
+    with pytest.raises(TopologyError, match=r"cores_per_slot=0 must be above 0"):
+        parse({"hosts": 2, "cores_per_slot": 0})
+
+
+def test_hosts_keep_to_the_fewest_cores_that_hold_them() -> None:
+    """Two hosts of 0.45 share a core; one of two whole slots has two; larger hosts choose first."""
+    assert {"n0": (0,), "n1": (1,), "n2": (0,), "n3": (1,)} == fence.places(fenced(4, 0.45), [0, 1])
+    assert {"n0": (4,), "n1": (5,)} == fence.places(fenced(2, 0.5, slots=2), [4, 5])
+    mixed = parse({"cores_per_slot": 0.5, "host": [{"name": "a"}, {"name": "b", "slots": 3}]})
+    assert {"a": (2,), "b": (0, 1)} == fence.places(mixed, [0, 1, 2])
+
+
+@pytest.mark.parametrize(("num_hosts", "cores_per_slot"), [(4, 0.55), (3, 0.6), (1, 2.5)])
+def test_a_fence_larger_than_the_machine_is_refused(num_hosts: int, cores_per_slot: float) -> None:
+    """Quotas that cannot all be had at once would be no promise."""
+    with pytest.raises(TopologyError, match="make it smaller"):
+        fence.places(fenced(num_hosts, cores_per_slot), [0, 1])
+
+
+def test_small_quotas_have_longer_periods() -> None:
+    """The kernel takes no quota below a millisecond; the share of the processor is kept."""
+    assert (2250, 5000) == fence.timing_us(0.45, 5000)
+    assert (1000, 10_000) == fence.timing_us(0.1, 5000)
+
+
+def test_no_fence_without_control_groups() -> None:
+    """Stopping and continuing processes would be another experiment."""
+    with pytest.raises(LabError, match="leave cores_per_slot out"):
+        Brake(fenced(1, 0.5), {"n0": "none"}, by_signals=True)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+@needs_lab
+@needs_groups
+def test_a_host_is_as_fast_beside_busy_ones_as_alone() -> None:
+    """The same work takes the same time within 5 %, and as long as the fence says."""
+
+    def wall_s(busy: int) -> float:
+        """Let so many hosts work; how long the first of them took."""
+        jobs = [
+            lab.run(host, [sys.executable, "-I", "-S", "-c", BUSY], stdout=subprocess.PIPE) for host in lab.hosts[:busy]
+        ]
+        first_s, *_ = [float(job.communicate(timeout=60)[0]) for job in jobs]
+        return first_s
+
+    with Lab(fenced(4, 0.45)) as lab:
+        alone_s, beside_s = (min(wall_s(busy) for _ in range(4)) for busy in (1, 4))
+        lab.slow("n0", 0.5)
+        slowed_s = wall_s(4)
+    print(f"0.4 s of processor: {alone_s:.3f} s alone, {beside_s:.3f} s beside busy hosts, {slowed_s:.3f} s slowed")
+
+    assert 0.4 / 0.45 == pytest.approx(alone_s, rel=0.05)
+    assert alone_s == pytest.approx(beside_s, rel=0.05)
+    assert 2 * alone_s == pytest.approx(slowed_s, rel=0.15)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+@needs_lab
+@needs_groups
+def test_a_stopped_lab_leaves_no_fence() -> None:
+    """An error on the way in takes everything back."""
+    with pytest.raises(TopologyError, match="make it smaller"), Lab(fenced(2, 64.0)):
+        pass
+
+    with Lab(Topology(hosts=(Host(name="solo"),), cores_per_slot=0.3)) as lab:
+        began_s = time.monotonic()
+        code = lab.run("solo", ["true"]).wait(timeout=30)
+        assert (0, True) == (code, time.monotonic() - began_s < 20)

@@ -106,8 +106,8 @@ def compare(
 
     """
     cache = f"--pipette-cache={lab.folder / 'plans'}"
-    stock = [sys.executable, *TORCHRUN, *words]
-    launch = [sys.executable, "-m", "pipette_launch", cache, *ours, *words]
+    stock = [*TORCHRUN, *words]
+    launch = ["-m", "pipette_launch", cache, *ours, *words]
     say("pipette-launch, cold")
     cold = train(lab, launch)
     found = []
@@ -120,14 +120,26 @@ def compare(
     return Comparison(cold=cold, pairs=tuple(found), skip=skip)
 
 
-def train(lab: Lab, words: Sequence[str]) -> Ended:
-    """Run a launcher on every host and read the iterations that any of them printed."""
+def train(lab: Lab, words: Sequence[str], *, python: str = sys.executable) -> Ended:
+    """Run a launcher on every host and read the iterations that any of them printed.
+
+    Args:
+        lab: where.
+        words: what stands behind the interpreter: TORCHRUN, or `-m pipette_launch`, with what follows.
+        python: the interpreter of launchers and workers.
+
+    Raises:
+        LabError: it failed or printed no iteration; the text holds the end of what it printed.
+
+    """
     began_s = time.monotonic()
     outputs = [lab.folder / host / "output" for host in lab.hosts]
     with ExitStack() as stack:
         files = [stack.enter_context(path.open("w")) for path in outputs]
         jobs = [
-            lab.run(host, words, _environment(), stdout=file, stderr=subprocess.STDOUT)
+            lab.run(
+                host, [python, *words], {**environment(), "PYTHON_EXEC": python}, stdout=file, stderr=subprocess.STDOUT
+            )
             for host, file in zip(lab.hosts, files, strict=True)
         ]
         code, blamed = everywhere.finish(dict(zip(lab.hosts, jobs, strict=True)), PATIENCE_S)
@@ -136,7 +148,7 @@ def train(lab: Lab, words: Sequence[str]) -> Ended:
     found = {one.iteration: one for one in map(parse_iteration, lines) if one is not None}
     if code or not found:
         said = f"{blamed} failed first, exit code {code}" if code else "no iteration was printed"
-        raise LabError(f"{' '.join(words[1:])}: {said}\n" + "\n".join(lines[-SHOWN_LINES:]))
+        raise LabError(f"{' '.join(words)}: {said}\n" + "\n".join(lines[-SHOWN_LINES:]))
     ordered = [found[number] for number in sorted(found)]
     return Ended(
         step_s=tuple(one.step_time_s for one in ordered),
@@ -145,7 +157,8 @@ def train(lab: Lab, words: Sequence[str]) -> Ended:
     )
 
 
-def _environment() -> Mapping[str, str]:
+def environment() -> Mapping[str, str]:
+    """Variables of every training, beside the host's own."""
     before = os.environ.get("PYTHONPATH", "")
     return {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "patches"), *([before] if before else [])]),

@@ -120,13 +120,20 @@ def compare(
     return Comparison(cold=cold, pairs=tuple(found), skip=skip)
 
 
-def train(lab: Lab, words: Sequence[str], *, python: str = sys.executable) -> Ended:
+def train(
+    lab: Lab,
+    words: Sequence[str],
+    *,
+    python: str = sys.executable,
+    env: Callable[[str], Mapping[str, str]] = lambda _host: {},
+) -> Ended:
     """Run a launcher on every host and read the iterations that any of them printed.
 
     Args:
         lab: where.
         words: what stands behind the interpreter: TORCHRUN, or `-m pipette_launch`, with what follows.
         python: the interpreter of launchers and workers.
+        env: variables of a host beside those that all have.
 
     Raises:
         LabError: it failed or printed no iteration; the text holds the end of what it printed.
@@ -138,7 +145,11 @@ def train(lab: Lab, words: Sequence[str], *, python: str = sys.executable) -> En
         files = [stack.enter_context(path.open("w")) for path in outputs]
         jobs = [
             lab.run(
-                host, [python, *words], {**environment(), "PYTHON_EXEC": python}, stdout=file, stderr=subprocess.STDOUT
+                host,
+                [python, *words],
+                {**environment(), "PYTHON_EXEC": python, **env(host)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
             for host, file in zip(lab.hosts, files, strict=True)
         ]

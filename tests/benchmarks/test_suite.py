@@ -13,6 +13,7 @@ FOUND = {
     "versions": "some",
     "machine": "small",
     "load": "0.1",
+    "stolen": "2.0%",
 }
 
 

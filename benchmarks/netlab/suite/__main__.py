@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks import netlab
 from benchmarks.netlab.suite.parts import TITLES, Entry, PartResult, Setting, circumstances, entry, report
+from benchmarks.stolen import ticks
 
 RESULTS = Path(__file__).parents[2] / "results"
 PARTS = tuple(name for name in TITLES if importlib.util.find_spec(f"{__package__}.{name}"))
@@ -52,7 +53,7 @@ def _measure(name: str, folder: Path, *, quick: bool) -> bool:
     entries = _entries(folder)
     setting = Setting(quick=quick, known={part: one["raw"] for part, one in entries.items()})
     found = circumstances(name, quick=quick)
-    began_s = time.monotonic()
+    began_s, before = time.monotonic(), ticks()
     _say(f"{name}: begins")
     try:
         result: PartResult = importlib.import_module(f"{__package__}.{name}").run(setting, _say)
@@ -60,6 +61,7 @@ def _measure(name: str, folder: Path, *, quick: bool) -> bool:
         _say(f"{name}: {traceback.format_exc()}")
         return False
     took_s = time.monotonic() - began_s
+    found["stolen"] = f"{ticks().stolen_since(before):.1%}"
     _say(f"{name}: took {took_s:.0f} s")
     print("\n".join(result.lines), flush=True)
     entries[name] = entry(result, found, took_s=took_s)

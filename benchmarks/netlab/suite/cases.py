@@ -72,8 +72,7 @@ TOPOLOGIES: Mapping[str, Callable[[], Topology]] = {
 
 
 def _made(document: Mapping[str, Any]) -> Topology:
-    fence = {"cores_per_slot": CORES_PER_SLOT} if "cores_per_slot" in topology.TOP else {}
-    return topology.parse({"hosts": NUM_HOSTS, **fence, **document})
+    return topology.parse({"hosts": NUM_HOSTS, "cores_per_slot": CORES_PER_SLOT, **document})
 
 
 def _gpt(*, layers: int, hidden: int, seq: int, batch: int) -> tuple[str, ...]:
@@ -88,9 +87,9 @@ def _gpt(*, layers: int, hidden: int, seq: int, batch: int) -> tuple[str, ...]:
 
 
 MODELS: Mapping[str, tuple[str, ...]] = {
-    "communication-heavy": _gpt(layers=4, hidden=384, seq=128, batch=8),
-    "balanced": _gpt(layers=4, hidden=256, seq=128, batch=16),
-    "compute-heavy": _gpt(layers=4, hidden=128, seq=256, batch=64),
+    "communication-heavy": _gpt(layers=4, hidden=256, seq=128, batch=8),
+    "balanced": _gpt(layers=4, hidden=192, seq=128, batch=16),
+    "compute-heavy": _gpt(layers=4, hidden=128, seq=256, batch=32),
 }
 """Flags of examples/pretrain_gpt.py, --train-iters apart."""
 

@@ -104,4 +104,7 @@ def _first_lines(one: Entry) -> Iterator[str]:
     found = one["circumstances"]
     yield f"`{found['command']}`, {found['date']}, commit {found['commit']}; took {one['took_s']:.0f} s;"
     yield f"{found['versions']};"
-    yield f"{found['machine']}; load {found['load']} at the start, which others caused."
+    yield (
+        f"{found['machine']}; load {found['load']} at the start, which others caused; other machines of the same host "
+        f"took {found['stolen']} of the processor time."
+    )

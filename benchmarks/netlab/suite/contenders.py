@@ -1,0 +1,127 @@
+"""What others would run in our place: their picks on the cluster that our own warm-up measured, ready to be started."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.netlab.lab import PORT, Lab
+from pipette_launch import megatron
+from pipette_launch.baselines.pick import Clock, Placement, PlannerOptions, torchrun_order
+from pipette_launch.baselines.planners import PLANNERS
+from pipette_launch.cost.filled import filled
+from pipette_launch.cost.latency import Predictor
+from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan
+
+OWN = "torchrun"
+"""The user's own words in torchrun's order."""
+RIVALS = {"rules": "megatron-rules", "AMP": "amp", "Varuna": "varuna", "Pipette": "pipette"}
+"""Column of the table -> planner."""
+ANNEALING_S = 0.5
+"""For each of Pipette's candidates; four hosts have 24 orders."""
+LANDED = re.compile(r"\bglobal_ranks=\[([\d, ]*)\]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """Something to run."""
+
+    names: tuple[str, ...]
+    """Of all who picked exactly this."""
+    layout: Layout
+    placement: Placement
+    words: tuple[str, ...]
+    """The script and its arguments."""
+    predicted_s: float | None
+    """By our own Predictor; None where it has no compute times for this layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One job on one measured cluster."""
+
+    words: tuple[str, ...]
+    """The script and the arguments that the user gave."""
+    job: Job
+    measurements: Measurements
+
+    @classmethod
+    def of(cls, words: Sequence[str], measurements: Measurements) -> Case:
+        """Read the words for as many ranks as there are slots."""
+        cluster = measurements.cluster
+        job = megatron.read_job(
+            words[1:],
+            world_size=cluster.num_slots,
+            megatron_version=megatron.script_version(words[0], os.environ),
+            device_kind=cluster.device_kind,
+            environment=os.environ,
+            device_name=cluster.hosts[0].devices[0].name,
+        )
+        return cls(words=tuple(words), job=job, measurements=filled(job, measurements))
+
+    def contender(self, name: str, layout: Layout, placement: Sequence[int]) -> Contender:
+        """Make a layout and a placement runnable, in the words that a plan of ours would be written in."""
+        words = megatron.write_arguments(self.words[1:], job=self.job, layout=layout)
+        predictor = Predictor(self.job, self.measurements)
+        return Contender(
+            names=(name,),
+            layout=layout,
+            placement=tuple(placement),
+            words=(self.words[0], *words),
+            predicted_s=predictor.step_time(layout, placement).total_s if predictor.can_price(layout) else None,
+        )
+
+
+def rivals(case: Case, clock: Clock) -> tuple[tuple[Contender, ...], dict[str, str]]:
+    """Return what the user's own words and every rival would run, and why a rival would run nothing."""
+    options = PlannerOptions(
+        capacity_bytes=case.measurements.cluster.memory_bytes, clock=clock, budget_s=ANNEALING_S, seed=0
+    )
+    found = [case.contender(OWN, case.job.own, torchrun_order(case.job.own.world_size))]
+    refused = {}
+    for name, planner in RIVALS.items():
+        # Varuna always recomputes, whatever the user does.
+        pinned = [pin for pin in case.job.pinned if planner != "varuna" or pin != "recompute"]
+        try:
+            pick = PLANNERS[planner](replace(case.job, pinned=tuple(pinned)), case.measurements, options)
+            found.append(case.contender(name, pick.layout, pick.placement))
+        except PipetteError as error:
+            refused[name] = str(error)
+    return merged(found), refused
+
+
+def merged(found: Sequence[Contender]) -> tuple[Contender, ...]:
+    """Make one of those that would run the same words in the same places."""
+    together: dict[tuple[tuple[str, ...], Placement], Contender] = {}
+    for one in found:
+        same = together.get((one.words, one.placement))
+        together[one.words, one.placement] = one if same is None else replace(same, names=(*same.names, *one.names))
+    return tuple(together.values())
+
+
+def ours(plan: Plan) -> Choice:
+    """What a plan runs."""
+    return plan.own if plan.keeps_own else plan.chosen
+
+
+def in_order(lab: Lab, placement: Sequence[int]) -> Callable[[str], Mapping[str, str]]:
+    """Return torchrun's flags, as variables of each host, by which hosts of one slot get these RANKs."""
+    ranks = dict(zip(lab.hosts, placement, strict=True))
+    if list(ranks.values()) == sorted(ranks.values()):
+        return lambda _host: {"LOGLEVEL": "INFO"}
+    first = min(ranks, key=lambda host: ranks[host])
+    return lambda host: {
+        "LOGLEVEL": "INFO",
+        "PET_RDZV_BACKEND": "static",
+        "PET_RDZV_ENDPOINT": f"{lab.address(first)}:{PORT}",
+        "PET_NODE_RANK": str(ranks[host]),
+    }
+
+
+def landed(output: str) -> tuple[int, ...]:
+    """RANKs that torchrun gave to a host's workers, from what it printed at level INFO; empty if it said nothing."""
+    said = LANDED.findall(output)
+    return tuple(int(rank) for rank in said[-1].split(",")) if said else ()

@@ -1,0 +1,187 @@
+"""Step times under pipette-launch against torchrun with what others would pick, network by network, in turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks.netlab.compare import TORCHRUN, Ended, train
+from benchmarks.netlab.lab import Lab
+from benchmarks.netlab.suite import contenders, standings
+from benchmarks.netlab.suite.cases import MODELS, TOPOLOGIES, training
+from benchmarks.netlab.suite.contenders import Case, Contender
+from benchmarks.netlab.suite.parts import PartResult, Say, Setting
+from benchmarks.netlab.suite.standings import Cell, Entrant
+from benchmarks.netlab.system import LabError
+from pipette_launch import megatron
+from pipette_launch.facts import Measurements, Plan, files
+
+ROUNDS = 2
+ITERATIONS = 8
+BUDGET_S = 30.0
+"""For the warm-up of each network's first model; later ones find its links again."""
+QUICK = (("islands", "communication-heavy"),)
+ALL = tuple((network, model) for network in TOPOLOGIES for model in MODELS)
+
+Start = Callable[[], Ended]
+
+
+def run(setting: Setting, say: Say) -> PartResult:
+    """Measure every cell."""
+    asked = QUICK if setting.quick else ALL
+    rounds = 1 if setting.quick else ROUNDS
+    cells = []
+    for network, group in groupby(asked, key=lambda cell: cell[0]):
+        models = [model for _, model in group]
+        cells += list(_on_network(network, models, setting, rounds=rounds, say=say))
+    return PartResult(
+        name="speedup",
+        lines=(*_head(rounds), *standings.lines(cells)),
+        raw={"cells": [raw(cell) for cell in cells]},
+        headline=standings.headline(cells),
+    )
+
+
+def _head(rounds: int) -> Iterator[str]:
+    yield (
+        "Four hosts of one slot with 0.45 of a core each (`suite/cases.py`). Columns of ratios: their step over ours, "
+        f"median of {rounds} rounds (least-most); above 1 pipette-launch is faster. In a round everybody trains "
+        f"{ITERATIONS} iterations once, {standings.SKIP} of them not counted; every other round runs backwards. "
+        "torchrun = the user's own words, which pipette-launch is given too; rules = Megatron's rules of thumb. Who "
+        "picks the same configuration in the same places is run once. pipette-launch starts from its cached plan."
+    )
+    yield ""
+
+
+def _on_network(network: str, models: Sequence[str], setting: Setting, *, rounds: int, say: Say) -> Iterator[Cell]:
+    with Lab(TOPOLOGIES[network]()) as lab, setting.python(lab) as python:
+        lab.check()
+        for model in models:
+            say(f"speedup: {network}, {model}")
+            try:
+                cell = _Runner(lab, python, say).cell(network, model, rounds)
+            except LabError as error:
+                cell = _failed(network, model, str(error))
+            say(f"speedup: {standings.headline([cell])}")
+            yield cell
+
+
+def _failed(network: str, model: str, text: str) -> Cell:
+    """What is left of a cell in which pipette-launch left no plan."""
+    nothing = Entrant(
+        names=("pipette-launch",), layout="no plan", placement=(), predicted_s=None, rounds=(), failure=why(text)
+    )
+    return Cell(topology=network, model=model, ours=nothing, others=(), refused={})
+
+
+class _Runner:
+    """Trains on one laboratory; all that pipette-launch learns on it is kept in one cache."""
+
+    def __init__(self, lab: Lab, python: str, say: Say) -> None:
+        self._lab = lab
+        self._python = python
+        self._say = say
+        self._cache = lab.folder / "plans"
+
+    def cell(self, network: str, model: str, rounds: int) -> Cell:
+        """Measure and plan once, then train in turns."""
+        words = training(model, iterations=ITERATIONS)
+        plan, measurements = self._planned(model)
+        case = Case.of(words, measurements)
+        others, refused = contenders.rivals(case, time.monotonic)
+        choice = contenders.ours(plan)
+        own = case.contender("pipette-launch", choice.layout, choice.placement)
+        starts: list[tuple[Contender, Start]] = [(one, self._stock(one)) for one in others]
+        starts.append((own, self._launch(words)))
+        done = self._rounds(starts, rounds)
+        return Cell(topology=network, model=model, ours=done[-1], others=tuple(done[:-1]), refused=refused)
+
+    def _planned(self, model: str) -> tuple[Plan, Measurements]:
+        """Start pipette-launch where it has no plan, and read what it leaves."""
+        before = set(self._cache.glob("*/plan.json"))
+        # The number of iterations is no part of a plan's key.
+        self._launch(training(model, iterations=1))()
+        made = set(self._cache.glob("*/plan.json")) - before
+        if len(made) != 1:
+            raise LabError(f"pipette-launch left {len(made)} new plans in {self._cache}, not one")
+        folder: Path = made.pop().parent
+        return files.read(folder / "plan.json", Plan), files.read(folder / "cluster.json", Measurements)
+
+    def _launch(self, words: Sequence[str]) -> Start:
+        ours = ("-m", "pipette_launch", f"--pipette-cache={self._cache}", f"--pipette-budget={BUDGET_S:g}")
+        return lambda: train(self._lab, [*ours, *words], python=self._python)
+
+    def _stock(self, one: Contender) -> Start:
+        order = contenders.in_order(self._lab, one.placement)
+
+        def start() -> Ended:
+            ended = train(self._lab, [*TORCHRUN, *one.words], python=self._python, env=order)
+            found = [self._landed(host) for host in self._lab.hosts]
+            if found != [(rank,) for rank in one.placement]:
+                raise LabError(f"torchrun gave the hosts the ranks {found}, asked were {one.placement}")
+            return ended
+
+        return start
+
+    def _landed(self, host: str) -> tuple[int, ...]:
+        return contenders.landed((self._lab.folder / host / "output").read_text(errors="replace"))
+
+    def _rounds(self, starts: Sequence[tuple[Contender, Start]], rounds: int) -> list[Entrant]:
+        ended: dict[int, list[Ended]] = {number: [] for number in range(len(starts))}
+        failures: dict[int, str] = {}
+        for turn in range(rounds):
+            for number in list(ended)[:: -1 if turn % 2 else 1]:
+                one, start = starts[number]
+                if number in failures:
+                    continue
+                try:
+                    ended[number].append(start())
+                except LabError as error:
+                    failures[number] = why(str(error))
+                    self._say(f"speedup: {'/'.join(one.names)} failed: {failures[number]}")
+        return [
+            Entrant(
+                names=one.names,
+                layout=one.layout.words(),
+                placement=one.placement,
+                predicted_s=one.predicted_s,
+                rounds=() if number in failures else tuple(ended[number]),
+                failure=failures.get(number, ""),
+            )
+            for number, (one, _) in enumerate(starts)
+        ]
+
+
+def why(text: str) -> str:
+    """Say in a line why a training failed, from the end of its output."""
+    return megatron.explain_failure(text) or text.splitlines()[0][-200:]
+
+
+def raw(cell: Cell) -> Mapping[str, Any]:
+    """Every figure of a cell, for JSON."""
+    return {
+        "topology": cell.topology,
+        "model": cell.model,
+        "noise": cell.noise,
+        "ours": _entrant(cell.ours),
+        "others": [_entrant(one) for one in cell.others],
+        "refused": cell.refused,
+        "ratios": {name: list(cell.ratios(name)) for name in standings.COLUMNS},
+    }
+
+
+def _entrant(one: Entrant) -> Mapping[str, Any]:
+    return {
+        "names": list(one.names),
+        "layout": one.layout,
+        "placement": list(one.placement),
+        "predicted_s": one.predicted_s,
+        "measured_s": one.measured_s,
+        "step_s": [list(ended.step_s) for ended in one.rounds],
+        "losses": [list(ended.losses) for ended in one.rounds],
+        "wall_s": [ended.wall_s for ended in one.rounds],
+        "failure": one.failure,
+    }

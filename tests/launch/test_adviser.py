@@ -141,7 +141,6 @@ def test_without_a_plan_the_answer_says_why() -> None:
     assert found.words.startswith("no plan could be made of what was measured so far: ")
 
 
-@pytest.mark.processes
 def test_the_process_answers_without_torch(tmp_path: Path) -> None:
     """The real command reads the question, writes the answer, and never imports torch."""
     question, answer = tmp_path / "question.json", tmp_path / "advice.json"
@@ -154,7 +153,6 @@ def test_the_process_answers_without_torch(tmp_path: Path) -> None:
     assert files.read(answer, Advice).host_pairs
 
 
-@pytest.mark.processes
 def test_a_bad_question_is_answered_in_one_line(tmp_path: Path) -> None:
     """The process ends with 1 and says on stderr what is wrong with the file."""
     (tmp_path / "question.json").write_text("{}")

@@ -15,8 +15,6 @@ from pipette_launch.cost.parameters import stage_parameters
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("stage_worker.py")
-# Two at a time: a worker for real tensors, and one for abstract ones.
-pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")

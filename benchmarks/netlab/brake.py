@@ -26,7 +26,8 @@ GROUPS = Path("/sys/fs/cgroup/cpu")
 """Of control groups version 1. Version 2 lets a process that is not at the root limit nobody, so it is not tried."""
 GROUP_PERIOD_US = 20_000
 USUAL_WEIGHT = 1024
-FENCE_WEIGHT = 4 * USUAL_WEIGHT
+FENCE_WEIGHT = 64 * USUAL_WEIGHT
+"""What a fenced host may use it gets, whatever else the machine has to do."""
 SIGNAL_PERIOD_S = 0.05
 LOOK_EVERY = 4
 """Periods between two looks at who lives in a host: that reads all of /proc."""

@@ -49,14 +49,15 @@ class Case:
     measurements: Measurements
 
     @classmethod
-    def of(cls, words: Sequence[str], measurements: Measurements) -> Case:
-        """Read the words for as many ranks as there are slots."""
+    def of(cls, words: Sequence[str], measurements: Measurements, *, fix: Sequence[str] = ()) -> Case:
+        """Read the words for as many ranks as there are slots; `fix` as in `--pipette-fix`."""
         cluster = measurements.cluster
         job = megatron.read_job(
             words[1:],
             world_size=cluster.num_slots,
             megatron_version=megatron.script_version(words[0], os.environ),
             device_kind=cluster.device_kind,
+            fix=fix,
             environment=os.environ,
             device_name=cluster.hosts[0].devices[0].name,
         )

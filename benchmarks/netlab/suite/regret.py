@@ -1,0 +1,285 @@
+"""Every layout in every order of hosts, really run: where the launcher's choice stands, and what it costs."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.netlab.compare import train
+from benchmarks.netlab.lab import Lab
+from benchmarks.netlab.suite import space
+from benchmarks.netlab.suite.cases import MODELS, TOPOLOGIES, training
+from benchmarks.netlab.suite.contenders import Case, Contender, ours
+from benchmarks.netlab.suite.direct import trained
+from benchmarks.netlab.suite.parts import PartResult, Say, Setting
+from benchmarks.netlab.system import LabError
+from benchmarks.netlab.topology import Topology
+from benchmarks.stolen import ticks
+from pipette_launch.baselines.pick import torchrun_order
+from pipette_launch.facts import Choice, Layout, Measurements, Plan, files
+from pipette_launch.search.enumerate import cuts
+
+MODEL = "communication-heavy"
+ITERATIONS = 5
+SKIP = 2
+"""Iterations at the start of each training that do not count."""
+FINALISTS = 6
+"""The quickest, and the launcher's choice and torchrun's default, are run so often again: the least of many is luck."""
+FINALS = 2
+FIXED = ("recompute", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "layers_per_chunk")
+"""What launcher and space leave as the user has it, so that the space is small enough to be run."""
+BUDGET_S = 40.0
+SEED = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One network with the time that its runs may take."""
+
+    topology: str
+    slots: int
+    limit_s: float
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        return f"{self.topology}, 4 x {self.slots}"
+
+    def made(self) -> Topology:
+        """Give every host so many slots, which share the host's cores."""
+        made = TOPOLOGIES[self.topology]()
+        hosts = tuple(replace(host, slots=self.slots) for host in made.hosts)
+        cores = None if made.cores_per_slot is None else made.cores_per_slot / self.slots
+        return replace(made, hosts=hosts, cores_per_slot=cores)
+
+
+FIELDS = (
+    Field(topology="islands", slots=1, limit_s=330.0),
+    Field(topology="random", slots=1, limit_s=240.0),
+    Field(topology="slow-node", slots=1, limit_s=180.0),
+    Field(topology="islands", slots=2, limit_s=330.0),
+)
+QUICK = (Field(topology="islands", slots=1, limit_s=60.0),)
+
+
+@dataclass
+class Tried:
+    """A layout in an order of hosts, and how long its steps took."""
+
+    run: Contender
+    step_s: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def measured_s(self) -> float:
+        """The median of all steps that count."""
+        return statistics.median(self.step_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What came out on one network."""
+
+    name: str
+    of: int
+    """How many runs there are in all."""
+    tried: tuple[Tried, ...]
+    """Those that ran, quickest first."""
+    failed: tuple[Tried, ...]
+    choice: Tried
+    default: Tried
+    stolen: float
+    """Processor time that other machines took meanwhile."""
+
+    @property
+    def regret(self) -> float:
+        """By how much the launcher's choice is slower than the quickest."""
+        return self.choice.measured_s / self.tried[0].measured_s - 1
+
+    @property
+    def rank(self) -> int:
+        """Of the choice, from 1."""
+        return 1 + sum(one.measured_s < self.choice.measured_s for one in self.tried)
+
+
+def run(setting: Setting, say: Say) -> PartResult:
+    """Measure every network."""
+    found = [_found(one, setting, say) for one in (QUICK if setting.quick else FIELDS)]
+    regrets = [one.regret for one in found]
+    gains = [one.default.measured_s / one.choice.measured_s for one in found]
+    return PartResult(
+        name="regret",
+        lines=(*_head(), *map(_row, found), "", *_best(found)),
+        raw={"fields": [_raw(one) for one in found]},
+        headline=(
+            f"regret {statistics.median(regrets):.1%} in the median, {max(regrets):.1%} at worst, of {len(found)} "
+            f"networks (aims: 3 %, 10 %); torchrun's default takes {min(gains):.2f} to {max(gains):.2f} times our step"
+        ),
+    )
+
+
+def _found(one: Field, setting: Setting, say: Say) -> Found:
+    with Lab(one.made()) as lab, setting.python(lab) as python:
+        lab.check()
+        say(f"regret: {one.name}, warm-up")
+        case, choice = planned(lab, python)
+        num_hosts, slots = len(lab.hosts), one.slots
+        meter = Meter(case, slots, lambda words, placement: trained(lab, words, placement, python=python).step_s)
+        found = cuts(case.job, world_size=num_hosts * slots, devices_per_host=slots, device_kind="cpu")
+        runs = space.runs(found.layouts, num_hosts, slots, random.Random(SEED))
+        before = ticks()
+        chosen = meter.tried(choice.layout, choice.placement)
+        default = meter.tried(case.job.own, torchrun_order(num_hosts * slots))
+        began_s = time.monotonic()
+        for number, (layout, placement) in enumerate(runs, start=1):
+            if time.monotonic() - began_s > one.limit_s:
+                break
+            meter.tried(layout, placement)
+            if number % 20 == 0:
+                say(f"regret: {one.name}, {number} of {len(runs)} runs")
+        quickest = sorted(meter.done(), key=lambda each: each.measured_s)[:FINALISTS]
+        for _ in range(FINALS):
+            for each in {id(each): each for each in (*quickest, chosen, default)}.values():
+                meter.again(each)
+        say(f"regret: {one.name}, {len(meter.done())} of {len(runs)} were run")
+        return Found(
+            name=one.name,
+            of=len(runs),
+            tried=tuple(sorted(meter.done(), key=lambda each: each.measured_s)),
+            failed=tuple(each for each in meter.all() if not each.step_s),
+            choice=chosen,
+            default=default,
+            stolen=ticks().stolen_since(before),
+        )
+
+
+def planned(lab: Lab, python: str) -> tuple[Case, Choice]:
+    """Let pipette-launch measure and choose, without a cache of before.
+
+    Raises:
+        LabError: it left no plan.
+
+    """
+    cache = Path(lab.folder) / "plans"
+    flags = [f"--pipette-cache={cache}", f"--pipette-budget={BUDGET_S:g}", f"--pipette-fix={','.join(FIXED)}"]
+    train(lab, ["-m", "pipette_launch", *flags, *training(MODEL, iterations=1)], python=python)
+    path = next(iter(cache.glob("*/plan.json")), None)
+    if path is None:
+        raise LabError(f"pipette-launch left no plan in {cache}")
+    measurements = files.read(path.parent / "cluster.json", Measurements)
+    return Case.of(training(MODEL, iterations=ITERATIONS), measurements, fix=FIXED), ours(files.read(path, Plan))
+
+
+class Makes(Protocol):
+    """Makes contenders, as `Case` does."""
+
+    def contender(self, name: str, layout: Layout, placement: space.Placement) -> Contender:
+        """Make a layout in an order of hosts runnable."""
+
+
+class Meter:
+    """Runs layouts in orders of hosts, each of a symmetric set once.
+
+    Args:
+        case: makes a layout and an order of hosts runnable.
+        devices_per_host: slots of a host.
+        train: takes the script's words and the RANK of each slot, gives the seconds of each iteration.
+
+    """
+
+    def __init__(
+        self, case: Makes, devices_per_host: int, train: Callable[[Sequence[str], Sequence[int]], Sequence[float]]
+    ) -> None:
+        self._case = case
+        self._devices = devices_per_host
+        self._train = train
+        self._tried: dict[space.Run, Tried] = {}
+
+    def tried(self, layout: Layout, placement: Sequence[int]) -> Tried:
+        """Run it, unless it or its like has been."""
+        order = tuple(placement)
+        key = (layout, space.canonical(layout, order, self._devices))
+        if key not in self._tried:
+            self._tried[key] = Tried(self._case.contender("", layout, order))
+            self.again(self._tried[key])
+        return self._tried[key]
+
+    def again(self, one: Tried) -> None:
+        """Run it once more."""
+        try:
+            one.step_s += self._train(one.run.words, one.run.placement)[SKIP:]
+        except LabError as error:
+            one.failure = str(error)
+
+    def done(self) -> list[Tried]:
+        """All that ran."""
+        return [one for one in self.all() if one.step_s]
+
+    def all(self) -> list[Tried]:
+        """All that was asked for."""
+        return list(self._tried.values())
+
+
+def _head() -> Iterator[str]:
+    yield (
+        f"{' '.join(MODELS[MODEL])}; launcher and space leave {', '.join(FIXED)} as the user has them. Every legal "
+        "layout in every order of hosts that is not the same by symmetry (rings may turn, slots of a host are alike), "
+        f"in an order by chance and as many as the time allows; {ITERATIONS} iterations, {SKIP} not counted; the "
+        f"quickest {FINALISTS}, the choice and the default {FINALS} times more. Stolen = processor time that other "
+        "virtual machines took."
+    )
+    yield ""
+    yield (
+        "| network | run | of | failed | choice ms | best ms | regret | rank | torchrun's default ms | its rank "
+        "| slowest ms | stolen |"
+    )
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+
+
+def _row(one: Found) -> str:
+    best, worst = one.tried[0].measured_s, one.tried[-1].measured_s
+    default_rank = 1 + sum(each.measured_s < one.default.measured_s for each in one.tried)
+    times = f"{one.choice.measured_s * 1e3:.0f} | {best * 1e3:.0f} | {one.regret:.1%} | {one.rank}"
+    default = f"{one.default.measured_s * 1e3:.0f} | {default_rank} | {worst * 1e3:.0f}"
+    return f"| {one.name} | {len(one.tried)} | {one.of} | {len(one.failed)} | {times} | {default} | {one.stolen:.0%} |"
+
+
+def _best(found: Sequence[Found]) -> Iterator[str]:
+    for one in found:
+        quickest = one.tried[0]
+        yield (
+            f"- {one.name}: chosen {_words(one.choice)}; quickest {_words(quickest)}; default {_words(one.default)}."
+        )
+
+
+def _words(one: Tried) -> str:
+    run = one.run
+    predicted = "not priced" if run.predicted_s is None else f"{run.predicted_s * 1e3:.0f} predicted"
+    return f"{run.layout.words()} on {','.join(map(str, run.placement))} ({one.measured_s * 1e3:.0f} ms, {predicted})"
+
+
+def _raw(one: Found) -> Mapping[str, Any]:
+    return {
+        "name": one.name,
+        "of": one.of,
+        "regret": one.regret,
+        "rank": one.rank,
+        "choice": _entry(one.choice),
+        "default": _entry(one.default),
+        "tried": [_entry(each) for each in one.tried],
+        "failed": [{**_place(each), "failure": each.failure} for each in one.failed],
+        "stolen": one.stolen,
+    }
+
+
+def _place(one: Tried) -> Mapping[str, Any]:
+    return {"layout": one.run.layout.words(), "placement": list(one.run.placement)}
+
+
+def _entry(one: Tried) -> Mapping[str, Any]:
+    return {**_place(one), "predicted_s": one.run.predicted_s, "measured_s": one.measured_s, "step_s": one.step_s}

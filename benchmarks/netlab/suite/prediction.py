@@ -1,0 +1,120 @@
+"""Predicted against measured step time, of everything that the other parts of the suite ran. Pure: it runs nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.netlab.suite.parts import PartResult, Say, Setting
+from benchmarks.netlab.system import LabError
+
+LEAST_RUNS = 3
+"""Fewer have no order worth the name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One configuration that ran."""
+
+    what: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, below 0 where the step took longer."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def run(setting: Setting, say: Say) -> PartResult:
+    """Compare what regret and speed-up have left.
+
+    Raises:
+        LabError: neither has been run.
+
+    """
+    groups = {**_regret(setting.known.get("regret", {})), **_speedup(setting.known.get("speedup", {}))}
+    groups = {name: pairs for name, pairs in groups.items() if pairs}
+    if not groups:
+        raise LabError("nothing has been run: the parts regret and speedup come first")
+    say(f"prediction: {sum(map(len, groups.values()))} configurations")
+    every = [pair for pairs in groups.values() for pair in pairs]
+    orders = [spearman(pairs) for pairs in groups.values() if len(pairs) >= LEAST_RUNS]
+    return PartResult(
+        name="prediction",
+        lines=(*_head(), *(_row(name, pairs) for name, pairs in groups.items()), _row("all", every)),
+        raw={
+            name: [{"what": one.what, "predicted_s": one.predicted_s, "measured_s": one.measured_s} for one in pairs]
+            for name, pairs in groups.items()
+        },
+        headline=(
+            f"mean error {mean_error(every):.1%} of {len(every)} configurations, rank correlation within a network "
+            f"{statistics.median(orders) if orders else float('nan'):.2f} in the median (aims: 10 %, 0.9)"
+        ),
+    )
+
+
+def _regret(raw: Mapping[str, Any]) -> Mapping[str, list[Pair]]:
+    return {f"regret: {one['name']}": _pairs(one["tried"], "") for one in raw.get("fields", ())}
+
+
+def _speedup(raw: Mapping[str, Any]) -> Mapping[str, list[Pair]]:
+    """By network: cells of one network have few configurations each, and models that differ."""
+    found: dict[str, list[Pair]] = {}
+    for cell in raw.get("cells", ()):
+        pairs = _pairs([cell["ours"], *cell["others"]], f"{cell['model']}, ")
+        found.setdefault(f"speed-up: {cell['topology']}", []).extend(pairs)
+    return found
+
+
+def _pairs(entries: Sequence[Mapping[str, Any]], before: str) -> list[Pair]:
+    return [
+        Pair(
+            what=f"{before}{one['layout']} on {','.join(map(str, one['placement']))}",
+            predicted_s=one["predicted_s"],
+            measured_s=one["measured_s"],
+        )
+        for one in entries
+        if one["predicted_s"] and one["measured_s"]
+    ]
+
+
+def mean_error(pairs: Sequence[Pair]) -> float:
+    """The mean of how far predictions are off, either way."""
+    return statistics.fmean(abs(pair.error) for pair in pairs)
+
+
+def spearman(pairs: Sequence[Pair]) -> float:
+    """Rank correlation of predicted and measured; equal values share their ranks."""
+    predicted = _ranks([pair.predicted_s for pair in pairs])
+    measured = _ranks([pair.measured_s for pair in pairs])
+    return statistics.correlation(predicted, measured) if len(set(predicted)) > 1 < len(set(measured)) else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    _, index, count = np.unique(values, return_inverse=True, return_counts=True)
+    middle = np.cumsum(count) - (count - 1) / 2
+    return [float(rank) for rank in middle[index]]
+
+
+def _head() -> Iterator[str]:
+    yield (
+        "Step time that our Predictor foretells from the warm-up's measurements, over the median of the steps that "
+        "were run: every configuration of the parts above, whoever chose it. Bias = median of the signed error."
+    )
+    yield ""
+    yield "| runs of | configurations | mean error | bias | within 10 % | rank correlation | worst |"
+    yield "|---|--:|--:|--:|--:|--:|---|"
+
+
+def _row(name: str, pairs: Sequence[Pair]) -> str:
+    worst = max(pairs, key=lambda pair: abs(pair.error))
+    near = sum(abs(pair.error) <= 0.1 for pair in pairs)
+    bias = statistics.median(pair.error for pair in pairs)
+    order = f"{spearman(pairs):.2f}" if len(pairs) >= LEAST_RUNS else "-"
+    said = f"{worst.what}: {worst.predicted_s * 1e3:.0f} predicted, {worst.measured_s * 1e3:.0f} ms"
+    return f"| {name} | {len(pairs)} | {mean_error(pairs):.1%} | {bias:+.1%} | {near} | {order} | {said} |"

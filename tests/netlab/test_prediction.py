@@ -1,0 +1,53 @@
+"""Predicted against measured step times of the suite."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.netlab.suite.parts import Setting
+from benchmarks.netlab.suite.prediction import Pair, mean_error, run, spearman
+from benchmarks.netlab.system import LabError
+
+
+def pair(predicted_s: float, measured_s: float) -> Pair:
+    """Make one of these two figures."""
+    return Pair(what="it", predicted_s=predicted_s, measured_s=measured_s)
+
+
+def test_errors_count_both_ways() -> None:
+    """10 % too long and 20 % too short are 15 % in the mean."""
+    assert mean_error([pair(1.1, 1.0), pair(0.8, 1.0)]) == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("figures", "order"),
+    [
+        ([(1, 1), (2, 4), (3, 9)], 1.0),
+        ([(1, 9), (2, 4), (3, 1)], -1.0),
+        ([(1, 1), (1, 2), (2, 3)], 0.866),
+        ([(1, 1), (1, 2), (1, 3)], 0.0),
+    ],
+)
+def test_order_counts_ranks_alone(figures: list[tuple[float, float]], order: float) -> None:
+    """Any rising curve is perfect order; equal predictions share their ranks, and say nothing where all are equal."""
+    assert spearman([pair(*each) for each in figures]) == pytest.approx(order, abs=1e-3)
+
+
+def test_all_that_ran_is_compared() -> None:
+    """Runs of the space and of the contenders count; one that failed, or that nothing was predicted for, does not."""
+    ran = {"layout": "dp4", "placement": [0, 1], "predicted_s": 2.0, "measured_s": 1.0}
+    failed = {**ran, "measured_s": None}
+    known = {
+        "regret": {"fields": [{"name": "islands", "tried": [ran, {**ran, "predicted_s": None}]}]},
+        "speedup": {"cells": [{"topology": "uniform", "model": "small", "ours": ran, "others": [failed]}]},
+    }
+    result = run(Setting(known=known), lambda _: None)
+
+    assert [1, 1] == [len(pairs) for pairs in result.raw.values()]
+    assert "mean error 100.0% of 2 configurations" in result.headline
+
+
+def test_without_runs_nothing_is_said() -> None:
+    """An empty comparison would look like a good one."""
+    with pytest.raises(LabError, match="regret and speedup come first"):
+        run(Setting(), lambda _: None)

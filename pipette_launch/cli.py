@@ -67,6 +67,19 @@ def parser() -> ArgumentParser:
         help="part of the device memory that a plan must leave free (default 0.08)",
     )
     add(
+        "--pipette-trials",
+        metavar="K",
+        default="0",
+        help="run the best K plans and the user's own configuration for some iterations, and train with the measured "
+        "best (default 0: none)",
+    )
+    add(
+        "--pipette-trial-iters",
+        metavar="N",
+        default="5",
+        help="iterations of each trial that count, behind those that warm up (default 5)",
+    )
+    add(
         "--pipette-cache",
         metavar="DIR",
         default=None,
@@ -120,6 +133,9 @@ def options_from(args: Namespace) -> Options:
         memory_margin=_number("--pipette-memory-margin", args.pipette_memory_margin),
         cache=_cache(args.pipette_cache),
         dry_run=args.pipette_dry_run,
+        trials=_whole("--pipette-trials", args.pipette_trials),
+        trial_iters=_whole("--pipette-trial-iters", args.pipette_trial_iters),
+        is_function=args.run_path,
     )
     if runs_python and not args.module and not Path(args.training_script).exists():
         raise UsageError(f"{args.training_script}: no such file; name the script that torchrun would run")
@@ -174,6 +190,13 @@ def _number(flag: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise UsageError(f"{flag} needs a number, got {text!r}") from None
+
+
+def _whole(flag: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{flag} needs a whole number, got {text!r}") from None
 
 
 def _cache(text: str | None) -> Path | None:

@@ -18,10 +18,12 @@ from pipette_launch.facts import (
     MemoryReading,
     Plan,
     Provenance,
+    Samples,
     Setting,
 )
 from pipette_launch.facts.comparison import Comparison, Entry
 from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
+from pipette_launch.facts.trials import Trial, Trials
 from pipette_launch.facts.verdict import Verdict
 from pipette_launch.report import comparison_screen, measured_screen, plan_screen, planned_screen, prediction_screen
 from pipette_launch.units import GIB
@@ -130,7 +132,29 @@ def changed(width: int) -> str:
         choice(Layout(tp=2, dp=4, micro_batch_size=2), 0.0634),
         choice(Layout(tp=2, pp=4, dp=1, micro_batch_size=2), 0.0641),
     )
-    return shown(made, measurements, width=width, new_arguments=NEW)
+    return shown(replace(made, trials=trials(made)), measurements, width=width, new_arguments=NEW)
+
+
+def trials(made: Plan) -> Trials:
+    """The user's own configuration, the chosen plan, which won, and one that ran out of memory."""
+    tried: list[tuple[Choice, tuple[float, ...]]] = [
+        (made.own, (0.081, 0.08, 0.083)),
+        (made.chosen, (0.066, 0.065, 0.07)),
+        (made.alternatives[0], ()),
+    ]
+    runs = [
+        Trial(
+            layout=one.layout,
+            placement=one.placement,
+            is_own=one is made.own,
+            predicted_step_s=one.step_time_s,
+            step=Samples(values_s=values_s) if values_s else None,
+            failure="" if values_s else "rank 3 ended with exit code 1: out of memory: NCCL's buffers",
+            took_s=41.0,
+        )
+        for one, values_s in tried
+    ]
+    return Trials(asked=2, iterations=3, runs=tuple(runs))
 
 
 def kept(width: int) -> str:

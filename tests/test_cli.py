@@ -25,6 +25,8 @@ OWN_FLAGS = {
     "--pipette-on-sick",
     "--pipette-plan",
     "--pipette-probe",
+    "--pipette-trial-iters",
+    "--pipette-trials",
     "--pipette-version",
 }
 
@@ -73,12 +75,15 @@ def test_flags_become_options() -> None:
         "--pipette-budget=5",
         "--pipette-cache=off",
         "--pipette-dry-run",
+        "--pipette-trials=2",
+        "--pipette-trial-iters=4",
         "-m",
         "pkg.train",
         "--micro-batch-size",
         "2",
     )
 
+    assert (2, 4, False) == (made.trials, made.trial_iters, made.is_function)
     assert (("tp", "pp"), "fail", 5.0, None, True) == (
         made.fix,
         made.on_error,
@@ -103,6 +108,9 @@ def checked_options(words: list[str]) -> Options:
         (["--nnodes", "1", "--pipette-xyzzy", "train.py"], "unknown flag --pipette-xyzzy; there are "),
         (["--pipette-budget=soon", "train.py"], "--pipette-budget needs a number, got 'soon'"),
         (["--pipette-budget=-1", "train.py"], "--pipette-budget must be above 0 seconds, got -1"),
+        (["--pipette-trials=few", "train.py"], "--pipette-trials needs a whole number, got 'few'"),
+        (["--pipette-trials=-1", "train.py"], "--pipette-trials must be at least 0, got -1"),
+        (["--pipette-trial-iters=2", "train.py"], "--pipette-trial-iters must be at least 3, got 2"),
         (["--pipette-margin=2", "train.py"], "--pipette-margin must be at least 0 and below 1"),
         (["--pipette-fix=tp,pq", "train.py"], "pq"),
         (["nowhere.py"], "nowhere.py: no such file"),

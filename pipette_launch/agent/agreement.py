@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pipette_launch.agent.errands import help_out, invite
+from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.round import Decision, NodeRecord
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
     from pipette_launch.agent.conductor import Helper, Invite
     from pipette_launch.agent.exchange import Exchange
+
+logger = logging.getLogger(__name__)
 
 MEETING_S = 120.0
 """How long agents of one round wait for each other's word."""
@@ -74,6 +78,19 @@ def plan_together(
         help_out(exchange, hire, is_over=lambda: exchange.has("plan") or is_gone() or time.monotonic() > end_s)
     text = exchange.take("plan", what="the plan of the first node", deadline_s=deadline_s, give_up=is_gone)
     return files.loads(Decision, text, "plan of the first node")
+
+
+def begin_anew(why: str, restarts: int) -> int:
+    """Nodes that are gone would be waited for in training, so the round ends; returns the restarts that are left.
+
+    Raises:
+        ClusterError: none were left, and with them the job ends too, as under torchrun.
+
+    """
+    if restarts == 0:
+        raise ClusterError(f"{why}; with --max-restarts the job would have begun anew without it")
+    logger.warning("%s; beginning anew without it", why)
+    return restarts - 1
 
 
 def _held_elsewhere(exchange: Exchange, records: Sequence[NodeRecord]) -> Decision | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipette_launch.facts.round import Decision, NodeRecord, Verdict
+from pipette_launch.facts.trials import TrialReport
 from pipette_launch.probe.progress import Sign
 
 
@@ -71,6 +72,9 @@ class Conductor(Protocol):
     def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
         """Turn what the warm-up measured into a plan, with whoever helps (called on the chief only)."""
 
+    def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
+        """Turn what came of a trial into the next one, or into the training (called on the chief only)."""
+
     def measured(self) -> str:
         """Return what the warm-up left on this node; empty where it left nothing."""
 
@@ -103,6 +107,13 @@ class Conductor(Protocol):
 
     def warmup_is_over(self) -> None:
         """Take note that no worker of the warm-up is left on this node; returns once the devices are free again."""
+
+    def trial_is_over(self) -> tuple[float, ...]:
+        """Take note that no worker of a trial is left here, once the devices are free; returns the steps it printed."""
+
+    @property
+    def trial_patience_s(self) -> tuple[float, float]:
+        """After how long without the first iteration, and without each later one, a trial counts as hung."""
 
     @property
     def warmup_deadline_s(self) -> float:

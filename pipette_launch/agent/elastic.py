@@ -18,16 +18,16 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
 from pipette_launch.agent import failures, standby, vitals
-from pipette_launch.agent.agreement import MEETING_S, agree, plan_together
+from pipette_launch.agent.agreement import MEETING_S, agree, begin_anew
 from pipette_launch.agent.conductor import Node
 from pipette_launch.agent.exchange import Exchange
 from pipette_launch.agent.farewell import await_all, say_goodbye
 from pipette_launch.agent.handler import AgentStoreHandler
 from pipette_launch.agent.logs import WatchedLogs
 from pipette_launch.agent.meeting import Meeting
+from pipette_launch.agent.prelude import Prelude
 from pipette_launch.agent.seats import Seat, seats, visible_devices
 from pipette_launch.agent.streams import Streams
-from pipette_launch.agent.warmup import Warmup
 from pipette_launch.agent.witness import NEWS_S, Witness
 from pipette_launch.errors import ClusterError, PipetteError
 from pipette_launch.facts.round import Decision
@@ -76,7 +76,7 @@ class PipetteAgent(LocalElasticAgent):
         self._starts = 0
         self._phase_began_s = 0.0
         self._witness = Witness()
-        self._warmup = Warmup(conductor, self._address)
+        self._prelude = Prelude(conductor, self._handler, self._address)
         self._verdict: Verdict = "none"
         self._failure = ""
         self._charged = False
@@ -142,7 +142,7 @@ class PipetteAgent(LocalElasticAgent):
         # Static rendezvous promises GROUP_RANK == --node-rank; the decision lists the agents in that order.
         worker_group.group_rank = decision.place_of(self._token)
         worker_group.group_world_size = len(decision.tokens)
-        key = f"store/{decision.phase}"
+        key = f"store/{decision.key}"
         if 0 in ranks:
             self._store_of_phase = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             exchange.put(key, f"{self._address} {self._store_of_phase.port}")
@@ -151,7 +151,7 @@ class PipetteAgent(LocalElasticAgent):
         place = exchange.take(key, what="the store of RANK 0", deadline_s=MEETING_S)
         worker_group.master_addr, port = place.split()
         worker_group.master_port = int(port)
-        logger.info("%s: ranks %s, store %s:%s", decision.phase, ranks, worker_group.master_addr, port)
+        logger.info("%s: ranks %s, store %s:%s", decision.key, ranks, worker_group.master_addr, port)
 
     # -- workers --------------------------------------------------------------------------------------------------
 
@@ -159,12 +159,12 @@ class PipetteAgent(LocalElasticAgent):
         decision, exchange = self._current()
         if decision.phase == "stop":
             raise _NothingToRun
+        self._prelude.begin(decision)
         self._witness.begin(exchange, proven=decision.proven)
         if self._seats:
             self._set_up(worker_group.spec, decision)
         else:
-            self._close_streams()
-            self._warmup.drop_logs()
+            self._drop_logs()
             self._logs_specs = standby.run_nothing(worker_group.spec)
         self._phase_began_s = time.monotonic()
         self._attempt = decision.attempt if decision.phase == "train" else -1
@@ -181,15 +181,14 @@ class PipetteAgent(LocalElasticAgent):
         self._open_logs(decision, is_function=callable(command.entrypoint))
 
     def _open_logs(self, decision: Decision, *, is_function: bool) -> None:
-        self._close_streams()
-        self._warmup.drop_logs()
-        if decision.phase == "warmup":
-            self._logs_specs = self._warmup.begin()
-            return
-        # torch opens the streams of a function (--run-path) as files that it can seek in: no pipe will do.
-        self._streams = None if is_function else Streams(self._on_line)
-        self._logs_specs = WatchedLogs(self._user_logs, self._streams, self._starts)
-        self._starts += 1
+        self._drop_logs()
+        if decision.phase == "train":
+            # torch opens the streams of a function (--run-path) as files that it can seek in: no pipe will do.
+            self._streams = None if is_function else Streams(self._on_line)
+            self._logs_specs = WatchedLogs(self._user_logs, self._streams, self._starts)
+            self._starts += 1
+        else:
+            self._streams, self._logs_specs = self._prelude.open_logs(decision)
         if self._streams is not None:
             self._streams.start()
 
@@ -200,6 +199,10 @@ class PipetteAgent(LocalElasticAgent):
             return {}
         devices = visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), order)
         return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+
+    def _drop_logs(self, *, patience_s: float | None = None) -> None:
+        self._close_streams(patience_s=patience_s)
+        self._prelude.drop_logs()
 
     def _close_streams(self, *, patience_s: float | None = None) -> None:
         if self._streams is not None:
@@ -215,25 +218,26 @@ class PipetteAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         decision, exchange = self._current()
+        if decision.phase == "trial" or (decision.phase == "warmup" and self._seats):
+            return self._monitor_prelude(worker_group)
         if not self._seats:
             is_over = standby.is_over(exchange, self._handler, decision.phase)
             return self._succeeded(worker_group) if is_over else RunResult(state=WorkerState.HEALTHY)
-        if decision.phase == "warmup":
-            return self._monitor_warmup(worker_group)
         result: RunResult = super()._monitor_workers(worker_group)
         self._witness.publish()
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._note_failure(result, decision)
         return result
 
-    def _monitor_warmup(self, worker_group: WorkerGroup) -> RunResult:
-        """A warm-up that fails or hangs ends the phase on every node; training goes on without it."""
+    def _monitor_prelude(self, worker_group: WorkerGroup) -> RunResult:
+        """What fails or hangs before the training ends its phase on every node, and training goes on without it."""
         decision, exchange = self._current()
-        state = self._warmup.look(exchange, decision, self._token, vitals.processes(self._pcontext))
-        if state == "running":
+        processes = vitals.processes(self._pcontext)
+        if not self._prelude.is_over(exchange, decision, self._token, processes=processes, seats=self._seats):
             return RunResult(state=WorkerState.HEALTHY)
-        if self._warmup.absent:
-            self._remaining_restarts = self._warmup.begin_anew(self._remaining_restarts)
+        why = self._prelude.why_anew(decision)
+        if why:
+            self._remaining_restarts = begin_anew(why, self._remaining_restarts)
             self._rejoin = True
         super()._stop_workers(worker_group)
         return self._succeeded(worker_group)
@@ -258,8 +262,7 @@ class PipetteAgent(LocalElasticAgent):
         first = failures.root_cause(result)
         tail = self._streams.tail(first.local_rank) if self._streams else ()
         why = self._conductor.explain("\n".join(tail)) or failures.first_line(first) or failures.last_words(tail)
-        rank, how = self._seats[first.local_rank].rank, failures.exit_words(first.exitcode)
-        return f"rank {rank} ended with {how}" + (f": {why}" if why else "")
+        return failures.told(self._seats[first.local_rank].rank, first.exitcode, why)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -273,8 +276,7 @@ class PipetteAgent(LocalElasticAgent):
             raise
         finally:
             # Workers that were told to end had things to say: a checkpoint that they saved, for one.
-            self._close_streams(patience_s=SIGNALLED_S if signalled else None)
-            self._warmup.drop_logs()
+            self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
             if self._exchange is not None and not signalled:
                 say_goodbye(self._exchange, hosts_store=self._meeting.may_host_store)
         return result
@@ -294,9 +296,9 @@ class PipetteAgent(LocalElasticAgent):
                     continue
                 standby.tell_failure(exchange, self._failure or self._describe(result))
                 return result
-            if decision.phase != "warmup":
+            if decision.phase == "train":
                 return result
-            self._decision = self._plan(decision, exchange)
+            self._decision = self._prelude.following(exchange, decision, self._token)
             self._same_round = True
 
     def _end(self, decision: Decision, exchange: Exchange) -> RunResult:
@@ -310,21 +312,10 @@ class PipetteAgent(LocalElasticAgent):
         """Whether a new round would run another candidate instead of ending the job."""
         return self._verdict == "before-first-iteration" and decision.choice is not None
 
-    def _plan(self, decision: Decision, exchange: Exchange) -> Decision:
-        relay = standby.Relay(exchange, decision, self._token, self._conductor)
-        relay.hand_over()
-        return plan_together(
-            exchange,
-            make=lambda invite: relay.plan(self._warmup.failure, invite, is_gone=self._handler.is_closed),
-            hire=self._conductor.help,
-            is_gone=self._handler.is_closed,
-            deadline_s=MEETING_S + self._conductor.warmup_deadline_s,
-        )
-
     def _exit_barrier(self) -> None:
         """Wait for all nodes to finish the phase; a node that failed and waits to rejoin ends the wait."""
         decision, exchange = self._current()
-        if self._rejoin or not self._seats:
+        if self._rejoin or not self._seats or decision.phase == "trial":
             return
         self._in_exit_barrier = True
         try:

@@ -24,6 +24,11 @@ def exit_words(exitcode: int) -> str:
     return f"signal {-exitcode}" if exitcode < 0 else f"exit code {exitcode}"
 
 
+def told(rank: int, exitcode: int, why: str) -> str:
+    """Say how a rank ended; `why` may be empty."""
+    return f"rank {rank} ended with {exit_words(exitcode)}" + (f": {why}" if why else "")
+
+
 def first_line(failure: ProcessFailure) -> str:
     """Return the first line of a worker's error file; empty when it left none."""
     message: object = failure.message

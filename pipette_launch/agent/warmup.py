@@ -74,18 +74,6 @@ class Warmup:
     def _has_output(self) -> bool:
         return any(path.is_file() and path.stat().st_size for path in Path(self._logs).rglob("*"))
 
-    def begin_anew(self, restarts: int) -> int:
-        """Nodes that are gone would be waited for in training, so the round ends; returns the restarts that are left.
-
-        Raises:
-            ClusterError: none were left, and with them the job ends too, as under torchrun.
-
-        """
-        if restarts == 0:
-            raise ClusterError(f"{self.failure}; with --max-restarts the job would have begun anew without it")
-        logger.warning("%s; beginning anew without it", self.failure)
-        return restarts - 1
-
     def look(self, exchange: Exchange, decision: Decision, token: str, processes: Mapping[int, Popen[bytes]]) -> State:
         """Say how the warm-up stands; one that fails or hangs ends the phase on every node.
 

@@ -12,6 +12,7 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ADDED_LATER
 from pipette_launch.facts.setting import Setting
+from pipette_launch.facts.trials import Trials
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +100,10 @@ class Plan:
     """No legal layout that fits is faster than this in any placement, under the same model; 0 = nothing was proven."""
     setting: Setting | None = field(default=None, metadata=ADDED_LATER)
     """What it was made for, where someone may look at the file alone."""
+    trials: Trials | None = field(default=None, metadata=ADDED_LATER)
+    """What settled the choice by experiment; None where nothing was tried."""
+    num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
+    """So many of the alternatives, from the first, are better than the user's own; None: all of them, as predicted."""
 
     def __post_init__(self) -> None:
         slots = len(self.hosts) * self.devices_per_host
@@ -113,4 +118,10 @@ class Plan:
 
     def candidates(self) -> tuple[Choice, ...]:
         """What to try, in order, before the user's own configuration."""
-        return () if self.keeps_own else (self.chosen, *self.alternatives)
+        return () if self.keeps_own else (self.chosen, *self.alternatives[: self.num_in_line])
+
+    def contenders(self) -> tuple[Choice, ...]:
+        """What trials may set beside the user's own configuration, the most promising first."""
+        listed = (*(() if self.keeps_own else (self.chosen,)), *self.alternatives)
+        own = (self.own.layout, self.own.placement)
+        return tuple(choice for choice in listed if (choice.layout, choice.placement) != own)

@@ -49,7 +49,7 @@ class Decision:
     KIND: ClassVar[str] = "decision"
     SCHEMA_VERSION: ClassVar[int] = 1
 
-    phase: Literal["warmup", "train", "stop"]
+    phase: Literal["warmup", "trial", "train", "stop"]
     tokens: tuple[str, ...]
     """The agents that run workers, in torchrun's own order."""
     hosts: tuple[str, ...]
@@ -62,6 +62,10 @@ class Decision:
     plan: Plan | None = None
     attempt: int = 0
     """Which of the plan's candidates to run; past the last one, the user's own configuration."""
+    trial: int = 0
+    """In a trial, which one: 0 is the user's own configuration, i the plan's i-th contender."""
+    iterations: int = 0
+    """A trial is over after so many of them, warm-ups included."""
     proven: bool = False
     """The candidate has trained: whatever ends it now, it is no plan that cannot start."""
     script_arguments: tuple[str, ...] | None = None
@@ -87,9 +91,16 @@ class Decision:
 
     @property
     def choice(self) -> Choice | None:
-        """The candidate to run; None for the user's own configuration in torchrun's order."""
+        """What to run; None for the user's own configuration in torchrun's order."""
+        if self.plan is not None and self.phase == "trial":
+            return self.plan.contenders()[self.trial - 1] if self.trial else None
         candidates = self.plan.candidates() if self.plan else ()
         return candidates[self.attempt] if self.attempt < len(candidates) else None
+
+    @property
+    def key(self) -> str:
+        """What names this phase among those of its round."""
+        return f"trial-{self.trial}" if self.phase == "trial" else self.phase
 
     def leaving_out(self, names: Collection[str]) -> Decision:
         """Return the decision with these of its hosts on standby."""
@@ -114,7 +125,7 @@ class Decision:
         if token in self.standby:
             return ()
         here = self.tokens.index(token)
-        choice = self.choice if self.phase == "train" else None
+        choice = self.choice if self.phase in ("trial", "train") else None
         if choice is None or self.plan is None:
             first = sum(self.num_slots[:here])
             return tuple(range(first, first + self.num_slots[here]))

@@ -146,9 +146,9 @@ class Cache:
                 logger.warning("the outcome cannot be kept for later jobs: %s", error)
         return self.save(OUTCOME, outcome)
 
-    def keep_plan(self, plan: Plan, measurements: Measurements) -> None:
-        """Keep a plan and what it rests on; where that fails, `trouble` says why."""
-        self.trouble = self.save(CLUSTER, measurements) or self.save(PLAN, plan)
+    def keep_plan(self, plan: Plan, measurements: Measurements | None = None) -> None:
+        """Keep a plan, and what it rests on where that is not kept yet; where that fails, `trouble` says why."""
+        self.trouble = (self.save(CLUSTER, measurements) if measurements else "") or self.save(PLAN, plan)
 
     @property
     def plan_path(self) -> Path | None:

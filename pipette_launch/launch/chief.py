@@ -16,6 +16,7 @@ from pipette_launch.facts.without import without_hosts
 from pipette_launch.launch.cache import CLUSTER, Cache, key_of
 from pipette_launch.launch.machines import Machines
 from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words
+from pipette_launch.launch.referee import Referee
 from pipette_launch.launch.reuse import adopt, check_belongs, on_real_hosts
 from pipette_launch.launch.script import Script
 from pipette_launch.launch.sick import Ruling, apart, measured, rule, small_holders
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pipette_launch.agent.conductor import Invite
     from pipette_launch.facts import Host, Job
     from pipette_launch.facts.condition import DeviceCondition
+    from pipette_launch.facts.trials import TrialReport
     from pipette_launch.facts.verdict import Verdict
     from pipette_launch.launch.options import Options
 
@@ -75,8 +77,9 @@ class Chief:
         # The agent puts a plan's variables into its own environment; these are the user's.
         self._environ = dict(os.environ)
         self._script = Script(options, self._environ)
+        self._referee = Referee(options, self._script)
         self.interruption: type[Exception] = InterruptedError
-        """What a signal to the agent raises."""
+        """What a signal raises."""
         self.cache = Cache(None, "")
         self.measurements: Measurements | None = None
         """What the plan in force rests on, where it is known."""
@@ -285,6 +288,19 @@ class Chief:
         self.measurements = measurements
         return self._train(bare, job, plan, attempt=0, reason=joined(bare.reason, *words))
 
+    def after_trial(self, ended: Decision, report: TrialReport) -> Decision:
+        """Order the next trial, or the training of whatever was measured best."""
+        bare = replace(ended, phase="train", trial=0, iterations=0, script_arguments=None, environment={}, reason="")
+        return self._guarded(replace(bare, plan=None), lambda: self._after_trial(bare, ended, report))
+
+    def _after_trial(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
+        following = self._referee.judge(ended, report)
+        if isinstance(following, Decision):
+            return following
+        if following.is_worth_keeping:
+            self.cache.keep_plan(following.plan)
+        return self._train(bare, following.job, following.plan, attempt=0, reason=following.reason)
+
     def _train(self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str) -> Decision:
         """Write the decision to run a plan's candidate, with the words that its script is given."""
         following = replace(
@@ -298,6 +314,8 @@ class Chief:
             environment=needed,
             patches=self._patches,
         )
+        if attempt == 0 and (following := self._referee.open(following, job)).phase == "trial":
+            return following
         self._script.leave_record(plan, following.choice)
         if self._options.dry_run:
             return replace(following, phase="stop")

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from pipette_launch.errors import UsageError
 
 OnSick: TypeAlias = Literal["warn", "exclude", "fail"]
+LEAST_TRIAL_ITERS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,12 @@ class Options:
     cache: Path | None = None
     """Where plans are kept; None keeps none."""
     dry_run: bool = False
+    trials: int = 0
+    """How many plans to try beside the user's own configuration before the training; 0 = none."""
+    trial_iters: int = 5
+    """How many step times of each trial count."""
+    is_function: bool = False
+    """Whether torchrun runs the script as a function (`--run-path`)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -41,6 +48,13 @@ class Options:
             raise UsageError("--pipette-plan needs no warm-up, and --pipette-probe is nothing else; give one of them")
         if not self.budget_s > 0:
             raise UsageError(f"--pipette-budget must be above 0 seconds, got {self.budget_s:g}")
+        if self.trials < 0:
+            raise UsageError(f"--pipette-trials must be at least 0, got {self.trials}")
+        if self.trial_iters < LEAST_TRIAL_ITERS:
+            raise UsageError(
+                f"--pipette-trial-iters must be at least {LEAST_TRIAL_ITERS}, got {self.trial_iters}: fewer step times "
+                f"do not tell how much they scatter"
+            )
         if not 0 <= self.margin < 1:
             raise UsageError(f"--pipette-margin must be at least 0 and below 1 (0.02 is 2 %), got {self.margin:g}")
         if not 0 <= self.memory_margin < 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
@@ -98,9 +99,11 @@ def make_plan(
 
 
 def _solve_options(options: Options, budget_s: float) -> SolveOptions:
-    return SolveOptions(
+    usual = SolveOptions(
         margin=options.margin, memory_margin=options.memory_margin, budget_s=budget_s, seed=options.seed
     )
+    # Trials may want more of them than a fallback does.
+    return replace(usual, num_alternatives=max(usual.num_alternatives, options.trials))
 
 
 def _measured_now(measurements: Measurements, key: str) -> Provenance:

@@ -62,10 +62,15 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
         own = replace(
             own, layout=job.own, placement=tuple(range(job.own.world_size)), features={}, device_peak_bytes=()
         )
+    alternatives = tuple(choice for choice in plan.alternatives if not _changed_pins(choice, job))
+    # What was tried in another job, or beside other plans, settles nothing here.
+    is_same = plan.provenance.key == key and alternatives == plan.alternatives
     adopted = replace(
         plan,
         keeps_own=keeps_own,
-        alternatives=tuple(choice for choice in plan.alternatives if not _changed_pins(choice, job)),
+        alternatives=alternatives,
+        trials=plan.trials if is_same else None,
+        num_in_line=plan.num_in_line if is_same else None,
         own=own,
         provenance=replace(plan.provenance, key=key, source="file"),
     )

@@ -10,7 +10,7 @@ from pipette_launch import megatron
 from pipette_launch.facts import files
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pipette_launch.facts import Choice, Job, Layout, Plan
     from pipette_launch.launch.options import Options
@@ -42,6 +42,10 @@ class Script:
     def words(self, job: Job, layout: Layout) -> tuple[str, ...]:
         """Return the arguments with a layout put in."""
         return megatron.write_arguments(self._options.script_arguments, job=job, layout=layout)
+
+    def trial_words(self, words: Sequence[str], job: Job) -> megatron.TrialWords:
+        """Make arguments fit for a trial; raises what `megatron.trial_arguments` does."""
+        return megatron.trial_arguments(words, job.megatron_version)
 
     def environment(self, layout: Layout, device_kind: str, *, is_own: bool) -> dict[str, str]:
         """Return the variables that a layout needs."""

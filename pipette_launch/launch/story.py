@@ -25,6 +25,7 @@ from pipette_launch.launch.chief import Chief
 from pipette_launch.launch.evidence import has_trained
 from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
 from pipette_launch.launch.ticker import Ticker, parts_words
+from pipette_launch.launch.trial_watch import TrialWatch, trial_words
 from pipette_launch.probe import condition, inventory
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.progress import last_error, last_sign
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from pipette_launch.facts.condition import DeviceCondition
     from pipette_launch.facts.outcome import Outcome, PeakReading
     from pipette_launch.facts.round import Verdict
+    from pipette_launch.facts.trials import TrialReport
     from pipette_launch.launch.options import Options
     from pipette_launch.probe.progress import Sign
 
@@ -47,7 +49,6 @@ SHOWN_HOSTS = 4
 PROGRESS = "progress"
 WARMUP_GRACE_S = 180.0
 """Imports and set-up of the warm-up, which its budget does not bound."""
-
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Story:
         self._running: tuple[Choice, tuple[int, ...]] | None = None
         self._step_time_s = 0.0
         self._saved_before = ""
+        self._trial = TrialWatch()
         self._shown: tuple[Plan, int] | None = None
         self._ticker = Ticker(sys.stderr, budget_s=options.budget_s)
         self._leads = False
@@ -136,6 +138,10 @@ class Story:
             _say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
         return following
 
+    def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
+        """Turn what came of a trial into the next one, or into the training."""
+        return self._chief.after_trial(decision, report)
+
     def measured(self) -> str:
         """Return what the warm-up left on this node; empty where it left nothing."""
         path = self._folder / CLUSTER
@@ -166,6 +172,7 @@ class Story:
     def _begin_attempt(self, decision: Decision) -> None:
         """Start to count: no outcome may mix two attempts."""
         self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
+        self._trial.begin(decision)
         if decision.phase == "warmup":
             self._ticker = Ticker(sys.stderr, budget_s=self._options.budget_s)
             self._measured_from_s = time.monotonic()
@@ -189,6 +196,8 @@ class Story:
                 f"{' and others' if len(decision.hosts) > SHOWN_HOSTS else ''}, "
                 f"about {self._options.budget_s:.0f} s at most once their imports are done"
             )
+        elif decision.phase == "trial" and decision.plan is not None:
+            _say(trial_words(decision, asked=self._options.trials))
         elif decision.plan is not None:
             self._show_plan(decision, decision.plan)
         elif decision.phase == "stop" and self._options.probe_to is not None and self._chief.measurements is not None:
@@ -240,6 +249,7 @@ class Story:
             if memory is not None and self._tracker is not None:
                 self._tracker.add_memory(memory)
             return False
+        self._trial.add(iteration.step_time_s)
         outcome = self._tracker.add(iteration) if self._tracker else None
         if outcome is not None:
             self._keep_outcome(replace(outcome, peaks=(*outcome.peaks, *self._device_peaks())))
@@ -302,6 +312,19 @@ class Story:
     def warmup_is_over(self) -> None:
         """Wait until the devices are free again: training needs every byte."""
         self._ticker.close(self.warmup_sign(0)[0] if self._leads else None)
+        self._await_devices()
+
+    def trial_is_over(self) -> tuple[float, ...]:
+        """Wait until the devices are free again; returns the step times that a trial printed here."""
+        self._await_devices()
+        return self._trial.steps_s
+
+    @property
+    def trial_patience_s(self) -> tuple[float, float]:
+        """After how long without the first iteration, and without each later one, a trial counts as hung."""
+        return self._trial.patience_s
+
+    def _await_devices(self) -> None:
         if self._host is None:
             return
         try:
@@ -310,7 +333,7 @@ class Story:
         except self._chief.interruption:
             raise
         except Exception:
-            logger.exception("whether the warm-up's memory is free again cannot be told; the job goes on")
+            logger.exception("whether the workers' memory is free again cannot be told; the job goes on")
 
 
 def _say(text: str) -> None:

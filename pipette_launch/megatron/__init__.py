@@ -14,12 +14,14 @@ from pipette_launch.megatron.logs import (
 )
 from pipette_launch.megatron.pins import fixed_fields
 from pipette_launch.megatron.read import read_job
+from pipette_launch.megatron.trial import TrialWords, trial_arguments
 from pipette_launch.megatron.write import write_arguments
 
 __all__ = [
     "RERUN_EXIT_CODES",
     "Iteration",
     "MemoryLine",
+    "TrialWords",
     "environment",
     "explain_failure",
     "fixed_fields",
@@ -31,5 +33,6 @@ __all__ = [
     "refused_flags",
     "saved_iteration",
     "script_version",
+    "trial_arguments",
     "write_arguments",
 ]

@@ -75,6 +75,33 @@ def step_times(plan: Plan) -> Iterator[RenderableType]:
     yield table
 
 
+def trials(plan: Plan) -> Iterator[RenderableType]:
+    """What was measured of the plans and of the user's own configuration before the training."""
+    from rich.table import Table
+
+    if plan.trials is None:
+        return
+    runs = plan.trials.runs
+    longest_s = max((run.step.median_s for run in runs if run.step), default=0.0)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for run in runs:
+        won = (run.layout, run.placement) == (plan.chosen.layout, plan.chosen.placement)
+        style = "green" if won else "default"
+        whose = ", yours" if run.is_own else ""
+        if run.step is None:
+            table.add_row(text("-"), bar(0.0, "red"), text(f"{run.layout.words()}{whose}: {run.failure}", "red"))
+            continue
+        part = run.step.median_s / longest_s if longest_s > 0 else 0.0
+        figures = f"spread {run.step.spread:.0%}, predicted {seconds_text(run.predicted_step_s)}"
+        words = f"{run.layout.words()}{whose}  {figures}"
+        table.add_row(text(seconds_text(run.step.median_s), style), bar(part, style), text(words, style))
+    yield table
+    yield text(f"{plan.trials.iterations} iterations of each count; {plan.trials.took_s:.0f} s in all", "dim")
+
+
 def memory(choice: Choice) -> Iterator[RenderableType]:
     """Each stage's peak against the limit."""
     from rich.table import Table

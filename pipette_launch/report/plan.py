@@ -47,6 +47,7 @@ def plan_screen(
         ("Health", [] if measurements is None else health(measurements.verdicts)),
         ("Chosen", parts.chosen(plan)),
         ("Step time", parts.step_times(plan)),
+        ("Trials", parts.trials(plan)),
         ("Why", map(bullet, plan.reasons)),
         ("Memory", parts.memory(plan.chosen)),
         ("Flags", parts.flags(arguments, new_arguments)),

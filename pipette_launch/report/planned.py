@@ -45,6 +45,7 @@ def planned_screen(
         ("Machines", _machines(plan)),
         ("Chosen", _chosen(plan)),
         ("Step time", parts.step_times(plan)),
+        ("Trials", parts.trials(plan)),
         ("Why", map(bullet, plan.reasons)),
         ("Memory", parts.memory(plan.chosen)),
         ("Flags", _flags(plan)),

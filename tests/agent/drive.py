@@ -20,6 +20,7 @@ from pipette_launch.agent import start
 from pipette_launch.agent.conductor import Command, Helper, Invite, Node
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.round import Decision, NodeRecord
+from pipette_launch.facts.trials import TrialReport
 from pipette_launch.probe.progress import Sign, last_error, last_sign
 
 
@@ -32,7 +33,9 @@ class ScriptedConductor:
         self.folder, self.host = Path(os.environ["OUT"]), os.environ["NODE"]
         self.warmup_deadline_s = table.get("deadline_s", 60.0)
         self.names: dict[str, str] = {}
+        self.trial_patience_s = tuple(table.get("patience_s", (60.0, 60.0)))
         self.received = ""
+        self.steps_s: list[float] = []
 
     def begin(self, node: Node) -> str:
         self.entrypoint, self.arguments, self.num_slots = node.entrypoint, node.arguments, node.num_slots
@@ -114,7 +117,18 @@ class ScriptedConductor:
         phase = "stop" if self.table.get("dry_run") else "train"
         smaller = self.without(decision, "standby_later")
         plan = None if failure else self.plan(smaller.hosts)
-        return replace(smaller, phase=phase, reason=failure or self.received, plan=plan)
+        made = replace(smaller, phase=phase, reason=failure or self.received, plan=plan)
+        return replace(made, phase="trial", iterations=3) if plan and "trials" in self.table else made
+
+    def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
+        num_steps = min(len(report.step_s), decision.iterations)
+        phase = "trial" if decision.trial < self.table["trials"] else "train"
+        reason = f"{decision.reason}trial {decision.trial}: {num_steps} steps, {report.failure or 'well'}; "
+        return replace(decision, phase=phase, trial=decision.trial + 1, reason=reason)
+
+    def trial_is_over(self) -> tuple[float, ...]:
+        steps_s, self.steps_s = tuple(self.steps_s), []
+        return steps_s
 
     def measured(self) -> str:
         return f"measured by {os.environ.get('NODE', '')}"
@@ -138,11 +152,13 @@ class ScriptedConductor:
         return Command(
             entrypoint=self.entrypoint,
             arguments=self.arguments,
-            environment={"PHASE": "train", "ATTEMPT": str(decision.attempt)},
+            environment={"PHASE": decision.key, "ATTEMPT": str(decision.attempt)},
         )
 
     def saw_line(self, line: str) -> bool:
-        return line.startswith("iteration")
+        is_iteration = line.startswith("iteration")
+        self.steps_s += [0.1] * is_iteration
+        return is_iteration
 
     def trained(self, *, lived_s: float, exit_codes: Any) -> bool:
         return lived_s > self.table.get("trained_after_s", 60.0) or 16 in exit_codes

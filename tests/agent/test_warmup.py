@@ -20,6 +20,7 @@ from agent import prober
 from torch.distributed import HashStore, TCPStore
 
 from pipette_launch.agent import warmup
+from pipette_launch.agent.agreement import begin_anew
 from pipette_launch.agent.exchange import Exchange
 from pipette_launch.agent.warmup import Warmup
 from pipette_launch.errors import ClusterError
@@ -185,9 +186,9 @@ def test_a_node_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     here = made[0].warmup
     assert ("node2",) == here.absent
     assert "the launcher on node2 does not answer: it or its node is gone" in here.failure
-    assert 1 == here.begin_anew(2)
+    assert 1 == begin_anew(here.failure, 2)
     with pytest.raises(ClusterError, match=r"node2 does not answer.*with --max-restarts"):
-        here.begin_anew(0)
+        begin_anew(here.failure, 0)
 
 
 def test_a_first_node_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,63 @@
+"""What came of configurations that really ran for a few iterations before the training began."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import Samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialReport:
+    """What the agents saw of one trial, all of them together."""
+
+    KIND: ClassVar[str] = "trial-report"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    step_s: tuple[float, ...]
+    """The step times that the script printed, in their order; empty on nodes without the last rank."""
+    failure: str
+    """Why the trial ended early, one sentence; empty when it did not."""
+    took_s: float
+    """From the start of the workers until their devices were free again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One configuration that was tried."""
+
+    layout: Layout
+    placement: tuple[int, ...]
+    is_own: bool
+    """The user's own configuration in torchrun's order."""
+    predicted_step_s: float
+    step: Samples | None
+    """None where it did not come to enough iterations; `failure` then says why."""
+    failure: str
+    took_s: float
+    """From the start of the workers until their devices were free again."""
+
+    @property
+    def median_s(self) -> float:
+        """The step time that was measured; infinite where none was."""
+        return math.inf if self.step is None else self.step.median_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trials:
+    """A contest between the best plans and the user's own configuration."""
+
+    asked: int
+    """How many plans were to be tried (`--pipette-trials`); there may have been fewer."""
+    iterations: int
+    """How many step times of each count, behind its warm-ups."""
+    runs: tuple[Trial, ...]
+    """In the order in which they ran."""
+
+    @property
+    def took_s(self) -> float:
+        """All of them together."""
+        return sum(run.took_s for run in self.runs)

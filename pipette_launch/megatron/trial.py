@@ -1,0 +1,137 @@
+"""A command line made short-lived and harmless, so that a configuration can be tried and nothing is left of it.
+
+The launcher ends a trial after so many iteration lines. `--train-iters` and all that steps depend on stay, so the
+learning rate, the data and their index files are those of the training; whatever writes is taken out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipette_launch.errors import MegatronError
+from pipette_launch.megatron.flags import Arguments
+
+WRITERS = (
+    # Checkpoints, and what goes into their folder.
+    "save",
+    "save_interval",
+    "save_retain_interval",
+    "save_activations_interval",
+    "save_dgrads_interval",
+    "save_params_interval",
+    "save_tokens_per_expert_interval",
+    "save_wgrads_interval",
+    "async_save",
+    "use_persistent_ckpt_worker",
+    "ckpt_pg_tensors_cache_create",
+    "non_persistent_ckpt_type",
+    "non_persistent_global_ckpt_dir",
+    "non_persistent_local_ckpt_algo",
+    "non_persistent_local_ckpt_dir",
+    "non_persistent_save_interval",
+    "calc_ft_timeouts",
+    "log_progress",
+    "result_rejected_tracker_filename",
+    # Those who keep count elsewhere.
+    "tensorboard_dir",
+    "wandb_entity",
+    "wandb_exp_name",
+    "wandb_project",
+    "wandb_save_dir",
+    "inference_wandb_logging",
+    "one_logger_async",
+    "one_logger_project",
+    "one_logger_run_name",
+    "otel_enabled",
+    "otel_service_name",
+    "otel_span_groups",
+    # Profiles, traces, dumps.
+    "profile",
+    "use_pytorch_profiler",
+    "pytorch_profiler_collect_callstack",
+    "pytorch_profiler_collect_chakra",
+    "pytorch_profiler_collect_shapes",
+    "record_shapes",
+    "record_memory_history",
+    "config_logger_dir",
+    "dump_param_to_param_group_map",
+    "flight_recorder_dump_path",
+    "logits_save_dir",
+    "logits_save_dtype",
+    "logits_save_top_k",
+    "logits_save_top_p",
+    "logits_save_top_p_min_k",
+    "moe_routing_trace_capture_hidden_states",
+    "moe_routing_trace_capture_logits",
+    "moe_routing_trace_dump_weights",
+    "moe_routing_trace_max_training_iters",
+    "moe_routing_trace_path",
+    "rl_profile",
+    "rl_profile_dir",
+)
+"""Where Megatron stores the flags that make a script leave something behind."""
+ENDS = (
+    "adlr_autoresume",
+    "exit_duration_in_mins",
+    "exit_interval",
+    "exit_signal",
+    "exit_signal_handler",
+    "exit_signal_handler_for_dataloader",
+    "exit_signal_handler_for_training",
+)
+"""Flags by which a script decides itself when to end: a trial is ended from outside."""
+GROWING = ("rampup_batch_size",)
+"""A training that begins with small batches is tried with the batches on which it will spend its time."""
+REFUSED: tuple[tuple[str, str], ...] = (
+    ("ckpt_convert_format", "the script converts a checkpoint and trains nothing"),
+    ("moe_use_upcycling", "the script first writes an upcycled checkpoint"),
+    ("enable_ft_package", "a watcher of its own would take the end of a trial for a failure"),
+)
+WARM_UPS = 2
+"""The first iterations carry compilation, lazy communicators, cold caches and the optimizer's first states."""
+
+
+class TrialWords(NamedTuple):
+    """A command line to try."""
+
+    words: tuple[str, ...]
+    warm_ups: int
+    """So many iterations at the start do not count."""
+
+
+def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
+    """Take out of a command line what would leave something behind, and let it print every iteration.
+
+    Args:
+        arguments: the words behind the script's name, with the layout to try.
+        version: the release whose flags the script takes, as `0.16.1`.
+
+    Raises:
+        MegatronError: nobody can say that a short run of it is harmless.
+
+    """
+    given = Arguments.parse(arguments, version)
+    unknown = [word for token in given.tokens if token.flag is None for word in token.words if word.startswith("-")]
+    if unknown:
+        raise MegatronError(
+            f"{', '.join(unknown)}: no flag of Megatron {version}, so nobody can say what a short run with it leaves "
+            f"behind; remove it to have plans tried"
+        )
+    for dest, why in REFUSED:
+        if given.is_given(dest):
+            raise MegatronError(f"{given.shown(dest)}: {why}, so that a short run would not be thrown away")
+    logs_elsewhere = any(given.is_given(dest) for dest in WRITERS if dest.startswith("one_logger"))
+    tried = given.without(*WRITERS, *ENDS, *GROWING)
+    if logs_elsewhere:
+        tried = tried.with_flag("--no-one-logger")
+    if tried.get("log_interval") != 1:
+        tried = tried.with_flag("--log-interval", "1")
+    return TrialWords(tried.words, _warm_ups(given))
+
+
+def _warm_ups(given: Arguments) -> int:
+    """CUDA graphs are captured after iterations of their own."""
+    captures = given.get("enable_cuda_graph") or given.get("external_cuda_graph")
+    captures = captures or given.get("cuda_graph_impl") not in (None, "none")
+    return max(WARM_UPS, 1 + (given.get("cuda_graph_warmup_steps") or 0)) if captures else WARM_UPS

@@ -1,0 +1,106 @@
+"""A command line cut for a trial trains as before, prints every iteration, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from megatron_lines import SMALL
+
+from pipette_launch.errors import MegatronError
+from pipette_launch.megatron import trial_arguments
+from pipette_launch.megatron.flags import flag_table, releases
+from pipette_launch.megatron.trial import ENDS, GROWING, REFUSED, WRITERS
+
+SUSPICIOUS = re.compile(
+    r"save|_dir$|_path$|dump|wandb|tensorboard|one_logger|profil|snapshot|progress|trace|record_|exit_|otel"
+)
+HARMLESS = {
+    # They read, or say how something else is done.
+    *("block_data_path", "data_args_path", "data_path", "embedding_path", "evidence_data_path"),
+    *("heterogeneous_layers_config_path", "logits_load_dir", "nccl_communicator_config_path"),
+    *("per_dataset_sequences_path", "per_split_data_args_path", "retro_project_dir", "titles_data_path"),
+    *("test_data_path", "train_data_path", "valid_data_path", "save_tokenizer_assets", "no_save_optim", "no_save_rng"),
+    *("ckpt_fully_parallel_save", "ckpt_fully_parallel_save_deprecated", "ckpt_fully_parallel_save_process_group"),
+    *(
+        "dist_ckpt_save_pre_mcore_014",
+        "distribute_saved_activations",
+        "exit_on_missing_checkpoint",
+        *("ckpt_convert_save", "disable_mamba_mem_eff_path", "use_mamba_mem_eff_path", "metadata_path"),
+    ),
+    # Index files of the data: the training writes the same ones.
+    *("data_cache_path", "object_storage_cache_path"),
+    # Without effect once the folder or the switch is gone.
+    *("memory_snapshot_path", "profile_ranks", "profile_step_end", "profile_step_start", "tensorboard_log_interval"),
+    *("tensorboard_queue_size", "log_loss_scale_to_tensorboard", "log_memory_to_tensorboard", "enable_one_logger"),
+    *("log_timers_to_tensorboard", "log_validation_ppl_to_tensorboard", "log_world_size_to_tensorboard"),
+    *("ckpt_pg_tensors_cache_path", "flight_recorder_dump_on_timeout", "flight_recorder_extra_dump_on_exec"),
+    *(
+        "flight_recorder_include_only_active",
+        "flight_recorder_include_stack_trace",
+        "flight_recorder_trace_buffer_size",
+    ),
+    # Of jobs that are not planned.
+    *("rl_rollout_bank_dir", "inprocess_progress_watchdog_interval"),
+}
+
+
+def test_every_flag_that_may_write_was_looked_at() -> None:
+    """A flag of a new release that sounds like writing is either taken out or listed here."""
+    dests = {flag.dest for version in releases() for flag in flag_table(version).values()}
+    handled = {*WRITERS, *ENDS, *GROWING, *(dest for dest, _ in REFUSED)}
+
+    assert {*WRITERS, *ENDS, *GROWING, *(dest for dest, _ in REFUSED)} <= dests
+    assert set() == {dest for dest in dests if SUSPICIOUS.search(dest)} - handled - HARMLESS
+    assert set() == handled & HARMLESS
+
+
+def test_what_writes_goes_and_the_rest_stays() -> None:
+    """Checkpoint, board, profile and exits go; the model, the data, the schedule and `--load` stay word for word."""
+    kept = [*SMALL, "--load", "/ckpt", "--lr-decay-style", "cosine", "--data-path", "1.0", "/data", "--eval-iters", "3"]
+    gone = (
+        "--save /ckpt --save-interval 2 --tensorboard-dir /tb --wandb-project w --wandb-exp-name e --log-progress "
+        "--profile --use-pytorch-profiler --exit-interval 3 --exit-duration-in-mins 5 --async-save "
+        "--exit-signal-handler --non-persistent-save-interval 1 --rampup-batch-size 8 8 100"
+    ).split()
+
+    words, warm_ups = trial_arguments([*kept, *gone], "0.16.1")
+
+    assert ((*kept, "--log-interval", "1"), 2) == (words, warm_ups)
+    assert ((*kept, "--log-interval", "1"), 2) == trial_arguments(words, "0.16.1")
+
+
+def test_the_log_interval_becomes_1() -> None:
+    """Every iteration is printed, in the place where the user said how many were."""
+    words, _ = trial_arguments(["--log-interval", "100", *SMALL], "0.16.1")
+
+    assert ("--log-interval", "1", *SMALL) == words
+
+
+def test_one_logger_is_switched_off_where_it_was_on() -> None:
+    """Without its flags it does nothing, and a script that takes few flags need not know the switch."""
+    words, _ = trial_arguments([*SMALL, "--one-logger-project", "p"], "0.16.1")
+
+    assert (*SMALL, "--no-one-logger", "--log-interval", "1") == words
+
+
+def test_graphs_are_captured_before_it_counts() -> None:
+    """CUDA graphs take warm-up iterations of their own."""
+    words = [*SMALL, "--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "5"]
+
+    assert 6 == trial_arguments(words, "0.16.1").warm_ups
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--my-dump-folder out", "--my-dump-folder: no flag of Megatron 0.16.1"),
+        ("--ckpt-convert-format torch", "--ckpt-convert-format torch: the script converts a checkpoint"),
+        ("--moe-use-upcycling", "--moe-use-upcycling: the script first writes"),
+        ("--enable-ft-package", "--enable-ft-package: a watcher of its own"),
+    ],
+)
+def test_what_cannot_be_cut_safely_is_refused(more: str, expected: str) -> None:
+    """The flag and the reason are named."""
+    with pytest.raises(MegatronError, match=re.escape(expected)):
+        trial_arguments([*SMALL, *more.split()], "0.16.1")

@@ -46,18 +46,21 @@ for iteration in range(3 if phase == "train" else 1000):
 
 
 def test_trials_end_on_all_nodes_and_the_training_follows(tmp_path: Path) -> None:
-    """One is ended after enough iterations, one dies, one hangs: no restart is spent, and nothing of them is left."""
-    table = {"warmup": WARMUP, "placements": [[1, 0], [1, 0]], "trials": 2, "patience_s": [6.0, 3.0]}
-    flags = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--max-restarts=0"]
-    agents = [start(tmp_path, table, {}, *flags, node=node, script=SCRIPT) for node in "ab"]
+    """One is ended after enough iterations, one dies, one hangs: no restart is spent, and nothing of them is left.
+
+    A third node stands by, and may be the one that decides.
+    """
+    table = {"standby": ["c"], "warmup": WARMUP, "placements": [[1, 0], [1, 0]], "trials": 2, "patience_s": [6.0, 3.0]}
+    flags = ["--nnodes=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--max-restarts=0"]
+    agents = [start(tmp_path, table, {}, *flags, node=node, script=SCRIPT) for node in "abc"]
 
     codes, text = finish(*agents)
 
-    assert [0, 0] == codes, text
+    assert [0, 0, 0] == codes, text
     phases = ("trial-0", "trial-1", "trial-2", "train")
     assert {f"ran-{phase}-{rank}" for phase in phases for rank in "01"} == {p.name for p in tmp_path.glob("ran-*")}
     assert (
-        "SHOW train attempt=0 reason=trial 0: 3 steps, well; "
+        "trial 0: 3 steps, well; "
         "trial 1: 0 steps, rank 1 ended with exit code 1: it was refused; "
         "trial 2: 0 steps, it hung: no iteration within 6 s after 0; "
     ) in text

@@ -88,7 +88,15 @@ def test_who_picks_the_same_words_in_the_same_places_runs_once() -> None:
     assert [("torchrun", "AMP"), ("Pipette",)] == [made.names for made in merged([one, turned, twin])]
 
 
-def test_ranks_are_read_from_the_last_rendezvous() -> None:
-    """With level INFO torchrun prints them."""
-    assert (2,) == landed("  global_ranks=[0]\n x\n  role_ranks=[3]\n  global_ranks=[2]\n")
-    assert () == landed("nothing")
+def test_the_rank_of_a_worker_is_read_from_the_last_that_succeeded() -> None:
+    """Agents and other states are passed over; a warm-up's worker came before."""
+    event = '{"name": "torchelastic.worker.status.%s", "source": "%s", "metadata": {"a": "1", "global_rank": %s, "b": 1}}'
+    said = [
+        ("SUCCEEDED", "WORKER", 1),
+        ("SUCCEEDED", "WORKER", 2),
+        ("START", "WORKER", 3),
+        ("SUCCEEDED", "AGENT", "null"),
+    ]
+
+    assert 2 == landed("\n".join(event % one for one in said))
+    assert landed("nothing") is None

@@ -22,7 +22,9 @@ RIVALS = {"rules": "megatron-rules", "AMP": "amp", "Varuna": "varuna", "Pipette"
 """Column of the table -> planner."""
 ANNEALING_S = 0.5
 """For each of Pipette's candidates; four hosts have 24 orders."""
-LANDED = re.compile(r"\bglobal_ranks=\[([\d, ]*)\]")
+EVENTS = {"PET_EVENT_LOG_HANDLER": "console"}
+"""torchrun, and pipette-launch too, then print which RANK each worker had."""
+LANDED = re.compile(r'"torchelastic\.worker\.status\.SUCCEEDED", "source": "WORKER",.*?"global_rank": (\d+),')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,17 +114,17 @@ def in_order(lab: Lab, placement: Sequence[int]) -> Callable[[str], Mapping[str,
     """Return torchrun's flags, as variables of each host, by which hosts of one slot get these RANKs."""
     ranks = dict(zip(lab.hosts, placement, strict=True))
     if list(ranks.values()) == sorted(ranks.values()):
-        return lambda _host: {"LOGLEVEL": "INFO"}
+        return lambda _host: EVENTS
     first = min(ranks, key=lambda host: ranks[host])
     return lambda host: {
-        "LOGLEVEL": "INFO",
+        **EVENTS,
         "PET_RDZV_BACKEND": "static",
         "PET_RDZV_ENDPOINT": f"{lab.address(first)}:{PORT}",
         "PET_NODE_RANK": str(ranks[host]),
     }
 
 
-def landed(output: str) -> tuple[int, ...]:
-    """RANKs that torchrun gave to a host's workers, from what it printed at level INFO; empty if it said nothing."""
+def landed(output: str) -> int | None:
+    """RANK of a host's only worker, from what launchers print with EVENTS; None if they said nothing."""
     said = LANDED.findall(output)
-    return tuple(int(rank) for rank in said[-1].split(",")) if said else ()
+    return int(said[-1]) if said else None

@@ -85,6 +85,7 @@ class _Runner:
         self._python = python
         self._say = say
         self._cache = lab.folder / "plans"
+        self._ours = ("-m", "pipette_launch", f"--pipette-cache={self._cache}", f"--pipette-budget={BUDGET_S:g}")
 
     def cell(self, network: str, model: str, rounds: int) -> Cell:
         """Measure and plan once, then train in turns."""
@@ -95,7 +96,7 @@ class _Runner:
         choice = contenders.ours(plan)
         own = case.contender("pipette-launch", choice.layout, choice.placement)
         starts: list[tuple[Contender, Start]] = [(one, self._stock(one)) for one in others]
-        starts.append((own, self._launch(words)))
+        starts.append((own, self._checked(own, [*self._ours, *words], lambda _host: contenders.EVENTS)))
         done = self._rounds(starts, rounds)
         return Cell(topology=network, model=model, ours=done[-1], others=tuple(done[:-1]), refused=refused)
 
@@ -103,31 +104,28 @@ class _Runner:
         """Start pipette-launch where it has no plan, and read what it leaves."""
         before = set(self._cache.glob("*/plan.json"))
         # The number of iterations is no part of a plan's key.
-        self._launch(training(model, iterations=1))()
+        train(self._lab, [*self._ours, *training(model, iterations=1)], python=self._python)
         made = set(self._cache.glob("*/plan.json")) - before
         if len(made) != 1:
             raise LabError(f"pipette-launch left {len(made)} new plans in {self._cache}, not one")
         folder: Path = made.pop().parent
         return files.read(folder / "plan.json", Plan), files.read(folder / "cluster.json", Measurements)
 
-    def _launch(self, words: Sequence[str]) -> Start:
-        ours = ("-m", "pipette_launch", f"--pipette-cache={self._cache}", f"--pipette-budget={BUDGET_S:g}")
-        return lambda: train(self._lab, [*ours, *words], python=self._python)
-
     def _stock(self, one: Contender) -> Start:
-        order = contenders.in_order(self._lab, one.placement)
+        return self._checked(one, [*TORCHRUN, *one.words], contenders.in_order(self._lab, one.placement))
+
+    def _checked(self, one: Contender, words: Sequence[str], env: Callable[[str], Mapping[str, str]]) -> Start:
+        """Train, and see that the workers had the RANKs that were asked for."""
 
         def start() -> Ended:
-            ended = train(self._lab, [*TORCHRUN, *one.words], python=self._python, env=order)
-            found = [self._landed(host) for host in self._lab.hosts]
-            if found != [(rank,) for rank in one.placement]:
-                raise LabError(f"torchrun gave the hosts the ranks {found}, asked were {one.placement}")
+            ended = train(self._lab, words, python=self._python, env=env)
+            outputs = [self._lab.folder / host / "output" for host in self._lab.hosts]
+            found = tuple(contenders.landed(path.read_text(errors="replace")) for path in outputs)
+            if found != one.placement:
+                raise LabError(f"the hosts had the ranks {found}, asked were {one.placement}")
             return ended
 
         return start
-
-    def _landed(self, host: str) -> tuple[int, ...]:
-        return contenders.landed((self._lab.folder / host / "output").read_text(errors="replace"))
 
     def _rounds(self, starts: Sequence[tuple[Contender, Start]], rounds: int) -> list[Entrant]:
         ended: dict[int, list[Ended]] = {number: [] for number in range(len(starts))}

@@ -90,7 +90,7 @@ def test_who_picks_the_same_words_in_the_same_places_runs_once() -> None:
 
 def test_the_rank_of_a_worker_is_read_from_the_last_that_succeeded() -> None:
     """Agents and other states are passed over; a warm-up's worker came before."""
-    event = '{"name": "torchelastic.worker.status.%s", "source": "%s", "metadata": {"a": "1", "global_rank": %s, "b": 1}}'
+    event = '{"name": "torchelastic.worker.status.%s", "source": "%s", "metadata": {"global_rank": %s, "a": 1}}'
     said = [
         ("SUCCEEDED", "WORKER", 1),
         ("SUCCEEDED", "WORKER", 2),

@@ -16,7 +16,7 @@ CORES_PER_SLOT = 0.45
 """So that all of them have their part of two cores, and the machine some rest for itself."""
 USUAL_MBIT = 400.0
 FAST_MBIT = 800.0
-SLOW_MBIT = 150.0
+SLOW_MBIT = 200.0
 RANDOM_MBIT = (100.0, 160.0, 250.0, 400.0, 640.0, 900.0)
 """Every pair of hosts gets one of them, drawn without repetition."""
 SEED = 6
@@ -80,16 +80,16 @@ def _gpt(*, layers: int, hidden: int, seq: int, batch: int) -> tuple[str, ...]:
     words = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 4 --seq-length {seq} "
         f"--max-position-embeddings {seq} --vocab-size 256 --transformer-impl local --attention-dropout 0 "
-        f"--hidden-dropout 0 --lr 1e-3 --micro-batch-size 1 --global-batch-size {batch} --use-distributed-optimizer "
-        "--log-interval 1"
+        f"--hidden-dropout 0 --lr 1e-3 --micro-batch-size {batch // NUM_HOSTS} "
+        f"--global-batch-size {batch} --use-distributed-optimizer --log-interval 1"
     )
     return tuple(words.split())
 
 
 MODELS: Mapping[str, tuple[str, ...]] = {
-    "communication-heavy": _gpt(layers=4, hidden=256, seq=128, batch=8),
-    "balanced": _gpt(layers=4, hidden=192, seq=128, batch=16),
-    "compute-heavy": _gpt(layers=4, hidden=128, seq=256, batch=32),
+    "communication-heavy": _gpt(layers=4, hidden=320, seq=64, batch=8),
+    "balanced": _gpt(layers=4, hidden=256, seq=128, batch=8),
+    "compute-heavy": _gpt(layers=4, hidden=128, seq=256, batch=16),
 }
 """Flags of examples/pretrain_gpt.py, --train-iters apart."""
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 from benchmarks.netlab.lab import Lab
+from benchmarks.netlab.warm import WarmPython
 from benchmarks.validation.conditions import conditions
 
 TITLES = {
@@ -43,8 +43,7 @@ class Setting:
 
     def python(self, lab: Lab) -> AbstractContextManager[str]:
         """Give the interpreter of all launchers and workers on the hosts of a lab while the block runs."""
-        del lab
-        return nullcontext(sys.executable)
+        return WarmPython(lab)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,17 @@
 """What all tests share: the GPU switch, and small facts to build on."""
 
+import signal
+
 import pytest
 from hypothesis import settings
 
 # A shared machine makes any single example slow now and then; pytest-timeout bounds the whole.
 settings.register_profile("shared-machine", deadline=None)
 settings.load_profile("shared-machine")
+
+# A shell lets what it runs in the background, and all below it, ignore Ctrl-C: then no process could be tested with it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -72,13 +72,22 @@ def start(
     """Start a launcher."""
     command = [sys.executable, "-m", launcher, *map(str, words)]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(folder, **env), cwd=folder
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(folder, **env),
+        cwd=folder,
     )
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 200) -> Done:
-    """Wait for a launcher."""
-    out, err = process.communicate(timeout=timeout_s)
+    """Wait for a launcher; one that does not end is killed."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
     return Done(process.returncode, out, err)
 
 

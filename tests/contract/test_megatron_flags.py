@@ -38,6 +38,8 @@ WRITTEN = {
     "--recompute-method": ("recompute_method", *ONE, None),
     "--recompute-num-layers": ("recompute_num_layers", *ONE, "int"),
     "--padded-vocab-size": ("padded_vocab_size", *ONE, "int"),
+    "--log-interval": ("log_interval", *ONE, "int"),
+    "--no-one-logger": ("enable_one_logger", "store_false", 0, None),
 }
 """Option string -> dest, action, nargs, type."""
 NOT_EVERYWHERE = {

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +153,10 @@ def test_a_slow_worker_is_waited_for(tmp_path: Path) -> None:
 
     def harass(victim: psutil.Process) -> None:
         # Of each second it runs a fifth.
-        for _ in range(6):
-            if victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+        with suppress(psutil.NoSuchProcess):  # It has come to its end meanwhile.
+            for _ in range(6):
+                if victim.status() == psutil.STATUS_ZOMBIE:
+                    return
                 victim.send_signal(signal.SIGSTOP)
                 time.sleep(0.8)
                 victim.send_signal(signal.SIGCONT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pipette_launch.agent.errands import help_out, invite
 from pipette_launch.errors import ClusterError
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 MEETING_S = 120.0
 """How long agents of one round wait for each other's word."""
+Report = TypeVar("Report", bound=files.Document)
 
 
 def agree(
@@ -100,3 +101,29 @@ def _held_elsewhere(exchange: Exchange, records: Sequence[NodeRecord]) -> Decisi
             text = exchange.take(f"held/{group_rank}", what=f"the plan of node {group_rank}", deadline_s=MEETING_S)
             return files.loads(Decision, text, f"decision of node {group_rank}")
     return None
+
+
+def reports(
+    exchange: Exchange, decision: Decision, kind: type[Report], *, prefix: str, patience_s: float
+) -> tuple[list[Report], list[str]]:
+    """Collect what the agents of a decision say, and the hosts of those that say nothing.
+
+    Args:
+        exchange: the keys of this round.
+        decision: whose agents are asked.
+        kind: of a report.
+        prefix: of the key of each, before the agent's token.
+        patience_s: for all of them together.
+
+    """
+    ends_s = time.monotonic() + patience_s
+    found, absent = [], []
+    for host, token in zip(decision.hosts, decision.tokens, strict=True):
+        left_s = max(ends_s - time.monotonic(), 0.0)
+        try:
+            text = exchange.take(f"{prefix}/{token}", what=f"a report of {host}", deadline_s=left_s)
+        except ClusterError:
+            absent.append(host)
+            continue
+        found.append(files.loads(kind, text, f"report of {host}"))
+    return found, absent

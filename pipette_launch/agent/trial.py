@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs
 
 from pipette_launch.agent import failures, vitals
+from pipette_launch.agent.agreement import reports
 from pipette_launch.agent.logs import WatchedLogs
 from pipette_launch.agent.streams import Streams
 from pipette_launch.errors import ClusterError
@@ -200,29 +201,15 @@ class TrialRun:
 
     def _decide(self, exchange: Exchange, decision: Decision) -> None:
         """Hear all nodes, and tell them what comes next."""
-        reports, absent = self._reports(exchange, decision)
+        told, absent = reports(exchange, decision, TrialReport, prefix=f"{decision.key}/report", patience_s=REPORT_S)
         following = ""
         if absent:
             exchange.put(f"{decision.key}/absent", " ".join(absent))
         else:
             whole = TrialReport(
-                step_s=max((report.step_s for report in reports), key=len),
+                step_s=max((report.step_s for report in told), key=len),
                 failure=exchange.peek(f"{decision.key}/end") or "",
-                took_s=max(report.took_s for report in reports),
+                took_s=max(report.took_s for report in told),
             )
             following = files.dumps(self._conductor.after_trial(decision, whole))
         exchange.put(f"{decision.key}/next", following)
-
-    def _reports(self, exchange: Exchange, decision: Decision) -> tuple[list[TrialReport], list[str]]:
-        """What the nodes say, and the hosts of those that say nothing."""
-        ends_s = time.monotonic() + REPORT_S
-        found, absent = [], []
-        for host, token in zip(decision.hosts, decision.tokens, strict=True):
-            left_s = max(ends_s - time.monotonic(), 0.0)
-            try:
-                text = exchange.take(f"{decision.key}/report/{token}", what=f"a report of {host}", deadline_s=left_s)
-            except ClusterError:
-                absent.append(host)
-                continue
-            found.append(files.loads(TrialReport, text, f"report of {host}"))
-        return found, absent

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
 
 from pipette_launch.agent import vitals
+from pipette_launch.agent.agreement import reports
 from pipette_launch.agent.blame import Failure, NodeReport, judge
 from pipette_launch.agent.vitals import Vitals
 from pipette_launch.errors import ClusterError
@@ -143,7 +144,8 @@ class Warmup:
         report = NodeReport(workers=states, output=f"{self._logs} on {self._address}" if self._has_output() else "")
         exchange.put(f"warmup-report/{token}", files.dumps(report))
         if token == decision.tokens[0]:
-            failure = judge(*self._reports(exchange, decision), waited_s=waited_s)
+            found = reports(exchange, decision, NodeReport, prefix="warmup-report", patience_s=REPORT_S)
+            failure = judge(*found, waited_s=waited_s)
             exchange.put("warmup-failed", failure.words)
             exchange.put("warmup-verdict", files.dumps(failure))
             return failure
@@ -151,17 +153,3 @@ class Warmup:
             text = exchange.take("warmup-verdict", what="why the warm-up failed", deadline_s=VERDICT_S)
             return files.loads(Failure, text, "verdict of the first agent")
         return judge([report], decision.hosts[:1], waited_s=waited_s)
-
-    def _reports(self, exchange: Exchange, decision: Decision) -> tuple[list[NodeReport], list[str]]:
-        """What the agents say, and the hosts of those that say nothing."""
-        ends_s = time.monotonic() + REPORT_S
-        found, absent = [], []
-        for host, token in zip(decision.hosts, decision.tokens, strict=True):
-            left_s = max(ends_s - time.monotonic(), 0.0)
-            try:
-                text = exchange.take(f"warmup-report/{token}", what=f"a report of {host}", deadline_s=left_s)
-            except ClusterError:
-                absent.append(host)
-                continue
-            found.append(files.loads(NodeReport, text, f"report of {host}"))
-        return found, absent

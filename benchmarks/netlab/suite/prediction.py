@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.system import LabError
+from benchmarks.validation.scores import Errors, errors
 
 LEAST_RUNS = 3
 """Fewer have no order worth the name."""
@@ -85,20 +84,18 @@ def _pairs(entries: Sequence[Mapping[str, Any]], before: str) -> list[Pair]:
 
 def mean_error(pairs: Sequence[Pair]) -> float:
     """The mean of how far predictions are off, either way."""
-    return statistics.fmean(abs(pair.error) for pair in pairs)
+    return _errors(pairs).mean
 
 
 def spearman(pairs: Sequence[Pair]) -> float:
-    """Rank correlation of predicted and measured; equal values share their ranks."""
-    predicted = _ranks([pair.predicted_s for pair in pairs])
-    measured = _ranks([pair.measured_s for pair in pairs])
-    return statistics.correlation(predicted, measured) if len(set(predicted)) > 1 < len(set(measured)) else 0.0
+    """Rank correlation of predicted and measured; 0 where there is no order in one of them."""
+    return _errors(pairs).spearman or 0.0
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
-    _, index, count = np.unique(values, return_inverse=True, return_counts=True)
-    middle = np.cumsum(count) - (count - 1) / 2
-    return [float(rank) for rank in middle[index]]
+def _errors(pairs: Sequence[Pair]) -> Errors:
+    found = errors([pair.predicted_s for pair in pairs], [pair.measured_s for pair in pairs])
+    assert found is not None, "somebody has asked for the errors of nothing"
+    return found
 
 
 def _head() -> Iterator[str]:
@@ -114,7 +111,7 @@ def _head() -> Iterator[str]:
 def _row(name: str, pairs: Sequence[Pair]) -> str:
     worst = max(pairs, key=lambda pair: abs(pair.error))
     near = sum(abs(pair.error) <= 0.1 for pair in pairs)
-    bias = statistics.median(pair.error for pair in pairs)
+    found = _errors(pairs)
     order = f"{spearman(pairs):.2f}" if len(pairs) >= LEAST_RUNS else "-"
     said = f"{worst.what}: {worst.predicted_s * 1e3:.0f} predicted, {worst.measured_s * 1e3:.0f} ms"
-    return f"| {name} | {len(pairs)} | {mean_error(pairs):.1%} | {bias:+.1%} | {near} | {order} | {said} |"
+    return f"| {name} | {len(pairs)} | {found.mean:.1%} | {found.signed_median:+.1%} | {near} | {order} | {said} |"

@@ -19,18 +19,21 @@ class TrialWatch:
     """Collects the step times of the trial in progress, if there is one."""
 
     def __init__(self) -> None:
+        self._is_trial = False
         self._steps_s: list[float] = []
         self._predicted_s = 0.0
 
     def begin(self, decision: Decision) -> None:
         """Forget an earlier trial."""
         self._steps_s = []
-        if decision.phase == "trial" and decision.plan is not None:
+        self._is_trial = decision.phase == "trial"
+        if self._is_trial and decision.plan is not None:
             self._predicted_s = (decision.choice or decision.plan.own).step_time_s
 
     def add(self, step_time_s: float) -> None:
-        """Take one logged line."""
-        self._steps_s.append(step_time_s)
+        """Take one logged line; those of the training are not kept, which may last for months."""
+        if self._is_trial:
+            self._steps_s.append(step_time_s)
 
     @property
     def steps_s(self) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from benchmarks.netlab.lab import PORT, Lab
 from pipette_launch import megatron
@@ -65,10 +66,14 @@ class Case:
         )
         return cls(words=tuple(words), job=job, measurements=filled(job, measurements))
 
+    @cached_property
+    def _predictor(self) -> Predictor:
+        return Predictor(self.job, self.measurements)
+
     def contender(self, name: str, layout: Layout, placement: Sequence[int]) -> Contender:
         """Make a layout and a placement runnable, in the words that a plan of ours would be written in."""
         words = megatron.write_arguments(self.words[1:], job=self.job, layout=layout)
-        predictor = Predictor(self.job, self.measurements)
+        predictor = self._predictor
         return Contender(
             names=(name,),
             layout=layout,

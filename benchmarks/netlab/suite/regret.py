@@ -20,7 +20,7 @@ from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.system import LabError
 from benchmarks.netlab.topology import Topology
 from benchmarks.stolen import ticks
-from pipette_launch.baselines.pick import torchrun_order
+from pipette_launch.baselines.pick import Placement, torchrun_order
 from pipette_launch.facts import Choice, Layout, Measurements, Plan, files
 from pipette_launch.search.enumerate import cuts
 
@@ -178,7 +178,7 @@ def planned(lab: Lab, python: str) -> tuple[Case, Choice]:
 class Makes(Protocol):
     """Makes contenders, as `Case` does."""
 
-    def contender(self, name: str, layout: Layout, placement: space.Placement) -> Contender:
+    def contender(self, name: str, layout: Layout, placement: Placement) -> Contender:
         """Make a layout in an order of hosts runnable."""
 
 

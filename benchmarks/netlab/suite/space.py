@@ -6,11 +6,10 @@ import random
 from collections.abc import Iterator, Sequence
 from itertools import permutations
 
+from pipette_launch.baselines.pick import Placement
 from pipette_launch.facts import Layout
 from pipette_launch.facts.layout import Cell
 
-Placement = tuple[int, ...]
-"""RANK of each slot."""
 Run = tuple[Layout, Placement]
 
 

@@ -90,11 +90,7 @@ def _race(network: str, setting: Setting, pairs: int, say: Say) -> Race:
         lab.check()
         words = training(MODEL, iterations=ITERATIONS)
         cache = lab.folder / "trials"
-        flags = (
-            f"--pipette-trials={NUM_PLANS}",
-            f"--pipette-trial-iters={TRIAL_ITERS}",
-            f"--pipette-budget={BUDGET_S:g}",
-        )
+        flags = (*FLAGS, f"--pipette-budget={BUDGET_S:g}")
         stock = [*TORCHRUN, *words]
         ours = ["-m", "pipette_launch", f"--pipette-cache={cache}", *flags, *words]
         say(f"trials: {network}, from a cold cache")

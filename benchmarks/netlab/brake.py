@@ -84,6 +84,11 @@ class Brake:
         if self._thread.is_alive():
             self._thread.join()
 
+    @property
+    def fenced_cores(self) -> tuple[int, ...]:
+        """All cores to which some host keeps; none without a fence."""
+        return tuple(sorted({core for cores in self._places.values() for core in cores}))
+
     def entrance(self, host: str) -> str:
         """The file into which a process of this host writes its id; empty where there is none."""
         return str(self._groups[host] / "cgroup.procs") if self._groups else ""

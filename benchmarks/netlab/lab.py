@@ -13,6 +13,7 @@ from types import FrameType, TracebackType
 from typing import IO, Any, final
 
 from benchmarks.netlab import leftovers, system, wires
+from benchmarks.netlab.awake import awake
 from benchmarks.netlab.brake import Brake
 from benchmarks.netlab.delay import delayed
 from benchmarks.netlab.selfcheck import Reading, measure
@@ -60,6 +61,7 @@ class Lab:
             stack.callback(leftovers.clear, self.folder, self._prefix)
             self._build(stack)
             self._brake = stack.enter_context(Brake(self.topology, self._homes))
+            stack.enter_context(awake(self._brake.fenced_cores))
             self._stack = stack.pop_all()
         return self
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from labs import needs_lab
 
 from benchmarks.netlab import Lab, LabError, fence, topology
+from benchmarks.netlab.awake import awake
 from benchmarks.netlab.brake import GROUPS, Brake
 from benchmarks.netlab.topology import Host, Topology, TopologyError, parse
 
@@ -21,6 +25,7 @@ while time.process_time() - computed_s < 0.4:
     pass
 print(time.monotonic() - began_s, flush=True)
 """
+IDLE = os.SCHED_IDLE
 needs_groups = pytest.mark.skipif(not GROUPS.exists(), reason=f"netlab: no control groups of version 1 in {GROUPS}")
 
 
@@ -104,3 +109,33 @@ def test_a_stopped_lab_leaves_no_fence() -> None:
         began_s = time.monotonic()
         code = lab.run("solo", ["true"]).wait(timeout=30)
         assert (0, True) == (code, time.monotonic() - began_s < 20)
+
+
+@needs_lab
+@needs_groups
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_the_cores_of_a_fence_never_sleep() -> None:
+    """Each has company in the scheduler's idle class while the laboratory is there, and none after it."""
+
+    def idlers() -> list[psutil.Process]:
+        return [one for one in psutil.Process().children(recursive=True) if os.sched_getscheduler(one.pid) == IDLE]
+
+    with Lab(fenced(2, 0.4)):
+        deadline_s = time.monotonic() + 20
+        while len(idlers()) < len(os.sched_getaffinity(0)) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        cores = sorted(core for one in idlers() for core in one.cpu_affinity())
+
+    assert sorted(os.sched_getaffinity(0))[: len(cores)] == cores
+    assert 2 == len(cores)
+    assert [] == idlers()
+
+
+@pytest.mark.timeout(60)
+def test_awake_cores_need_their_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is named, and where it comes from."""
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "setpriv" else tool)
+
+    with pytest.raises(LabError, match="needs setpriv, of util-linux"), awake([0]):
+        pass

@@ -15,7 +15,7 @@ from pipette_launch.cost.collectives import Kind
 from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.parameters import expert_dp
 from pipette_launch.cost.simulate import Engine, engine_of
-from pipette_launch.cost.traffic import Exchange, StepTraffic, exchanges, hop_bytes, step_traffic
+from pipette_launch.cost.traffic import Exchange, StepTraffic, exchanges, hop_bytes, meets_receivers, step_traffic
 from pipette_launch.cost.worst import worst
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -59,7 +59,7 @@ class Work:
         return cls(
             layout=layout,
             num_microbatches=num_microbatches,
-            engine=engine_of(layout, num_microbatches),
+            engine=engine_of(layout, num_microbatches, rendezvous=meets_receivers(job, layout, compute.device_kind)),
             forward_s_S=np.array([chunk.forward_s for chunk in passes]),
             backward_s_S=np.array([chunk.backward_s for chunk in passes]),
             recompute_s_S=np.array([chunk.recompute_s for chunk in passes]),

@@ -141,12 +141,28 @@ class _Passes:
 
         fast = pipelines(slow=False)
         slow = pipelines(slow=True) if tables.has_slow_slots else fast
+        meets = tables.meets_receivers(columns.layout(0))
+        by_paths, slow_by_paths = (_met(fast), _met(slow)) if meets else (fast, slow)
         return cls(
             group_N=group_N.reshape(-1),
-            drains=drains(fast, slow=slow if tables.has_slow_slots else None),
+            drains=drains(by_paths, slow=slow_by_paths if tables.has_slow_slots else None),
             first_forward_s_U=fast.forward_s_UVP[:, 0, 0],
             first_backward_s_U=slow.backward_s_UVP[:, 0, 0],
         )
+
+
+def _met(pipelines: Pipelines) -> Pipelines:
+    """Where messages meet their receivers a hop is as good as a part of the pass behind it."""
+    shape = pipelines.forward_s_UVP.shape[1:]
+    stages = int(np.prod(shape))
+    hop_s_U11 = pipelines.hop_s_U[:, None, None]
+    stage_VP = np.arange(stages).reshape(shape)
+    return replace(
+        pipelines,
+        forward_s_UVP=pipelines.forward_s_UVP + hop_s_U11 * (stage_VP > 0),
+        backward_s_UVP=pipelines.backward_s_UVP + hop_s_U11 * (stage_VP < stages - 1),
+        hop_s_U=np.zeros_like(pipelines.hop_s_U),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from pipette_launch.cost.layout_columns import LayoutColumns, codes_of
 from pipette_launch.cost.memo import Memo
 from pipette_launch.cost.optimizer import gradient_bytes_per_parameter
 from pipette_launch.cost.parameters import unit_parameters, word_embedding_parameters
-from pipette_launch.cost.traffic import LayerCounts
+from pipette_launch.cost.traffic import LayerCounts, meets_receivers
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout, Recompute
@@ -161,6 +161,10 @@ class Tables:
     def has_slow_slots(self) -> bool:
         """Whether slots differ in speed."""
         return self._slowest > self._fastest
+
+    def meets_receivers(self, layout: Layout) -> bool:
+        """Whether this pipeline's messages start once they are asked for; see `traffic.meets_receivers`."""
+        return meets_receivers(self._job, layout, self._compute.device_kind)
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether compute times are known, and batch, layers and slots divide as the layouts have them."""

@@ -82,6 +82,8 @@ class ComputeTable:
 
     def __init__(self, job: Job, measurements: Measurements) -> None:
         self._job = job
+        self.device_kind = measurements.cluster.device_kind
+        """Of all slots: `cuda` or `cpu`."""
         self._passes = _median_passes(measurements)
         self._origins = {time.case: time.source for time in measurements.compute if time.source != "measured"}
         self._again = _measured_again(measurements)

@@ -36,9 +36,12 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
     while len(column):
         duration_counts[duration_A[place], column] += 1
         hop, cause, before = hop_A[place], cause_A[place], previous_A[place]
+        on_its_way = 0.0 if engine.rendezvous else hops_R[hop, column]
         # The rank itself wins a tie, as in `Engine.timeline`.
-        waits = ends[cause, column] + hops_R[hop, column] > ends[before, column]
-        hop_counts[hop[waits], column[waits]] += 1
+        waits = ends[cause, column] + on_its_way > ends[before, column]
+        # Where messages meet their receiver the hop is on the path whoever came last.
+        taken = np.ones_like(waits) if engine.rendezvous else waits
+        hop_counts[hop[taken], column[taken]] += 1
         place = np.where(waits, cause, before)
         inside = place != nowhere
         place, column = place[inside], column[inside]

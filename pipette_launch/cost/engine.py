@@ -82,9 +82,9 @@ class StageTimes:
 class Engine:
     """A schedule made ready for pricing: its actions in an order in which every cause comes before its effect.
 
-    start = max(end of the rank's previous action, end of the cause + its hop) (facts: schedules.md 7.1). Sends do not
-    occupy a rank. That order depends on the schedule only, so it is found once, and each pricing is one pass:
-    O(pp * vpp * n).
+    start = max(end of the rank's previous action, end of the cause + its hop) (facts: schedules.md 7.1); where messages
+    meet their receivers (`Order.rendezvous`) the hop begins after both. Sends do not occupy a rank. The order depends
+    on the schedule only, so it is found once, and each pricing is one pass: O(pp * vpp * n).
 
     Raises:
         FactError: the schedule deadlocks.
@@ -108,6 +108,11 @@ class Engine:
     def dependencies(self) -> Dependencies:
         """What each action waits for."""
         return Dependencies.of(self._order)
+
+    @property
+    def rendezvous(self) -> bool:
+        """As `Order.rendezvous`; a schedule alone does not say how its messages travel."""
+        return isinstance(self._order, Order) and self._order.rendezvous
 
     @property
     def num_prepared(self) -> int:
@@ -187,8 +192,13 @@ class Engine:
         ends = np.zeros((len(self._order_A) + 1, durations_R.shape[1]))
         for start, stop, previous, cause, hop, duration in self._levels:
             ready = ends.take(cause, axis=0)
-            ready += hops_R.take(hop, axis=0)
-            np.maximum(ready, ends.take(previous, axis=0), out=ready)
+            free = ends.take(previous, axis=0)
+            if self.rendezvous:
+                np.maximum(ready, free, out=ready)
+                ready += hops_R.take(hop, axis=0)
+            else:
+                ready += hops_R.take(hop, axis=0)
+                np.maximum(ready, free, out=ready)
             np.add(ready, durations_R.take(duration, axis=0), out=ends[start:stop])
         return ends
 
@@ -270,10 +280,14 @@ class Engine:
     def _run(self, durations: list[float], hops: list[float]) -> list[float]:
         """Ends in the engine's own order, and a 0 behind them."""
         ends = [0.0] * (len(self._order_A) + 1)
+        # Comparisons, as max() would double the time of these loops.
+        if self.rendezvous:
+            for place, (previous, cause, hop, duration) in enumerate(self._steps):
+                ready, free = ends[cause], ends[previous]
+                ends[place] = (free if free > ready else ready) + hops[hop] + durations[duration]  # noqa: FURB136
+            return ends
         for place, (previous, cause, hop, duration) in enumerate(self._steps):
-            ready = ends[cause] + hops[hop]
-            free = ends[previous]
-            # A comparison, as max() would double the time of this loop.
+            ready, free = ends[cause] + hops[hop], ends[previous]
             ends[place] = (free if free > ready else ready) + durations[duration]  # noqa: FURB136
         return ends
 
@@ -289,6 +303,7 @@ class Engine:
         while place != nowhere:
             path.append(self.dependencies.action(self._order_A[place]))
             previous, cause, hop, _ = self._steps[place]
+            on_its_way_s = 0.0 if self.rendezvous else hops[hop]
             # The rank itself wins a tie: what it did before is the plainer reason.
-            place = cause if ends[cause] + hops[hop] > ends[previous] else previous
+            place = cause if ends[cause] + on_its_way_s > ends[previous] else previous
         return tuple(reversed(path))

@@ -13,6 +13,7 @@ rounding, some parts in 10^13, and does not depend on what else is priced beside
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -126,16 +127,24 @@ class _Start(Engine):
         return states[: _most_turns(order) + 1]
 
 
-def engine_of(layout: Layout, num_microbatches: int) -> Engine:
-    """Return the engine of the schedule that stock Megatron runs for a layout, made once for each shape."""
+def engine_of(layout: Layout, num_microbatches: int, *, rendezvous: bool = False) -> Engine:
+    """Return the engine of the schedule that stock Megatron runs for a layout, made once for each shape.
+
+    Args:
+        layout: its pipeline.
+        num_microbatches: of one replica and step.
+        rendezvous: as `Order.rendezvous`.
+
+    """
     group = (layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1
-    order = Order(pp=layout.pp, vpp=layout.vpp, group_size=group, num_microbatches=num_microbatches)
+    order = Order(
+        pp=layout.pp, vpp=layout.vpp, group_size=group, num_microbatches=num_microbatches, rendezvous=rendezvous
+    )
     return _kept(order, SteadyEngine)
 
 
 def _start_of(order: Order, length: int) -> _Start:
-    shorter = Order(pp=order.pp, vpp=order.vpp, group_size=order.group_size, num_microbatches=length)
-    return _kept(shorter, _Start)
+    return _kept(replace(order, num_microbatches=length), _Start)
 
 
 _engines: OrderedDict[tuple[type[Engine], Order], Engine] = OrderedDict()

@@ -10,7 +10,11 @@ from pipette_launch.cost.critical import critical_counts
 from pipette_launch.cost.simulate import Engine, engine_of
 from pipette_launch.facts import Layout
 
-ENGINES = [engine_of(Layout(pp=pp, vpp=vpp), num) for pp, vpp, num in ((1, 1, 3), (2, 1, 4), (4, 1, 6), (2, 2, 4))]
+ENGINES = [
+    engine_of(Layout(pp=pp, vpp=vpp), num, rendezvous=rendezvous)
+    for pp, vpp, num in ((1, 1, 3), (2, 1, 4), (4, 1, 6), (2, 2, 4))
+    for rendezvous in (False, True)
+]
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,6 +11,7 @@ from event_loop import EventLoop, drawn_stages, equal_stages
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipette_launch.cost.order import Order
 from pipette_launch.cost.simulate import (
     BusyLinkEngine,
     Engine,
@@ -297,3 +298,32 @@ def test_a_large_split_pipeline_is_priced_in_a_third_of_a_second() -> None:
         return time.process_time() - start
 
     assert min(seconds() for _ in range(5)) < 0.3
+
+
+@given(st.integers(2, 5), st.integers(1, 12), st.integers(0, 1000))
+def test_a_message_that_meets_its_receiver_is_a_part_of_the_pass_behind_it(
+    stages: int, microbatches: int, seed: int
+) -> None:
+    """Priced with hops that begin when both ends are there, and with passes that are longer by their hop."""
+    rng = np.random.default_rng(seed)
+    forward_s, backward_s = rng.random(stages), rng.random(stages)
+    forward_hop_s, backward_hop_s = rng.random(stages - 1), rng.random(stages - 1)
+    order = Order(pp=stages, vpp=1, group_size=1, num_microbatches=microbatches, rendezvous=True)
+    meeting = StageTimes(
+        forward_s=tuple(forward_s),
+        backward_s=tuple(backward_s),
+        forward_hop_s=tuple(forward_hop_s),
+        backward_hop_s=tuple(backward_hop_s),
+    )
+    longer = StageTimes(
+        forward_s=tuple(np.add(forward_s, (0.0, *forward_hop_s))),
+        backward_s=tuple(np.add(backward_s, (*backward_hop_s, 0.0))),
+        forward_hop_s=(0.0,) * (stages - 1),
+        backward_hop_s=(0.0,) * (stages - 1),
+    )
+
+    timeline = Engine(order).timeline(meeting)
+
+    assert Engine(order.schedule).makespan_s(longer) == pytest.approx(timeline.makespan_s)
+    assert Engine(order.schedule).makespan_s(meeting) <= timeline.makespan_s * (1 + 1e-12)
+    assert timeline.critical_path[0] == order.schedule.ranks[0][0]

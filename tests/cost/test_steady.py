@@ -17,14 +17,14 @@ from pipette_launch.facts import Layout
 @st.composite
 def orders(draw: st.DrawFn) -> Order:
     """Pipelines of up to five ranks, with up to three chunks and groups wider than the pipeline."""
-    pp, vpp = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    pp, vpp, rendezvous = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.booleans())
     if pp == 1 or vpp == 1:
-        return Order(pp=pp, vpp=1, group_size=1, num_microbatches=draw(st.integers(1, 60)))
+        number = draw(st.integers(1, 60))
+        return Order(pp=pp, vpp=1, group_size=1, num_microbatches=number, rendezvous=rendezvous)
     group = draw(st.integers(pp, pp + 2))
     last = draw(st.integers(0, group - 1))
-    return Order(
-        pp=pp, vpp=vpp, group_size=group, num_microbatches=group * draw(st.integers(1, 12)) + last * (last >= pp)
-    )
+    number = group * draw(st.integers(1, 12)) + last * (last >= pp)
+    return Order(pp=pp, vpp=vpp, group_size=group, num_microbatches=number, rendezvous=rendezvous)
 
 
 @given(orders())
@@ -62,7 +62,7 @@ def test_a_step_ends_when_the_whole_of_it_does(
     hops = hop * (1 - 0.5 * rng.random((2 * stages - 1, pipelines)))
     hops[-1] = 0.0
     layout = Layout(pp=order.pp, vpp=order.vpp, microbatch_group_size=order.group_size if order.vpp > 1 else 0)
-    engine = engine_of(layout, order.num_microbatches)
+    engine = engine_of(layout, order.num_microbatches, rendezvous=order.rendezvous)
 
     drained = engine.drain_s_SR(durations, hops)
 

@@ -1,10 +1,12 @@
 """Who sends how much how often, by hand: s 32, b 1, h 64 in fp32, so one activation is 8,192 bytes."""
 
+from dataclasses import replace
+
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.parameters import chunk_parameters
-from pipette_launch.cost.traffic import Exchange, Hiding, exchanges, hop_bytes, step_traffic
+from pipette_launch.cost.traffic import Exchange, Hiding, exchanges, hop_bytes, meets_receivers, step_traffic
 from pipette_launch.facts import Job, Layout, Recompute
 
 FULL = Recompute(granularity="full", method="block", num_layers=1)
@@ -170,3 +172,14 @@ def test_only_the_first_chunk_is_split_into_buckets() -> None:
     assert overlapped[0] == -(-chunk_parameters(large.model, Layout(pp=2))[0].dense // 40_000_000)
     assert overlapped[0] > 1
     assert overlapped[1] == 1
+
+
+def test_gloo_sends_what_is_asked_for() -> None:
+    """Without virtual stages, or without overlap; what NCCL does is not known, so its messages travel ahead."""
+    chunks = Layout(pp=2, vpp=2)
+    apart = replace(tiny_job(2), performance_flags=("--no-overlap-p2p-communication",))
+
+    assert meets_receivers(tiny_job(2), Layout(pp=2), "cpu")
+    assert not meets_receivers(tiny_job(2), chunks, "cpu")
+    assert meets_receivers(apart, chunks, "cpu")
+    assert not meets_receivers(tiny_job(2), Layout(pp=2), "cuda")

@@ -1,4 +1,4 @@
-"""The networks and the models of the suite. Four hosts of one slot, each with 0.45 of a core whatever others do."""
+"""The networks and the models of the suite. Four hosts of one slot, each with 0.4 of a core whatever others do."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from benchmarks.netlab.topology import Topology
 
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 NUM_HOSTS = 4
-CORES_PER_SLOT = 0.45
-"""So that all of them have their part of two cores, and the machine some rest for itself."""
+CORES_PER_SLOT = 0.4
+"""So that all of them have their part of two cores, and the kernel that carries their messages has the rest."""
 USUAL_MBIT = 400.0
 FAST_MBIT = 800.0
 SLOW_MBIT = 200.0

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.netlab.compare import TORCHRUN, Ended, train
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.suite import contenders, standings
-from benchmarks.netlab.suite.cases import MODELS, TOPOLOGIES, training
+from benchmarks.netlab.suite.cases import CORES_PER_SLOT, MODELS, TOPOLOGIES, training
 from benchmarks.netlab.suite.contenders import Case, Contender
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.suite.standings import Cell, Entrant
@@ -47,11 +47,12 @@ def run(setting: Setting, say: Say) -> PartResult:
 
 def _head(rounds: int) -> Iterator[str]:
     yield (
-        "Four hosts of one slot with 0.45 of a core each (`suite/cases.py`). Columns of ratios: their step over ours, "
-        f"median of {rounds} rounds (least-most); above 1 pipette-launch is faster. In a round everybody trains "
-        f"{ITERATIONS} iterations once, {standings.SKIP} of them not counted; every other round runs backwards. "
-        "torchrun = the user's own words, which pipette-launch is given too; rules = Megatron's rules of thumb. Who "
-        "picks the same configuration in the same places is run once. pipette-launch starts from its cached plan."
+        f"Four hosts of one slot with {CORES_PER_SLOT:g} of a core each (`suite/cases.py`). Columns of ratios: their "
+        f"step over ours, median of {rounds} rounds (least-most); above 1 pipette-launch is faster. In a round "
+        f"everybody trains {ITERATIONS} iterations once, {standings.SKIP} of them not counted; every other round runs "
+        "backwards. torchrun = the user's own words, which pipette-launch is given too; rules = Megatron's rules of "
+        "thumb. Who picks the same configuration in the same places is run once. pipette-launch starts from its "
+        "cached plan."
     )
     yield ""
 

@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 import pytest
 from labs import needs_lab
 
-from benchmarks.netlab import Lab, LabError, everywhere, leftovers, system, topology
+from benchmarks.netlab import Lab, LabError, everywhere, leftovers, selfcheck, system, topology
 from benchmarks.netlab.brake import GROUPS, Brake
 from benchmarks.netlab.topology import Host, Topology, parse
 
@@ -51,6 +51,17 @@ def lab() -> Iterator[Lab]:
         yield made
 
 
+def fastest(lab: Lab, ways: list[tuple[str, str]], least_mbit: float) -> dict[tuple[str, str], float]:
+    """The best rate of each way in as many looks as it takes: a busy machine makes a link slower, never faster."""
+    found = dict.fromkeys(ways, 0.0)
+    deadline_s = time.monotonic() + 40
+    while min(found.values()) < least_mbit and time.monotonic() < deadline_s:
+        for one in selfcheck.measure(lab.topology, lab.within, ways):
+            way = (one.sender, one.receiver)
+            found[way] = max(found[way], one.got_mbit)
+    return found
+
+
 def left_of(prefix: str) -> list[str]:
     """Whatever still bears the name of a lab."""
     groups = [path.name for path in GROUPS.iterdir()] if GROUPS.exists() else []
@@ -70,17 +81,19 @@ def test_links_have_the_rates_of_the_file(lab: Lab) -> None:
 
 def test_a_throttled_link_is_slower_one_way_or_both(lab: Lab) -> None:
     """A throttled link has its new rate, which the check of the file's rates notices, until it is set back."""
+    throttled = [("n1", "n2"), ("n2", "n1"), ("n0", "n2")]
     lab.throttle(("n1", "n2"), 120)
     lab.throttle(("n0", "n2"), 120, one_way=True)
     try:
-        readings = {(one.sender, one.receiver): one.got_mbit for one in lab.readings(tries=1)}
+        slow = fastest(lab, throttled, 108)
+        with pytest.raises(LabError, match="n0 to n2: "):
+            lab.check()
     finally:
         lab.throttle(("n1", "n2"), 200)
         lab.throttle(("n0", "n2"), 200, one_way=True)
 
-    throttled = [("n1", "n2"), ("n2", "n1"), ("n0", "n2")]
-    assert all(100 < readings[way] < 132 for way in throttled), readings
-    assert readings["n2", "n0"] < 110
+    assert all(108 < rate < 132 for rate in slow.values()), slow
+    assert all(rate > 180 for rate in fastest(lab, throttled, 180).values())
 
 
 def test_a_wire_may_take_time_each_way_its_own() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from benchmarks.netlab.suite import regret
 from benchmarks.netlab.suite.contenders import Contender
 from benchmarks.netlab.suite.regret import FIELDS, SKIP, Found, Meter, Tried
 from benchmarks.netlab.system import LabError
@@ -75,3 +76,21 @@ def test_slots_share_their_hosts_fence() -> None:
 
     assert len(cores) == 1
     assert next(iter(cores)) > 0
+
+
+def test_the_most_promising_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Best predictions first, then the others as chance has them; what has no prediction is one of those."""
+
+    @dataclass
+    class Priced:
+        """Predicts by the order of hosts."""
+
+        def contender(self, name: str, layout: Layout, placement: tuple[int, ...]) -> Contender:
+            """Nothing for the first order of all."""
+            seconds = None if placement == (0, 1) else float(sum(placement))
+            return replace(contender(layout.pp, placement), predicted_s=seconds)
+
+    monkeypatch.setattr(regret, "PROMISING", 2)
+    runs = [(Layout(pp=2), placement) for placement in ((0, 1), (5, 4), (2, 1), (1, 0), (3, 2))]
+
+    assert [(1, 0), (2, 1), (0, 1), (5, 4), (3, 2)] == [placement for _, placement in regret.in_order(runs, Priced())]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.netlab import everywhere
 from benchmarks.netlab.lab import Lab
@@ -23,6 +24,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "-m", "pipette_patches.run", "--patch
 SHOWN_LINES = 30
 PATIENCE_S = 30.0
 """How long others may go on after a host has failed."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +112,21 @@ def compare(
     launch = ["-m", "pipette_launch", cache, *ours, *words]
     say("pipette-launch, cold")
     cold = train(lab, launch)
+    found = in_turns(lambda: train(lab, stock), lambda: train(lab, launch), pairs=pairs, say=say)
+    return Comparison(cold=cold, pairs=found, skip=skip)
+
+
+def in_turns(
+    one: Callable[[], T], other: Callable[[], T], *, pairs: int, say: Callable[[str], None] = lambda _text: None
+) -> tuple[tuple[T, T], ...]:
+    """Do both so many times; each leads every other time, so that what drifts hits both."""
     found = []
     for number in range(pairs):
         say(f"pair {number + 1} of {pairs}")
-        # Each leads every other time, so that what drifts hits both.
         first = number % 2
-        done = {which: train(lab, (stock, launch)[which]) for which in (first, 1 - first)}
+        done = {which: (one, other)[which]() for which in (first, 1 - first)}
         found.append((done[0], done[1]))
-    return Comparison(cold=cold, pairs=tuple(found), skip=skip)
+    return tuple(found)
 
 
 def train(
@@ -154,11 +163,27 @@ def train(
             for host, file in zip(lab.hosts, files, strict=True)
         ]
         code, blamed = everywhere.finish(dict(zip(lab.hosts, jobs, strict=True)), PATIENCE_S)
-    wall_s = time.monotonic() - began_s
+    fault = f"{blamed} failed first, exit code {code}" if code else ""
+    return ended(words, outputs, wall_s=time.monotonic() - began_s, fault=fault)
+
+
+def ended(words: Sequence[str], outputs: Sequence[Path], *, wall_s: float, fault: str) -> Ended:
+    """Read the iterations of a training from what its processes printed.
+
+    Args:
+        words: what ran, for the error.
+        outputs: one file of each process.
+        wall_s: how long it took.
+        fault: what went wrong; empty = nothing.
+
+    Raises:
+        LabError: it failed or printed no iteration; the text holds the end of what it printed.
+
+    """
     lines = [line for path in outputs for line in path.read_text(errors="replace").splitlines()]
     found = {one.iteration: one for one in map(parse_iteration, lines) if one is not None}
-    if code or not found:
-        said = f"{blamed} failed first, exit code {code}" if code else "no iteration was printed"
+    if fault or not found:
+        said = fault or "no iteration was printed"
         raise LabError(f"{' '.join(words)}: {said}\n" + "\n".join(lines[-SHOWN_LINES:]))
     ordered = [found[number] for number in sorted(found)]
     return Ended(

@@ -16,6 +16,7 @@ from typing import IO, TextIO
 from benchmarks.netlab.lab import Lab
 
 POLL_S = 0.05
+TIME_IS_UP = 124
 PLACE = re.compile(r"\{(host|address|index|slots|nnodes|head|port|folder)\}")
 """Nothing else in braces is touched: commands may hold JSON."""
 
@@ -58,9 +59,16 @@ def run(
     return code, blamed
 
 
-def finish(processes: Mapping[str, subprocess.Popen[str]], patience_s: float) -> tuple[int, str]:
-    """Wait for all; after a failure no longer than `patience_s`. Returns the first failure's exit code and host."""
-    code, blamed, deadline_s = 0, "", float("inf")
+def finish(
+    processes: Mapping[str, subprocess.Popen[str]], patience_s: float, limit_s: float = float("inf")
+) -> tuple[int, str]:
+    """Wait for all, then end those left: so long after a failure, or so long from now on.
+
+    Returns:
+        The first failure's exit code and host; where time was up 124, as timeout(1) has it, and no host.
+
+    """
+    code, blamed, deadline_s = 0, "", time.monotonic() + limit_s
     running = dict(processes)
     while running:
         for host, process in list(running.items()):
@@ -70,8 +78,9 @@ def finish(processes: Mapping[str, subprocess.Popen[str]], patience_s: float) ->
             if process.returncode != 0 and code == 0:
                 # A shell's convention for a death by signal.
                 code = process.returncode if process.returncode > 0 else 128 - process.returncode
-                blamed, deadline_s = host, time.monotonic() + patience_s
-        if time.monotonic() > deadline_s:
+                blamed, deadline_s = host, min(deadline_s, time.monotonic() + patience_s)
+        if running and time.monotonic() > deadline_s:
+            code = code or TIME_IS_UP
             for process in running.values():
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)

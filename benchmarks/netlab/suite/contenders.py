@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from benchmarks.netlab.lab import PORT, Lab
+from benchmarks.netlab.system import LabError
 from pipette_launch import megatron
 from pipette_launch.baselines.pick import Clock, Placement, PlannerOptions, torchrun_order
 from pipette_launch.baselines.planners import PLANNERS
@@ -113,6 +115,19 @@ def merged(found: Sequence[Contender]) -> tuple[Contender, ...]:
 def ours(plan: Plan) -> Choice:
     """What a plan runs."""
     return plan.own if plan.keeps_own else plan.chosen
+
+
+def new_plan(cache: Path, before: Collection[Path] = ()) -> Path:
+    """Return the folder of the one plan that pipette-launch has left in its cache since there were these.
+
+    Raises:
+        LabError: there is none, or more than one.
+
+    """
+    made = sorted(set(cache.glob("*/plan.json")) - set(before))
+    if len(made) != 1:
+        raise LabError(f"pipette-launch left {len(made)} new plans in {cache}, not one")
+    return made[0].parent
 
 
 def in_order(lab: Lab, placement: Sequence[int]) -> Callable[[str], Mapping[str, str]]:

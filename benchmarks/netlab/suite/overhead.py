@@ -19,9 +19,10 @@ import psutil
 from benchmarks.bench_start import MODEL as TINY
 from benchmarks.bench_start import SCRIPT as FIRST_LINE
 from benchmarks.netlab import everywhere, topology
-from benchmarks.netlab.compare import PATIENCE_S, TORCHRUN, environment
+from benchmarks.netlab.compare import PATIENCE_S, TORCHRUN, environment, in_turns
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.suite.cases import NUM_HOSTS, USUAL_MBIT, training
+from benchmarks.netlab.suite.contenders import new_plan
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.system import LabError
 from benchmarks.warmup.trial import Trial, warm_up
@@ -121,19 +122,14 @@ def _worst(agents: Sequence[Agent], launcher: str) -> Agent:
 def _starts(num_hosts: int, pairs: int, say: Say) -> Starts:
     say(f"overhead: starts on {num_hosts} hosts")
     words = [str(FIRST_LINE), *TINY]
-    found = []
     with Lab(topology.uniform(num_hosts, rate_mbit=USUAL_MBIT)) as lab:
         ours = _ours(lab)
         _first_line_s(lab, [*ours, *words])
-        if not list(lab.folder.glob("plans/*/plan.json")):
-            raise LabError("the first start of pipette-launch left no plan")
-        for number in range(pairs):
-            launchers = {"torchrun": TORCHRUN, "pipette-launch": ours}
-            # Each leads every other time, so that what drifts hits both.
-            turn = list(launchers)[:: -1 if number % 2 else 1]
-            done = {name: _first_line_s(lab, [*launchers[name], *words]) for name in turn}
-            found.append((done["torchrun"], done["pipette-launch"]))
-    return Starts(num_hosts=num_hosts, pairs=tuple(found))
+        new_plan(lab.folder / "plans")
+        found = in_turns(
+            lambda: _first_line_s(lab, [*TORCHRUN, *words]), lambda: _first_line_s(lab, [*ours, *words]), pairs=pairs
+        )
+    return Starts(num_hosts=num_hosts, pairs=found)
 
 
 def _ours(lab: Lab) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from benchmarks.netlab.compare import TORCHRUN, Ended, train
@@ -103,13 +102,10 @@ class _Runner:
 
     def _planned(self, model: str) -> tuple[Plan, Measurements]:
         """Start pipette-launch where it has no plan, and read what it leaves."""
-        before = set(self._cache.glob("*/plan.json"))
+        before = [*self._cache.glob("*/plan.json")]
         # The number of iterations is no part of a plan's key.
         train(self._lab, [*self._ours, *training(model, iterations=1)], python=self._python)
-        made = set(self._cache.glob("*/plan.json")) - before
-        if len(made) != 1:
-            raise LabError(f"pipette-launch left {len(made)} new plans in {self._cache}, not one")
-        folder: Path = made.pop().parent
+        folder = contenders.new_plan(self._cache, before)
         return files.read(folder / "plan.json", Plan), files.read(folder / "cluster.json", Measurements)
 
     def _stock(self, one: Contender) -> Start:

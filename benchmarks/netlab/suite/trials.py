@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.netlab.compare import TORCHRUN, train
+from benchmarks.netlab.compare import TORCHRUN, in_turns, train
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.suite.cases import TOPOLOGIES, training
+from benchmarks.netlab.suite.contenders import new_plan
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.system import LabError
 from pipette_launch.facts import Plan, files
@@ -98,30 +99,27 @@ def _race(network: str, setting: Setting, pairs: int, say: Say) -> Race:
         plan = _kept(cache)
         assert plan.trials is not None
         say(f"trials: {network}, {', '.join(_words(one) for one in plan.trials.runs)}")
-        found = []
-        for number in range(pairs):
-            # Each leads every other time, so that what drifts hits both.
-            first = number % 2
-            done = {which: train(lab, (stock, ours)[which], python=python) for which in (first, 1 - first)}
-            found.append((done[0].steady_s(SKIP), done[1].steady_s(SKIP)))
+        found = in_turns(
+            lambda: train(lab, stock, python=python).steady_s(SKIP),
+            lambda: train(lab, ours, python=python).steady_s(SKIP),
+            pairs=pairs,
+        )
     return Race(
         network=network,
         pick=plan.chosen.layout.words(),
         keeps_own=plan.keeps_own,
         trials=plan.trials,
         cold_s=cold.wall_s,
-        pairs=tuple(found),
+        pairs=found,
     )
 
 
 def _kept(cache: Path) -> Plan:
     """The plan that the first job left, with what was measured."""
-    paths = [*cache.glob("*/plan.json")]
-    if len(paths) != 1:
-        raise LabError(f"pipette-launch left {len(paths)} plans in {cache}, not one")
-    plan = files.read(paths[0], Plan)
+    path = new_plan(cache) / "plan.json"
+    plan = files.read(path, Plan)
     if plan.trials is None:
-        raise LabError(f"{paths[0]}: nothing was tried")
+        raise LabError(f"{path}: nothing was tried")
     return plan
 
 

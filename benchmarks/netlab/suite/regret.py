@@ -61,9 +61,8 @@ class Field:
 
 
 FIELDS = (
-    Field(topology="islands", slots=1, limit_s=300.0),
+    Field(topology="islands", slots=1, limit_s=270.0),
     Field(topology="random", slots=1, limit_s=180.0),
-    Field(topology="slow-node", slots=1, limit_s=180.0),
     Field(topology="islands", slots=2, limit_s=240.0),
 )
 QUICK = (Field(topology="islands", slots=1, limit_s=60.0),)

@@ -19,8 +19,8 @@ from pipette_launch import megatron
 from pipette_launch.facts import Measurements, Plan, files
 
 ROUNDS = 2
-ITERATIONS = 6
-BUDGET_S = 30.0
+ITERATIONS = 5
+BUDGET_S = 25.0
 """For the warm-up of each network's first model; later ones find its links again."""
 QUICK = (("islands", "communication-heavy"),)
 ALL = tuple((network, model) for network in TOPOLOGIES for model in MODELS)

@@ -24,7 +24,7 @@ __all__ = ["NOT_MODELLED", "PlacementCost", "Predictor", "StepTime"]
 NOT_MODELLED = (
     "What waiting slots give back: compute is measured on all slots of a host at once, so shared cores are in it.",
     "Contention for one link or network card between groups or pipelines, beyond what was measured with all at work.",
-    "Sends that block the sender or delay each other: a send takes its link's time and its receiver's.",
+    "Sends that block the sender or delay each other: a send takes its link's time, over gloo its receiver's as well.",
     "Overlap of tensor-parallel collectives in the forward (`--tp-comm-overlap`), and of all-to-all with experts.",
     "Collectives that slow down the matrix product that they pass behind.",
     "Uneven routing: every expert is given equally many tokens.",

@@ -202,9 +202,9 @@ def test_sixty_four_hosts_are_quick() -> None:
     job = replace(tiny_job(512, model=tiny_model(num_layers=8)), batch=Batch(global_batch_size=1024))
     predictor = Predictor(job, tiny_measurements(cluster))
     layout = Layout(tp=4, pp=8, dp=16)
-    started = time.perf_counter()
+    started_s = time.process_time()
 
     bound = placement_bound_s(predictor.placement_cost(layout))
 
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started_s < 5
     assert bound.seconds > predictor.bound_s(layout)

@@ -80,7 +80,7 @@ def _gpt(*, layers: int, hidden: int, seq: int, batch: int) -> tuple[str, ...]:
     words = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 4 --seq-length {seq} "
         f"--max-position-embeddings {seq} --vocab-size 256 --transformer-impl local --attention-dropout 0 "
-        f"--hidden-dropout 0 --lr 1e-3 --micro-batch-size {batch // NUM_HOSTS} "
+        f"--hidden-dropout 0 --lr 1e-3 "
         f"--global-batch-size {batch} --use-distributed-optimizer --log-interval 1"
     )
     return tuple(words.split())
@@ -91,9 +91,11 @@ MODELS: Mapping[str, tuple[str, ...]] = {
     "balanced": _gpt(layers=4, hidden=256, seq=128, batch=8),
     "compute-heavy": _gpt(layers=4, hidden=128, seq=256, batch=16),
 }
-"""Flags of examples/pretrain_gpt.py, --train-iters apart."""
+"""Flags of examples/pretrain_gpt.py, --train-iters and --micro-batch-size apart."""
 
 
-def training(model: str, *, iterations: int) -> tuple[str, ...]:
-    """Return the script with all its flags: what stands behind torchrun or pipette-launch."""
-    return (str(SCRIPT), *MODELS[model], "--train-iters", str(iterations))
+def training(model: str, *, iterations: int, num_slots: int = NUM_HOSTS) -> tuple[str, ...]:
+    """Return the script with all its flags: what stands behind torchrun or pipette-launch; one micro-batch a rank."""
+    words = MODELS[model]
+    batch = int(words[words.index("--global-batch-size") + 1])
+    return (str(SCRIPT), *words, "--micro-batch-size", str(batch // num_slots), "--train-iters", str(iterations))

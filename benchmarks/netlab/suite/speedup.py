@@ -19,7 +19,7 @@ from pipette_launch import megatron
 from pipette_launch.facts import Measurements, Plan, files
 
 ROUNDS = 2
-ITERATIONS = 5
+ITERATIONS = 4
 BUDGET_S = 25.0
 """For the warm-up of each network's first model; later ones find its links again."""
 QUICK = (("islands", "communication-heavy"),)

@@ -32,11 +32,7 @@ class Order:
     """Micro-batches that go through one chunk before the next; without interleaving it says nothing."""
     num_microbatches: int
     rendezvous: bool = False
-    """Whether a message starts only once its receiver asks for it, after its previous pass, and not when it is sent.
-
-    So it is without `overlap_p2p_comm`: Megatron asks right before it needs (p2p_communication.py, `_communicate`), and
-    neither NCCL nor gloo sends to who has not asked.
-    """
+    """Whether a message starts when its receiver asks for it, and not when it is sent (`traffic.meets_receivers`)."""
 
     def __post_init__(self) -> None:
         if self.vpp > 1:

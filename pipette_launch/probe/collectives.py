@@ -25,10 +25,10 @@ from pipette_launch.probe.options import GroupSamples, ProbeOptions
 COLLECTIVES_SHARE = 0.9
 """Of the budget, counted from the meeting of all workers."""
 ELEMENT_BYTES = 4
-COMPUTED_S = 5e-3
+COMPUTED_S = 2e-3
 """Of processor time before each collective on CPUs. Hosts of 0.45 cores, 164 kB between two of them: 1.7 ms with none,
 4.3 to 5.1 ms after 2, 5 or 15 ms; in training about 6."""
-SMALL_BYTES, MORE_REPEATS = 256 << 10, 4
+SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
 """Up to this size collectives on CPUs are repeated so many times more often: they cost little and scatter most."""
 
 Timed: TypeAlias = tuple[tuple[int, ...], tuple[Samples, ...]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipette_patches import registry
-from pipette_patches.cpu_torch import TORCH
+from pipette_patches.cpu_torch import TORCH, _alone
 from pipette_patches.replacements import owner_of
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +40,28 @@ def test_undo_apply_apply_undo_undo_gives_torch_back() -> None:
 
     assert all(now is then for now, then in zip(after, before, strict=True))
     assert all(now is not then for now, then in zip(during, before, strict=True))
+
+
+def test_nobody_waits_for_an_all_reduce_of_one() -> None:
+    """What one rank would sum stays as it is, without a word to the backend; a handle is the backend's to give."""
+    asked: list[tuple[object, bool]] = []
+
+    def original(_tensor: object, _op: object, group: object, async_op: bool) -> str:
+        asked.append((group, async_op))
+        return "work"
+
+    group = object()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.distributed, "get_world_size", lambda one: 1 if one is group else 2)
+        all_reduce = _alone(original)
+        values = torch.ones(2)
+
+        assert all_reduce(values, group=group) is None
+        assert "work" == all_reduce(values, group=group, async_op=True)
+        assert "work" == all_reduce(values)
+
+    assert [(group, True), (None, False)] == asked
+    assert [1.0, 1.0] == values.tolist()
 
 
 def test_cuda_means_cpu() -> None:

@@ -414,7 +414,9 @@ def test_by_default_a_sick_node_is_told_once(tmp_path: Path) -> None:
     warmup = one.decide(records(3), None)
     made = measured(one, warmup, SICK, SLOW)
 
-    assert (f"{little.words()}; {SICK.words()}", SLOW.words()) == (warmup.reason, made.reason)
+    # A search that takes long, as on a busy machine, is shared, and says so behind the verdicts.
+    said = made.reason.partition("; the search was shared by ")[0]
+    assert (f"{little.words()}; {SICK.words()}", SLOW.words()) == (warmup.reason, said)
     assert (3, 3) == (len(warmup.hosts), len(made.hosts))
 
 

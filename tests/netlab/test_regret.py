@@ -93,4 +93,6 @@ def test_the_most_promising_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regret, "PROMISING", 2)
     runs = [(Layout(pp=2), placement) for placement in ((0, 1), (5, 4), (2, 1), (1, 0), (3, 2))]
 
-    assert [(1, 0), (2, 1), (0, 1), (5, 4), (3, 2)] == [placement for _, placement in regret.in_order(runs, Priced())]
+    assert [(1, 0), (2, 1), (0, 1), (5, 4), (3, 2)] == [
+        placement for _, placement in regret.promising_first(runs, Priced())
+    ]

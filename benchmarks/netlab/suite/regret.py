@@ -145,7 +145,7 @@ def _found(one: Field, setting: Setting, say: Say) -> Found:
         num_hosts, slots = len(lab.hosts), one.slots
         meter = Meter(case, slots, lambda words, placement: trained(lab, words, placement, python=python).step_s)
         found = cuts(case.job, world_size=num_hosts * slots, devices_per_host=slots, device_kind="cpu")
-        runs = in_order(space.runs(found.layouts, num_hosts, slots, random.Random(SEED)), case)
+        runs = promising_first(space.runs(found.layouts, num_hosts, slots, random.Random(SEED)), case)
         before = ticks()
         chosen = meter.tried(choice.layout, choice.placement)
         default = meter.tried(case.job.own, torchrun_order(num_hosts * slots))
@@ -190,7 +190,7 @@ def planned(lab: Lab, python: str) -> tuple[Case, Choice]:
     return Case.of(words, measurements, fix=FIXED), choice
 
 
-def in_order(runs: Sequence[space.Run], case: Makes) -> list[space.Run]:
+def promising_first(runs: Sequence[space.Run], case: Makes) -> list[space.Run]:
     """Put the most promising runs before the others, which stay by chance; what cannot be priced promises nothing."""
     predicted = [case.contender("", *run).predicted_s for run in runs]
     priced = sorted((seconds, number) for number, seconds in enumerate(predicted) if seconds is not None)

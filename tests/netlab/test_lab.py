@@ -86,6 +86,7 @@ def test_a_throttled_link_is_slower_one_way_or_both(lab: Lab) -> None:
     lab.throttle(("n0", "n2"), 120, one_way=True)
     try:
         slow = fastest(lab, throttled, 108)
+        other_way = fastest(lab, [("n2", "n0")], 90)
         with pytest.raises(LabError, match="n0 to n2: "):
             lab.check()
     finally:
@@ -93,6 +94,7 @@ def test_a_throttled_link_is_slower_one_way_or_both(lab: Lab) -> None:
         lab.throttle(("n0", "n2"), 200, one_way=True)
 
     assert all(108 < rate < 132 for rate in slow.values()), slow
+    assert 90 < other_way["n2", "n0"] < 110
     assert all(rate > 180 for rate in fastest(lab, throttled, 180).values())
 
 

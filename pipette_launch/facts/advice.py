@@ -21,6 +21,8 @@ class Dimension:
     """The collectives that it uses."""
     groups: tuple[tuple[int, ...], ...]
     """Each of two or more slots, ascending, as torch sorts them; no slot is in two."""
+    most_bytes: int = 0
+    """The largest full tensor that is exchanged there in one piece; 0 = not said."""
 
     def __post_init__(self) -> None:
         members = [slot for group in self.groups for slot in group]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.filled import filled
 from pipette_launch.cost.groups import Groups
-from pipette_launch.cost.traffic import Hiding, exchanges
+from pipette_launch.cost.traffic import Exchange, Hiding, exchanges, step_traffic
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
 from pipette_launch.facts.advice import Advice, CollectiveKind, Dimension, StageCase
@@ -94,6 +94,7 @@ def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
     """Groups of slots of each parallel dimension, those of the first plan first; what two plans share comes once."""
     kinds: dict[tuple[tuple[int, ...], ...], dict[CollectiveKind, None]] = {}
     names: dict[tuple[tuple[int, ...], ...], str] = {}
+    most_bytes: dict[tuple[tuple[int, ...], ...], int] = {}
     for choice in shortlist:
         slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))
         for group in _collectives(job, choice):
@@ -101,7 +102,11 @@ def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
             groups = tuple(sorted(tuple(row) for row in slots_GK.tolist()))
             kinds.setdefault(groups, {}).update(dict.fromkeys(group.kinds))
             names.setdefault(groups, group.name)
-    found = [Dimension(name=names[groups], kinds=tuple(used), groups=groups) for groups, used in kinds.items()]
+            most_bytes[groups] = max(group.most_bytes, most_bytes.get(groups, 0))
+    found = [
+        Dimension(name=names[groups], kinds=tuple(used), groups=groups, most_bytes=most_bytes[groups])
+        for groups, used in kinds.items()
+    ]
     return tuple(found[:MOST_DIMENSIONS])
 
 
@@ -125,6 +130,8 @@ class _Collective(NamedTuple):
     name: str
     kinds: tuple[CollectiveKind, ...]
     ranks_GK: Ints
+    most_bytes: int
+    """Of the full tensor on one rank."""
 
 
 def _collectives(job: Job, choice: Choice) -> Iterator[_Collective]:
@@ -133,14 +140,17 @@ def _collectives(job: Job, choice: Choice) -> Iterator[_Collective]:
     reduced: tuple[CollectiveKind, ...] = ("all_reduce",)
     if layout.use_distributed_optimizer:
         reduced = ("reduce_scatter", "all_gather")
-    found = [_Collective("dp", reduced, groups.dp_cp)]
+    dense, expert = (max(sizes) for sizes in zip(*step_traffic(job, layout).gradient_bytes, strict=True))
+    found = [_Collective("dp", reduced, groups.dp_cp, dense)]
     if job.model.num_experts:
-        found.append(_Collective("expert dp", reduced, groups.expert_dp))
-    by_group: dict[str, dict[CollectiveKind, None]] = {}
+        found.append(_Collective("expert dp", reduced, groups.expert_dp, expert))
+    by_group: dict[str, list[Exchange]] = {}
     for exchange in exchanges(job, layout, Hiding()):
         if exchange.kind != "send":
-            by_group.setdefault(exchange.group, {})[exchange.kind] = None
-    found += [_Collective(name, tuple(kinds), getattr(groups, name)) for name, kinds in by_group.items()]
+            by_group.setdefault(exchange.group, []).append(exchange)
+    for name, sent in by_group.items():
+        kinds = tuple(dict.fromkeys(one.kind for one in sent if one.kind != "send"))
+        found.append(_Collective(name, kinds, getattr(groups, name), int(max(one.size_bytes for one in sent))))
     yield from (one for one in found if one.ranks_GK.shape[1] > 1)
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -30,9 +29,15 @@ COMPUTED_S = 2e-3
 4.3 to 5.1 ms after 2, 5 or 15 ms; in training about 6."""
 SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
 """Up to this size collectives on CPUs are repeated so many times more often: they cost little and scatter most."""
-
-Timed: TypeAlias = tuple[tuple[int, ...], tuple[Samples, ...]]
-"""Sizes in bytes, and the times of each."""
+REACH_REPEATS = 3
+REACH_S, REACH_SHARE = 1.5, 0.5
+"""What plans send in one piece, gradients above all, may be many times the largest message between stages. It is timed,
+too: as much of it as passes in so many seconds, or this share of the time that is left, with all repeats. (On links of
+100 MB/s the times up to 2 MB gave 110 to 171 ms for an all-gather of 20 MB that takes 157 at the least, and took 169.)
+"""
+REACH_LIMIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+REACH_LEAST = 2
+"""Less than so many times the largest message says nothing new."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +69,16 @@ def measure(
         group = _open(members, options) if members else None
         for kind in dimension.kinds:
             conductor.step(index, len(dimensions), f"{kind} of {dimension.name}")
-            measured = _time_kind(options, kind=kind, size=len(members), group=group)
-            if isinstance(measured, str):
-                notes.append(f"collectives: {kind} was not measured on groups of {dimension.name}: {measured}")
-            elif measured is not None:
-                sizes, samples = measured
+            timer = _Timer(options, kind, size=len(members), group=group)
+            for asked_bytes in options.sizes_bytes():
+                timer.time(asked_bytes)
+            reach_bytes = int(conductor.tell(str(timer.reach_bytes(dimension.most_bytes, budget))))
+            if reach_bytes:
+                timer.time(reach_bytes, repeats=REACH_REPEATS)
+            if timer.refused:
+                notes.append(f"collectives: {kind} was not measured on groups of {dimension.name}: {timer.refused}")
+            elif timer.timed:
+                sizes, samples = tuple(timer.timed), tuple(timer.timed.values())
                 found.append(GroupSamples(kind=kind, dimension=index, sizes_bytes=sizes, samples=samples))
         if group is not None and group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -86,33 +96,51 @@ def _open(members: tuple[int, ...], options: ProbeOptions) -> dist.ProcessGroup:
     return group
 
 
-def _time_kind(
-    options: ProbeOptions, *, kind: CollectiveKind, size: int, group: dist.ProcessGroup | None
-) -> Timed | str | None:
-    """Time one kind on one group; where the backend has no such collective, which every member finds alike, say so.
+class _Timer:
+    """Times one kind on the group of this rank, size by size; a rank without a group only keeps step with the others.
 
-    A rank without a group only keeps step with the others.
+    Where the backend has no such collective, which every member finds alike, `refused` says so.
     """
-    is_cpu = options.device_kind == "cpu"
-    timed: dict[int, Samples] = {}
-    refused: str | None = None
-    for asked_bytes in options.sizes_bytes():
-        size_bytes = padded_bytes(asked_bytes, max(size, 1))
-        action = None
-        if group is not None and refused is None:
-            action = _action(kind, size_bytes // ELEMENT_BYTES, size, group=group, device=options.device_kind)
-            refused = _try_once(action)
+
+    def __init__(
+        self, options: ProbeOptions, kind: CollectiveKind, *, size: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self._options = options
+        self._kind = kind
+        self._size = size
+        self._group = group
+        self.timed: dict[int, Samples] = {}
+        """By bytes of the full tensor."""
+        self.refused = ""
+
+    def time(self, asked_bytes: int, repeats: int | None = None) -> None:
+        """Time one size, with its own number of repeats and no warm-up but the first, or as often as the options say.
+
+        All ranks call it with the same size.
+        """
+        size_bytes = padded_bytes(asked_bytes, max(self._size, 1))
+        device, action = self._options.device_kind, None
+        if self._group is not None and not self.refused:
+            action = _action(self._kind, size_bytes // ELEMENT_BYTES, self._size, group=self._group, device=device)
+            self.refused = _try_once(action) or ""
         # Also after a refusal and without a group: the dimension's other groups count on everyone.
-        align(options.device_kind)
-        if action is not None and refused is None:
-            repeats = options.repeats * (MORE_REPEATS if is_cpu and asked_bytes <= SMALL_BYTES else 1)
-            times = [_timed(action, options.device_kind) for _ in range(options.warmups + repeats)]
-            timed[size_bytes] = Samples(
-                values_s=tuple(times[options.warmups :]), warmup_s=tuple(times[: options.warmups])
-            )
-    if refused is not None:
-        return refused
-    return (tuple(timed), tuple(timed.values())) if timed else None
+        align(device)
+        if action is not None and not self.refused:
+            warmups = 0 if repeats else self._options.warmups
+            is_small = device == "cpu" and asked_bytes <= SMALL_BYTES
+            repeats = repeats or self._options.repeats * (MORE_REPEATS if is_small else 1)
+            times = [_timed(action, device) for _ in range(warmups + repeats)]
+            self.timed[size_bytes] = Samples(values_s=tuple(times[warmups:]), warmup_s=tuple(times[:warmups]))
+
+    def reach_bytes(self, most_bytes: int, budget: Budget) -> int:
+        """Return how much of the largest tensor there is time for, judged by the largest size so far; 0 = none."""
+        if not self.timed:
+            return 0
+        known_bytes, samples = list(self.timed.items())[-1]
+        allowed_s = min(REACH_S, REACH_SHARE * budget.left_s(COLLECTIVES_SHARE)) / (REACH_REPEATS + 1)
+        affordable = int(known_bytes * allowed_s / samples.median_s)
+        reach = min(most_bytes, affordable, REACH_LIMIT_BYTES[self._options.device_kind])
+        return reach if reach >= REACH_LEAST * known_bytes else 0
 
 
 def _action(

@@ -23,7 +23,7 @@ from pipette_patches import workload as patches_workload
 from pipette_patches.workload import Part, Workload, WorkloadError
 from pipette_patches.workload_optimizer import optimizer_step
 
-COMPUTE_SHARE = 0.5
+COMPUTE_SHARE = 0.45
 """Of the budget: what is left belongs to links and collectives."""
 AGAIN_SHARE = 0.25
 """Of the budget: once it is spent, recompute is timed no more; it always is in the reference case."""

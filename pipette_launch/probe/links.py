@@ -35,7 +35,7 @@ from pipette_launch.probe.rounds import Group, in_turns, local_groups, matching_
 from pipette_launch.probe.sampling import Pair, Round, rounds_of
 from pipette_launch.probe.suspects import suspect_links
 
-LINKS_SHARE = 0.75
+LINKS_SHARE = 0.7
 """Of the budget, most of which compute has had before; what is left belongs to collectives."""
 MAX_DECISIONS = 32
 """Rounds share decisions when there are many: each decision costs a store access of every rank."""

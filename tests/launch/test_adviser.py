@@ -14,6 +14,7 @@ import pytest
 from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from search.worlds import still
 
+from pipette_launch.cost.traffic import step_traffic
 from pipette_launch.facts import Choice, Job, Layout, files
 from pipette_launch.facts.advice import Advice
 from pipette_launch.facts.question import Question
@@ -96,6 +97,20 @@ def test_dimensions_of_several_plans_come_once() -> None:
     assert ("all_reduce", "reduce_scatter", "all_gather") == found[0].kinds
     assert ((0, 1), (2, 3), (4, 5), (6, 7)) == found[1].groups
     assert ((0, 2, 4, 6), (1, 3, 5, 7)) == found[2].groups
+
+
+def test_dimensions_know_the_most_that_is_sent_in_one_piece() -> None:
+    """A stage's gradients between replicas, activations between tensor ranks; where both are, the larger."""
+    job = tiny_job(4)
+    stages, tensors = choice(Layout(pp=2, dp=2)), choice(Layout(tp=2, dp=2))
+    gradients = [max(dense for dense, _ in step_traffic(job, some.layout).gradient_bytes) for some in (stages, tensors)]
+    activations = job.model.seq_length * job.model.hidden_size * job.model.dtype_bytes
+    both = adviser.dimensions(job, [stages, tensors])
+    alone = adviser.dimensions(job, [tensors])
+
+    assert [((0, 1), (2, 3)), ((0, 2), (1, 3))] == [one.groups for one in both]
+    assert [max(gradients[0], activations), gradients[1]] == [one.most_bytes for one in both]
+    assert {"dp": gradients[1], "tp": activations} == {one.name: one.most_bytes for one in alone}
 
 
 def test_pairs_of_the_first_plan_come_first() -> None:

@@ -7,6 +7,7 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 from probe.workers import OneRankStore, tiny_options
 
+from pipette_launch.facts import Samples
 from pipette_launch.probe import collectives
 from pipette_launch.probe.collectives import padded_bytes
 from pipette_launch.probe.harness import Budget, Conductor
@@ -26,11 +27,18 @@ def test_only_experts_exchange_all_to_all(tmp_path: Path) -> None:
     assert "all_to_all" in replace(options, job=moe).dimensions()[0].kinds
 
 
+class _Refuses(collectives._Timer):
+    """A backend that lacks every collective."""
+
+    def time(self, asked_bytes: int, repeats: int | None = None) -> None:
+        self.refused = f"gloo has no {self._kind}"
+
+
 def test_a_spent_budget_keeps_the_first_dimension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everyone's group is measured whatever the clock says, the others are named; what gloo lacks is named, too."""
     monkeypatch.setattr(collectives, "_open", lambda *_: None)
     monkeypatch.setattr(collectives.dist, "destroy_process_group", lambda _: None)
-    monkeypatch.setattr(collectives, "_time_kind", lambda *_, kind, **__: f"gloo has no {kind}")
+    monkeypatch.setattr(collectives, "_Timer", _Refuses)
     options = tiny_options(tmp_path, hosts=2, devices=2)
     found = collectives.measure(
         options,
@@ -72,3 +80,31 @@ def test_a_broken_connection_is_no_lack_of_support() -> None:
 
     with pytest.raises(RuntimeError, match="closed by peer"):
         collectives._try_once(fail)
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "left_s", "reach_bytes"),
+    [
+        pytest.param(10 << 20, 60.0, 10 << 20, id="all of it"),
+        pytest.param(1 << 30, 60.0, 15 << 20, id="what passes in the time"),
+        pytest.param(1 << 30, 2.0, 10 << 20, id="what passes in half of the time that is left"),
+        pytest.param(1 << 30, 0.2, 0, id="hardly more than is known"),
+        pytest.param(0, 60.0, 0, id="not said"),
+    ],
+)
+def test_a_large_tensor_is_timed_as_far_as_there_is_time(
+    tmp_path: Path, most_bytes: int, left_s: float, reach_bytes: int
+) -> None:
+    """Judged by the largest size so far: 1 MiB that took 25 ms."""
+    timer = collectives._Timer(tiny_options(tmp_path, hosts=2, devices=1), "all_gather", size=2, group=None)
+    timer.timed = {8: Samples(values_s=(1e-3,)), 1 << 20: Samples(values_s=(0.025,))}
+    budget = Budget(started_s=0, budget_s=left_s / collectives.COLLECTIVES_SHARE, clock=lambda: 0.0)
+
+    assert reach_bytes == pytest.approx(timer.reach_bytes(most_bytes, budget), abs=1)
+
+
+def test_a_rank_without_a_group_names_no_size(tmp_path: Path) -> None:
+    """It has timed nothing that it could judge by."""
+    timer = collectives._Timer(tiny_options(tmp_path, hosts=2, devices=1), "all_gather", size=0, group=None)
+
+    assert 0 == timer.reach_bytes(1 << 30, Budget(started_s=0, budget_s=60, clock=lambda: 0.0))

@@ -205,6 +205,7 @@ def environment() -> Mapping[str, str]:
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "PYTHONWARNINGS": "ignore",
+        "MALLOC_ARENA_MAX": "1",
         "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
         "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
         "MALLOC_TOP_PAD_": str(1 << 26),

@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 import pytest
 from labs import needs_lab
 
-from benchmarks.netlab import Lab, LabError, everywhere, leftovers, selfcheck, system, topology
+from benchmarks.netlab import Lab, LabError, everywhere, leftovers, selfcheck, system, topology, wires
 from benchmarks.netlab.brake import GROUPS, Brake
 from benchmarks.netlab.topology import Host, Topology, parse
 
@@ -77,6 +77,13 @@ def test_links_have_the_rates_of_the_file(lab: Lab) -> None:
     assert lab.topology.paths.keys() == readings.keys()
     assert all(0.9 < one.ratio < 1.1 for one in readings.values()), readings
     assert readings["n2", "n0"].got_mbit < 0.7 * readings["n0", "n2"].got_mbit
+
+
+def test_hosts_speak_as_clusters_do(lab: Lab) -> None:
+    """No host controls congestion by bbr, whatever this machine prefers: rings would be slow by chance."""
+    found = {lab.within(host, wires.CONGESTION_CONTROL.read_text).strip() for host in lab.hosts}
+
+    assert found <= set(wires.CONGESTION_CONTROLS)
 
 
 def test_a_throttled_link_is_slower_one_way_or_both(lab: Lab) -> None:

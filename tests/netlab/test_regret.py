@@ -44,6 +44,15 @@ def test_regret_is_against_the_quickest_that_ran() -> None:
     assert (pytest.approx(0.2), 2) == (found.regret, found.rank)
 
 
+def test_only_the_final_rounds_count() -> None:
+    """What was quick once by luck is not what the choice is held against, nor is one that never was in the final."""
+    lucky, choice, other = tried(0.5), tried(1.3), tried(0.9)
+    lucky.final_s, choice.final_s = [1.2, 1.2], [1.0, 1.5, 1.1]
+    found = Found(name="", of=9, tried=(other, choice, lucky), failed=(), choice=choice, default=lucky, stolen=0.0)
+
+    assert (choice, 0.0) == (found.best, found.regret)
+
+
 def test_orders_that_are_alike_run_once() -> None:
     """Two replicas may change places, two stages may not; warm-up iterations do not count; a repeat adds steps."""
     case = FakeCase()
@@ -52,9 +61,11 @@ def test_orders_that_are_alike_run_once() -> None:
         for order in ((0, 1), (1, 0), (0, 1)):
             one = meter.tried(layout, order)
     meter.again(one)
+    meter.again(one, final=True)
 
     assert [(0, 1), (0, 1), (1, 0)] == case.asked
     assert [1.0, 2.0, 3.0] * 2 == one.step_s
+    assert [1.0, 2.0, 3.0] == one.final_s
     assert 2.0 == one.measured_s
 
 

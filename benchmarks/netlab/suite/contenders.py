@@ -133,8 +133,6 @@ def new_plan(cache: Path, before: Collection[Path] = ()) -> Path:
 def in_order(lab: Lab, placement: Sequence[int]) -> Callable[[str], Mapping[str, str]]:
     """Return torchrun's flags, as variables of each host, by which hosts of one slot get these RANKs."""
     ranks = dict(zip(lab.hosts, placement, strict=True))
-    if list(ranks.values()) == sorted(ranks.values()):
-        return lambda _host: EVENTS
     first = min(ranks, key=lambda host: ranks[host])
     return lambda host: {
         **EVENTS,

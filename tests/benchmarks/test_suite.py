@@ -14,6 +14,7 @@ FOUND = {
     "machine": "small",
     "load": "0.1",
     "stolen": "2.0%",
+    "pace": "8.1 ms in the median",
 }
 
 

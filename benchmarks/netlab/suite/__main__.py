@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import netlab
+from benchmarks import netlab, pace
 from benchmarks.netlab.suite.parts import TITLES, Entry, PartResult, Setting, circumstances, entry, report
 from benchmarks.stolen import ticks
 
@@ -53,6 +53,7 @@ def _measure(name: str, folder: Path, *, quick: bool) -> bool:
     entries = _entries(folder)
     setting = Setting(quick=quick, known={part: one["raw"] for part, one in entries.items()})
     found = circumstances(name, quick=quick)
+    looks_s = pace.looks()
     began_s, before = time.monotonic(), ticks()
     _say(f"{name}: begins")
     try:
@@ -62,6 +63,7 @@ def _measure(name: str, folder: Path, *, quick: bool) -> bool:
         return False
     took_s = time.monotonic() - began_s
     found["stolen"] = f"{ticks().stolen_since(before):.1%}"
+    found["pace"] = pace.words([*looks_s, *pace.looks()])
     _say(f"{name}: took {took_s:.0f} s")
     print("\n".join(result.lines), flush=True)
     entries[name] = entry(result, found, took_s=took_s)

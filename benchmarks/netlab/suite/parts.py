@@ -105,5 +105,6 @@ def _first_lines(one: Entry) -> Iterator[str]:
     yield f"{found['versions']};"
     yield (
         f"{found['machine']}; load {found['load']} at the start, which others caused; other machines of the same host "
-        f"took {found['stolen']} of the processor time."
+        f"took {found['stolen']} of the processor time; one computation, again and again before and "
+        f"after: {found['pace']}."
     )

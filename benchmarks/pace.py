@@ -1,0 +1,33 @@
+"""How evenly this machine computes while nobody else on it does: what its neighbours take without being seen to.
+
+A virtual processor that shares its core's caches and units with another machine's is slower for as long as that one is
+busy, and no counter tells.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+LOOKS = 200
+ROUNDS = 200_000
+"""Some 10 ms a look."""
+
+
+def looks() -> list[float]:
+    """Seconds of one and the same computation, again and again."""
+    found = []
+    for _ in range(LOOKS):
+        began_s = time.perf_counter()
+        sum(number * number for number in range(ROUNDS))
+        found.append(time.perf_counter() - began_s)
+    return found
+
+
+def words(seconds: Sequence[float]) -> str:
+    """Say how far the looks lie apart."""
+    low, middle, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
+    least, most = 1e3 * min(seconds), 1e3 * max(seconds)
+    half = f"half of {len(seconds)} within {low:.1f} to {high:.1f}"
+    return f"{middle:.1f} ms in the median, {half}, all {least:.1f} to {most:.1f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -14,6 +15,9 @@ from pipette_launch.facts.device_memory import DeviceOverhead, StageReading
 from pipette_launch.facts.model import ADDED_LATER, ModelSpec
 from pipette_launch.facts.survey import UNSTABLE_SPREAD, LinkSurvey
 from pipette_launch.facts.verdict import Verdict
+
+ERROR_OF_MEDIAN = 1.4826 * 1.2533
+"""Standard error of a median, times the root of the count, over the median absolute deviation (normal scatter)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +41,11 @@ class Samples:
         """Median absolute deviation over the median; 0 for a single value."""
         middle = self.median_s
         return statistics.median(abs(value - middle) for value in self.values_s) / middle if middle else 0.0
+
+    @property
+    def median_error_s(self) -> float:
+        """Standard error of the median, were the scatter normal; 0 for a single value, of which nothing is known."""
+        return ERROR_OF_MEDIAN * self.spread * self.median_s / math.sqrt(len(self.values_s))
 
     @property
     def is_unstable(self) -> bool:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pipette_launch.cost.doubt import ERRORS_APART
 from pipette_launch.facts import Samples
 from pipette_launch.facts.trials import Trial, Trials
 from pipette_launch.units import seconds_text
@@ -15,11 +16,6 @@ if TYPE_CHECKING:
 
     from pipette_launch.facts import Choice, Plan
     from pipette_launch.facts.trials import TrialReport
-
-ERRORS_APART = 2.0
-"""Medians count as different when they lie so many standard errors of their difference apart."""
-ERROR_OF_MEDIAN = 1.4826 * 1.2533
-"""Standard error of a median, times the root of the count, over the median absolute deviation (normal scatter)."""
 
 
 def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, iterations: int) -> Trial:
@@ -49,8 +45,7 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
 
 def noise_s(one: Samples, other: Samples) -> float:
     """By how much two medians may differ by chance."""
-    errors_s = [ERROR_OF_MEDIAN * run.spread * run.median_s / math.sqrt(len(run.values_s)) for run in (one, other)]
-    return ERRORS_APART * math.hypot(*errors_s)
+    return ERRORS_APART * math.hypot(one.median_error_s, other.median_error_s)
 
 
 def outruns(plan: Trial, own: Trial, *, margin: float) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from pipette_launch.cost.doubt import chance_s
 from pipette_launch.cost.residual import features_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
@@ -28,6 +29,8 @@ class Chosen:
     best: Candidate
     """The fastest candidate, chosen or not."""
     keeps_own: bool
+    least_gain_s: float
+    """What the best candidate had to save of the user's own step."""
 
     @property
     def priced_layout(self) -> Layout:
@@ -38,13 +41,17 @@ class Chosen:
 def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
     """Take the fastest candidate if it beats the user's own configuration by the margin, or if that does not fit.
 
-    Among equally fast ones the nearest to the user's own layout wins.
+    What compute times that scatter may feign is no gain either, unless the margin is 0. Among equally fast ones the
+    nearest to the user's own layout wins.
     """
     own, basis = _own_choice(field, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
     best = ranking[0]
     own_runs = own.fits and field.own_fault is None
-    keeps_own = own_runs and (_is_own(best, own) or best.placed.cost_s > (1 - margin) * own.step_time_s)
+    least_gain_s = margin * own.step_time_s
+    if margin:
+        least_gain_s = max(least_gain_s, _chance_s(field, best, own, basis or own.layout))
+    keeps_own = own_runs and (_is_own(best, own) or best.placed.cost_s > own.step_time_s - least_gain_s)
     rest = [one for one in (ranking if keeps_own else ranking[1:]) if not _is_own(one, own)]
     if own_runs and not keeps_own:
         # Slower than the user's own configuration, which is the last to be tried, is no use.
@@ -56,7 +63,15 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
         own_basis=basis,
         best=best,
         keeps_own=keeps_own,
+        least_gain_s=least_gain_s,
     )
+
+
+def _chance_s(field: Field, best: Candidate, own: Choice, priced: Layout) -> float:
+    """By how much the best candidate and the user's own configuration may differ by chance."""
+    predictor = field.predictor
+    best_parts_s = predictor.step_time(best.layout, best.placed.placement).breakdown_s
+    return chance_s(predictor.compute, field.measurements, (best.layout, best_parts_s), (priced, own.breakdown_s))
 
 
 def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, Layout | None]:

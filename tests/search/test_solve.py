@@ -16,7 +16,7 @@ from search.worlds import ALL_FIELDS, PROVENANCE, on_gpus, pipeline_job, planned
 
 from pipette_launch.cost.latency import Predictor
 from pipette_launch.errors import UsageError
-from pipette_launch.facts import Batch, ComputeCase, Layout, Links, Plan, files
+from pipette_launch.facts import Batch, ComputeCase, ComputeTime, Layout, Links, Measurements, Plan, Samples, files
 from pipette_launch.search.enumerate import layouts
 from pipette_launch.search.solve import SolveOptions, solve
 
@@ -215,3 +215,29 @@ def test_no_layout_in_any_placement_is_faster_than_the_floor(seed: int) -> None:
     assert 0 < plan.floor_s <= fastest_s * (1 + 1e-12)
     assert fastest_s == pytest.approx(plan.chosen.step_time_s)
     assert plan.gap == plan.chosen.step_time_s / plan.floor_s - 1
+
+
+def looked_at(measurements: Measurements, factors: tuple[float, ...]) -> Measurements:
+    """Give every pass so many looks; micro-batches above 1 are a tenth faster than in proportion."""
+
+    def looks(time: ComputeTime) -> ComputeTime:
+        faster = 0.9 if time.case.micro_batch_size > 1 else 1.0
+        values = {
+            name: Samples(values_s=tuple(getattr(time, name).median_s * faster * factor for factor in factors))
+            for name in ("forward", "input_grad", "weight_grad")
+        }
+        return replace(time, **values)  # type: ignore[arg-type]
+
+    return replace(measurements, compute=tuple(map(looks, measurements.compute)))
+
+
+def test_a_gain_that_scatter_may_feign_is_left() -> None:
+    """The user's own stays where another micro-batch is faster by less than its few looks differ; margin 0 takes it."""
+    job = tiny_job(4, own=Layout(dp=4), pinned=("tp", "pp", "cp", "ep", "vpp", "dp"))
+    exact, scattered = (looked_at(tiny_measurements(tiny_cluster()), factors) for factors in ((1.0,), (0.8, 1.0, 1.2)))
+    kept, taken, bold = planned(job, scattered), planned(job, exact), planned(job, scattered, margin=0.0)
+
+    assert kept.keeps_own
+    assert any("scatter of compute times may feign" in reason for reason in kept.reasons)
+    assert (False, False) == (taken.keeps_own, bold.keeps_own)
+    assert taken.chosen.layout == bold.chosen.layout == kept.alternatives[0].layout

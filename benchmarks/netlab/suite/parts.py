@@ -28,6 +28,8 @@ HEAD = (
     "raw figures are in `netlab.json`.",
 )
 
+QUICK_BUDGET_S = 10.0
+
 Say = Callable[[str], None]
 """Is told what goes on, for the terminal."""
 
@@ -40,6 +42,10 @@ class Setting:
     """A few runs that show that all works; their figures mean little."""
     known: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What earlier parts left as `PartResult.raw`, by the part's name."""
+
+    def budget_s(self, usual_s: float) -> float:
+        """Return what a warm-up may take: as usual, or what is enough to have some plan."""
+        return min(usual_s, QUICK_BUDGET_S) if self.quick else usual_s
 
     def python(self, lab: Lab) -> AbstractContextManager[str]:
         """Give the interpreter of all launchers and workers on the hosts of a lab while the block runs."""

@@ -47,6 +47,7 @@ class Field:
     topology: str
     slots: int
     limit_s: float
+    finals: int = FINALS
 
     @property
     def name(self) -> str:
@@ -66,7 +67,7 @@ FIELDS = (
     Field(topology="islands", slots=1, limit_s=150.0),
     Field(topology="random", slots=1, limit_s=120.0),
 )
-QUICK = (Field(topology="islands", slots=1, limit_s=60.0),)
+QUICK = (Field(topology="islands", slots=1, limit_s=20.0, finals=1),)
 
 
 @dataclass
@@ -119,7 +120,8 @@ class Found:
 
 def run(setting: Setting, say: Say) -> PartResult:
     """Measure every network."""
-    tried = {one.name: _found_or_none(one, setting, say) for one in (QUICK if setting.quick else FIELDS)}
+    asked = QUICK if setting.quick else FIELDS
+    tried = {one.name: _found_or_none(one, setting, say) for one in asked}
     found = [one for one in tried.values() if one is not None]
     lost = [name for name, one in tried.items() if one is None]
     if not found:
@@ -128,7 +130,13 @@ def run(setting: Setting, say: Say) -> PartResult:
     gains = [one.default.measured_s / one.choice.measured_s for one in found]
     return PartResult(
         name="regret",
-        lines=(*_head(), *map(_row, found), "", *_best(found), *(f"- {name}: could not be measured." for name in lost)),
+        lines=(
+            *_head(asked[0].finals),
+            *map(_row, found),
+            "",
+            *_best(found),
+            *(f"- {name}: could not be measured." for name in lost),
+        ),
         raw={"fields": [_raw(one) for one in found]},
         headline=(
             f"regret {statistics.median(regrets):.1%} in the median, {max(regrets):.1%} at worst, of {len(found)} "
@@ -150,7 +158,7 @@ def _found(one: Field, setting: Setting, say: Say) -> Found:
     with Lab(one.made()) as lab, setting.python(lab) as python:
         lab.check()
         say(f"regret: {one.name}, warm-up")
-        case, choice = planned(lab, python)
+        case, choice = planned(lab, python, setting.budget_s(BUDGET_S))
         num_hosts, slots = len(lab.hosts), one.slots
         meter = Meter(case, slots, lambda words, placement: trained(lab, words, placement, python=python).step_s)
         found = cuts(case.job, world_size=num_hosts * slots, devices_per_host=slots, device_kind="cpu")
@@ -166,7 +174,7 @@ def _found(one: Field, setting: Setting, say: Say) -> Found:
             if number % 20 == 0:
                 say(f"regret: {one.name}, {number} of {len(runs)} runs")
         quickest = sorted(meter.done(), key=lambda each: each.measured_s)[:FINALISTS]
-        for _ in range(FINALS):
+        for _ in range(one.finals):
             for each in {id(each): each for each in (*quickest, chosen, default)}.values():
                 meter.again(each, final=True)
         say(f"regret: {one.name}, {len(meter.done())} of {len(runs)} were run")
@@ -181,7 +189,7 @@ def _found(one: Field, setting: Setting, say: Say) -> Found:
         )
 
 
-def planned(lab: Lab, python: str) -> tuple[Case, Choice]:
+def planned(lab: Lab, python: str, budget_s: float) -> tuple[Case, Choice]:
     """Let pipette-launch measure and choose, without a cache of before.
 
     Raises:
@@ -189,7 +197,7 @@ def planned(lab: Lab, python: str) -> tuple[Case, Choice]:
 
     """
     cache = Path(lab.folder) / "plans"
-    flags = [f"--pipette-cache={cache}", f"--pipette-budget={BUDGET_S:g}", f"--pipette-fix={','.join(FIXED)}"]
+    flags = [f"--pipette-cache={cache}", f"--pipette-budget={budget_s:g}", f"--pipette-fix={','.join(FIXED)}"]
     slots = sum(host.slots for host in lab.topology.hosts)
     train(lab, ["-m", "pipette_launch", *flags, *training(MODEL, iterations=1, num_slots=slots)], python=python)
     folder = new_plan(cache)
@@ -258,12 +266,12 @@ class Meter:
         return list(self._tried.values())
 
 
-def _head() -> Iterator[str]:
+def _head(finals: int) -> Iterator[str]:
     yield (
         f"{' '.join(MODELS[MODEL])}; launcher and space leave {', '.join(FIXED)} as the user has them. Every legal "
         "layout in every order of hosts that is not the same by symmetry (rings may turn, slots of a host are alike): "
         f"the {PROMISING} of the best predictions, then by chance as many as the time allows; {ITERATIONS} iterations, "
-        f"{SKIP} not counted; then the quickest {FINALISTS}, the choice and the default {FINALS} times more in turns, "
+        f"{SKIP} not counted; then the quickest {FINALISTS}, the choice and the default {finals} times more in turns, "
         "and of these only that counts. Stolen = processor time that other virtual machines took."
     )
     yield ""

@@ -62,7 +62,7 @@ def _on_network(network: str, models: Sequence[str], setting: Setting, *, rounds
         for model in models:
             say(f"speedup: {network}, {model}")
             try:
-                cell = _Runner(lab, python, say).cell(network, model, rounds)
+                cell = _Runner(lab, python, setting.budget_s(BUDGET_S), say).cell(network, model, rounds)
             except LabError as error:
                 cell = _failed(network, model, str(error))
             say(f"speedup: {standings.headline([cell])}")
@@ -80,12 +80,12 @@ def _failed(network: str, model: str, text: str) -> Cell:
 class _Runner:
     """Trains on one laboratory; all that pipette-launch learns on it is kept in one cache."""
 
-    def __init__(self, lab: Lab, python: str, say: Say) -> None:
+    def __init__(self, lab: Lab, python: str, budget_s: float, say: Say) -> None:
         self._lab = lab
         self._python = python
         self._say = say
         self._cache = lab.folder / "plans"
-        self._ours = ("-m", "pipette_launch", f"--pipette-cache={self._cache}", f"--pipette-budget={BUDGET_S:g}")
+        self._ours = ("-m", "pipette_launch", f"--pipette-cache={self._cache}", f"--pipette-budget={budget_s:g}")
 
     def cell(self, network: str, model: str, rounds: int) -> Cell:
         """Measure and plan once, then train in turns."""

@@ -91,7 +91,7 @@ def _race(network: str, setting: Setting, pairs: int, say: Say) -> Race:
         lab.check()
         words = training(MODEL, iterations=ITERATIONS)
         cache = lab.folder / "trials"
-        flags = (*FLAGS, f"--pipette-budget={BUDGET_S:g}")
+        flags = (*FLAGS, f"--pipette-budget={setting.budget_s(BUDGET_S):g}")
         stock = [*TORCHRUN, *words]
         ours = ["-m", "pipette_launch", f"--pipette-cache={cache}", *flags, *words]
         say(f"trials: {network}, from a cold cache")

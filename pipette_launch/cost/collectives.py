@@ -108,12 +108,16 @@ class Fabric:
     def routes(self, kind: Kind, slots_GK: NDArray[np.int64]) -> Routes:
         """Look up the links of rings, or of sends from the first to the second of each pair.
 
-        All rings over the same slots have the same routes, whatever their kind. An all-to-all has too many links for
-        this; `seconds_G` prices it piece by piece.
+        Rings over the same slots have the same routes where `ring_shift` is the same. An all-to-all has too many links
+        for this; `seconds_G` prices it piece by piece.
         """
         if kind == "send":
             return self._routes(np.zeros(len(slots_GK), dtype=np.int64), slots_GK[:, :1], slots_GK[:, 1:2])
-        return self._routes(self._num_hosts(slots_GK), slots_GK, np.roll(slots_GK, -1, axis=1))
+        return self._routes(self._num_hosts(slots_GK), slots_GK, np.roll(slots_GK, -self.ring_shift(kind), axis=1))
+
+    def ring_shift(self, kind: Kind) -> int:
+        """To which member of a ring each sends: 1 = the next, -1 = the one before."""
+        return self._measured.ring_shift(kind)
 
     def routed_s_G(
         self, kind: Kind, size: int, routes: Routes, size_bytes: float | NDArray[np.float64]

@@ -77,7 +77,7 @@ class PlacementCost:
         work, groups = self.work, self.groups
         # The same collective comes twice where only one of its uses passes behind compute.
         priced: dict[tuple[str, str, float], Floats] = {}
-        rings: dict[str, Routes] = {}
+        rings: dict[tuple[str, int], Routes] = {}
         exchange_s = []
         for item in work.exchanges:
             key = (item.kind, item.group, item.size_bytes)
@@ -86,10 +86,10 @@ class PlacementCost:
                 if item.kind == "all_to_all":
                     seconds = self.fabric.seconds_G(item.kind, _placed(slot_KW, ranks_GM), item.size_bytes)
                 else:
-                    if item.group not in rings:
-                        rings[item.group] = self.fabric.routes(item.kind, _placed(slot_KW, ranks_GM))
-                    size = ranks_GM.shape[1]
-                    seconds = self.fabric.routed_s_G(item.kind, size, rings[item.group], item.size_bytes)
+                    way = (item.group, self.fabric.ring_shift(item.kind))
+                    if way not in rings:
+                        rings[way] = self.fabric.routes(item.kind, _placed(slot_KW, ranks_GM))
+                    seconds = self.fabric.routed_s_G(item.kind, ranks_GM.shape[1], rings[way], item.size_bytes)
                 priced[key] = self._lanes_PR(item.group, seconds.reshape(len(slot_KW), -1))
             exchange_s.append(priced[key])
         forward_s, backward_s = self._hops_PR(slot_KW)
@@ -146,14 +146,17 @@ class PlacementCost:
         for ranks_GM, column in ((self.groups.dp_cp, 0), (self.groups.expert_dp, 1)):
             if ranks_GM.shape[1] == 1 or not any(sizes_S2[:, column].any() for _, _, sizes_S2 in uses):
                 continue
-            routes = self.fabric.routes("all_reduce", _placed(slot_KW, ranks_GM))
+            rings: dict[int, Routes] = {}
             for seconds_SK, kind, sizes_S2 in uses:
+                shift = self.fabric.ring_shift(kind)
+                if shift not in rings:
+                    rings[shift] = self.fabric.routes(kind, _placed(slot_KW, ranks_GM))
                 known: dict[bytes, Floats] = {}
                 for first in range(0, layout.num_chunks, layout.pp):
                     size_P = sizes_S2[first : first + layout.pp, column]
                     # Most chunks of a pipeline rank are alike.
                     if size_P.tobytes() not in known:
-                        known[size_P.tobytes()] = self._rings_s_PK(kind, ranks_GM.shape, routes, size_P)
+                        known[size_P.tobytes()] = self._rings_s_PK(kind, ranks_GM.shape, rings[shift], size_P)
                     seconds_SK[first : first + layout.pp] += known[size_P.tobytes()]
         return reduce_s, gather_s
 

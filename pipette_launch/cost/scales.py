@@ -35,6 +35,17 @@ it was 2.9.
 """
 
 
+_DOWNWARDS: dict[str, tuple[Kind, ...]] = {"cpu": ("all_reduce", "reduce_scatter"), "cuda": ()}
+"""Rings in which each member sends to the one before it. So gloo reduces, and gathers the other way: on four hosts
+whose links carry 25 MB/s to the next and 100 MB/s back, an all-gather of 20 MB takes 630 ms, where links of 100 MB/s
+both ways give 170; a reduce-scatter takes its 340 as ever. NCCL's direction has not been measured."""
+
+
+def ring_shift(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> int:
+    """To which member of a ring each sends, counted from itself: 1 = the next, -1 = the one before."""
+    return -1 if kind in _DOWNWARDS[device_kind] else 1
+
+
 def num_steps(kind: Kind, size: int) -> int:
     """How many chunks each member of a group of `size` sends, one after the other."""
     if size < 2:
@@ -68,6 +79,7 @@ class MeasuredGroups:
     def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime], table: LinkTable) -> None:
         self._hosts = len(cluster.hosts)
         self._devices = cluster.devices_per_host
+        self._device_kind = cluster.device_kind
         self._table = table
         self._collectives = tuple(collectives)
         self._scales: dict[tuple[Kind, int], Scale] = {}
@@ -85,6 +97,10 @@ class MeasuredGroups:
     def any(self) -> bool:
         """Whether any collective was measured, sends apart: these are never corrected."""
         return any(measured.kind != "send" for measured in self._collectives)
+
+    def ring_shift(self, kind: Kind) -> int:
+        """To which member of a ring each sends here; see the function of this name."""
+        return ring_shift(kind, self._device_kind)
 
     def scale(self, kind: Kind, size: int) -> Scale:
         """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
@@ -153,6 +169,6 @@ class MeasuredGroups:
 
     def _receivers(self, measured: CollectiveTime) -> Iterator[NDArray[np.int64]]:
         slots = np.array(measured.slots)
-        shifts = range(1, len(slots)) if measured.kind == "all_to_all" else (1,)
+        shifts = range(1, len(slots)) if measured.kind == "all_to_all" else (self.ring_shift(measured.kind),)
         for shift in shifts:
             yield np.roll(slots, -shift)

@@ -124,8 +124,12 @@ class Tour:
     def seconds(self, kind: Kind, size_bytes: float, slowest_s: float) -> float:
         """Price another collective, at best, over a link over which this one takes `slowest_s`.
 
-        Its time per byte is the least where its latency is the largest.
+        Its time per byte is the least where its latency is the largest. One that goes around the other way uses other
+        links, of which nothing is known.
         """
+        fabric = self.places.model.fabric
+        if fabric.ring_shift(kind) != fabric.ring_shift(self.kind):
+            return fabric.bound_s(kind, self.members, size_bytes)
         least_s, most_s = self.places.latencies_s
         factor, extra_s, bytes_factor = self.places.factors(self.kind, self.members, self.fewest)
         known = num_steps(self.kind, self.members) * self.size_bytes * bytes_factor

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.traffic import Exchange
 from pipette_launch.search.draft import Draft
 from pipette_launch.search.tangents import Tangents
 from pipette_launch.search.view import HostLinks, View
@@ -54,13 +55,14 @@ class Crossing:
 
 
 def crossings_of(view: View) -> list[Crossing]:
-    """The exchanges that leave a host, by kind of group."""
-    work = view.model.work
+    """The exchanges that leave a host, by kind of group and by the way that its rings go."""
+    work, fabric = view.model.work, view.model.fabric
+    alike: dict[tuple[str, int], list[Exchange]] = {}
+    for item in sorted(work.exchanges, key=lambda item: item.group):
+        if view.crosses(item.group):
+            alike.setdefault((item.group, fabric.ring_shift(item.kind)), []).append(item)
     found = []
-    for name in sorted({item.group for item in work.exchanges}):
-        if not view.crosses(name):
-            continue
-        items = [item for item in work.exchanges if item.group == name]
+    for (name, _), items in alike.items():
         kinds = [item.kind for item in items]
         widest = "all_to_all" if "all_to_all" in kinds else kinds[0]
         links = view.links(widest, getattr(view.model.groups, name))

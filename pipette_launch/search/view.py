@@ -121,7 +121,7 @@ class View:
         spans = 1 + int((np.diff(np.sort(host_GK, axis=1), axis=1) > 0).sum(axis=1).max(initial=0))
         stage_G1 = self.stage_W[ranks_GK[:, :1]]
         codes = []
-        for shift in range(1, size) if kind == "all_to_all" else (1,):
+        for shift in range(1, size) if kind == "all_to_all" else (self.model.fabric.ring_shift(kind),):
             receiver_GK = np.roll(host_GK, -shift, axis=1)
             code_GK = (stage_G1 * self.num_hosts + host_GK) * self.num_hosts + receiver_GK
             codes.append(np.unique(code_GK[host_GK != receiver_GK]))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.cost.collectives import Fabric, Kind, num_steps
+from pipette_launch.cost.scales import ring_shift
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Cluster, CollectiveTime, Links
 
@@ -70,6 +71,34 @@ def test_a_send_uses_its_own_link_and_direction() -> None:
 
     assert fabric.seconds("send", (0, 1), 1000) == pytest.approx(2e-3)
     assert fabric.seconds("send", (1, 0), 1000) == pytest.approx(5.5e-3)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_ring_uses_its_links_the_way_that_it_goes(kind: Kind) -> None:
+    """One step over the slowest of its directed links, whether members send to the next or to the one before."""
+    cluster = uneven_cluster(3, hosts=3, devices=1)
+    shift = ring_shift(kind, cluster.device_kind)
+    links = cluster.between_hosts
+    step_s = max(
+        float(links.latency_s[a, (a + shift) % 3] + 1000 / links.bandwidth_bytes_per_s[a, (a + shift) % 3])
+        for a in range(3)
+    )
+
+    assert Fabric(cluster).seconds(kind, (0, 1, 2), 3000) == pytest.approx(num_steps(kind, 3) * step_s)
+
+
+def test_a_measured_ring_corrects_the_links_that_it_used() -> None:
+    """Over links that are slow one way, a reduction that went the other way says nothing of libraries that are fast."""
+    fast, slow = 1e8, 1e7
+    bandwidth = tuple(tuple(0.0 if a == b else slow if (a + 1) % 4 == b else fast for b in range(4)) for a in range(4))
+    links = replace(tiny_cluster(4, 1).between_hosts, bandwidth_bytes_per_s=bandwidth)
+    cluster = replace(tiny_cluster(4, 1), between_hosts=links)
+    assert cluster.device_kind == "cpu"
+    backwards = measured("all_reduce", (0, 1, 2, 3), latency_s=0.0, seconds_per_byte=1.5 / fast)
+    fabric = Fabric(cluster, (backwards,))
+
+    assert fabric.seconds("all_reduce", (0, 1, 2, 3), 4e6) == pytest.approx(1.5 * 4e6 / fast, rel=1e-2)
+    assert fabric.seconds("all_reduce", (0, 3, 2, 1), 4e6) == pytest.approx(1.5 * 4e6 / slow, rel=1e-2)
 
 
 def test_alone_there_is_nothing_to_send() -> None:

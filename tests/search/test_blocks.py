@@ -140,7 +140,7 @@ def test_expert_groups_stay_inside_their_domain() -> None:
 def test_units_that_do_not_fill_a_domain_leave_its_rest_to_others() -> None:
     """Domains of five hosts, groups of two hosts: two in each domain, and one of the hosts that are left."""
     fabric = fat_tree(10, sizes=(5,), bytes_per_s=(1e10, 1e8), noise=0.05, seed=4)
-    layout, cluster = Layout(dp=20, ep=4), cluster_with(fabric.links, devices=2)
+    layout, cluster = Layout(dp=20, ep=4), on_gpus(cluster_with(fabric.links, devices=2))
     found = begin(layout, cluster, objective=cost_of(layout, cluster), bound_s=0.0, clock=still, deadline_s=1.0)
     domain_of_rank = {rank: fabric.group_LH[0][slot // 2] for slot, rank in enumerate(found.placement)}
     inside = [len({domain_of_rank[rank] for rank in group}) == 1 for group in layout.expert_groups()]

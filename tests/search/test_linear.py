@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from search.fabrics import cluster_with, fat_tree
+from search.worlds import on_gpus
 
 from pipette_launch.cost.latency import Predictor
 from pipette_launch.facts import Batch, Job, Layout
@@ -43,10 +44,11 @@ def job_of(layout: Layout, **model: object) -> Job:
     )
 
 
-def predictor_of(layout: Layout, seed: int, *, slow: float = 0.0) -> Predictor:
+def predictor_of(layout: Layout, seed: int, *, slow: float = 0.0, gpus: bool = False) -> Predictor:
     """Eight hosts of two devices in racks of four, noisy links, and hosts of unequal speed."""
     fabric = fat_tree(8, sizes=(4,), bytes_per_s=(2e8, 5e7), noise=0.2, seed=seed)
     cluster = cluster_with(fabric.links, devices=2)
+    cluster = on_gpus(cluster) if gpus else cluster
     speed = 1 / (1 + slow * np.random.default_rng(seed).random(16))
     experts: dict[str, object] = {"num_experts": 8, "moe_layer_freq": (1,) * 8} if layout.ep > 1 else {}
     measured = tiny_measurements(replace(cluster, slot_speed=tuple(speed.tolist())))
@@ -67,9 +69,11 @@ def rank_correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> fl
     return float(np.corrcoef(ranks)[0, 1])
 
 
-def said_and_true(layout: Layout, seed: int, *, slow: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def said_and_true(
+    layout: Layout, seed: int, *, slow: float, gpus: bool = False
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What the block problem and the objective say of 80 random orders of hosts."""
-    predictor = predictor_of(layout, seed, slow=slow)
+    predictor = predictor_of(layout, seed, slow=slow, gpus=gpus)
     rng = np.random.default_rng(seed)
     place_KQ = np.array([rng.permutation(8) for _ in range(80)])
     flows = linearise(predictor.placement_cost(layout), np.arange(16)).flows
@@ -89,8 +93,11 @@ def test_it_ranks_placements_as_the_objective_does(layout: Layout, slow: float) 
 
 @pytest.mark.parametrize("layout", OVER_HOSTS, ids=Layout.words)
 def test_it_ranks_groups_over_several_hosts(layout: Layout) -> None:
-    """Where tensor or expert groups leave their host, by links that take far longer than compute: above 0.8."""
-    said, true = said_and_true(layout, 1, slow=0.0)
+    """Where tensor or expert groups leave their host, by links that take far longer than compute: above 0.8.
+
+    On GPUs: gloo's rings go both ways round, and the slowest link of each way, which it adds up, may be of two groups.
+    """
+    said, true = said_and_true(layout, 1, slow=0.0, gpus=True)
 
     assert rank_correlation(said, true) > 0.8
     assert true[said.argmin()] <= np.quantile(true, 0.1)

@@ -1,0 +1,53 @@
+"""Times gloo's rings: `python ring_worker.py FOUND`, on a host of a laboratory."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ELEMENTS = 3 << 17
+"""1.5 MiB in fp32, in three parts."""
+LIMIT_S = 60.0
+
+
+def main(found: str) -> None:
+    """Leave the best of three seconds of each kind."""
+    rank, size = int(os.environ["NETLAB_INDEX"]), 3
+    store = dist.TCPStore(
+        os.environ["NETLAB_HEAD"],
+        int(os.environ["NETLAB_PORT"]),
+        is_master=rank == 0,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=LIMIT_S),
+    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    full, part = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS // size)
+    kinds: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(full),
+        "all_gather": lambda: dist.all_gather_into_tensor(full, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, full),
+    }
+    seconds = {}
+    for kind, action in kinds.items():
+        looks_s = []
+        for _ in range(3):
+            dist.barrier()
+            began_s = time.perf_counter()
+            action()
+            looks_s.append(time.perf_counter() - began_s)
+        seconds[kind] = min(looks_s)
+    Path(found, str(rank)).write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

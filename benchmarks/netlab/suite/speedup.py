@@ -18,7 +18,7 @@ from benchmarks.netlab.system import LabError
 from pipette_launch import megatron
 from pipette_launch.facts import Measurements, Plan, files
 
-ROUNDS = 3
+ROUNDS = 2
 ITERATIONS = 4
 BUDGET_S = 25.0
 """For the warm-up of each network's first model; later ones find its links again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypedDict
 
 from pipette_launch.cost.doubt import chance_s
@@ -27,10 +28,10 @@ class Chosen:
     own_basis: Layout | None
     """The layout whose step time stands for the user's own, where that could not be priced itself."""
     best: Candidate
-    """The fastest candidate, chosen or not."""
+    """The chosen one, or where the user's own stays, the fastest."""
     keeps_own: bool
     least_gain_s: float
-    """What the best candidate had to save of the user's own step."""
+    """What `best` had to save of the user's own step."""
 
     @property
     def priced_layout(self) -> Layout:
@@ -39,31 +40,36 @@ class Chosen:
 
 
 def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
-    """Take the fastest candidate if it beats the user's own configuration by the margin, or if that does not fit.
+    """Take the fastest candidate that beats the user's own configuration, or the fastest of all if that does not fit.
 
-    What compute times that scatter may feign is no gain either, unless the margin is 0. Among equally fast ones the
-    nearest to the user's own layout wins.
+    It has to save the margin, and what compute times that scatter may feign, unless the margin is 0. Among equally fast
+    ones the nearest to the user's own layout wins.
     """
     own, basis = _own_choice(field, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
-    best = ranking[0]
     own_runs = own.fits and field.own_fault is None
-    least_gain_s = margin * own.step_time_s
-    if margin:
-        least_gain_s = max(least_gain_s, _chance_s(field, best, own, basis or own.layout))
-    keeps_own = own_runs and (_is_own(best, own) or best.placed.cost_s > own.step_time_s - least_gain_s)
-    rest = [one for one in (ranking if keeps_own else ranking[1:]) if not _is_own(one, own)]
-    if own_runs and not keeps_own:
+
+    def least_gain_s(one: Candidate) -> float:
+        chance_s = _chance_s(field, one, own, basis or own.layout) if margin else 0.0
+        return max(margin * own.step_time_s, chance_s)
+
+    winner: Candidate | None = ranking[0]
+    if own_runs:
+        before_own = takewhile(lambda one: not _is_own(one, own), ranking)
+        winner = next((one for one in before_own if one.placed.cost_s <= own.step_time_s - least_gain_s(one)), None)
+    best = winner or ranking[0]
+    rest = [one for one in ranking if one is not winner and not _is_own(one, own)]
+    if own_runs and winner:
         # Slower than the user's own configuration, which is the last to be tried, is no use.
         rest = [one for one in rest if one.placed.cost_s < own.step_time_s]
     return Chosen(
-        choice=own if keeps_own else _to_choice(field, best),
+        choice=_to_choice(field, winner) if winner else own,
         alternatives=tuple(_to_choice(field, one) for one in _diverse(rest, best, num_alternatives)),
         own=own,
         own_basis=basis,
         best=best,
-        keeps_own=keeps_own,
-        least_gain_s=least_gain_s,
+        keeps_own=winner is None,
+        least_gain_s=least_gain_s(best),
     )
 
 

@@ -241,3 +241,17 @@ def test_a_gain_that_scatter_may_feign_is_left() -> None:
     assert any("scatter of compute times may feign" in reason for reason in kept.reasons)
     assert (False, False) == (taken.keeps_own, bold.keeps_own)
     assert taken.chosen.layout == bold.chosen.layout == kept.alternatives[0].layout
+
+
+def test_a_certain_gain_is_not_lost_to_a_larger_one_in_doubt() -> None:
+    """Where another micro-batch may only seem faster, other places of the user's own layout still count."""
+    job = replace(pipeline_job(), batch=Batch(global_batch_size=256))
+    placed = planned(job, tiny_measurements(two_racks()))
+    free = replace(job, pinned=tuple(pin for pin in job.pinned if pin != "micro_batch_size"))
+    scattered = looked_at(tiny_measurements(two_racks()), (0.8, 1.0, 1.2))
+    found, bold = planned(free, scattered), planned(free, scattered, margin=0.0)
+
+    assert not found.keeps_own
+    assert (placed.chosen.layout, placed.chosen.placement) == (found.chosen.layout, found.chosen.placement)
+    assert bold.chosen.layout.micro_batch_size != found.chosen.layout.micro_batch_size
+    assert bold.chosen.step_time_s < found.chosen.step_time_s

@@ -85,8 +85,16 @@ def test_a_host_is_as_fast_beside_busy_ones_as_alone() -> None:
         first_s, *_ = [float(job.communicate(timeout=60)[0]) for job in jobs]
         return first_s
 
+    def least_s(busy: int) -> float:
+        """The least of as many looks as it takes: a busy machine makes a host slower, never faster."""
+        looks_s = [wall_s(busy) for _ in range(4)]
+        deadline_s = time.monotonic() + 25
+        while min(looks_s) > 1.03 * 0.4 / 0.45 and time.monotonic() < deadline_s:
+            looks_s.append(wall_s(busy))
+        return min(looks_s)
+
     with Lab(fenced(4, 0.45)) as lab:
-        alone_s, beside_s = (min(wall_s(busy) for _ in range(4)) for busy in (1, 4))
+        alone_s, beside_s = (least_s(busy) for busy in (1, 4))
         lab.slow("n0", 0.5)
         slowed_s = wall_s(4)
     print(f"0.4 s of processor: {alone_s:.3f} s alone, {beside_s:.3f} s beside busy hosts, {slowed_s:.3f} s slowed")
@@ -121,11 +129,15 @@ def test_the_cores_of_a_fence_never_sleep() -> None:
     def idlers() -> list[psutil.Process]:
         return [one for one in psutil.Process().children(recursive=True) if os.sched_getscheduler(one.pid) == IDLE]
 
+    def settled() -> list[psutil.Process]:
+        """Those that have gone to their core: they are in the idle class a moment before."""
+        return [one for one in idlers() if len(one.cpu_affinity()) == 1]
+
     with Lab(fenced(2, 0.4)):
         deadline_s = time.monotonic() + 20
-        while len(idlers()) < len(os.sched_getaffinity(0)) and time.monotonic() < deadline_s:
+        while len(settled()) < len(os.sched_getaffinity(0)) and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        cores = sorted(core for one in idlers() for core in one.cpu_affinity())
+        cores = sorted(core for one in settled() for core in one.cpu_affinity())
 
     assert sorted(os.sched_getaffinity(0))[: len(cores)] == cores
     assert 2 == len(cores)

@@ -20,9 +20,9 @@ from pipette_launch.probe.options import ProbeOptions
 LIMIT_S = 60.0
 
 
-def main(order: str, found: str) -> None:
-    """Measure all links together with the other hosts' workers; leave Mbit/s by sender and receiver."""
-    options, rank = files.read(Path(order), ProbeOptions), int(os.environ["NETLAB_INDEX"])
+def meet(world_size: int) -> tuple[dist.TCPStore, int]:
+    """Join the workers of the other hosts over gloo; the store, and which of them this is."""
+    rank = int(os.environ["NETLAB_INDEX"])
     store = dist.TCPStore(
         os.environ["NETLAB_HEAD"],
         int(os.environ["NETLAB_PORT"]),
@@ -30,7 +30,14 @@ def main(order: str, found: str) -> None:
         wait_for_workers=False,
         timeout=timedelta(seconds=LIMIT_S),
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_slots)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return store, rank
+
+
+def main(order: str, found: str) -> None:
+    """Measure all links together with the other hosts' workers; leave Mbit/s by sender and receiver."""
+    options = files.read(Path(order), ProbeOptions)
+    store, rank = meet(options.num_slots)
     conductor = Conductor(store=store, rank=rank, world_size=options.num_slots, timeout_s=LIMIT_S)
     budget = Budget(started_s=time.perf_counter(), budget_s=options.budget_s, clock=time.perf_counter)
     measured = links.measure(options, rank=rank, conductor=conductor, budget=budget)

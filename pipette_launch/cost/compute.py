@@ -13,7 +13,7 @@ from pipette_launch.cost.traffic import Hiding
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.measurements import ComputeCase, ComputeTime, Measurements
+from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements
 from pipette_launch.facts.model import ModelSpec
 
 _CORE = "core_attention"
@@ -89,7 +89,7 @@ class ComputeTable:
         self._again = _measured_again(measurements)
         self._usual_again = {
             part: statistics.median([share for (_, name), share in self._again.items() if name == part] or [1.0])
-            for part in ("layer", "moe_layer")
+            for part in LAYERS
         }
         kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
         self._parts = ("embedding", "head", *(("moe_layer",) if True in kinds else ()))

@@ -17,7 +17,7 @@ from pipette_launch.facts.cluster import Device
 from pipette_launch.facts.device import known_devices
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.measurements import ComputeCase, ComputeTime, Measurements, Samples
+from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements, Samples
 
 Model: TypeAlias = Mapping[tuple[ComputeCase, str], ComputeTime]
 
@@ -86,7 +86,7 @@ def _complete(measurements: Measurements) -> dict[ComputeCase, dict[str, Compute
     return {
         case: {part: middle(group) for part, group in parts.items()}
         for case, parts in times.items()
-        if not {"layer", "moe_layer"}.isdisjoint(parts)
+        if not parts.keys().isdisjoint(LAYERS)
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from pipette_launch.facts.measurements import ComputeCase, Measurements
+from pipette_launch.facts.measurements import LAYERS, ComputeCase, Measurements
 
 CHANGED = 0.25
 """If a case that was measured both times took so much longer or shorter, nothing else of then is believed."""
@@ -49,6 +49,6 @@ def _forward_s(measurements: Measurements) -> dict[ComputeCase, float]:
     """Seconds of a layer's forward in each case that was really measured, the median of its slots."""
     times: dict[ComputeCase, list[float]] = {}
     for time in measurements.compute:
-        if time.part in ("layer", "moe_layer") and time.source == "measured":
+        if time.part in LAYERS and time.source == "measured":
             times.setdefault(time.case, []).append(time.forward.median_s)
     return {case: statistics.median(seconds) for case, seconds in times.items()}

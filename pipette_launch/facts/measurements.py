@@ -18,6 +18,8 @@ from pipette_launch.facts.verdict import Verdict
 
 ERROR_OF_MEDIAN = 1.4826 * 1.2533
 """Standard error of a median, times the root of the count, over the median absolute deviation (normal scatter)."""
+LAYERS = ("layer", "moe_layer")
+"""The parts of a model that are layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, DeviceOverhead, Measurements, Samples
 from pipette_launch.facts.advice import Dimension
-from pipette_launch.facts.measurements import layers_digest
+from pipette_launch.facts.measurements import LAYERS, layers_digest
 from pipette_launch.facts.survey import UNSTABLE_SPREAD
 from pipette_launch.facts.verdict import Verdict
 from pipette_launch.probe.group_fits import group_times
@@ -129,7 +129,7 @@ def _missing_cases(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tup
 
 
 def _unstable_compute(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[str, ...]:
-    shaky = [time for time in compute if time.part in ("layer", "moe_layer") and _layer_spread(time) > UNSTABLE_SPREAD]
+    shaky = [time for time in compute if time.part in LAYERS and _layer_spread(time) > UNSTABLE_SPREAD]
     if not shaky:
         return ()
     names = list(dict.fromkeys(options.slot_name(time.slot) for time in shaky))

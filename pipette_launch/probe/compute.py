@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from pipette_launch.facts import ComputeCase, ComputeTime, MemoryReading, ModelSpec
+from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.probe.harness import Budget, Conductor, Progress
 from pipette_launch.probe.memory import MemoryMeter
 from pipette_launch.probe.options import Pace, ProbeOptions
 from pipette_launch.probe.pace import PaceTest
-from pipette_launch.probe.speeds import LAYERS
 from pipette_launch.probe.timing import HABITS, Stopwatch, stopwatch_for, time_calls, time_part
 from pipette_launch.units import bytes_text
 from pipette_patches import workload as patches_workload

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipette_launch.facts import ComputeTime
+from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.probe.options import Pace, ProbeOptions, WorkerResult
 from pipette_launch.probe.suspects import SlowSlot, confirmed_slots
 
@@ -20,7 +21,6 @@ SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}
 """Slots whose times differ by less count as equally fast: workers that share cores do not share them evenly."""
 NUM_CONTROLS = 3
 """So many others are measured beside those that differ, of each kind of device."""
-LAYERS = ("layer", "moe_layer")
 
 Paces = Sequence[Sequence[Pace]]
 """What each slot was measured to take, turn after turn."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from pipette_launch.facts import Cluster, ComputeTime, Links, Measurements
+from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
 from pipette_launch.report.health import health
 from pipette_launch.units import bytes_text, rate_text, seconds_text
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 8
 """So many hosts fit into a matrix on a screen."""
 MOST_ROWS = 12
-LAYERS = ("layer", "moe_layer")
 
 
 def measured_screen(

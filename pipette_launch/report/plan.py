@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts import Measurements, Plan
+from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.facts.outcome import Outcome
 from pipette_launch.report import parts
 from pipette_launch.report.draw import Section, bullet, render, sheet, text
@@ -103,7 +104,7 @@ def _kept(plan: Plan) -> str:
 def _compute(plan: Plan, measurements: Measurements) -> Iterator[Text]:
     layout = plan.chosen.layout
     wanted = (layout.tp, layout.cp, layout.micro_batch_size)
-    layers = [time for time in measurements.compute if time.part in ("layer", "moe_layer")]
+    layers = [time for time in measurements.compute if time.part in LAYERS]
     for time in layers:
         if (time.case.tp, time.case.cp, time.case.micro_batch_size) == wanted:
             backward_s = time.input_grad.median_s + time.weight_grad.median_s

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypedDict
 
-from pipette_launch.cost.doubt import chance_s
+from pipette_launch.cost.doubt import Doubt
 from pipette_launch.cost.residual import features_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
@@ -48,9 +48,15 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
     own, basis = _own_choice(field, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
     own_runs = own.fits and field.own_fault is None
+    doubt = Doubt(field.predictor.compute, field.measurements)
+    own_priced = basis or own.layout
 
     def least_gain_s(one: Candidate) -> float:
-        chance_s = _chance_s(field, one, own, basis or own.layout) if margin else 0.0
+        chance_s = 0.0
+        # The parts of a step take a whole prediction, so they are asked for only where there is doubt.
+        if margin and not doubt.have_same_source(one.layout, own_priced):
+            parts_s = field.predictor.step_time(one.layout, one.placed.placement).breakdown_s
+            chance_s = doubt.chance_s((one.layout, parts_s), (own_priced, own.breakdown_s))
         return max(margin * own.step_time_s, chance_s)
 
     winner: Candidate | None = ranking[0]
@@ -71,13 +77,6 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
         keeps_own=winner is None,
         least_gain_s=least_gain_s(best),
     )
-
-
-def _chance_s(field: Field, best: Candidate, own: Choice, priced: Layout) -> float:
-    """By how much the best candidate and the user's own configuration may differ by chance."""
-    predictor = field.predictor
-    best_parts_s = predictor.step_time(best.layout, best.placed.placement).breakdown_s
-    return chance_s(predictor.compute, field.measurements, (best.layout, best_parts_s), (priced, own.breakdown_s))
 
 
 def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, Layout | None]:

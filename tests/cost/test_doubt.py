@@ -9,7 +9,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.cost.compute import ComputeTable
-from pipette_launch.cost.doubt import ERRORS_APART, MODELLED_ERROR, chance_s
+from pipette_launch.cost.doubt import ERRORS_APART, MODELLED_ERROR, Doubt
 from pipette_launch.facts import ComputeCase, Layout, Measurements, Samples
 from pipette_launch.facts.measurements import ERROR_OF_MEDIAN
 
@@ -19,8 +19,8 @@ PARTS_S = {"compute": 0.6, "bubble": 0.3, "recompute": 0.1, "data_parallel": 5.0
 
 def chance_between(measurements: Measurements, one: Layout, other: Layout) -> float:
     """Of two steps with the same parts."""
-    table = ComputeTable(tiny_job(4), measurements)
-    return chance_s(table, measurements, (one, PARTS_S), (other, PARTS_S))
+    doubt = Doubt(ComputeTable(tiny_job(4), measurements), measurements)
+    return doubt.chance_s((one, PARTS_S), (other, PARTS_S))
 
 
 def scattered(measurements: Measurements, micro_batch_size: int, factors: Sequence[float]) -> Measurements:

@@ -12,7 +12,7 @@ from pipette_launch.errors import PipetteError, UsageError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from pipette_launch.launch.options import Options
 
@@ -34,7 +34,14 @@ def parser() -> ArgumentParser:
         "placement of ranks, and starts the unmodified script with them."
     )
     group = whole.add_argument_group("pipette")
-    add = group.add_argument
+    _add_courses(group.add_argument)
+    _add_measures(group.add_argument)
+    group.add_argument("--pipette-version", action="version", version=f"pipette-launch {__version__}")
+    return whole
+
+
+def _add_courses(add: Callable[..., object]) -> None:
+    """Add what chooses between courses of a job: which plan, how far to go, and what to do where something is amiss."""
     add("--pipette-plan", metavar="FILE", help="use this plan.json instead of measuring and planning")
     add("--pipette-probe", metavar="FILE", help="measure only: write what was measured to FILE, show it, and stop")
     add("--pipette-dry-run", action="store_true", help="measure and plan, show the plan, and stop before training")
@@ -52,6 +59,10 @@ def parser() -> ArgumentParser:
         help="when a node is slow or damaged: say so (default), train without it as far as --nnodes MIN:MAX allows, or "
         "stop",
     )
+
+
+def _add_measures(add: Callable[..., object]) -> None:
+    """Add devices, amounts and places."""
     add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job trains on")
     add("--pipette-budget", metavar="SECONDS", default="60", help="seconds that the warm-up may measure (default 60)")
     add(
@@ -85,8 +96,6 @@ def parser() -> ArgumentParser:
         default=None,
         help="where plans are kept (default: pipette-launch in the user's cache folder); `off` keeps none",
     )
-    add("--pipette-version", action="version", version=f"pipette-launch {__version__}")
-    return whole
 
 
 def check_own_flags(whole: ArgumentParser, argv: Sequence[str]) -> None:

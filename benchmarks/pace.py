@@ -11,14 +11,15 @@ import time
 from collections.abc import Sequence
 
 LOOKS = 200
+QUICK_LOOKS = 20
 ROUNDS = 200_000
 """Some 10 ms a look."""
 
 
-def looks() -> list[float]:
+def looks(number: int = LOOKS) -> list[float]:
     """Seconds of one and the same computation, again and again."""
     found = []
-    for _ in range(LOOKS):
+    for _ in range(number):
         began_s = time.perf_counter()
         sum(number * number for number in range(ROUNDS))
         found.append(time.perf_counter() - began_s)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks import pace
 
 
@@ -14,9 +12,7 @@ def test_words_tell_how_far_looks_lie_apart() -> None:
     )
 
 
-def test_every_look_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_look_takes_time() -> None:
     """As many as are asked for, none of them free."""
-    monkeypatch.setattr(pace, "LOOKS", 3)
-
-    assert 3 == len(found := pace.looks())
+    assert 3 == len(found := pace.looks(3))
     assert min(found) > 0

@@ -53,7 +53,8 @@ def _measure(name: str, folder: Path, *, quick: bool) -> bool:
     entries = _entries(folder)
     setting = Setting(quick=quick, known={part: one["raw"] for part, one in entries.items()})
     found = circumstances(name, quick=quick)
-    looks_s = pace.looks()
+    num_looks = pace.QUICK_LOOKS if quick else pace.LOOKS
+    looks_s = pace.looks(num_looks)
     began_s, before = time.monotonic(), ticks()
     _say(f"{name}: begins")
     try:
@@ -63,7 +64,7 @@ def _measure(name: str, folder: Path, *, quick: bool) -> bool:
         return False
     took_s = time.monotonic() - began_s
     found["stolen"] = f"{ticks().stolen_since(before):.1%}"
-    found["pace"] = pace.words([*looks_s, *pace.looks()])
+    found["pace"] = pace.words([*looks_s, *pace.looks(num_looks)])
     _say(f"{name}: took {took_s:.0f} s")
     print("\n".join(result.lines), flush=True)
     entries[name] = entry(result, found, took_s=took_s)

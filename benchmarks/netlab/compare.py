@@ -116,6 +116,11 @@ def compare(
     return Comparison(cold=cold, pairs=found, skip=skip)
 
 
+def launched(cache: Path, budget_s: float, *flags: str) -> tuple[str, ...]:
+    """Return the words that start pipette-launch with its plans in a folder, and so many seconds for a warm-up."""
+    return ("-m", "pipette_launch", f"--pipette-cache={cache}", f"--pipette-budget={budget_s:g}", *flags)
+
+
 def in_turns(
     one: Callable[[], T], other: Callable[[], T], *, pairs: int, say: Callable[[str], None] = lambda _text: None
 ) -> tuple[tuple[T, T], ...]:

@@ -14,7 +14,7 @@ import pytest
 from labs import needs_lab
 
 from benchmarks.netlab import Lab, topology
-from benchmarks.netlab.compare import TORCHRUN, environment, train
+from benchmarks.netlab.compare import TORCHRUN, environment, launched, train
 from benchmarks.netlab.warm import WarmPython
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.processes]
@@ -270,14 +270,13 @@ def test_a_training_prints_the_same_losses_sooner() -> None:
         with made as python:
             words = [*TORCHRUN, *SCRIPT]
             done = {python: [train(lab, words, python=python) for _ in range(2)] for python in (sys.executable, python)}
-            cache = f"--pipette-cache={lab.folder / 'plans'}"
-            launched = train(lab, ["-m", "pipette_launch", cache, "--pipette-budget=10", *SCRIPT], python=python)
+            ours = train(lab, [*launched(lab.folder / "plans", 10.0), *SCRIPT], python=python)
             assert () == made.cold_starts()
     (real, _), (warm, again) = done.values()
-    for name, one in (("real", real), ("warm", warm), ("pipette-launch", launched)):
+    for name, one in (("real", real), ("warm", warm), ("pipette-launch", ours)):
         print(f"{name:15} step {one.steady_s(3) * 1e3:.1f} ms, whole {one.wall_s:.1f} s")
 
     assert 8 == len(real.losses)
     assert real.losses == warm.losses == again.losses
-    assert 8 == len(launched.losses)
+    assert 8 == len(ours.losses)
     assert warm.wall_s < real.wall_s / 2

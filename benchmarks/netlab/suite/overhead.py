@@ -19,7 +19,7 @@ import psutil
 from benchmarks.bench_start import MODEL as TINY
 from benchmarks.bench_start import SCRIPT as FIRST_LINE
 from benchmarks.netlab import everywhere, topology
-from benchmarks.netlab.compare import PATIENCE_S, TORCHRUN, environment, in_turns
+from benchmarks.netlab.compare import PATIENCE_S, TORCHRUN, environment, in_turns, launched
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.suite.cases import NUM_HOSTS, USUAL_MBIT, training
 from benchmarks.netlab.suite.contenders import new_plan
@@ -133,12 +133,7 @@ def _starts(num_hosts: int, pairs: int, say: Say) -> Starts:
 
 
 def _ours(lab: Lab) -> tuple[str, ...]:
-    return (
-        "-m",
-        "pipette_launch",
-        f"--pipette-cache={lab.folder / 'plans'}",
-        f"--pipette-budget={SHORT_BUDGET_S:g}",
-    )
+    return launched(lab.folder / "plans", SHORT_BUDGET_S)
 
 
 def _first_line_s(lab: Lab, words: Sequence[str]) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.netlab.compare import train
+from benchmarks.netlab.compare import launched, train
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.suite import space
 from benchmarks.netlab.suite.cases import MODELS, TOPOLOGIES, training
@@ -47,6 +47,7 @@ class Field:
     topology: str
     slots: int
     limit_s: float
+    finalists: int = FINALISTS
     finals: int = FINALS
 
     @property
@@ -67,7 +68,7 @@ FIELDS = (
     Field(topology="islands", slots=1, limit_s=110.0),
     Field(topology="random", slots=1, limit_s=90.0),
 )
-QUICK = (Field(topology="islands", slots=1, limit_s=20.0, finals=1),)
+QUICK = (Field(topology="islands", slots=1, limit_s=10.0, finalists=2, finals=1),)
 
 
 @dataclass
@@ -131,7 +132,7 @@ def run(setting: Setting, say: Say) -> PartResult:
     return PartResult(
         name="regret",
         lines=(
-            *_head(asked[0].finals),
+            *_head(asked[0]),
             *map(_row, found),
             "",
             *_best(found),
@@ -173,7 +174,7 @@ def _found(one: Field, setting: Setting, say: Say) -> Found:
             meter.tried(layout, placement)
             if number % 20 == 0:
                 say(f"regret: {one.name}, {number} of {len(runs)} runs")
-        quickest = sorted(meter.done(), key=lambda each: each.measured_s)[:FINALISTS]
+        quickest = sorted(meter.done(), key=lambda each: each.measured_s)[: one.finalists]
         finalists = {id(each): each for each in (*quickest, chosen, default)}.values()
         for counts in (False, True):
             for _ in range(one.finals):
@@ -199,9 +200,9 @@ def planned(lab: Lab, python: str, budget_s: float) -> tuple[Case, Choice]:
 
     """
     cache = Path(lab.folder) / "plans"
-    flags = [f"--pipette-cache={cache}", f"--pipette-budget={budget_s:g}", f"--pipette-fix={','.join(FIXED)}"]
+    start = launched(cache, budget_s, f"--pipette-fix={','.join(FIXED)}")
     slots = sum(host.slots for host in lab.topology.hosts)
-    train(lab, ["-m", "pipette_launch", *flags, *training(MODEL, iterations=1, num_slots=slots)], python=python)
+    train(lab, [*start, *training(MODEL, iterations=1, num_slots=slots)], python=python)
     folder = new_plan(cache)
     measurements = files.read(folder / "cluster.json", Measurements)
     choice = ours(files.read(folder / "plan.json", Plan))
@@ -268,13 +269,13 @@ class Meter:
         return list(self._tried.values())
 
 
-def _head(finals: int) -> Iterator[str]:
+def _head(one: Field) -> Iterator[str]:
     yield (
         f"{' '.join(MODELS[MODEL])}; launcher and space leave {', '.join(FIXED)} as the user has them. Every legal "
         "layout in every order of hosts that is not the same by symmetry (rings may turn, slots of a host are alike): "
         f"the {PROMISING} of the best predictions, then by chance as many as the time allows; {ITERATIONS} iterations, "
-        f"{SKIP} not counted; then the quickest {FINALISTS}, the choice and the default {finals} times more in turns, "
-        f"which names the best, and {finals} times once more, and of these only that counts. "
+        f"{SKIP} not counted; then the quickest {one.finalists}, the choice and the default {one.finals} times more in "
+        f"turns, which names the best, and {one.finals} times once more, and of these only that counts. "
         "Stolen = processor time that other virtual machines took."
     )
     yield ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from benchmarks.netlab.compare import TORCHRUN, Ended, train
+from benchmarks.netlab.compare import TORCHRUN, Ended, launched, train
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.suite import contenders, standings
 from benchmarks.netlab.suite.cases import CORES_PER_SLOT, MODELS, TOPOLOGIES, training
@@ -85,7 +85,7 @@ class _Runner:
         self._python = python
         self._say = say
         self._cache = lab.folder / "plans"
-        self._ours = ("-m", "pipette_launch", f"--pipette-cache={self._cache}", f"--pipette-budget={budget_s:g}")
+        self._ours = launched(self._cache, budget_s)
 
     def cell(self, network: str, model: str, rounds: int) -> Cell:
         """Measure and plan once, then train in turns."""

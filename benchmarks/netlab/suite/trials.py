@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.netlab.compare import TORCHRUN, in_turns, train
+from benchmarks.netlab.compare import TORCHRUN, in_turns, launched, train
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.suite.cases import TOPOLOGIES, training
 from benchmarks.netlab.suite.contenders import new_plan
@@ -91,9 +91,8 @@ def _race(network: str, setting: Setting, pairs: int, say: Say) -> Race:
         lab.check()
         words = training(MODEL, iterations=ITERATIONS)
         cache = lab.folder / "trials"
-        flags = (*FLAGS, f"--pipette-budget={setting.budget_s(BUDGET_S):g}")
         stock = [*TORCHRUN, *words]
-        ours = ["-m", "pipette_launch", f"--pipette-cache={cache}", *flags, *words]
+        ours = [*launched(cache, setting.budget_s(BUDGET_S), *FLAGS), *words]
         say(f"trials: {network}, from a cold cache")
         cold = train(lab, ours, python=python)
         plan = _kept(cache)

@@ -48,7 +48,7 @@ def test_the_row_is_worked_by_hand() -> None:
 
 def test_every_trial_is_told() -> None:
     """Of one that failed the reason, and all figures go into JSON."""
-    lines = "\n".join(trials._lines([RACE]))
+    lines = "\n".join(trials._lines([RACE], trials.FULL))
 
     assert "- islands: the user's own 1.20 s (predicted 1.00 s, spread 8%); tp1 pp4 dp1 mbs1 failed (it hung)" in lines
     assert 42.0 == sum(run["took_s"] for run in json.loads(json.dumps(trials._raw(RACE)))["trials"]["runs"])

@@ -22,13 +22,26 @@ NETWORKS = ("islands", "already-best")
 """One on which the order of hosts matters, and one on which torchrun's own is the best."""
 MODEL = "communication-heavy"
 NUM_PLANS = 2
-TRIAL_ITERS = 5
-ITERATIONS = 10
 SKIP = 3
 """Of each training's iterations, so many at the start do not count."""
-PAIRS = 3
 BUDGET_S = 30.0
-FLAGS = (f"--pipette-trials={NUM_PLANS}", f"--pipette-trial-iters={TRIAL_ITERS}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """How long a race is."""
+
+    trial_iters: int = 5
+    iterations: int = 10
+    pairs: int = 3
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Ask for the trials."""
+        return (f"--pipette-trials={NUM_PLANS}", f"--pipette-trial-iters={self.trial_iters}")
+
+
+FULL, QUICK = Length(), Length(trial_iters=2, iterations=SKIP + 2, pairs=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +82,11 @@ class Race:
 
 def run(setting: Setting, say: Say) -> PartResult:
     """Try plans on each network from a cold cache, then train in turns."""
-    networks, pairs = (NETWORKS[:1], 1) if setting.quick else (NETWORKS, PAIRS)
-    races = [_race(network, setting, pairs, say) for network in networks]
+    networks, length = (NETWORKS[:1], QUICK) if setting.quick else (NETWORKS, FULL)
+    races = [_race(network, setting, length, say) for network in networks]
     return PartResult(
         name="trials",
-        lines=tuple(_lines(races)),
+        lines=tuple(_lines(races, length)),
         raw={"races": [_raw(race) for race in races]},
         headline=headline(races),
     )
@@ -86,13 +99,13 @@ def headline(races: Sequence[Race]) -> str:
     return f"measured pick over the user's own under torchrun: {found}; trials took {took} s"
 
 
-def _race(network: str, setting: Setting, pairs: int, say: Say) -> Race:
+def _race(network: str, setting: Setting, length: Length, say: Say) -> Race:
     with Lab(TOPOLOGIES[network]()) as lab, setting.python(lab) as python:
         lab.check()
-        words = training(MODEL, iterations=ITERATIONS)
+        words = training(MODEL, iterations=length.iterations)
         cache = lab.folder / "trials"
         stock = [*TORCHRUN, *words]
-        ours = [*launched(cache, setting.budget_s(BUDGET_S), *FLAGS), *words]
+        ours = [*launched(cache, setting.budget_s(BUDGET_S), *length.flags), *words]
         say(f"trials: {network}, from a cold cache")
         cold = train(lab, ours, python=python)
         plan = _kept(cache)
@@ -101,7 +114,7 @@ def _race(network: str, setting: Setting, pairs: int, say: Say) -> Race:
         found = in_turns(
             lambda: train(lab, stock, python=python).steady_s(SKIP),
             lambda: train(lab, ours, python=python).steady_s(SKIP),
-            pairs=pairs,
+            pairs=length.pairs,
         )
     return Race(
         network=network,
@@ -122,12 +135,12 @@ def _kept(cache: Path) -> Plan:
     return plan
 
 
-def _lines(races: Sequence[Race]) -> Iterator[str]:
+def _lines(races: Sequence[Race], length: Length) -> Iterator[str]:
     yield (
-        f"`{' '.join(FLAGS)}` from a cold cache, model {MODEL}; then {ITERATIONS} iterations under torchrun with the "
-        f"user's own words and under pipette-launch with the pick, in turns, {SKIP} iterations of each not counted. "
-        f"Ratio: torchrun's step over ours, median of {len(races[0].pairs)} pairs; noise: half the range of "
-        "torchrun's own steps."
+        f"`{' '.join(length.flags)}` from a cold cache, model {MODEL}; then {length.iterations} iterations under "
+        "torchrun with the user's own words and under pipette-launch with the pick, in turns, "
+        f"{SKIP} iterations of each not counted. Ratio: torchrun's step over ours, median of {length.pairs} pairs; "
+        "noise: half the range of torchrun's own steps."
     )
     yield ""
     yield "| network | pick | torchrun | pipette-launch | ratio | noise | trials s | first job s |"

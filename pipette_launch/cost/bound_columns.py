@@ -130,10 +130,11 @@ class _Passes:
 
         def pipelines(*, slow: bool) -> Pipelines:
             forward_RK, backward_RK = unit.chunk_times(content.parts_KX, slow=slow)
+            wake_s = tables.wake_s(kinds_UVP.shape[2], slow=slow)
             rows_U11 = rows_U[:, None, None]
             return Pipelines(
-                forward_s_UVP=forward_RK[rows_U11, kinds_UVP],
-                backward_s_UVP=backward_RK[rows_U11, kinds_UVP],
+                forward_s_UVP=forward_RK[rows_U11, kinds_UVP] + wake_s,
+                backward_s_UVP=backward_RK[rows_U11, kinds_UVP] + wake_s,
                 hop_s_U=unit.hop_s_U[rows_U],
                 microbatches_U=microbatches_N[first_U],
                 group_size_U=group_size_U,

@@ -162,6 +162,10 @@ class Tables:
         """Whether slots differ in speed."""
         return self._slowest > self._fastest
 
+    def wake_s(self, stages: int, *, slow: bool) -> float:
+        """Return what a pass costs after a wait on the fastest slot or the slowest; nothing without a pipeline."""
+        return self._compute.wake.forward_s * (self._slowest if slow else self._fastest) if stages > 1 else 0.0
+
     def meets_receivers(self, layout: Layout) -> bool:
         """Whether this pipeline's messages start once they are asked for; see `traffic.meets_receivers`."""
         return meets_receivers(self._job, layout, self._compute.device_kind)

@@ -87,6 +87,8 @@ class ComputeTable:
         self._passes = _median_passes(measurements)
         self._origins = {time.case: time.source for time in measurements.compute if time.source != "measured"}
         self._again = _measured_again(measurements)
+        # In pipelines each pass of a chunk comes after a wait.
+        self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
         self._usual_again = {
             part: statistics.median([share for (_, name), share in self._again.items() if name == part] or [1.0])
             for part in LAYERS
@@ -218,7 +220,7 @@ class ComputeTable:
                 total += part["embedding"]
             if chunk == layout.num_chunks - 1:
                 total += part["head"] + self._prediction(part)
-            yield total
+            yield total + self.wake if layout.pp > 1 else total
 
     def _prediction(self, part: dict[str, Passes]) -> Passes:
         """Each depth of multi-token prediction runs a layer and the head once more (DeepSeek-V3, section 2.2)."""

@@ -164,6 +164,11 @@ class Measurements:
     """What was skipped, looks unstable, or was assumed, one sentence each."""
     optimizer_s_per_parameter: float | None = None
     """Seconds of an optimizer step for each parameter whose state a slot holds; None = not measured."""
+    wake_s: float = field(default=0.0, metadata=ADDED_LATER)
+    """Seconds that forward and backward of a chunk together take longer where each comes after a wait, as in pipelines.
+
+    0 where it was not measured, as on GPUs.
+    """
     refused: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
     """Cases that megatron-core refuses, or that ran out of memory."""
     unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)

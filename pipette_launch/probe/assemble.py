@@ -69,7 +69,8 @@ def assemble(
         compute=compute,
         collectives=links.sends + group_times(dimensions, results),
         memory=tuple(reading for result in results for reading in result.memory),
-        optimizer_s_per_parameter=_optimizer_s_per_parameter(results),
+        optimizer_s_per_parameter=_on_the_wall([one.optimizer_s_per_parameter for one in results], results),
+        wake_s=_on_the_wall([one.wake_s for one in results], results) or 0.0,
         refused=refused,
         unmeasured=tuple(case for case in _missing(options, compute) if case not in refused),
         model_digest=layers_digest(options.job.model),
@@ -104,10 +105,10 @@ def _largest(overheads: Sequence[DeviceOverhead | None]) -> DeviceOverhead | Non
     return max((one for one in overheads if one), key=lambda one: one.total_bytes, default=None)
 
 
-def _optimizer_s_per_parameter(results: Sequence[WorkerResult]) -> float | None:
+def _on_the_wall(seconds_S: Sequence[float | None], results: Sequence[WorkerResult]) -> float | None:
     """The median slot's, on the wall of a slot with its usual share of cores."""
-    seconds = [one.optimizer_s_per_parameter for one in results if one.optimizer_s_per_parameter is not None]
-    return statistics.median(seconds) * statistics.median(one.stretch for one in results) if seconds else None
+    known = [seconds for seconds in seconds_S if seconds is not None]
+    return statistics.median(known) * statistics.median(one.stretch for one in results) if known else None
 
 
 def _missing(options: ProbeOptions, compute: Sequence[ComputeTime]) -> list[ComputeCase]:

@@ -18,6 +18,7 @@ from pipette_launch.probe.memory import MemoryMeter
 from pipette_launch.probe.options import Pace, ProbeOptions
 from pipette_launch.probe.pace import PaceTest
 from pipette_launch.probe.timing import HABITS, Stopwatch, stopwatch_for, time_calls, time_part
+from pipette_launch.probe.wake import time_wake
 from pipette_launch.units import bytes_text
 from pipette_patches import workload as patches_workload
 from pipette_patches.workload import Part, Workload, WorkloadError
@@ -67,6 +68,7 @@ class Bench:
     refused: list[ComputeCase] = field(default_factory=list)
     paces: list[Pace] = field(default_factory=list)
     optimizer_s_per_parameter: float | None = None
+    wake_s: float | None = None
     stretch: float = 1.0
 
     def __post_init__(self) -> None:
@@ -113,7 +115,7 @@ class Bench:
                     self._run(work, case, again=budget.allows(AGAIN_SHARE))
 
     def _reference(self, work: Workload | None, conductor: Conductor, budget: Budget) -> None:
-        """Measure what all slots do: paces too, at the beginning and at another moment, and the optimizer at last."""
+        """Measure what all slots do: paces too, at the beginning and at another moment; optimizer and waking last."""
         case, left_s = self.options.cases[0], max(budget.left_s(), 0.0)
         lap = self._lap(work, case) if work is not None else None
         test = PaceTest(options=self.options, slot=self.slot)
@@ -128,6 +130,9 @@ class Bench:
                 step = optimizer_step(work, self.options.job)
                 samples = time_calls(step.run, stopwatch=self._stopwatch, habits=self._habits)
                 self.optimizer_s_per_parameter = samples.median_s / step.num_parameters
+            if self.options.device_kind == "cpu":
+                layer = next(part for part in work.parts if part.name in LAYERS)
+                self.wake_s = time_wake(layer, stopwatch=self._stopwatch, habits=self._habits)
 
     def _lap(self, work: Workload, case: ComputeCase) -> Callable[[], None] | None:
         """One layer of each kind, forward and backward, that has run once; None where it cannot."""

@@ -230,6 +230,7 @@ class WorkerResult:
     overhead: DeviceOverhead | None = None
     stages: tuple[StageReading, ...] = ()
     optimizer_s_per_parameter: float | None = None
+    wake_s: float | None = None
     phase_s: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -74,6 +74,7 @@ class Phases:
             memory=tuple(bench.memory),
             overhead=self._overhead_alone(),
             optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
+            wake_s=bench.wake_s,
             notes=tuple(bench.notes),
         )
 
@@ -225,6 +226,7 @@ class Phases:
             "stretch": mine.stretch,
             "overhead": mine.overhead,
             "optimizer_s_per_parameter": mine.optimizer_s_per_parameter,
+            "wake_s": mine.wake_s,
         }
 
     def _tell(self) -> None:

@@ -191,25 +191,26 @@ def slope(lengths: Sequence[int], seconds: Sequence[float]) -> float:
 def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bool) -> Turn:
     """Run all that is timed one after the other, so that whatever else slows the machine down falls on all alike."""
     part.freeze(False)
-    runs = [_run(part, part.forward, length, stopwatch) for length in lengths]
+    runs = [run_part(part, part.forward, length, stopwatch) for length in lengths]
     # What is a difference of two equal chains needs no slope: what entering costs is in both.
     few, whole = lengths[0], runs[0]
     again_s = 0.0
     if again:
         assert part.recomputed is not None
-        twice = _run(part, part.recomputed, few, stopwatch)
+        twice = run_part(part, part.recomputed, few, stopwatch)
         again_s = max(sum(twice) - sum(whole), 0.0) / few
     backward_s = slope(lengths, [run.backward_s for run in runs])
     weight_s = backward_s
     # Token ids take no gradient: all of the embedding's backward is for its weights.
     if part.source is not None:
         part.freeze(True)
-        frozen = _run(part, part.forward, few, stopwatch)
+        frozen = run_part(part, part.forward, few, stopwatch)
         weight_s = min(max(whole.backward_s - frozen.backward_s, 0.0) / few, backward_s)
     return Turn(slope(lengths, [run.forward_s for run in runs]), backward_s, weight_s, again_s)
 
 
-def _run(part: Part, forward: Callable[[int], torch.Tensor], length: int, stopwatch: Stopwatch) -> Run:
+def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, stopwatch: Stopwatch) -> Run:
+    """Run a part forward so many times in a row, and backward."""
     start = stopwatch.mark()
     output = forward(length)
     middle = stopwatch.mark()

@@ -61,7 +61,8 @@ def measurements_of(cluster: Cluster, rng: random.Random, *, fits: bool) -> Meas
         for case in base.compute_cases()
         for part, sample in samples.items()
     )
-    return replace(base, compute=compute, optimizer_s_per_parameter=1e-9, collectives=drawn_fits(rng) if fits else ())
+    others = {"optimizer_s_per_parameter": 1e-9, "wake_s": rng.choice((0.0, 3e-3))}
+    return replace(base, compute=compute, collectives=drawn_fits(rng) if fits else (), **others)  # type: ignore[arg-type]
 
 
 @st.composite

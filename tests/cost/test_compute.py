@@ -30,6 +30,14 @@ def test_ends_are_not_free() -> None:
     assert milliseconds(table().chunk_passes(Layout(pp=4))) == [(1.1, 2.2, 0), (1, 2, 0), (1, 2, 0), (1.5, 3.0, 0)]
 
 
+def test_waking_costs_every_chunk_of_a_pipeline() -> None:
+    """Half of it each way; without stages no pass waits for a message."""
+    waking = ComputeTable(tiny_job(), replace(tiny_measurements(tiny_cluster(), (CASE,)), wake_s=4e-4))
+
+    assert milliseconds(waking.chunk_passes(Layout(pp=2, vpp=2)))[1:3] == [(1.2, 2.2, 0), (1.2, 2.2, 0)]
+    assert waking.chunk_passes(Layout(dp=4)) == table().chunk_passes(Layout(dp=4))
+
+
 def test_every_predicted_token_costs_a_layer_and_a_head() -> None:
     """Two depths on the last stage: 2 * (1 + 0.5) ms more a pass than its layer and its head."""
     deep = ComputeTable(tiny_job(model=tiny_model(mtp_num_layers=2)), tiny_measurements(tiny_cluster(), (CASE,)))

@@ -18,7 +18,7 @@ from pipette_launch.probe.memory import MemoryMeter
 from pipette_launch.probe.options import Pace, ProbeOptions
 from pipette_launch.probe.pace import PaceTest
 from pipette_launch.probe.timing import HABITS, Stopwatch, stopwatch_for, time_calls, time_part
-from pipette_launch.probe.wake import time_wake
+from pipette_launch.probe.wake import wake_s
 from pipette_launch.units import bytes_text
 from pipette_patches import workload as patches_workload
 from pipette_patches.workload import Part, Workload, WorkloadError
@@ -95,6 +95,8 @@ class Bench:
             conductor.step(index, len(mine), patches_workload.case_words(case))
             before_s = budget.clock()
             self._round(case, conductor, budget)
+            if not index:
+                self._wake(case)
             longest_s = max(longest_s, budget.clock() - before_s)
 
     def _round(self, case: ComputeCase, conductor: Conductor, budget: Budget) -> None:
@@ -114,8 +116,14 @@ class Bench:
                 with self._noting(case):
                     self._run(work, case, again=budget.allows(AGAIN_SHARE))
 
+    def _wake(self, case: ComputeCase) -> None:
+        """Measure what waking costs, where a processor computes and there may be pipelines."""
+        if self.times and self.options.device_kind == "cpu" and self.options.num_slots > 1:
+            with self._noting(case, refuses=False):
+                self.wake_s = wake_s(self.options.job, case, self._stopwatch)
+
     def _reference(self, work: Workload | None, conductor: Conductor, budget: Budget) -> None:
-        """Measure what all slots do: paces too, at the beginning and at another moment; optimizer and waking last."""
+        """Measure what all slots do: paces too, at the beginning and at another moment; the optimizer last."""
         case, left_s = self.options.cases[0], max(budget.left_s(), 0.0)
         lap = self._lap(work, case) if work is not None else None
         test = PaceTest(options=self.options, slot=self.slot)
@@ -130,9 +138,6 @@ class Bench:
                 step = optimizer_step(work, self.options.job)
                 samples = time_calls(step.run, stopwatch=self._stopwatch, habits=self._habits)
                 self.optimizer_s_per_parameter = samples.median_s / step.num_parameters
-            if self.options.device_kind == "cpu":
-                layer = next(part for part in work.parts if part.name in LAYERS)
-                self.wake_s = time_wake(layer, stopwatch=self._stopwatch, habits=self._habits)
 
     def _lap(self, work: Workload, case: ComputeCase) -> Callable[[], None] | None:
         """One layer of each kind, forward and backward, that has run once; None where it cannot."""

@@ -9,17 +9,36 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from pipette_launch.probe.timing import Habits, Stopwatch, num_values, run_part
-from pipette_patches.workload import Part
+from pipette_launch.facts import ComputeCase, Job
+from pipette_launch.facts.measurements import LAYERS
+from pipette_launch.probe.timing import Stopwatch, run_part
+from pipette_patches.workload import Part, workload
 
 WAIT_S = 0.02
 """Others compute meanwhile."""
+TOKENS = 32
+"""On each rank: what is sought does not grow with them, and would be lost in the scatter of a long layer."""
+WARMUPS, VALUES = 2, 16
 
 
-def time_wake(
-    layer: Part, *, stopwatch: Stopwatch, habits: Habits, sleep: Callable[[float], None] = time.sleep
-) -> float:
+def wake_s(job: Job, case: ComputeCase, stopwatch: Stopwatch) -> float:
+    """Time it on a few tokens of a layer that is cut as in this case; on a CPU.
+
+    No process group may exist in this process.
+
+    Raises:
+        WorkloadError: megatron-core refuses the case.
+
+    """
+    length = min(job.model.seq_length, TOKENS * case.tp * case.cp)
+    short = replace(job, model=replace(job.model, seq_length=length))
+    with workload(short, replace(case, micro_batch_size=1), device_kind="cpu") as work:
+        return time_wake(next(part for part in work.parts if part.name in LAYERS), stopwatch)
+
+
+def time_wake(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None] = time.sleep) -> float:
     """Return how much longer forward and backward of a layer take together where each comes after a wait.
 
     Beside what a layer takes behind another; noise does not make it negative.
@@ -30,10 +49,8 @@ def time_wake(
         return _after_waits_s(layer, stopwatch, sleep) - (two - one)
 
     with layer.accumulating():
-        before = stopwatch.mark()
-        turn()
-        taken_s = stopwatch.seconds(before, stopwatch.mark())
-        return max(statistics.median(turn() for _ in range(num_values(taken_s, habits))), 0.0)
+        found = [turn() for _ in range(WARMUPS + VALUES)]
+    return max(statistics.median(found[WARMUPS:]), 0.0)
 
 
 def _after_waits_s(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None]) -> float:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 from probe.test_timing import FakeClock
 
-from pipette_launch.probe.timing import HABITS
 from pipette_launch.probe.wake import time_wake
 
 FORWARD_S, BACKWARD_S = 1.0, 2.0
@@ -51,7 +50,7 @@ class Layer:
 def wake_s(cold_s: float, entry_s: float = 0.0) -> float:
     """What is found."""
     layer = Layer(FakeClock(), cold_s, entry_s)
-    return time_wake(layer, stopwatch=layer.clock, habits=HABITS["cpu"], sleep=layer.sleep)  # type: ignore[arg-type]
+    return time_wake(layer, layer.clock, layer.sleep)  # type: ignore[arg-type]
 
 
 def test_both_directions_wake_and_sleep_is_nobodys() -> None:

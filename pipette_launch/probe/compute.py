@@ -95,9 +95,9 @@ class Bench:
             conductor.step(index, len(mine), patches_workload.case_words(case))
             before_s = budget.clock()
             self._round(case, conductor, budget)
+            longest_s = max(longest_s, budget.clock() - before_s)
             if not index:
                 self._wake(case)
-            longest_s = max(longest_s, budget.clock() - before_s)
 
     def _round(self, case: ComputeCase, conductor: Conductor, budget: Budget) -> None:
         with ExitStack() as stack:

@@ -20,7 +20,7 @@ WAIT_S = 0.02
 """Others compute meanwhile."""
 TOKENS = 32
 """On each rank: what is sought does not grow with them, and would be lost in the scatter of a long layer."""
-WARMUPS, VALUES = 2, 16
+WARMUPS, VALUES = 1, 7
 
 
 def wake_s(job: Job, case: ComputeCase, stopwatch: Stopwatch) -> float:

@@ -41,7 +41,7 @@ class Length:
         return (f"--pipette-trials={NUM_PLANS}", f"--pipette-trial-iters={self.trial_iters}")
 
 
-FULL, QUICK = Length(), Length(trial_iters=3, iterations=SKIP + 2, pairs=1)
+FULL, QUICK = Length(), Length(trial_iters=3, pairs=1)
 
 
 @dataclass(frozen=True, kw_only=True)

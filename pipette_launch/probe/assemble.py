@@ -56,11 +56,7 @@ def assemble(
         raise ProbeError(f"no slot could measure a layer: {'; '.join(said) or 'no reason was given'}")
     found = speeds(options, [result.paces for result in results])
     refused = tuple(sorted({case for result in results for case in result.refused}))
-    compute = tuple(
-        time.times(factor)
-        for result, factor in zip(results, factors(options, results, found.speed_S), strict=True)
-        for time in result.compute
-    )
+    compute = _compute(options, results, found)
     overhead = _largest([result.overhead for result in results])
     return Measurements(
         cluster=Cluster(
@@ -85,6 +81,12 @@ def assemble(
         conditions=options.conditions,
         verdicts=_verdicts(options, links, found),
     )
+
+
+def _compute(options: ProbeOptions, results: Sequence[WorkerResult], found: Speeds) -> tuple[ComputeTime, ...]:
+    """All slots' times, on the wall."""
+    of_slots = zip(results, factors(options, results, found.speed_S), strict=True)
+    return tuple(time.times(factor) for result, factor in of_slots for time in result.compute)
 
 
 def _slow_links(options: ProbeOptions, links: FoundLinks) -> tuple[Verdict, ...]:

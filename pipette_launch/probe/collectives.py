@@ -46,6 +46,8 @@ class CollectiveResult:
 
     groups: tuple[GroupSamples, ...]
     notes: tuple[str, ...]
+    num_groups: int
+    """How many groups this worker is in, beside the world; they stay open until the world is closed."""
 
 
 def padded_bytes(size_bytes: int, group_size: int) -> int:
@@ -60,13 +62,17 @@ def measure(
     """Time each kind of each dimension; every rank calls this, whether or not it is in a group."""
     found: list[GroupSamples] = []
     notes: list[str] = []
+    num_groups = 0
     for index, dimension in enumerate(dimensions):
         if index and not conductor.agree(lambda: budget.allows(COLLECTIVES_SHARE)):
             skipped = ", ".join(skipped.name for skipped in dimensions[index:])
             notes.append(f"collectives: groups of {skipped} were skipped, the budget was spent")
             break
         members = next((group for group in dimension.groups if rank in group), ())
-        group = _open(members, options) if members else None
+        conductor.step(index, len(dimensions), f"opening the groups of {dimension.name}")
+        opened = _open(members or (rank,), options)
+        group = opened if members else None
+        num_groups += group is not None and group is not dist.group.WORLD
         for kind in dimension.kinds:
             conductor.step(index, len(dimensions), f"{kind} of {dimension.name}")
             timer = _Timer(options, kind, size=len(members), group=group)
@@ -80,12 +86,16 @@ def measure(
             elif timer.timed:
                 sizes, samples = tuple(timer.timed), tuple(timer.timed.values())
                 found.append(GroupSamples(kind=kind, dimension=index, sizes_bytes=sizes, samples=samples))
-        if group is not None and group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    return CollectiveResult(groups=tuple(found), notes=tuple(notes))
+    return CollectiveResult(groups=tuple(found), notes=tuple(notes), num_groups=num_groups)
 
 
 def _open(members: tuple[int, ...], options: ProbeOptions) -> dist.ProcessGroup:
+    """Open a group of its own for a dimension; every rank opens one, alone where it has no peers, and closes none.
+
+    With local synchronisation torch names a group by its members and by how many groups this process has open. So all
+    must have opened equally many, or members would wait under different names; and a group that was closed would leave
+    its name, and in the store the addresses where nobody listens any more, to the next one of the same members.
+    """
     if len(members) == options.num_slots:
         world = dist.group.WORLD
         assert world is not None

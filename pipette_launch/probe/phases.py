@@ -92,7 +92,8 @@ class Phases:
             )
             self.progress.sum_up(f"{len(grouped.groups)} collectives of {len(self._dimensions)} dimensions")
         # With the communicators still open: they are most of what NVML sees beyond the allocator.
-        self._add(collectives=grouped.groups, notes=grouped.notes, overhead=self._overhead_together())
+        overhead = self._overhead_together(grouped.num_groups)
+        self._add(collectives=grouped.groups, notes=grouped.notes, overhead=overhead)
 
     def alone_again(self) -> None:
         """Run whole stages under a fake communicator; the world's is closed."""
@@ -205,13 +206,12 @@ class Phases:
             workspace_bytes=self.meter.workspace_bytes(),
         )
 
-    def _overhead_together(self) -> DeviceOverhead:
+    def _overhead_together(self, num_groups: int) -> DeviceOverhead:
         """The same with the communicators that this slot is in: the world's, and one for each of its groups."""
-        groups = {group for dimension in self._dimensions for group in dimension.groups if self.rank in group}
         return replace(
             self._mine.overhead or self._overhead_alone(),
             together_bytes=self.meter.overhead_bytes(),
-            num_communicators=1 + len(groups) if self.options.num_slots > 1 else 0,
+            num_communicators=1 + num_groups if self.options.num_slots > 1 else 0,
         )
 
     def _add(self, **found: object) -> None:

@@ -36,8 +36,7 @@ class _Refuses(collectives._Timer):
 
 def test_a_spent_budget_keeps_the_first_dimension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everyone's group is measured whatever the clock says, the others are named; what gloo lacks is named, too."""
-    monkeypatch.setattr(collectives, "_open", lambda *_: None)
-    monkeypatch.setattr(collectives.dist, "destroy_process_group", lambda _: None)
+    monkeypatch.setattr(collectives, "_open", lambda *_: object())
     monkeypatch.setattr(collectives, "_Timer", _Refuses)
     options = tiny_options(tmp_path, hosts=2, devices=2)
     found = collectives.measure(
@@ -54,6 +53,7 @@ def test_a_spent_budget_keeps_the_first_dimension(tmp_path: Path, monkeypatch: p
         "collectives: reduce_scatter was not measured on groups of 4 x stride 1: gloo has no reduce_scatter",
         "collectives: groups of 2 x stride 1, 2 x stride 2 were skipped, the budget was spent",
     ) == found.notes
+    assert 1 == found.num_groups
 
 
 @pytest.mark.parametrize(

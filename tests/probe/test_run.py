@@ -65,14 +65,18 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
 
 
 def test_what_is_advised_is_measured(tmp_path: Path) -> None:
-    """Three workers: a pair among them is a group, and the third keeps step; two run a stage, one of six ranks."""
+    """Three workers: a pair among them is a group, and the third keeps step; two run a stage, one of six ranks.
+
+    The same pair is a group of several dimensions, between which its members were in different numbers of groups.
+    """
     program = (
         "import sys; from pathlib import Path; from pipette_launch.facts import files; "
         "from pipette_launch.facts import Layout; "
         "from pipette_launch.facts.advice import Advice, Dimension, StageCase; "
-        "dimension = Dimension(name='dp', kinds=('all_reduce',), groups=((0, 2),)); "
+        "pairs = ('dp', (0, 2)), ('tp', (0, 1)), ('cp', (0, 2)), ('ep', (0, 2)); "
+        "dimensions = [Dimension(name=name, kinds=('all_reduce',), groups=(pair,)) for name, pair in pairs]; "
         "cases = StageCase(layout=Layout(dp=3), pp_rank=0), StageCase(layout=Layout(pp=2, dp=3), pp_rank=1); "
-        "advice = Advice(dimensions=(dimension,), stages=cases, words='one plan was looked at'); "
+        "advice = Advice(dimensions=tuple(dimensions), stages=cases, words='one plan was looked at'); "
         "files.write(Path(sys.argv[-1]), advice)"
     )
     options = tiny_options(tmp_path, hosts=3, devices=1, adviser=(sys.executable, "-c", program))
@@ -80,9 +84,9 @@ def test_what_is_advised_is_measured(tmp_path: Path) -> None:
     assert [0, 0, 0] == outcome.codes, outcome.errors
 
     found = files.read(Path(options.output), Measurements)
-    assert [("all_reduce", (0, 2))] == [
+    assert {("all_reduce", (0, 2)), ("all_reduce", (0, 1))} == {
         (entry.kind, entry.slots) for entry in found.collectives if entry.kind != "send"
-    ]
+    }
     assert "advice: one plan was looked at" in found.notes
     assert [(0, Layout(dp=3), 0), (1, Layout(pp=2, dp=3), 1)] == [
         (reading.slot, reading.layout, reading.pp_rank) for reading in found.stages

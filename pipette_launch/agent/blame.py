@@ -99,9 +99,8 @@ def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: flo
     states = sorted((state for report in reports for state in report.workers), key=lambda state: state.slot)
     killed = [state for state in states if _was_killed(state)]
     gone = f"the launcher on {_listed(absent)} does not answer: it or its node is gone" if absent else ""
-    guilty = killed or (
-        [] if absent else _failed(states) or _stopped(states) or _stuck(states) or _silent(states) or _accused(states)
-    )
+    looks = (_failed, _stopped, _stuck, _silent, _accused, _forsaken)
+    guilty = killed if killed or absent else next(filter(None, (look(states) for look in looks)), [])
     told = [_told(state, states) for state in guilty[:MOST_NAMED]]
     if len(guilty) > MOST_NAMED:
         told.append(f"so with {len(guilty) - MOST_NAMED} more")
@@ -159,6 +158,13 @@ def _accused(states: Sequence[WorkerState]) -> list[WorkerState]:
     return [state for state in states if votes[state.slot] == most] if most else []
 
 
+def _forsaken(states: Sequence[WorkerState]) -> list[WorkerState]:
+    """Those whose failure says only that another was not there, where nothing says who; of them who came least far."""
+    found = [state for state in states if state.error]
+    least = min((state.advance for state in found), default=0)
+    return [state for state in found if state.advance == least]
+
+
 def _told(state: WorkerState, states: Sequence[WorkerState]) -> str:
     who, where = f"{state.name} (pid {state.pid})", f"in phase {state.where}"
     if _was_killed(state):
@@ -167,14 +173,14 @@ def _told(state: WorkerState, states: Sequence[WorkerState]) -> str:
         return f"{who} died with {failures.exit_words(state.exit_code)} {where}" + (
             f": {state.error}" if state.error else ""
         )
-    if state.error and not state.is_victim():
-        return f"{who} failed {where}: {state.error}"
+    errors = [other.error for other in states if state.slot in other.peers and other.error]
+    if state.error and not (state.is_victim() and errors):
+        return f"{who} {'lost its peers' if state.is_victim() else 'failed'} {where}: {state.error}"
     silent = f"no sign of it for {state.silent_s:.0f} s"
     if state.status in STOPPED:
         return f"{who} is stopped, as by SIGSTOP or a debugger, {where}; {silent}"
     if state.is_overdue:
         return f"{who} hangs {where}; {silent}, its process is in state {state.status}"
-    errors = [other.error for other in states if state.slot in other.peers and other.error]
     return f"{who} was waited for in vain, {where}, in state {state.status}; {silent}" + (
         f" ({errors[0]})" if errors else ""
     )

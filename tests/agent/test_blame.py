@@ -114,6 +114,20 @@ def test_one_that_is_only_slow_is_named_by_those_who_waited() -> None:
     assert error in text
 
 
+def test_workers_that_lost_each_other_are_told_by_the_first_to_fail() -> None:
+    """Where none died, hangs or is accused, the one that came least far says what happened."""
+    error = "RuntimeError: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused"
+    text = told(
+        state(0, advance=1000, **SILENT | WAITING),
+        state(1, exit_code=1, error=VICTIMS[0]),
+        state(2, exit_code=1, error=error, advance=1002),
+        state(3, advance=1000),
+    )
+
+    lost = f"node2:0 (pid 102) lost its peers in phase links, 3 of 7: {error}; 2 other workers waited in vain"
+    assert f"the warm-up failed after 12.3 s: {lost}; its output is in /tmp/x on node2" == text
+
+
 def test_hosts_that_do_not_answer_are_named() -> None:
     """Before what their workers did to others, but not instead of a worker that was killed."""
     victim = state(0, exit_code=1, error=VICTIMS[0])

@@ -16,7 +16,7 @@ from pipette_launch.facts.verdict import Verdict
 from pipette_launch.probe.group_fits import group_times
 from pipette_launch.probe.link_fits import EarlierLinks, FoundLinks, found_links
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
-from pipette_launch.probe.speeds import Speeds, factors, speeds
+from pipette_launch.probe.speeds import Speeds, factors, on_the_wall, speeds
 from pipette_launch.probe.verdicts import device_verdicts, judge, link_verdicts, sick_first
 
 PHASES = ("start", "compute", "memory", "links", "advice", "collectives", "stages")
@@ -58,6 +58,7 @@ def assemble(
     refused = tuple(sorted({case for result in results for case in result.refused}))
     compute = _compute(options, results, found)
     overhead = _largest([result.overhead for result in results])
+    wall = on_the_wall(results, found)
     return Measurements(
         cluster=Cluster(
             hosts=options.hosts, between_hosts=links.between, within_host=links.within, slot_speed=found.speed_S
@@ -65,8 +66,8 @@ def assemble(
         compute=compute,
         collectives=links.sends + group_times(dimensions, results),
         memory=tuple(reading for result in results for reading in result.memory),
-        optimizer_s_per_parameter=_on_the_wall([one.optimizer_s_per_parameter for one in results], results),
-        wake_s=_on_the_wall([one.wake_s for one in results], results) or 0.0,
+        optimizer_s_per_parameter=_usual([one.optimizer_s_per_parameter for one in results], wall),
+        wake_s=_usual([one.wake_s for one in results], wall) or 0.0,
         refused=refused,
         unmeasured=tuple(case for case in _missing(options, compute) if case not in refused),
         model_digest=layers_digest(options.job.model),
@@ -85,7 +86,7 @@ def assemble(
 
 def _compute(options: ProbeOptions, results: Sequence[WorkerResult], found: Speeds) -> tuple[ComputeTime, ...]:
     """All slots' times, on the wall."""
-    of_slots = zip(results, factors(options, results, found.speed_S), strict=True)
+    of_slots = zip(results, factors(options, results, found), strict=True)
     return tuple(time.times(factor) for result, factor in of_slots for time in result.compute)
 
 
@@ -107,10 +108,10 @@ def _largest(overheads: Sequence[DeviceOverhead | None]) -> DeviceOverhead | Non
     return max((one for one in overheads if one), key=lambda one: one.total_bytes, default=None)
 
 
-def _on_the_wall(seconds_S: Sequence[float | None], results: Sequence[WorkerResult]) -> float | None:
-    """The median slot's, on the wall of a slot with its usual share of cores."""
+def _usual(seconds_S: Sequence[float | None], factor: float) -> float | None:
+    """The median slot's, times a factor; None where no slot knows it."""
     known = [seconds for seconds in seconds_S if seconds is not None]
-    return statistics.median(known) * statistics.median(one.stretch for one in results) if known else None
+    return statistics.median(known) * factor if known else None
 
 
 def _missing(options: ProbeOptions, compute: Sequence[ComputeTime]) -> list[ComputeCase]:

@@ -31,7 +31,9 @@ class Speeds:
     """What comes of the slots' paces."""
 
     speed_S: tuple[float, ...]
-    """Relative to the median slot."""
+    """Relative to the median slot with its `straggle`."""
+    straggle: float
+    """By how much the slowest of the slots that count as equal is slower than they usually are: steps wait for it."""
     slow: tuple[SlowSlot, ...]
     """Those that nothing but a fault explains."""
     notes: tuple[str, ...]
@@ -40,7 +42,7 @@ class Speeds:
 def speeds(options: ProbeOptions, paces_S: Paces) -> Speeds:
     """Compare all slots; one differs from its peers (the slots of equal devices) if it does in every turn.
 
-    Of its turns the one in which it differs least counts.
+    By how much, the median of its turns says.
     """
     first_S = _of_turn(paces_S, 0)
     names = device_names(options)
@@ -48,17 +50,19 @@ def speeds(options: ProbeOptions, paces_S: Paces) -> Speeds:
     median_s = _centre(first_S)
     if math.isnan(median_s):
         note = "slot speeds are assumed equal: no slot measured the reference case"
-        return Speeds(speed_S=(1.0,) * options.num_slots, slow=(), notes=(note,))
-    ratio_S = [_least(ratios) for ratios in _ratios(options, paces_S)]
+        return Speeds(speed_S=(1.0,) * options.num_slots, straggle=1.0, slow=(), notes=(note,))
+    ratio_S = [_difference(ratios) for ratios in _ratios(options, paces_S)]
     usual_S = _usual_of_each(first_S, names)
+    straggle = _straggle(options, first_S, ratio_S, usual_S)
     speed_S, again_S = [], []
     for usual_s, ratio, paces in zip(usual_S, ratio_S, paces_S, strict=True):
         # A kind of device that nobody could measure counts as usual.
         kind = usual_s / median_s if abs(math.log(usual_s / median_s)) > math.log(same) else 1.0
-        speed_S.append(1 / (kind * ratio))
+        speed_S.append((1.0 if ratio == 1 else straggle) / (kind * ratio))
         again_S.append(usual_s * ratio if len(paces) > 1 else math.nan)
     return Speeds(
         speed_S=tuple(speed_S),
+        straggle=straggle,
         slow=confirmed_slots(np.array(first_S), np.array(again_S), device_kind=options.device_kind, alike_S=names),
         notes=tuple(
             f"slot {options.slot_name(slot)} computes at {1 / ratio:.2f} of its peers' speed"
@@ -73,7 +77,7 @@ def to_measure(options: ProbeOptions, paces_S: Paces) -> tuple[int, ...]:
 
     No more others than have a core each on their hosts: where all have one, healthy slots are equally fast.
     """
-    odd = [slot for slot, ratios in enumerate(_ratios(options, paces_S)) if _least(ratios) != 1]
+    odd = [slot for slot, ratios in enumerate(_ratios(options, paces_S)) if _difference(ratios) != 1]
     names, first_S = device_names(options), _of_turn(paces_S, 0)
     usual_S = _usual_of_each(first_S, names)
     busy = Counter(slot // options.devices_per_host for slot in odd)
@@ -100,19 +104,24 @@ def to_measure(options: ProbeOptions, paces_S: Paces) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def factors(options: ProbeOptions, results: Sequence[WorkerResult], speed_S: Sequence[float]) -> tuple[float, ...]:
-    """By what each slot's times have to be multiplied so that, times its speed, they are the median slot's.
+def factors(options: ProbeOptions, results: Sequence[WorkerResult], found: Speeds) -> tuple[float, ...]:
+    """By what each slot's times have to be multiplied so that, times its speed, they are what steps wait for.
 
     Uneven sharing of cores is chance, and must not make the case that one slot measured dearer than another's: what
     others took is the same for all. Where a slot does differ, its reference case says how much of that its times show.
     """
-    usual_stretch = statistics.median(result.stretch for result in results)
+    wall = on_the_wall(results, found)
     layer_s_S = [_reference_s(options, result.compute) for result in results]
     usual_s = _centre(layer_s_S)
     return tuple(
-        usual_stretch if speed == 1 or not seconds > 0 else usual_stretch * usual_s / seconds / speed
-        for seconds, speed in zip(layer_s_S, speed_S, strict=True)
+        wall if speed == 1 or not seconds > 0 else wall * usual_s / seconds / speed
+        for seconds, speed in zip(layer_s_S, found.speed_S, strict=True)
     )
+
+
+def on_the_wall(results: Sequence[WorkerResult], found: Speeds) -> float:
+    """Return how much longer than it computes a slot with its usual share of cores takes, stragglers included."""
+    return statistics.median(result.stretch for result in results) * found.straggle
 
 
 def device_names(options: ProbeOptions) -> tuple[str, ...]:
@@ -147,11 +156,30 @@ def _ratio(pace: Pace, usual_s: float, same: float) -> float:
     return ratio if ratio > same or ratio < 1 / same else 1.0
 
 
-def _least(ratios: Sequence[float]) -> float:
-    """The ratio nearest to 1, and 1 if they lie on both sides of it or there are none."""
+def _difference(ratios: Sequence[float]) -> float:
+    """The median ratio, and 1 if they lie on both sides of it or there are none."""
     if not ratios or min(ratios) <= 1 <= max(ratios):
         return 1.0
-    return min(ratios) if min(ratios) > 1 else max(ratios)
+    return _centre(ratios)
+
+
+def _straggle(
+    options: ProbeOptions, first_S: Sequence[float], ratio_S: Sequence[float], usual_S: Sequence[float]
+) -> float:
+    """The slowest equal slot's seconds over its peers' usual ones, while all worked; 1 where slots share cores.
+
+    Those that share them are slow by turns, and whoever is done leaves the core to the others.
+    """
+    if any(_room(options, slot) < options.devices_per_host for slot in range(options.num_slots)):
+        return 1.0
+    equal = [
+        seconds / usual_s
+        for seconds, ratio, usual_s in zip(first_S, ratio_S, usual_S, strict=True)
+        if ratio == 1 and seconds > 0
+    ]
+    same = SAME_SPEED[options.device_kind]
+    # One that looked slow at first and was like the others later says nothing of those that are always equal.
+    return max([1.0, *(one for one in equal if one <= same)])
 
 
 def _of_turn(paces_S: Paces, turn: int) -> list[float]:

@@ -14,7 +14,7 @@ from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.facts import ComputeTime, Samples
 from pipette_launch.probe.options import Pace, ProbeOptions, WorkerResult
-from pipette_launch.probe.speeds import SAME_SPEED, factors, speeds, to_measure
+from pipette_launch.probe.speeds import SAME_SPEED, Speeds, factors, on_the_wall, speeds, to_measure
 
 NAN = math.nan
 
@@ -45,12 +45,12 @@ def paces(*turns: Sequence[float]) -> list[tuple[Pace, ...]]:
 
 
 def test_a_slot_that_is_slow_every_time_is_slow() -> None:
-    """Half the speed twice, two thirds the third time: what is certain is two thirds; it is named with its peers."""
+    """Half the speed twice, two thirds the third time: usually half; it is named with its peers."""
     turns = paces((1, 1, 1, 2, 1, 1), (1, 1, NAN, 2, NAN, 1), (1, 1, NAN, 1.5, NAN, 1))
     found = speeds(hosts(6), turns)
 
-    assert pytest.approx((1, 1, 1, 2 / 3, 1, 1)) == found.speed_S
-    assert ("slot node3:0 computes at 0.67 of its peers' speed",) == found.notes
+    assert pytest.approx((1, 1, 1, 1 / 2, 1, 1)) == found.speed_S
+    assert ("slot node3:0 computes at 0.50 of its peers' speed",) == found.notes
     assert [(3, 1.0)] == [(slow.slot, slow.peers_seconds) for slow in found.slow]
 
 
@@ -157,11 +157,34 @@ def result(slot: int, seconds: float, stretch: float) -> WorkerResult:
     return WorkerResult(slot=slot, compute=(layer,), stretch=stretch)
 
 
+def told(speed_S: tuple[float, ...]) -> Speeds:
+    """Speeds without stragglers."""
+    return Speeds(speed_S=speed_S, straggle=1.0, slow=(), notes=())
+
+
 def test_what_others_took_is_the_same_for_all() -> None:
     """Stretches of 1.9, 2 and 2.1 are chance: all times are doubled."""
     results = [result(slot, 3.0, 1.9 + slot / 10) for slot in range(3)]
 
-    assert (2.0, 2.0, 2.0) == factors(hosts(3), results, (1.0, 1.0, 1.0))
+    assert (2.0, 2.0, 2.0) == factors(hosts(3), results, told((1.0, 1.0, 1.0)))
+
+
+def test_steps_wait_for_the_slowest_of_equal_slots() -> None:
+    """All are priced like it, and one that is really slow takes its own time and no more."""
+    found = speeds(hosts(5), paces((1, 1.1, 1, 1.2, 3), (NAN, 1, 1, 1, 3), (NAN, 1, 1, 1, 3)))
+    peers_s, slow_s = 1.1, 3
+    results = [result(slot, 3.0, 1.0) for slot in range(4)] + [result(4, 3.0 * slow_s / peers_s, 1.0)]
+    times_S = [3.0 * found.straggle / speed for speed in found.speed_S]
+
+    assert pytest.approx(1.2 / 1.1) == found.straggle == on_the_wall(results, found)
+    assert pytest.approx([3.0 * 1.2 / 1.1] * 4 + [3.0 * 3]) == times_S
+    assert pytest.approx([1.2 / 1.1] * 4 + [1.1]) == factors(hosts(5), results, found)
+
+
+def test_slots_that_share_cores_do_not_straggle() -> None:
+    """They are slow by turns."""
+    assert 1.0 == speeds(hosts(2, 2, cores=1), paces((1, 1.1, 1, 1.2))).straggle
+    assert 1.2 == speeds(hosts(2, 2, cores=2), paces((1, 1, 1, 1.2))).straggle
 
 
 def test_a_slow_slots_times_agree_by_its_speed() -> None:
@@ -169,5 +192,5 @@ def test_a_slow_slots_times_agree_by_its_speed() -> None:
     computes = [result(0, 3.0, 1.0), result(1, 3.0, 1.0), result(2, 6.0, 1.0)]
     is_stopped = [result(0, 3.0, 1.0), result(1, 3.0, 1.0), result(2, 3.0, 2.0)]
 
-    assert pytest.approx((1.0, 1.0, 1.0)) == factors(hosts(3), computes, (1.0, 1.0, 0.5))
-    assert pytest.approx((1.0, 1.0, 2.0)) == factors(hosts(3), is_stopped, (1.0, 1.0, 0.5))
+    assert pytest.approx((1.0, 1.0, 1.0)) == factors(hosts(3), computes, told((1.0, 1.0, 0.5)))
+    assert pytest.approx((1.0, 1.0, 2.0)) == factors(hosts(3), is_stopped, told((1.0, 1.0, 0.5)))

@@ -26,13 +26,19 @@ _STAND_IN: dict[Kind, tuple[Kind, ...]] = {
     "all_to_all": (),
     "send": (),
 }
-MOST_FROM_WITHIN = 2.0
-"""The most by which groups inside hosts lengthen the bytes of groups across hosts, where none of those was measured.
+LIBRARYS_SHARE = 2.0
+"""So many times the bytes of a ring a library may send."""
 
-A library may send twice what a ring would (gloo's reduce-scatter is an all-reduce). What goes beyond is the processors'
-that share a host, and says nothing of wires between hosts: 8 CPU ranks on slow links were predicted to take 22 s where
-it was 2.9.
-"""
+
+def most_from_within(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
+    """By how much groups inside hosts may lengthen the bytes of groups across hosts, where none of those was measured.
+
+    By what a library's algorithm can explain: gloo's reduce-scatter is an all-reduce, its other rings send what a ring
+    must, and of NCCL's it is not known. What goes beyond is the processors' that share a host, and says nothing of
+    wires between hosts: 8 CPU ranks on slow links were predicted to take 22 s where it was 2.9, and steps with
+    all-reduces of 4 ranks on 2 hosts, at twice the bytes, 1.5 to 2 times what they took.
+    """
+    return LIBRARYS_SHARE if device_kind == "cuda" or kind == "reduce_scatter" else 1.0
 
 
 _DOWNWARDS: dict[str, tuple[Kind, ...]] = {"cpu": ("all_reduce", "reduce_scatter"), "cuda": ()}
@@ -120,7 +126,7 @@ class MeasuredGroups:
                 spans = np.array([self._num_hosts(measured) for measured in nearest])
                 rows[counts] = corrections[np.abs(np.log(spans / counts[:, None])).argmin(axis=1)]
                 if across and spans.max() == 1:
-                    rows[counts, 2] = np.minimum(rows[counts, 2], MOST_FROM_WITHIN)
+                    rows[counts, 2] = np.minimum(rows[counts, 2], most_from_within(kind, self._device_kind))
         return Scale(
             latency_factor=rows[:, 0],
             extra_latency_s=rows[:, 1],

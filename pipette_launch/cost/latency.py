@@ -31,6 +31,7 @@ NOT_MODELLED = (
     "Aligned starts of overlapped gradient reduction and parameter gathers over the pipeline ranks.",
     "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
     "Collectives that selective recompute of mlp or moe runs again, and those of multi-token prediction.",
+    "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU each.",
     "Data loading, logging, evaluation and checkpoints.",
 )
 """What the predicted step time leaves out, one sentence each."""

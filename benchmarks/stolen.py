@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-STAT = Path("/proc/stat")
-STEAL = 7
-"""Of the first line's figures, which are ticks since the start (proc(5)); guests' ticks are in user's already."""
-COUNTED = 8
+import psutil
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ticks:
-    """Processor time so far, all processors together."""
+    """Processor time so far, all processors together, in seconds."""
 
-    total: int
-    stolen: int
+    total_s: float
+    stolen_s: float
 
     def stolen_since(self, before: Ticks) -> float:
         """Share of the time since then that was stolen; 0 where no tick has passed."""
-        total = self.total - before.total
-        return (self.stolen - before.stolen) / total if total else 0.0
+        total_s = self.total_s - before.total_s
+        return (self.stolen_s - before.stolen_s) / total_s if total_s else 0.0
 
 
-def ticks(stat: Path = STAT) -> Ticks:
+def ticks() -> Ticks:
     """Read them now."""
-    found = [int(word) for word in stat.read_text().splitlines()[0].split()[1 : 1 + COUNTED]]
-    return Ticks(total=sum(found), stolen=found[STEAL])
+    times = psutil.cpu_times()
+    # Guests' time is in user's already.
+    return Ticks(total_s=sum(times) - times.guest - times.guest_nice, stolen_s=times.steal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.netlab.suite.parts import Setting
-from benchmarks.netlab.suite.prediction import Pair, mean_error, run, spearman
+from benchmarks.netlab.suite.prediction import Pair, mean_error, repeats, run, spearman
 from benchmarks.netlab.system import LabError
 
 
@@ -45,6 +45,18 @@ def test_all_that_ran_is_compared() -> None:
 
     assert [1, 1] == [len(pairs) for pairs in result.raw.values()]
     assert "mean error 100.0% of 2 configurations" in result.headline
+
+
+def test_what_differs_from_training_to_training_is_said() -> None:
+    """The first two steps of a training do not count, nor does a configuration that was trained once."""
+    twice = {"layout": "dp4", "placement": [0], "predicted_s": 1.0, "measured_s": 1.0}
+    twice["step_s"] = [[9.0, 9.0, 1.0, 1.0], [9.0, 9.0, 1.2, 1.2]]
+    once = {**twice, "step_s": [[9.0, 9.0, 5.0]]}
+    speedup = {"cells": [{"topology": "uniform", "model": "small", "ours": twice, "others": [once]}]}
+
+    assert pytest.approx([0.2]) == repeats(speedup)
+    words = run(Setting(known={"speedup": speedup}), lambda _: None).lines[-1]
+    assert "took 20.0% more or less the second time in the mean, 20% at most (1 pairs)" in words
 
 
 def test_without_runs_nothing_is_said() -> None:

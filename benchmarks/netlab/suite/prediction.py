@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
+from benchmarks.netlab.suite.standings import SKIP
 from benchmarks.netlab.system import LabError
 from benchmarks.validation.scores import Errors, errors
 
@@ -36,7 +38,8 @@ def run(setting: Setting, say: Say) -> PartResult:
         LabError: neither has been run.
 
     """
-    groups = {**_regret(setting.known.get("regret", {})), **_speedup(setting.known.get("speedup", {}))}
+    speedup = setting.known.get("speedup", {})
+    groups = {**_regret(setting.known.get("regret", {})), **_speedup(speedup)}
     groups = {name: pairs for name, pairs in groups.items() if pairs}
     if not groups:
         raise LabError("nothing has been run: the parts regret and speedup come first")
@@ -45,7 +48,12 @@ def run(setting: Setting, say: Say) -> PartResult:
     orders = [spearman(pairs) for pairs in groups.values() if len(pairs) >= LEAST_RUNS]
     return PartResult(
         name="prediction",
-        lines=(*_head(), *(_row(name, pairs) for name, pairs in groups.items()), _row("all", every)),
+        lines=(
+            *_head(),
+            *(_row(name, pairs) for name, pairs in groups.items()),
+            _row("all", every),
+            *_again(repeats(speedup)),
+        ),
         raw={
             name: [{"what": one.what, "predicted_s": one.predicted_s, "measured_s": one.measured_s} for one in pairs]
             for name, pairs in groups.items()
@@ -67,6 +75,16 @@ def _speedup(raw: Mapping[str, Any]) -> Mapping[str, list[Pair]]:
     for cell in raw.get("cells", ()):
         pairs = _pairs([cell["ours"], *cell["others"]], f"{cell['model']}, ")
         found.setdefault(f"speed-up: {cell['topology']}", []).extend(pairs)
+    return found
+
+
+def repeats(speedup: Mapping[str, Any]) -> list[float]:
+    """How far each training of the speed-up is from the one before it of the same configuration."""
+    found = []
+    for cell in speedup.get("cells", ()):
+        for one in (cell["ours"], *cell["others"]):
+            round_s = [statistics.median(step_s[SKIP:]) for step_s in one.get("step_s", ())]
+            found += [abs(later / before - 1) for before, later in pairwise(round_s)]
     return found
 
 
@@ -106,6 +124,16 @@ def _head() -> Iterator[str]:
     yield ""
     yield "| runs of | configurations | mean error | bias | within 10 % | rank correlation | worst |"
     yield "|---|--:|--:|--:|--:|--:|---|"
+
+
+def _again(repeated: Sequence[float]) -> Iterator[str]:
+    if repeated:
+        yield ""
+        yield (
+            f"What no prediction can know: trained twice within minutes, a configuration of the speed-up took "
+            f"{statistics.mean(repeated):.1%} more or less the second time in the mean, {max(repeated):.0%} at most "
+            f"({len(repeated)} pairs)."
+        )
 
 
 def _row(name: str, pairs: Sequence[Pair]) -> str:

@@ -19,6 +19,7 @@ from pipette_launch.probe.options import Pace, ProbeOptions
 from pipette_launch.probe.pace import PaceTest
 from pipette_launch.probe.timing import HABITS, Stopwatch, stopwatch_for, time_calls, time_part
 from pipette_launch.probe.wake import wake_s
+from pipette_launch.probe.yardstick import Yardstick
 from pipette_launch.units import bytes_text
 from pipette_patches import workload as patches_workload
 from pipette_patches.workload import Part, Workload, WorkloadError
@@ -73,7 +74,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self._habits = HABITS[self.options.device_kind]
-        self._stopwatch: Stopwatch = stopwatch_for(self.options.device_kind)
+        self._stopwatch: Stopwatch = stopwatch_for(self.options.device_kind, Yardstick())
 
     def measure(self, conductor: Conductor, budget: Budget) -> None:
         """Go through this slot's cases until rank 0 finds the budget spent."""

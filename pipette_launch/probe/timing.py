@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pipette_launch.facts import ComputeCase, ComputeTime, Samples
+from pipette_launch.probe.yardstick import Yardstick
 from pipette_patches.workload import Part
 
 MAX_VALUES = 20
@@ -29,6 +30,9 @@ class Stopwatch(Protocol):
     def seconds(self, before: Any, after: Any) -> float:
         """The time between two moments."""
 
+    def look(self) -> None:
+        """See how fast the device is at the moment; what is timed from now on counts at that pace."""
+
     def settle(self) -> None:
         """Return once the device has done all its work."""
 
@@ -40,10 +44,12 @@ class CpuStopwatch:
     """Counts the time that this thread computed, and apart from it how much longer that took on the wall.
 
     A layer of a few milliseconds is either preempted or not, so wall times of single runs scatter by the length of a
-    time slice. What the others take away is a steady factor over many runs.
+    time slice. What the others take away is a steady factor over many runs. With a yardstick, times are those of a core
+    of usual speed, and how this one was beside it is in the stretch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, yardstick: Yardstick | None = None) -> None:
+        self._yardstick = yardstick
         self._wall_s = 0.0
         self._computed_s = 0.0
 
@@ -56,14 +62,20 @@ class CpuStopwatch:
         computed_s = after[1] - before[1]
         self._wall_s += after[0] - before[0]
         self._computed_s += computed_s
-        return computed_s
+        return computed_s / self._yardstick.now if self._yardstick else computed_s
+
+    def look(self) -> None:
+        """Ask the yardstick."""
+        if self._yardstick:
+            self._yardstick.look()
 
     def settle(self) -> None:
         """What this thread does is done when it returns."""
 
     def stretch(self) -> float:
-        """Wall time over computing time, of all that was timed so far."""
-        return max(1.0, self._wall_s / self._computed_s) if self._computed_s else 1.0
+        """Wall time over computing time, of all that was timed so far, on a core that is as fast as it usually was."""
+        pace = self._yardstick.usual if self._yardstick else 1.0
+        return pace * (max(1.0, self._wall_s / self._computed_s) if self._computed_s else 1.0)
 
 
 class CudaStopwatch:
@@ -79,6 +91,9 @@ class CudaStopwatch:
         """Wait for the later event, then compare."""
         after.synchronize()
         return float(before.elapsed_time(after)) / 1e3
+
+    def look(self) -> None:
+        """A GPU is nobody else's, and its clocks are looked at elsewhere."""
 
     def settle(self) -> None:
         """Wait for the whole device."""
@@ -139,9 +154,9 @@ def num_values(seconds: float, habits: Habits) -> int:
     return max(habits.min_values, int(habits.value_s / seconds))
 
 
-def stopwatch_for(device_kind: str) -> Stopwatch:
-    """The stopwatch of a device kind."""
-    return CudaStopwatch() if device_kind == "cuda" else CpuStopwatch()
+def stopwatch_for(device_kind: str, yardstick: Yardstick | None = None) -> Stopwatch:
+    """The stopwatch of a device kind; a CPU's may have a yardstick."""
+    return CudaStopwatch() if device_kind == "cuda" else CpuStopwatch(yardstick)
 
 
 def time_part(
@@ -168,6 +183,7 @@ def time_calls(action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habi
     """Time something that has no backward."""
 
     def once() -> float:
+        stopwatch.look()
         start = stopwatch.mark()
         action()
         return stopwatch.seconds(start, stopwatch.mark())
@@ -191,6 +207,7 @@ def slope(lengths: Sequence[int], seconds: Sequence[float]) -> float:
 def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bool) -> Turn:
     """Run all that is timed one after the other, so that whatever else slows the machine down falls on all alike."""
     part.freeze(False)
+    stopwatch.look()
     runs = [run_part(part, part.forward, length, stopwatch) for length in lengths]
     # What is a difference of two equal chains needs no slope: what entering costs is in both.
     few, whole = lengths[0], runs[0]

@@ -45,6 +45,7 @@ def time_wake(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None] 
     """
 
     def turn() -> float:
+        stopwatch.look()
         one, two = (sum(run_part(layer, layer.forward, length, stopwatch)) for length in (1, 2))
         return _after_waits_s(layer, stopwatch, sleep) - (two - one)
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from probe.test_yardstick import Core
 
 from pipette_launch.facts import ComputeCase, ComputeTime
 from pipette_launch.probe import timing
 from pipette_launch.probe.timing import HABITS, MAX_VALUES, CpuStopwatch, CudaStopwatch, num_values, slope, time_part
+from pipette_launch.probe.yardstick import EVERY_S, YARD_S
 from pipette_patches.workload import Part
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
@@ -35,6 +37,9 @@ class FakeClock:
     def seconds(self, before: float, after: float) -> float:
         """The time between two."""
         return after - before
+
+    def look(self) -> None:
+        """It is always equally fast."""
 
     def stretch(self) -> float:
         """Nobody takes time away."""
@@ -192,6 +197,20 @@ def test_preemption_is_counted_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
     assert 1.0 == stopwatch.seconds(marks[0], marks[1])
     assert 1.0 == stopwatch.seconds(marks[2], marks[3])
     assert 2.0 == stopwatch.stretch()
+
+
+def test_times_are_those_of_a_usual_core() -> None:
+    """A core that is half as fast for a while makes no run dearer; how it usually was is in the stretch."""
+    core = Core(YARD_S, 2 * YARD_S, 2 * YARD_S)
+    stopwatch = CpuStopwatch(core.yardstick)
+    found = []
+    for _ in range(3):
+        core.now_s += EVERY_S
+        stopwatch.look()
+        found.append(stopwatch.seconds((0.0, 0.0), (6.0, 3.0)))
+
+    assert pytest.approx([3.0, 1.5, 1.5]) == found
+    assert pytest.approx(2 * 2.0) == stopwatch.stretch()
 
 
 class FakeEvent:

@@ -8,20 +8,20 @@ import psutil
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ticks:
+class ProcessorTime:
     """Processor time so far, all processors together, in seconds."""
 
     total_s: float
     stolen_s: float
 
-    def stolen_since(self, before: Ticks) -> float:
-        """Share of the time since then that was stolen; 0 where no tick has passed."""
+    def stolen_since(self, before: ProcessorTime) -> float:
+        """Share of the time since then that was stolen; 0 where none has passed."""
         total_s = self.total_s - before.total_s
         return (self.stolen_s - before.stolen_s) / total_s if total_s else 0.0
 
 
-def ticks() -> Ticks:
-    """Read them now."""
+def processor_time() -> ProcessorTime:
+    """Read it now."""
     times = psutil.cpu_times()
     # Guests' time is in user's already.
-    return Ticks(total_s=sum(times) - times.guest - times.guest_nice, stolen_s=times.steal)
+    return ProcessorTime(total_s=sum(times) - times.guest - times.guest_nice, stolen_s=times.steal)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from benchmarks.netlab import Lab, LabError, Topology, topology
-from benchmarks.stolen import ticks
+from benchmarks.stolen import processor_time
 from benchmarks.warmup.score import APART, TOLERANCE, Compared, Fault, compared, judged, outside, ranked
 from benchmarks.warmup.trial import HEALTHY_KINDS, Trial, healthy, steps, warm_up
 from pipette_launch.facts import Measurements
@@ -42,9 +42,9 @@ def accuracy(*, runs: int) -> Iterator[str]:
         for _ in range(ATTEMPTS):
             with Lab(made) as lab:
                 checks = _checked(lab)
-                before = ticks()
+                before = processor_time()
                 trial = warm_up(lab, "trial")
-                stolen = ticks().stolen_since(before)
+                stolen = processor_time().stolen_since(before)
             found = trial.failure or _accuracy(compared(made, trial.need()))
             found = f"{found} | {trial.wall_s:.0f} | {checks} | {stolen:.0%}"
             yield f"| {num_hosts} x {slots} | {kind} | {seed} | {found} |"

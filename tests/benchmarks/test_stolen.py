@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import stolen
-from benchmarks.stolen import Ticks, ticks
+from benchmarks.stolen import ProcessorTime, processor_time
 
 
 class Times(NamedTuple):
@@ -30,11 +30,11 @@ def test_stolen_time_is_a_share_of_all_time(monkeypatch: pytest.MonkeyPatch) -> 
     """Guests' time, which user's holds already, does not count twice."""
     monkeypatch.setattr(stolen, "psutil", SimpleNamespace(cpu_times=Times))
 
-    assert Ticks(total_s=100, stolen_s=10) == ticks()
-    assert 0.25 == Ticks(total_s=300, stolen_s=60).stolen_since(ticks())
-    assert 0.0 == ticks().stolen_since(ticks())
+    assert ProcessorTime(total_s=100, stolen_s=10) == processor_time()
+    assert 0.25 == ProcessorTime(total_s=300, stolen_s=60).stolen_since(processor_time())
+    assert 0.0 == processor_time().stolen_since(processor_time())
 
 
 def test_this_machine_tells_it() -> None:
     """The names are psutil's own."""
-    assert 0 <= ticks().stolen_s <= ticks().total_s
+    assert 0 <= processor_time().stolen_s <= processor_time().total_s

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import netlab, pace
 from benchmarks.netlab.suite.parts import TITLES, Entry, PartResult, Setting, circumstances, entry, report
-from benchmarks.stolen import ticks
+from benchmarks.stolen import processor_time
 
 RESULTS = Path(__file__).parents[2] / "results"
 PARTS = tuple(name for name in TITLES if importlib.util.find_spec(f"{__package__}.{name}"))
@@ -55,7 +55,7 @@ def _measure(name: str, folder: Path, *, quick: bool) -> bool:
     found = circumstances(name, quick=quick)
     num_looks = pace.QUICK_LOOKS if quick else pace.LOOKS
     looks_s = pace.looks(num_looks)
-    began_s, before = time.monotonic(), ticks()
+    began_s, before = time.monotonic(), processor_time()
     _say(f"{name}: begins")
     try:
         result: PartResult = importlib.import_module(f"{__package__}.{name}").run(setting, _say)
@@ -63,7 +63,7 @@ def _measure(name: str, folder: Path, *, quick: bool) -> bool:
         _say(f"{name}: {traceback.format_exc()}")
         return False
     took_s = time.monotonic() - began_s
-    found["stolen"] = f"{ticks().stolen_since(before):.1%}"
+    found["stolen"] = f"{processor_time().stolen_since(before):.1%}"
     found["pace"] = pace.words([*looks_s, *pace.looks(num_looks)])
     _say(f"{name}: took {took_s:.0f} s")
     print("\n".join(result.lines), flush=True)

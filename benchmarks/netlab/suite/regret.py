@@ -19,7 +19,7 @@ from benchmarks.netlab.suite.direct import trained
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.system import LabError
 from benchmarks.netlab.topology import Topology
-from benchmarks.stolen import ticks
+from benchmarks.stolen import processor_time
 from pipette_launch.baselines.pick import Placement, torchrun_order
 from pipette_launch.facts import Choice, Layout, Measurements, Plan, files
 from pipette_launch.search.enumerate import cuts
@@ -164,7 +164,7 @@ def _found(one: Field, setting: Setting, say: Say) -> Found:
         meter = Meter(case, slots, lambda words, placement: trained(lab, words, placement, python=python).step_s)
         found = cuts(case.job, world_size=num_hosts * slots, devices_per_host=slots, device_kind="cpu")
         runs = promising_first(space.runs(found.layouts, num_hosts, slots, random.Random(SEED)), case)
-        before = ticks()
+        before = processor_time()
         chosen = meter.tried(choice.layout, choice.placement)
         default = meter.tried(case.job.own, torchrun_order(num_hosts * slots))
         began_s = time.monotonic()
@@ -188,7 +188,7 @@ def _found(one: Field, setting: Setting, say: Say) -> Found:
             failed=tuple(each for each in meter.all() if not each.step_s),
             choice=chosen,
             default=default,
-            stolen=ticks().stolen_since(before),
+            stolen=processor_time().stolen_since(before),
         )
 
 

@@ -172,14 +172,14 @@ def _straggle(
     """
     if any(_room(options, slot) < options.devices_per_host for slot in range(options.num_slots)):
         return 1.0
-    equal = [
-        seconds / usual_s
-        for seconds, ratio, usual_s in zip(first_S, ratio_S, usual_S, strict=True)
-        if ratio == 1 and seconds > 0
-    ]
     same = SAME_SPEED[options.device_kind]
     # One that looked slow at first and was like the others later says nothing of those that are always equal.
-    return max([1.0, *(one for one in equal if one <= same)])
+    equal = (
+        seconds / usual_s
+        for seconds, ratio, usual_s in zip(first_S, ratio_S, usual_S, strict=True)
+        if ratio == 1 and 0 < seconds <= same * usual_s
+    )
+    return max([1.0, *equal])
 
 
 def _of_turn(paces_S: Paces, turn: int) -> list[float]:

@@ -66,6 +66,18 @@ def chunk_share(kind: Kind, size: int) -> float:
     return 1.0 if kind == "send" else 1.0 / size
 
 
+def links_together(kind: Kind, size: int, num_hosts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """How many slots' links between two hosts a group has for itself where it lies on so many hosts.
+
+    Links are measured while all slots of two hosts send, so each slot's is its part. A ring crosses each pair of hosts
+    once, and the links of all its members on a host carry that: one wire that they share, or their own network cards.
+    In an all-to-all all members send at once.
+    """
+    if kind == "all_to_all":
+        return np.ones(num_hosts.shape)
+    return np.where(num_hosts > 1, np.maximum(size / num_hosts, 1.0), 1.0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
     """How a collective was measured to differ from the formula; entry h is for groups on h hosts, 0 is unused."""
@@ -122,11 +134,12 @@ class MeasuredGroups:
         for counts, across in ((np.arange(1, 2), False), (np.arange(2, self._hosts + 1), True)):
             if candidates and len(counts):
                 nearest = self._nearest(candidates, size, across=across)
-                corrections = np.array([self._correction(measured) for measured in nearest])
+                corrections = np.array([self._carried(measured, kind, size) for measured in nearest])
                 spans = np.array([self._num_hosts(measured) for measured in nearest])
                 rows[counts] = corrections[np.abs(np.log(spans / counts[:, None])).argmin(axis=1)]
                 if across and spans.max() == 1:
                     rows[counts, 2] = np.minimum(rows[counts, 2], most_from_within(kind, self._device_kind))
+                rows[counts, 2] /= links_together(kind, size, counts)
         return Scale(
             latency_factor=rows[:, 0],
             extra_latency_s=rows[:, 1],
@@ -151,6 +164,15 @@ class MeasuredGroups:
             self._spans[key] = len({slot // self._devices for slot in measured.slots})
         return self._spans[key]
 
+    def _carried(self, measured: CollectiveTime, kind: Kind, size: int) -> tuple[float, float, float]:
+        """What a measured group says of each step of another operation."""
+        latency_factor, extra_s, bytes_factor = self._correction(measured)
+        if self._device_kind == "cpu":
+            # Most of it is waiting for the others, which each operation does once: all-reduces of 4 slots on 2 hosts
+            # took 10 ms as those of 2 slots took 7, and at so much for each step they were priced at 24.
+            extra_s *= num_steps(measured.kind, len(measured.slots)) / max(num_steps(kind, size), 1)
+        return latency_factor, extra_s, bytes_factor
+
     def _correction(self, measured: CollectiveTime) -> tuple[float, float, float]:
         """Latency factor, extra latency of a step and byte factor that make the formula give the measured times."""
         if id(measured) not in self._corrections:
@@ -158,7 +180,8 @@ class MeasuredGroups:
             steps = num_steps(measured.kind, size)
             link_s, per_byte_s = self._slowest(measured)
             step_s = measured.latency_s / steps
-            byte_s = steps * chunk_share(measured.kind, size) * per_byte_s
+            together = float(links_together(measured.kind, size, np.array(self._num_hosts(measured))))
+            byte_s = steps * chunk_share(measured.kind, size) * per_byte_s / together
             factor = step_s / link_s if step_s < link_s else 1.0
             found = factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s
             self._corrections[id(measured)] = found

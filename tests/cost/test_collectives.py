@@ -147,7 +147,10 @@ def test_a_send_is_what_its_link_says() -> None:
 
 @pytest.mark.parametrize(("kind", "factor"), [("all_reduce", 1), ("all_gather", 1), ("reduce_scatter", 2)])
 def test_what_crowds_a_host_slows_no_wire(kind: Kind, factor: int) -> None:
-    """Of a group inside a host that took 40 times its links' time, wires get what gloo's algorithm can explain."""
+    """Of a group inside a host that took 40 times its links' time, wires get what gloo's algorithm can explain.
+
+    Two members on each host have both slots' parts of the wire.
+    """
     cluster = tiny_cluster(2, 2)
     assert cluster.device_kind == "cpu"
     inside = Fabric(cluster, [measured(kind, (0, 1), latency_s=0.0, seconds_per_byte=4e-8)])
@@ -157,8 +160,36 @@ def test_what_crowds_a_host_slows_no_wire(kind: Kind, factor: int) -> None:
 
     assert inside.seconds(kind, (0, 1), size_bytes) == pytest.approx(4.0)
     assert inside.seconds(kind, across, size_bytes) == pytest.approx(
-        factor * plain.seconds(kind, across, size_bytes), rel=1e-2
+        factor * plain.seconds(kind, across, size_bytes) / 2, rel=1e-2
     )
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_ring_has_the_links_of_all_its_members_on_a_host(kind: Kind) -> None:
+    """Of two slots on each host a ring of all sends over one wire what two rings of one slot a host share."""
+    cluster = tiny_cluster(2, 2)
+    alone = measured(kind, (0, 2), latency_s=0.0, seconds_per_byte=num_steps(kind, 2) / 2 / 1e8)
+    fabric = Fabric(cluster, [alone])
+    chunk_s = 1e6 / 1e8
+
+    assert fabric.seconds(kind, (0, 2), 2e6) == pytest.approx(num_steps(kind, 2) * chunk_s, rel=1e-2)
+    assert fabric.seconds(kind, (0, 1, 2, 3), 4e6) == pytest.approx(num_steps(kind, 4) * chunk_s / 2, rel=1e-2)
+
+
+def test_an_all_to_all_has_a_part_of_the_wire_for_each_member() -> None:
+    """All of them send at once."""
+    pair = measured("all_to_all", (0, 2), latency_s=0.0, seconds_per_byte=0.5 / 1e8)
+
+    assert Fabric(tiny_cluster(2, 2), [pair]).seconds("all_to_all", (0, 1, 2, 3), 4e6) == pytest.approx(3e-2, rel=1e-2)
+
+
+def test_gloo_waits_for_the_others_once_in_an_operation() -> None:
+    """What a pair took beyond its links' latency is no more for four, who take three times as many steps."""
+    fabric = Fabric(tiny_cluster(4, 1), [measured("all_reduce", (0, 1), latency_s=5e-3, seconds_per_byte=1e-8)])
+    wait_s = 5e-3 - 2 * 1e-4
+
+    assert fabric.seconds("all_reduce", (0, 1), 0) == pytest.approx(5e-3)
+    assert fabric.seconds("all_reduce", (0, 1, 2, 3), 0) == pytest.approx(6 * 1e-4 + wait_s)
 
 
 def test_the_latency_of_the_library_is_added_to_that_of_the_link() -> None:
@@ -194,15 +225,15 @@ def test_the_nearest_shape_is_taken() -> None:
         assert fabric.seconds("all_reduce", (2, 3), 0) == pytest.approx(1.0)
         assert fabric.seconds("all_reduce", (1, 5), 0) == pytest.approx(2.0)
         assert fabric.seconds("all_reduce", (2, 3, 6, 7), 0) == pytest.approx(3.0)
-        # Three members on one host: the pair inside a host, with 4 steps for 2.
-        assert fabric.seconds("all_reduce", (0, 1, 2), 0) == pytest.approx(2.0)
+        # Three members on one host: the pair inside a host, which waits once, with 4 steps for 2.
+        assert fabric.seconds("all_reduce", (0, 1, 2), 0) == pytest.approx(1.0 + 2 * 1e-5)
 
 
 def test_a_ring_stands_in_for_another_ring_and_only_for_that() -> None:
-    """Half of an all-reduce prices a reduce-scatter; an all-to-all was not seen."""
+    """Half of an all-reduce prices a reduce-scatter, but for the waiting; an all-to-all was not seen."""
     fabric = Fabric(tiny_cluster(1, 2), [measured("all_reduce", (0, 1))])
 
-    assert fabric.seconds("reduce_scatter", (0, 1), 1000) == pytest.approx((2e-3 + 4e-8 * 1000) / 2)
+    assert fabric.seconds("reduce_scatter", (0, 1), 1000) == pytest.approx(2e-3 - 1e-5 + 4e-8 * 1000 / 2)
     assert not fabric.scale("all_to_all", 2).is_measured
 
 

@@ -147,8 +147,7 @@ def _silent(states: Sequence[WorkerState]) -> list[WorkerState]:
     slots = {state.slot for state in found}
     # Two who exchange messages are both silent when one hangs; whoever waits for one that is not silent is no cause.
     causes = [state for state in found if not state.peers or slots.issuperset(state.peers)]
-    least = min((state.advance for state in causes), default=0)
-    return [state for state in causes if state.advance == least]
+    return _least_far(causes)
 
 
 def _accused(states: Sequence[WorkerState]) -> list[WorkerState]:
@@ -160,9 +159,12 @@ def _accused(states: Sequence[WorkerState]) -> list[WorkerState]:
 
 def _forsaken(states: Sequence[WorkerState]) -> list[WorkerState]:
     """Those whose failure says only that another was not there, where nothing says who; of them who came least far."""
-    found = [state for state in states if state.error]
-    least = min((state.advance for state in found), default=0)
-    return [state for state in found if state.advance == least]
+    return _least_far([state for state in states if state.error])
+
+
+def _least_far(states: Sequence[WorkerState]) -> list[WorkerState]:
+    least = min((state.advance for state in states), default=0)
+    return [state for state in states if state.advance == least]
 
 
 def _told(state: WorkerState, states: Sequence[WorkerState]) -> str:

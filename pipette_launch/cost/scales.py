@@ -35,8 +35,7 @@ def most_from_within(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
 
     By what a library's algorithm can explain: gloo's reduce-scatter is an all-reduce, its other rings send what a ring
     must, and of NCCL's it is not known. What goes beyond is the processors' that share a host, and says nothing of
-    wires between hosts: 8 CPU ranks on slow links were predicted to take 22 s where it was 2.9, and steps with
-    all-reduces of 4 ranks on 2 hosts, at twice the bytes, 1.5 to 2 times what they took.
+    wires between hosts: 8 CPU ranks on slow links were predicted to take 22 s where it was 2.9.
     """
     return LIBRARYS_SHARE if device_kind == "cuda" or kind == "reduce_scatter" else 1.0
 

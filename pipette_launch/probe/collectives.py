@@ -57,9 +57,18 @@ def padded_bytes(size_bytes: int, group_size: int) -> int:
 
 
 def measure(
-    options: ProbeOptions, dimensions: Sequence[Dimension], *, rank: int, conductor: Conductor, budget: Budget
+    options: ProbeOptions,
+    dimensions: Sequence[Dimension],
+    *,
+    first: int = 0,
+    rank: int,
+    conductor: Conductor,
+    budget: Budget,
 ) -> CollectiveResult:
-    """Time each kind of each dimension; every rank calls this, whether or not it is in a group."""
+    """Time each kind of each dimension; every rank calls this, whether or not it is in a group.
+
+    Samples name their dimension by its index, counted from `first`.
+    """
     found: list[GroupSamples] = []
     notes: list[str] = []
     num_groups = 0
@@ -85,7 +94,7 @@ def measure(
                 notes.append(f"collectives: {kind} was not measured on groups of {dimension.name}: {timer.refused}")
             elif timer.timed:
                 sizes, samples = tuple(timer.timed), tuple(timer.timed.values())
-                found.append(GroupSamples(kind=kind, dimension=index, sizes_bytes=sizes, samples=samples))
+                found.append(GroupSamples(kind=kind, dimension=first + index, sizes_bytes=sizes, samples=samples))
     return CollectiveResult(groups=tuple(found), notes=tuple(notes), num_groups=num_groups)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Measurements, files
-from pipette_launch.facts.advice import Advice
+from pipette_launch.facts.advice import Advice, CollectiveKind, Dimension
 from pipette_launch.facts.question import Question
 
 START_S = 30.0
@@ -54,6 +55,31 @@ def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder:
         return Advice(words=f"the adviser gave no answer within {budget_s + START_S:.0f} s")
     except (OSError, PipetteError) as error:
         return Advice(words=f"nobody could be asked: {error}")
+
+
+def untold(advised: Sequence[Dimension], measured: Sequence[Dimension], devices_per_host: int) -> tuple[Dimension, ...]:
+    """Return what of the advised dimensions would tell something new.
+
+    Of each kind of collective one group tells for all that have as many slots on as many hosts.
+    """
+    told = {shape for dimension in measured for shape in _shapes(dimension, devices_per_host)}
+    found: list[Dimension] = []
+    for dimension in advised:
+        alone = [replace(dimension, kinds=(kind,)) for kind in dimension.kinds]
+        kinds = tuple(one.kinds[0] for one in alone if not _shapes(one, devices_per_host) <= told)
+        if kinds:
+            found.append(replace(dimension, kinds=kinds))
+            told |= _shapes(dimension, devices_per_host)
+    return tuple(found)
+
+
+def _shapes(dimension: Dimension, devices_per_host: int) -> set[tuple[CollectiveKind, int, int]]:
+    """Each kind with each size that groups have and the number of hosts that they lie on."""
+    return {
+        (kind, len(group), len({slot // devices_per_host for slot in group}))
+        for kind in dimension.kinds
+        for group in dimension.groups
+    }
 
 
 def share(advice: Advice | None, device_kind: str) -> Advice:

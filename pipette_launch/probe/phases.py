@@ -1,8 +1,8 @@
 """The phases of a warm-up as one worker goes through them: alone, then together, then alone again, then the report.
 
 Compute and layer memory need no peer and come first; then links over one world communicator; what is known by then says
-which groups the plans that may win would form, and their collectives are timed. Once the communicator is closed, whole
-stages of those plans are run on single devices.
+which groups the plans that may win would form, and their collectives are timed, and once more, as other plans may win
+then. Once the communicator is closed, whole stages of those plans are run on single devices.
 """
 
 from __future__ import annotations
@@ -81,19 +81,33 @@ class Phases:
     def together(self) -> None:
         """Measure what lies between the slots; the world communicator is open."""
         advice = self._links_and_advice()
-        self._dimensions, self._stages = advice.dimensions or self.options.dimensions(), advice.stages
+        self._stages = advice.stages
+        num_groups = self._collectives(advice.dimensions or self.options.dimensions())
+        # What was measured may make other plans the best ones, of whose groups nothing is known yet.
+        if self._asks and self.conductor.agree(lambda: self.budget.allows(collectives.COLLECTIVES_SHARE)):
+            with self.progress.during("advice"):
+                advice = self._heard()
+            self._stages = advice.stages or self._stages
+            more = counsel.untold(advice.dimensions, self._dimensions, self.options.devices_per_host)
+            num_groups += self._collectives(more) if more else 0
+        # With the communicators still open: they are most of what NVML sees beyond the allocator.
+        self._add(overhead=self._overhead_together(num_groups))
+
+    def _collectives(self, dimensions: tuple[Dimension, ...]) -> int:
+        """Time the collectives of these, beside those of before; returns in how many groups this slot is for it."""
+        before, self._dimensions = len(self._dimensions), (*self._dimensions, *dimensions)
         with self.progress.during("collectives"):
             grouped = collectives.measure(
                 self.options,
-                self._dimensions,
+                dimensions,
+                first=before,
                 rank=self.rank,
                 conductor=self.conductor,
                 budget=self.budget.with_room(collectives.COLLECTIVES_SHARE, COLLECTIVES_LEAST),
             )
-            self.progress.sum_up(f"{len(grouped.groups)} collectives of {len(self._dimensions)} dimensions")
-        # With the communicators still open: they are most of what NVML sees beyond the allocator.
-        overhead = self._overhead_together(grouped.num_groups)
-        self._add(collectives=grouped.groups, notes=grouped.notes, overhead=overhead)
+            self.progress.sum_up(f"{len(grouped.groups)} collectives of {len(dimensions)} dimensions")
+        self._add(collectives=grouped.groups, notes=grouped.notes)
+        return grouped.num_groups
 
     def alone_again(self) -> None:
         """Run whole stages under a fake communicator; the world's is closed."""
@@ -110,9 +124,9 @@ class Phases:
 
     def _links_and_advice(self) -> Advice:
         """All links where hosts are few; else a sample of them, and then those that plans would use."""
-        hosts, asks = self.options.hosts, bool(self.options.adviser) and self.options.num_slots > 1
-        earlier = _earlier(self.options) if self.rank == 0 and asks else None
-        if asks and self.conductor.agree(lambda: earlier is not None and bool(earlier.between)):
+        hosts = self.options.hosts
+        earlier = _earlier(self.options) if self.rank == 0 and self._asks else None
+        if self._asks and self.conductor.agree(lambda: earlier is not None and bool(earlier.between)):
             self._earlier = earlier
             with self.progress.during("advice"):
                 passed = self._pass(is_cached=True)
@@ -121,7 +135,7 @@ class Phases:
                 return self._shared(passed.advice)
             self._earlier = None
         sample = None
-        if asks and len(hosts) > self.options.full_hosts:
+        if self._asks and len(hosts) > self.options.full_hosts:
             places = [host.place for host in hosts]
             sample = blind_rounds(len(hosts), places, self.options.blind_rounds, np.random.default_rng(0))
         with self.progress.during("links"):
@@ -130,13 +144,22 @@ class Phases:
             )
             self.progress.sum_up(_links_words(linked, len(hosts)))
         self._add_links(linked)
-        if not asks:
+        if not self._asks:
             return Advice()
         with self.progress.during("advice"):
             if sample is not None:
                 return self._shared(self._pass(is_cached=False).advice)
-            self._tell()
-            return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
+            return self._heard()
+
+    @property
+    def _asks(self) -> bool:
+        """Whether there is an adviser, and anything between slots that it may ask for."""
+        return bool(self.options.adviser) and self.options.num_slots > 1
+
+    def _heard(self) -> Advice:
+        """What the adviser says to all that was measured so far."""
+        self._tell()
+        return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
 
     def _pass(self, *, is_cached: bool) -> Passed:
         """Measure what plans would use, in passes."""

@@ -1,5 +1,6 @@
 """Tests of asking an adviser: a process that answers, fails, babbles or hangs."""
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from probe.workers import REFERENCE
 
-from pipette_launch.facts.advice import Advice
+from pipette_launch.facts.advice import Advice, Dimension
 from pipette_launch.probe import counsel
 
 HEAD = "import sys; from pathlib import Path; question, answer = map(Path, sys.argv[-2:]); "
@@ -60,3 +61,16 @@ def test_an_adviser_that_is_not_there_is_named(tmp_path: Path) -> None:
     found = counsel.ask(("/no/such/adviser",), tiny_job(2), measurements, folder=tmp_path, budget_s=1.0)
 
     assert "/no/such/adviser" in found.words
+
+
+def test_one_group_tells_for_all_of_its_shape() -> None:
+    """Hosts of two slots: only kinds, sizes or numbers of hosts that nobody measured are new."""
+    measured = Dimension(name="tp", kinds=("all_reduce",), groups=((0, 1), (2, 3)))
+    across = Dimension(name="dp", kinds=("all_reduce",), groups=((0, 2), (1, 3)))
+    within = Dimension(name="dp", kinds=("all_reduce", "all_gather"), groups=((4, 5),))
+    larger = Dimension(name="dp", kinds=("all_reduce",), groups=((0, 1, 2, 3),))
+
+    found = counsel.untold((measured, across, within, larger, across), (measured,), 2)
+
+    assert (across, dataclasses.replace(within, kinds=("all_gather",)), larger) == found
+    assert () == counsel.untold(found, (measured, across, within, larger), 2)

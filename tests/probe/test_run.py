@@ -68,12 +68,16 @@ def test_what_is_advised_is_measured(tmp_path: Path) -> None:
     """Three workers: a pair among them is a group, and the third keeps step; two run a stage, one of six ranks.
 
     The same pair is a group of several dimensions, between which its members were in different numbers of groups.
+    Once these are known the adviser asks for more: that is measured, too, as far as it is new.
     """
     program = (
         "import sys; from pathlib import Path; from pipette_launch.facts import files; "
+        "from pipette_launch.facts.question import Question; "
         "from pipette_launch.facts import Layout; "
         "from pipette_launch.facts.advice import Advice, Dimension, StageCase; "
         "pairs = ('dp', (0, 2)), ('tp', (0, 1)), ('cp', (0, 2)), ('ep', (0, 2)); "
+        "known = files.read(Path(sys.argv[1]), Question).measurements.collectives; "
+        "pairs = [('dp', (0, 1, 2)), ('tp', (1, 2))] if any(one.kind != 'send' for one in known) else pairs; "
         "dimensions = [Dimension(name=name, kinds=('all_reduce',), groups=(pair,)) for name, pair in pairs]; "
         "cases = StageCase(layout=Layout(dp=3), pp_rank=0), StageCase(layout=Layout(pp=2, dp=3), pp_rank=1); "
         "advice = Advice(dimensions=tuple(dimensions), stages=cases, words='one plan was looked at'); "
@@ -84,7 +88,7 @@ def test_what_is_advised_is_measured(tmp_path: Path) -> None:
     assert [0, 0, 0] == outcome.codes, outcome.errors
 
     found = files.read(Path(options.output), Measurements)
-    assert {("all_reduce", (0, 2)), ("all_reduce", (0, 1))} == {
+    assert {("all_reduce", (0, 2)), ("all_reduce", (0, 1)), ("all_reduce", (0, 1, 2))} == {
         (entry.kind, entry.slots) for entry in found.collectives if entry.kind != "send"
     }
     assert "advice: one plan was looked at" in found.notes

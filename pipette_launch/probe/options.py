@@ -221,7 +221,7 @@ class WorkerResult:
     compute: tuple[ComputeTime, ...] = ()
     """On CPU without the time that others took from this worker; `stretch` says how much that was."""
     stretch: float = 1.0
-    """Wall time over computing time; 1 on CUDA."""
+    """Wall time over computing time while all slots worked; 1 on CUDA."""
     paces: tuple[Pace, ...] = ()
     """Turn after turn, as far as this slot was asked to."""
     refused: tuple[ComputeCase, ...] = ()

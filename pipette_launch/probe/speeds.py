@@ -53,7 +53,7 @@ def speeds(options: ProbeOptions, paces_S: Paces) -> Speeds:
         return Speeds(speed_S=(1.0,) * options.num_slots, straggle=1.0, slow=(), notes=(note,))
     ratio_S = [_difference(ratios) for ratios in _ratios(options, paces_S)]
     usual_S = _usual_of_each(first_S, names)
-    straggle = _straggle(options, first_S, ratio_S, usual_S)
+    straggle = _straggle(options, first_S, ratio_S)
     speed_S, again_S = [], []
     for usual_s, ratio, paces in zip(usual_S, ratio_S, paces_S, strict=True):
         # A kind of device that nobody could measure counts as usual.
@@ -163,23 +163,29 @@ def _difference(ratios: Sequence[float]) -> float:
     return _centre(ratios)
 
 
-def _straggle(
-    options: ProbeOptions, first_S: Sequence[float], ratio_S: Sequence[float], usual_S: Sequence[float]
-) -> float:
-    """The slowest equal slot's seconds over its peers' usual ones, while all worked; 1 where slots share cores.
-
-    Those that share them are slow by turns, and whoever is done leaves the core to the others.
-    """
-    if any(_room(options, slot) < options.devices_per_host for slot in range(options.num_slots)):
-        return 1.0
+def _straggle(options: ProbeOptions, first_S: Sequence[float], ratio_S: Sequence[float]) -> float:
+    """The slowest equal slot's seconds over its peers' usual ones, while all worked."""
+    seconds_S = _of_hosts(options, first_S)
+    usual_S = _usual_of_each(seconds_S, device_names(options))
     same = SAME_SPEED[options.device_kind]
     # One that looked slow at first and was like the others later says nothing of those that are always equal.
     equal = (
         seconds / usual_s
-        for seconds, ratio, usual_s in zip(first_S, ratio_S, usual_S, strict=True)
+        for seconds, ratio, usual_s in zip(seconds_S, ratio_S, usual_S, strict=True)
         if ratio == 1 and 0 < seconds <= same * usual_s
     )
     return max([1.0, *equal])
+
+
+def _of_hosts(options: ProbeOptions, seconds_S: Sequence[float]) -> list[float]:
+    """The same, but what slots that share their host's cores take together: each is slow by turns, by chance."""
+    found = list(seconds_S)
+    size = options.devices_per_host
+    for first in range(0, options.num_slots, size):
+        told = [seconds for seconds in seconds_S[first : first + size] if seconds > 0]
+        if told and _room(options, first) < size:
+            found[first : first + size] = [statistics.harmonic_mean(told)] * size
+    return found
 
 
 def _of_turn(paces_S: Paces, turn: int) -> list[float]:

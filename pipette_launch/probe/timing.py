@@ -36,8 +36,11 @@ class Stopwatch(Protocol):
     def settle(self) -> None:
         """Return once the device has done all its work."""
 
+    def keep_share(self) -> None:
+        """Say that all slots worked until now: what others take from here on does not count in the stretch."""
+
     def stretch(self) -> float:
-        """The factor by which all times so far have to be multiplied to be times on the wall."""
+        """The factor by which all times have to be multiplied to be times on the wall, while all slots work."""
 
 
 class CpuStopwatch:
@@ -52,6 +55,7 @@ class CpuStopwatch:
         self._yardstick = yardstick
         self._wall_s = 0.0
         self._computed_s = 0.0
+        self._kept: float | None = None
 
     def mark(self) -> tuple[float, float]:
         """Read both clocks."""
@@ -72,10 +76,18 @@ class CpuStopwatch:
     def settle(self) -> None:
         """What this thread does is done when it returns."""
 
+    def keep_share(self) -> None:
+        """Whoever is done leaves the core to the others: they took their share of what was timed until now, no more."""
+        self._kept = self._share()
+
     def stretch(self) -> float:
-        """Wall time over computing time, of all that was timed so far, on a core that is as fast as it usually was."""
+        """Wall time over computing time while all worked, on a core that is as fast as it usually was."""
         pace = self._yardstick.usual if self._yardstick else 1.0
-        return pace * (max(1.0, self._wall_s / self._computed_s) if self._computed_s else 1.0)
+        return pace * (self._kept or self._share())
+
+    def _share(self) -> float:
+        """Wall time over computing time of all that was timed so far."""
+        return max(1.0, self._wall_s / self._computed_s) if self._computed_s else 1.0
 
 
 class CudaStopwatch:
@@ -98,6 +110,9 @@ class CudaStopwatch:
     def settle(self) -> None:
         """Wait for the whole device."""
         torch.cuda.synchronize()
+
+    def keep_share(self) -> None:
+        """Nobody takes any."""
 
     def stretch(self) -> float:
         """A GPU's events already tell the time on the wall."""

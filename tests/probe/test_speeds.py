@@ -181,9 +181,12 @@ def test_steps_wait_for_the_slowest_of_equal_slots() -> None:
     assert pytest.approx([1.2 / 1.1] * 4 + [1.1]) == factors(hosts(5), results, found)
 
 
-def test_slots_that_share_cores_do_not_straggle() -> None:
-    """They are slow by turns."""
-    assert 1.0 == speeds(hosts(2, 2, cores=1), paces((1, 1.1, 1, 1.2))).straggle
+def test_of_slots_that_share_cores_their_host_straggles() -> None:
+    """They are slow by turns: what counts is what they get done together."""
+    by_turns = (0.9, 1.125, 1.125, 0.9)
+    assert pytest.approx(1.0) == speeds(hosts(2, 2, cores=1), paces(by_turns)).straggle
+    assert pytest.approx(1.2) == speeds(hosts(3, 2, cores=1), paces((*by_turns, 1.08, 1.35))).straggle
+    assert 1.0 == speeds(hosts(2, 2, cores=1), paces((NAN, NAN, 1, 1.25))).straggle
     assert 1.2 == speeds(hosts(2, 2, cores=2), paces((1, 1, 1, 1.2))).straggle
 
 

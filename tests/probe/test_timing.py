@@ -41,6 +41,9 @@ class FakeClock:
     def look(self) -> None:
         """It is always equally fast."""
 
+    def keep_share(self) -> None:
+        """Nobody takes any."""
+
     def stretch(self) -> float:
         """Nobody takes time away."""
         return 1.0
@@ -196,6 +199,16 @@ def test_preemption_is_counted_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert 1.0 == stopwatch.seconds(marks[0], marks[1])
     assert 1.0 == stopwatch.seconds(marks[2], marks[3])
+    assert 2.0 == stopwatch.stretch()
+
+
+def test_others_share_counts_while_all_work() -> None:
+    """Of a core that two slots share each has half, until one is done: the other's later runs say nothing of that."""
+    stopwatch = CpuStopwatch()
+    stopwatch.seconds((0.0, 0.0), (6.0, 3.0))
+    stopwatch.keep_share()
+
+    assert 3.0 == stopwatch.seconds((6.0, 3.0), (9.0, 6.0))
     assert 2.0 == stopwatch.stretch()
 
 

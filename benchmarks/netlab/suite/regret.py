@@ -31,7 +31,7 @@ SKIP = 2
 PROMISING = 10
 """Those that are predicted to be the quickest are run first: a best by chance alone would be easy to come near to."""
 FINALISTS = 5
-FINALS = 2
+FINALS = 4
 """The quickest, the launcher's choice and torchrun's default run so often again, in turns, and name the best, and so
 often once more, and only that counts: the least of many looks is luck, and it must not be held against the choice."""
 FIXED = ("recompute", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "layers_per_chunk")

@@ -132,8 +132,8 @@ class Bench:
         if work is not None and lap is not None:
             with self._noting(case):
                 self._run(work, case, again=True)
-        # All slots have timed the same; on other cases some are done before others.
-        self._stopwatch.keep_share()
+                # All slots have timed the same; on other cases some are done before others.
+                self._stopwatch.keep_share()
         test.again(lap, conductor, left_s)
         self.paces += test.paces
         if work is not None and lap is not None:

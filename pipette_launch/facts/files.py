@@ -66,7 +66,8 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return _optional(kind, value, where)
-    if origin in (tuple, dict, np.ndarray):
+    # NDArray is np.ndarray's alias, and from numpy 2.5 on a type alias that is its own origin.
+    if origin in (tuple, dict, np.ndarray, NDArray):
         return _collection(origin, kind, value, where)
     if origin is typing.Literal:
         if value in typing.get_args(kind):
@@ -172,9 +173,9 @@ def _optional(kind: Any, value: Any, where: str) -> Any:
 
 
 def _collection(origin: Any, kind: Any, value: Any, where: str) -> Any:
-    if origin is np.ndarray:
-        return _matrix(value, where)
-    return _tuple(kind, value, where) if origin is tuple else _mapping(kind, value, where)
+    if origin is tuple:
+        return _tuple(kind, value, where)
+    return _mapping(kind, value, where) if origin is dict else _matrix(value, where)
 
 
 def _tuple(kind: Any, value: Any, where: str) -> tuple[Any, ...]:

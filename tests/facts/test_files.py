@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements, tiny_model
 from hypothesis import given
@@ -131,6 +133,18 @@ def test_a_bad_matrix_is_refused(rows: object, expected: str) -> None:
     with pytest.raises(FileFormatError) as caught:
         files.from_plain(Links, {"latency_s": rows, "bandwidth_bytes_per_s": good}, "here")
     assert expected in str(caught.value)
+
+
+def test_a_matrix_is_read_where_its_type_is_an_alias_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From numpy 2.5 on `NDArray[np.float64]` does not say that it is an `np.ndarray`; before that it does."""
+
+    class NDArray:
+        """An alias whose origin is the alias itself."""
+
+    monkeypatch.setattr(files, "NDArray", NDArray)
+    kind = types.GenericAlias(NDArray, (np.float64,))
+
+    assert [[1.0]] == files.from_plain(kind, [[1.0]], "here").tolist()
 
 
 def test_a_field_added_later_may_be_missing() -> None:

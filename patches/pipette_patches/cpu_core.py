@@ -94,12 +94,24 @@ def is_news(record: logging.LogRecord) -> bool:
 
 RANDOM_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
 
-CORE = (
-    Replacement(
-        module="megatron.core.model_parallel_config", path="ModelParallelConfig.__post_init__", make=_without_kernels
-    ),
+WITHOUT_ENGINE = (
     Replacement(
         module="megatron.core.transformer.torch_norm", path="WrappedTorchNorm.__new__", make=_norm_for_sequence_parallel
+    ),
+    # Without Transformer Engine the name is used and not defined.
+    Replacement(
+        module="megatron.core.transformer.moe.moe_utils",
+        path="te_general_gemm",
+        make=instead(None),
+        may_be_absent=True,
+        versions="<0.17",
+    ),
+)
+"""What local layers need where neither Transformer Engine nor Apex is, on a GPU too."""
+CORE = (
+    *WITHOUT_ENGINE,
+    Replacement(
+        module="megatron.core.model_parallel_config", path="ModelParallelConfig.__post_init__", make=_without_kernels
     ),
     Replacement(module="megatron.core.tensor_parallel.random", path="_get_cuda_rng_state", make=instead(rng_state)),
     Replacement(module="megatron.core.tensor_parallel.random", path="_set_cuda_rng_state", make=instead(set_rng_state)),
@@ -110,14 +122,6 @@ CORE = (
         module="megatron.core.transformer.moe.token_dispatcher",
         path="maybe_move_tensor_to_cpu",
         make=_split_sizes_as_numbers,
-    ),
-    # Without Transformer Engine the name is used and not defined.
-    Replacement(
-        module="megatron.core.transformer.moe.moe_utils",
-        path="te_general_gemm",
-        make=instead(None),
-        may_be_absent=True,
-        versions="<0.17",
     ),
     Replacement(module="megatron.core.jit", path="jit_fuser", make=_uncompiled),
 )

@@ -37,10 +37,13 @@ def transformer_config(
     job: Job, case: ComputeCase, kinds: tuple[PartName, ...], *, device_kind: str, uses_te: bool
 ) -> tuple[Any, tuple[str, ...]]:
     """Make the configuration of a model with one layer of each kind, and say in what it differs from the job's."""
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     model = job.model
     on_cuda = device_kind == "cuda"
+    # torch's norms, which stand where neither Transformer Engine nor Apex is, refuse sequence parallelism.
+    splits_sequence = on_cuda and (uses_te or bool(getattr(gpt_layer_specs, "HAVE_APEX", False)))
     experts, notes = _expert_fields(job, kinds, uses_te=uses_te)
     switched, unheeded = _flagged(job.performance_flags)
     fields: dict[str, Any] = {
@@ -48,7 +51,7 @@ def transformer_config(
         "tensor_model_parallel_size": case.tp,
         "context_parallel_size": case.cp,
         # Nobody trains with tensor parallelism on GPUs without it, and experts demand it everywhere.
-        "sequence_parallel": case.tp > 1 and (on_cuda or job.own.sequence_parallel or "moe_layer" in kinds),
+        "sequence_parallel": case.tp > 1 and (splits_sequence or job.own.sequence_parallel or "moe_layer" in kinds),
         "use_cpu_initialization": not on_cuda,
         **_fusions(job, on_cuda=on_cuda, uses_te=uses_te),
         **_attention_backend(model, on_cuda=on_cuda),

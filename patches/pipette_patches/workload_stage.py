@@ -26,7 +26,7 @@ from pipette_patches.abstract_trainer import Trainer, inner_optimizers
 from pipette_patches.abstract_world import one_rank
 from pipette_patches.cpu_torch import instead
 from pipette_patches.replacements import Replacement, Replacements
-from pipette_patches.workload import WorkloadError, is_out_of_memory
+from pipette_patches.workload import REFUSALS, WorkloadError, is_out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> St
         with _alone(), one_rank(real, layout, pp_rank), _tally(device_kind) as meter:
             _train(real, layout, pp_rank, meter=meter, changes=changes, whole=device_kind == "cuda")
             peak = max(meter.stretches, key=lambda stretch: stretch.total)
-    except (AssertionError, ValueError, TypeError, RuntimeError, ImportError, AttributeError) as error:
+    except REFUSALS as error:
         if is_out_of_memory(error):
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]

@@ -108,3 +108,13 @@ def test_performance_flags_are_heeded_or_named(found: dict[str, Any]) -> None:
 def test_nothing_is_left_behind(found: dict[str, Any]) -> None:
     """The fake process group is gone afterwards."""
     assert not found["group left"]
+
+
+def test_a_name_that_megatron_core_misses_is_a_refusal(found: dict[str, Any]) -> None:
+    """Without Transformer Engine 0.16 names what it did not import: that ends the case, not the warm-up."""
+    assert "megatron-core refuses tp1 cp1 mbs2: name 'te_general_gemm' is not defined" == found["without its engine"]
+
+
+def test_sequence_parallelism_is_timed_where_norms_know_it(found: dict[str, Any]) -> None:
+    """With Transformer Engine tensor-parallel layers split the sequence; torch's own norms would refuse to."""
+    assert [True, False] == found["splits sequence"]

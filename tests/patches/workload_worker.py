@@ -5,6 +5,7 @@ import sys
 import warnings
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.facts import ComputeCase
 from pipette_patches.workload import Part, Workload, WorkloadError, load, workload
+from pipette_patches.workload_config import transformer_config
 from pipette_patches.workload_optimizer import optimizer_step
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
@@ -134,6 +136,31 @@ def refusal(action: Any) -> str:
     return "not refused"
 
 
+def without_its_engine() -> str:
+    """What is said where megatron-core uses a name that is not there."""
+
+    def miss(*_args: object, **_kwargs: object) -> None:
+        raise NameError("name 'te_general_gemm' is not defined")
+
+    def build() -> None:
+        with (
+            mock.patch("megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec", miss),
+            workload(JOB, CASE, device_kind="cpu"),
+        ):
+            pass
+
+    return refusal(build)
+
+
+def splits_sequence() -> list[bool]:
+    """Whether a GPU's tensor-parallel layer is timed with sequence parallelism: with and without an engine for it."""
+    configs = [
+        transformer_config(JOB, replace(CASE, tp=2), ("layer",), device_kind="cuda", uses_te=uses_te)[0]
+        for uses_te in (True, False)
+    ]
+    return [config.sequence_parallel for config in configs]
+
+
 def main() -> None:
     """Find out everything."""
     found: dict[str, Any] = {}
@@ -163,6 +190,8 @@ def main() -> None:
         found["flags"] = [config.qk_layernorm, config.cross_entropy_loss_fusion, *work.notes]
         found["norms"] = len(work.parts[0].parameters)
         work.parts[0].backward(work.parts[0].forward(1))
+    found["without its engine"] = without_its_engine()
+    found["splits sequence"] = splits_sequence()
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -24,7 +24,7 @@ from pipette_patches.workload_config import DTYPES, PartName, layer_kinds, trans
 
 SEED = 1234
 REFUSALS = (AssertionError, AttributeError, ImportError, NameError, RuntimeError, TypeError, ValueError)
-"""What megatron-core raises for a case that it cannot run; NameError is its way to miss Transformer Engine (0.16, MoE)."""
+"""What megatron-core raises for a case that it cannot run; NameError where it misses Transformer Engine (0.16, MoE)."""
 
 
 class WorkloadError(PipetteError):

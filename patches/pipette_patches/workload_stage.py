@@ -85,11 +85,13 @@ def as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[
 
     # Values count here: experts are chosen by them.
     changes: dict[str, Any] = {"perform_initialization": True}
+    if device_kind == "cuda":
+        # As layers were timed in this process: megatron-core keeps the choice in the environment and allows no other.
+        changes["attention_backend"] = AttnBackend[job.model.attention_backend]
     without = abstract_config.left_out(job)
     notes = [f"stages were measured without {without}"] if without else []
     wants_te = job.model.transformer_impl == "transformer_engine"
     if wants_te and device_kind == "cuda" and getattr(gpt_layer_specs, "HAVE_TE", False):
-        changes["attention_backend"] = AttnBackend[job.model.attention_backend]
         return job, changes, tuple(notes)
     if wants_te:
         notes.append("stages were measured with megatron-core's local layers: transformer-engine is not there")

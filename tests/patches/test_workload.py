@@ -118,3 +118,8 @@ def test_a_name_that_megatron_core_misses_is_a_refusal(found: dict[str, Any]) ->
 def test_sequence_parallelism_is_timed_where_norms_know_it(found: dict[str, Any]) -> None:
     """With Transformer Engine tensor-parallel layers split the sequence; torch's own norms would refuse to."""
     assert [True, False] == found["splits sequence"]
+
+
+def test_layers_and_stages_of_a_gpu_share_one_attention_backend(found: dict[str, Any]) -> None:
+    """megatron-core keeps the choice in the process's environment, and refuses another one after it."""
+    assert ["local", "local"] == found["attention backends"]

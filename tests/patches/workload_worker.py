@@ -15,6 +15,7 @@ from pipette_launch.facts import ComputeCase
 from pipette_patches.workload import Part, Workload, WorkloadError, load, workload
 from pipette_patches.workload_config import transformer_config
 from pipette_patches.workload_optimizer import optimizer_step
+from pipette_patches.workload_stage import as_run_here
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
 WATCHED: list[Any] = []
@@ -161,6 +162,14 @@ def splits_sequence() -> list[bool]:
     return [config.sequence_parallel for config in configs]
 
 
+def attention_backends() -> list[str]:
+    """What a GPU's layers and its whole stages are run with, where the user's flags name a backend."""
+    job = replace(JOB, model=replace(JOB.model, transformer_impl="local", attention_backend="local"))
+    config, _ = transformer_config(job, CASE, ("layer",), device_kind="cuda", uses_te=False)
+    _, changes, _ = as_run_here(job, "cuda")
+    return [config.attention_backend.name, changes["attention_backend"].name]
+
+
 def main() -> None:
     """Find out everything."""
     found: dict[str, Any] = {}
@@ -192,6 +201,7 @@ def main() -> None:
         work.parts[0].backward(work.parts[0].forward(1))
     found["without its engine"] = without_its_engine()
     found["splits sequence"] = splits_sequence()
+    found["attention backends"] = attention_backends()
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -1,0 +1,143 @@
+"""Starts launchers as a user would and watches them: output, iterations, seconds, memory of the device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from pipette_launch import megatron
+from pipette_launch.facts import Device
+from pipette_launch.megatron import Iteration
+from pipette_launch.probe import inventory
+
+ROOT = Path(__file__).parent.parent.parent
+TRAINER = ROOT / "examples" / "pretrain_gpt.py"
+TORCHRUN = "torch.distributed.run"
+OURS = "pipette_launch"
+LOOK_S = 0.05
+GRACE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What one launcher did."""
+
+    code: int | None
+    """None where it had to be ended."""
+    out: str
+    err: str
+    seconds: float
+    first_iteration_s: float | None
+    """From the start of the launcher to the first iteration line."""
+    most_bytes: int
+    """That the device held for it at most, by NVML; 0 on a CPU."""
+
+    @property
+    def iterations(self) -> list[Iteration]:
+        """All that were printed."""
+        found = map(megatron.parse_iteration, self.out.splitlines())
+        return [one for one in found if one is not None]
+
+    @property
+    def losses(self) -> dict[int, str]:
+        """Of each iteration, as printed."""
+        return {one.iteration: one.loss or "" for one in self.iterations}
+
+    @property
+    def last_words(self) -> str:
+        """The end of stderr in one line."""
+        return " / ".join(self.err.strip().splitlines()[-3:])[-400:]
+
+
+@dataclass(kw_only=True)
+class Launch:
+    """One launcher that is running; `finish` waits for it."""
+
+    words: Sequence[object]
+    folder: Path
+    device: Device
+    launcher: str = OURS
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._began_s = time.perf_counter()
+        self._first_s: float | None = None
+        self._out: list[str] = []
+        self._err: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", self.launcher, *map(str, self.words)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            cwd=self.folder,
+            env=environment(self.folder, self.device.kind) | dict(self.variables),
+        )
+        pipes = ((self._process.stdout, self._saw, sys.stdout), (self._process.stderr, self._err.append, sys.stderr))
+        self._readers = [threading.Thread(target=_read, args=pipe, daemon=True) for pipe in pipes]
+        for reader in self._readers:
+            reader.start()
+
+    def finish(self, limit_s: float) -> Run:
+        """Wait until it ends; one that takes longer is ended, and its workers with it."""
+        before_bytes = self._used_bytes()
+        most_bytes, ends_s = 0, time.perf_counter() + limit_s
+        while self._process.poll() is None and time.perf_counter() < ends_s:
+            most_bytes = max(most_bytes, self._used_bytes() - before_bytes)
+            time.sleep(LOOK_S)
+        code = self._process.poll()
+        if code is None:
+            self._process.terminate()
+            try:
+                self._process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        seconds = time.perf_counter() - self._began_s
+        for reader in self._readers:
+            reader.join(1.0)
+        return Run(
+            code=code,
+            out="".join(self._out),
+            err="".join(self._err),
+            seconds=seconds,
+            first_iteration_s=self._first_s,
+            most_bytes=most_bytes,
+        )
+
+    def _saw(self, line: str) -> None:
+        self._out.append(line)
+        if self._first_s is None and megatron.parse_iteration(line):
+            self._first_s = time.perf_counter() - self._began_s
+
+    def _used_bytes(self) -> int:
+        return inventory.device_used_bytes(self.device.uuid) if self.device.kind == "cuda" else 0
+
+
+def environment(folder: Path, device_kind: str) -> dict[str, str]:
+    """The environment of a launcher whose cache lies in a folder of the check."""
+    own = {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "patches"))),
+        "XDG_CACHE_HOME": str(folder / "cache"),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+    }
+    # On a GPU torch compiles, as it does for a user.
+    on_cpu = {"TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""} if device_kind == "cpu" else {}
+    return {**os.environ, **own, **on_cpu}
+
+
+def _read(pipe: IO[str], keep: Callable[[str], None], show: IO[str]) -> None:
+    """Keep a stream line by line, and pass it on to the log."""
+    for line in pipe:
+        keep(line)
+        show.write(line)
+        show.flush()

@@ -1,0 +1,268 @@
+"""The main job on one device: from nothing, from the cache, beside torchrun, with trials, and out of memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from benchmarks.gpu.launches import OURS, TORCHRUN, TRAINER, Launch, Run
+from benchmarks.gpu.notebook import Notebook, Record, of_kind
+from benchmarks.gpu.shapes import DeviceKind
+from pipette_launch import megatron
+from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.facts.outcome import Outcome
+from pipette_launch.units import MIB, seconds_text
+
+ITERATIONS = 24
+"""A few more than an outcome rests on."""
+TIGHT = Path(__file__).with_name("tight.py")
+COMMON = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
+    "--bf16 --lr 3e-4 --log-interval 1 --eval-iters 0 --micro-batch-size 1 "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion"
+)
+MODELS: dict[DeviceKind, str] = {
+    # 1.0 billion parameters: 18 GB of weights, gradients and optimizer on one device.
+    "cuda": "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 --seq-length 2048 "
+    "--max-position-embeddings 2048 --vocab-size 32000 --global-batch-size 8",
+    "cpu": "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 4 --seq-length 256 "
+    "--max-position-embeddings 256 --vocab-size 256 --global-batch-size 8",
+}
+BUDGET_S = {"cuda": 40, "cpu": 8}
+NEEDED_S = {"cuda": 20.0, "cpu": 8.0}
+"""Less time is not enough for one more run."""
+MARGIN_BYTES = {"cuda": 512 * MIB, "cpu": 40 * MIB}
+"""What libraries and threads take beside what was foretold, when memory is tight."""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """The runs of one job, whose cache they share."""
+
+    book: Notebook
+    folder: Path
+    words: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.words = [*MODELS[self.book.kind].split(), *COMMON.split(), "--train-iters", str(ITERATIONS)]
+
+    def run(
+        self,
+        flags: Sequence[object],
+        *,
+        words: Sequence[str] = (),
+        script: Path = TRAINER,
+        launcher: str = OURS,
+        **env: str,
+    ) -> Run:
+        """Run it once under a launcher; raises PipetteError where it does not train to its end."""
+        device = ["--pipette-device", self.book.kind] if launcher == OURS else []
+        launch = Launch(
+            words=["--nproc-per-node", 1, *device, *flags, script, *(words or self.words)],
+            folder=self.folder,
+            device=self.book.device,
+            launcher=launcher,
+            variables=env,
+        )
+        done = launch.finish(max(self.book.left_s(), 1.0))
+        if done.code != 0 or not done.iterations:
+            why = "had to be ended" if done.code is None else f"ended with {done.code}"
+            raise PipetteError(f"{launcher} {why} after {done.seconds:.0f} s: {done.last_words}")
+        return done
+
+    def cached(self, kind: type, name: str) -> object:
+        """A file that the launcher left in its cache; raises PipetteError where there is none."""
+        found = sorted((self.folder / "cache").glob(f"pipette-launch/*/{name}"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            raise PipetteError(f"the launcher left no {name}")
+        return files.read(found[-1], kind)
+
+
+def measure(book: Notebook) -> None:
+    """Run the job in every way, the most telling first."""
+    with tempfile.TemporaryDirectory() as name:
+        job = Job(book=book, folder=Path(name))
+        if not book.attempt("pipette-launch from nothing", partial(_cold, job)):
+            book.attempt("torchrun with the user's own flags", partial(_torchrun, job, None))
+            return
+        plan = job.cached(Plan, "plan.json")
+        assert isinstance(plan, Plan)
+        needed_s = NEEDED_S[book.kind]
+        book.attempt("torchrun with the plan's flags", partial(_torchrun, job, plan), needs_s=needed_s)
+        book.attempt("pipette-launch from the cache", partial(_from_cache, job), needs_s=needed_s)
+        book.attempt("a plan that runs out of memory", partial(_out_of_memory, job, plan), needs_s=2 * needed_s)
+        book.attempt("torchrun with the user's own flags", partial(_torchrun, job, None), needs_s=needed_s)
+        book.attempt("trials", partial(_trials, job), needs_s=3 * needed_s)
+
+
+def _cold(job: Job) -> None:
+    """Measure, plan and train; keep what was foretold and what came."""
+    done = job.run(["--pipette-budget", BUDGET_S[job.book.kind]])
+    _keep(job, "cold", done)
+    cluster, plan = job.cached(Measurements, "cluster.json"), job.cached(Plan, "plan.json")
+    outcome = job.cached(Outcome, "outcome.json")
+    assert isinstance(cluster, Measurements)
+    assert isinstance(plan, Plan)
+    assert isinstance(outcome, Outcome)
+    job.book.add(
+        "warm-up",
+        phase_s=cluster.phase_s,
+        cases=len(cluster.compute_cases()),
+        stages=len(cluster.stages),
+        overhead_bytes=cluster.overhead_bytes,
+        notes=list(cluster.notes),
+    )
+    job.book.add(
+        "plan",
+        chosen=plan.chosen.layout.words(),
+        own=plan.own.layout.words(),
+        predicted_s=plan.chosen.step_time_s,
+        predicted_own_s=plan.own.step_time_s,
+        candidates=[choice.layout.words() for choice in plan.candidates()],
+        notes=list(plan.notes),
+        solve_s=plan.solve_s,
+    )
+    job.book.add(
+        "outcome",
+        layout=outcome.layout.words(),
+        predicted_s=outcome.predicted_step_s,
+        measured_s=outcome.measured_step.median_s,
+        spread=outcome.measured_step.spread,
+        peaks=[
+            {"source": peak.source, "predicted_bytes": peak.predicted_bytes, "measured_bytes": peak.measured_bytes}
+            for peak in outcome.peaks
+        ],
+    )
+
+
+def _torchrun(job: Job, plan: Plan | None) -> None:
+    """The same under torchrun: by the flags that the plan writes, or by the user's own."""
+    words = job.words
+    if plan is not None:
+        read = megatron.read_job(words, world_size=1, megatron_version="0.16.1", device_kind=job.book.kind)
+        words = list(megatron.write_arguments(words, job=read, layout=plan.chosen.layout))
+    done = job.run([], words=words, launcher=TORCHRUN)
+    _keep(job, "torchrun, the plan's flags" if plan else "torchrun, own flags", done)
+
+
+def _from_cache(job: Job) -> None:
+    done = job.run([])
+    if "measuring" in done.err:
+        raise PipetteError("the second start measured again")
+    _keep(job, "cached", done)
+
+
+def _trials(job: Job) -> None:
+    done = job.run(["--pipette-trials", 2, "--pipette-budget", BUDGET_S[job.book.kind]])
+    said = [line for line in done.err.splitlines() if "trial" in line.lower()]
+    _keep(job, "trials", done, said=said[:12])
+
+
+def _out_of_memory(job: Job, plan: Plan) -> None:
+    """Leave less memory than the chosen plan needs, and more than the least of the others does."""
+    others = [*plan.candidates()[1:], plan.own]
+    chosen, least = (max(choice.peak_memory_bytes) for choice in (plan.chosen, min(others, key=_peak)))
+    if least >= 0.95 * chosen:
+        raise PipetteError(f"no other plan needs noticeably less than the chosen one's {chosen / MIB:.0f} MiB")
+    left = (chosen + least) // 2 + MARGIN_BYTES[job.book.kind]
+    done = job.run(["--pipette-plan", _saved(job, plan)], script=TIGHT, TIGHT_BYTES=str(left))
+    said = [line for line in done.err.splitlines() if "out of memory" in line and line.startswith("pipette-launch")]
+    if not said or "that plan cannot start" not in done.err:
+        raise PipetteError(f"with {left / MIB:.0f} MiB left nothing gave way: {done.last_words}")
+    moves = [line for line in done.err.splitlines() if "that plan cannot start" in line]
+    _keep(job, "tight memory", done, said=[*said[:1], *moves], left_bytes=left, chosen_bytes=chosen, least_bytes=least)
+
+
+def _saved(job: Job, plan: Plan) -> Path:
+    """The plan as a file, for the job under whose name no plan is in the cache."""
+    path = job.folder / "plan.json"
+    files.write(path, plan)
+    return path
+
+
+def _peak(choice: object) -> int:
+    return max(choice.peak_memory_bytes)  # type: ignore[attr-defined]
+
+
+def _keep(job: Job, name: str, done: Run, **more: object) -> None:
+    job.book.add(
+        "run",
+        name=name,
+        seconds=done.seconds,
+        first_iteration_s=done.first_iteration_s,
+        steps_s=[one.step_time_s for one in done.iterations],
+        losses=[one.loss or "" for one in done.iterations],
+        most_bytes=done.most_bytes,
+        **more,
+    )
+
+
+def lines(records: Sequence[Record]) -> Iterator[str]:
+    """What was foretold and what came, then every run."""
+    yield from _foretold(records)
+    runs = of_kind(records, "run")
+    if runs:
+        yield ""
+        yield "| run | seconds | to the first iteration | step, median | losses as torchrun's | device held at most |"
+        yield "|---|--:|--:|--:|---|--:|"
+    by_name = {run["name"]: run for run in runs}
+    for run in runs:
+        first = run["first_iteration_s"]
+        held = f"{run['most_bytes'] / MIB:,.0f} MiB" if run["most_bytes"] else "-"
+        yield (
+            f"| {run['name']} | {run['seconds']:.1f} | {f'{first:.1f}' if first else '-'} "
+            f"| {seconds_text(step_s(run))} | {_same_losses(run, by_name)} | {held} |"
+        )
+    own, best = by_name.get("torchrun, own flags"), by_name.get("cold")
+    if own and best:
+        yield ""
+        gain = step_s(own) / step_s(best)
+        yield f"The plan's step is {gain:.2f} times as fast as that of the user's own flags under torchrun."
+    for run in runs:
+        if run.get("said"):
+            yield ""
+            yield f"What the launcher said ({run['name']}):"
+            yield ""
+            yield from (f"    {line}" for line in run["said"])
+
+
+def _foretold(records: Sequence[Record]) -> Iterator[str]:
+    for one in of_kind(records, "plan"):
+        yield f"Chosen {one['chosen']}, the user's own is {one['own']}; {len(one['candidates'])} candidates."
+    for one in of_kind(records, "outcome"):
+        yield (
+            f"Step: predicted {seconds_text(one['predicted_s'])}, measured {seconds_text(one['measured_s'])} "
+            f"({one['predicted_s'] / one['measured_s'] - 1:+.1%}; spread {one['spread']:.1%})."
+        )
+        for peak in one["peaks"]:
+            off = peak["predicted_bytes"] / peak["measured_bytes"] - 1
+            yield (
+                f"Peak by {peak['source']}: predicted {peak['predicted_bytes'] / MIB:,.0f} MiB, measured "
+                f"{peak['measured_bytes'] / MIB:,.0f} MiB ({off:+.2%})."
+            )
+    for one in of_kind(records, "warm-up"):
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in one["phase_s"].items())
+        yield f"Warm-up: {one['cases']} compute cases and {one['stages']} stages; seconds by phase: {phases}."
+        yield from (f"It noted: {note}" for note in one["notes"])
+
+
+def step_s(run: Record) -> float:
+    """The median step, the first five left out, which carry compilation and cold caches."""
+    steps = sorted(run["steps_s"][5:] or run["steps_s"])
+    return float(steps[len(steps) // 2])
+
+
+def _same_losses(run: Record, by_name: dict[str, Record]) -> str:
+    """Compare the losses with torchrun's under the same flags, digit by digit."""
+    other = by_name.get("torchrun, the plan's flags" if run["name"] in ("cold", "cached") else "torchrun, own flags")
+    if other is None or other is run:
+        return "-"
+    pairs = list(zip(run["losses"], other["losses"], strict=False))
+    same = sum(one == two for one, two in pairs)
+    off = max((abs(float(one) / float(two) - 1) for one, two in pairs if one and two), default=0.0)
+    return f"{same} of {len(pairs)} to the digit" + (f", at most {off:.1e} apart" if same < len(pairs) else "")

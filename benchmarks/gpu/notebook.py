@@ -1,0 +1,136 @@
+"""What one part of the check found, written to disk after every record: a part that is cut short loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.validation.conditions import conditions
+from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Device
+from pipette_launch.facts.files import write_text
+from pipette_launch.probe import inventory
+
+SCHEMA_VERSION = 1
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "numpy", "nvidia-ml-py")
+WHOLE = "whole"
+RUNNING = "still running"
+Record = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Notebook:
+    """The records of one part, and what the part could not do."""
+
+    path: Path
+    part: str
+    device: Device
+    ends_at_s: float
+    """On the clock of `time.time`: when the part has to be over."""
+    records: list[Record] = field(default_factory=list)
+    missing: list[dict[str, str]] = field(default_factory=list)
+    ended: str = RUNNING
+    """`whole`, `still running`, or why the part ended early."""
+
+    def __post_init__(self) -> None:
+        self._began_s = time.time()
+        self._head = {
+            "schema_version": SCHEMA_VERSION,
+            "part": self.part,
+            "device": {"kind": self.device.kind, "name": self.device.name, "bytes": self.device.memory_total_bytes},
+            "conditions": circumstances(),
+        }
+        self.save()
+
+    @property
+    def kind(self) -> Literal["cuda", "cpu"]:
+        """What the part runs on."""
+        return self.device.kind
+
+    def left_s(self) -> float:
+        """Seconds until the part has to be over."""
+        return self.ends_at_s - time.time()
+
+    def add(self, kind: str, **values: Any) -> None:
+        """Keep a record."""
+        self.records.append({"kind": kind, **values})
+        self.save()
+
+    def miss(self, what: str, why: str) -> None:
+        """Keep what could not be done, and why."""
+        self.missing.append({"what": what, "why": why})
+        sys.stderr.write(f"{self.part}: not done: {what}: {why}\n")
+        self.save()
+
+    def attempt(self, what: str, work: Callable[[], object], *, needs_s: float = 0.0) -> bool:
+        """Do some work; where it fails, or too little time is left for it, keep the reason and go on.
+
+        Returns:
+            Whether it was done.
+
+        """
+        if self.left_s() < needs_s:
+            self.miss(what, f"it needs {needs_s:.0f} s and {max(self.left_s(), 0):.0f} s were left")
+            return False
+        sys.stderr.write(f"{self.part}: {what}\n")
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever one piece fails of, the others may still tell something
+            if not isinstance(error, PipetteError):
+                traceback.print_exc()
+            self.miss(what, first_line(error))
+            return False
+        return True
+
+    def save(self) -> None:
+        """Write everything, atomically."""
+        seconds = round(time.time() - self._began_s, 1)
+        found = {**self._head, "ended": self.ended, "seconds": seconds}
+        text = json.dumps({**found, "records": self.records, "missing": self.missing}, indent=1)
+        write_text(self.path, text + "\n")
+
+    def close(self) -> None:
+        """Say that the part did all that it had to do."""
+        self.ended = WHOLE
+        self.save()
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line: its type and the first line of its text."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+
+
+def device_here(kind: Literal["auto", "cuda", "cpu"]) -> Device:
+    """The first device of this machine; raises ClusterError where `cuda` was asked for and there is none."""
+    return inventory.host(name="here", address="", num_devices=1, device=kind).devices[0]
+
+
+def circumstances() -> dict[str, Any]:
+    """What must be known to doubt the figures."""
+    driver = inventory.versions().get("driver")
+    return {
+        **conditions(None),
+        "packages": [*map(_version, PACKAGES), f"driver {driver}" if driver else "no NVIDIA driver"],
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"no {package}"
+
+
+def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
+    """The records of one kind."""
+    return [record for record in records if record["kind"] == kind]

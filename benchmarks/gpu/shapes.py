@@ -1,0 +1,130 @@
+"""Models of the GPU check, in the proportions of their families: real sizes for a GPU, toy sizes for a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from benchmarks.gpt import gpt_job
+from pipette_launch.facts import Device, Job, Layout
+from pipette_launch.facts.accelerator import DeviceSpec
+from pipette_launch.facts.device import known_devices
+from pipette_patches.cpu_core import WITHOUT_ENGINE
+from pipette_patches.registry import megatron_core_version
+from pipette_patches.replacements import Replacements
+from pipette_patches.workload import Part, Workload
+
+DeviceKind = Literal["cpu", "cuda"]
+WITHOUT_KERNELS = (
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+)
+"""What needs Transformer Engine or Apex."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A Llama-like model: RMSNorm, rotary embeddings, gated MLP, no biases, no dropout, own output weights."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    """Of queries that share a key and value; as many as heads without grouping."""
+    seq_length: int = 2048
+    vocab: int = 32000
+    experts: int = 0
+    """Of each layer; 0 = dense. Each token goes to two."""
+
+
+SHAPES: dict[DeviceKind, dict[str, Shape]] = {
+    "cuda": {
+        "1B": Shape(layers=16, hidden=2048, ffn=5504, heads=16, groups=16),
+        "7B": Shape(layers=32, hidden=4096, ffn=11008, heads=32, groups=32),
+        "8B GQA": Shape(layers=32, hidden=4096, ffn=14336, heads=32, groups=8, vocab=128256),
+        "70B GQA": Shape(layers=80, hidden=8192, ffn=28672, heads=64, groups=8),
+        "8 experts": Shape(layers=16, hidden=2048, ffn=2816, heads=16, groups=16, experts=8),
+    },
+    "cpu": {
+        "1B": Shape(layers=16, hidden=64, ffn=176, heads=8, groups=8, seq_length=32, vocab=512),
+        "7B": Shape(layers=32, hidden=64, ffn=176, heads=8, groups=8, seq_length=32, vocab=512),
+        "8B GQA": Shape(layers=32, hidden=64, ffn=224, heads=16, groups=8, seq_length=32, vocab=1024),
+        "70B GQA": Shape(layers=80, hidden=128, ffn=448, heads=16, groups=8, seq_length=32, vocab=512),
+        "8 experts": Shape(layers=16, hidden=64, ffn=88, heads=8, groups=8, seq_length=32, vocab=512, experts=8),
+    },
+}
+
+
+def job_of(shape: Shape, layout: Layout, *, has_te: bool) -> Job:
+    """Return a job in bf16 of such a model, of four micro-batches a step or two a stage, whichever is more."""
+    job = gpt_job(
+        (shape.layers, shape.hidden, shape.heads),
+        seq_length=shape.seq_length,
+        vocab_size=shape.vocab,
+        params_dtype="bf16",
+        transformer_impl="transformer_engine" if has_te else "local",
+        attention_backend="auto" if has_te else "local",
+        global_batch_size=max(4, 2 * layout.pp) * layout.dp * layout.micro_batch_size,
+        own=layout,
+    )
+    model = replace(
+        job.model,
+        ffn_hidden_size=shape.ffn,
+        num_query_groups=shape.groups,
+        gated_linear_unit=True,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        num_experts=shape.experts or None,
+        moe_layer_freq=(1,) * shape.layers if shape.experts else (),
+        moe_router_topk=2,
+        moe_ffn_hidden_size=shape.ffn,
+    )
+    return replace(job, model=model, performance_flags=() if has_te else WITHOUT_KERNELS)
+
+
+def has_transformer_engine(device_kind: str) -> bool:
+    """Whether Megatron-core would build its layers from Transformer Engine's; imports megatron-core."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return device_kind == "cuda" and bool(getattr(gpt_layer_specs, "HAVE_TE", False))
+
+
+@contextlib.contextmanager
+def without_engine(device_kind: str) -> Iterator[None]:
+    """Let local layers run tensor-parallel and with experts on a GPU that has neither Transformer Engine nor Apex.
+
+    megatron-core's own local layers refuse both there. The CPU backend's replacements hold as many bytes as TE's norms.
+    """
+    is_needed = device_kind == "cuda" and not has_transformer_engine(device_kind)
+    version = megatron_core_version()
+    replacements = Replacements([one for one in WITHOUT_ENGINE if one.fits(version)] if is_needed else [])
+    replacements.apply()
+    try:
+        yield
+    finally:
+        replacements.revert()
+
+
+def layer_of(work: Workload) -> Part:
+    """The one layer that a workload has."""
+    return next(part for part in work.parts if part.chains)
+
+
+def spec_of(device: Device) -> DeviceSpec | None:
+    """The built-in figures of a device, found by its driver's name (`NVIDIA H100 80GB HBM3`); None where unknown."""
+    words = device.name.replace("-", " ").split()
+    types = {
+        next(word for word in name.split("-") if word.strip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")): spec
+        for name, spec in reversed(known_devices().items())
+    }
+    found = [spec for kind, spec in types.items() if kind in words]
+    return found[0] if found else None

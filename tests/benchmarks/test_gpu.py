@@ -1,0 +1,249 @@
+"""The GPU check keeps what it finds, ends in time, and its sums are right; it runs whole in tests/end_to_end."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.gpu import figures, main_job, memory, report, shapes, supervise, tight, times
+from benchmarks.gpu.notebook import RUNNING, WHOLE, Notebook, device_here
+from benchmarks.gpu.supervise import PARTS
+from pipette_launch.errors import FileFormatError, PipetteError
+from pipette_launch.facts import Device
+from pipette_launch.facts.device import device_named
+from pipette_launch.units import MIB
+
+H100 = Device(kind="cuda", uuid="GPU", name="NVIDIA H100 80GB HBM3", memory_total_bytes=80 << 30, memory_free_bytes=1)
+
+
+def notebook(folder: Path, part: str = "memory", left_s: float = 60.0) -> Notebook:
+    """A part's, on a CPU."""
+    return Notebook(path=folder / f"{part}.json", part=part, device=device_here("cpu"), ends_at_s=time.time() + left_s)
+
+
+def test_every_record_is_on_disk_at_once(tmp_path: Path) -> None:
+    """A part that is killed leaves what it had found, and says that it was still running."""
+    book = notebook(tmp_path)
+    book.add("rank", case=1)
+    cut = json.loads(book.path.read_text())
+    book.close()
+
+    assert (RUNNING, [{"kind": "rank", "case": 1}]) == (cut["ended"], cut["records"])
+    assert WHOLE == json.loads(book.path.read_text())["ended"]
+
+
+def test_what_fails_and_what_has_no_time_is_said_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """A failure keeps its first line; work that needs longer than is left is not begun."""
+
+    def fail() -> None:
+        raise PipetteError("no such luck\nat all")
+
+    book = notebook(tmp_path)
+    done = [book.attempt("a", fail), book.attempt("b", lambda: None, needs_s=1e6), book.attempt("c", lambda: None)]
+
+    assert [False, False, True] == done
+    assert {"what": "a", "why": "PipetteError: no such luck"} == book.missing[0]
+    assert "b" == book.missing[1]["what"]
+    assert book.missing[1]["why"].startswith("it needs 1000000 s and ")
+
+
+def test_parts_share_the_time_that_is_left() -> None:
+    """The first gets its share of all; the last gets whatever the others left."""
+    assert pytest.approx(1.0) == sum(part.share for part in PARTS)
+    assert pytest.approx(100 * PARTS[0].share) == supervise.limits_s(PARTS, 100.0)
+    assert pytest.approx(30.0) == supervise.limits_s(PARTS[-1:], 30.0)
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its children too, those in a session of their own included; and the reason is told."""
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'], "
+    code += "start_new_session=True); time.sleep(99)"
+    real = supervise.subprocess.Popen
+    monkeypatch.setattr(supervise.subprocess, "Popen", lambda _, **kw: real([sys.executable, "-c", code], **kw))
+    before_s = time.monotonic()
+
+    trouble = supervise.run(PARTS[0], [], limit_s=1.5, log=tmp_path / "log", device_kind="cpu")
+
+    assert "it was ended after 2 s" == trouble
+    assert time.monotonic() - before_s < 1.5 + 2 * supervise.GRACE_S
+    assert [] == [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_report_tells_what_ran_what_did_not_and_why(tmp_path: Path) -> None:
+    """Device, parts, records as sentences and tables, and what was not done; a folder without records is refused."""
+    with pytest.raises(FileFormatError, match="no records of a check"):
+        report.whole_text(tmp_path)
+    book = notebook(tmp_path, "probes")
+    book.add("all-reduce", bytes=8, seconds=1e-5, spread=0.0)
+    book.miss("copies", "there was no time")
+    report.note_end(book.path, "it was ended after 9 s")
+
+    text = report.whole_text(tmp_path)
+
+    assert "**This has not run on a GPU.**" in text
+    assert (
+        "| probes | the driver, clocks, events, copies, one rank of NCCL | 1 | 1 | 0 | it was ended after 9 s |" in text
+    )
+    assert "- An all-reduce of 8 bytes with itself: 10 us." in text
+    assert "- copies: there was no time" in text
+    assert f"gpu_cpu_{time.strftime('%Y-%m-%d', time.gmtime())}.md" == report.results_file(tmp_path).name
+
+
+def test_records_that_cannot_be_shown_cost_no_other_part(tmp_path: Path) -> None:
+    """What a device nobody knew gives may break a sentence; the report says so and goes on."""
+    book = notebook(tmp_path, "probes")
+    book.add("all-reduce", bytes="many")
+    notebook(tmp_path, "tests").add("test", name="x", outcome="failure", why="so", seconds=1.0)
+
+    text = report.whole_text(tmp_path)
+
+    assert "- These records cannot be shown (" in text
+    assert "- 1 tests: 0 passed, 1 failed, 0 skipped.\n- x: so" in text
+
+
+def test_at_least_thirty_ranks_of_jobs_of_8_to_1024_are_measured() -> None:
+    """Dense, GQA and MoE; tensor-parallel with a split sequence; ends and middle of pipelines; every saver."""
+    found = list(memory.cases())
+    layouts = [case.layout for case in found]
+
+    assert len(found) >= 30
+    assert (8, 1024) == (min(one.world_size for one in layouts), max(one.world_size for one in layouts))
+    assert {"1B", "7B", "8B GQA", "70B GQA", "8 experts"} == {case.model for case in found}
+    assert all(one.sequence_parallel for one in layouts if one.tp > 1)
+    assert {0, 1, 3} <= {case.pp_rank for case in found if case.layout.pp == 4}
+    assert {"none", "selective", "full"} == {one.recompute.granularity for one in layouts}
+    assert {1, 2, 4} <= {one.vpp for one in layouts}
+    assert {1, 2} == {one.cp for one in layouts}
+    for case in found:
+        for kind in ("cuda", "cpu"):
+            shapes.job_of(shapes.SHAPES[kind][case.model], case.layout, has_te=False)  # type: ignore[index]
+
+
+def test_errors_are_of_the_prediction() -> None:
+    """A tenth too little is -10 %; libraries' workspaces are not the model's; a rank that ran out does not count."""
+    rank = {
+        "kind": "rank",
+        "model": "1B",
+        "layout": "tp1",
+        "ranks": 8,
+        "stage": 0,
+        "allocated_bytes": 110 * MIB,
+        "reserved_bytes": 121 * MIB,
+        "device_bytes": 200 * MIB,
+        "outside_bytes": 50 * MIB,
+        "workspace_bytes": 12 * MIB,
+        "ran_out": False,
+    }
+    form = {"kind": "closed form", "bytes": 100 * MIB, "workspace_bytes": 10 * MIB, "device_bytes": 150 * MIB}
+    form |= {"reserve": 1.03, "context_bytes": 40 * MIB}
+    records = [
+        *({**rank, "case": case, "ran_out": case == 1} for case in range(2)),
+        *({**form, "case": case} for case in range(2)),
+        *({"kind": "abstract", "case": case, "bytes": 90 * MIB} for case in range(2)),
+    ]
+
+    said = list(memory.lines(records))
+
+    assert (
+        "| 1B | tp1 | 8 | 0 | 100.0 MiB | 90.0 MiB | -10.00% | 100.0 MiB | +0.00% | 200.0 MiB | 150.0 MiB | -25.00% |"
+    ) == said[2]
+    assert "ran out" in said[3]
+    assert any(line.startswith("Abstract execution: median error 10.00%, largest 10.00%") for line in said)
+    assert any("reserved 1.100 times what it allocated in the median" in line for line in said)
+    assert any("Outside the allocator, without communicators: 50.0 MiB" in line for line in said)
+
+
+def test_the_data_sheet_is_found_by_the_drivers_name() -> None:
+    """Names of the driver are longer than ours; what is unknown has none."""
+
+    def named(name: str) -> Device:
+        return Device(kind="cuda", uuid="GPU", name=name, memory_total_bytes=1, memory_free_bytes=1)
+
+    for full, short in (
+        ("NVIDIA H200", "H200"),
+        (H100.name, "H100-SXM"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+    ):
+        assert device_named(short) == shapes.spec_of(named(full))
+    assert shapes.spec_of(named("NVIDIA RTX A6000")) is None
+
+
+def test_the_fit_finds_the_device_models_own_figures() -> None:
+    """Products that follow the model exactly give back its rate and its half_size."""
+    sides = [(size, size, size) for size in (1024, 4096, 8192)] + [(128, 8192, 8192), (8192, 8192, 256)]
+    records = [
+        {"m": m, "n": n, "k": k, "flops": m * n * k, "seconds": m * n * k / 7e14 * (1 + 128 * (1 / m + 1 / n + 1 / k))}
+        for m, n, k in sides
+    ]
+
+    assert pytest.approx((7e14, 128.0)) == figures.fitted(records)
+
+
+def test_layers_cover_hidden_sizes_shares_micro_batches_and_lengths() -> None:
+    """On a GPU from 1,024 to 8,192, up to tp8, and each layer's rate counts its share of the products."""
+    found = list(times.cases("cuda"))
+
+    assert {1024, 2048, 4096, 8192} == {case.shape.hidden for case in found}
+    assert {1, 2, 4, 8} == {case.tp for case in found}
+    assert {1, 2, 4} == {case.micro_batch_size for case in found}
+    assert {2048, 4096, 8192} == {case.shape.seq_length for case in found}
+    assert any(case.shape.experts for case in found)
+    assert any(case.shape.groups < case.shape.heads for case in found)
+
+
+def test_losses_are_compared_digit_by_digit() -> None:
+    """One in three differs by a thousandth; runs of other flags are set beside the user's own."""
+
+    def run(name: str, *losses: str) -> dict[str, object]:
+        return {
+            "kind": "run",
+            "name": name,
+            "seconds": 9.0,
+            "first_iteration_s": 3.0,
+            "steps_s": [0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2],
+            "losses": list(losses),
+            "most_bytes": 0,
+        }
+
+    records = [
+        run("cold", "1.0", "2.0", "4.004"),
+        run("torchrun, the plan's flags", "1.0", "2.0", "4.000"),
+        run("torchrun, own flags", "1.0", "2.0", "4.000"),
+    ]
+    said = "\n".join(main_job.lines(records))
+
+    assert "| cold | 9.0 | 3.0 | 200 ms | 2 of 3 to the digit, at most 1.0e-03 apart | - |" in said
+    assert "| torchrun, the plan's flags | 9.0 | 3.0 | 200 ms | 3 of 3 to the digit | - |" in said
+    assert "The plan's step is 1.00 times as fast" in said
+
+
+def test_a_plan_without_a_smaller_one_beside_it_is_not_run_tight(tmp_path: Path) -> None:
+    """Running out of memory shows nothing where no other plan needs less."""
+
+    class Choice:
+        peak_memory_bytes = (100,)
+
+    class OnePlan:
+        chosen = own = Choice()
+
+        @staticmethod
+        def candidates() -> list[Choice]:
+            return [Choice()]
+
+    job = main_job.Job(book=notebook(tmp_path, "main"), folder=tmp_path)
+    with pytest.raises(PipetteError, match="no other plan needs noticeably less"):
+        main_job._out_of_memory(job, OnePlan())  # type: ignore[arg-type]
+
+
+def test_tight_memory_is_real(tmp_path: Path) -> None:
+    """Once all but 64 MiB are gone, 256 MiB cannot be had, in the C library's own words, and 16 can."""
+    code = f"import sys; sys.path.insert(0, {str(Path(tight.__file__).parents[2])!r})\n"
+    code += "import torch; from benchmarks.gpu.tight import tighten\ntighten(64 << 20)\n"
+    code += "torch.ones(16 << 20, dtype=torch.uint8)\n"
+    code += "try: torch.ones(256 << 20, dtype=torch.uint8)\nexcept RuntimeError as error: print(error)\n"
+    found = supervise.subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "can't allocate memory" in found.stdout

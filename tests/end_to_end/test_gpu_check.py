@@ -1,0 +1,43 @@
+"""The GPU check at toy size on a CPU: the same code as on a GPU, so that it cannot rot."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.notebook import WHOLE
+from benchmarks.gpu.supervise import PARTS
+
+pytestmark = [pytest.mark.timeout(420), pytest.mark.processes]
+ROOT = Path(__file__).parents[2]
+EXPECTED = {
+    "memory": {"1B, tp1 pp1 dp8 cp2 mbs1 dist-opt, stage 0"},
+    "time": {"the data sheet's figures", "a CUDA graph of that layer"},
+}
+"""What a CPU cannot do: context parallelism, a data sheet, CUDA graphs."""
+
+
+def test_every_part_runs_whole_within_five_minutes(tmp_path: Path) -> None:
+    """Each leaves its records and a report; nothing is missing that a CPU can do, and training is torchrun's."""
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu-check", "--device", "cpu", "--minutes", "5", "--out", tmp_path / "out"],
+        env={**os.environ, "PYTHON": sys.executable},
+        check=False,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    assert 0 == done.returncode, done.stdout
+    found = {part.name: json.loads((tmp_path / "out" / f"{part.name}.json").read_text()) for part in PARTS}
+    for name, part in found.items():
+        assert WHOLE == part["ended"]
+        assert EXPECTED.get(name, set()) == {one["what"] for one in part["missing"]}
+    text = (tmp_path / "out" / "gpu-check.md").read_text()
+    assert "| cold |" in text
+    assert text.count("24 of 24 to the digit") >= 2
+    assert 2 == text.count("6 of 6 losses are torchrun's to the digit")
+    assert "out of memory" in text
+    assert {"skipped"} == {record["outcome"] for record in found["tests"]["records"]}

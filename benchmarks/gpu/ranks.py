@@ -1,13 +1,14 @@
 """Several ranks on one device: a warm-up, a plan, a placement and a training of two and four ranks.
 
 NCCL refuses two ranks of one host on one GPU. So each rank gets an agent of its own, as if it were a node of its own
-(`NCCL_HOSTID`), and NCCL takes its sockets between them; NCCL 2.30 and later have a switch for it besides. What this
-does not show: NVLink, PCIe and InfiniBand, any bandwidth, ranks that share a node, and memory of one rank by NVML,
-which sees all ranks together.
+(`NCCL_HOSTID`), and NCCL takes its sockets between them; NCCL 2.30 and later have a switch for it besides. Where that
+fails, gloo takes NCCL's place, with every tensor staged through the host (`staged`). What this does not show: NVLink,
+PCIe and InfiniBand, any bandwidth, ranks that share a node, and memory of one rank by NVML, which sees all ranks.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -15,16 +16,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.launches import OURS, TORCHRUN, TRAINER, Launch, Run
+from benchmarks.gpu.launches import OURS, ROOT, TORCHRUN, TRAINER, Launch, Run
 from benchmarks.gpu.main_job import COMMON, step_s
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import DeviceKind
 from pipette_launch import megatron
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Layout, Measurements, Plan, files
+from pipette_launch.probe.run import BACKENDS
 from pipette_launch.units import rate_text, seconds_text
 
 RING = Path(__file__).with_name("ring.py")
+STAND_IN = Path(__file__).with_name("stand_in")
 ITERATIONS = 6
 MODELS: dict[DeviceKind, str] = {
     "cuda": "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16 --seq-length 512 "
@@ -46,6 +49,14 @@ class Nodes:
 
     book: Notebook
     folder: Path
+    is_staged: bool = False
+
+    @property
+    def backend(self) -> str:
+        """What carries messages, for the records."""
+        return (
+            f"gloo in the place of {BACKENDS[self.book.kind]}, staged" if self.is_staged else BACKENDS[self.book.kind]
+        )
 
     def run(self, count: int, words: Sequence[object], *, launcher: str = OURS, limit_s: float = 0.0) -> list[Run]:
         """Run them together; raises PipetteError where one fails."""
@@ -61,7 +72,7 @@ class Nodes:
                 folder=self.folder,
                 device=self.book.device,
                 launcher=launcher,
-                variables=_apart(number),
+                variables=_apart(number) | (_staging(self.book.kind) if self.is_staged else {}),
             )
             for number in range(count)
         ]
@@ -87,24 +98,41 @@ def _apart(number: int) -> dict[str, str]:
     }
 
 
+def _staging(device_kind: DeviceKind) -> dict[str, str]:
+    """Variables that put `staged` in the backend's place in every process of a job."""
+    path = os.pathsep.join(map(str, (STAND_IN, ROOT, ROOT / "patches")))
+    return {"PIPETTE_STAGED": BACKENDS[device_kind], "PYTHONPATH": path}
+
+
 def measure(book: Notebook) -> None:
     """See whether the backend takes several ranks on this device; if so, run the main job on two and on four."""
     with tempfile.TemporaryDirectory() as name:
         nodes = Nodes(book=book, folder=Path(name))
         needed_s = NEEDED_S[book.kind]
         for count in (2, 4):
-            if not book.attempt(f"the backend with {count} ranks", partial(_ring, nodes, count), needs_s=5.0):
-                return
+            if not _meets(nodes, count):
+                # The ranks of a device that NCCL refuses still have all else to show.
+                nodes.is_staged = True
+                if not _meets(nodes, count):
+                    return
         book.attempt("warm-up, plan and training of 2 ranks", partial(_job, nodes, 2), needs_s=2 * needed_s)
         book.attempt("a placement of 4 ranks", partial(_placed, nodes), needs_s=2 * needed_s)
         if book.kind == "cuda":
             # A CPU has shown with two that it runs.
             book.attempt("warm-up, plan and training of 4 ranks", partial(_job, nodes, 4), needs_s=2 * needed_s)
+        else:
+            # What a GPU may need must not rot where gloo does without.
+            nodes.is_staged = True
+            _meets(nodes, 2)
+
+
+def _meets(nodes: Nodes, count: int) -> bool:
+    return nodes.book.attempt(f"a ring of {count} ranks by {nodes.backend}", partial(_ring, nodes, count), needs_s=5.0)
 
 
 def _ring(nodes: Nodes, count: int) -> None:
     done = nodes.run(count, [RING, nodes.book.kind], launcher=TORCHRUN, limit_s=RING_S)
-    nodes.book.add("ring", ranks=count, seconds=max(one.seconds for one in done))
+    nodes.book.add("ring", ranks=count, backend=nodes.backend, seconds=max(one.seconds for one in done))
 
 
 def _words(nodes: Nodes) -> list[str]:
@@ -124,6 +152,7 @@ def _job(nodes: Nodes, count: int) -> None:
     nodes.book.add(
         "job",
         ranks=count,
+        backend=nodes.backend,
         chosen=plan.chosen.layout.words(),
         placement=list(plan.chosen.placement),
         predicted_s=plan.chosen.step_time_s,
@@ -167,6 +196,7 @@ def _placed(nodes: Nodes) -> None:
     nodes.book.add(
         "placed",
         ranks=size,
+        backend=nodes.backend,
         chosen=PLACED.words(),
         placement=list(PLACEMENT),
         **_beside_torchrun(nodes, size, PLACED, ours),
@@ -201,11 +231,14 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
     yield " ".join((__doc__ or "").split("\n\n")[1].split())
     yield ""
     for one in of_kind(records, "ring"):
-        yield f"{one['ranks']} ranks met, sent around the ring, reduced and gathered in {one['seconds']:.1f} s."
+        yield (
+            f"{one['ranks']} ranks met, sent around the ring, reduced and gathered by {one['backend']} in "
+            f"{one['seconds']:.1f} s."
+        )
     for one in [*of_kind(records, "job"), *of_kind(records, "placed")]:
         same = sum(mine == theirs for mine, theirs in zip(one["losses"], one["torchrun_losses"], strict=False))
         yield (
-            f"{one['ranks']} ranks, {one['chosen']}, placement {one['placement']}: {same} of "
+            f"{one['ranks']} ranks by {one['backend']}, {one['chosen']}, placement {one['placement']}: {same} of "
             f"{len(one['torchrun_losses'])} losses are torchrun's to the digit; {one['seconds']:.1f} s in all, a step "
             f"{seconds_text(step_s(one))}."
         )

@@ -220,24 +220,6 @@ def test_losses_are_compared_digit_by_digit() -> None:
     assert "The plan's step is 1.00 times as fast" in said
 
 
-def test_a_plan_without_a_smaller_one_beside_it_is_not_run_tight(tmp_path: Path) -> None:
-    """Running out of memory shows nothing where no other plan needs less."""
-
-    class Choice:
-        peak_memory_bytes = (100,)
-
-    class OnePlan:
-        chosen = own = Choice()
-
-        @staticmethod
-        def candidates() -> list[Choice]:
-            return [Choice()]
-
-    job = main_job.Job(book=notebook(tmp_path, "main"), folder=tmp_path)
-    with pytest.raises(PipetteError, match="no other plan needs noticeably less"):
-        main_job._out_of_memory(job, OnePlan())  # type: ignore[arg-type]
-
-
 def test_tight_memory_is_real(tmp_path: Path) -> None:
     """Once all but 64 MiB are gone, 256 MiB cannot be had, in the C library's own words, and 16 can."""
     code = f"import sys; sys.path.insert(0, {str(Path(tight.__file__).parents[2])!r})\n"

@@ -39,5 +39,6 @@ def test_every_part_runs_whole_within_five_minutes(tmp_path: Path) -> None:
     assert "| cold |" in text
     assert text.count("24 of 24 to the digit") >= 2
     assert 2 == text.count("6 of 6 losses are torchrun's to the digit")
-    assert "out of memory" in text
+    assert "out of memory: the host's memory is exhausted" in text
+    assert "2 ranks met, sent around the ring, reduced and gathered by gloo in the place of gloo, staged" in text
     assert {"skipped"} == {record["outcome"] for record in found["tests"]["records"]}

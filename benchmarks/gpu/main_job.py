@@ -38,6 +38,8 @@ MODELS: dict[DeviceKind, str] = {
 BUDGET_S = {"cuda": 40, "cpu": 8}
 NEEDED_S = {"cuda": 20.0, "cpu": 8.0}
 """Less time is not enough for one more run."""
+MOST_S = {"cuda": 150.0, "cpu": 90.0}
+"""A run that takes longer hangs; the others may not."""
 MARGIN_BYTES = {"cuda": 512 * MIB, "cpu": 40 * MIB}
 """What libraries and threads take beside what was foretold, when memory is tight."""
 
@@ -71,7 +73,7 @@ class Job:
             launcher=launcher,
             variables=env,
         )
-        done = launch.finish(max(self.book.left_s(), 1.0))
+        done = launch.finish(min(max(self.book.left_s(), 1.0), MOST_S[self.book.kind]))
         if done.code != 0 or not done.iterations:
             why = "had to be ended" if done.code is None else f"ended with {done.code}"
             raise PipetteError(f"{launcher} {why} after {done.seconds:.0f} s: {done.last_words}")

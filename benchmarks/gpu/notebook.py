@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.validation.conditions import conditions
+from benchmarks.validation.conditions import ROOT, conditions
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Device
 from pipette_launch.facts.files import write_text
@@ -117,8 +117,12 @@ def device_here(kind: Literal["auto", "cuda", "cpu"]) -> Device:
 def circumstances() -> dict[str, Any]:
     """What must be known to doubt the figures."""
     driver = inventory.versions().get("driver")
+    known = conditions(None)
+    noted = ROOT / ".gpu-wheels" / "COMMIT"
+    if known["commit"] == "unknown" and noted.exists():
+        known["commit"] = f"unknown, {noted.read_text(encoding='ascii').strip()} when the wheels were fetched"
     return {
-        **conditions(None),
+        **known,
         "packages": [*map(_version, PACKAGES), f"driver {driver}" if driver else "no NVIDIA driver"],
         "load": round(os.getloadavg()[0], 1),
     }

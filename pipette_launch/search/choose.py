@@ -11,9 +11,12 @@ from pipette_launch.cost.doubt import Doubt
 from pipette_launch.cost.residual import features_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
+from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search.candidates import Candidate, Field, doublings_apart
 from pipette_launch.search.seats import host_order
 
+EQUAL = 0.005
+"""Steps that differ by less than this part count as equally fast: predictions are off by several times as much."""
 LEANER = 0.8
 """An alternative counts as needing less memory from this part of the least need so far."""
 
@@ -32,6 +35,8 @@ class Chosen:
     keeps_own: bool
     least_gain_s: float
     """What `best` had to save of the user's own step."""
+    passed_over: Candidate | None = None
+    """A more complex one whose step is predicted shorter, by too little to tell; None where there is none."""
 
     @property
     def priced_layout(self) -> Layout:
@@ -42,8 +47,8 @@ class Chosen:
 def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
     """Take the fastest candidate that beats the user's own configuration, or the fastest of all if that does not fit.
 
-    It has to save the margin, and what compute times that scatter may feign, unless the margin is 0. Among equally fast
-    ones the nearest to the user's own layout wins.
+    It has to save the margin, and what compute times that scatter may feign. Among those that count as equally fast the
+    simplest wins: the one with the fewest axes, then the nearest to the user's own. With margin 0 every gain counts.
     """
     own, basis = _own_choice(field, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
@@ -59,10 +64,16 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
             chance_s = doubt.chance_s((one.layout, parts_s), (own_priced, own.breakdown_s))
         return max(margin * own.step_time_s, chance_s)
 
-    winner: Candidate | None = ranking[0]
-    if own_runs:
-        before_own = takewhile(lambda one: not _is_own(one, own), ranking)
-        winner = next((one for one in before_own if one.placed.cost_s <= own.step_time_s - least_gain_s(one)), None)
+    def is_worth_it(one: Candidate) -> bool:
+        return not own_runs or one.placed.cost_s <= own.step_time_s - least_gain_s(one)
+
+    before_own = takewhile(lambda one: not (own_runs and _is_own(one, own)), ranking)
+    fastest = next(filter(is_worth_it, before_own), None)
+    winner = fastest
+    if fastest and margin:
+        equal = [one for one in ranking if one.placed.cost_s <= (1 + EQUAL) * fastest.placed.cost_s]
+        equal.sort(key=lambda one: (num_axes(one.layout), doublings_apart(one.layout, own.layout), one.placed.cost_s))
+        winner = next(one for one in equal if one is fastest or (is_worth_it(one) and not _is_own(one, own)))
     best = winner or ranking[0]
     rest = [one for one in ranking if one is not winner and not _is_own(one, own)]
     if own_runs and winner:
@@ -76,7 +87,15 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
         best=best,
         keeps_own=winner is None,
         least_gain_s=least_gain_s(best),
+        passed_over=fastest if fastest is not winner else None,
     )
+
+
+def num_axes(layout: Layout) -> int:
+    """Count what a layout uses beyond plain data parallelism."""
+    degrees = (layout.tp, layout.pp, layout.cp, layout.ep, layout.vpp)
+    others = (layout.layers_per_chunk, layout.microbatch_group_size, layout.use_tp_pp_dp_mapping)
+    return sum(degree > 1 for degree in degrees) + sum(map(bool, others)) + (layout.recompute != NO_RECOMPUTE)
 
 
 def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, Layout | None]:

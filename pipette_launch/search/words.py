@@ -6,7 +6,7 @@ from pipette_launch.cost.corrected import LEARNED
 from pipette_launch.cost.latency import NOT_MODELLED
 from pipette_launch.facts import Choice
 from pipette_launch.search.candidates import Field, doublings_apart
-from pipette_launch.search.choose import Chosen
+from pipette_launch.search.choose import EQUAL, Chosen
 from pipette_launch.units import bytes_text, seconds_text
 
 PART_NAMES = {
@@ -99,7 +99,17 @@ def _why_other(field: Field, chosen: Chosen) -> list[str]:
     else:
         found.append(_gain(choice, own))
         found += _saving(choice, own)
-    return found + _placement(chosen)
+    return found + _equal(chosen) + _placement(chosen)
+
+
+def _equal(chosen: Chosen) -> list[str]:
+    """Say that a plan is not the fastest by a hair, and why it is chosen."""
+    other = chosen.passed_over
+    if other is None:
+        return []
+    gain = 1 - other.placed.cost_s / chosen.choice.step_time_s
+    equal = f"steps within {EQUAL:.1%} count as equal, and the simpler layout wins"
+    return [f"{other.layout.words()} is predicted {gain:.2%} faster; {equal}."]
 
 
 def _gain(choice: Choice, own: Choice) -> str:

@@ -1,0 +1,37 @@
+"""Among plans that count as equally fast the simplest is chosen, and the plan says so."""
+
+from __future__ import annotations
+
+import pytest
+from facts_for_tests import tiny_job, tiny_measurements
+from search.worlds import planned, two_racks
+
+from pipette_launch.facts import Layout, Recompute
+from pipette_launch.search import choose, words
+from pipette_launch.search.choose import num_axes
+
+
+def test_axes_are_what_goes_beyond_data_parallelism() -> None:
+    """Replicas, micro-batches and flags are no axis; chunks of a pipeline, uneven stages and recompute are one each."""
+    flags = Layout(dp=8, micro_batch_size=4, use_distributed_optimizer=True, overlap_grad_reduce=True)
+    full = Recompute(granularity="full", method="uniform", num_layers=1)
+    exotic = Layout(tp=2, pp=2, vpp=2, layers_per_chunk=(1, 2, 2, 1), microbatch_group_size=4, recompute=full)
+
+    assert 0 == num_axes(flags)
+    assert 6 == num_axes(exotic)
+
+
+def test_the_simplest_of_equally_fast_plans_is_chosen_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where half a step counts as nothing, the plan has fewer axes than the fastest and names it; not at margin 0."""
+    job, measurements = tiny_job(4, own=Layout(pp=4)), tiny_measurements(two_racks())
+    fastest = planned(job, measurements).chosen
+    for module in (choose, words):
+        monkeypatch.setattr(module, "EQUAL", 0.5)
+    plan, bold = planned(job, measurements), planned(job, measurements, margin=0.0)
+
+    assert num_axes(plan.chosen.layout) < num_axes(fastest.layout)
+    assert fastest.step_time_s < plan.chosen.step_time_s < 1.5 * fastest.step_time_s
+    assert plan.chosen.step_time_s < plan.own.step_time_s
+    (said,) = [reason for reason in plan.reasons if "count as equal" in reason]
+    assert said.startswith(f"{fastest.layout.words()} is predicted ")
+    assert fastest.step_time_s == bold.chosen.step_time_s

@@ -97,7 +97,7 @@ def test_no_budget_still_gives_a_plan() -> None:
     plan = solve(tiny_job(4), tiny_measurements(tiny_cluster()), options=options, clock=Ticks(), provenance=PROVENANCE)
 
     assert plan.keeps_own
-    assert "stopped at its budget of 0 us, with one layout looked at" in plan.notes[0]
+    assert "stopped at its budget of 0 us, with one layout looked at" in plan.reasons[0]
 
 
 def test_a_plan_fits_in_memory() -> None:

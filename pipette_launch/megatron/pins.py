@@ -83,6 +83,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("perform_rl_step", "reinforcement learning steps are not modelled"),
     ("skip_train", "nothing is trained, so there is nothing to plan"),
     ("fake_process_group", "one process plays all ranks, so there is nothing to place"),
+    ("fine_grained_activation_offloading", "what it moves to the host is not modelled: peaks came out twice as high"),
     ("use_torch_fsdp2", "FSDP is not modelled"),
     ("use_megatron_fsdp", "FSDP is not modelled"),
     ("hybrid_context_parallel", "dynamic context parallelism is not modelled"),
@@ -226,7 +227,7 @@ def _optimizer(arguments: Arguments, _own: Layout, _device_kind: str) -> Iterato
 def _devices(arguments: Arguments, _own: Layout, device_kind: str) -> Iterator[Pin]:
     if device_kind == "cpu":
         yield Pin(fields=("cp",), note="context parallelism needs Transformer Engine, and so a GPU: cp stays 1 on CPU")
-    keeps = ("distribute_saved_activations", "enable_cuda_graph", "fine_grained_activation_offloading")
+    keeps = ("distribute_saved_activations", "enable_cuda_graph")
     for dest in (*keeps, "moe_layer_recompute"):
         if arguments.get(dest):
             yield Pin(fields=("recompute",), note=f"{arguments.shown(dest)}: recompute stays")

@@ -65,6 +65,7 @@ def test_cpu_pins_context_parallelism() -> None:
         "--mtp-num-layers 1",
         "--hybrid-override-pattern M-M*",
         "--heterogeneous-layers-config-path layers.json",
+        "--fine-grained-activation-offloading",
         "--use-torch-fsdp2",
         "--use-megatron-fsdp",
         "--perform-rl-step",
@@ -110,7 +111,16 @@ def test_what_only_a_placement_breaks_is_predicted(words: str) -> None:
     assert job(words, for_prediction=True)
 
 
-@pytest.mark.parametrize("words", ["--skip-train", "--use-torch-fsdp2", "--img-h 224", "--spec my.module layers"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--skip-train",
+        "--fine-grained-activation-offloading",
+        "--use-torch-fsdp2",
+        "--img-h 224",
+        "--spec my.module layers",
+    ],
+)
 def test_what_is_not_modelled_is_not_predicted(words: str) -> None:
     """Prediction refuses what it knows nothing of."""
     with pytest.raises(MegatronError):

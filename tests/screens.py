@@ -203,6 +203,8 @@ def planned(width: int) -> str:
         device_memory_bytes=80 << 30,
         machines="not measured: from the device's data sheet and usual shares of it",
         network="leaf of 16 hosts 47 GB/s, core 28.2 GB/s",
+        step_flops=1.8e18,
+        peak_flops_per_s=989e12,
     )
     made = plan(
         cluster,
@@ -295,6 +297,8 @@ def prediction(**changes: object) -> Prediction:
             "Not modelled: one thing.",
             "Not modelled: another.",
         ),
+        step_flops=1.8e18,
+        peak_flops_per_s=989e12,
         megatron_version="0.16.1",
     )
     return replace(made, **changes)  # type: ignore[arg-type]

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.gpt import gpt_job
-from pipette_launch.facts import Device, Job, Layout
-from pipette_launch.facts.accelerator import DeviceSpec
-from pipette_launch.facts.device import known_devices
+from pipette_launch.facts import Job, Layout
 from pipette_patches.cpu_core import WITHOUT_ENGINE
 from pipette_patches.registry import megatron_core_version
 from pipette_patches.replacements import Replacements
@@ -117,14 +115,3 @@ def without_engine(device_kind: str) -> Iterator[None]:
 def layer_of(work: Workload) -> Part:
     """The one layer that a workload has."""
     return next(part for part in work.parts if part.chains)
-
-
-def spec_of(device: Device) -> DeviceSpec | None:
-    """The built-in figures of a device, found by its driver's name (`NVIDIA H100 80GB HBM3`); None where unknown."""
-    words = device.name.replace("-", " ").split()
-    types = {
-        next(word for word in name.split("-") if word.strip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")): spec
-        for name, spec in reversed(known_devices().items())
-    }
-    found = [spec for kind, spec in types.items() if kind in words]
-    return found[0] if found else None

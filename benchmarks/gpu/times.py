@@ -18,13 +18,12 @@ from benchmarks.gpu.shapes import (
     has_transformer_engine,
     job_of,
     layer_of,
-    spec_of,
     without_engine,
 )
 from pipette_launch.cost.device import modelled_compute, optimizer_s_per_parameter
 from pipette_launch.facts import ComputeCase, ComputeTime, Job, Layout
 from pipette_launch.facts.accelerator import DeviceSpec
-from pipette_launch.facts.device import device_named
+from pipette_launch.facts.device import device_named, device_of_driver
 from pipette_launch.probe.timing import HABITS, Habits, Stopwatch, stopwatch_for, time_calls, time_part
 from pipette_launch.units import seconds_text
 from pipette_patches import workload
@@ -101,7 +100,7 @@ def measure(book: Notebook) -> None:
 
 def _spec(book: Notebook) -> DeviceSpec:
     """The device's figures; of one that is not known, its own peak and bandwidth as just measured."""
-    known = spec_of(book.device)
+    known = device_of_driver(book.device.name)
     if known is not None:
         return known
     book.miss("the data sheet's figures", f"{book.device.name} is not a known device; what was measured stands in")

@@ -7,7 +7,7 @@ import difflib
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerator import DeviceSpec, Efficiency, Link
 
-__all__ = ["DeviceSpec", "Efficiency", "Link", "device_named", "known_devices"]
+__all__ = ["DeviceSpec", "Efficiency", "Link", "device_named", "device_of_driver", "known_devices", "peak_flops_per_s"]
 
 
 def device_named(name: str) -> DeviceSpec:
@@ -26,6 +26,25 @@ def device_named(name: str) -> DeviceSpec:
     near = difflib.get_close_matches(name.lower(), devices, n=1, cutoff=0.4)
     hint = f" Did you mean {devices[near[0]].name}?" if near else ""
     raise FactError(f"unknown device {name!r}; known: {', '.join(known_devices())}.{hint}")
+
+
+def device_of_driver(name: str) -> DeviceSpec | None:
+    """Find a device by its own name or by that which its driver gives, `NVIDIA H100 80GB HBM3`; None where unknown."""
+    if name in known_devices():
+        return known_devices()[name]
+    words = name.replace("-", " ").split()
+    for known, spec in known_devices().items():
+        kind = next(word for word in known.split("-") if word.strip("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+        # A card for the PCIe slot has another peak than the module of the same type.
+        if kind in words and ("PCIe" in words) == ("PCIe" in known):
+            return spec
+    return None
+
+
+def peak_flops_per_s(name: str, dtype: str) -> float:
+    """Peak of a device by its own or its driver's name, for one element type; 0 where it is not known."""
+    found = device_of_driver(name)
+    return found.flops_per_s.get(dtype, 0.0) if found else 0.0
 
 
 def known_devices() -> dict[str, DeviceSpec]:

@@ -180,3 +180,22 @@ class ModelSpec:
         latent = self.latent_attention
         channels = latent.query_channels + latent.v_head_dim if latent else 2 * self.kv_channels
         return 2.0 * self.seq_length * self.num_attention_heads * channels
+
+    def step_flops(self, global_batch_size: int, *, tp: int) -> float:
+        """Model FLOPs of a training step as Megatron-LM counts them (core_v0.16, num_floating_point_operations).
+
+        Each matrix three times, multiply-adds as 2, half of the attention's square behind the causal mask; biases,
+        norms, the router and recompute are left out. The output layer has the rows that `tp` pads the vocabulary to.
+        """
+        latent, hidden, heads = self.latent_attention, self.hidden_size, self.num_attention_heads
+        query, groups = heads * self.kv_channels, self.num_query_groups * self.kv_channels
+        attention = latent.weights(hidden, heads) if latent else 2 * hidden * (query + groups)
+        attention += self.core_flops_per_token / 4
+        matrices = hidden * (3 if self.gated_linear_unit else 2)
+        moe_width = self.moe_router_topk * self.moe_ffn_hidden_size + self.moe_shared_expert_intermediate_size
+        moe_layers = sum(self.moe_layer_freq) + self.mtp_num_layers * self.has_expert_prediction
+        layers = self.num_layers + self.mtp_num_layers
+        mlps = matrices * (moe_layers * moe_width + (layers - moe_layers) * self.ffn_hidden_size)
+        predictions = 2 * self.mtp_num_layers * hidden**2
+        logits = (1 + self.mtp_num_layers) * hidden * self.padded_vocab_size(tp)
+        return 6.0 * global_batch_size * self.seq_length * (layers * attention + mlps + predictions + logits)

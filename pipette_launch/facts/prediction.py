@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.model import ADDED_LATER
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 """The kinds into which a stage's memory is split, in the order in which they are shown."""
@@ -79,6 +80,10 @@ class Prediction:
     notes: tuple[str, ...]
     """Every assumption and everything left out, one sentence each."""
     megatron_version: str
+    step_flops: float = field(default=0.0, metadata=ADDED_LATER)
+    """Model FLOPs of a step by Megatron's count (`ModelSpec.step_flops`)."""
+    peak_flops_per_s: float = field(default=0.0, metadata=ADDED_LATER)
+    """Of one device in the job's type; 0 where it is not known."""
 
     @property
     def fullest(self) -> StageMemory:

@@ -14,6 +14,7 @@ from pipette_launch.cost.overhead import allowed_bytes, overhead_of
 from pipette_launch.cost.parameters import stage_parameters
 from pipette_launch.errors import FactError, MegatronError, PlanError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements
+from pipette_launch.facts.device import peak_flops_per_s
 from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.prediction import Prediction, StageMemory, Verdict
 from pipette_launch.forecast import stages
@@ -179,6 +180,8 @@ def _foretold(job: Job, machines: Machines, memory: _Memory, script: str, notes:
         breakdown_s=dict(step.breakdown_s) if step else {},
         notes=tuple(dict.fromkeys((*notes, *step_notes))),
         megatron_version=job.megatron_version,
+        step_flops=job.model.step_flops(job.batch.global_batch_size, tp=layout.tp),
+        peak_flops_per_s=peak_flops_per_s(machines.device_name, job.model.params_dtype),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.facts import Choice, Plan
 from pipette_launch.report.draw import bar, breakdown, stages_shown, text
-from pipette_launch.units import bytes_text, seconds_text
+from pipette_launch.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -195,3 +195,13 @@ def _groups(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def _joined(flag: str, values: Sequence[str]) -> str:
     return " ".join((flag, *values)) if flag else " ".join(values)
+
+
+def rates(tokens_per_s: float, *, step_flops: float, step_s: float, ranks: int, peak_flops_per_s: float) -> str:
+    """How fast a job is: tokens of all and of each rank, model FLOPs of each, and their share of the peak, if known."""
+    found = f"{count_text(tokens_per_s)} tokens/s, {tokens_per_s / ranks:,.0f} on each rank"
+    if not step_flops:
+        return found
+    flops_per_s = step_flops / step_s / ranks
+    share = f", MFU {flops_per_s / peak_flops_per_s:.1%}" if peak_flops_per_s else ""
+    return f"{found}; {flops_per_s / 1e12:,.1f} TFLOP/s on each{share}"

@@ -84,8 +84,15 @@ def _chosen(plan: Plan) -> Iterator[RenderableType]:
     lines = parts.chosen(plan)
     yield next(lines)
     if plan.setting is not None and plan.chosen.step_time_s > 0:
-        rate = plan.setting.tokens_per_step / plan.chosen.step_time_s
-        yield text(f"{count_text(rate)} tokens/s, {rate / plan.chosen.layout.world_size:,.0f} on each rank")
+        step_s = plan.chosen.step_time_s
+        told = parts.rates(
+            plan.setting.tokens_per_step / step_s,
+            step_flops=plan.setting.step_flops,
+            step_s=step_s,
+            ranks=plan.chosen.layout.world_size,
+            peak_flops_per_s=plan.setting.peak_flops_per_s,
+        )
+        yield text(told)
     yield from lines
 
 

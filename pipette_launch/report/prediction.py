@@ -21,7 +21,7 @@ from pipette_launch.report.draw import (
     stages_shown,
     text,
 )
-from pipette_launch.report.parts import NOT_MODELLED
+from pipette_launch.report.parts import NOT_MODELLED, rates
 from pipette_launch.units import GIB, MIB, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -175,12 +175,18 @@ def _amount(amount: float) -> str:
 def _step(prediction: Prediction) -> Iterator[Text]:
     if prediction.step_time_s is None or prediction.tokens_per_s is None:
         return
-    rate = prediction.tokens_per_s
     condition = ", if there were memory for it" if prediction.verdict == "too large" else ""
     line = text(seconds_text(prediction.step_time_s), "bold")
-    rates = f"{count_text(rate)} tokens/s, {rate / prediction.world_size:,.0f} on each rank"
-    line.append(f" a step predicted{condition}: {rates}", "default")
+    line.append(f" a step predicted{condition}", "default")
     yield line
+    told = rates(
+        prediction.tokens_per_s,
+        step_flops=prediction.step_flops,
+        step_s=prediction.step_time_s,
+        ranks=prediction.world_size,
+        peak_flops_per_s=prediction.peak_flops_per_s,
+    )
+    yield text(told)
     yield breakdown(prediction.breakdown_s, prediction.step_time_s)
 
 

@@ -12,11 +12,7 @@ from benchmarks.gpu import figures, main_job, memory, report, shapes, supervise,
 from benchmarks.gpu.notebook import RUNNING, WHOLE, Notebook, device_here
 from benchmarks.gpu.supervise import PARTS
 from pipette_launch.errors import FileFormatError, PipetteError
-from pipette_launch.facts import Device
-from pipette_launch.facts.device import device_named
 from pipette_launch.units import MIB
-
-H100 = Device(kind="cuda", uuid="GPU", name="NVIDIA H100 80GB HBM3", memory_total_bytes=80 << 30, memory_free_bytes=1)
 
 
 def notebook(folder: Path, part: str = "memory", left_s: float = 60.0) -> Notebook:
@@ -154,21 +150,6 @@ def test_errors_are_of_the_prediction() -> None:
     assert any(line.startswith("Abstract execution: median error 10.00%, largest 10.00%") for line in said)
     assert any("reserved 1.100 times what it allocated in the median" in line for line in said)
     assert any("Outside the allocator, without communicators: 50.0 MiB" in line for line in said)
-
-
-def test_the_data_sheet_is_found_by_the_drivers_name() -> None:
-    """Names of the driver are longer than ours; what is unknown has none."""
-
-    def named(name: str) -> Device:
-        return Device(kind="cuda", uuid="GPU", name=name, memory_total_bytes=1, memory_free_bytes=1)
-
-    for full, short in (
-        ("NVIDIA H200", "H200"),
-        (H100.name, "H100-SXM"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-    ):
-        assert device_named(short) == shapes.spec_of(named(full))
-    assert shapes.spec_of(named("NVIDIA RTX A6000")) is None
 
 
 def test_the_fit_finds_the_device_models_own_figures() -> None:

@@ -5,12 +5,41 @@ from dataclasses import replace
 import pytest
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.device import Efficiency, Link, device_named, known_devices
+from pipette_launch.facts.device import (
+    Efficiency,
+    Link,
+    device_named,
+    device_of_driver,
+    known_devices,
+    peak_flops_per_s,
+)
 
 
 def test_names_are_found_in_any_case() -> None:
     """People write h100-sxm."""
     assert device_named("h100-sxm") == known_devices()["H100-SXM"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB-PCIe"),
+        ("AWS-P5-H100", "AWS-P5-H100"),
+    ],
+)
+def test_a_device_is_found_by_its_drivers_name(driver: str, name: str) -> None:
+    """Names of the driver are longer than ours; ours are found as they are."""
+    assert device_named(name) == device_of_driver(driver)
+    assert device_named(name).flops_per_s["bf16"] == peak_flops_per_s(driver, "bf16")
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    """Nothing is guessed from a name that resembles one."""
+    assert (None, None) == (device_of_driver("NVIDIA RTX A6000"), device_of_driver("NVIDIA H100 PCIe"))
+    assert (0.0, 0.0) == (peak_flops_per_s("NVIDIA RTX A6000", "bf16"), peak_flops_per_s("H200", "int4"))
 
 
 def test_unknown_name_gets_the_nearest() -> None:

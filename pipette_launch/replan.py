@@ -1,4 +1,4 @@
-"""A pure decision from what the agents report to what happens to the plan: keep it, try the next, or measure."""
+"""A pure decision from what the agents report to what becomes of the plan: keep it, try the next, give up, measure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipette_launch import megatron
 from pipette_launch.megatron.logs import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipette_launch.facts import Choice
+    from pipette_launch.facts import Choice, Plan
     from pipette_launch.facts.round import Decision, NodeRecord
 
 
@@ -32,13 +33,22 @@ class TryNext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GiveUp:
+    """No plan can start this script: end the job."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
     """There is no plan for these hosts yet."""
 
     reason: str
 
 
-def decide(records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision | None) -> Keep | TryNext | Measure:
+def decide(
+    records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision | None, *, written: Sequence[str] = ()
+) -> Keep | TryNext | GiveUp | Measure:
     """Decide what a new round does with the plan of the round before.
 
     A plan is kept while all hosts that it runs on are there, and no host is new; one on standby may go.
@@ -47,6 +57,7 @@ def decide(records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision |
         records: one for each agent of the new round.
         hosts: their host names, made unique.
         held: what the round before had decided; None in the first round.
+        written: the user's own words for the script.
 
     """
     if held is None or held.phase != "train":
@@ -58,11 +69,28 @@ def decide(records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision |
     proven = held.proven or any(record.verdict == "after-first-iteration" for record in ended)
     died = [record for record in ended if record.verdict == "before-first-iteration"]
     if died and not proven and held.plan is not None and held.choice is not None:
-        named = sorted({record.failure for record in died if record.failure})
-        short = any(OUT_OF_MEMORY in reason for reason in named)
-        attempt = _next_attempt(held.plan.candidates(), held.attempt, needs_less=short)
-        return TryNext(attempt=attempt, reason=named[0] if named else "the job died")
+        return _after_death(sorted({record.failure for record in died if record.failure}), held.plan, held, written)
     return Keep(proven=proven)
+
+
+def _after_death(named: Sequence[str], plan: Plan, held: Decision, written: Sequence[str]) -> TryNext | GiveUp:
+    """Go on to the next candidate, unless the script would die under every plan."""
+    short = any(OUT_OF_MEMORY in reason for reason in named)
+    candidates = plan.candidates()
+    layout = candidates[held.attempt].layout
+    is_other = layout not in {candidate.layout for candidate in candidates[: held.attempt]}
+    before = {_cause(failure) for failure in held.failures} if is_other else set()
+    for reason in () if short else named:
+        why = megatron.why_no_plan_helps(_cause(reason), before=before, written=written, given=held.script_arguments)
+        if why:
+            return GiveUp(reason=f"{reason}; no other plan is tried: {why}")
+    attempt = _next_attempt(candidates, held.attempt, needs_less=short)
+    return TryNext(attempt=attempt, reason=named[0] if named else "the job died")
+
+
+def _cause(failure: str) -> str:
+    """Return a failure without the rank that told it and its exit code."""
+    return failure.partition(": ")[2]
 
 
 def _next_attempt(candidates: Sequence[Choice], attempt: int, *, needs_less: bool) -> int:

@@ -10,7 +10,7 @@ from facts_for_tests import tiny_cluster
 
 from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
 from pipette_launch.facts.round import Decision, NodeRecord
-from pipette_launch.replan import Keep, Measure, TryNext, decide, unique_names
+from pipette_launch.replan import GiveUp, Keep, Measure, TryNext, decide, unique_names
 
 
 def record(name: str, address: str = "10.0.0.1", **changes: Any) -> NodeRecord:
@@ -121,6 +121,57 @@ def test_a_plan_that_ran_out_of_memory_gives_way_to_one_that_needs_less(peaks: t
     died = record("a", attempt=0, verdict="before-first-iteration", failure=why)
 
     assert TryNext(attempt=expected, reason=why) == decide([died], ["a"], held)
+
+
+DIED = "rank 0 ended with exit code 1: "
+NO_FILE = f"{DIED}FileNotFoundError: [Errno 2] No such file or directory: '/no/such/data'"
+ODD_KEY = "KeyError: 'text_document'"
+
+
+def death(failure: str, attempt: int = 0) -> NodeRecord:
+    """An agent whose worker died before its first iteration."""
+    return record("a", attempt=attempt, verdict="before-first-iteration", failure=failure)
+
+
+def two_layouts(*, attempt: int, failures: tuple[str, ...]) -> Decision:
+    """A decision to run one of two candidates with unlike layouts, after what became of those before it."""
+    held = decision("a", attempt=attempt)
+    assert held.plan is not None
+    other = replace(held.plan.chosen, layout=Layout(pp=2))
+    return replace(held, plan=replace(held.plan, alternatives=(other,)), failures=failures)
+
+
+def test_what_no_plan_can_cause_ends_the_job() -> None:
+    """A missing file is missing under every plan; the sentence says so."""
+    why = f"{NO_FILE}; no other plan is tried: what is missing is missing under every plan"
+
+    assert GiveUp(reason=why) == decide([death("rank 0 ended with signal 15"), death(NO_FILE)], ["a"], decision("a"))
+
+
+def test_one_exception_under_two_layouts_ends_the_job() -> None:
+    """Whichever rank and exit code it came from."""
+    held = two_layouts(attempt=1, failures=(f"rank 1 ended with exit code 3: {ODD_KEY}",))
+
+    why = f"{DIED}{ODD_KEY}; no other plan is tried: it is the same under two layouts"
+    assert GiveUp(reason=why) == decide([death(DIED + ODD_KEY, 1)], ["a"], held)
+
+
+def test_an_exception_of_one_layout_goes_on_to_the_next_plan() -> None:
+    """The first time, and again where only the placement had changed."""
+    failed = (DIED + ODD_KEY,)
+
+    assert TryNext(attempt=1, reason=failed[0]) == decide(
+        [death(failed[0])], ["a"], two_layouts(attempt=0, failures=())
+    )
+    again = replace(decision("a", attempt=1), failures=failed)
+    assert TryNext(attempt=2, reason=failed[0]) == decide([death(failed[0], 1)], ["a"], again)
+
+
+def test_a_node_that_ran_out_of_memory_outweighs_the_others() -> None:
+    """What the others say is what they miss of it."""
+    short = f"{DIED}out of memory: NCCL's buffers"
+
+    assert TryNext(attempt=2, reason=NO_FILE) == decide([death(short), death(NO_FILE)], ["a"], decision("a"))
 
 
 def test_the_users_own_configuration_is_the_last_resort() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
+from pipette_launch import megatron
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -41,6 +43,7 @@ def first_line(failure: ProcessFailure) -> str:
 
 
 def last_words(lines: Sequence[str]) -> str:
-    """Return the last thing that a worker said, which for Python is the exception; cut where it runs on."""
+    """Return the exception that a worker died of, or the last thing that it said; cut where it runs on."""
     said = [line.strip() for line in lines if line.strip()]
-    return said[-1][:MOST_CHARACTERS] if said else ""
+    # Warnings of libraries that are torn down may come behind the exception.
+    return (megatron.exception_in("\n".join(said)) or said[-1])[:MOST_CHARACTERS] if said else ""

@@ -70,6 +70,8 @@ class Decision:
     """The candidate has trained: whatever ends it now, it is no plan that cannot start."""
     script_arguments: tuple[str, ...] | None = None
     """What the script is given; None for the user's own words, untouched."""
+    failures: tuple[str, ...] = ()
+    """Why the candidates before this one could not start, one sentence of each node."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the workers get beside torchrun's own."""
     patches: tuple[str, ...] = ()

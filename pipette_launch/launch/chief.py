@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from pipette_launch import megatron, replan
+from pipette_launch import replan
 from pipette_launch.errors import PipetteError, ProbeError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.round import Decision, NodeRecord
@@ -96,13 +96,16 @@ class Chief:
         return self._guarded(bare, lambda: self._decide(bare, ordered, held))
 
     def _decide(self, bare: Decision, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
-        step = replan.decide(records, bare.hosts, held)
+        step = replan.decide(records, bare.hosts, held, written=self._options.script_arguments)
         self._versions = records[0].versions
         self._script.device_name = next((record.host.devices[0].name for record in records if record.host), "")
         if held is None or isinstance(step, replan.Measure):
             return self._first(bare, records, step.reason if isinstance(step, replan.Measure) else "")
         bare = bare.leaving_out(set(bare.hosts) - set(held.hosts))
+        if isinstance(step, replan.GiveUp):
+            return replace(bare, phase="stop", failed=True, reason=step.reason)
         if isinstance(step, replan.TryNext):
+            bare = replace(bare, failures=(*held.failures, *(one.failure for one in records if one.failure)))
             return self._guarded(bare, lambda: self._next(bare, held, step))
         return replace(
             held,
@@ -120,10 +123,7 @@ class Chief:
         """Go on to the next candidate of a plan."""
         assert held.plan is not None
         job = self._read_job(sum(bare.num_slots), held.plan.device_kind)
-        # Words that the user wrote are refused under every plan alike.
-        own_fault = megatron.refused_flags(step.reason) & set(self._options.script_arguments)
-        attempt = len(held.plan.candidates()) if own_fault else step.attempt
-        return self._train(bare, job, held.plan, attempt=attempt, reason=step.reason)
+        return self._train(bare, job, held.plan, attempt=step.attempt, reason=step.reason)
 
     def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
         """Find a plan for hosts that have none, without those that had better not take part."""

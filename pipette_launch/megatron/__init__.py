@@ -2,6 +2,7 @@
 
 from pipette_launch.megatron.checkpoint import record_path, saved_iteration
 from pipette_launch.megatron.environment import environment, script_version
+from pipette_launch.megatron.faults import exception_in, why_no_plan_helps
 from pipette_launch.megatron.flags import newest_release
 from pipette_launch.megatron.logs import (
     RERUN_EXIT_CODES,
@@ -10,7 +11,6 @@ from pipette_launch.megatron.logs import (
     explain_failure,
     parse_iteration,
     parse_memory,
-    refused_flags,
 )
 from pipette_launch.megatron.pins import fixed_fields
 from pipette_launch.megatron.read import read_job
@@ -23,6 +23,7 @@ __all__ = [
     "MemoryLine",
     "TrialWords",
     "environment",
+    "exception_in",
     "explain_failure",
     "fixed_fields",
     "newest_release",
@@ -30,9 +31,9 @@ __all__ = [
     "parse_memory",
     "read_job",
     "record_path",
-    "refused_flags",
     "saved_iteration",
     "script_version",
     "trial_arguments",
+    "why_no_plan_helps",
     "write_arguments",
 ]

@@ -81,6 +81,7 @@ RERUN_EXIT_CODES = (16, 17)
 """By these Megatron's rerun state machine asks to be started again as it was, and says that a result was wrong."""
 OUT_OF_MEMORY = "out of memory"
 UNKNOWN_FLAGS = "the script does not know the flags "
+REFUSED_FLAG = "the script refuses a flag: "
 FAILURES: tuple[tuple[str, str], ...] = (
     (
         r"torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|cudaErrorMemoryAllocation",
@@ -117,7 +118,7 @@ FAILURES: tuple[tuple[str, str], ...] = (
     ),
     (r"torch distributed is already initialized", "torch.distributed was initialised before Megatron"),
     (r"error: unrecognized arguments: (?P<what>.+)", UNKNOWN_FLAGS + "{what}"),
-    (r"error: argument (?P<what>.+)", "the script refuses a flag: {what}"),
+    (r"error: argument (?P<what>.+)", REFUSED_FLAG + "{what}"),
     (r"(?:NCCL|ncclSystemError|ncclRemoteError|ncclInternalError)[^\n]*(?:error|Error)", "NCCL failed"),
     (r"Watchdog caught collective operation timeout", "a collective operation timed out"),
 )
@@ -131,9 +132,3 @@ def explain_failure(text: str) -> str | None:
         if found:
             return meaning.format(**{name: value.strip() for name, value in found.groupdict().items()})
     return None
-
-
-def refused_flags(sentence: str) -> frozenset[str]:
-    """Return the flags that a sentence of `explain_failure` says the script does not know."""
-    _, found, flags = sentence.partition(UNKNOWN_FLAGS)
-    return frozenset(word for word in flags.split() if word.startswith("--")) if found else frozenset()

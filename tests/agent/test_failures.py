@@ -43,7 +43,10 @@ def test_the_workers_that_torch_ended_are_no_cause(tmp_path: Path) -> None:
 
 
 def test_last_words() -> None:
-    """For Python the last line that is not blank is the exception."""
+    """For Python the last exception, whatever is said behind it, else the last line that is not blank."""
+    torn_down = "[rank0]:[W1] Warning: destroy_process_group() was not called"
+    assert "KeyError: 'x'" == last_words(["[rank0]: Traceback", "[rank0]: KeyError: 'x'", torn_down])
+    assert "killed" == last_words(["starting", "killed", ""])
     assert "ValueError: no" == last_words(["Traceback", "  ValueError: no ", ""])
     assert "" == last_words([])
     assert 300 == len(last_words(["x" * 1000]))

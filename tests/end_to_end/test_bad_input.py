@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,30 @@ def test_a_refused_plan_gives_way_with_the_reason(tmp_path: Path) -> None:
     assert trained_as_torchrun(done, 2, ONE_STEP), done.err
     assert "this script refuses --pipeline-model-parallel-size 2" in done.err
     assert "that plan cannot start; going on with your own configuration" in done.err
+
+
+@pytest.mark.parametrize(
+    ("script", "starts", "why"),
+    [
+        ("open('/no/such/data')", 1, "what is missing is missing under every plan"),
+        ("raise KeyError('text')", 2, "it is the same under two layouts"),
+    ],
+)
+def test_a_fault_of_the_script_is_not_tried_under_every_plan(
+    tmp_path: Path, script: str, starts: int, why: str
+) -> None:
+    """The job ends with torchrun's exit code, and says why the rest of the line is left out."""
+    made = plan(Layout(pp=2), [1, 0])
+    others = tuple(replace(made.chosen, layout=layout) for layout in (Layout(tp=2), Layout(dp=2, micro_batch_size=2)))
+    path = plan_file(tmp_path, replace(made, alternatives=others))
+    broken = tmp_path / "broken.py"
+    broken.write_text(f"import os, pathlib\npathlib.Path('start' + os.environ['MASTER_PORT']).touch()\n{script}\n")
+
+    done = pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", broken, *ONE_STEP)
+
+    assert (1, starts) == (done.code, len(list(tmp_path.glob("start*")))), done.err
+    assert f"; no other plan is tried: {why}\n" in done.err
+    assert "that plan cannot start" in done.err or starts == 1
 
 
 def test_unequal_nodes_are_named(tmp_path: Path) -> None:

@@ -268,16 +268,34 @@ def test_a_restart_keeps_everything(tmp_path: Path) -> None:
 
 
 def test_words_that_the_user_wrote_are_no_plans_fault(tmp_path: Path) -> None:
-    """A flag of the user's that the script does not know is refused under every plan: none of them is tried."""
+    """A flag of the user's that the script does not know is refused under every plan: the job ends, and says why."""
     spare = plan(PP)
     two = replace(spare, alternatives=(spare.chosen,))
-    held = from_file(tmp_path, two, "--numlayers", "8").decide(records(), None)
+    one = from_file(tmp_path, two, "--numlayers", "8")
     refused = "rank 0 ended with exit code 2: the script does not know the flags --numlayers 8"
     died = [replace(node, attempt=0, verdict="before-first-iteration", failure=refused) for node in records()]
 
-    after = from_file(tmp_path, two, "--numlayers", "8").decide(died, held)
+    after = one.decide(died, one.decide(records(), None))
 
-    assert (2, None, refused) == (after.attempt, after.choice, after.reason)
+    assert ("stop", True) == (after.phase, after.failed)
+    assert f"{refused}; no other plan is tried: the words that the script refuses are your own" == after.reason
+
+
+def test_what_became_of_earlier_candidates_is_remembered(tmp_path: Path) -> None:
+    """By every node: the next chief may be another one."""
+    one = from_file(tmp_path, plan(Layout(pp=4), Layout(pp=2, tp=2)))
+    failed = [
+        replace(
+            node, attempt=0, verdict="before-first-iteration", failure="rank 0 ended with exit code 1: KeyError: 'x'"
+        )
+        for node in records()
+    ]
+    second = one.decide(failed, one.decide(records(), None))
+
+    after = from_file(tmp_path, plan(PP)).decide([replace(node, attempt=1) for node in failed], second)
+
+    assert ("train", "stop") == (second.phase, after.phase)
+    assert after.reason.endswith("no other plan is tried: it is the same under two layouts")
 
 
 def test_the_record_beside_the_checkpoints_is_what_runs(tmp_path: Path) -> None:

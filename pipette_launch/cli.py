@@ -49,8 +49,8 @@ def _add_courses(add: Callable[..., object]) -> None:
     add(
         "--pipette-on-error",
         choices=("train", "fail"),
-        default="train",
-        help="when measuring or planning fails: train with the user's own configuration (default), or stop",
+        help="when measuring or planning fails: train with the user's own configuration, or stop (default: train, but "
+        "stop where --pipette-plan or --pipette-device asks for what is not there)",
     )
     add(
         "--pipette-on-sick",

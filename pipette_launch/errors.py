@@ -8,7 +8,7 @@ class PipetteError(Exception):
 
 
 class UsageError(PipetteError):
-    """A flag of our own is unknown, malformed or contradicts another."""
+    """A flag is unknown, malformed, contradicts another, or asks for what is not there."""
 
     exit_code = 2
 

@@ -29,7 +29,7 @@ from pipette_launch.agent.prelude import Prelude
 from pipette_launch.agent.seats import Seat, seats, visible_devices
 from pipette_launch.agent.streams import Streams
 from pipette_launch.agent.witness import NEWS_S, Witness
-from pipette_launch.errors import ClusterError, PipetteError
+from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.round import Decision
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class PipetteAgent(LocalElasticAgent):
     def _end(self, decision: Decision, exchange: Exchange) -> RunResult:
         """End the job without training: a dry run, or an error that the user wants to stop at."""
         if decision.failed:
-            raise PipetteError(decision.reason)
+            raise (UsageError if decision.is_misuse else PipetteError)(decision.reason)
         self._conductor.show(decision, speaks=exchange.is_chief)
         return self._succeeded(self._worker_group)
 

@@ -38,6 +38,8 @@ class NodeRecord:
     failure: str
     """Why that attempt ended, one sentence; empty when it did not fail on this node."""
     has_plan: bool
+    is_misuse: bool = False
+    """Whether the trouble is that a flag asks for what this machine does not have."""
     conditions: tuple[DeviceCondition, ...] = ()
     """What the driver tells of this node's devices, in the order of the local ranks."""
 
@@ -80,6 +82,8 @@ class Decision:
     """What to tell the user about this step; empty when there is nothing to tell."""
     failed: bool = False
     """`stop` because something went wrong, not because the user asked for no more."""
+    is_misuse: bool = False
+    """It failed by what the user's own flags ask for: the exit code is argparse's."""
     free: bool = False
     """The step is our own doing and is not charged to `--max-restarts`."""
     probe_options: str = ""

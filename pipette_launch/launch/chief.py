@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipette_launch import replan
-from pipette_launch.errors import PipetteError, ProbeError
-from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.errors import PipetteError, ProbeError, UsageError
+from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.facts.without import without_hosts
 from pipette_launch.launch.cache import CLUSTER, Cache, key_of
 from pipette_launch.launch.machines import Machines
 from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words
 from pipette_launch.launch.referee import Referee
-from pipette_launch.launch.reuse import adopt, check_belongs, on_real_hosts
+from pipette_launch.launch.reuse import adopt, named_plan
 from pipette_launch.launch.script import Script
 from pipette_launch.launch.sick import Ruling, apart, measured, rule, small_holders
 from pipette_launch.probe.options import ProbeOptions
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pipette_launch.agent.conductor import Invite
-    from pipette_launch.facts import Host, Job
+    from pipette_launch.facts import Host, Job, Plan
     from pipette_launch.facts.condition import DeviceCondition
     from pipette_launch.facts.trials import TrialReport
     from pipette_launch.facts.verdict import Verdict
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 CPU_PATCHES = ("cpu_backend",)
 """What stock Megatron needs to train without a GPU."""
-
 
 Judge: TypeAlias = "Callable[[Sequence[Host], Sequence[Sequence[DeviceCondition]]], Sequence[Verdict]]"
 
@@ -74,6 +73,7 @@ class Chief:
         self._patches: tuple[str, ...] = ()
         self._device_kind = ""
         self._job: Job | None = None
+        self._is_start = True
         # The agent puts a plan's variables into its own environment; these are the user's.
         self._environ = dict(os.environ)
         self._script = Script(options, self._environ)
@@ -86,6 +86,7 @@ class Chief:
 
     def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
         """Decide for all nodes what a new round does."""
+        self._is_start = held is None
         ordered = in_order(records)
         bare = Decision(
             phase="train",
@@ -143,9 +144,8 @@ class Chief:
         if self._options.probe_to is not None:
             return self._measure(bare, job, hosts)
         if self._options.plan is not None:
-            return self._train(
-                bare, job, self._from_file(self._options.plan, job, hosts), attempt=0, reason=bare.reason
-            )
+            named = self._from_file(self._options.plan, job, hosts)
+            return self._train(bare, job, named, attempt=0, reason=bare.reason)
         known = self.cache.measurements()
         ruling = self._rule(measured(known.verdicts) if known else (), hosts)
         if not (ruling.stops or ruling.leave_out):
@@ -200,8 +200,7 @@ class Chief:
         """Say why the job cannot run on these hosts; empty where it can."""
         try:
             if self._options.plan is not None:
-                plan = on_real_hosts(files.read(self._options.plan, Plan), hosts)
-                check_belongs(plan, hosts, str(self._options.plan))
+                named_plan(self._options.plan, hosts)
             self._script.read(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind)
         except PipetteError as error:
             return str(error)
@@ -209,9 +208,7 @@ class Chief:
 
     def _from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
         """Return the plan that the user named, as a plan of this job; the screen shows its notes."""
-        plan = on_real_hosts(files.read(path, Plan), hosts)
-        check_belongs(plan, hosts, str(path))
-        adopted, note = adopt(plan, job, self.cache.key, str(path))
+        adopted, note = adopt(named_plan(path, hosts), job, self.cache.key, str(path))
         self.measurements = None if note else self.cache.measurements()
         return adopted
 
@@ -322,20 +319,23 @@ class Chief:
         return following
 
     def _guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
-        """Decide; when that fails, train with the user's own configuration, or stop if the user wants that."""
+        """Decide; when that fails, train with the user's own configuration, or stop if the user wants or erred."""
         self._job = None
+        is_misuse = False
         try:
             return decide()
         except self.interruption:
             raise
         except PipetteError as error:
             reason = str(error)
+            # Once a job runs, hosts may go: that their plan is for others is then nobody's error.
+            is_misuse = isinstance(error, UsageError) and self._is_start and self._options.on_error != "train"
         except Exception as error:
             logger.exception("planning failed")
             reason = f"planning failed by an error of pipette-launch itself: {type(error).__name__}: {error}"
         reason = joined(bare.reason, reason)
-        if self._options.on_error == "fail" or self._options.only_looks:
-            return replace(bare, phase="stop", failed=True, reason=reason)
+        if is_misuse or self._options.on_error == "fail" or self._options.only_looks:
+            return replace(bare, phase="stop", failed=True, is_misuse=is_misuse, reason=reason)
         reason = f"{reason}; training with your own configuration as torchrun would"
         following = replace(bare, patches=self._patches, reason=reason)
         return following if self._job is None else self._as_checkpoint_demands(following, self._job)

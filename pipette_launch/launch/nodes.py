@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipette_launch.errors import ClusterError
+from pipette_launch.errors import ClusterError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,10 +22,16 @@ def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
 
 
 def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host, ...]:
-    """Return the job's hosts under unique names; raises ClusterError for a set of nodes that no plan can use."""
+    """Return the job's hosts under unique names.
+
+    Raises:
+        ClusterError: no plan can use this set of nodes.
+        UsageError: a flag asks for what one of them does not have.
+
+    """
     for record, name in zip(records, names, strict=True):
         if record.trouble:
-            raise ClusterError(f"{name}: {record.trouble}")
+            raise (UsageError if record.is_misuse else ClusterError)(f"{name}: {record.trouble}")
     counts = {name: record.num_slots for record, name in zip(records, names, strict=True)}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())

@@ -25,7 +25,8 @@ class Options:
     probe_to: Path | None = None
     """Measure only, and write what was measured there."""
     fix: tuple[str, ...] = ()
-    on_error: Literal["train", "fail"] = "train"
+    on_error: Literal["train", "fail"] | None = None
+    """None, not said: as `train`, but flags that ask for what is not there stop the job."""
     on_sick: OnSick = "warn"
     """What becomes of nodes with which something is amiss."""
     device: Literal["auto", "cuda", "cpu"] = "auto"

@@ -5,13 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipette_launch.errors import PlanError
+from pipette_launch.errors import PipetteError, PlanError, UsageError
+from pipette_launch.facts import Plan, files
 from pipette_launch.facts.fabric import made_up_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-    from pipette_launch.facts import Choice, Host, Job, Plan
+    from pipette_launch.facts import Choice, Host, Job
+
+
+def named_plan(path: Path, hosts: Sequence[Host]) -> Plan:
+    """Read the plan that the user named; raises UsageError where there is none, or it is not for these hosts."""
+    try:
+        plan = on_real_hosts(files.read(path, Plan), hosts)
+        check_belongs(plan, hosts, str(path))
+    except PipetteError as error:
+        raise UsageError(f"--pipette-plan {error}") from error
+    return plan
 
 
 def on_real_hosts(plan: Plan, hosts: Sequence[Host]) -> Plan:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch import megatron, report
 from pipette_launch.agent import start
-from pipette_launch.errors import PipetteError
+from pipette_launch.errors import PipetteError, UsageError
 from pipette_launch.facts import files
 from pipette_launch.facts.round import Decision, NodeRecord
 from pipette_launch.launch import commands
@@ -87,7 +87,7 @@ class Story:
         self._node = node
         self._chief.interruption = node.interruption
         self._host: Host | None = None
-        self._trouble = ""
+        self._trouble, self._is_misuse = "", False
         self._conditions: tuple[DeviceCondition, ...] = ()
         self._versions: dict[str, str] = {}
         try:
@@ -100,7 +100,7 @@ class Story:
             )
             self._conditions = condition.conditions(self._host)
         except PipetteError as error:
-            self._trouble = str(error)
+            self._trouble, self._is_misuse = str(error), isinstance(error, UsageError)
         except Exception as error:
             # A driver in disorder, for one: torchrun would not have asked it.
             logger.exception("this machine cannot be described")
@@ -113,6 +113,7 @@ class Story:
             token=self._token,
             host=self._host,
             trouble=self._trouble,
+            is_misuse=self._is_misuse,
             conditions=self._conditions,
             num_slots=self._node.num_slots,
             node_rank=self._meeting.node_rank,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import psutil
 
 import pipette_launch
-from pipette_launch.errors import ClusterError
+from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.facts import Device, Host
 from pipette_launch.probe.nvml import session, text
 
@@ -37,12 +37,13 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
         device: `auto` is `cuda` where NVML shows a GPU to this process, else `cpu`.
 
     Raises:
-        ClusterError: there are fewer GPUs than workers, or none although `cuda` was asked for.
+        ClusterError: there are fewer GPUs than workers.
+        UsageError: there are none although `cuda` was asked for.
 
     """
     gpus = [] if device == "cpu" else _gpus(os.environ)
     if device == "cuda" and not gpus:
-        raise ClusterError(
+        raise UsageError(
             f"{name}: NVML shows no GPU to this process (CUDA_VISIBLE_DEVICES="
             f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}); install the driver, or use --pipette-device=cpu"
         )

@@ -83,7 +83,7 @@ def examine(args: Namespace) -> Checkup:
 
 def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
     """Take stock as an agent would, and judge the devices beside each other."""
-    from pipette_launch.errors import ClusterError
+    from pipette_launch.errors import PipetteError
     from pipette_launch.facts.checkup import Finding
     from pipette_launch.probe import condition, inventory
 
@@ -96,7 +96,7 @@ def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
             device=args.device,
         )
         told = condition.conditions(host)
-    except ClusterError as error:
+    except PipetteError as error:
         return None, [Finding(severity="stops", what="devices", value=str(error))]
     names = ", ".join(dict.fromkeys(device.name for device in host.devices))
     found = [Finding(severity="fine", what="devices", value=f"{len(host.devices)} x {names}")]

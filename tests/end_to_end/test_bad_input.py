@@ -17,6 +17,7 @@ from end_to_end import jobs
 from end_to_end.jobs import ECHO, HOST, MODEL, Done, finish, pipette, plan, plan_file, start
 
 from pipette_launch.facts import Layout
+from pipette_launch.probe.inventory import num_gpus
 
 pytestmark = pytest.mark.processes
 ONE_STEP = [*MODEL, "--train-iters", "1"]
@@ -48,21 +49,39 @@ def test_contradictory_flags_are_named(tmp_path: Path) -> None:
 
 
 def test_a_bad_plan_file_is_named(tmp_path: Path) -> None:
-    """File and field are named, and training goes on without the plan."""
+    """File and field are named in one sentence, and the exit code is that of a bad flag."""
     path = tmp_path / "mine.json"
     path.write_text('{"kind": "plan", "schema_version": 1, "hots": []}')
 
     done = pipette(tmp_path, "--nproc-per-node=1", f"--pipette-plan={path}", ECHO, *ONE_STEP)
 
-    assert trained_as_torchrun(done, 1, ONE_STEP), done.err
+    assert (2, {}) == (done.code, done.workers), done.err
+    assert "pipette-launch: error: --pipette-plan" in done.err
     assert "mine.json: unknown field 'hots'" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.skipif(num_gpus() > 0, reason="there is a GPU")
+def test_a_device_that_is_not_there_stops_the_job(tmp_path: Path) -> None:
+    """It is the user's error, unless the user has said that errors must not stop the job."""
+    words = ["--nproc-per-node=1", "--pipette-device=cuda"]
+
+    stopped = pipette(tmp_path, *words, ECHO, *ONE_STEP)
+    trained = pipette(tmp_path, *words, "--pipette-on-error=train", ECHO, *ONE_STEP)
+
+    assert (2, {}) == (stopped.code, stopped.workers), stopped.err
+    assert trained_as_torchrun(trained, 1, ONE_STEP), trained.err
+    for done in (stopped, trained):
+        assert "NVML shows no GPU to this process" in done.err
+        assert "Traceback" not in done.err
 
 
 def test_a_plan_for_other_hosts_is_refused(tmp_path: Path) -> None:
-    """Both sets of hosts are named."""
+    """Both sets of hosts are named; training goes on where the user has said so."""
     path = plan_file(tmp_path, plan(Layout(pp=2), [0, 1], hosts=("elsewhere",)))
 
-    done = pipette(tmp_path, "--nproc-per-node=2", f"--pipette-plan={path}", ECHO, *ONE_STEP)
+    words = ["--nproc-per-node=2", "--pipette-on-error=train", f"--pipette-plan={path}"]
+    done = pipette(tmp_path, *words, ECHO, *ONE_STEP)
 
     assert trained_as_torchrun(done, 2, ONE_STEP), done.err
     assert f"the plan is for the hosts elsewhere; this job runs on {HOST}" in done.err

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launch.worlds import ARGUMENTS, chief, options, records
+from launch.worlds import ARGUMENTS, chief, options, plan, records
+
+from pipette_launch.facts import Layout, files
 
 
 @pytest.mark.parametrize(
@@ -38,15 +42,43 @@ def test_contradictory_flags_are_named(tmp_path: Path, changes: list[str], expec
     ],
     ids=["missing", "damaged", "version", "kind", "field"],
 )
-def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None, expected: str) -> None:
-    """File and field are named, and training goes on without the plan."""
+@pytest.mark.parametrize("on_error", [None, "train", "fail"])
+def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None, expected: str, on_error: Any) -> None:
+    """File and field are named; the job stops by the user's error, or trains where the user has said so."""
     path = tmp_path / "mine.json"
     if content is not None:
         path.write_text(content)
 
-    decision = chief(tmp_path, options(plan=path)).decide(records(), None)
+    decision = chief(tmp_path, options(plan=path, on_error=on_error)).decide(records(), None)
 
+    assert "--pipette-plan" in decision.reason
     assert "mine.json" in decision.reason
     assert expected in decision.reason
-    assert ("train", None) == (decision.phase, decision.plan)
-    assert ARGUMENTS == decision.script_arguments
+    if on_error == "train":
+        assert ("train", None, ARGUMENTS) == (decision.phase, decision.plan, decision.script_arguments)
+    else:
+        assert ("stop", True, True) == (decision.phase, decision.failed, decision.is_misuse)
+
+
+@pytest.mark.parametrize(("is_misuse", "phase"), [(True, "stop"), (False, "train")])
+def test_a_device_that_is_not_there_is_an_error_of_the_users(tmp_path: Path, is_misuse: bool, phase: str) -> None:
+    """On whichever node it is missing; other troubles of a machine stop no job."""
+    first, second = records()
+    nodes = [first, replace(second, host=None, trouble="NVML shows no GPU", is_misuse=is_misuse)]
+
+    decision = chief(tmp_path, options(device="cuda")).decide(nodes, None)
+
+    assert (phase, is_misuse) == (decision.phase, decision.is_misuse)
+    assert "node1: NVML shows no GPU" in decision.reason
+
+
+def test_a_plan_for_hosts_that_have_gone_is_nobodys_error(tmp_path: Path) -> None:
+    """A job that loses a node goes on without the plan that its user named for all of them."""
+    path = tmp_path / "mine.json"
+    files.write(path, plan(Layout(pp=2, dp=2)))
+    one = chief(tmp_path, options(plan=path))
+
+    decision = one.decide(records(1), one.decide(records(), None))
+
+    assert "the plan is for the hosts node0, node1; this job runs on node0" in decision.reason
+    assert ("train", False) == (decision.phase, decision.failed)

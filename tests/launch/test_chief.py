@@ -221,7 +221,7 @@ def test_a_plan_from_a_file_is_written_into_the_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "changes", "expected"),
     [
-        (plan(PP, hosts=("node0", "node7")), {}, "the plan is for the hosts node0, node7"),
+        (plan(PP, hosts=("node0", "node7")), {"on_error": "train"}, "the plan is for the hosts node0, node7"),
         (plan(PP), {"fix": ("pp",)}, "the plan has pp=2, and this job pins pp=1"),
     ],
 )

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from nvml_for_tests import GIB, FakeNvml, install
 
-from pipette_launch.errors import ClusterError
+from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.probe import inventory
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,7 +90,7 @@ def test_no_visible_gpu_is_an_error_when_gpus_are_asked_for(monkeypatch: pytest.
     """An empty list, an ambiguous prefix, or -1 hides all; the error shows the variable."""
     install(monkeypatch, FakeNvml(3), visible)
 
-    with pytest.raises(ClusterError, match=f"CUDA_VISIBLE_DEVICES={visible!r}"):
+    with pytest.raises(UsageError, match=f"CUDA_VISIBLE_DEVICES={visible!r}"):
         uuids(1)
 
 

@@ -118,6 +118,7 @@ def options_from(args: Namespace) -> Options:
     from pipette_launch.launch.options import Options
     from pipette_launch.megatron import fixed_fields
 
+    _check_sizes(args)
     late = [word for word in args.training_script_args if word.startswith(PREFIX)]
     if late:
         raise UsageError(
@@ -192,6 +193,30 @@ def _before_script(whole: ArgumentParser, words: Sequence[str]) -> Sequence[str]
         takes_value = name in actions and actions[name].nargs != 0 and not joined
         index += 2 if takes_value else 1
     return words[:index]
+
+
+def _check_sizes(args: Namespace) -> None:
+    """Raise UsageError for sizes of the job at which torchrun would raise in the middle of its own code."""
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    try:
+        least, most = parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError):
+        least = most = 0
+    if not 0 < least <= most:
+        raise UsageError(f"--nnodes needs a number above 0, or MIN:MAX with MIN not above MAX, got {args.nnodes!r}")
+    why = ""
+    try:
+        num_slots = determine_local_world_size(args.nproc_per_node)
+    except ValueError as error:
+        num_slots, why = 0, f" ({error})"
+    if num_slots < 1:
+        raise UsageError(
+            f"--nproc-per-node needs a number above 0, or auto, cpu, gpu or xpu where there is one, got "
+            f"{args.nproc_per_node!r}{why}"
+        )
+    if args.max_restarts < 0:
+        raise UsageError(f"--max-restarts must be at least 0, got {args.max_restarts}")
 
 
 def _number(flag: str, text: str) -> float:

@@ -113,6 +113,13 @@ def checked_options(words: list[str]) -> Options:
         (["--pipette-trial-iters=2", "train.py"], "--pipette-trial-iters must be at least 3, got 2"),
         (["--pipette-margin=2", "train.py"], "--pipette-margin must be at least 0 and below 1"),
         (["--pipette-fix=tp,pq", "train.py"], "pq"),
+        (["--nproc-per-node=0", "train.py"], "--nproc-per-node needs a number above 0, or auto, cpu, gpu or xpu"),
+        (["--nproc-per-node=two", "train.py"], "got 'two'"),
+        (["--nnodes=2:1", "train.py"], "--nnodes needs a number above 0, or MIN:MAX with MIN not above MAX, got '2:1'"),
+        (["--nnodes=0", "train.py"], "got '0'"),
+        (["--nnodes=some", "train.py"], "got 'some'"),
+        (["--nnodes=1:2:3", "train.py"], "got '1:2:3'"),
+        (["--max-restarts=-1", "train.py"], "--max-restarts must be at least 0, got -1"),
         (["nowhere.py"], "nowhere.py: no such file"),
         (["train.py", "--pipette-budget=5"], "--pipette-budget=5 stands behind the script"),
     ],
@@ -125,17 +132,22 @@ def test_bad_flags_are_explained(words: list[str], expected: str) -> None:
     assert expected in str(caught.value)
 
 
-def test_a_bad_flag_exits_with_2() -> None:
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--pipette-bugdet", "5"], "unknown flag --pipette-bugdet; did you mean --pipette-budget?"),
+        (["--nnodes", "2:1"], "--nnodes needs a number above 0, or MIN:MAX with MIN not above MAX, got '2:1'"),
+    ],
+    ids=["ours", "torchrun's"],
+)
+def test_a_bad_flag_exits_with_2(words: list[str], expected: str) -> None:
     """As argparse does, with one line and no traceback."""
     done = subprocess.run(
-        [sys.executable, "-m", "pipette_launch", "--pipette-bugdet", "5", "train.py"],
+        [sys.executable, "-m", "pipette_launch", *words, "train.py"],
         capture_output=True,
         text=True,
         check=False,
         cwd=Path(__file__).parent.parent,
     )
 
-    assert (2, "pipette-launch: error: unknown flag --pipette-bugdet; did you mean --pipette-budget?\n") == (
-        done.returncode,
-        done.stderr,
-    )
+    assert (2, f"pipette-launch: error: {expected}\n") == (done.returncode, done.stderr)

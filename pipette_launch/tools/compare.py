@@ -29,7 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--rival-budget",
         metavar="SECONDS",
-        type=float,
+        type=question.seconds,
         default=RIVAL_BUDGET_S,
         help=f"for each candidate of a planner that anneals (default {RIVAL_BUDGET_S:g}; Pipette's own scripts: 10)",
     )

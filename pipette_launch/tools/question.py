@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from argparse import REMAINDER, ArgumentParser, Namespace
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,14 @@ MEMORY_MARGIN = 0.08
 ONE_EXPERT_SIZE = "Layers with experts are timed at one ep for each tp, cp and micro-batch: the nearest to your own."
 LAUNCHERS_FIX = "--pipette-fix"
 """What the launcher calls our --fix; sentences about it come from where both are read."""
+
+
+def seconds(text: str) -> float:
+    """Read a budget for argparse, which names the flag of one that is none."""
+    value = float(text)
+    if not value >= 0:
+        raise ArgumentTypeError(f"needs seconds, at least 0, got {text}")
+    return value
 
 
 def add_machine_flags(parser: ArgumentParser) -> None:
@@ -40,7 +48,7 @@ def add_machine_flags(parser: ArgumentParser) -> None:
 def add_search_flags(parser: ArgumentParser, *, margin: float = MARGIN) -> None:
     """Add the flags that say how to look and what counts as better; `margin` is the default of --margin."""
     add = parser.add_argument
-    add("--budget", metavar="SECONDS", type=float, default=10.0, help="most that the search may take (default 10)")
+    add("--budget", metavar="SECONDS", type=seconds, default=10.0, help="most that the search may take (default 10)")
     add("--seed", metavar="N", type=int, default=0, help="of the search's chance (default 0)")
     add(
         "--margin",

@@ -49,6 +49,16 @@ def test_run_ends_in_elastic_launch() -> None:
     assert "launch_agent(" in inspect.getsource(launcher.elastic_launch)
 
 
+def test_sizes_are_read_by_torchrun() -> None:
+    """What a bad --nnodes or --nproc-per-node raises is known before torchrun raises it."""
+    assert (1, 2) == torchrun.parse_min_max_nnodes("1:2")
+    assert 3 == torchrun.determine_local_world_size("3")
+    with pytest.raises(RuntimeError):
+        torchrun.parse_min_max_nnodes("1:2:3")
+    with pytest.raises(ValueError, match="two"):
+        torchrun.determine_local_world_size("two")
+
+
 @pytest.mark.parametrize(
     ("owner", "attributes"),
     [

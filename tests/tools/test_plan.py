@@ -196,6 +196,8 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         ),
         (f"plan --cluster c.json --fabric uniform {JOB}", 2, "--fabric describes imagined machines"),
         (f"plan --gpu h100 --nodes 1 --fix colour {JOB}", 2, "--fix colour: no such part of a layout"),
+        (f"plan --gpu h100 --nodes 1 --budget -1 {JOB}", 2, "argument --budget: needs seconds, at least 0, got -1"),
+        (f"compare --rival-budget -1 {JOB}", 2, "argument --rival-budget: needs seconds, at least 0, got -1"),
         (f"plan --gpu h100 --nodes 1 --margin 2 {JOB}", 2, "margin must be at least 0 and below 1, got 2.0"),
         (f"plan --gpu v100-sxm2-16gb --nodes 1 {JOB} --bf16", 2, "V100-SXM2-16GB has no known peak for bf16"),
         (f"plan --gpu h100 --nodes 1 --out /dev/null/x {FEW},tp,pp {JOB}", 2, "--out /dev/null/x: cannot be written"),

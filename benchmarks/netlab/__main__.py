@@ -1,7 +1,7 @@
 """Several hosts on one machine, joined by links whose rates a file sets.
 
-    python -m benchmarks.netlab run TOPOLOGY.toml -- COMMAND ...
-    python -m benchmarks.netlab compare TOPOLOGY.toml -- SCRIPT ARGS
+    python -m benchmarks.netlab run TOPOLOGY.toml [FLAGS] -- COMMAND ...
+    python -m benchmarks.netlab compare TOPOLOGY.toml [FLAGS] -- SCRIPT ARGS
     python -m benchmarks.netlab check TOPOLOGY.toml
     python -m benchmarks.netlab clean
 
@@ -35,7 +35,7 @@ from benchmarks.netlab.topology import TopologyError
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Of what stands before the first `--`."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.netlab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,13 +46,11 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--patience", type=float, default=60.0, metavar="S", help="seconds others go on after a failure (60)"
     )
-    run.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     compare = actions.add_parser("compare", help="the same training under torchrun and under pipette-launch")
     compare.add_argument("topology", type=Path)
     compare.add_argument("--pairs", type=int, default=3, help="trainings of each (3)")
     compare.add_argument("--skip", type=int, default=3, help="first iterations that do not count (3)")
     compare.add_argument("--ours", default="", metavar="FLAGS", help="flags of pipette-launch, in one word")
-    compare.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     check = actions.add_parser("check", help="make the hosts, measure every link, remove them")
     check.add_argument("topology", type=Path)
     check.add_argument("--tolerance", type=float, default=0.10, help="part of a rate that a link may miss (0.1)")
@@ -60,9 +58,16 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; `command` of the answer is what stands behind the first `--`."""
+    # Cut here: argparse's REMAINDER would take flags that stand behind the topology for the command's own.
+    end = list(words).index("--") if "--" in words else len(words)
+    return parser().parse_args(words[:end], argparse.Namespace(command=list(words[end + 1 :])))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Do what the command line asks; returns the exit code."""
-    options = parser().parse_args(arguments)
+    options = parsed(arguments)
     try:
         if options.action == "clean":
             reason = system.missing()
@@ -79,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _words(options: argparse.Namespace) -> list[str]:
-    words: list[str] = options.command[1:] if options.command[:1] == ["--"] else options.command
+    words: list[str] = options.command
     if not words:
         raise system.LabError("no command; it stands behind --")
     return words

@@ -79,6 +79,14 @@ def test_planners_are_priced_alike(capsys: pytest.CaptureFixture[str]) -> None:
     assert runs["torchrun-order"] == yours
 
 
+def test_the_docs_list_every_planner() -> None:
+    """docs/command_line.md names what --planners takes, no more and no less."""
+    text = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+    (row,) = (line for line in text.splitlines() if line.startswith("| `--planners` | of "))
+
+    assert sorted(NAMES) == sorted(row.removeprefix("| `--planners` | of ").removesuffix(" |").split(", "))
+
+
 def test_a_choice_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """AMP asks for no memory: the fault says by how much, the remark what it would have run in its place."""
     words = f"--planners amp --gpu rtx-4090 --nodes 2 --nproc-per-node 4 {JOB} --num-layers 64 --hidden-size 4096"

@@ -8,6 +8,7 @@ missing, and then has its default: the value that files of earlier releases mean
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -15,6 +16,7 @@ import os
 import tempfile
 import types
 import typing
+import uuid
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -101,24 +103,42 @@ def loads(kind: type[D], text: str | bytes, source: str) -> D:
     return document
 
 
-def write(path: Path, document: Document) -> None:
-    """Write a document so that a reader sees the old file or the new one, never half of it."""
-    write_text(path, dumps(document) + "\n")
+def write(path: Path, document: Document, *, shared: bool = False) -> None:
+    """Write a document so that a reader sees the old file or the new one, never half of it.
+
+    Args:
+        path: its folder is made where there is none.
+        document: what to write.
+        shared: others may read it, as far as the umask allows; else nobody but its owner may.
+
+    """
+    write_text(path, dumps(document) + "\n", shared=shared)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, shared: bool = False) -> None:
     """Write text by a temporary file, fsync and rename; raises OSError, and then leaves nothing behind."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    # Not mkstemp: its files are private whatever the umask.
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if shared else 0o600)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that will be written much later; raises OSError where `write` would."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def read(path: Path, kind: type[D]) -> D:

@@ -240,7 +240,7 @@ class Chief:
         measurements = self._machines(orders.hosts).kept(files.read(self._folder / CLUSTER, Measurements))
         if self._options.probe_to is not None:
             self.measurements = measurements
-            files.write(self._options.probe_to, measurements)
+            files.write(self._options.probe_to, measurements, shared=True)
             return replace(bare, phase="stop")
         ruling = self._rule(measurements.verdicts, orders.hosts)
         # The warm-up knows again what the drivers had told before it.

@@ -59,7 +59,8 @@ class Script:
         if path is None or self._options.dry_run:
             return
         try:
-            files.write(path, replace(plan, chosen=choice or plan.own, keeps_own=choice is None))
+            # Whoever may load the checkpoints needs it.
+            files.write(path, replace(plan, chosen=choice or plan.own, keeps_own=choice is None), shared=True)
         except OSError as error:
             logger.warning(
                 "%s cannot be written (%s): a job that loads the checkpoint will not know its plan", path, error

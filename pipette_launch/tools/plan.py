@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from pipette_launch.errors import UsageError
 from pipette_launch.tools import question
 from pipette_launch.tools.command import Command
 
@@ -22,19 +25,30 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the plan and write its file; returns 0 for every plan, the user's own configuration included."""
     # Parsing --help must not wait for numpy.
-    from pipette_launch.errors import UsageError
     from pipette_launch.facts import files
     from pipette_launch.report import planned_screen
 
-    plan = question.planned(question.question_of(args), args)
+    asked = question.question_of(args)
     if args.out is not None:
-        try:
-            files.write(args.out, plan)
-        except OSError as error:
-            raise UsageError(f"--out {args.out}: cannot be written ({error.strerror})") from error
+        # Before the search, whose plan would be lost.
+        with _naming(args.out):
+            files.check_writable(args.out)
+    plan = question.planned(asked, args)
+    if args.out is not None:
+        with _naming(args.out):
+            files.write(args.out, plan, shared=True)
     screen = files.dumps(plan) + "\n" if args.json else planned_screen(plan, title="pipette plan", saved_to=args.out)
     sys.stdout.write(screen)
     return 0
+
+
+@contextmanager
+def _naming(out: Path) -> Iterator[None]:
+    """Turn an OSError into a complaint about --out."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written ({error.strerror})") from error
 
 
 COMMAND = Command(

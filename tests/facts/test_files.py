@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +176,33 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(OSError, match="No space left"):
         files.write(path, replace(plan(), num_layouts=8))
     assert (before, ["plan.json"]) == (path.read_text(), [entry.name for entry in tmp_path.iterdir()])
+
+
+@pytest.mark.parametrize(
+    ("umask", "shared", "mode"),
+    [(0o022, True, 0o644), (0o077, True, 0o600), (0o002, True, 0o664), (0o022, False, 0o600)],
+)
+def test_others_read_what_is_shared(tmp_path: Path, umask: int, shared: bool, mode: int) -> None:
+    """A file that the user named obeys the umask; all others are private."""
+    path = tmp_path / "plan.json"
+    before = os.umask(umask)
+    try:
+        files.write(path, plan(), shared=shared)
+    finally:
+        os.umask(before)
+
+    assert mode == path.stat().st_mode & 0o777
+
+
+def test_a_place_is_checked_before_it_is_written_to(tmp_path: Path) -> None:
+    """Missing folders are made and nothing else is left; a folder in the file's place is refused."""
+    files.check_writable(tmp_path / "a" / "b" / "plan.json")
+
+    assert [] == list((tmp_path / "a" / "b").iterdir())
+    with pytest.raises(IsADirectoryError):
+        files.check_writable(tmp_path / "a")
+    with pytest.raises(OSError, match="File exists"):
+        files.check_writable(Path("/dev/null/plan.json"))
 
 
 def test_a_digest_follows_the_facts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from pipette_launch.errors import PlanError
 from pipette_launch.facts import Plan, files
 from pipette_launch.launch.reuse import check_belongs, on_real_hosts
 from pipette_launch.report.parts import paste_words
+from pipette_launch.tools import question
 from pipette_launch.tools.main import main, parser
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -47,7 +49,7 @@ def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A plan file and the screen that came with it."""
-    path = tmp_path_factory.mktemp("plans") / "a.plan.json"
+    path = tmp_path_factory.mktemp("plans") / "of" / "today" / "a.plan.json"
     words = f"plan --gpu h100-sxm --nodes 2 --nproc-per-node 4 --out {path} {FREE} {JOB}".split()
     ran = subprocess.run(
         [
@@ -127,6 +129,25 @@ def test_a_plan_for_imagined_hosts_runs_on_real_ones(saved: tuple[Path, str]) ->
     assert plan == on_real_hosts(plan, hosts)
     with pytest.raises(PlanError, match="the plan is for the hosts host0, host1; this job runs on node0, node1, node2"):
         check_belongs(on_real_hosts(plan, hosts), hosts, "plan.json")
+
+
+def test_a_plan_goes_where_colleagues_can_read_it(saved: tuple[Path, str]) -> None:
+    """A missing folder is made, and the file's mode is the umask's."""
+    umask = os.umask(0)
+    os.umask(umask)
+
+    assert 0o666 & ~umask == saved[0].stat().st_mode & 0o777
+
+
+def test_no_search_for_a_plan_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The complaint about --out comes before the search."""
+    monkeypatch.setattr(question, "planned", lambda *_: pytest.fail("searched"))
+    code, out, err = answer(f"plan --gpu h100 --nodes 1 --out /dev/null/x {FEW} {JOB}", capsys)
+
+    assert (2, "") == (code, out)
+    assert "--out /dev/null/x: cannot be written (File exists)" in err
 
 
 def test_equal_questions_get_equal_plans(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def choice(layout: Layout, step_time_s: float, **changes: object) -> Choice:
         schedule="1f1b" if layout.pp > 1 else "no-pipelining",
         step_time_s=step_time_s,
         breakdown_s={name: part * step_time_s for name, part in parts.items()},
-        peak_memory_bytes=tuple((6 << 30) - (stage << 29) for stage in range(layout.pp)),
+        peak_memory_bytes=tuple(max((6 << 30) - (stage << 29), 1 << 29) for stage in range(layout.pp)),
         memory_limit_bytes=7 << 30,
         bound_s=0.9 * step_time_s,
     )

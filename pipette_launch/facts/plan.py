@@ -48,6 +48,13 @@ class Choice:
             raise FactError(
                 f"placement must hold every rank from 0 to {self.layout.world_size - 1} once, got {self.placement}"
             )
+        for name in ("step_time_s", "step_correction", "memory_correction"):
+            if not getattr(self, name) > 0:
+                raise FactError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not self.bound_s >= 0:
+            raise FactError(f"bound_s must be at least 0, got {self.bound_s}")
+        if min(self.peak_memory_bytes, default=0) <= 0:
+            raise FactError(f"peak_memory_bytes must be above 0 on each stage, got {self.peak_memory_bytes}")
 
     @property
     def fits(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,25 @@ def test_a_nested_fact_checks_itself() -> None:
     plain["chosen"]["placement"] = [0, 0]
 
     with pytest.raises(FileFormatError, match="here: chosen: placement must hold every rank"):
+        files.loads(Plan, json.dumps(plain), "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("step_time_s", -1.0, "step_time_s must be above 0, got -1.0"),
+        ("step_correction", 0.0, "step_correction must be above 0, got 0.0"),
+        ("bound_s", -0.5, "bound_s must be at least 0, got -0.5"),
+        ("peak_memory_bytes", [], "peak_memory_bytes must be above 0 on each stage, got ()"),
+        ("peak_memory_bytes", [3, -4], "peak_memory_bytes must be above 0 on each stage, got (3, -4)"),
+    ],
+)
+def test_a_choice_that_no_prediction_makes_is_refused(name: str, value: object, expected: str) -> None:
+    """Times and memory of a plan that somebody edited."""
+    plain = json.loads(files.dumps(plan()))
+    plain["chosen"][name] = value
+
+    with pytest.raises(FileFormatError, match=f"here: chosen: {re.escape(expected)}"):
         files.loads(Plan, json.dumps(plain), "here")
 
 

@@ -19,3 +19,8 @@ def __getattr__(name: str) -> Any:
 
         return predict
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Name also what is imported only where it is used, for help()."""
+    return sorted({*globals(), *__all__})

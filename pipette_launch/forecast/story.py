@@ -29,7 +29,7 @@ FP8_AS_16_BIT = (
 Method = Literal["closed", "abstract"]
 
 
-def predict(
+def foretell(
     arguments: Sequence[str],
     *,
     world_size: int | None = None,

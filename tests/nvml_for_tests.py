@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,6 +175,7 @@ class FakeNvml(types.ModuleType):
 
 def install(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, visible: str | None = None) -> FakeNvml:
     """Put the stand-in in place."""
+    nvml.__spec__ = ModuleSpec("pynvml", None)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

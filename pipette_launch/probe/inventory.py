@@ -43,9 +43,11 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
     """
     gpus = [] if device == "cpu" else _gpus(os.environ)
     if device == "cuda" and not gpus:
+        wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+        said = "is not set" if wanted is None else f"is {wanted!r}"
         raise UsageError(
-            f"{name}: NVML shows no GPU to this process (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}); install the driver, or use --pipette-device=cpu"
+            f"{name}: NVML shows no GPU to this process (CUDA_VISIBLE_DEVICES {said}); install the driver, or use "
+            f"--pipette-device=cpu"
         )
     if gpus and len(gpus) < num_devices:
         raise ClusterError(

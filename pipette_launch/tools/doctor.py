@@ -6,9 +6,10 @@ import os
 import socket
 import sys
 from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pipette_launch.errors import UsageError
+from pipette_launch.errors import PipetteError, UsageError
 from pipette_launch.tools.command import Command
 
 if TYPE_CHECKING:
@@ -19,9 +20,16 @@ if TYPE_CHECKING:
     from pipette_launch.facts.condition import DeviceCondition
 
 DEFAULT_PORT = 29500
-
-
 MOST_PORTS = 1 << 16
+OWN_PACKAGES = {
+    "numpy": "numpy",
+    "psutil": "psutil",
+    "nvidia-ml-py": "pynvml",
+    "packaging": "packaging",
+    "rich": "rich",
+    "torch": "torch",
+}
+"""What pipette-launch cannot work without, and the modules that it imports; torch not here, but in any job."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -41,6 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print what was found; returns 1 where something would stop a job, else 0."""
+    check_packages()
     from pipette_launch.facts import files
     from pipette_launch.report import checkup_screen
 
@@ -52,6 +61,17 @@ def run(args: Namespace) -> int:
     found = examine(args)
     sys.stdout.write(files.dumps(found) + "\n" if args.json else checkup_screen(found))
     return 0 if found.is_fit else 1
+
+
+def check_packages() -> None:
+    """Raise PipetteError for packages without which this very command cannot look at anything else."""
+    missing = [package for package, module in OWN_PACKAGES.items() if find_spec(module) is None]
+    # A missing torch alone is a finding beside others.
+    if set(missing) - {"torch"}:
+        raise PipetteError(
+            f"not installed, and pipette-launch needs them: {', '.join(missing)}; pip install {' '.join(missing)}, "
+            f"then ask again for all else"
+        )
 
 
 def examine(args: Namespace) -> Checkup:
@@ -67,7 +87,7 @@ def examine(args: Namespace) -> Checkup:
     found += devices
     num_devices = args.nproc_per_node or (len(host.devices) if host else 1)
     if host is not None and host.devices[0].kind == "cuda":
-        found += software.driver_for_torch()
+        found += software.driver_for_torch() if software.installed("torch") else ()
         found += surroundings.shared_memory(num_devices)
     found += surroundings.limits()
     found += surroundings.host_name(environ=os.environ, num_nodes=args.nnodes)
@@ -83,7 +103,6 @@ def examine(args: Namespace) -> Checkup:
 
 def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
     """Take stock as an agent would, and judge the devices beside each other."""
-    from pipette_launch.errors import PipetteError
     from pipette_launch.facts.checkup import Finding
     from pipette_launch.probe import condition, inventory
 

@@ -73,20 +73,19 @@ def host_name(
     """
     name = name or socket.gethostname()
     found = _resolved(name) if addresses is None else addresses
-    severity: Severity = "stops" if num_nodes > 1 else "slows"
     if environ.get("GLOO_SOCKET_IFNAME"):
         value = f"{name} is {', '.join(found) or 'unknown'}, and GLOO_SOCKET_IFNAME={environ['GLOO_SOCKET_IFNAME']}"
         yield Finding(severity="fine", what="host name", value=value)
     elif not found:
         advice = "add it to /etc/hosts, or export GLOO_SOCKET_IFNAME"
+        severity: Severity = "stops" if num_nodes > 1 else "slows"
         yield Finding(severity=severity, what="host name", value=f"{name} cannot be resolved", advice=advice)
-    elif all(ipaddress.ip_address(address).is_loopback for address in found):
+    elif num_nodes > 1 and all(ipaddress.ip_address(address).is_loopback for address in found):
         yield Finding(
-            severity=severity,
+            severity="stops",
             what="host name",
             value=f"{name} is {', '.join(found)}, which on every other node is that node itself",
-            advice="export GLOO_SOCKET_IFNAME with the interface to use, or mend /etc/hosts; only jobs of several "
-            "nodes are concerned",
+            advice="export GLOO_SOCKET_IFNAME with the interface to use, or mend /etc/hosts",
         )
     else:
         yield Finding(severity="fine", what="host name", value=f"{name} is {', '.join(found)}")

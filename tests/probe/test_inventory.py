@@ -90,7 +90,7 @@ def test_no_visible_gpu_is_an_error_when_gpus_are_asked_for(monkeypatch: pytest.
     """An empty list, an ambiguous prefix, or -1 hides all; the error shows the variable."""
     install(monkeypatch, FakeNvml(3), visible)
 
-    with pytest.raises(UsageError, match=f"CUDA_VISIBLE_DEVICES={visible!r}"):
+    with pytest.raises(UsageError, match=f"CUDA_VISIBLE_DEVICES is {visible!r}"):
         uuids(1)
 
 

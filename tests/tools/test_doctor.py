@@ -201,16 +201,17 @@ def test_limits(
     [
         (["10.0.0.7"], {}, 2, "fine"),
         (["127.0.1.1"], {}, 2, "stops"),
-        (["127.0.1.1", "::1"], {}, 1, "slows"),
+        (["127.0.1.1", "::1"], {}, 1, "fine"),
         (["127.0.1.1", "10.0.0.7"], {}, 2, "fine"),
         (["127.0.1.1"], {"GLOO_SOCKET_IFNAME": "eth0"}, 2, "fine"),
         ([], {}, 2, "stops"),
+        ([], {}, 1, "slows"),
     ],
 )
 def test_a_name_that_means_itself_on_every_node(
     addresses: list[str], environ: dict[str, str], nodes: int, severity: str
 ) -> None:
-    """Gloo would tell its peers the loopback address, and they would call themselves."""
+    """Gloo would tell its peers the loopback address, and they would call themselves; a single node may."""
     (finding,) = surroundings.host_name(name="n1", addresses=addresses, environ=environ, num_nodes=nodes)
 
     assert severity == finding.severity
@@ -267,6 +268,44 @@ def test_the_screen_says_what_was_not_looked_at() -> None:
     ]
     assert "clocks that differ" in screen
     assert "• stops: 1 B; do it" in screen
+
+
+@pytest.mark.parametrize(("modules", "named"), [("psutil", "psutil"), ("packaging,torch", "packaging torch")])
+def test_missing_requirements_are_named(modules: str, named: str) -> None:
+    """All of them in one sentence, and the exit code of what would stop a job."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({modules.split(',')}))\n"
+        "from pipette_launch.tools.main import main\nmain(['doctor'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True)
+
+    assert (1, "") == (done.returncode, done.stdout)
+    assert f"pip install {named}, then ask again" in done.stderr
+    assert 1 == len(done.stderr.splitlines())
+
+
+def test_the_requirements_are_those_of_the_package() -> None:
+    """setup.cfg asks for the same, and for megatron-core, which a checkout may stand in for."""
+    listed = (ROOT / "setup.cfg").read_text().split("install_requires =")[1].split("[")[0].split()
+
+    assert {*doctor.OWN_PACKAGES, "megatron-core"} == {one.partition(">")[0] for one in listed}
+
+
+@pytest.mark.parametrize(("devices", "said"), [(None, "is not set"), ("7", "is '7'")])
+def test_no_gpu_is_told_with_what_hides_it(monkeypatch: pytest.MonkeyPatch, devices: str | None, said: str) -> None:
+    """CUDA_VISIBLE_DEVICES in words, also where nobody has set it."""
+    install(monkeypatch, FakeNvml(1 if devices else 0), devices)
+
+    assert f"(CUDA_VISIBLE_DEVICES {said})" in examined(device="cuda")["devices"].value
+
+
+def test_a_missing_torch_is_not_called_one_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one finding about it, and it says that torch is not installed."""
+    install(monkeypatch, FakeNvml(1))
+    monkeypatch.setattr(software, "installed", lambda _: None)
+    monkeypatch.setattr(software, "driver_for_torch", lambda: pytest.fail("asked"))
+
+    assert "torch and the driver" not in examined(device="cuda")
 
 
 def test_the_doctor_needs_no_torch() -> None:

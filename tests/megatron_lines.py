@@ -22,6 +22,7 @@ def job(
     device_kind: str = "cuda",
     fix: Sequence[str] = (),
     for_prediction: bool = False,
+    starts_nothing: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
 ) -> Job:
@@ -34,6 +35,7 @@ def job(
         device_kind=device_kind,
         fix=fix,
         for_prediction=for_prediction,
+        starts_nothing=starts_nothing,
         environment=environment,
         device_name=device_name,
     )

@@ -6,6 +6,7 @@ command line can be given back word for word; only what a plan changes is ever r
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import re
@@ -19,6 +20,8 @@ from pipette_launch.errors import MegatronError
 OLDEST = (0, 14)
 NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 """What argparse takes for a value although it begins with a dash (Python 3.10 to 3.13)."""
+CLOSE = 0.85
+"""difflib's ratio from which a word is likely a flag mistyped: two letters that changed places in 12 leave 0.92."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +99,13 @@ def _table(release: str) -> Mapping[str, Flag]:
 def flag_table(version: str) -> Mapping[str, Flag]:
     """Every option string that Megatron registers in this release (newer ones: as in the newest known)."""
     return _table(known_release(version))
+
+
+def likely_flag(option: str, version: str) -> str | None:
+    """What a word that is no flag of this release was likely meant to be; None where nothing is close."""
+    # A flag of another release is no slip of the pen.
+    near = () if option in _data()["flags"] else difflib.get_close_matches(option, flag_table(version), 1, CLOSE)
+    return near[0] if near else None
 
 
 def tokenise(words: Sequence[str], table: Mapping[str, Flag]) -> tuple[Token, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.megatron import checkpoint
-from pipette_launch.megatron.flags import Arguments, known_release, release_of
+from pipette_launch.megatron.flags import Arguments, known_release, likely_flag, release_of
 from pipette_launch.megatron.layout import check_device, check_layout, read_layout
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import performance_flags
@@ -25,6 +25,7 @@ def read_job(
     fix: Sequence[str] = (),
     for_prediction: bool = False,
     without_probes: bool = False,
+    starts_nothing: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
 ) -> Job:
@@ -40,6 +41,7 @@ def read_job(
         fix: names from `--pipette-fix`.
         for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
         without_probes: read also models that a warm-up cannot time, for plans that rest on none.
+        starts_nothing: note flags that the release does not have, which no script is going to refuse.
         environment: of the workers, for the variables that choose an attention backend; None for none of them.
         device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
 
@@ -64,8 +66,7 @@ def read_job(
     check_layout(own, model, given, global_batch_size=batch.global_batch_size)
     held = (*pins(given, own, device_kind), *demands.pins)
     notes = [vocabulary.note, *demands.notes, *(pin.note for pin in held), *_notes(given, own, flags_layout)]
-    # A launched script refuses what it does not know; here nobody would say so.
-    notes += _unknown(given) if for_prediction or without_probes else []
+    notes += _unknown(given) if starts_nothing else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
     return Job(
         model=model,
@@ -109,8 +110,13 @@ def _train_iters(given: Arguments, batch: Batch) -> int:
 
 def _unknown(given: Arguments) -> list[str]:
     """Name the flags that this release does not have: a script's own, or a slip of the pen."""
-    unknown = [word for token in given.tokens if token.flag is None for word in token.words if word.startswith("--")]
-    return [f"not flags of Megatron {given.version}, so without effect here: {', '.join(unknown)}"] if unknown else []
+    words = [token.words[0].partition("=")[0] for token in given.tokens if token.flag is None]
+    unknown = dict.fromkeys(word for word in words if word.startswith("--") and word != "--")
+    if not unknown:
+        return []
+    likely = ((word, likely_flag(word, given.version)) for word in unknown)
+    shown = (f"{word} (did you mean {flag}?)" if flag else word for word, flag in likely)
+    return [f"not flags of Megatron {given.version}, so without effect here: {', '.join(shown)}"]
 
 
 def _notes(given: Arguments, own: Layout, flags_layout: Layout) -> list[str]:

@@ -125,6 +125,7 @@ def question_of(args: Namespace) -> Question:
         device_kind=machines.kind,
         fix=fix,
         without_probes=machines.spec is not None,
+        starts_nothing=True,
         environment=os.environ,
         device_name=machines.device_name,
     )

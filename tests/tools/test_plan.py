@@ -165,15 +165,16 @@ def test_equal_questions_get_equal_plans(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_measured_cluster_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its sizes need not be said, and other sizes are refused with what to do."""
+    """Its sizes need not be said, other sizes are refused with what to do, and a mistyped flag is noted."""
     path = tmp_path / "cluster.json"
     files.write(path, tiny_measurements(tiny_cluster(2, 2)))
-    code, out, err = answer(f"plan --cluster {path} {FEW} {JOB}", capsys)
+    code, out, err = answer(f"plan --cluster {path} {FEW} {JOB} --tensor-model-parallel-szie 2", capsys)
     refused = answer(f"plan --cluster {path} --nodes 8 {JOB}", capsys)
     latent = answer(f"plan --cluster {path} {JOB} {LATENT}", capsys)
 
     assert (0, "") == (code, err)
     assert "4 ranks on 2 hosts x 2 test cpu with 8.00 GiB, measured at 2026-11-21" in " ".join(out.split())
+    assert "(did you mean --tensor-model-parallel-size?)" in " ".join(out.split())
     assert 2 == refused[0]
     assert "multi-latent attention; `pipette predict` and `pipette plan --gpu` read it" in latent[2]
     assert "has 2 hosts x 2 devices = 4 ranks, but --nodes says 8; leave the sizes out, or name" in refused[2]

@@ -22,7 +22,7 @@ def job(
     device_kind: str = "cuda",
     fix: Sequence[str] = (),
     for_prediction: bool = False,
-    starts_nothing: bool = False,
+    for_planning: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
 ) -> Job:
@@ -35,7 +35,7 @@ def job(
         device_kind=device_kind,
         fix=fix,
         for_prediction=for_prediction,
-        starts_nothing=starts_nothing,
+        for_planning=for_planning,
         environment=environment,
         device_name=device_name,
     )

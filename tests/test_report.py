@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def test_an_own_layout_that_does_not_fit_is_shown_as_such() -> None:
     text = shown(plan(cluster, choice(Layout(pp=2), 2.0), own), None, width=80, new_arguments=None)
 
     assert "yours, too large  tp1 pp1 dp2 mbs1" in text
+
+
+def test_an_own_layout_that_megatron_refuses_has_no_step_time() -> None:
+    """The figure is another layout's, so that it stands in no bar."""
+    made = plan(tiny_cluster(1, 2), choice(Layout(pp=2), 2.0), choice(Layout(dp=2), 1.0))
+    refused = replace(made, own_fault="its batch does not divide")
+
+    assert "yours" in shown(made, None, width=80, new_arguments=None)
+    assert "yours" not in shown(refused, None, width=80, new_arguments=None)
 
 
 def test_a_plan_that_could_not_be_kept_has_no_path() -> None:

@@ -112,6 +112,9 @@ class Plan:
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
     """So many of the alternatives, from the first, are better than the user's own; None: all of them, as predicted."""
 
+    own_fault: str = field(default="", metadata=ADDED_LATER)
+    """Why Megatron refuses `own`, whose step time is then that of another layout; empty where it does not."""
+
     def __post_init__(self) -> None:
         slots = len(self.hosts) * self.devices_per_host
         for choice in (self.chosen, *self.alternatives, self.own):

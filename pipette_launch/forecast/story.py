@@ -96,7 +96,6 @@ def _job(arguments: Sequence[str], machines: Machines, version: str, environment
         megatron_version=version,
         device_kind=machines.kind,
         for_prediction=True,
-        starts_nothing=True,
         environment=environment,
         device_name=machines.device_name,
     )

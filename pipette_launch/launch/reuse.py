@@ -84,6 +84,7 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
         trials=plan.trials if is_same else None,
         num_in_line=plan.num_in_line if is_same else None,
         own=own,
+        own_fault="",  # a job that runs was read with a layout that Megatron takes
         provenance=replace(plan.provenance, key=key, source="file"),
     )
     if plan.provenance.key == key:

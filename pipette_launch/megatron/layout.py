@@ -5,12 +5,15 @@ from __future__ import annotations
 from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Layout, ModelSpec, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.megatron.chunks import read_chunks
+from pipette_launch.megatron.chunks import SPLIT_DESTS, read_chunks
 from pipette_launch.megatron.flags import Arguments
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 GROUP_SIZE = "microbatch_group_size_per_vp_stage"
+SIZE_DESTS = (TP, PP, CP, EP, ETP, GROUP_SIZE, *SPLIT_DESTS)
+SIZE_FIELDS = frozenset({"tp", "pp", "dp", "cp", "ep", "etp", "vpp", "layers_per_chunk", "microbatch_group_size"})
+"""What `SIZE_DESTS` say of a layout."""
 OWN_MODULES_OF_TE = {"layernorm", "moe_act", "mla_up_proj"}
 """Recompute modules that crash without Transformer Engine (seen with megatron-core 0.16.1)."""
 
@@ -89,8 +92,11 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
         raise MegatronError(f"the job's own configuration: {error}") from error
 
 
-def check_layout(layout: Layout, model: ModelSpec, arguments: Arguments, *, global_batch_size: int) -> None:
+def check_layout(
+    layout: Layout, model: ModelSpec, arguments: Arguments, *, device_kind: str, global_batch_size: int
+) -> None:
     """Raise MegatronError where Megatron itself would refuse this configuration, naming flag, value and remedy."""
+    _check_device(layout, device_kind)
     _check_widths(layout, model, arguments)
     _check_experts(layout, model, arguments)
     _check_batch(layout, arguments, global_batch_size)
@@ -100,7 +106,13 @@ def check_layout(layout: Layout, model: ModelSpec, arguments: Arguments, *, glob
         )
 
 
-def check_device(layout: Layout, device_kind: str) -> None:
+def _shown(arguments: Arguments, *dests: str) -> str:
+    """The flags among these that the user gave, in his words."""
+    given = [arguments.shown(dest) for dest in dests if arguments.is_given(dest)]
+    return " with ".join(given) or "the parallel sizes"
+
+
+def _check_device(layout: Layout, device_kind: str) -> None:
     """Raise MegatronError for what needs Transformer Engine, and so a GPU, in a job on CPU."""
     if device_kind != "cpu":
         return
@@ -114,12 +126,6 @@ def check_device(layout: Layout, device_kind: str) -> None:
         raise MegatronError(
             f"--recompute-modules {' '.join(modules)}: needs Transformer Engine and so a GPU; remove it on CPU"
         )
-
-
-def _shown(arguments: Arguments, *dests: str) -> str:
-    """The flags among these that the user gave, in his words."""
-    given = [arguments.shown(dest) for dest in dests if arguments.is_given(dest)]
-    return " with ".join(given) or "the parallel sizes"
 
 
 def _check_widths(layout: Layout, model: ModelSpec, arguments: Arguments) -> None:

@@ -9,10 +9,10 @@ from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.megatron import checkpoint
 from pipette_launch.megatron.flags import Arguments, known_release, likely_flag, release_of
-from pipette_launch.megatron.layout import check_device, check_layout, read_layout
+from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, check_layout, read_layout
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import performance_flags
-from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
+from pipette_launch.megatron.pins import Pin, check_planned, fixed_fields, pins
 from pipette_launch.megatron.vocabulary import read_vocabulary
 
 
@@ -25,7 +25,7 @@ def read_job(
     fix: Sequence[str] = (),
     for_prediction: bool = False,
     without_probes: bool = False,
-    starts_nothing: bool = False,
+    for_planning: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
 ) -> Job:
@@ -41,7 +41,7 @@ def read_job(
         fix: names from `--pipette-fix`.
         for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
         without_probes: read also models that a warm-up cannot time, for plans that rest on none.
-        starts_nothing: note flags that the release does not have, which no script is going to refuse.
+        for_planning: read also an own layout that Megatron refuses, without sizes that do not suit the ranks.
         environment: of the workers, for the variables that choose an attention backend; None for none of them.
         device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
 
@@ -58,30 +58,52 @@ def read_job(
     model = read_model(
         given, vocabulary, device_kind=device_kind, environment=environment or {}, device_name=device_name
     )
-    flags_layout = read_layout(given, world_size=world_size)
+    flags_layout, refusal = _flags_layout(given, world_size, for_planning=for_planning)
     batch = Batch(global_batch_size=_global_batch_size(given, flags_layout))
     demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)
     own = demands.applied(flags_layout)
-    check_device(own, device_kind)
-    check_layout(own, model, given, global_batch_size=batch.global_batch_size)
+    if not for_planning:
+        check_layout(own, model, given, device_kind=device_kind, global_batch_size=batch.global_batch_size)
     held = (*pins(given, own, device_kind), *demands.pins)
-    notes = [vocabulary.note, *demands.notes, *(pin.note for pin in held), *_notes(given, own, flags_layout)]
-    notes += _unknown(given) if starts_nothing else []
+    notes = [vocabulary.note, *demands.notes, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
+    notes += _unknown(given) if for_prediction or for_planning else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
     return Job(
         model=model,
         batch=batch,
         own=own,
-        pinned=tuple(sorted({*fixed, *(name for pin in held for name in pin.fields)})),
+        pinned=_pinned(fixed, held, refusal, device_kind),
         notes=tuple(dict.fromkeys(note for note in notes if note)),
-        megatron_version=megatron_version,
         **_training(given, batch),
     )
 
 
+def _flags_layout(given: Arguments, world_size: int, *, for_planning: bool) -> tuple[Layout, MegatronError | None]:
+    """Read the layout; for planning, sizes that do not suit the ranks are left out and the refusal is returned."""
+    try:
+        return read_layout(given, world_size=world_size), None
+    except MegatronError as error:
+        # Without a global batch size the layout says what a step is.
+        if not for_planning or not given.is_given("global_batch_size"):
+            raise
+        return read_layout(given.without(*SIZE_DESTS), world_size=world_size), error
+
+
+def _pinned(
+    fixed: Sequence[str], held: Sequence[Pin], refusal: MegatronError | None, device_kind: str
+) -> tuple[str, ...]:
+    """Name what stays; raises the refusal of the user's sizes where one of them would have to."""
+    pinned = {*fixed, *(name for pin in held for name in pin.fields)}
+    # On CPU cp stays 1, whatever the user's sizes are.
+    if refusal is not None and pinned & SIZE_FIELDS - ({"cp"} if device_kind == "cpu" else set()):
+        raise refusal
+    return tuple(sorted(pinned))
+
+
 def _training(given: Arguments, batch: Batch) -> dict[str, Any]:
-    """What a step does beside the model's passes, how many there are, and which of them are printed."""
+    """What a step does beside the model's passes, how many there are, which are printed, and by which release."""
     return {
+        "megatron_version": given.version,
         "grad_reduce_in_bf16": bool(given.get("grad_reduce_in_bf16")),
         "optimizer": given.get("optimizer"),
         "performance_flags": performance_flags(given),
@@ -109,7 +131,10 @@ def _train_iters(given: Arguments, batch: Batch) -> int:
 
 
 def _unknown(given: Arguments) -> list[str]:
-    """Name the flags that this release does not have: a script's own, or a slip of the pen."""
+    """Name the flags that this release does not have: a script's own, or a slip of the pen.
+
+    A launched script refuses what it does not know; where none is launched, nobody else would say so.
+    """
     words = [token.words[0].partition("=")[0] for token in given.tokens if token.flag is None]
     unknown = dict.fromkeys(word for word in words if word.startswith("--") and word != "--")
     if not unknown:
@@ -119,8 +144,8 @@ def _unknown(given: Arguments) -> list[str]:
     return [f"not flags of Megatron {given.version}, so without effect here: {', '.join(shown)}"]
 
 
-def _notes(given: Arguments, own: Layout, flags_layout: Layout) -> list[str]:
-    notes = []
+def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: MegatronError | None) -> list[str]:
+    notes = [] if refusal is None else [f"{refusal}; {own.words()} stands here for your own layout"]
     if not given.is_given("global_batch_size"):
         notes.append("--global-batch-size is not given: pinned to one micro-batch on each replica of your own layout")
     if own != flags_layout:

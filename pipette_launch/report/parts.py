@@ -57,7 +57,8 @@ def step_times(plan: Plan) -> Iterator[RenderableType]:
 
     rows = [(plan.chosen, "chosen, yours" if plan.keeps_own else "chosen")]
     rows += [(choice, "") for choice in plan.alternatives]
-    rows += [] if plan.keeps_own else [(plan.own, "yours" if plan.own.fits else "yours, too large")]
+    if not (plan.keeps_own or plan.own_fault):
+        rows.append((plan.own, "yours" if plan.own.fits else "yours, too large"))
     longest_s = max(choice.step_time_s for choice, _ in rows)
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)

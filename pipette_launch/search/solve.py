@@ -133,6 +133,7 @@ def _plan(
         chosen=chosen.choice,
         alternatives=chosen.alternatives,
         own=chosen.own,
+        own_fault=field.own_fault or "",
         keeps_own=chosen.keeps_own,
         reasons=(*cut_short, *words.reasons(field, chosen, floor_s=searched.floor_s, margin=options.margin)),
         notes=(*learned, *words.notes(field, chosen)),

@@ -42,7 +42,7 @@ def notes(field: Field, chosen: Chosen) -> tuple[str, ...]:
     own = chosen.own
     if field.own_fault is not None:
         found.append(f"Megatron refuses the user's own layout {own.layout.words()}: {field.own_fault}.")
-    if chosen.own_basis is not None:
+    elif chosen.own_basis is not None:
         found.append(
             f"The user's own layout could not be priced; the step time of {chosen.own_basis.words()}, the nearest that "
             f"could, stands for it."

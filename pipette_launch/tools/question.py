@@ -125,7 +125,7 @@ def question_of(args: Namespace) -> Question:
         device_kind=machines.kind,
         fix=fix,
         without_probes=machines.spec is not None,
-        starts_nothing=True,
+        for_planning=True,
         environment=os.environ,
         device_name=machines.device_name,
     )
@@ -190,7 +190,8 @@ def _measurements(machines: Machines, job: Job) -> Measurements:
     found = cuts(
         job, world_size=machines.world_size, devices_per_host=machines.devices_per_host, device_kind=machines.kind
     )
-    imagined = machines.measurements(job, (job.own, *_shapes(found, job.own)))
+    own = () if found.own_fault else (job.own,)
+    imagined = machines.measurements(job, (*own, *_shapes(found, job.own)))
     assert imagined is not None, "machines of a known type are always imagined"
     return imagined
 

@@ -184,5 +184,20 @@ def test_where_nothing_starts_unknown_flags_are_named(words: str, shown: str) ->
     """With the flag that was meant where one is close; a launched script would refuse them itself."""
     note = f"not flags of Megatron 0.16.1, so without effect here: {shown}"
 
-    assert (note,) == job(words, starts_nothing=True).notes
+    assert (note,) == job(words, for_planning=True).notes == job(words, for_prediction=True).notes
     assert () == job(words).notes
+
+
+def test_a_plan_needs_no_layout_of_the_users_own() -> None:
+    """Sizes that do not suit the ranks are left out with a note, unless something else hangs on them."""
+    sizes = f"{TP} 3 {PP} 5"
+    asked = job(f"{sizes} --use-distributed-optimizer --micro-batch-size 2", for_planning=True)
+
+    assert asked.own == Layout(dp=8, micro_batch_size=2, use_distributed_optimizer=True)
+    assert asked.notes[-1].startswith(f"{TP} 3 with {PP} 5 need a multiple of 15 ranks, but the job has 8;")
+    assert asked.notes[-1].endswith("; tp1 pp1 dp8 mbs2 dist-opt stands here for your own layout")
+    assert job(sizes, fix=("mbs",), for_planning=True).pinned == ("micro_batch_size",)
+    assert job(sizes, device_kind="cpu", for_planning=True).pinned == ("cp",)
+    for wrong in ({"fix": ("tp",)}, {"base": TEXT.replace("--global-batch-size 32", "").split()}):
+        with pytest.raises(MegatronError, match="need a multiple of 15 ranks"):
+            job(sizes, for_planning=True, **wrong)  # type: ignore[arg-type]

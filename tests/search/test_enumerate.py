@@ -10,10 +10,12 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_lines import SMALL
 from search import naive
 
 from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.layout_columns import LayoutColumns
+from pipette_launch.errors import MegatronError
 from pipette_launch.facts import ComputeCase, Layout, Samples
 from pipette_launch.megatron import read_job, write_arguments
 from pipette_launch.search.axes import NO_RECOMPUTE, micro_batch_sizes
@@ -275,3 +277,41 @@ def test_every_layout_can_be_written_and_read_back(kind: str, flags: str) -> Non
         read = read_job(words, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
 
         assert layout == read.own
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("cuda", "--tensor-model-parallel-size 8 --num-attention-heads 4"),
+        ("cuda", "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 8 --ffn-hidden-size 30"),
+        ("cuda", "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30"),
+        ("cuda", "--context-parallel-size 8 --seq-length 24"),
+        ("cuda", "--expert-model-parallel-size 2"),
+        ("cuda", "--num-experts 3 --expert-model-parallel-size 2"),
+        ("cuda", "--num-experts 4 --tensor-model-parallel-size 2"),
+        (
+            "cuda",
+            "--num-experts 4 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --expert-model-parallel-size 2",
+        ),
+        ("cuda", "--global-batch-size 12"),
+        ("cuda", "--overlap-param-gather"),
+        (
+            "cuda",
+            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
+        ),
+        (
+            "cuda",
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+        ),
+        ("cpu", "--context-parallel-size 2"),
+        ("cpu", "--recompute-granularity selective --recompute-modules layernorm mlp"),
+    ],
+)
+def test_an_own_layout_that_the_reader_refuses_is_no_candidate(kind: str, words: str) -> None:
+    """What `read_job` lets pass for a plan alone, the search's rules find, so that it is never chosen."""
+    arguments = [*SMALL, *words.split()]
+    with pytest.raises(MegatronError):
+        read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind)
+    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, for_planning=True)
+
+    assert Rules.of(job, device_kind=kind).fault(job.own)

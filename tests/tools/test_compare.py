@@ -79,6 +79,20 @@ def test_planners_are_priced_alike(capsys: pytest.CaptureFixture[str]) -> None:
     assert runs["torchrun-order"] == yours
 
 
+def test_an_own_layout_that_megatron_refuses_is_a_row_with_its_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every other planner still has its say."""
+    code, out, err = answer(f"--json --planners {','.join(NAMES)} {ON} {JOB} --global-batch-size 4", capsys)
+    found = {entry.name: entry for entry in files.loads(Comparison, out, "stdout").entries}
+
+    assert (0, "") == (code, err)
+    assert found["ours"].runs
+    assert found["megatron-rules"].runs
+    assert (
+        "Megatron refuses tp1 pp1 dp8 mbs1: micro_batch_size*dp does not divide global_batch_size=4."
+        in found["yours"].faults
+    )
+
+
 def test_the_docs_list_every_planner() -> None:
     """docs/command_line.md names what --planners takes, no more and no less."""
     text = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()

@@ -150,6 +150,39 @@ def test_no_search_for_a_plan_that_cannot_be_written(
     assert "--out /dev/null/x: cannot be written (File exists)" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (
+            "--global-batch-size 4",
+            "Megatron refuses the user's own layout tp1 pp1 dp8 mbs1: micro_batch_size*dp does not divide global_batch",
+        ),
+        (
+            "--tensor-model-parallel-size 8 --num-attention-heads 4",
+            "Megatron refuses the user's own layout tp8 pp1 dp1 mbs1: tp does not divide num_attention_heads=4.",
+        ),
+        (
+            "--pipeline-model-parallel-size 3",
+            "--pipeline-model-parallel-size 3 need a multiple of 3 ranks, but the job has 8; change them, or",
+        ),
+    ],
+)
+def test_who_asks_for_a_plan_needs_no_layout(words: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What only the user's own layout breaks is a note, and what is chosen is what Megatron takes."""
+    code, out, err = answer(f"plan --json --gpu h100 --nodes 1 --budget 0.5 --fix overlap {JOB} {words}", capsys)
+    plan = files.loads(Plan, out, "stdout")
+    setting = plan.setting
+
+    assert (0, "") == (code, err)
+    assert any(each.startswith(note) for each in plan.notes)
+    assert not (plan.keeps_own and plan.own_fault)
+    assert setting is not None
+    chosen = megatron.read_job(
+        setting.new_arguments, world_size=8, megatron_version="0.16.1", device_kind="cuda", without_probes=True
+    ).own
+    assert plan.chosen.layout == chosen
+
+
 def test_equal_questions_get_equal_plans(capsys: pytest.CaptureFixture[str]) -> None:
     """The same words and seed, the same plan: only the times of day and of the search differ."""
     made = []
@@ -227,6 +260,16 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
             f"plan --gpu rtx-4090 --nodes 1 --fix all --budget 1 {JOB} --hidden-size 32768 --num-attention-heads 64",
             1,
             "no layout fits in memory: the leanest of",
+        ),
+        (
+            f"plan --gpu h100 --nodes 1 --fix dp {JOB} --global-batch-size 4",
+            1,
+            "no layout is legal for 8 ranks with dp fixed; the user's own tp1 pp1 dp8 mbs1 breaks: micro_batch_size*dp",
+        ),
+        (
+            f"plan --gpu h100 --nodes 1 --fix tp {JOB} --tensor-model-parallel-size 3",
+            2,
+            "--tensor-model-parallel-size 3 need a multiple of 3 ranks, but the job has 8",
         ),
         (f"plan --gpu h100 --nodes 1 {JOB} --tp-comm-overlap", 2, "userbuffers tie tensor-parallel groups to hosts"),
         ("report nowhere.json", 2, "nowhere.json: cannot be read"),

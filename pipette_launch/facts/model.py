@@ -189,8 +189,8 @@ class ModelSpec:
         """
         latent, hidden, heads = self.latent_attention, self.hidden_size, self.num_attention_heads
         query, groups = heads * self.kv_channels, self.num_query_groups * self.kv_channels
-        attention = latent.weights(hidden, heads) if latent else 2 * hidden * (query + groups)
-        attention += self.core_flops_per_token / 4
+        projections = latent.weights(hidden, heads) if latent else 2 * hidden * (query + groups)
+        attention = projections + self.core_flops_per_token / 4
         matrices = hidden * (3 if self.gated_linear_unit else 2)
         moe_width = self.moe_router_topk * self.moe_ffn_hidden_size + self.moe_shared_expert_intermediate_size
         moe_layers = sum(self.moe_layer_freq) + self.mtp_num_layers * self.has_expert_prediction

@@ -78,7 +78,7 @@ def _of_planners(args: Namespace) -> Comparison:
     hosts = asked.measurements.cluster.hosts
     options = PlannerOptions(
         capacity_bytes=min(device.memory_total_bytes for host in hosts for device in host.devices),
-        clock=time.monotonic,
+        clock=time.process_time,
         budget_s=args.rival_budget,
         seed=args.seed,
         memory_margin=args.memory_margin,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -195,6 +197,17 @@ def test_equal_questions_get_equal_plans(capsys: pytest.CaptureFixture[str]) -> 
         made.append(replace(plan, solve_s=0.0, provenance=replace(plan.provenance, made_at="")))
 
     assert made[0] == made[1]
+
+
+def test_a_busy_machine_cuts_no_search_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The budget is processor time: where every look at the wall clock is a day later, the search goes its course."""
+    monkeypatch.setattr(time, "monotonic", itertools.count(0.0, 86400.0).__next__)
+    code, out, err = answer(f"plan --gpu H100-SXM --nodes 1 {FREE} {JOB}", capsys)
+
+    assert 0 == code, err
+    assert "stopped at its budget" not in out
 
 
 def test_a_measured_cluster_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,18 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.collectives import Kind
 from pipette_launch.cost.compute import ComputeTable
+from pipette_launch.cost.first_gathers import Forwards, waits_aligned_s, waits_one_by_one_s
 from pipette_launch.cost.parameters import expert_dp
 from pipette_launch.cost.simulate import Engine, engine_of
-from pipette_launch.cost.traffic import Exchange, StepTraffic, exchanges, hop_bytes, meets_receivers, step_traffic
+from pipette_launch.cost.traffic import (
+    Exchange,
+    StepTraffic,
+    aligns_gathers,
+    exchanges,
+    hop_bytes,
+    meets_receivers,
+    step_traffic,
+)
 from pipette_launch.cost.worst import worst
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -44,6 +53,8 @@ class Work:
     parameter_bytes_S2: Array
     reduce_kind: Kind
     gather_kind: Kind
+    aligns_gathers: bool
+    """Whether overlapped gathers start on all pipeline ranks at once."""
     expert_dp: int
     optimizer_s_P: Array
     """The optimizer step on a slot of speed 1."""
@@ -72,6 +83,7 @@ class Work:
             parameter_bytes_S2=np.array(traffic.parameter_bytes, dtype=np.float64),
             reduce_kind="reduce_scatter" if layout.use_distributed_optimizer else "all_reduce",
             gather_kind="all_gather",
+            aligns_gathers=aligns_gathers(job, layout),
             expert_dp=expert_dp(layout),
             optimizer_s_P=np.array(traffic.resident_parameters) * optimizer_s_per_parameter,
             rank_S=np.arange(layout.num_chunks) % layout.pp,
@@ -132,19 +144,27 @@ def step_parts(work: Work, prices: Prices) -> StepParts:
     stages = slice(rank, None, work.layout.pp)
     replica = int(drain_SD[stages].max(axis=0).argmax())
     end_s = float(drain_SD[stages, replica].max())
-    one = slice(replica, replica + 1)
-    no_hop_s = float(work.engine.drain_s_SR(durations_D[:, one], np.zeros_like(hops_D[:, one]))[stages].max())
+    no_hop_s, no_gather_s = _without_s(work, durations_D[:, replica], stages)
     breakdown = _busy_s(work, prices, rank, replica)
-    breakdown["first_gather"] = float(_first_gather_s(work, prices, durations_D)[stages, replica].sum())
+    bubble_s = no_gather_s - sum(breakdown.values())
     breakdown["pipeline_transfer"] = end_s - no_hop_s
-    bubble_s = no_hop_s - sum(breakdown[name] for name in breakdown if name != "pipeline_transfer")
     # What rounding leaves of nothing is nothing.
     breakdown["bubble"] = bubble_s if abs(bubble_s) > 1e-12 * end_s else 0.0
     breakdown["data_parallel"] = tail.finish_s - end_s
     breakdown["embedding_gradients"] = tail.embedding_s
     breakdown["optimizer"] = tail.optimizer_s
-    breakdown["parameter_gather"] = tail.gather_s + breakdown.pop("first_gather")
+    breakdown["parameter_gather"] = tail.gather_s + (no_hop_s - no_gather_s)
     return StepParts(total_s=tail.total_s, breakdown_s=breakdown)
+
+
+def _without_s(work: Work, durations_B: Array, stages: slice) -> tuple[float, float]:
+    """Return when some stages of one pipeline drain without hops, and without hops and overlapped gathers."""
+    first = 2 * len(work.rank_S)
+    ungathered_B = np.concatenate([durations_B[:first], durations_B[: len(work.rank_S)]])
+    both_B2 = np.stack([durations_B, ungathered_B], axis=1)
+    drain_S2 = work.engine.drain_s_SR(both_B2, np.zeros((first - 1, 2)))
+    no_hop_s, no_gather_s = drain_S2[stages].max(axis=0).tolist()
+    return no_hop_s, no_gather_s
 
 
 class _Tail(NamedTuple):
@@ -190,27 +210,24 @@ def pipelines(work: Work, prices: Prices) -> tuple[Array, Array]:
     forward_SD = forward_SD + np.maximum(exchanged[0] - work.forward_idle_s_S[:, None] * slowness_SD, 0.0)
     backward_SD = backward_SD + np.maximum(exchanged[1] - work.backward_idle_s_S[:, None] * slowness_SD, 0.0)
     durations_D = np.concatenate([forward_SD, backward_SD, forward_SD])
-    stages = len(rank_S)
-    durations_D[2 * stages :] += _first_gather_s(work, prices, durations_D)
     hops = [prices.forward_hop_s_PD[rank_S[:-1]], prices.backward_hop_s_PD[rank_S[:-1]]]
-    return durations_D, np.concatenate([*hops, np.zeros((1, forward_SD.shape[1]))])
+    hops_D = np.concatenate([*hops, np.zeros((1, forward_SD.shape[1]))])
+    durations_D[2 * len(rank_S) :] += _first_gather_s(work, prices, durations_D, hops_D)
+    return durations_D, hops_D
 
 
-def _first_gather_s(work: Work, prices: Prices, durations_D: Array) -> Array:
-    """Overlapped parameter gather: it starts with the first forward, which waits for the first bucket.
-
-    The other buckets pass behind it (param_and_grad_buffer.py, finish_param_sync): with n equal buckets
-    g/n + (n - 1) max(0, g - f)/n.
-    """
+def _first_gather_s(work: Work, prices: Prices, durations_D: Array, hops_D: Array) -> Array:
+    """Overlapped parameter gather: what the first forwards wait for; see `first_gathers`."""
     stages = len(work.rank_S)
     forward_SD = durations_D[:stages]
     if not (work.layout.use_distributed_optimizer and work.layout.overlap_param_gather):
         return np.zeros_like(forward_SD)
-    gather_SK = _side_by_side(prices.gather_s_S, len(work.rank_S))
+    gather_SK = _side_by_side(prices.gather_s_S, stages)
     gather_SR = np.repeat(gather_SK, forward_SD.shape[1] // gather_SK.shape[1], axis=1)
-    buckets_S1 = np.array(work.traffic.num_buckets)[:, None]
-    exposed: Array = gather_SR / buckets_S1 + (buckets_S1 - 1) * np.maximum(gather_SR - forward_SD, 0.0) / buckets_S1
-    return exposed
+    if not work.aligns_gathers:
+        return waits_one_by_one_s(gather_SR, forward_SD, work.traffic.num_buckets)
+    forwards = Forwards(forward_s_SR=forward_SD, hop_s_SR=hops_D[: stages - 1], rendezvous=work.engine.rendezvous)
+    return waits_aligned_s(work.layout, gather_SR, forwards)
 
 
 def _finish(work: Work, prices: Prices, drain_SK: Array, durations_R: Array) -> _Tails:

@@ -25,7 +25,7 @@ from pipette_launch.cost.latency import Predictor
 from pipette_launch.cost.layout_columns import LayoutColumns, codes_of
 from pipette_launch.cost.optimizer import gradient_bytes_per_parameter, shard
 from pipette_launch.cost.pipeline_bound import Drains, Pipelines, drains
-from pipette_launch.cost.traffic import BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK
+from pipette_launch.cost.traffic import BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK, aligns_gathers
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Measurements
@@ -177,6 +177,8 @@ class _Tail:
     """Parts of the first stage's gradients that leave one by one, where they are overlapped."""
     optimizer_s_TP: Floats
     embedding_s_T: Floats
+    aligns_gathers: bool
+    """As `Work.aligns_gathers`: for all, as they are of one shape of pipelines."""
 
     @classmethod
     def of(cls, job: Job, tables: Tables, columns: LayoutColumns, unit: UnitCounts, content: Content) -> _Tail:
@@ -211,6 +213,7 @@ class _Tail:
             buckets_T=-(-(counts[0] + counts[1])[:, 0, 0] // bucket_T),
             optimizer_s_TP=resident_TP * tables.optimizer_s_per_parameter,
             embedding_s_T=tables.embedding_s_N(groups),
+            aligns_gathers=aligns_gathers(job, columns.layout(0)),
         )
 
 
@@ -219,25 +222,37 @@ def _steps(passes: _Passes, tail: _Tail, overlaps_N2: NDArray[np.bool_]) -> Floa
     has_reduce_N, has_gather_N = overlaps_N2.T
     u, t = passes.group_N, tail.group_N
     buckets_N = np.where(has_reduce_N, tail.buckets_T[t], 1)
-    # Overlapped gathers make the first forwards longer, by one bucket and by what does not pass behind the forward.
-    gather_s_TV = tail.gather_s_TVP
-    own_N = gather_s_TV[:, 0, 0][t]
-    more_N = np.maximum(own_N - passes.first_forward_s_U[u], 0.0) * (buckets_N - 1)
-    exposed_N = (gather_s_TV.sum(axis=(1, 2))[t] - own_N) + (own_N + more_N) / buckets_N
-    exposed_N = np.where(has_gather_N, exposed_N, 0.0)
-    drain_NP = np.maximum(passes.drains.any_UP[u], passes.drains.first_UP[u] + exposed_N[:, None])
+    drain_NP, early_NP = _drains(passes, tail, buckets_N, has_gather_N)
 
     reduce_s_TP = tail.reduce_s_TVP.sum(axis=1)
     last_NP, all_NP = tail.reduce_s_TVP[:, 0][t], reduce_s_TP[t]
-    overlapped_NP = np.maximum(drain_NP + last_NP, passes.drains.early_UP[u] + all_NP)
+    overlapped_NP = np.maximum(drain_NP + last_NP, early_NP + all_NP)
     # Buckets of the first stage leave during its last backward.
     behind_N = passes.first_backward_s_U[u] * (buckets_N - 1) / buckets_N
     first_N = drain_NP[:, 0]
-    early_N = np.minimum(passes.drains.early_UP[:, 0][u], first_N - behind_N)
+    early_N = np.minimum(early_NP[:, 0], first_N - behind_N)
     ends = (first_N + last_NP[:, 0] / buckets_N, first_N - behind_N + last_NP[:, 0], early_N + all_NP[:, 0])
     overlapped_NP[:, 0] = np.maximum(np.maximum(ends[0], ends[1]), ends[2])
     finish_NP = np.where(has_reduce_N[:, None], overlapped_NP, drain_NP + all_NP)
     tied_N = np.maximum(finish_NP[:, 0], finish_NP[:, -1]) + tail.embedding_s_T[t]
-    gathers_NP = np.where(has_gather_N[:, None], 0.0, gather_s_TV.sum(axis=1)[t])
+    gathers_NP = np.where(has_gather_N[:, None], 0.0, tail.gather_s_TVP.sum(axis=1)[t])
     steps_N: Floats = np.maximum(finish_NP.max(axis=1), tied_N) + (tail.optimizer_s_TP[t] + gathers_NP).max(axis=1)
     return steps_N
+
+
+def _drains(passes: _Passes, tail: _Tail, buckets_N: Ints, has_gather_N: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Return when the first and the last chunk of each rank drain, with overlapped gathers (`cost.first_gathers`).
+
+    Aligned gathers: every action depends on the first forward of stage 0, which waits for its whole gather.
+    Otherwise the first forward of every stage is longer, by one bucket and by what its own compute does not hide.
+    """
+    u, t = passes.group_N, tail.group_N
+    any_NP, early_NP = passes.drains.any_UP[u], passes.drains.early_UP[u]
+    own_N = tail.gather_s_TVP[:, 0, 0][t]
+    if tail.aligns_gathers:
+        wait_N1 = np.where(has_gather_N, own_N, 0.0)[:, None]
+        return any_NP + wait_N1, early_NP + wait_N1
+    more_N = np.maximum(own_N - passes.first_forward_s_U[u], 0.0) * (buckets_N - 1)
+    exposed_N = (tail.gather_s_TVP.sum(axis=(1, 2))[t] - own_N) + (own_N + more_N) / buckets_N
+    exposed_N = np.where(has_gather_N, exposed_N, 0.0)
+    return np.maximum(any_NP, passes.drains.first_UP[u] + exposed_N[:, None]), early_NP

@@ -28,7 +28,7 @@ NOT_MODELLED = (
     "Overlap of tensor-parallel collectives in the forward (`--tp-comm-overlap`), and of all-to-all with experts.",
     "Collectives that slow down the matrix product that they pass behind.",
     "Uneven routing: every expert is given equally many tokens.",
-    "Aligned starts of overlapped gradient reduction and parameter gathers over the pipeline ranks.",
+    "Aligned starts of overlapped gradient reduction over the pipeline ranks.",
     "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
     "Collectives that selective recompute of mlp or moe runs again, and those of multi-token prediction.",
     "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU each.",

@@ -85,6 +85,14 @@ def meets_receivers(job: Job, layout: Layout, device_kind: str) -> bool:
     return device_kind == "cpu" and asks_late
 
 
+def aligns_gathers(job: Job, layout: Layout) -> bool:
+    """Whether overlapped parameter gathers start on all pipeline ranks at once (see `first_gathers`).
+
+    Megatron does so with virtual stages, and never without (arguments.py, validate_args).
+    """
+    return layout.vpp > 1 and not job.has_flag("--no-align-param-gather")
+
+
 def exchanges(job: Job, layout: Layout, hiding: Hiding) -> tuple[Exchange, ...]:
     """List the collectives of a micro-batch, each with what it passes behind."""
     return exchanges_of(job, layout, LayerCounts.of(job, layout), hiding)

@@ -7,6 +7,7 @@ from pipette_launch.megatron.flags import Arguments
 DESTS = frozenset(
     {
         "accumulate_allreduce_grads_in_fp32",
+        "align_param_gather",
         "apply_query_key_layer_scaling",
         "apply_rope_fusion",
         "async_tensor_model_parallel_allreduce",

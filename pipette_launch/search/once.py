@@ -29,7 +29,9 @@ def add_once_a_step(draft: Draft, view: View, cuts: Tangents) -> None:
     """Add a family for what ends last after the passes, and others for the gathers."""
     layout = view.model.work.layout
     _add_reductions(draft, view)
-    if view.gathers_first:
+    if view.gathers_first and view.model.work.aligns_gathers:
+        _add_aligned_gathers(draft, view)
+    elif view.gathers_first:
         _add_first_gathers(draft, view, cuts)
     elif layout.use_distributed_optimizer:
         _add_gathers(draft, view)
@@ -141,6 +143,21 @@ def _add_gathers(draft: Draft, view: View) -> None:
     step_P = work.optimizer_s_P * prices.slowness_PD.max(axis=1)
     gather_P = prices.gather_s_S.reshape(-1, work.layout.pp).sum(axis=0)
     _add_rings(draft, list(_rings(view, gathers=True)), step_P + gather_P, np.ones(work.layout.pp))
+
+
+def _add_aligned_gathers(draft: Draft, view: View) -> None:
+    """One family: the gather of each rank's first chunk, less the time until its first activation arrives.
+
+    The forwards of the chunk before hide the gathers of later chunks, or nearly so.
+    """
+    work = view.model.work
+    pp = work.layout.pp
+    durations_BD, hops_JD = pipelines(work, view.bare)
+    on_way_PD = (durations_BD[: pp - 1] + hops_JD[: pp - 1]).cumsum(axis=0)
+    ahead_P = np.concatenate([[0.0], on_way_PD.min(axis=1)])
+    bytes_VP = work.parameter_bytes_S2.sum(axis=1).reshape(-1, pp)
+    share_P = bytes_VP[0] / bytes_VP.sum(axis=0)
+    _add_rings(draft, list(_rings(view, gathers=True)), view.prices.gather_s_S[:pp] - ahead_P, share_P)
 
 
 def _add_rings(draft: Draft, rings: list[_Rings], end_P: Floats, slope_P: Floats) -> None:

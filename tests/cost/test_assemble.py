@@ -79,6 +79,30 @@ def test_an_overlapped_gather_delays_the_first_forward() -> None:
     assert after - before == pytest.approx(1e-3)
 
 
+def test_aligned_gathers_of_virtual_stages_delay_the_step_once() -> None:
+    """All stages gather at once: the first chunk's gather alone is waited for, and the part says so."""
+    plain = Layout(pp=2, vpp=2, dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True)
+    this = work(replace(plain, overlap_param_gather=True))
+    free, priced = (step_parts(this, prices(this, gather_s_S=np.full(4, seconds))) for seconds in (0.0, 1e-3))
+
+    assert 1e-3 == pytest.approx(priced.total_s - free.total_s)
+    assert 1e-3 == pytest.approx(priced.breakdown_s["parameter_gather"])
+    assert free.breakdown_s["bubble"] == pytest.approx(priced.breakdown_s["bubble"])
+
+
+def test_gathers_that_are_not_aligned_delay_every_stage() -> None:
+    """One by one, in nearly each of the four first forwards; what all wait is the gather's, not the bubble's."""
+    layout = Layout(
+        pp=2, vpp=2, dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    this = replace(work(layout), aligns_gathers=False)
+    free, priced = (step_parts(this, prices(this, gather_s_S=np.full(4, seconds))) for seconds in (0.0, 1e-3))
+
+    assert 3.9e-3 == pytest.approx(priced.total_s - free.total_s)
+    assert 3.9e-3 == pytest.approx(priced.breakdown_s["parameter_gather"])
+    assert free.breakdown_s["bubble"] == pytest.approx(priced.breakdown_s["bubble"])
+
+
 @pytest.mark.parametrize(
     ("reduce_s", "buckets", "expected"),
     [

@@ -35,6 +35,7 @@ FOUR = (
     Layout(pp=4),
     Layout(pp=2, vpp=2, dp=2, overlap_grad_reduce=True, use_distributed_optimizer=True),
     Layout(pp=2, dp=2, overlap_grad_reduce=True, use_distributed_optimizer=True, overlap_param_gather=True),
+    Layout(pp=2, vpp=2, dp=2, overlap_grad_reduce=True, use_distributed_optimizer=True, overlap_param_gather=True),
     Layout(tp=2, pp=2, sequence_parallel=True, recompute=FULL),
     Layout(cp=2, dp=2),
     Layout(cp=2, pp=2, use_distributed_optimizer=True),

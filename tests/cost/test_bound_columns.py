@@ -28,7 +28,11 @@ MODELS: tuple[dict[str, object], ...] = (
     {"num_experts": 4, "moe_layer_freq": (0, 1, 1, 1, 0, 1, 1, 1), "moe_ffn_hidden_size": 128},
     {"num_experts": 4, "moe_layer_freq": (1,) * 8, "moe_shared_expert_intermediate_size": 64},
 )
-FLAGS = ((), ("--moe-token-dispatcher-type alltoall", "--no-async-tensor-model-parallel-allreduce"))
+FLAGS = (
+    (),
+    ("--no-align-param-gather",),
+    ("--moe-token-dispatcher-type alltoall", "--no-async-tensor-model-parallel-allreduce"),
+)
 CUTS = {2: (3, 5), 4: (1, 3, 2, 2), 8: (0, 1, 1, 2, 1, 1, 2, 0)}
 SHAPES = [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (2, 4), (4, 2)]
 
@@ -127,10 +131,12 @@ def test_equal_machines_are_met() -> None:
     measured = replace(
         tiny_measurements(tiny_cluster(2, 4, bandwidth_bytes_per_s=1e10)), optimizer_s_per_parameter=1e-9
     )
+    sharded = Layout(dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
     rows = [
         Layout(tp=2, pp=2, dp=2),
         Layout(tp=2, pp=2, dp=2, vpp=2, use_distributed_optimizer=True),
-        Layout(pp=4, dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+        replace(sharded, pp=4),
+        replace(sharded, tp=2, pp=2, vpp=2),
         Layout(pp=8, recompute=RECOMPUTES[3]),
         Layout(dp=4, tp=2, sequence_parallel=True),
     ]

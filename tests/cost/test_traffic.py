@@ -6,7 +6,15 @@ import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.parameters import chunk_parameters
-from pipette_launch.cost.traffic import Exchange, Hiding, exchanges, hop_bytes, meets_receivers, step_traffic
+from pipette_launch.cost.traffic import (
+    Exchange,
+    Hiding,
+    aligns_gathers,
+    exchanges,
+    hop_bytes,
+    meets_receivers,
+    step_traffic,
+)
 from pipette_launch.facts import Job, Layout, Recompute
 
 FULL = Recompute(granularity="full", method="block", num_layers=1)
@@ -183,3 +191,11 @@ def test_gloo_sends_what_is_asked_for() -> None:
     assert not meets_receivers(tiny_job(2), chunks, "cpu")
     assert meets_receivers(apart, chunks, "cpu")
     assert not meets_receivers(tiny_job(2), Layout(pp=2), "cuda")
+
+
+def test_gathers_are_aligned_with_virtual_stages_unless_the_user_says_no() -> None:
+    """Megatron's default with them; without them it never aligns."""
+    plain, other = tiny_job(), tiny_job(performance_flags=("--no-align-param-gather",))
+
+    assert [True, False] == [aligns_gathers(plain, Layout(pp=2, vpp=vpp)) for vpp in (2, 1)]
+    assert not aligns_gathers(other, Layout(pp=2, vpp=2))

@@ -101,7 +101,9 @@ def model_of(experts: bool) -> dict[str, object]:
 def test_no_placement_beats_the_bound(shape: tuple[int, int], style: str, experts: bool, rng: random.Random) -> None:
     """All placements of up to five slots, some of six; and no bound is below that of the best links everywhere."""
     cluster = cluster_of(*shape, style, rng)
-    flags = ("--moe-token-dispatcher-type alltoall",) if rng.random() < 0.5 else ()
+    flags = tuple(
+        flag for flag in ("--moe-token-dispatcher-type alltoall", "--no-align-param-gather") if rng.random() < 0.5
+    )
     job = tiny_job(cluster.num_slots, model=tiny_model(**model_of(experts)), performance_flags=flags)
     predictor = Predictor(replace(job, batch=Batch(global_batch_size=60)), measurements_of(cluster, rng))
     layout = layout_of(cluster.num_slots, rng, experts=experts)

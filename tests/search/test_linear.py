@@ -25,6 +25,7 @@ DENSE = [
     Layout(tp=2, etp=2, pp=2, dp=4, use_tp_pp_dp_mapping=True),
     Layout(tp=2, etp=2, pp=4, dp=2, vpp=2),
     Layout(pp=4, dp=4, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
+    Layout(pp=4, vpp=2, dp=4, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
 ]
 OVER_HOSTS = [
     Layout(tp=4, etp=4, pp=2, dp=2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks.validation import baselines, golden, korthikanti, latency, logs, nanotron, ratchet, vtrain
+from benchmarks.validation import baselines, golden, korthikanti, latency, logs, nanotron, ratchet, readme, vtrain
 from benchmarks.validation.abstract import Abstract
 from benchmarks.validation.conditions import conditions
 from benchmarks.validation.lines import Found, Section
@@ -105,6 +105,11 @@ def nanotron_section(options: Options) -> Section:
     return nanotron.section(options.files["nanotron"], device, step_times(options), memories)
 
 
+def readme_section(options: Options) -> Section:
+    """Step times of GPTs from 1.7B to 462B on H100."""
+    return readme.section(options.files["readme"], device_named(readme.DEVICE), step_times(options))
+
+
 def step_times(options: Options) -> dict[str, latency.StepTime]:
     """Our latency model, and those of others."""
     return {"pipette": latency.OURS, **(latency.BASELINES if options.baselines else {})}
@@ -124,4 +129,5 @@ SECTIONS: dict[str, Callable[[Options], Section]] = {
     "korthikanti": korthikanti_section,
     "vtrain": vtrain_section,
     "nanotron": nanotron_section,
+    "readme": readme_section,
 }

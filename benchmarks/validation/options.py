@@ -12,13 +12,14 @@ from pipette_launch.errors import UsageError
 FOLDER = Path(__file__).parent.parent
 DATA = FOLDER / "data"
 GOLDEN_ROWS, GOLDEN_ARGS = DATA / "megatron_golden_dev.csv", DATA / "megatron_golden_dev_args.jsonl"
-DATA_SETS = ("golden", "logs", "korthikanti", "vtrain", "nanotron")
+DATA_SETS = ("golden", "logs", "korthikanti", "vtrain", "nanotron", "readme")
 DEFAULT_FILES = {
     "golden": GOLDEN_ROWS,
     "logs": DATA / "public_logs_dev.csv",
     "korthikanti": DATA / "korthikanti2022.csv",
     "vtrain": DATA / "vtrain_single.csv",
     "nanotron": DATA / "nanotron_dev.csv",
+    "readme": DATA / "megatron_readme_2024.csv",
 }
 
 
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--vtrain", type=Path, metavar="CSV", help="iteration times of vTrain, any number of GPUs")
     add("--logs", type=Path, metavar="CSV", help="memory lines of public Megatron-LM logs")
     add("--korthikanti", type=Path, metavar="CSV", help="Korthikanti et al. 2022, iteration times and formula values")
+    add("--readme", type=Path, metavar="CSV", help="weak scaling of Megatron-LM's README")
     add("--only", nargs="+", choices=DATA_SETS, help="score these data sets only")
     add("--method", choices=("closed", "abstract", "both"), default="closed", help="memory: closed form (default) or "
         "abstract execution")  # fmt: skip

@@ -1,0 +1,204 @@
+"""The weak-scaling table of Megatron-LM's README: measured throughput of nine models on up to 6,144 H100."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.validation.latency import Machines, StepTime, hosts_of
+from benchmarks.validation.lines import Found, Line, Section
+from benchmarks.validation.nanotron import device_peak_bytes
+from benchmarks.validation.scores import errors
+from benchmarks.validation.shapes import job_of
+from benchmarks.validation.tables import Row, number, read_table, size, word
+from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Job
+from pipette_launch.facts.device import DeviceSpec
+
+DATA = "Megatron README"
+COLUMNS = {
+    "model": word,
+    **dict.fromkeys(("heads", "hidden", "layers", "tp", "pp", "dp", "gpus", "gbs"), size),
+    "tflops_per_gpu": number,
+    "mfu_pct": number,
+}
+DEVICE = "H100-SXM"
+DEVICES_PER_HOST = 8
+SEQUENCE = 4096
+VOCABULARY = 131072
+MICRO_BATCHES = (1, 2, 4)
+"""More does not divide the samples of a replica, which are 4 for each pipeline rank."""
+MEMORY_SHARE = 0.92
+"""Of the device, as the product's own plans leave 8 % free."""
+NOTES = (
+    (
+        "Stated there: model shapes, tp, pp, dp, batch, H100, --overlap-grad-reduce, --overlap-param-gather and "
+        "--tp-comm-overlap (which is not priced here)."
+    ),
+    (
+        "Follows from it: sequence parallelism (--tp-comm-overlap needs it), the distributed optimizer "
+        "(--overlap-param-gather needs it), bf16 (MFU is of 989 TFLOP/s) and so gradients in fp32, and untied "
+        "embeddings (with them, and with learned positions, every size but 1.7B, which is 1.75, comes out as named)."
+    ),
+    (
+        "Assumed: one layer in each virtual stage (pipeline communication is said to be overlapped, which needs them; "
+        "119B and 462B have 23 and 7 layers a rank), no recompute, dropout and all else by default, DGX H100 with "
+        "eight cards of 400 Gbit/s, ranks in torchrun's order. Nothing is fitted."
+    ),
+    (
+        "The micro-batch is not given. 'micro-batch 1' is that of Megatron's own example of 175B; 'fastest "
+        "micro-batch' is that of 1, 2 and 4 which is predicted to be the fastest of those that are predicted to fit."
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What the layouts that the table leaves open are taken to be."""
+
+    group: str
+    micro_batches: tuple[int, ...]
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to the flags of `job_flags`."""
+
+
+OWN = Reading(group="micro-batch 1", micro_batches=(1,))
+READINGS = (
+    OWN,
+    Reading(group="fastest micro-batch", micro_batches=MICRO_BATCHES),
+    Reading(group="micro-batch 1, gathers not overlapped", micro_batches=(1,), flags={"overlap-param-gather": False}),
+)
+
+
+def section(path: Path, device: DeviceSpec, step_times: Mapping[str, StepTime]) -> Section:
+    """Score step times: our model under every reading, those of others with micro-batches of 1.
+
+    Args:
+        path: the table.
+        device: what the machines are made of.
+        step_times: latency models by name; the first is ours.
+
+    """
+    table = read_table(path, COLUMNS)
+    found = Found()
+    for place, (name, model) in enumerate(step_times.items()):
+        for reading in READINGS if place == 0 else (OWN,):
+            found += _scored(table.rows, name, model, device, reading)
+    return Section(
+        data=DATA,
+        source=f"{path.name} ({table.digest})",
+        lines=found.lines,
+        skipped=found.skipped,
+        notes=NOTES,
+        details=found.details,
+    )
+
+
+def measured_s(row: Row) -> float:
+    """Seconds of one step by the stated FLOP/s and Megatron's count of the model's FLOPs.
+
+    72 B s L h^2 (1 + s / 6h + V / 12 L h), all scores counted (training.py, num_floating_point_operations).
+    """
+    layers, hidden = row["layers"], row["hidden"]
+    share = 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (12 * layers * hidden)
+    flops = 72 * row["gbs"] * SEQUENCE * layers * hidden**2 * share
+    seconds: float = flops / (row["tflops_per_gpu"] * 1e12 * row["gpus"])
+    return seconds
+
+
+def job_flags(row: Row, micro_batch_size: int) -> dict[str, Any]:
+    """Return the run in Megatron's flags."""
+    flags = {
+        "num-layers": row["layers"],
+        "hidden-size": row["hidden"],
+        "num-attention-heads": row["heads"],
+        "seq-length": SEQUENCE,
+        "max-position-embeddings": SEQUENCE,
+        "vocab-size": VOCABULARY,
+        "untie-embeddings-and-output-weights": True,
+        "tensor-model-parallel-size": row["tp"],
+        "sequence-parallel": row["tp"] > 1,
+        "pipeline-model-parallel-size": row["pp"],
+        "micro-batch-size": micro_batch_size,
+        "global-batch-size": row["gbs"],
+        "bf16": True,
+        "use-distributed-optimizer": True,
+        "overlap-grad-reduce": True,
+        "overlap-param-gather": True,
+    }
+    if row["pp"] > 1:
+        flags["num-layers-per-virtual-pipeline-stage"] = 1
+    return flags
+
+
+def _scored(rows: Sequence[Row], name: str, model: StepTime, device: DeviceSpec, reading: Reading) -> Found:
+    """One line for all rows, one for those with a pipeline; and each prediction."""
+    answers: list[tuple[Row, float]] = []
+    details, skipped = [], []
+    for row in rows:
+        times, refused = _times(row, model, device, reading)
+        if not times:
+            skipped.append((f"{name}: {refused}", f"{row['model']}, {reading.group}"))
+            continue
+        chosen = min(times, key=lambda micro_batch: times[micro_batch])
+        answers.append((row, times[chosen]))
+        details.append(f"{name}, {reading.group}: {_words(row, chosen, times[chosen])}")
+    piped = [(row, seconds) for row, seconds in answers if row["pp"] > 1]
+    lines = [_line(reading.group, name, answers, skipped=len(skipped))]
+    if piped:
+        lines.append(_line(f"{reading.group}, pp > 1", name, piped, skipped=0))
+    return Found(lines=tuple(lines), skipped=tuple(skipped), details=tuple(details))
+
+
+def _line(group: str, method: str, answers: Sequence[tuple[Row, float]], *, skipped: int) -> Line:
+    return Line(
+        data=DATA,
+        group=group,
+        method=method,
+        quantity="step time",
+        scored=len(answers),
+        skipped=skipped,
+        errors=errors([seconds for _, seconds in answers], [measured_s(row) for row, _ in answers]),
+    )
+
+
+def _times(row: Row, model: StepTime, device: DeviceSpec, reading: Reading) -> tuple[dict[int, float], str]:
+    """Seconds by micro-batch, of those that fit where there are several; and why the last one has none."""
+    num_hosts, per_host = hosts_of(row["gpus"], DEVICES_PER_HOST)
+    machines = Machines(device=device, num_hosts=num_hosts, devices_per_host=per_host)
+    times: dict[int, float] = {}
+    refused = ""
+    for micro_batch, job in _jobs(row, reading):
+        if isinstance(job, str):
+            refused = job
+            continue
+        if len(reading.micro_batches) > 1 and device_peak_bytes(job, device) > MEMORY_SHARE * device.memory_bytes:
+            refused = "does not fit"
+            continue
+        try:
+            times[micro_batch] = model(job, machines)
+        except PipetteError as error:
+            refused = str(error).split(";")[0][:100]
+    return times, refused
+
+
+def _jobs(row: Row, reading: Reading) -> Iterator[tuple[int, Job | str]]:
+    """The job for each micro-batch, or why there is none."""
+    for micro_batch in reading.micro_batches:
+        flags = {**job_flags(row, micro_batch), **reading.flags}
+        kept = {name: value for name, value in flags.items() if value is not False}
+        try:
+            yield micro_batch, job_of(kept, world_size=row["gpus"], device_name="H100")
+        except PipetteError as error:
+            yield micro_batch, str(error).split(";")[0][:100]
+
+
+def _words(row: Row, micro_batch: int, seconds: float) -> str:
+    measured = measured_s(row)
+    mfu = row["mfu_pct"] * measured / seconds
+    return (
+        f"{row['model']} mbs{micro_batch}: {seconds:.3f} s predicted, {measured:.3f} s measured "
+        f"({seconds / measured - 1:+.1%}); MFU {mfu:.1f} % predicted, {row['mfu_pct']:.0f} % stated"
+    )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import select
 import selectors
 import struct
 import termios
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 1 << 16
 FOLLOW_S = 0.2
+HOLD_S = 0.15
+"""How long the console waits for the end of a line; a prompt or a progress bar has none."""
 TAIL_LINES = 60
 
 logger = logging.getLogger(__name__)
@@ -33,6 +37,9 @@ class _Source:
     hear: Callable[[str], None]
     copy_to: int | None = None
     unfinished: bytes = b""
+    held: bytes = b""
+    """The begun line that the console has not got yet."""
+    held_until_s: float = math.inf
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,8 +53,9 @@ class _File(_Source):
 class Streams:
     """Reads the workers' streams in a thread of its own, one line at a time.
 
-    A stream that would go to the console goes through a pipe and is copied to the console byte by byte: nothing is
-    prefixed, kept or put off. A stream that the user had redirected to a file is followed in that file.
+    A stream that would go to the console goes through a pipe and is copied to the console, nothing added or left out.
+    It is copied in whole lines, so that two workers' lines do not mix; a line without an end is copied after `HOLD_S`.
+    A stream that the user had redirected to a file is followed in that file.
     """
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
@@ -131,13 +139,21 @@ class Streams:
         is_over = behind = False
         while not is_over:
             # Pipes ring; files must be looked at.
-            ready = self._selector.select((0.0 if behind else FOLLOW_S) if self._files else None)
+            ready = self._selector.select(self._wait_s((0.0 if behind else FOLLOW_S) if self._files else math.inf))
             is_over = any(key.fd == self._bell for key, _ in ready)
             for key, _ in ready:
                 if key.fd != self._bell and not is_over:
                     self._read_pipe(key.fd, key.data, CHUNK_BYTES)
+            self._copy_begun_lines(time.monotonic())
             behind = max((self._read_file(file, CHUNK_BYTES) for file in self._files), default=0) == CHUNK_BYTES
         self._drain()
+
+    def _wait_s(self, longest_s: float) -> float | None:
+        """How long to wait for the pipes: until the first held line is due; None = until one of them rings."""
+        keys = self._selector.get_map().values()
+        due_s = min((key.data.held_until_s for key in keys if key.data), default=math.inf)
+        wait_s = min(longest_s, due_s - time.monotonic())
+        return None if wait_s == math.inf else max(wait_s, 0.0)
 
     def _drain(self) -> None:
         """Read what was written up to now; a child that outlives its worker may write for ever."""
@@ -145,6 +161,7 @@ class Streams:
             left = _readable_bytes(key.fd) if key.fd != self._bell else 0
             while left > 0 and key.fd in self._writers:
                 left -= self._read_pipe(key.fd, key.data, min(left, CHUNK_BYTES))
+        self._copy_begun_lines(math.inf)
         for file in self._files:
             left = file.path.stat().st_size if file.path.exists() else 0
             while left > 0 and (read := self._read_file(file, CHUNK_BYTES)):
@@ -155,16 +172,33 @@ class Streams:
 
     def _read_pipe(self, reader: int, source: _Source, size: int) -> int:
         data = os.read(reader, size)
+        if source.copy_to is not None:
+            whole, newline, begun = (source.held + data).rpartition(b"\n")
+            if newline or not source.held:
+                source.held_until_s = time.monotonic() + HOLD_S if begun else math.inf
+            if len(begun) >= CHUNK_BYTES:
+                source.held_until_s = 0.0
+            source.held = begun
+            self._copy(reader, source.copy_to, whole + newline)
+        self._take(source, data)
+        return len(data)
+
+    def _copy_begun_lines(self, now_s: float) -> None:
+        """Copy what has waited long enough for the end of its line."""
+        for key in list(self._selector.get_map().values()):
+            source = key.data
+            if source and source.held and source.held_until_s <= now_s:
+                begun, source.held, source.held_until_s = source.held, b"", math.inf
+                self._copy(key.fd, source.copy_to, begun)
+
+    def _copy(self, reader: int, console: int, data: bytes) -> None:
         try:
-            if source.copy_to is not None:
-                _write_all(source.copy_to, data)
+            _write_all(console, data)
         except BrokenPipeError:
             # As under torchrun, a worker learns by its next word that nobody listens (`| head`).
             self._hang_up(reader)
         except OSError as error:
             logger.debug("the console takes no more: %s", error)
-        self._take(source, data)
-        return len(data)
 
     def _read_file(self, file: _File, size: int) -> int:
         try:

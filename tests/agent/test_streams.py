@@ -1,8 +1,9 @@
-"""Workers' streams are passed on byte by byte, and read along the way."""
+"""Workers' streams are passed on unchanged, in whole lines, and read along the way."""
 
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from pathlib import Path
@@ -46,6 +47,47 @@ def test_copies_every_byte_and_reads_every_line() -> None:
     # Of a line that never ends only the end is kept.
     assert ["one", "two\r", "x" * CHUNK_BYTES] == lines
     os.close(reader)
+    os.close(writer)
+
+
+def test_lines_of_two_workers_do_not_mix() -> None:
+    """Each line reaches the console whole, though two workers' prints write word by word and in turn."""
+    console, writer = os.pipe()
+    streams = Streams(lambda line: None)
+    pipes = [streams.tail_pipe(rank, copy_to=writer) for rank in range(2)]
+    streams.start()
+    workers = [open(pipe, "wb", buffering=0) for pipe in pipes]  # noqa: SIM115, PTH123
+    for piece in (b"error", b" of ", b"rank", b"\n"):
+        for worker in workers:
+            worker.write(piece)
+            time.sleep(0.01)
+    for worker in workers:
+        worker.close()
+    streams.close()
+
+    assert b"error of rank\nerror of rank\n" == os.read(console, CHUNK_BYTES)
+    os.close(console)
+    os.close(writer)
+
+
+def test_a_line_without_an_end_is_shown_soon() -> None:
+    """A prompt and each step of a progress bar show while the worker waits, whatever else it wrote before."""
+    console, writer = os.pipe()
+    streams = Streams(lambda line: None)
+    pipe = streams.tail_pipe(0, copy_to=writer)
+    streams.start()
+
+    shown = []
+    for piece in (b"done\n1 %\r", b"2 %\r", b"sure? "):
+        write(pipe, piece).join()
+        copied = b""
+        while len(copied) < len(piece) and select.select([console], [], [], 10)[0]:
+            copied += os.read(console, CHUNK_BYTES)
+        shown.append(copied)
+    streams.close()
+
+    assert [b"done\n1 %\r", b"2 %\r", b"sure? "] == shown
+    os.close(console)
     os.close(writer)
 
 

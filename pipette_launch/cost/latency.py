@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,24 @@ NOT_MODELLED = (
     "Data loading, logging, evaluation and checkpoints.",
 )
 """What the predicted step time leaves out, one sentence each."""
+
+UNPRICED = {
+    "--tp-comm-overlap": "the step may be too long",
+    "--moe-token-dispatcher-type flex": "its exchange is priced as that of alltoall",
+    "--overlap-moe-expert-parallel-comm": "the all-to-alls count in full, and the step may be too long",
+    "--optimizer-cpu-offload": "the optimizer is priced as on the device, and the step is too short",
+    **dict.fromkeys(
+        (
+            "--cuda-graph-impl local",
+            "--cuda-graph-impl transformer_engine",
+            "--cuda-graph-impl full_iteration",
+            "--enable-cuda-graph",
+            "--external-cuda-graph",
+        ),
+        "kernels are priced as launched one by one, and the step may be too long",
+    ),
+}
+"""Flags that change the step, but not the predicted one, and what that means for it."""
 
 _CACHED_LAYOUTS = 64
 
@@ -74,7 +92,7 @@ class Predictor:
             assumed.append("The optimizer step was not measured and counts as 0 s.")
         if not self._measurements.collectives:
             assumed.append("No collective was measured; they are priced as rings over the measured links.")
-        return tuple(assumed)
+        return (*assumed, *_unpriced(self._job))
 
     def step_time(self, layout: Layout, placement: Sequence[int]) -> StepTime:
         """Predict the step of a layout on given slots.
@@ -166,6 +184,19 @@ class Predictor:
             for pair in set(sizes)
         }
         return np.array([seconds[pair] for pair in sizes])
+
+
+def _unpriced(job: Job) -> Iterator[str]:
+    """Say which of the job's flags change its step and not the prediction."""
+    for flag in job.performance_flags:
+        if flag in UNPRICED:
+            yield f"{flag} is not in the predicted step time: {UNPRICED[flag]}."
+    instances = job.flag_value("--num-distributed-optimizer-instances", "1")
+    if int(instances) > 1:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} is in the memory and not in the predicted step time: "
+            f"gradients and parameters are priced as exchanged by all replicas at once."
+        )
 
 
 def _make_room(cache: dict[Layout, Work] | dict[Layout, PlacementCost]) -> None:

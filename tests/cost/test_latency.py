@@ -163,6 +163,36 @@ def test_what_was_measured_needs_no_note() -> None:
     assert Predictor(job(), measurements(tiny_cluster(), collectives=(fit,))).notes(Layout(dp=4)) == ()
 
 
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--tp-comm-overlap",
+        "--moe-token-dispatcher-type flex",
+        "--overlap-moe-expert-parallel-comm",
+        "--optimizer-cpu-offload",
+        "--cuda-graph-impl local",
+        "--enable-cuda-graph",
+        "--num-distributed-optimizer-instances 2",
+    ],
+)
+def test_a_flag_that_is_not_priced_is_named(flag: str) -> None:
+    """What changes the real step and not the predicted one has a note; a value that changes nothing has none."""
+    notes, without = (
+        Predictor(job(performance_flags=flags), measurements(tiny_cluster())).notes(Layout(dp=4))
+        for flags in (
+            (flag,),
+            (
+                "--cuda-graph-impl none",
+                "--moe-token-dispatcher-type alltoall",
+                "--num-distributed-optimizer-instances 1",
+            ),
+        )
+    )
+
+    assert [flag] == [note.partition(" is ")[0] for note in notes if note not in without]
+    assert not any("predicted step time" in note for note in without)
+
+
 @pytest.mark.parametrize("placement", [(0, 1, 2), (0, 1, 2, 2), (0, 1, 2, 4)])
 def test_a_placement_holds_every_rank_once(placement: tuple[int, ...]) -> None:
     """Anything else is refused by name."""

@@ -244,6 +244,14 @@ def test_fp8_on_imagined_machines_is_said_to_be_priced_as_16_bit() -> None:
     assert plain.breakdown_s["compute"] == eight.breakdown_s["compute"]
 
 
+def test_a_flag_that_is_not_priced_has_a_note() -> None:
+    """Overlap by userbuffers does not change the predicted step, and the prediction says so."""
+    line = (*PIPELINE, "--bf16", "--transformer-impl", "transformer_engine", "--tp-comm-overlap")
+    found = predict(line, world_size=8, gpu="H100", megatron_version="0.16.1")
+
+    assert "--tp-comm-overlap is not in the predicted step time: the step may be too long." in found.notes
+
+
 def test_flags_that_megatron_does_not_have_are_named() -> None:
     """A slip of the pen falls back to a default, so it is said; Megatron's tag is as good as its version."""
     found = predict((*PIPELINE, "--num-layres", "3"), cluster=measured(), megatron_version="core_v0.16.1")

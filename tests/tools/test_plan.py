@@ -120,6 +120,15 @@ def test_the_flags_mean_the_plan(saved: tuple[Path, str]) -> None:
     assert plan.chosen.layout != plan.own.layout
 
 
+def test_a_flag_that_is_not_priced_has_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan says which flags of the job change its step and not the predicted one."""
+    flags = "--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2"
+    code, out, _ = answer(f"plan --gpu h100 --nodes 1 --fix all {JOB} {flags}", capsys)
+
+    assert 0 == code
+    assert "--num-distributed-optimizer-instances 2 is in the memory and not in" in " ".join(out.split())
+
+
 def test_a_plan_for_imagined_hosts_runs_on_real_ones(saved: tuple[Path, str]) -> None:
     """As many hosts take the places of host0 and so on; another number does not."""
     plan = files.read(saved[0], Plan)

@@ -53,6 +53,26 @@ def dump(args: argparse.Namespace) -> str:
     return "\n".join([f"{'-' * 24} arguments {'-' * 24}", *lines, f"{'-' * 20} end of arguments {'-' * 21}"])
 
 
+def step_flops(args: argparse.Namespace) -> float:
+    """Floating-point operations of one step, as Megatron-LM counts them: multiply-adds as 2, backward as twice forward.
+
+    The causal mask leaves half of the scores; recompute, biases and routers count as nothing (core_v0.16 and later).
+    """
+    hidden, heads = args.hidden_size, args.kv_channels * args.num_attention_heads
+    attention = 2 * hidden * (2 * heads + 2 * args.kv_channels * args.num_query_groups) + 2 * args.seq_length * heads
+    per_width = 2 * hidden * (3 if args.swiglu else 2)
+    if args.num_experts is None:
+        num_moe_layers = 0
+    elif isinstance(args.moe_layer_freq, int):
+        num_moe_layers = -(-args.num_layers // args.moe_layer_freq)
+    else:
+        num_moe_layers = sum(args.moe_layer_freq)
+    moe_width = args.moe_router_topk * (args.moe_ffn_hidden_size or 0) + (args.moe_shared_expert_intermediate_size or 0)
+    mlp = (args.num_layers - num_moe_layers) * args.ffn_hidden_size + num_moe_layers * moe_width
+    forward = args.num_layers * attention + per_width * mlp + 2 * hidden * args.padded_vocab_size
+    return float(3 * forward * args.seq_length * args.global_batch_size)
+
+
 def num_stages(layout: str) -> int:
     """How many stages `--pipeline-model-parallel-layout` has; `(tt|)*3` and `t*3` stand for three of theirs."""
     text = layout.replace(",", "")

@@ -95,27 +95,6 @@ def params_dtype(args: Namespace) -> torch.dtype:
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
-def step_flops(args: Namespace) -> float:
-    """Floating-point operations of one step: multiply-adds as 2, backward as twice forward, nothing off for the mask.
-
-    Narayanan et al. 2021 (Megatron-LM on GPU clusters), appendix, generalised to grouped queries and experts.
-    """
-    hidden, heads = args.hidden_size, args.kv_channels * args.num_attention_heads
-    attention = 2 * hidden * (2 * heads + 2 * args.kv_channels * args.num_query_groups) + 4 * args.seq_length * heads
-    per_width = 2 * hidden * (3 if args.swiglu else 2)
-    if args.num_experts is None:
-        num_moe_layers = 0
-    elif isinstance(args.moe_layer_freq, int):
-        num_moe_layers = -(-args.num_layers // args.moe_layer_freq)
-    else:
-        num_moe_layers = sum(args.moe_layer_freq)
-    moe_width = args.moe_router_topk * (args.moe_ffn_hidden_size or 0) + (args.moe_shared_expert_intermediate_size or 0)
-    mlp = (args.num_layers - num_moe_layers) * args.ffn_hidden_size + num_moe_layers * moe_width
-    router = 2 * hidden * (args.num_experts or 0) * num_moe_layers
-    forward = args.num_layers * attention + per_width * mlp + router + 2 * hidden * args.padded_vocab_size
-    return float(3 * forward * args.seq_length * args.global_batch_size)
-
-
 def unwrapped(chunk: Any) -> GPTModel:
     """Take off the wrappers for data parallelism and half precision."""
     while not isinstance(chunk, GPTModel):

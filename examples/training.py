@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
+import arguments
 import byte_text
 import checkpoints
 import gpt_model
@@ -158,7 +159,7 @@ class Run:
     def _log(self, grad_norm: float | None) -> None:
         args, now_s = self.args, self._now_s()
         step_time_s = self.tally.step_time_s(now_s)
-        flops = gpt_model.step_flops(args) / args.world_size / step_time_s
+        flops = arguments.step_flops(args) / args.world_size / step_time_s
         line = log_lines.Iteration(
             iteration=self.iteration,
             train_iters=args.train_iters,

@@ -185,17 +185,20 @@ class ModelSpec:
         """Model FLOPs of a training step as Megatron-LM counts them (core_v0.16, num_floating_point_operations).
 
         Each matrix three times, multiply-adds as 2, half of the attention's square behind the causal mask; biases,
-        norms, the router and recompute are left out. The output layer has the rows that `tp` pads the vocabulary to.
+        the router and recompute are left out. The output layer has the rows that `tp` pads the vocabulary to. Releases
+        before core_v0.16 count the whole square.
         """
         latent, hidden, heads = self.latent_attention, self.hidden_size, self.num_attention_heads
         query, groups = heads * self.kv_channels, self.num_query_groups * self.kv_channels
-        projections = latent.weights(hidden, heads) if latent else 2 * hidden * (query + groups)
+        # Of the norms Megatron counts those of the latents and of multi-token prediction.
+        latent_norms = (latent.q_lora_rank or 0) + latent.kv_lora_rank if latent else 0
+        projections = latent.weights(hidden, heads) + latent_norms if latent else 2 * hidden * (query + groups)
         attention = projections + self.core_flops_per_token / 4
         matrices = hidden * (3 if self.gated_linear_unit else 2)
         moe_width = self.moe_router_topk * self.moe_ffn_hidden_size + self.moe_shared_expert_intermediate_size
         moe_layers = sum(self.moe_layer_freq) + self.mtp_num_layers * self.has_expert_prediction
         layers = self.num_layers + self.mtp_num_layers
         mlps = matrices * (moe_layers * moe_width + (layers - moe_layers) * self.ffn_hidden_size)
-        predictions = 2 * self.mtp_num_layers * hidden**2
+        predictions = self.mtp_num_layers * (2 * hidden + 3) * hidden
         logits = (1 + self.mtp_num_layers) * hidden * self.padded_vocab_size(tp)
         return 6.0 * global_batch_size * self.seq_length * (layers * attention + mlps + predictions + logits)

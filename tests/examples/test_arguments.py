@@ -5,6 +5,7 @@ import argparse
 import arguments
 import flags
 import pytest
+from megatron_lines import job
 
 from pipette_launch.megatron.flags import flag_table
 
@@ -13,6 +14,7 @@ MODEL = (
     "--micro-batch-size 2 --train-iters 10 --lr 1e-3 --transformer-impl local"
 )
 OWN_DEFAULTS = {"--vocab-size": 256, "--dataloader-type": "single"}
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-layer-freq 2"
 ACTIONS = {"_StoreAction": "store", "_StoreTrueAction": "store_true", "_StoreFalseAction": "store_false"}
 
 
@@ -144,3 +146,25 @@ def test_dump() -> None:
         "  seed ............................................ 1234",
         "-------------------- end of arguments ---------------------",
     ] == lines
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--tensor-model-parallel-size 4",
+        "--group-query-attention --num-query-groups 2 --kv-channels 16",
+        "--swiglu --disable-bias-linear --ffn-hidden-size 176",
+        EXPERTS,
+        f"{EXPERTS} --swiglu --moe-shared-expert-intermediate-size 128",
+    ],
+    ids=["dense", "tp", "GQA", "SwiGLU", "MoE", "shared expert"],
+)
+def test_flops_are_those_of_the_launcher(flags: str) -> None:
+    """The throughput of --log-throughput and the launcher's rest on one number of FLOPs, counted twice."""
+    words = f"{MODEL} --vocab-size 1000 --global-batch-size 16 {flags}".split()
+    ours = job("--tokenizer-type NullTokenizer", base=words)
+
+    assert ours.model.step_flops(16, tp=ours.own.tp) == arguments.step_flops(
+        arguments.parse(words, {"WORLD_SIZE": "8"})
+    )

@@ -78,12 +78,56 @@ def test_latent_attention_has_flops_of_its_own() -> None:
             },
             679_477_248,
         ),
-        ({"num_layers": 4, "mtp_num_layers": 1}, 912_261_120),
+        ({"num_layers": 4, "mtp_num_layers": 1}, 912_850_944),
     ],
 )
 def test_a_steps_flops_are_megatrons(changes: dict[str, object], flops: int) -> None:
-    """What core_v0.16's own count gives for 16 samples and tp 2; but for norms of multi-token prediction, 0.06 %."""
+    """What core_v0.16's own count gives for 16 samples and tp 2."""
     assert flops == tiny_model(**changes).step_flops(16, tp=2)
+
+
+GATED = {"gated_linear_unit": True, "seq_length": 4096}
+LLAMA_8B = GATED | {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "vocab_size": 128256,
+}
+MIXTRAL = LLAMA_8B | {
+    "vocab_size": 32001,
+    "num_experts": 8,
+    "moe_layer_freq": (1,) * 32,
+    "moe_ffn_hidden_size": 14336,
+}
+DEEPSEEK_V3 = GATED | {
+    "num_layers": 61,
+    "hidden_size": 7168,
+    "ffn_hidden_size": 18432,
+    "num_attention_heads": 128,
+    "vocab_size": 129281,
+    "num_experts": 256,
+    "moe_layer_freq": (0,) * 3 + (1,) * 58,
+    "moe_router_topk": 8,
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "mtp_num_layers": 1,
+    "latent_attention": LatentAttention(
+        q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("tp", "changes", "expected"),
+    [(4, LLAMA_8B, 48_255_467_520), (1, MIXTRAL, 79_709_601_792), (1, DEEPSEEK_V3, 260_003_960_832)],
+    ids=["Llama 8B", "Mixtral", "DeepSeek-V3"],
+)
+def test_flops_of_published_models_are_megatrons(tp: int, changes: dict[str, object], expected: int) -> None:
+    """What num_floating_point_operations of core_v0.16.1 says for a token of these models."""
+    assert expected == tiny_model(**changes).step_flops(1, tp=tp) / 4096
 
 
 @pytest.mark.parametrize(("tp", "rows"), [(1, 256), (2, 256), (4, 512)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerator import DeviceSpec, Efficiency, Link
@@ -35,10 +36,14 @@ def device_of_driver(name: str) -> DeviceSpec | None:
     words = name.replace("-", " ").split()
     for known, spec in known_devices().items():
         kind = next(word for word in known.split("-") if word.strip("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
-        # A card for the PCIe slot has another peak than the module of the same type.
-        if kind in words and ("PCIe" in words) == ("PCIe" in known):
+        if kind in words and _builds(words) == _builds(known.split("-")):
             return spec
     return None
+
+
+def _builds(words: Iterable[str]) -> set[str]:
+    """What says that a device is no usual one of its type, and has another peak: a card for the PCIe slot, a part."""
+    return {word.upper() for word in words} & {"D", "LAPTOP", "MIG", "NVL", "PCIE"}
 
 
 def peak_flops_per_s(name: str, dtype: str) -> float:

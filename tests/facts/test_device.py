@@ -38,7 +38,15 @@ def test_a_device_is_found_by_its_drivers_name(driver: str, name: str) -> None:
 
 def test_an_unknown_device_has_no_peak() -> None:
     """Nothing is guessed from a name that resembles one."""
-    assert (None, None) == (device_of_driver("NVIDIA RTX A6000"), device_of_driver("NVIDIA H100 PCIe"))
+    for name in (
+        "NVIDIA RTX A6000",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "Tesla V100-PCIE-32GB",
+        "NVIDIA GeForce RTX 4090 D",
+    ):
+        assert device_of_driver(name) is None
     assert (0.0, 0.0) == (peak_flops_per_s("NVIDIA RTX A6000", "bf16"), peak_flops_per_s("H200", "int4"))
 
 

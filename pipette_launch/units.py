@@ -32,6 +32,14 @@ def rate_text(bytes_per_s: float) -> str:
     return f"{bytes_per_s:.0f} B/s"
 
 
+def flops_text(flops_per_s: float) -> str:
+    """Print a rate of computing in decimal units: `451.2 TFLOP/s`."""
+    for unit, size in (("TFLOP/s", 1e12), ("GFLOP/s", 1e9)):
+        if flops_per_s >= size:
+            return f"{flops_per_s / size:,.1f} {unit}"
+    return f"{flops_per_s / 1e6:,.1f} MFLOP/s"
+
+
 def count_text(count: float) -> str:
     """Print a large number with three digits and a decimal unit: `69.9 B`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):

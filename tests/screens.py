@@ -23,6 +23,7 @@ from pipette_launch.facts import (
 )
 from pipette_launch.facts.comparison import Comparison, Entry
 from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
+from pipette_launch.facts.rate import Rate
 from pipette_launch.facts.trials import Trial, Trials
 from pipette_launch.facts.verdict import Verdict
 from pipette_launch.report import comparison_screen, measured_screen, plan_screen, planned_screen, prediction_screen
@@ -36,6 +37,7 @@ NEW = (
     "--tensor-model-parallel-size", "2", "--num-layers", "24", "--micro-batch-size", "4", "--bf16", "--lr", "1e-4",
     "--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--global-batch-size", "64",
 )  # fmt: skip
+RATE = Rate(tokens_per_s=148_208, flops_per_s=479e12, mfu=0.4846)
 SAVED_TO = Path("/home/user/.cache/pipette-launch/8f14e45fceea167a/plan.json")
 
 
@@ -203,12 +205,10 @@ def planned(width: int) -> str:
         device_memory_bytes=80 << 30,
         machines="not measured: from the device's data sheet and usual shares of it",
         network="leaf of 16 hosts 47 GB/s, core 28.2 GB/s",
-        step_flops=1.8e18,
-        peak_flops_per_s=989e12,
     )
     made = plan(
         cluster,
-        choice(Layout(tp=2, pp=8, dp=8, micro_batch_size=4, use_distributed_optimizer=True), 28.3),
+        choice(Layout(tp=2, pp=8, dp=8, micro_batch_size=4, use_distributed_optimizer=True), 28.3, rate=RATE),
         choice(Layout(tp=8, etp=8, pp=4, dp=4), 33.9),
         choice(Layout(tp=4, etp=4, pp=8, dp=4, micro_batch_size=2), 28.9),
         device_kind="cuda",
@@ -221,9 +221,12 @@ def planned(width: int) -> str:
 
 def compared(width: int) -> str:
     """Four planners: one whose choice does not fit, and one that has none."""
-    fat = choice(Layout(tp=2, pp=4, dp=16), 29.0, peak_memory_bytes=(9 << 30,) * 4)
+    fat = choice(
+        Layout(tp=2, pp=4, dp=16), 29.0, peak_memory_bytes=(9 << 30,) * 4, rate=replace(RATE.times(28.3 / 29), mfu=None)
+    )
+    ours = choice(Layout(tp=4, etp=4, pp=8, dp=4, vpp=10, micro_batch_size=2), 28.3)
     made = [
-        ("ours", choice(Layout(tp=4, etp=4, pp=8, dp=4, vpp=10, micro_batch_size=2), 28.3), 0.005, 0, (), ("First.",)),
+        ("ours", replace(ours, rate=RATE), 0.005, 0, (), ("First.",)),
         ("amp", fat, None, 96, ("tp2 pp4 dp16 mbs1 does not fit: stage 0 needs 9.00 GiB of 7.00 GiB.",), ()),
         ("varuna", None, None, None, ("Varuna finds no layout.",), ()),
         ("topology-sorted", choice(Layout(tp=8, etp=8, pp=4, dp=4), 33.9), None, 30, (), ()),
@@ -297,9 +300,8 @@ def prediction(**changes: object) -> Prediction:
             "Not modelled: one thing.",
             "Not modelled: another.",
         ),
-        step_flops=1.8e18,
-        peak_flops_per_s=989e12,
         megatron_version="0.16.1",
+        rate=replace(RATE, tokens_per_s=123_181, flops_per_s=398.7e12, mfu=0.4031),
     )
     return replace(made, **changes)  # type: ignore[arg-type]
 
@@ -328,6 +330,7 @@ def memory_only(width: int) -> str:
         verdict="unknown",
         step_time_s=None,
         breakdown_s={},
+        rate=None,
         device_name="",
         machines="unknown",
         num_microbatches=1,

@@ -14,6 +14,7 @@ from screens import NEW, OLD, SCREENS, choice, plan, shown
 
 from pipette_launch.facts import Layout, Samples
 from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.rate import Rate
 from pipette_launch.report import arguments_diff, outcome_line, rank_ranges
 
 GOLDEN = Path(__file__).parent / "data" / "screens"
@@ -134,6 +135,7 @@ def test_the_outcome_in_one_line() -> None:
         first_iteration=1,
         last_iteration=20,
         losses=("1.0",) * 4,
+        rate=Rate(tokens_per_s=20_480, flops_per_s=5.1e9, mfu=None),
     )
     shaky = Outcome(
         key="k",
@@ -147,7 +149,8 @@ def test_the_outcome_in_one_line() -> None:
     )
 
     assert outcome_line(outcome, Path("/cache/outcome.json")) == (
-        "tp2 pp1 dp2 mbs1: measured 100 ms a step up to iteration 20, predicted 110 ms, 10.0% too long "
+        "tp2 pp1 dp2 mbs1: measured 100 ms a step up to iteration 20 (20.5 k tokens/s, 5,120 on each rank; "
+        "5.1 GFLOP/s on each), predicted 110 ms, 10.0% too long "
         "(/cache/outcome.json)"
     )
     assert outcome_line(shaky, None) == (

@@ -9,6 +9,7 @@ from typing import ClassVar
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Samples
 from pipette_launch.facts.model import ADDED_LATER
+from pipette_launch.facts.rate import Rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,8 @@ class Outcome:
     """Of layout and model, so that outcomes of several jobs can be compared; empty in files of earlier releases."""
     peaks: tuple[PeakReading, ...] = field(default=(), metadata=ADDED_LATER)
     """Measured memory, where it was printed or could be read."""
+    rate: Rate | None = field(default=None, metadata=ADDED_LATER)
+    """What the measured step comes to in tokens and FLOPs a second; None in files of earlier releases."""
 
     @property
     def error(self) -> float:

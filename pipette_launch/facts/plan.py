@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pipette_launch.errors import FactError
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ADDED_LATER
+from pipette_launch.facts.rate import Rate
 from pipette_launch.facts.setting import Setting
 from pipette_launch.facts.trials import Trials
 
@@ -42,6 +43,8 @@ class Choice:
     """Of layout and model, by which outcomes of several jobs are compared."""
     bound_reason: str = field(default="", metadata=ADDED_LATER)
     """What `bound_s` rests on, a sentence without its end; empty where it is the best link everywhere."""
+    rate: Rate | None = field(default=None, metadata=ADDED_LATER)
+    """What the predicted step comes to in tokens and FLOPs a second; None in files of earlier releases."""
 
     def __post_init__(self) -> None:
         if sorted(self.placement) != list(range(self.layout.world_size)):

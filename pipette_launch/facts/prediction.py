@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pipette_launch.errors import FactError
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ADDED_LATER
+from pipette_launch.facts.rate import Rate
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 """The kinds into which a stage's memory is split, in the order in which they are shown."""
@@ -80,17 +81,10 @@ class Prediction:
     notes: tuple[str, ...]
     """Every assumption and everything left out, one sentence each."""
     megatron_version: str
-    step_flops: float = field(default=0.0, metadata=ADDED_LATER)
-    """Model FLOPs of a step by Megatron's count (`ModelSpec.step_flops`)."""
-    peak_flops_per_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Of one device in the job's type; 0 where it is not known."""
+    rate: Rate | None = field(default=None, metadata=ADDED_LATER)
+    """What the step comes to in tokens and FLOPs a second; None without a step time."""
 
     @property
     def fullest(self) -> StageMemory:
         """The stage with the highest peak, the first of equals."""
         return max(self.stages, key=lambda stage: stage.peak_bytes)
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Of the whole job; None without a step time."""
-        return self.tokens_per_step / self.step_time_s if self.step_time_s else None

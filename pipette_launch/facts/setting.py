@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.model import ADDED_LATER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +25,6 @@ class Setting:
     """Where the machines' figures come from."""
     network: str
     """What lies between imagined hosts; empty where it was measured or there is one host."""
-    step_flops: float = field(default=0.0, metadata=ADDED_LATER)
-    """Model FLOPs of a step by Megatron's count (`ModelSpec.step_flops`)."""
-    peak_flops_per_s: float = field(default=0.0, metadata=ADDED_LATER)
-    """Of one device in the job's type; 0 where it is not known."""
 
     def __post_init__(self) -> None:
         for name in ("num_parameters", "global_batch_size", "seq_length", "device_memory_bytes"):

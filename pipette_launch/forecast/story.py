@@ -14,9 +14,9 @@ from pipette_launch.cost.overhead import allowed_bytes, overhead_of
 from pipette_launch.cost.parameters import stage_parameters
 from pipette_launch.errors import FactError, MegatronError, PlanError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements
-from pipette_launch.facts.device import peak_flops_per_s
 from pipette_launch.facts.fabric import FabricSpec
 from pipette_launch.facts.prediction import Prediction, StageMemory, Verdict
+from pipette_launch.facts.rate import Rate
 from pipette_launch.forecast import stages
 from pipette_launch.forecast.machines import Kind, Machines, machines_of
 
@@ -155,7 +155,7 @@ def _foretold(job: Job, machines: Machines, memory: _Memory, script: str, notes:
     layout = job.own
     capacity = machines.capacity_bytes
     verdict = _verdict([one.peak_bytes for one in memory.stages], capacity, memory.margin)
-    step, step_notes = _step(job, machines)
+    step, rate, step_notes = _step(job, machines)
     return Prediction(
         script=script,
         layout=layout,
@@ -180,8 +180,7 @@ def _foretold(job: Job, machines: Machines, memory: _Memory, script: str, notes:
         breakdown_s=dict(step.breakdown_s) if step else {},
         notes=tuple(dict.fromkeys((*notes, *step_notes))),
         megatron_version=job.megatron_version,
-        step_flops=job.model.step_flops(job.batch.global_batch_size, tp=layout.tp),
-        peak_flops_per_s=peak_flops_per_s(machines.device_name, job.model.params_dtype),
+        rate=rate,
     )
 
 
@@ -242,18 +241,21 @@ def _memory_notes(job: Job, counted: stages.Counted) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _step(job: Job, machines: Machines) -> tuple[StepTime | None, tuple[str, ...]]:
+def _step(job: Job, machines: Machines) -> tuple[StepTime | None, Rate | None, tuple[str, ...]]:
     """Price the step in torchrun's own order of ranks; without a price, the note says why."""
     try:
         measurements = machines.measurements(job)
         if measurements is None:
-            return None, ("No step time: nothing is known of the machines; name a device with --gpu or --cluster.",)
+            why = "No step time: nothing is known of the machines; name a device with --gpu or --cluster."
+            return None, None, (why,)
         predictor = Predictor(job, measurements)
         if not predictor.can_price(job.own):
-            return None, (f"No step time: none was measured for {job.own.words()}; measure with this configuration.",)
+            why = f"No step time: none was measured for {job.own.words()}; measure with this configuration."
+            return None, None, (why,)
         step = predictor.step_time(job.own, range(machines.world_size))
     except (FactError, PlanError) as error:
-        return None, (f"No step time: {error}.",)
+        return None, None, (f"No step time: {error}.",)
     left_out = (f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED)
     eight_bit = (FP8_AS_16_BIT,) if machines.spec is not None and computes_in_fp8(job) else ()
-    return step, (*measurements.notes, *eight_bit, *predictor.notes(job.own), *left_out)
+    rate = Rate.of(job, job.own, step.total_s, measurements.cluster)
+    return step, rate, (*measurements.notes, *eight_bit, *predictor.notes(job.own), *left_out)

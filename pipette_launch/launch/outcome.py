@@ -46,21 +46,24 @@ class OutcomeTracker:
             return None
         self._is_done = True
         warm_ups = self._lines[: len(self._lines) - len(steady)]
+        measured = Samples(
+            values_s=tuple(seen.step_time_s for seen in steady),
+            warmup_s=tuple(seen.step_time_s for seen in warm_ups),
+        )
+        predicted = self._choice.rate
         return Outcome(
             key=self._key,
             layout=self._choice.layout,
             placement=self._choice.placement,
             predicted_step_s=self._choice.step_time_s,
-            measured_step=Samples(
-                values_s=tuple(seen.step_time_s for seen in steady),
-                warmup_s=tuple(seen.step_time_s for seen in warm_ups),
-            ),
+            measured_step=measured,
             first_iteration=first,
             last_iteration=line.iteration,
             losses=tuple(seen.loss or "" for seen in self._lines),
             step_correction=self._choice.step_correction,
             features=self._choice.features,
             peaks=self._allocator_peaks(first),
+            rate=predicted.times(self._choice.step_time_s / measured.median_s) if predicted else None,
         )
 
     def _allocator_peaks(self, first_iteration: int) -> tuple[PeakReading, ...]:

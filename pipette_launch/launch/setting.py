@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pipette_launch import megatron
 from pipette_launch.facts import Layout, Setting
-from pipette_launch.facts.device import peak_flops_per_s
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +39,6 @@ def with_setting(
     from pipette_launch.cost.parameters import stage_parameters
 
     cluster = measurements.cluster
-    device = cluster.hosts[0].devices[0].name
     setting = Setting(
         script=script,
         arguments=tuple(arguments),
@@ -48,11 +46,9 @@ def with_setting(
         num_parameters=sum(part.count for part in stage_parameters(job.model, Layout())),
         global_batch_size=job.batch.global_batch_size,
         seq_length=job.model.seq_length,
-        device_name=device,
+        device_name=cluster.hosts[0].devices[0].name,
         device_memory_bytes=cluster.memory_bytes,
         machines=machines,
         network=network,
-        step_flops=job.model.step_flops(job.batch.global_batch_size, tp=job.own.tp),
-        peak_flops_per_s=peak_flops_per_s(device, job.model.params_dtype),
     )
     return replace(plan, setting=setting)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, TextIO
 from pipette_launch.facts import Choice
 from pipette_launch.facts.comparison import Comparison
 from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
-from pipette_launch.report.parts import NOT_MODELLED
+from pipette_launch.report.parts import NOT_MODELLED, rate_words
 from pipette_launch.units import seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 MOST_PARTS = 5
 """Parts of a step that have a column of their own; more would be wider than a terminal."""
@@ -34,6 +35,7 @@ def comparison_screen(
     """
     sections: tuple[Section, ...] = (
         ("Plans", _plans(comparison)),
+        ("Rates", _rates(comparison)),
         ("Parts", _parts(comparison)),
         ("Places", _places(comparison)),
         ("Faults", map(bullet, _sentences(comparison, faults=True))),
@@ -58,6 +60,12 @@ def _plans(comparison: Comparison) -> Iterator[RenderableType]:
         table.add_row(str(number), text(entry.name, style), *(text(cell, style) for cell in cells))
     yield table
     yield text("memory: the fullest stage, of what the margin leaves; gap: to what was proven for all layouts", "dim")
+
+
+def _rates(comparison: Comparison) -> Iterator[Text]:
+    for number, entry in enumerate(comparison.entries, 1):
+        if entry.choice and entry.choice.rate:
+            yield text(f"{number}: {rate_words(entry.choice.rate, entry.choice.layout.world_size)}")
 
 
 def _memory(choice: Choice) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts import Choice, Plan
+from pipette_launch.facts.rate import Rate
 from pipette_launch.report.draw import bar, breakdown, stages_shown, text
-from pipette_launch.units import bytes_text, count_text, seconds_text
+from pipette_launch.units import bytes_text, count_text, flops_text, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,6 +20,13 @@ NOT_MODELLED = "Not modelled: "
 """How the planner begins a note on what it leaves out; the screen counts these, the plan file has them."""
 
 
+def rate_words(rate: Rate, world_size: int) -> str:
+    """Tokens of all ranks and of each, model FLOPs of each, and their part of the peak, if known."""
+    mfu = "" if rate.mfu is None else f", MFU {rate.mfu:.1%}"
+    tokens = f"{count_text(rate.tokens_per_s)} tokens/s, {rate.tokens_per_s / world_size:,.0f} on each rank"
+    return f"{tokens}; {flops_text(rate.flops_per_s)} on each{mfu}"
+
+
 def chosen(plan: Plan) -> Iterator[RenderableType]:
     """The layout, the parts of its step, and where its ranks sit."""
     choice = plan.chosen
@@ -26,6 +34,8 @@ def chosen(plan: Plan) -> Iterator[RenderableType]:
     line = text(f"{choice.layout.words()}", "bold green")
     line.append(f"  {whose}{choice.schedule}, {seconds_text(choice.step_time_s)} a step predicted", "default")
     yield line
+    if choice.rate:
+        yield text(rate_words(choice.rate, choice.layout.world_size))
     yield breakdown(choice.breakdown_s, choice.step_time_s)
     if choice.is_host_order:
         yield text("ranks in torchrun's own order")
@@ -196,13 +206,3 @@ def _groups(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def _joined(flag: str, values: Sequence[str]) -> str:
     return " ".join((flag, *values)) if flag else " ".join(values)
-
-
-def rates(tokens_per_s: float, *, step_flops: float, step_s: float, ranks: int, peak_flops_per_s: float) -> str:
-    """How fast a job is: tokens of all and of each rank, model FLOPs of each, and their share of the peak, if known."""
-    found = f"{count_text(tokens_per_s)} tokens/s, {tokens_per_s / ranks:,.0f} on each rank"
-    if not step_flops:
-        return found
-    flops_per_s = step_flops / step_s / ranks
-    share = f", MFU {flops_per_s / peak_flops_per_s:.1%}" if peak_flops_per_s else ""
-    return f"{found}; {flops_per_s / 1e12:,.1f} TFLOP/s on each{share}"

@@ -70,6 +70,7 @@ def outcome_line(outcome: Outcome, saved_to: Path | None) -> str:
     measured = outcome.measured_step
     shaky = f", spread {measured.spread:.0%}: unstable" if measured.is_unstable else ""
     where = f" ({saved_to})" if saved_to is not None else ""
+    rate = f" ({parts.rate_words(outcome.rate, outcome.layout.world_size)})" if outcome.rate else ""
     peak = outcome.fullest
     memory = ""
     if peak is not None:
@@ -78,7 +79,8 @@ def outcome_line(outcome: Outcome, saved_to: Path | None) -> str:
     off = f"{abs(outcome.error):.1%} too {'long' if outcome.error > 0 else 'short'}"
     return (
         f"{outcome.layout.words()}: measured {seconds_text(measured.median_s)} a step up to iteration "
-        f"{outcome.last_iteration}{shaky}, predicted {seconds_text(outcome.predicted_step_s)}, {off}{memory}{where}"
+        f"{outcome.last_iteration}{rate}{shaky}, predicted {seconds_text(outcome.predicted_step_s)}, {off}"
+        f"{memory}{where}"
     )
 
 

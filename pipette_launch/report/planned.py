@@ -43,7 +43,7 @@ def planned_screen(
     sections: tuple[Section, ...] = (
         ("Job", _job(plan)),
         ("Machines", _machines(plan)),
-        ("Chosen", _chosen(plan)),
+        ("Chosen", parts.chosen(plan)),
         ("Step time", parts.step_times(plan)),
         ("Trials", parts.trials(plan)),
         ("Why", map(bullet, plan.reasons)),
@@ -78,22 +78,6 @@ def _machines(plan: Plan) -> Iterator[Text]:
     yield text(f"{ranks} {plan.setting.device_name} with {memory}, {plan.setting.machines}")
     if plan.setting.network:
         yield text(f"between hosts: {plan.setting.network}")
-
-
-def _chosen(plan: Plan) -> Iterator[RenderableType]:
-    lines = parts.chosen(plan)
-    yield next(lines)
-    if plan.setting is not None and plan.chosen.step_time_s > 0:
-        step_s = plan.chosen.step_time_s
-        told = parts.rates(
-            plan.setting.tokens_per_step / step_s,
-            step_flops=plan.setting.step_flops,
-            step_s=step_s,
-            ranks=plan.chosen.layout.world_size,
-            peak_flops_per_s=plan.setting.peak_flops_per_s,
-        )
-        yield text(told)
-    yield from lines
 
 
 def _flags(plan: Plan) -> Iterator[Text]:

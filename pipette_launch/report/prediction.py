@@ -21,7 +21,7 @@ from pipette_launch.report.draw import (
     stages_shown,
     text,
 )
-from pipette_launch.report.parts import NOT_MODELLED, rates
+from pipette_launch.report.parts import NOT_MODELLED, rate_words
 from pipette_launch.units import GIB, MIB, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -173,20 +173,13 @@ def _amount(amount: float) -> str:
 
 
 def _step(prediction: Prediction) -> Iterator[Text]:
-    if prediction.step_time_s is None or prediction.tokens_per_s is None:
+    if prediction.step_time_s is None or prediction.rate is None:
         return
     condition = ", if there were memory for it" if prediction.verdict == "too large" else ""
     line = text(seconds_text(prediction.step_time_s), "bold")
     line.append(f" a step predicted{condition}", "default")
     yield line
-    told = rates(
-        prediction.tokens_per_s,
-        step_flops=prediction.step_flops,
-        step_s=prediction.step_time_s,
-        ranks=prediction.world_size,
-        peak_flops_per_s=prediction.peak_flops_per_s,
-    )
-    yield text(told)
+    yield text(rate_words(prediction.rate, prediction.world_size))
     yield breakdown(prediction.breakdown_s, prediction.step_time_s)
 
 

@@ -12,6 +12,7 @@ from pipette_launch.cost.residual import features_of
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.rate import Rate
 from pipette_launch.search.candidates import Candidate, Field, doublings_apart
 from pipette_launch.search.seats import host_order
 
@@ -120,6 +121,7 @@ def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, 
         memory_limit_bytes=field.limit_bytes(own),
         bound_s=bound_s,
         bound_reason=reason,
+        rate=Rate.of(field.job, own, step.total_s, field.cluster),
         **_evidence(field, own if basis is None else None),
     )
     return choice, basis
@@ -146,6 +148,7 @@ def _to_choice(field: Field, candidate: Candidate) -> Choice:
         memory_limit_bytes=field.limit_bytes(layout),
         bound_s=candidate.bound_s,
         bound_reason=candidate.bound_reason,
+        rate=Rate.of(field.job, layout, step.total_s, field.cluster),
         **_evidence(field, layout),
     )
 

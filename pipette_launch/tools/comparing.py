@@ -14,6 +14,7 @@ from pipette_launch.cost.memory import peak_memory_bytes
 from pipette_launch.errors import PipetteError, PlanError, UsageError
 from pipette_launch.facts import Choice, Layout, Plan, files
 from pipette_launch.facts.comparison import Comparison, Entry
+from pipette_launch.facts.rate import Rate
 from pipette_launch.search.candidates import memory_limit_bytes
 from pipette_launch.search.rules import Rules
 from pipette_launch.tools.question import Question
@@ -153,6 +154,7 @@ class Judge:
             peak_memory_bytes=tuple(parts.total for parts in peak_memory_bytes(self.job, layout)),
             memory_limit_bytes=self._limit_bytes(layout),
             bound_s=self._predictor.bound_s(layout),
+            rate=Rate.of(self.job, layout, step.total_s, self.measured.cluster),
         )
 
     def _limit_bytes(self, layout: Layout) -> int:

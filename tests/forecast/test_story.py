@@ -46,6 +46,21 @@ def test_a_prediction_is_the_memory_model_and_the_predictor() -> None:
     assert ("fits", True) == (found.verdict, found.fits)
 
 
+def test_the_rate_is_megatrons() -> None:
+    """The step, the model's FLOPs and the data sheet's peak make tokens, FLOPs and MFU; a CPU has no MFU."""
+    found = predict((*PIPELINE, "--bf16"), world_size=8, gpu="H100", megatron_version="0.16.1")
+    job = read_job(PIPELINE, world_size=8, megatron_version="0.16.1", device_kind="cuda")
+    rate, slow = found.rate, predict(PIPELINE, cluster=measured(), megatron_version="0.16.1").rate
+
+    assert found.step_time_s
+    assert rate
+    assert slow
+    assert rate.tokens_per_s == found.tokens_per_step / found.step_time_s
+    assert rate.flops_per_s == job.model.step_flops(32, tp=1) / found.step_time_s / 8
+    assert rate.mfu == rate.flops_per_s / 989e12
+    assert slow.mfu is None
+
+
 def test_it_survives_the_file() -> None:
     """The document is one of ours: strict, with a version."""
     found = predict(PIPELINE, world_size=8, gpu="H100", megatron_version="0.16.1")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipette_launch.facts import Choice, Layout
+from pipette_launch.facts.rate import Rate
 from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
 from pipette_launch.megatron import Iteration, MemoryLine
 
@@ -42,6 +43,17 @@ def test_twenty_iterations_make_an_outcome(logged: list[int], num_warm_ups: int,
     assert outcome is not None
     assert (num_warm_ups, num_values) == (len(outcome.measured_step.warmup_s), len(outcome.measured_step.values_s))
     assert -0.2 == pytest.approx(outcome.error)
+
+
+def test_the_rate_is_that_of_the_measured_step() -> None:
+    """A step of 1.25 s where 1 s was predicted has four fifths of the predicted tokens, FLOPs and MFU."""
+    rate = Rate(tokens_per_s=1000.0, flops_per_s=5e14, mfu=0.5)
+    tracker = OutcomeTracker("key", replace(CHOICE, rate=rate))
+
+    outcome = [tracker.add(line(iteration)) for iteration in range(1, 21)][-1]
+
+    assert outcome is not None
+    assert Rate(tokens_per_s=800.0, flops_per_s=4e14, mfu=0.4) == outcome.rate
 
 
 def test_an_outcome_comes_once() -> None:

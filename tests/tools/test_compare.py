@@ -77,6 +77,7 @@ def test_planners_are_priced_alike(capsys: pytest.CaptureFixture[str]) -> None:
     assert yours is not None
     assert ours.step_time_s <= yours.step_time_s
     assert runs["torchrun-order"] == yours
+    assert all(one.rate and one.rate.mfu for one in runs.values() if one)
 
 
 def test_an_own_layout_that_megatron_refuses_is_a_row_with_its_fault(capsys: pytest.CaptureFixture[str]) -> None:

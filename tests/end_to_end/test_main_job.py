@@ -42,7 +42,8 @@ def on_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     return folder, from_nothing(folder, 2)
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 4])
+# One process: tests/end_to_end/test_gpu_check.py.
+@pytest.mark.parametrize("nproc", [2, 4])
 def test_measures_plans_and_trains_as_torchrun_would(
     tmp_path: Path, nproc: int, request: pytest.FixtureRequest
 ) -> None:

@@ -22,7 +22,8 @@ TRAINER = ROOT / "examples" / "pretrain_gpt.py"
 TORCHRUN = "torch.distributed.run"
 OURS = "pipette_launch"
 LOOK_S = 0.05
-GRACE_S = 10.0
+GRACE_S = 5.0
+"""Between asking a launcher that took too long to end and killing it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.launches import OURS, TORCHRUN, TRAINER, Launch, Run
+from benchmarks.gpu.launches import GRACE_S, OURS, TORCHRUN, TRAINER, Launch, Run
 from benchmarks.gpu.memory import FULL
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import DeviceKind
@@ -73,7 +73,7 @@ class Job:
             launcher=launcher,
             variables=env,
         )
-        done = launch.finish(min(max(self.book.left_s(), 1.0), MOST_S[self.book.kind]))
+        done = launch.finish(min(max(self.book.left_s() - GRACE_S, 1.0), MOST_S[self.book.kind]))
         if done.code != 0 or not done.iterations:
             why = "had to be ended" if done.code is None else f"ended with {done.code}"
             raise PipetteError(f"{launcher} {why} after {done.seconds:.0f} s: {done.last_words}")

@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.launches import OURS, ROOT, TORCHRUN, TRAINER, Launch, Run
+from benchmarks.gpu.launches import GRACE_S, OURS, ROOT, TORCHRUN, TRAINER, Launch, Run
 from benchmarks.gpu.main_job import COMMON, step_s
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import DeviceKind
@@ -76,8 +77,9 @@ class Nodes:
             )
             for number in range(count)
         ]
-        limit_s = min(limit_s or self.book.left_s(), max(self.book.left_s(), 1.0))
-        done = [launch.finish(limit_s) for launch in launches]
+        left_s = max(self.book.left_s() - GRACE_S, 1.0)
+        ends_s = time.monotonic() + min(limit_s or left_s, left_s)
+        done = [launch.finish(max(ends_s - time.monotonic(), 0.0)) for launch in launches]
         failed = [one for one in done if one.code != 0]
         if failed:
             why = "had to be ended" if failed[0].code is None else f"ended with {failed[0].code}"

@@ -1,5 +1,6 @@
 """Stock megatron-core trains on CPUs over gloo, and torch is itself again afterwards."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -42,11 +43,11 @@ def test_undo_apply_apply_undo_undo_gives_torch_back() -> None:
     assert all(now is not then for now, then in zip(during, before, strict=True))
 
 
-def test_nobody_waits_for_an_all_reduce_of_one() -> None:
-    """What one rank would sum stays as it is, without a word to the backend; a handle is the backend's to give."""
+def test_nobody_waits_for_a_collective_of_one() -> None:
+    """What one rank would sum or send stays as it is, and the backend is not asked; it alone gives handles."""
     asked: list[tuple[object, bool]] = []
 
-    def original(_tensor: object, _op: object, group: object, async_op: bool) -> str:
+    def original(_tensor: object, _op: object = "sum", group: object = None, async_op: bool = False) -> str:
         asked.append((group, async_op))
         return "work"
 
@@ -62,6 +63,12 @@ def test_nobody_waits_for_an_all_reduce_of_one() -> None:
 
     assert [(group, True), (None, False)] == asked
     assert [1.0, 1.0] == values.tolist()
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
+def test_collectives_name_their_group_and_handle_as_expected(name: str) -> None:
+    """The patch reads `group` and `async_op` by name, wherever they stand."""
+    assert {"group", "async_op"} <= set(inspect.signature(getattr(torch.distributed, name)).parameters)
 
 
 def test_cuda_means_cpu() -> None:

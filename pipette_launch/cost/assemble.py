@@ -20,6 +20,7 @@ from pipette_launch.cost.traffic import (
     Exchange,
     StepTraffic,
     aligns_gathers,
+    blocks_at_ends,
     exchanges,
     hop_bytes,
     meets_receivers,
@@ -70,7 +71,12 @@ class Work:
         return cls(
             layout=layout,
             num_microbatches=num_microbatches,
-            engine=engine_of(layout, num_microbatches, rendezvous=meets_receivers(job, layout, compute.device_kind)),
+            engine=engine_of(
+                layout,
+                num_microbatches,
+                rendezvous=meets_receivers(job, layout, compute.device_kind),
+                blocking_ends=blocks_at_ends(job, layout, compute.device_kind),
+            ),
             forward_s_S=np.array([chunk.forward_s for chunk in passes]),
             backward_s_S=np.array([chunk.backward_s for chunk in passes]),
             recompute_s_S=np.array([chunk.recompute_s for chunk in passes]),
@@ -226,7 +232,7 @@ def _first_gather_s(work: Work, prices: Prices, durations_D: Array, hops_D: Arra
     gather_SR = np.repeat(gather_SK, forward_SD.shape[1] // gather_SK.shape[1], axis=1)
     if not work.aligns_gathers:
         return waits_one_by_one_s(gather_SR, forward_SD, work.traffic.num_buckets)
-    forwards = Forwards(forward_s_SR=forward_SD, hop_s_SR=hops_D[: stages - 1], rendezvous=work.engine.rendezvous)
+    forwards = Forwards(forward_s_SR=forward_SD, hop_s_SR=hops_D[: stages - 1], rendezvous=work.engine.meets_receivers)
     return waits_aligned_s(work.layout, gather_SR, forwards)
 
 

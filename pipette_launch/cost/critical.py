@@ -27,7 +27,7 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
         Counts in the shapes of `durations_R` and `hops_R`; the last hop, which is none, counts 0.
 
     """
-    previous_A, cause_A, hop_A, duration_A = engine.table_A
+    previous_A, cause_A, hop_A, wait_A, duration_A = engine.table_A
     ends = engine.ends_AR(durations_R, hops_R)
     nowhere = len(previous_A)
     duration_counts, hop_counts = np.zeros_like(durations_R), np.zeros_like(hops_R)
@@ -35,13 +35,10 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
     place = ends[:nowhere].argmax(axis=0)
     while len(column):
         duration_counts[duration_A[place], column] += 1
-        hop, cause, before = hop_A[place], cause_A[place], previous_A[place]
-        on_its_way = 0.0 if engine.rendezvous else hops_R[hop, column]
+        hop, wait, cause, before = hop_A[place], wait_A[place], cause_A[place], previous_A[place]
         # The rank itself wins a tie, as in `Engine.timeline`.
-        waits = ends[cause, column] + on_its_way > ends[before, column]
-        # Where messages meet their receiver the hop is on the path whoever came last.
-        taken = np.ones_like(waits) if engine.rendezvous else waits
-        hop_counts[hop[taken], column[taken]] += 1
+        waits = ends[cause, column] + hops_R[hop, column] > ends[before, column] + hops_R[wait, column]
+        hop_counts[np.where(waits, hop, wait), column] += 1
         place = np.where(waits, cause, before)
         inside = place != nowhere
         place, column = place[inside], column[inside]

@@ -82,9 +82,10 @@ class StageTimes:
 class Engine:
     """A schedule made ready for pricing: its actions in an order in which every cause comes before its effect.
 
-    start = max(end of the rank's previous action, end of the cause + its hop) (facts: schedules.md 7.1); where messages
-    meet their receivers (`Order.rendezvous`) the hop begins after both. Sends do not occupy a rank. The order depends
-    on the schedule only, so it is found once, and each pricing is one pass: O(pp * vpp * n).
+    start = max(end of the rank's previous action, end of the cause + its hop) (facts: schedules.md 7.1); where a
+    message meets its receiver (`Order.blocked_A`) the hop begins after both. Sends do not occupy a rank, but where
+    nothing comes in that way: then the rank waits for what it sends. The order depends on the schedule only, so it is
+    found once, and each pricing is one pass: O(pp * vpp * n).
 
     Raises:
         FactError: the schedule deadlocks.
@@ -110,9 +111,9 @@ class Engine:
         return Dependencies.of(self._order)
 
     @property
-    def rendezvous(self) -> bool:
-        """As `Order.rendezvous`; a schedule alone does not say how its messages travel."""
-        return isinstance(self._order, Order) and self._order.rendezvous
+    def meets_receivers(self) -> bool:
+        """Whether some messages meet their receivers; a schedule alone does not say how its messages travel."""
+        return isinstance(self._order, Order) and (self._order.rendezvous or self._order.blocking_ends)
 
     @property
     def num_prepared(self) -> int:
@@ -131,12 +132,16 @@ class Engine:
         return place_A
 
     @cached_property
-    def table_A(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """(previous, cause, hop, duration) of each action in the engine's own order, as indices."""
+    def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """(previous, cause, hop, wait, duration) of each action in the engine's own order, as indices.
+
+        The hop is what lies between the cause and the action, the wait what lies between the previous action and this.
+        """
         order_A = self._order_A
         graph = self.dependencies
         previous_A, cause_A = (self.place_A[column[order_A]] for column in (graph.previous_A, graph.cause_A))
-        return previous_A, cause_A, self._hop_A()[order_A], self._duration_A()[order_A]
+        hop_A, duration_A = self._hop_A(), self._duration_A()
+        return previous_A, cause_A, hop_A[order_A], self._wait_A(hop_A)[order_A], duration_A[order_A]
 
     @cached_property
     def last_backward_S(self) -> Ints:
@@ -190,15 +195,13 @@ class Engine:
         All of them are kept: A * R numbers. `ends_at` keeps those that are asked for, and goes block by block.
         """
         ends = np.zeros((len(self._order_A) + 1, durations_R.shape[1]))
-        for start, stop, previous, cause, hop, duration in self._levels:
+        for start, stop, previous, cause, hop, wait, duration in self._levels:
             ready = ends.take(cause, axis=0)
+            ready += hops_R.take(hop, axis=0)
             free = ends.take(previous, axis=0)
-            if self.rendezvous:
-                np.maximum(ready, free, out=ready)
-                ready += hops_R.take(hop, axis=0)
-            else:
-                ready += hops_R.take(hop, axis=0)
-                np.maximum(ready, free, out=ready)
+            if self.meets_receivers:
+                free += hops_R.take(wait, axis=0)
+            np.maximum(ready, free, out=ready)
             np.add(ready, durations_R.take(duration, axis=0), out=ends[start:stop])
         return ends
 
@@ -217,8 +220,8 @@ class Engine:
         )
 
     @cached_property
-    def _steps(self) -> list[tuple[int, int, int, int]]:
-        """(previous, cause, hop, duration) of each action, in the engine's own order."""
+    def _steps(self) -> list[tuple[int, int, int, int, int]]:
+        """(previous, cause, hop, wait, duration) of each action, in the engine's own order."""
         return list(zip(*(column.tolist() for column in self.table_A), strict=True))
 
     @cached_property
@@ -234,13 +237,13 @@ class Engine:
         return bool((self.dependencies.columns.kind_A == WEIGHT).any())
 
     @cached_property
-    def _levels(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints]]:
+    def _levels(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints, Ints]]:
         """The same for actions of equal level as arrays: none of them needs another."""
         bounds = np.cumsum(np.bincount(self.dependencies.level_A)).tolist()
-        previous, cause, hop, duration = self.table_A
+        previous, cause, hop, wait, duration = self.table_A
         return [
-            (start, stop, previous[start:stop], cause[start:stop], hop[start:stop], duration[start:stop])
-            for start, stop in zip([0, *bounds[:-1]], bounds, strict=True)
+            (a, b, previous[a:b], cause[a:b], hop[a:b], wait[a:b], duration[a:b])
+            for a, b in zip([0, *bounds[:-1]], bounds, strict=True)
         ]
 
     def _duration_A(self) -> Ints:
@@ -263,6 +266,26 @@ class Engine:
         hop_A = np.where(kind_A == FORWARD, forward_S[stage_A], backward_S[stage_A])
         return np.where(kind_A == WEIGHT, none, hop_A)
 
+    def _wait_A(self, hop_A: Ints) -> Ints:
+        """Where the time stands that each action's rank waits for a message after its previous action.
+
+        That of the message that it needs, or, where blocking ends leave it none, of the one that it has sent before.
+        """
+        none = 2 * (self._order.num_stages - 1)
+        if not isinstance(self._order, Order) or not self.meets_receivers:
+            return np.full(len(hop_A), none)
+        rank_A, stage_A, kind_A, _ = self.dependencies.columns
+        if not self._order.rendezvous:
+            previous_A = self.dependencies.previous_A
+            is_first_A, before_A = previous_A < 0, stage_A[previous_A]
+            rank_S = np.array(self._order.rank_S)
+            next_A = np.where(kind_A == FORWARD, before_A + 1, before_A - 1)
+            sends_A = ~is_first_A & (kind_A == kind_A[previous_A]) & (next_A >= 0) & (next_A < len(rank_S))
+            sends_A &= rank_S[next_A * sends_A] != rank_A
+            sent_A = np.where(kind_A == FORWARD, before_A, none // 2 + before_A - 1)
+            hop_A = np.where((hop_A == none) & sends_A, sent_A, hop_A)
+        return np.where(self._order.blocked_A, hop_A, none)
+
     def _check(self, num_durations: int) -> None:
         stages = self._order.num_stages
         if num_durations not in (3 * stages, 5 * stages):
@@ -281,12 +304,12 @@ class Engine:
         """Ends in the engine's own order, and a 0 behind them."""
         ends = [0.0] * (len(self._order_A) + 1)
         # Comparisons, as max() would double the time of these loops.
-        if self.rendezvous:
-            for place, (previous, cause, hop, duration) in enumerate(self._steps):
-                ready, free = ends[cause], ends[previous]
-                ends[place] = (free if free > ready else ready) + hops[hop] + durations[duration]  # noqa: FURB136
+        if self.meets_receivers:
+            for place, (previous, cause, hop, wait, duration) in enumerate(self._steps):
+                ready, free = ends[cause] + hops[hop], ends[previous] + hops[wait]
+                ends[place] = (free if free > ready else ready) + durations[duration]  # noqa: FURB136
             return ends
-        for place, (previous, cause, hop, duration) in enumerate(self._steps):
+        for place, (previous, cause, hop, _, duration) in enumerate(self._steps):
             ready, free = ends[cause] + hops[hop], ends[previous]
             ends[place] = (free if free > ready else ready) + durations[duration]  # noqa: FURB136
         return ends
@@ -302,8 +325,7 @@ class Engine:
         path = []
         while place != nowhere:
             path.append(self.dependencies.action(self._order_A[place]))
-            previous, cause, hop, _ = self._steps[place]
-            on_its_way_s = 0.0 if self.rendezvous else hops[hop]
+            previous, cause, hop, wait, _ = self._steps[place]
             # The rank itself wins a tie: what it did before is the plainer reason.
-            place = cause if ends[cause] + on_its_way_s > ends[previous] else previous
+            place = cause if ends[cause] + hops[hop] > ends[previous] + hops[wait] else previous
         return tuple(reversed(path))

@@ -33,6 +33,8 @@ class Order:
     num_microbatches: int
     rendezvous: bool = False
     """Whether a message starts when its receiver asks for it, and not when it is sent (`traffic.meets_receivers`)."""
+    blocking_ends: bool = False
+    """Whether warm-up and cool-down wait for their messages, each before its next pass (`traffic.blocks_at_ends`)."""
 
     def __post_init__(self) -> None:
         if self.vpp > 1:
@@ -84,6 +86,25 @@ class Order:
         kind_A[forward_PN], kind_A[backward_PN] = FORWARD, BACKWARD
         microbatch_A[forward_PN] = microbatch_A[backward_PN] = microbatch_N
         return Columns(np.repeat(np.arange(self.pp), 2 * forwards), stage_A, kind_A, microbatch_A)
+
+    @cached_property
+    def blocked_A(self) -> NDArray[np.bool_]:
+        """Which actions of `columns` start only after a message that their rank waits for beforehand.
+
+        With blocking ends these are the forwards of the warm-up and the one behind it, and the backwards of the
+        cool-down but its first, which was asked for while others computed (schedules.py of core_v0.16.1,
+        forward_backward_pipelining_with_interleaving).
+        """
+        rank_A, _, kind_A, _ = self.columns
+        if self.rendezvous or not self.blocking_ends:
+            return np.full(len(rank_A), self.rendezvous)
+        forwards = self.num_microbatches * self.vpp
+        ahead_A = np.minimum(self.warmup_P, forwards)[rank_A]
+        is_forward_A = kind_A == FORWARD
+        number_A = np.cumsum(is_forward_A) - rank_A * forwards
+        number_A = np.where(is_forward_A, number_A - 1, np.cumsum(~is_forward_A) - 1 - rank_A * forwards)
+        blocked_A: NDArray[np.bool_] = number_A <= ahead_A
+        return np.where(is_forward_A, blocked_A, number_A > forwards - ahead_A)
 
     def _turned(self, chunk_N: Ints) -> Ints:
         """Return the first stage of the chunks of the backwards, which take them in reverse."""

@@ -53,7 +53,7 @@ class BusyLinkEngine(Engine):
         """Ends and arrivals in the engine's own order, and a 0 behind each."""
         ends = [0.0] * (len(self._order_A) + 1)
         arrivals = ends.copy()
-        for place, ((previous, cause, _, duration), before, hop) in enumerate(
+        for place, ((previous, cause, _, _, duration), before, hop) in enumerate(
             zip(self._steps, *self._transfers, strict=True)
         ):
             end = max(ends[previous], arrivals[cause]) + durations[duration]
@@ -70,7 +70,7 @@ class BusyLinkEngine(Engine):
         path = []
         while place != nowhere:
             path.append(self.dependencies.action(self._order_A[place]))
-            previous, cause, _, _ = self._steps[place]
+            previous, cause, *_ = self._steps[place]
             if arrivals[cause] <= ends[previous]:
                 place = previous
                 continue

@@ -127,18 +127,26 @@ class _Start(Engine):
         return states[: _most_turns(order) + 1]
 
 
-def engine_of(layout: Layout, num_microbatches: int, *, rendezvous: bool = False) -> Engine:
+def engine_of(
+    layout: Layout, num_microbatches: int, *, rendezvous: bool = False, blocking_ends: bool = False
+) -> Engine:
     """Return the engine of the schedule that stock Megatron runs for a layout, made once for each shape.
 
     Args:
         layout: its pipeline.
         num_microbatches: of one replica and step.
         rendezvous: as `Order.rendezvous`.
+        blocking_ends: as `Order.blocking_ends`.
 
     """
     group = (layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1
     order = Order(
-        pp=layout.pp, vpp=layout.vpp, group_size=group, num_microbatches=num_microbatches, rendezvous=rendezvous
+        pp=layout.pp,
+        vpp=layout.vpp,
+        group_size=group,
+        num_microbatches=num_microbatches,
+        rendezvous=rendezvous,
+        blocking_ends=blocking_ends,
     )
     return _kept(order, SteadyEngine)
 

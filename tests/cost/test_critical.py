@@ -14,7 +14,7 @@ ENGINES = [
     engine_of(Layout(pp=pp, vpp=vpp), num, rendezvous=rendezvous)
     for pp, vpp, num in ((1, 1, 3), (2, 1, 4), (4, 1, 6), (2, 2, 4))
     for rendezvous in (False, True)
-]
+] + [engine_of(Layout(pp=2, vpp=2, microbatch_group_size=size), 6, blocking_ends=True) for size in (2, 3)]
 
 
 @settings(max_examples=40, deadline=None)

@@ -327,3 +327,38 @@ def test_a_message_that_meets_its_receiver_is_a_part_of_the_pass_behind_it(
     assert Engine(order.schedule).makespan_s(longer) == pytest.approx(timeline.makespan_s)
     assert Engine(order.schedule).makespan_s(meeting) <= timeline.makespan_s * (1 + 1e-12)
     assert timeline.critical_path[0] == order.schedule.ranks[0][0]
+
+
+def chunked(group_size: int, microbatches: int, *, blocking_ends: bool) -> Order:
+    """Two ranks of two chunks."""
+    return Order(pp=2, vpp=2, group_size=group_size, num_microbatches=microbatches, blocking_ends=blocking_ends)
+
+
+def test_blocking_ends_put_a_hop_before_each_pass_of_the_warm_up_and_the_cool_down() -> None:
+    """Rank 0 sends its second micro-batch a hop after the first; its first forward behind the warm-up waits too."""
+    times = equal_stages(4, forward_s=1.0, backward_s=2.0, hop_s=0.25)
+
+    timeline = Engine(chunked(2, 4, blocking_ends=True)).timeline(times)
+
+    assert (0.0, 1.25, 2.5, 3.75, 5.0) == timeline.start_s[0][:5]
+    # The first gradient of the cool-down that is waited for comes late, the last two a hop after the backward before.
+    ends, starts = timeline.end_s[0][-4:-1], timeline.start_s[0][-3:]
+    assert [1.0, 0.25, 0.25] == [start - end for end, start in zip(ends, starts, strict=True)]
+
+
+@given(st.integers(2, 4), st.integers(1, 4))
+def test_what_blocking_ends_cost_depends_on_the_group_and_not_on_the_number_of_micro_batches(
+    group_size: int, groups: int
+) -> None:
+    """The steady part overlaps its messages; the wider the groups are, the more passes are outside of it."""
+    times = equal_stages(4, forward_s=1.0, backward_s=2.0, hop_s=0.125)
+
+    def more_s(size: int, microbatches: int) -> float:
+        """How much longer the step takes."""
+        longer, shorter = (
+            Engine(chunked(size, microbatches, blocking_ends=blocking)).makespan_s(times) for blocking in (True, False)
+        )
+        return longer - shorter
+
+    assert more_s(group_size, 3 * group_size) == more_s(group_size, (3 + groups) * group_size)
+    assert more_s(group_size, 3 * group_size) < more_s(group_size + 1, 3 * (group_size + 1))

@@ -24,7 +24,10 @@ def orders(draw: st.DrawFn) -> Order:
     group = draw(st.integers(pp, pp + 2))
     last = draw(st.integers(0, group - 1))
     number = group * draw(st.integers(1, 12)) + last * (last >= pp)
-    return Order(pp=pp, vpp=vpp, group_size=group, num_microbatches=number, rendezvous=rendezvous)
+    blocking = not rendezvous and draw(st.booleans())
+    return Order(
+        pp=pp, vpp=vpp, group_size=group, num_microbatches=number, rendezvous=rendezvous, blocking_ends=blocking
+    )
 
 
 @given(orders())
@@ -62,7 +65,7 @@ def test_a_step_ends_when_the_whole_of_it_does(
     hops = hop * (1 - 0.5 * rng.random((2 * stages - 1, pipelines)))
     hops[-1] = 0.0
     layout = Layout(pp=order.pp, vpp=order.vpp, microbatch_group_size=order.group_size if order.vpp > 1 else 0)
-    engine = engine_of(layout, order.num_microbatches, rendezvous=order.rendezvous)
+    engine = engine_of(layout, order.num_microbatches, rendezvous=order.rendezvous, blocking_ends=order.blocking_ends)
 
     drained = engine.drain_s_SR(durations, hops)
 

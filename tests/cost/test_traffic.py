@@ -10,6 +10,7 @@ from pipette_launch.cost.traffic import (
     Exchange,
     Hiding,
     aligns_gathers,
+    blocks_at_ends,
     exchanges,
     hop_bytes,
     meets_receivers,
@@ -191,6 +192,19 @@ def test_gloo_sends_what_is_asked_for() -> None:
     assert not meets_receivers(tiny_job(2), chunks, "cpu")
     assert meets_receivers(apart, chunks, "cpu")
     assert not meets_receivers(tiny_job(2), Layout(pp=2), "cuda")
+
+
+def test_warm_up_and_cool_down_wait_for_their_messages_unless_the_user_asks_early() -> None:
+    """With virtual stages over gloo; without any overlap all messages meet their receivers anyway."""
+    chunks = Layout(pp=2, vpp=2)
+    early = tiny_job(2, performance_flags=("--overlap-p2p-communication-warmup-flush",))
+    apart = tiny_job(2, performance_flags=("--no-overlap-p2p-communication",))
+
+    assert blocks_at_ends(tiny_job(2), chunks, "cpu")
+    assert not blocks_at_ends(tiny_job(2), Layout(pp=2), "cpu")
+    assert not blocks_at_ends(tiny_job(2), chunks, "cuda")
+    assert not blocks_at_ends(early, chunks, "cpu")
+    assert not blocks_at_ends(apart, chunks, "cpu")
 
 
 def test_gathers_are_aligned_with_virtual_stages_unless_the_user_says_no() -> None:

@@ -13,7 +13,7 @@ from pipette_launch.cost.traffic import Hiding
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements
+from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements
 from pipette_launch.facts.model import ModelSpec
 
 _CORE = "core_attention"
@@ -87,6 +87,7 @@ class ComputeTable:
         self._passes = _median_passes(measurements)
         self._origins = {time.case: time.source for time in measurements.compute if time.source != "measured"}
         self._again = _measured_again(measurements)
+        self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
         # In pipelines each pass of a chunk comes after a wait.
         self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
         self._usual_again = {
@@ -208,6 +209,7 @@ class ComputeTable:
 
     def _chunks(self, layout: Layout, part: dict[str, Passes]) -> Iterable[Passes]:
         model = self._job.model
+        loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
         first = 0
         seen: dict[tuple[int, ...], Passes] = {}
         for chunk, layers in enumerate(layout.chunk_layers(model.num_layers)):
@@ -217,9 +219,11 @@ class ComputeTable:
                 seen[kinds] = self._layers(layout, part, kinds)
             total = seen[kinds]
             if chunk == 0:
-                total += part["embedding"]
+                total += part["embedding"] + loaded
             if chunk == layout.num_chunks - 1:
                 total += part["head"] + self._prediction(part)
+                # For the labels; a single stage has loaded them with the tokens.
+                total += loaded if layout.pp > 1 else Passes()
             yield total + self.wake if layout.pp > 1 else total
 
     def _prediction(self, part: dict[str, Passes]) -> Passes:

@@ -32,7 +32,7 @@ NOT_MODELLED = (
     "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
     "Collectives that selective recompute of mlp or moe runs again, and those of multi-token prediction.",
     "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU each.",
-    "Data loading, logging, evaluation and checkpoints.",
+    "Logging, evaluation, checkpoints, and data loading but for Megatron-LM's own trainer on CPUs.",
 )
 """What the predicted step time leaves out, one sentence each."""
 

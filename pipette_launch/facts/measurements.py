@@ -143,6 +143,24 @@ class MemoryReading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoadingTime:
+    """What loading a micro-batch takes of a stage that needs tokens or labels."""
+
+    batch_s: float
+    """However many samples it has."""
+    sample_s: float
+    """For each sample."""
+
+    def __post_init__(self) -> None:
+        if self.batch_s < 0 or self.sample_s < 0:
+            raise FactError(f"loading takes {self.batch_s} s a batch and {self.sample_s} s a sample: negative")
+
+    def seconds(self, micro_batch_size: int) -> float:
+        """Of one micro-batch."""
+        return self.batch_s + self.sample_s * micro_batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Measurements:
     """The file cluster.json: the allocation and everything that was measured on it."""
 
@@ -169,6 +187,8 @@ class Measurements:
 
     0 where it was not measured, as on GPUs.
     """
+    loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
+    """Under Megatron-LM's own trainer on CPUs; None where it was not measured."""
     refused: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
     """Cases that megatron-core refuses, or that ran out of memory."""
     unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, DeviceOverhead, Measurements, Samples
+from pipette_launch.facts import (
+    Cluster,
+    ComputeCase,
+    ComputeTime,
+    DeviceOverhead,
+    LoadingTime,
+    Measurements,
+    Samples,
+)
 from pipette_launch.facts.advice import Dimension
 from pipette_launch.facts.measurements import LAYERS, layers_digest
 from pipette_launch.facts.survey import UNSTABLE_SPREAD
@@ -68,6 +76,7 @@ def assemble(
         memory=tuple(reading for result in results for reading in result.memory),
         optimizer_s_per_parameter=_usual([one.optimizer_s_per_parameter for one in results], wall),
         wake_s=_usual([one.wake_s for one in results], wall) or 0.0,
+        loading=_usual_loading([one.loading for one in results]),
         refused=refused,
         unmeasured=tuple(case for case in _missing(options, compute) if case not in refused),
         model_digest=layers_digest(options.job.model),
@@ -112,6 +121,17 @@ def _usual(seconds_S: Sequence[float | None], factor: float) -> float | None:
     """The median slot's, times a factor; None where no slot knows it."""
     known = [seconds for seconds in seconds_S if seconds is not None]
     return statistics.median(known) * factor if known else None
+
+
+def _usual_loading(times: Sequence[LoadingTime | None]) -> LoadingTime | None:
+    """Return the median slot's, which is on the wall already; None where no slot knows it."""
+    known = [one for one in times if one is not None]
+    if not known:
+        return None
+    return LoadingTime(
+        batch_s=statistics.median(one.batch_s for one in known),
+        sample_s=statistics.median(one.sample_s for one in known),
+    )
 
 
 def _missing(options: ProbeOptions, compute: Sequence[ComputeTime]) -> list[ComputeCase]:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from pipette_launch.facts import ComputeCase, ComputeTime, MemoryReading, ModelSpec
+from pipette_launch.facts import ComputeCase, ComputeTime, LoadingTime, MemoryReading, ModelSpec
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.probe.harness import Budget, Conductor, Progress
+from pipette_launch.probe.loading import is_megatron_lm, loading_time
 from pipette_launch.probe.memory import MemoryMeter
 from pipette_launch.probe.options import Pace, ProbeOptions
 from pipette_launch.probe.pace import PaceTest
@@ -70,6 +71,7 @@ class Bench:
     paces: list[Pace] = field(default_factory=list)
     optimizer_s_per_parameter: float | None = None
     wake_s: float | None = None
+    loading: LoadingTime | None = None
     stretch: float = 1.0
 
     def __post_init__(self) -> None:
@@ -99,6 +101,7 @@ class Bench:
             longest_s = max(longest_s, budget.clock() - before_s)
             if not index:
                 self._wake(case)
+                self._loading(case)
 
     def _round(self, case: ComputeCase, conductor: Conductor, budget: Budget) -> None:
         with ExitStack() as stack:
@@ -122,6 +125,12 @@ class Bench:
         if self.times and self.options.device_kind == "cpu" and self.options.num_slots > 1:
             with self._noting(case, refuses=False):
                 self.wake_s = wake_s(self.options.job, case, self._stopwatch)
+
+    def _loading(self, case: ComputeCase) -> None:
+        """Measure what loading costs where the loader's processes and the model share a processor."""
+        if self.times and self.options.device_kind == "cpu" and is_megatron_lm():
+            with self._noting(case, refuses=False):
+                self.loading = loading_time(self.options.job, case)
 
     def _reference(self, work: Workload | None, conductor: Conductor, budget: Budget) -> None:
         """Measure what all slots do: paces too, at the beginning and at another moment; the optimizer last."""

@@ -12,6 +12,7 @@ from pipette_launch.facts import (
     DeviceOverhead,
     Host,
     Job,
+    LoadingTime,
     MemoryReading,
     Samples,
     StageReading,
@@ -231,6 +232,7 @@ class WorkerResult:
     stages: tuple[StageReading, ...] = ()
     optimizer_s_per_parameter: float | None = None
     wake_s: float | None = None
+    loading: LoadingTime | None = None
     phase_s: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

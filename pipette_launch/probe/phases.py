@@ -75,6 +75,7 @@ class Phases:
             overhead=self._overhead_alone(),
             optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
             wake_s=bench.wake_s,
+            loading=bench.loading,
             notes=tuple(bench.notes),
         )
 
@@ -250,6 +251,7 @@ class Phases:
             "overhead": mine.overhead,
             "optimizer_s_per_parameter": mine.optimizer_s_per_parameter,
             "wake_s": mine.wake_s,
+            "loading": mine.loading,
         }
 
     def _tell(self) -> None:

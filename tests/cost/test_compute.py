@@ -7,9 +7,10 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_mode
 
 from pipette_launch.cost.compute import ComputeTable, Passes, attention_core_share, recompute_share
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import ComputeCase, ComputeTime, Layout, Measurements, Recompute, Samples
+from pipette_launch.facts import ComputeCase, ComputeTime, Layout, LoadingTime, Measurements, Recompute, Samples
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
+TWO = ComputeCase(tp=1, cp=1, micro_batch_size=2)
 
 
 def table(*cases: ComputeCase) -> ComputeTable:
@@ -36,6 +37,23 @@ def test_waking_costs_every_chunk_of_a_pipeline() -> None:
 
     assert milliseconds(waking.chunk_passes(Layout(pp=2, vpp=2)))[1:3] == [(1.2, 2.2, 0), (1.2, 2.2, 0)]
     assert waking.chunk_passes(Layout(dp=4)) == table().chunk_passes(Layout(dp=4))
+
+
+def test_stages_that_need_tokens_or_labels_load_every_micro_batch() -> None:
+    """Once before the first and the last forward of a pipeline, and once where one stage needs both."""
+    measured = tiny_measurements(tiny_cluster(), (CASE, TWO))
+    loading = LoadingTime(batch_s=2e-4, sample_s=1e-4)
+    loads = ComputeTable(tiny_job(), replace(measured, loading=loading))
+    plain = ComputeTable(tiny_job(), measured)
+
+    def longer_ms(layout: Layout) -> list[float]:
+        """How much longer the forwards are."""
+        with_and_without = zip(loads.chunk_passes(layout), plain.chunk_passes(layout), strict=True)
+        return [round(1e3 * (one.forward_s - other.forward_s), 9) for one, other in with_and_without]
+
+    assert [0.3, 0, 0, 0.3] == longer_ms(Layout(pp=2, vpp=2))
+    assert [0.4, 0.4] == longer_ms(Layout(pp=2, micro_batch_size=2))
+    assert [0.3] == longer_ms(Layout(dp=4))
 
 
 def test_every_predicted_token_costs_a_layer_and_a_head() -> None:

@@ -9,7 +9,7 @@ from facts_for_tests import tiny_cluster, tiny_measurements
 from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import ComputeTime, DeviceOverhead, Links, Samples
+from pipette_launch.facts import ComputeTime, DeviceOverhead, Links, LoadingTime, Samples
 from pipette_launch.facts.condition import DeviceCondition
 from pipette_launch.facts.survey import LinkSurvey
 from pipette_launch.probe.assemble import assemble
@@ -218,3 +218,21 @@ def test_a_link_that_scatters_accuses_nobody(tmp_path: Path) -> None:
     results = [result(slot, links=tuple(one for one in found if one.source == slot)) for slot in range(3)]
 
     assert () == assemble(options, results, versions={}, taken_at="now").verdicts
+
+
+def test_loading_is_that_of_the_median_slot(tmp_path: Path) -> None:
+    """It was timed on the wall, so nothing scales it; a slot that could not time it has no say."""
+    options = tiny_options(tmp_path, hosts=1, devices=3, message_sizes_bytes=SIZES)
+    links = [(link(slot, (slot + 1) % 3, 1e6),) for slot in range(3)]
+
+    def loading(*times: LoadingTime | None) -> LoadingTime | None:
+        """What the file says of it."""
+        found = [
+            result(slot, loading=time, stretch=2.0, links=mine)
+            for slot, (time, mine) in enumerate(zip(times, links, strict=True))
+        ]
+        return assemble(options, found, versions={}, taken_at="now").loading
+
+    few, many = LoadingTime(batch_s=1.0, sample_s=0.5), LoadingTime(batch_s=3.0, sample_s=0.25)
+    assert loading(few, None, many) == LoadingTime(batch_s=2.0, sample_s=0.375)
+    assert loading(None, None, None) is None

@@ -50,14 +50,17 @@ class WarmPython:
 
     Args:
         lab: in whose folder it lives, if not in one of its own.
+        megatron_lm: a checkout of Megatron-LM, whose scripts are to start warm instead of those on the installed
+            megatron-core.
 
     Raises:
         LabError: the imports failed; the text holds the end of what they printed.
 
     """
 
-    def __init__(self, lab: Lab | None = None) -> None:
+    def __init__(self, lab: Lab | None = None, *, megatron_lm: Path | None = None) -> None:
         self._lab = lab
+        self._megatron_lm = megatron_lm
         self._stack = ExitStack()
         self._folder = Path()
         self.path = ""
@@ -88,11 +91,15 @@ class WarmPython:
     def _serve(self, stack: ExitStack) -> Mapping[str, object]:
         """Start the server and wait until both families serve."""
         log = stack.enter_context((self._folder / "server.log").open("w+"))
+        variables, modules = {**os.environ, **environment()}, []
+        if self._megatron_lm is not None:
+            variables["PYTHONPATH"] = f"{self._megatron_lm}:{variables['PYTHONPATH']}"
+            modules = ["megatron.training"]
         # It ends with its standard input, that is, with this process, however that ends; the kernel ends its forks.
         server = stack.enter_context(
             subprocess.Popen(
-                [sys.executable, HERE / "warm_server.py", self._folder],
-                env={**os.environ, **environment()},
+                [sys.executable, HERE / "warm_server.py", self._folder, *modules],
+                env=variables,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

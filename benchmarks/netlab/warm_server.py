@@ -1,6 +1,6 @@
 """An interpreter that has imported everything heavy, and forks itself for whoever asks.
 
-    python warm_server.py FOLDER
+    python warm_server.py FOLDER [MODULE ...]
 
 Two families serve, each at a socket of its own: `plain` has torch and the launchers; `patched`, forked from it, has the
 patch `cpu_backend` and megatron-core too. What is asked for runs in a fork (see warm_fork). A script, not a module, so
@@ -60,8 +60,14 @@ class Job(NamedTuple):
                 os.kill(self.pid, number)
 
 
-def main(folder: str) -> None:
-    """Serve until standard input ends; in a fork, run what was asked for and return when that has."""
+def main(folder: str, *more: str) -> None:
+    """Serve until standard input ends; in a fork, run what was asked for and return when that has.
+
+    Args:
+        folder: of the sockets.
+        more: modules that `patched` imports beside megatron-core's.
+
+    """
     base = paths_of_the_interpreter()
     load(["torch.distributed.run", "psutil", "pipette_launch.probe.tether", "pipette_patches.registry"])
     # A worker's parent is its client's, so it is the client that must die with it.
@@ -76,7 +82,7 @@ def main(folder: str) -> None:
         sys.modules["pipette_patches.registry"].apply("cpu_backend")
         load(["pipette_patches.workload"])
         sys.modules["pipette_patches.workload"].load("cpu")
-        load(MEGATRON)
+        load([*MEGATRON, *more])
         request = serve(f"{folder}/patched", [*packages, "megatron.core"], None)
     warm_fork.become(request, base)
 
@@ -211,4 +217,4 @@ def tell_end(handle: int, job: Job, selector: selectors.BaseSelector) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -61,5 +61,5 @@ def test_what_differs_from_training_to_training_is_said() -> None:
 
 def test_without_runs_nothing_is_said() -> None:
     """An empty comparison would look like a good one."""
-    with pytest.raises(LabError, match="regret and speedup come first"):
+    with pytest.raises(LabError, match="regret, nvidia and speedup come first"):
         run(Setting(), lambda _: None)

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.netlab.suite [--quick] [--part NAME ...] [--out FOLDER]` runs all parts, or those named, and
 writes netlab.md and netlab.json; a part takes the place of its former self there, the others stay. Needs root and
-iproute2 (docs/netlab.md).
+iproute2 (docs/netlab.md); the part nvidia needs a checkout of Megatron-LM, named by MEGATRON_LM_DIR.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import netlab, pace
+from benchmarks.netlab.suite.cases import megatron_lm
 from benchmarks.netlab.suite.parts import TITLES, Entry, PartResult, Setting, circumstances, entry, report
 from benchmarks.stolen import processor_time
 
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str]) -> int:
         _say(reason)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
-    asked = [name for name in PARTS if name in (options.part or PARTS)]
+    usual = PARTS if megatron_lm() else [name for name in PARTS if name != "nvidia"]
+    asked = [name for name in PARTS if name in (options.part or usual)]
     failed = [name for name in asked if not _measure(name, options.out, quick=options.quick)]
     if failed:
         _say(f"failed: {', '.join(failed)}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.netlab import topology
@@ -99,3 +101,23 @@ def training(model: str, *, iterations: int, num_slots: int = NUM_HOSTS) -> tupl
     words = MODELS[model]
     batch = int(words[words.index("--global-batch-size") + 1])
     return (str(SCRIPT), *words, "--micro-batch-size", str(batch // num_slots), "--train-iters", str(iterations))
+
+
+NVIDIA = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    "--micro-batch-size 4 --global-batch-size 16 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 "
+    "--split 90,5,5 --eval-iters 0 --eval-interval 1000 --log-interval 1 --transformer-impl local "
+    "--attention-dropout 0 --hidden-dropout 0 --use-distributed-optimizer"
+)
+"""Flags of Megatron-LM's own pretrain_gpt.py, --train-iters apart."""
+
+
+def megatron_lm() -> Path | None:
+    """Return the checkout of Megatron-LM that MEGATRON_LM_DIR names; None without one."""
+    folder = os.environ.get("MEGATRON_LM_DIR")
+    return Path(folder) if folder else None
+
+
+def nvidia_training(checkout: Path, *, iterations: int) -> tuple[str, ...]:
+    """Return NVIDIA's script with all its flags, one micro-batch a rank."""
+    return (str(checkout / "pretrain_gpt.py"), *NVIDIA.split(), "--train-iters", str(iterations))

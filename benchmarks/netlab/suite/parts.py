@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from benchmarks.netlab.lab import Lab
@@ -16,6 +17,7 @@ from benchmarks.validation.conditions import conditions
 TITLES = {
     "speedup": "Speed-up",
     "regret": "Regret",
+    "nvidia": "NVIDIA's script",
     "prediction": "Prediction",
     "overhead": "Overhead",
     "trials": "Trials mode",
@@ -47,9 +49,9 @@ class Setting:
         """Return what a warm-up may take: as usual, or what is enough to have some plan."""
         return min(usual_s, QUICK_BUDGET_S) if self.quick else usual_s
 
-    def python(self, lab: Lab) -> AbstractContextManager[str]:
+    def python(self, lab: Lab, *, megatron_lm: Path | None = None) -> AbstractContextManager[str]:
         """Give the interpreter of all launchers and workers on the hosts of a lab while the block runs."""
-        return WarmPython(lab)
+        return WarmPython(lab, megatron_lm=megatron_lm)
 
 
 @dataclass(frozen=True, kw_only=True)

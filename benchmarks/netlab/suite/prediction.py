@@ -32,17 +32,21 @@ class Pair:
 
 
 def run(setting: Setting, say: Say) -> PartResult:
-    """Compare what regret and speed-up have left.
+    """Compare what the parts that train have left.
 
     Raises:
-        LabError: neither has been run.
+        LabError: none of them has been run.
 
     """
     speedup = setting.known.get("speedup", {})
-    groups = {**_regret(setting.known.get("regret", {})), **_speedup(speedup)}
+    groups = {
+        **_fields("regret", setting.known.get("regret", {})),
+        **_fields("NVIDIA's script", setting.known.get("nvidia", {})),
+        **_speedup(speedup),
+    }
     groups = {name: pairs for name, pairs in groups.items() if pairs}
     if not groups:
-        raise LabError("nothing has been run: the parts regret and speedup come first")
+        raise LabError("nothing has been run: the parts regret, nvidia and speedup come first")
     say(f"prediction: {sum(map(len, groups.values()))} configurations")
     every = [pair for pairs in groups.values() for pair in pairs]
     orders = [spearman(pairs) for pairs in groups.values() if len(pairs) >= LEAST_RUNS]
@@ -65,15 +69,15 @@ def run(setting: Setting, say: Say) -> PartResult:
     )
 
 
-def _regret(raw: Mapping[str, Any]) -> Mapping[str, list[Pair]]:
-    return {f"regret: {one['name']}": _pairs(one["tried"], "") for one in raw.get("fields", ())}
+def _fields(part: str, raw: Mapping[str, Any]) -> Mapping[str, list[Pair]]:
+    return {f"{part}: {one['name']}": pairs_of(one["tried"]) for one in raw.get("fields", ())}
 
 
 def _speedup(raw: Mapping[str, Any]) -> Mapping[str, list[Pair]]:
     """By network: cells of one network have few configurations each, and models that differ."""
     found: dict[str, list[Pair]] = {}
     for cell in raw.get("cells", ()):
-        pairs = _pairs([cell["ours"], *cell["others"]], f"{cell['model']}, ")
+        pairs = pairs_of([cell["ours"], *cell["others"]], f"{cell['model']}, ")
         found.setdefault(f"speed-up: {cell['topology']}", []).extend(pairs)
     return found
 
@@ -88,7 +92,8 @@ def repeats(speedup: Mapping[str, Any]) -> list[float]:
     return found
 
 
-def _pairs(entries: Sequence[Mapping[str, Any]], before: str) -> list[Pair]:
+def pairs_of(entries: Sequence[Mapping[str, Any]], before: str = "") -> list[Pair]:
+    """Read what was predicted and measured from a part's raw figures, where both are known."""
     return [
         Pair(
             what=f"{before}{one['layout']} on {','.join(map(str, one['placement']))}",

@@ -38,6 +38,15 @@ FIXED = ("recompute", "use_distributed_optimizer", "overlap_grad_reduce", "overl
 """What launcher and space leave as the user has it, so that the space is small enough to be run."""
 BUDGET_S = 40.0
 SEED = 7
+HEADS = (
+    "",
+    (
+        "| network | run | of | failed | choice ms | best ms | regret | rank | torchrun's default ms | its rank "
+        "| slowest ms | stolen |"
+    ),
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+)
+"""Of the table whose rows `row` writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +142,13 @@ def run(setting: Setting, say: Say) -> PartResult:
         name="regret",
         lines=(
             *_head(asked[0]),
-            *map(_row, found),
+            *HEADS,
+            *map(row, found),
             "",
-            *_best(found),
+            *chosen_and_best(found),
             *(f"- {name}: could not be measured." for name in lost),
         ),
-        raw={"fields": [_raw(one) for one in found]},
+        raw={"fields": [raw(one) for one in found]},
         headline=(
             f"regret {statistics.median(regrets):.1%} in the median, {max(regrets):.1%} at worst, of {len(found)} "
             f"networks (aims: 3 %, 10 %); torchrun's default takes {min(gains):.2f} to {max(gains):.2f} times our step"
@@ -174,12 +184,7 @@ def _found(one: Field, setting: Setting, say: Say) -> Found:
             meter.tried(layout, placement)
             if number % 20 == 0:
                 say(f"regret: {one.name}, {number} of {len(runs)} runs")
-        quickest = sorted(meter.done(), key=lambda each: each.measured_s)[: one.finalists]
-        finalists = {id(each): each for each in (*quickest, chosen, default)}.values()
-        for counts in (False, True):
-            for _ in range(one.finals):
-                for each in finalists:
-                    meter.again(each, final=counts)
+        meter.finals((chosen, default), finalists=one.finalists, rounds=one.finals)
         say(f"regret: {one.name}, {len(meter.done())} of {len(runs)} were run")
         return Found(
             name=one.name,
@@ -232,15 +237,22 @@ class Meter:
         case: makes a layout and an order of hosts runnable.
         devices_per_host: slots of a host.
         train: takes the script's words and the RANK of each slot, gives the seconds of each iteration.
+        skip: iterations at the start of each training that do not count.
 
     """
 
     def __init__(
-        self, case: Makes, devices_per_host: int, train: Callable[[Sequence[str], Sequence[int]], Sequence[float]]
+        self,
+        case: Makes,
+        devices_per_host: int,
+        train: Callable[[Sequence[str], Sequence[int]], Sequence[float]],
+        *,
+        skip: int = SKIP,
     ) -> None:
         self._case = case
         self._devices = devices_per_host
         self._train = train
+        self._skip = skip
         self._tried: dict[space.Run, Tried] = {}
 
     def tried(self, layout: Layout, placement: Sequence[int]) -> Tried:
@@ -255,10 +267,19 @@ class Meter:
     def again(self, one: Tried, *, final: bool = False) -> None:
         """Run it once more."""
         try:
-            found_s = self._train(one.run.words, one.run.placement)[SKIP:]
+            found_s = self._train(one.run.words, one.run.placement)[self._skip :]
             (one.final_s if final else one.step_s).extend(found_s)
         except LabError as error:
             one.failure = str(error)
+
+    def finals(self, always: Sequence[Tried], *, finalists: int, rounds: int) -> None:
+        """Run the quickest and some others in turns, so many rounds that name the best and as many that count."""
+        quickest = sorted(self.done(), key=lambda each: each.measured_s)[:finalists]
+        chosen = {id(each): each for each in (*quickest, *always)}.values()
+        for counts in (False, True):
+            for _ in range(rounds):
+                for each in chosen:
+                    self.again(each, final=counts)
 
     def done(self) -> list[Tried]:
         """All that ran."""
@@ -278,15 +299,10 @@ def _head(one: Field) -> Iterator[str]:
         f"turns, which names the best, and {one.finals} times once more, and of these only that counts. "
         "Stolen = processor time that other virtual machines took."
     )
-    yield ""
-    yield (
-        "| network | run | of | failed | choice ms | best ms | regret | rank | torchrun's default ms | its rank "
-        "| slowest ms | stolen |"
-    )
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
 
 
-def _row(one: Found) -> str:
+def row(one: Found) -> str:
+    """Write the table's row of a network."""
     best, worst = one.best.measured_s, one.tried[-1].measured_s
     default_rank = 1 + sum(each.measured_s < one.default.measured_s for each in one.tried)
     times = f"{one.choice.measured_s * 1e3:.0f} | {best * 1e3:.0f} | {one.regret:.1%} | {one.rank}"
@@ -294,7 +310,8 @@ def _row(one: Found) -> str:
     return f"| {one.name} | {len(one.tried)} | {one.of} | {len(one.failed)} | {times} | {default} | {one.stolen:.0%} |"
 
 
-def _best(found: Sequence[Found]) -> Iterator[str]:
+def chosen_and_best(found: Sequence[Found]) -> Iterator[str]:
+    """Name what was chosen, what was quickest and what torchrun runs, a line for each network."""
     for one in found:
         yield (
             f"- {one.name}: chosen {_words(one.choice)}; quickest {_words(one.best)}; default {_words(one.default)}."
@@ -307,7 +324,8 @@ def _words(one: Tried) -> str:
     return f"{run.layout.words()} on {','.join(map(str, run.placement))} ({one.measured_s * 1e3:.0f} ms, {predicted})"
 
 
-def _raw(one: Found) -> Mapping[str, Any]:
+def raw(one: Found) -> Mapping[str, Any]:
+    """Every figure of a network, for JSON."""
     return {
         "name": one.name,
         "of": one.of,

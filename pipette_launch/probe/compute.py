@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pipette_launch.facts import ComputeCase, ComputeTime, LoadingTime, MemoryReading, ModelSpec
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.probe.harness import Budget, Conductor, Progress
-from pipette_launch.probe.loading import is_megatron_lm, loading_time
+from pipette_launch.probe.loading import loading_time, loads_as_megatron_lm
 from pipette_launch.probe.memory import MemoryMeter
 from pipette_launch.probe.options import Pace, ProbeOptions
 from pipette_launch.probe.pace import PaceTest
@@ -128,7 +128,7 @@ class Bench:
 
     def _loading(self, case: ComputeCase) -> None:
         """Measure what loading costs where the loader's processes and the model share a processor."""
-        if self.times and self.options.device_kind == "cpu" and is_megatron_lm():
+        if self.times and self.options.device_kind == "cpu" and loads_as_megatron_lm(self.options.job):
             with self._noting(case, refuses=False):
                 self.loading = loading_time(self.options.job, case)
 

@@ -55,9 +55,10 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
         }
 
 
-def is_megatron_lm() -> bool:
-    """Whether Megatron-LM's own trainer lies beside the script or is installed; another trainer loads as it likes."""
-    return importlib.util.find_spec("megatron.training") is not None
+def loads_as_megatron_lm(job: Job) -> bool:
+    """Whether Megatron-LM's own trainer lies beside the script or is installed, and is left to make its loader."""
+    is_there = importlib.util.find_spec("megatron.training") is not None
+    return is_there and job.flag_value("--dataloader-type", "single") != "external"
 
 
 def loading_time(job: Job, case: ComputeCase) -> LoadingTime:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from facts_for_tests import tiny_job
 from probe.test_timing import FakeClock
 
 from pipette_launch.probe import loading
-from pipette_launch.probe.loading import Samples, is_megatron_lm, time_loading
+from pipette_launch.probe.loading import Samples, loads_as_megatron_lm, time_loading
 
 LAYER_S = 3.0
 
@@ -82,10 +83,13 @@ def test_samples_are_those_of_megatrons_gpt_dataset() -> None:
     assert "attention_mask" not in Samples(2, 3, has_mask=False)[0]
 
 
-def test_only_megatron_lms_own_trainer_is_taken_to_load_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout beside the script has `megatron.training`; megatron-core alone has not."""
+def test_only_the_loader_of_megatron_lms_own_trainer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout beside the script has `megatron.training`, megatron-core alone has not; `external` is the user's."""
     found = {"megatron.training": object()}
     monkeypatch.setattr(loading.importlib.util, "find_spec", found.get)
-    assert is_megatron_lm()
+    external = tiny_job(performance_flags=("--dataloader-type external",))
+
+    assert loads_as_megatron_lm(tiny_job())
+    assert not loads_as_megatron_lm(external)
     found.clear()
-    assert not is_megatron_lm()
+    assert not loads_as_megatron_lm(tiny_job())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import logging
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,7 @@ from pipette_launch.errors import PipetteError, UsageError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from pipette_launch.launch.options import Options
 
@@ -154,8 +156,9 @@ def options_from(args: Namespace) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `pipette-launch`; exits as torchrun would."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import record
+    with _uncollected():
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import record
 
     logging.captureWarnings(capture=False)
     words = list(sys.argv[1:] if argv is None else argv)
@@ -174,10 +177,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(INTERRUPTED)
 
 
-def _launch(words: Sequence[str]) -> None:
-    from pipette_launch.launch.story import launch
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Import without garbage collections: they look through all of torch again and again, and find next to nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        # What the imports made stays as long as the process: no later collection looks through it either.
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
-    whole = parser()
+
+def _launch(words: Sequence[str]) -> None:
+    with _uncollected():
+        from pipette_launch.launch.story import launch
+
+        whole = parser()
     flags = _before_script(whole, words)
     check_own_flags(whole, flags)
     args = whole.parse_args(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -151,3 +152,32 @@ def test_a_bad_flag_exits_with_2(words: list[str], expected: str) -> None:
     )
 
     assert (2, f"pipette-launch: error: {expected}\n") == (done.returncode, done.stderr)
+
+
+def test_a_start_pays_only_for_what_it_needs() -> None:
+    """No collection looks through torch during the imports; what prices and searches comes with a warm-up."""
+    code = (
+        "import gc, sys\n"
+        "whole = []\n"
+        "gc.callbacks.append(lambda phase, info: whole.append(phase) if info['generation'] == 2 else None)\n"
+        "from pipette_launch.cli import main\n"
+        "main(['--pipette-version'])\n"
+        "rooms = ('pipette_launch.cost', 'pipette_launch.search', 'pipette_launch.probe.options')\n"
+        "print('torch' in sys.modules, 'pipette_launch.launch.story' in sys.modules, len(whole), gc.isenabled(),\n"
+        "      [name for name in sys.modules if name.startswith(rooms)])\n"
+    )
+
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert ran.stdout.splitlines()[-1] == "True True 0 True []", ran.stdout
+
+
+def test_collections_stay_off_where_they_were() -> None:
+    """Whoever runs the launcher without a garbage collector keeps doing so."""
+    gc.disable()
+    try:
+        with cli._uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -20,7 +20,6 @@ from pipette_launch.launch.referee import Referee
 from pipette_launch.launch.reuse import adopt, named_plan
 from pipette_launch.launch.script import Script
 from pipette_launch.launch.sick import Ruling, apart, measured, rule, small_holders
-from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.verdicts import judge
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from pipette_launch.facts.trials import TrialReport
     from pipette_launch.facts.verdict import Verdict
     from pipette_launch.launch.options import Options
+    from pipette_launch.probe.options import ProbeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -228,9 +228,10 @@ class Chief:
 
     def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
         """Turn what the warm-up measured into a plan, with the help of the nodes that can be invited."""
+        from pipette_launch.launch.orders import read
+
         bare = replace(decision, phase="train", probe_options="", reason="")
-        orders = files.loads(ProbeOptions, decision.probe_options, "the warm-up's orders")
-        return self._guarded(bare, lambda: self._weigh(bare, orders, failure, invite, said=decision.reason))
+        return self._guarded(bare, lambda: self._weigh(bare, read(decision), failure, invite, said=decision.reason))
 
     def _weigh(self, bare: Decision, orders: ProbeOptions, failure: str, invite: Invite, *, said: str) -> Decision:
         """Plan for the hosts that were measured, without those that turned out to be sick."""
@@ -254,8 +255,7 @@ class Chief:
         smaller, rest = apart(replace(bare, reason=joined(bare.reason, trouble)), orders.hosts, ruling)
 
         def solve() -> Decision:
-            job = self._read_keyed(rest)
-            return self._solve(smaller, job, without_hosts(measurements, ruling.leave_out), invite)
+            return self._solve(smaller, self._read_keyed(rest), without_hosts(measurements, ruling.leave_out), invite)
 
         return self._guarded(smaller, solve)
 

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pipette_launch.facts import files
 from pipette_launch.probe.options import ProbeOptions
 
 if TYPE_CHECKING:
     from pipette_launch.facts import ComputeCase, Host, Job
     from pipette_launch.facts.condition import DeviceCondition
+    from pipette_launch.facts.round import Decision
     from pipette_launch.launch.options import Options
 
 CLUSTER = "cluster.json"
@@ -23,6 +25,11 @@ SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
 """Below the first a message is mostly latency; one beyond the second says no more about bandwidth."""
 LEAST_REACH = 32
 """The largest message is at least so many times the least: a line needs points that lie apart."""
+
+
+def read(decision: Decision) -> ProbeOptions:
+    """Return the orders of the warm-up that a decision asks for."""
+    return files.loads(ProbeOptions, decision.probe_options, "the warm-up's orders")
 
 
 def probe_options(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
 from pipette_launch.facts.trials import Trial, Trials
-from pipette_launch.launch.contest import settle, trial_line, tried
 from pipette_launch.launch.nodes import joined
 
 if TYPE_CHECKING:
@@ -70,6 +69,9 @@ class Referee:
 
     def judge(self, ended: Decision, report: TrialReport) -> Decision | Settled:
         """Take what came of a trial; return the next one, or in the end what was settled."""
+        # What prices plans is imported when one was tried: a start from the cache does without it.
+        from pipette_launch.launch.contest import settle, trial_line, tried
+
         contest = self._contest
         assert contest is not None
         run = tried(

@@ -27,7 +27,6 @@ from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
 from pipette_launch.launch.ticker import Ticker, parts_words
 from pipette_launch.launch.trial_watch import TrialWatch, trial_words
 from pipette_launch.probe import condition, inventory
-from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.progress import last_error, last_sign
 from pipette_launch.probe.reclaim import await_memory
 
@@ -233,13 +232,14 @@ class Story:
         """Return what this node's workers run under a decision."""
         if decision.phase != "warmup":
             return commands.training(decision, self._options, self._node.entrypoint, self._node.arguments)
+        from pipette_launch.launch.orders import read
+
         progress = self._folder / PROGRESS
         shutil.rmtree(progress, ignore_errors=True)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         progress.mkdir()
-        orders = files.loads(ProbeOptions, decision.probe_options, "the warm-up's orders")
         path = self._folder / "probe-options.json"
-        files.write(path, replace(orders, progress_dir=str(progress), output=str(self._folder / CLUSTER)))
+        files.write(path, replace(read(decision), progress_dir=str(progress), output=str(self._folder / CLUSTER)))
         return commands.warmup(path)
 
     def saw_line(self, line: str) -> bool:

@@ -22,6 +22,7 @@ from pipette_launch.facts import (
     Setting,
 )
 from pipette_launch.facts.comparison import Comparison, Entry
+from pipette_launch.facts.device_memory import MemoryNeed
 from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
 from pipette_launch.facts.rate import Rate
 from pipette_launch.facts.trials import Trial, Trials
@@ -54,7 +55,10 @@ def choice(layout: Layout, step_time_s: float, **changes: object) -> Choice:
         memory_limit_bytes=7 << 30,
         bound_s=0.9 * step_time_s,
     )
-    return replace(made, **changes)  # type: ignore[arg-type]
+    made = replace(made, **changes)  # type: ignore[arg-type]
+    limit = made.memory_limit_bytes
+    need = MemoryNeed(need_bytes=made.peak_memory_bytes, free_bytes=round(limit / 0.92), limit_bytes=limit)
+    return replace(made, memory=need)
 
 
 def plan(cluster: Cluster, chosen: Choice, own: Choice, *alternatives: Choice, **changes: object) -> Plan:
@@ -290,6 +294,7 @@ def prediction(**changes: object) -> Prediction:
         method="closed",
         stages=tuple(stage_memory(rank, 60 - 5 * rank) for rank in range(4)),
         capacity_bytes=80 * GIB,
+        limit_bytes=int(0.92 * 80 * GIB),
         memory_margin=0.08,
         fits=True,
         verdict="fits",
@@ -326,6 +331,7 @@ def memory_only(width: int) -> str:
     made = prediction(
         stages=(stage_memory(2, 50),),
         capacity_bytes=None,
+        limit_bytes=None,
         fits=None,
         verdict="unknown",
         step_time_s=None,

@@ -96,9 +96,18 @@ def test_a_stage_over_the_limit_says_so() -> None:
     cluster = tiny_cluster(1, 2)
     chosen = choice(Layout(dp=2), 1.0, peak_memory_bytes=(9 << 30,))
 
-    assert "9.00 GiB of 7.00 GiB, over the limit" in shown(
+    assert "9.00 GiB of 7.00 GiB, too much" in shown(
         plan(cluster, chosen, choice(Layout(pp=2), 2.0)), None, width=80, new_arguments=None
     )
+
+
+def test_a_file_of_an_earlier_release_shows_what_it_has() -> None:
+    """Without figures of the whole device it shows those of the model's tensors, and says so."""
+    old = replace(choice(Layout(dp=2), 1.0), memory=None)
+    screen = shown(plan(tiny_cluster(1, 2), old, old), None, width=80, new_arguments=None)
+
+    assert "6.00 GiB of 7.00 GiB" in screen
+    assert "the model's tensors alone, as this file of an earlier release has" in screen
 
 
 def test_changed_flags_are_paired() -> None:

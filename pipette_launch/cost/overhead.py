@@ -8,13 +8,13 @@ Not in it: routing that gives one expert more tokens than another, and fragmenta
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipette_launch.cost.workspaces import workspace_bytes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.capability import compute_capability
-from pipette_launch.facts.device_memory import DeviceOverhead
+from pipette_launch.facts.device_memory import DeviceOverhead, MemoryNeed
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.units import MIB
@@ -76,6 +76,14 @@ class Overhead:
         """The most that the model's tensors may need so that the device keeps its margin; 0 where nothing is left."""
         inside = allowed_bytes(capacity_bytes, memory_margin=memory_margin) - self.outside_bytes
         return max(0, math.floor(inside / self.reserve.value) - int(self.workspace.value))
+
+    def need(self, peaks_bytes: Sequence[int], capacity_bytes: int, *, memory_margin: float) -> MemoryNeed:
+        """What each pipeline rank's device holds when the model's tensors are at these peaks, and what it may hold."""
+        return MemoryNeed(
+            need_bytes=tuple(map(self.device_peak_bytes, peaks_bytes)),
+            free_bytes=capacity_bytes,
+            limit_bytes=allowed_bytes(capacity_bytes, memory_margin=memory_margin),
+        )
 
     def fits(self, allocated_bytes: int, capacity_bytes: int, *, memory_margin: float) -> bool:
         """Whether a rank with this peak leaves the margin free."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.accelerator import DeviceSpec, Efficiency, Link
+from pipette_launch.units import GIB
 
 __all__ = ["DeviceSpec", "Efficiency", "Link", "device_named", "device_of_driver", "known_devices", "peak_flops_per_s"]
 
@@ -63,7 +64,7 @@ def _nvidia(
     half_tflops: float,
     fp32_tflops: float,
     memory_gb_per_s: float,
-    memory_gb: float,
+    memory_gib: float,
     within: tuple[float, float],
     between: tuple[float, float, int],
     fp8_tflops: float = 0.0,
@@ -74,7 +75,11 @@ def _nvidia(
     devices_per_host: int = 8,
     domain_hosts: int = 1,
 ) -> DeviceSpec:
-    """Bring a data sheet to SI; links are (us, GB/s) and (us, GB/s, devices that share it)."""
+    """Bring a data sheet to SI; links are (us, GB/s) and (us, GB/s, devices that share it).
+
+    `memory_gib` is what torch reports as the device's total capacity, which is less than the data sheet's round number:
+    the driver and ECC keep the rest, and no process can have it.
+    """
     peaks = {"fp32": fp32_tflops * 1e12, "fp16": half_tflops * 1e12}
     peaks |= {"bf16": half_tflops * 1e12} if bf16 else {}
     peaks |= {"fp8": fp8_tflops * 1e12} if fp8_tflops else {}
@@ -82,11 +87,14 @@ def _nvidia(
         name=name,
         flops_per_s=peaks,
         memory_bytes_per_s=memory_gb_per_s * 1e9,
-        memory_bytes=int(memory_gb * 1024**3),
+        memory_bytes=int(memory_gib * GIB),
         within_host=Link(latency_s=within[0] * 1e-6, bytes_per_s=within[1] * 1e9),
         between_hosts=Link(latency_s=between[0] * 1e-6, bytes_per_s=between[1] * 1e9, shared_by=between[2]),
         efficiency=efficiency,
-        source=f"Peaks and memory: NVIDIA's data sheet ({sheet}); shares of them and links: usual figures{remark}.",
+        source=(
+            f"Peaks and memory bandwidth: NVIDIA's data sheet ({sheet}); memory: the total that torch reports; shares "
+            f"of peaks and links: usual figures{remark}."
+        ),
         devices_per_host=devices_per_host,
         domain_hosts=domain_hosts,
     )
@@ -116,7 +124,7 @@ _DEVICES = (
         half_tflops=125,
         fp32_tflops=15.7,
         memory_gb_per_s=900,
-        memory_gb=32,
+        memory_gib=31.73,
         bf16=False,
         within=(5.0, 130.0),
         between=(10.0, 12.0, 2),
@@ -129,7 +137,7 @@ _DEVICES = (
         half_tflops=125,
         fp32_tflops=15.7,
         memory_gb_per_s=900,
-        memory_gb=16,
+        memory_gib=15.77,
         bf16=False,
         within=(5.0, 130.0),
         between=(10.0, 12.0, 2),
@@ -142,7 +150,7 @@ _DEVICES = (
         half_tflops=312,
         fp32_tflops=19.5,
         memory_gb_per_s=1555,
-        memory_gb=40,
+        memory_gib=39.5,
         within=_NVLINK3,
         between=_HDR,
         efficiency=_AMPERE,
@@ -154,7 +162,7 @@ _DEVICES = (
         half_tflops=312,
         fp32_tflops=19.5,
         memory_gb_per_s=2039,
-        memory_gb=80,
+        memory_gib=79.2,
         within=_NVLINK3,
         between=_HDR,
         efficiency=_AMPERE,
@@ -166,7 +174,7 @@ _DEVICES = (
         half_tflops=312,
         fp32_tflops=19.5,
         memory_gb_per_s=1935,
-        memory_gb=80,
+        memory_gib=79.2,
         within=(8.0, 20.0),
         between=(10.0, 23.0, 4),
         efficiency=_AMPERE_300_W,
@@ -179,7 +187,7 @@ _DEVICES = (
         fp32_tflops=67,
         fp8_tflops=1979,
         memory_gb_per_s=3350,
-        memory_gb=80,
+        memory_gib=79.1,
         within=_NVLINK4,
         between=_NDR,
         efficiency=_HOPPER,
@@ -192,7 +200,7 @@ _DEVICES = (
         fp32_tflops=67,
         fp8_tflops=1979,
         memory_gb_per_s=3350,
-        memory_gb=80,
+        memory_gib=79.1,
         within=_NVLINK4,
         between=_EFA,
         efficiency=_HOPPER,
@@ -205,7 +213,7 @@ _DEVICES = (
         fp32_tflops=67,
         fp8_tflops=1979,
         memory_gb_per_s=4800,
-        memory_gb=141,
+        memory_gib=139.8,
         within=_NVLINK4,
         between=_NDR,
         efficiency=_HOPPER,
@@ -218,7 +226,7 @@ _DEVICES = (
         fp32_tflops=75,
         fp8_tflops=4500,
         memory_gb_per_s=7700,
-        memory_gb=180,
+        memory_gib=178.35,
         within=_NVLINK5,
         between=_NDR,
         efficiency=_BLACKWELL,
@@ -231,7 +239,7 @@ _DEVICES = (
         fp32_tflops=80,
         fp8_tflops=5000,
         memory_gb_per_s=8000,
-        memory_gb=186,
+        memory_gib=184.31,
         within=_NVLINK5,
         between=_NDR,
         efficiency=_BLACKWELL,
@@ -246,7 +254,7 @@ _DEVICES = (
         fp32_tflops=91.6,
         fp8_tflops=733,
         memory_gb_per_s=864,
-        memory_gb=48,
+        memory_gib=44.4,
         within=(8.0, 20.0),
         between=(10.0, 23.0, 4),
         efficiency=_ADA,
@@ -259,7 +267,7 @@ _DEVICES = (
         fp32_tflops=82.6,
         fp8_tflops=330.3,
         memory_gb_per_s=1008,
-        memory_gb=24,
+        memory_gib=23.64,
         within=(10.0, 12.0),
         between=(15.0, 12.0, 8),
         efficiency=_ADA,
@@ -272,7 +280,7 @@ _DEVICES = (
         fp32_tflops=82.6,
         fp8_tflops=330.3,
         memory_gb_per_s=1008,
-        memory_gb=48,
+        memory_gib=47.4,
         within=(10.0, 12.0),
         between=(15.0, 12.0, 8),
         efficiency=_ADA,

@@ -39,6 +39,28 @@ class DeviceOverhead:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeed:
+    """What a layout's ranks need of their devices, and what they may have: the figures that every screen shows."""
+
+    need_bytes: tuple[int, ...]
+    """On each pipeline rank: the model's tensors at their peak, and all that the device holds beside them."""
+    free_bytes: int
+    """What is free on the fullest device before the job; 0 where an earlier release did not write it down."""
+    limit_bytes: int
+    """What a rank may hold: what is free less the margin."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage stays below the limit."""
+        return max(self.need_bytes) <= self.limit_bytes
+
+    @property
+    def margin(self) -> float:
+        """The part of what is free that stays free."""
+        return 1 - self.limit_bytes / self.free_bytes if self.free_bytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StageReading:
     """The peak of one rank's whole training step: all micro-batches in flight, gradients, optimizer and its step."""
 

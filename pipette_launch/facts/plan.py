@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.device_memory import MemoryNeed
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ADDED_LATER
 from pipette_launch.facts.rate import Rate
@@ -29,8 +30,9 @@ class Choice:
     breakdown_s: dict[str, float]
     """Parts of the step time by name; they sum to it."""
     peak_memory_bytes: tuple[int, ...]
-    """Predicted peak on each pipeline rank."""
+    """Predicted peak of the model's own tensors on each pipeline rank."""
     memory_limit_bytes: int
+    """What these may need: of the device's free memory less the margin, what all else on the device leaves."""
     bound_s: float
     """No placement of this layout can be faster than this under the same model."""
     step_correction: float = field(default=1.0, metadata=ADDED_LATER)
@@ -45,6 +47,8 @@ class Choice:
     """What `bound_s` rests on, a sentence without its end; empty where it is the best link everywhere."""
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
     """What the predicted step comes to in tokens and FLOPs a second; None in files of earlier releases."""
+    memory: MemoryNeed | None = field(default=None, metadata=ADDED_LATER)
+    """Peaks and limit of the whole device; None in files of earlier releases."""
 
     def __post_init__(self) -> None:
         if sorted(self.placement) != list(range(self.layout.world_size)):
@@ -63,6 +67,12 @@ class Choice:
     def fits(self) -> bool:
         """Whether every stage stays below the limit."""
         return max(self.peak_memory_bytes) <= self.memory_limit_bytes
+
+    @property
+    def memory_shown(self) -> MemoryNeed:
+        """What screens show: the whole device's figures, or from files of earlier releases the model's tensors'."""
+        peaks, limit = self.peak_memory_bytes, self.memory_limit_bytes
+        return self.memory or MemoryNeed(need_bytes=peaks, free_bytes=0, limit_bytes=limit)
 
     @property
     def is_host_order(self) -> bool:

@@ -83,6 +83,8 @@ class Prediction:
     megatron_version: str
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
     """What the step comes to in tokens and FLOPs a second; None without a step time."""
+    limit_bytes: int | None = field(default=None, metadata=ADDED_LATER)
+    """What a rank may hold: `capacity_bytes` less the margin; None without a capacity."""
 
     @property
     def fullest(self) -> StageMemory:

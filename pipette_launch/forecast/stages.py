@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from pipette_launch.cost.measured_stages import MeasuredStages
 from pipette_launch.cost.memory import MemoryParts, peak_memory_bytes
 from pipette_launch.cost.overhead import Overhead
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import Job
+from pipette_launch.facts import Job, Measurements
 from pipette_launch.facts.executed import ExecutedParts
 from pipette_launch.facts.prediction import StageMemory
 
@@ -27,13 +28,30 @@ class Counted:
     notes: tuple[str, ...] = ()
 
 
-def closed_form(job: Job, pp_ranks: Sequence[int], overhead: Overhead) -> Counted:
-    """Count the tensors of these pipeline ranks by formula."""
+def closed_form(
+    job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, measured: Measurements | None = None
+) -> Counted:
+    """Count the tensors of these pipeline ranks by formula; a stage that the warm-up ran has the peak that it had.
+
+    That is the figure which the planner takes. The split by kind stays the formula's, scaled to the measured peak.
+    """
     parts = peak_memory_bytes(job, job.own)
+    predicted = [one.total for one in parts]
+    ran = MeasuredStages(job, measured) if measured else None
+    peaks = ran.peaks(job.own, predicted) if ran else predicted
     return Counted(
-        stages=tuple(_stage(job, rank, parts[rank].by_kind(), overhead) for rank in pp_ranks),
+        stages=tuple(_stage(job, rank, _scaled(parts[rank].by_kind(), peaks[rank]), overhead) for rank in pp_ranks),
         stepping=tuple(rank for rank in pp_ranks if steps_highest(parts[rank])),
+        notes=ran.notes(job.own) if ran else (),
     )
+
+
+def _scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
+    """Scale a split by kind so that it sums to a peak; rounding goes to the largest kind."""
+    counted = sum(kinds.values())
+    scaled = {name: size * peak_bytes // counted for name, size in kinds.items()}
+    scaled[max(scaled, key=lambda name: scaled[name])] += peak_bytes - sum(scaled.values())
+    return scaled
 
 
 def executed(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Path | None) -> Counted:

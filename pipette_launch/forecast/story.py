@@ -120,7 +120,7 @@ def _memory(
         environment=environment,
     )
     counted = (
-        stages.closed_form(job, pp_ranks, overhead)
+        stages.closed_form(job, pp_ranks, overhead, measured=machines.measured)
         if method == "closed"
         else stages.executed(job, pp_ranks, overhead, cache=cache)
     )
@@ -181,6 +181,7 @@ def _foretold(job: Job, machines: Machines, memory: _Memory, script: str, notes:
         notes=tuple(dict.fromkeys((*notes, *step_notes))),
         megatron_version=job.megatron_version,
         rate=rate,
+        limit_bytes=None if capacity is None else allowed_bytes(capacity, memory_margin=memory.margin),
     )
 
 

@@ -72,7 +72,12 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
     own = plan.own
     if own.layout != job.own:
         own = replace(
-            own, layout=job.own, placement=tuple(range(job.own.world_size)), features={}, device_peak_bytes=()
+            own,
+            layout=job.own,
+            placement=tuple(range(job.own.world_size)),
+            features={},
+            device_peak_bytes=(),
+            memory=None,
         )
     alternatives = tuple(choice for choice in plan.alternatives if not _changed_pins(choice, job))
     # What was tried in another job, or beside other plans, settles nothing here.

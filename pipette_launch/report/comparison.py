@@ -59,7 +59,10 @@ def _plans(comparison: Comparison) -> Iterator[RenderableType]:
         style = "red" if entry.faults else "default"
         table.add_row(str(number), text(entry.name, style), *(text(cell, style) for cell in cells))
     yield table
-    yield text("memory: the fullest stage, of what the margin leaves; gap: to what was proven for all layouts", "dim")
+    yield text(
+        "memory: a device of the fullest stage, of what the margin leaves; gap: to what was proven for all",
+        "dim",
+    )
 
 
 def _rates(comparison: Comparison) -> Iterator[Text]:
@@ -69,9 +72,9 @@ def _rates(comparison: Comparison) -> Iterator[Text]:
 
 
 def _memory(choice: Choice) -> str:
-    """The fullest stage, as a part of what margin and overhead leave."""
-    peak, limit = max(choice.peak_memory_bytes), choice.memory_limit_bytes
-    return f"{peak / limit:.0%}" if limit > 0 else "over"
+    """The fullest stage's device, as a part of the limit."""
+    shown = choice.memory_shown
+    return f"{max(shown.need_bytes) / shown.limit_bytes:.0%}" if shown.limit_bytes > 0 else "over"
 
 
 def _parts(comparison: Comparison) -> Iterator[RenderableType]:

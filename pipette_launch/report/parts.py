@@ -13,6 +13,7 @@ from pipette_launch.units import bytes_text, count_text, flops_text, seconds_tex
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
     from rich.text import Text
 
 MOST_HOST_LINES = 12
@@ -114,24 +115,41 @@ def trials(plan: Plan) -> Iterator[RenderableType]:
 
 
 def memory(choice: Choice) -> Iterator[RenderableType]:
-    """Each stage's peak against the limit."""
+    """What each stage's device holds at its peak, against the limit."""
+    shown = choice.memory_shown
+    stages = stages_shown(shown.need_bytes)
+    yield memory_bars([(stage, shown.need_bytes[stage]) for stage in stages], shown.limit_bytes)
+    hidden = len(shown.need_bytes) - len(stages)
+    if hidden:
+        yield text(f"… {hidden} more stages, none fuller", "dim")
+    yield text(limit_words(shown.limit_bytes, shown.free_bytes, shown.margin), "dim")
+
+
+def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> Table:
+    """A bar for each (stage, bytes); without a limit beside the fullest."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2, 0, 0))
-    limit = bytes_text(choice.memory_limit_bytes)
-    for stage in stages_shown(choice.peak_memory_bytes):
-        peak = choice.peak_memory_bytes[stage]
-        part = peak / choice.memory_limit_bytes if choice.memory_limit_bytes else 1.0
-        over = peak > choice.memory_limit_bytes
+    whole = max(need for _, need in stages) if limit_bytes is None else limit_bytes
+    limit = "" if limit_bytes is None else f" of {bytes_text(limit_bytes)}"
+    for stage, need in stages:
+        over = need > whole
         table.add_row(
             text(f"stage {stage}"),
-            bar(min(part, 1.0), "red" if over else "default"),
-            text(f"{bytes_text(peak)} of {limit}{', over the limit' if over else ''}"),
+            bar(min(need / whole, 1.0) if whole else 1.0, "red" if over else "default"),
+            text(f"{bytes_text(need)}{limit}{', too much' if over else ''}"),
         )
-    yield table
-    hidden = len(choice.peak_memory_bytes) - len(stages_shown(choice.peak_memory_bytes))
-    if hidden:
-        yield text(f"… {hidden} more stages, none fuller", "dim")
+    return table
+
+
+def limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
+    """Say what the figures hold and what the limit is; the same words on every screen."""
+    if not free_bytes:
+        return "the model's tensors alone, as this file of an earlier release has them"
+    return (
+        f"of a whole device, overhead included; the limit of {bytes_text(limit_bytes)} is the {bytes_text(free_bytes)} "
+        f"that are free on the fullest device, less the margin of {margin:.0%}"
+    )
 
 
 def flags(arguments: Sequence[str], new_arguments: Sequence[str] | None) -> Iterator[Text]:

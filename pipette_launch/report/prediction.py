@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TextIO
 from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
 from pipette_launch.report.draw import (
     Section,
-    bar,
     breakdown,
     bullet,
     columns,
@@ -21,7 +20,7 @@ from pipette_launch.report.draw import (
     stages_shown,
     text,
 )
-from pipette_launch.report.parts import NOT_MODELLED, rate_words
+from pipette_launch.report.parts import NOT_MODELLED, limit_words, memory_bars, rate_words
 from pipette_launch.units import GIB, MIB, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -101,40 +100,30 @@ def _machines(prediction: Prediction) -> Iterator[Text]:
 
 def _verdict(prediction: Prediction) -> Text:
     """One sentence; the stage that decides it is named."""
-    fullest, capacity = prediction.fullest, prediction.capacity_bytes
+    fullest, capacity, limit = prediction.fullest, prediction.capacity_bytes, prediction.limit_bytes
     where = "the stage shown" if len(prediction.stages) == 1 else f"the fullest, stage {fullest.pp_rank},"
     need = f"{where} needs {bytes_text(fullest.peak_bytes)}"
-    if capacity is None:
+    if capacity is None or limit is None:
         return text(f"Memory only: {need} on each rank.", STYLES["unknown"])
     left, whole = capacity - fullest.peak_bytes, bytes_text(capacity)
     words = {
-        "fits": f"It fits: {need} of {whole} and leaves {left / capacity:.0%}.",
-        "tight": f"It is tight: {need} of {whole} and leaves {left / capacity:.1%}, less than the margin of "
-        f"{prediction.memory_margin:.0%}.",
+        "fits": f"It fits: {need} of the {bytes_text(limit)} that a rank may hold.",
+        "tight": f"It is tight: {need} of the {bytes_text(limit)} that a rank may hold, and leaves "
+        f"{left / capacity:.1%} of {whole}, less than the margin of {prediction.memory_margin:.0%}.",
         "too large": f"It does not fit: {need}, {bytes_text(-left)} more than the {whole} of a device.",
     }[prediction.verdict]
     return text(words, STYLES[prediction.verdict])
 
 
 def _memory(prediction: Prediction) -> Iterator[RenderableType]:
-    """Each stage's peak, beside the device's memory where it is known."""
-    from rich.table import Table
-
-    whole = prediction.capacity_bytes or prediction.fullest.peak_bytes
-    limit = f" of {bytes_text(whole)}" if prediction.capacity_bytes else ""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    shown = _shown(prediction, MOST_BARS)
-    for stage in shown:
-        over = stage.peak_bytes > whole
-        table.add_row(
-            text(f"stage {stage.pp_rank}"),
-            bar(min(stage.peak_bytes / whole, 1.0), "red" if over else "default"),
-            text(f"{bytes_text(stage.peak_bytes)}{limit}{', too much' if over else ''}"),
-        )
-    yield table
+    """What each stage's device holds at its peak, against the limit where it is known."""
+    shown, limit = _shown(prediction, MOST_BARS), prediction.limit_bytes
+    yield memory_bars([(stage.pp_rank, stage.peak_bytes) for stage in shown], limit)
     hidden = len(prediction.stages) - len(shown)
     if hidden:
         yield text(f"… {hidden} more stages, none fuller; --stage S and --json show them", "dim")
+    if prediction.capacity_bytes is not None and limit is not None:
+        yield text(limit_words(limit, prediction.capacity_bytes, prediction.memory_margin), "dim")
     yield text(METHODS[prediction.method], "dim")
 
 

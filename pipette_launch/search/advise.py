@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from pipette_launch.cost.overhead import allowed_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field, measured_overhead
@@ -45,8 +44,7 @@ def _nothing_fits(field: Field, memory_margin: float) -> PlanError:
     legal = found.leanest if field.own_fault else (field.job.own, *found.leanest)
     needs = dict(zip(legal, field.predictor.all_peaks(legal), strict=True))
     leanest = min(legal, key=lambda layout: max(needs[layout]) - field.limit_bytes(layout))
-    need, limit = max(needs[leanest]), field.limit_bytes(leanest)
-    overhead = allowed_bytes(cluster.memory_bytes, memory_margin=memory_margin) - limit
+    need, shown = max(needs[leanest]), field.memory_need(leanest, needs[leanest])
     ways = [
         *_released(field, must_fit=True),
         *_more_hosts(field),
@@ -55,9 +53,9 @@ def _nothing_fits(field: Field, memory_margin: float) -> PlanError:
     ]
     return PlanError(
         f"no layout fits in memory: the leanest of {found.num_layouts}, {leanest.words()}, is predicted to need "
-        f"{bytes_text(need)} on stage {needs[leanest].index(need)}, and {bytes_text(limit)} are to be had "
-        f"(free on the fullest device {bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}, "
-        f"overhead {bytes_text(overhead)}). {_help(ways)}"
+        f"{bytes_text(max(shown.need_bytes))} on stage {needs[leanest].index(need)}, and "
+        f"{bytes_text(shown.limit_bytes)} are to be had (free on the fullest device "
+        f"{bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}). {_help(ways)}"
     )
 
 

@@ -9,6 +9,7 @@ from pipette_launch.cost.corrected import NOTHING_LEARNED, CorrectedPredictor, C
 from pipette_launch.cost.memory import peak_memory_bytes
 from pipette_launch.cost.overhead import Overhead, overhead_of
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
+from pipette_launch.facts.device_memory import MemoryNeed
 from pipette_launch.search.place import ROUNDS
 from pipette_launch.search.seats import Placed
 
@@ -102,6 +103,11 @@ class Field:
     def limit_bytes(self, layout: Layout) -> int:
         """What the model's tensors may need at their peak on a rank of this layout."""
         return memory_limit_bytes(self.job, layout, self.measurements, memory_margin=self.memory_margin)
+
+    def memory_need(self, layout: Layout, peaks_bytes: tuple[int, ...]) -> MemoryNeed:
+        """What devices hold in all when the model's tensors are at these peaks, and what they may hold."""
+        overhead = measured_overhead(self.job, layout, self.measurements)
+        return overhead.need(peaks_bytes, self.cluster.memory_bytes, memory_margin=self.memory_margin)
 
     def device_peaks(self, layout: Layout) -> tuple[int, ...]:
         """What the driver should show on each pipeline rank, all overhead included and nothing corrected."""

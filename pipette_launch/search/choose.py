@@ -109,6 +109,7 @@ def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, 
         nearest = min(candidates, key=lambda one: (doublings_apart(one.layout, own), one.host_order_s))
         priced = basis = nearest.layout
     step = field.predictor.step_time(priced, placement)
+    peaks = _own_peaks(field, priced)
     known = {one.layout: (one.bound_s, one.bound_reason) for one in candidates}
     bound_s, reason = known.get(priced) or (field.predictor.bound_s(priced), "")
     choice = Choice(
@@ -117,8 +118,9 @@ def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, 
         schedule=own.schedule_name,
         step_time_s=step.total_s,
         breakdown_s=dict(step.breakdown_s),
-        peak_memory_bytes=_own_peaks(field, priced),
+        peak_memory_bytes=peaks,
         memory_limit_bytes=field.limit_bytes(own),
+        memory=field.memory_need(own, peaks),
         bound_s=bound_s,
         bound_reason=reason,
         rate=Rate.of(field.job, own, step.total_s, field.cluster),
@@ -146,6 +148,7 @@ def _to_choice(field: Field, candidate: Candidate) -> Choice:
         breakdown_s=dict(step.breakdown_s),
         peak_memory_bytes=candidate.peak_bytes,
         memory_limit_bytes=field.limit_bytes(layout),
+        memory=field.memory_need(layout, candidate.peak_bytes),
         bound_s=candidate.bound_s,
         bound_reason=candidate.bound_reason,
         rate=Rate.of(field.job, layout, step.total_s, field.cluster),

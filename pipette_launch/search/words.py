@@ -88,9 +88,10 @@ def _why_other(field: Field, chosen: Chosen) -> list[str]:
     if field.own_fault is not None:
         found.append(f"{choice.layout.words()} takes {seconds_text(choice.step_time_s)} a step.")
     elif not own.fits:
-        worst = max(own.peak_memory_bytes)
-        stage = own.peak_memory_bytes.index(worst)
-        limit = bytes_text(own.memory_limit_bytes)
+        shown = own.memory_shown
+        worst = max(shown.need_bytes)
+        stage = shown.need_bytes.index(worst)
+        limit = bytes_text(shown.limit_bytes)
         found.append(
             f"The user's own layout {own.layout.words()} is predicted to need {bytes_text(worst)} on stage {stage}, "
             f"more than the limit of {limit}."

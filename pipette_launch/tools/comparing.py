@@ -15,7 +15,7 @@ from pipette_launch.errors import PipetteError, PlanError, UsageError
 from pipette_launch.facts import Choice, Layout, Plan, files
 from pipette_launch.facts.comparison import Comparison, Entry
 from pipette_launch.facts.rate import Rate
-from pipette_launch.search.candidates import memory_limit_bytes
+from pipette_launch.search.candidates import measured_overhead, memory_limit_bytes
 from pipette_launch.search.rules import Rules
 from pipette_launch.tools.question import Question
 from pipette_launch.units import bytes_text, seconds_text
@@ -145,14 +145,18 @@ class Judge:
 
     def _choice(self, layout: Layout, placement: Sequence[int]) -> Choice:
         step = self._predictor.step_time(layout, placement)
+        peaks = tuple(parts.total for parts in peak_memory_bytes(self.job, layout))
+        overhead = measured_overhead(self.job, layout, self.measured)
+        free = self.measured.cluster.memory_bytes
         return Choice(
             layout=layout,
             placement=tuple(placement),
             schedule=layout.schedule_name,
             step_time_s=step.total_s,
             breakdown_s=dict(step.breakdown_s),
-            peak_memory_bytes=tuple(parts.total for parts in peak_memory_bytes(self.job, layout)),
-            memory_limit_bytes=self._limit_bytes(layout),
+            peak_memory_bytes=peaks,
+            memory_limit_bytes=overhead.limit_bytes(free, memory_margin=self._margin),
+            memory=overhead.need(peaks, free, memory_margin=self._margin),
             bound_s=self._predictor.bound_s(layout),
             rate=Rate.of(self.job, layout, step.total_s, self.measured.cluster),
         )
@@ -216,9 +220,10 @@ def _moved(entry: Entry, lead: Choice | None) -> Entry:
 
 def _memory_fault(choice: Choice) -> Iterator[str]:
     if not choice.fits:
-        peak = max(choice.peak_memory_bytes)
-        stage = choice.peak_memory_bytes.index(peak)
-        limit = bytes_text(choice.memory_limit_bytes)
+        shown = choice.memory_shown
+        peak = max(shown.need_bytes)
+        stage = shown.need_bytes.index(peak)
+        limit = bytes_text(shown.limit_bytes)
         yield f"{choice.layout.words()} does not fit: stage {stage} needs {bytes_text(peak)} of {limit}."
 
 

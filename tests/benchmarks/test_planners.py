@@ -97,4 +97,4 @@ def test_the_cases_are_the_whole_grid() -> None:
     assert 2 * len(MODELS) * 3 * 3 == len(set(bench_planners.names(every=True)))
     assert 2 * 6 * 3 * 3 == len(set(bench_planners.names(every=False)))
     assert set(bench_planners.QUICK) <= set(bench_planners.names(every=False))
-    assert 32 * GIB == MACHINES["V100"].spec.memory_bytes
+    assert int(31.73 * GIB) == MACHINES["V100"].spec.memory_bytes

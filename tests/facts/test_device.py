@@ -57,6 +57,28 @@ def test_unknown_name_gets_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(known_devices()))
+def test_no_process_gets_the_data_sheets_memory(name: str) -> None:
+    """The driver keeps a part: what torch can have is 0.5 to 3 % less than nvidia-smi's total."""
+    smi_mib = {
+        "V100-SXM2-32GB": 32768,
+        "V100-SXM2-16GB": 16384,
+        "A100-40GB": 40960,
+        "A100-80GB": 81920,
+        "A100-80GB-PCIe": 81920,
+        "H100-SXM": 81559,
+        "AWS-P5-H100": 81559,
+        "H200": 143771,
+        "B200": 183359,
+        "GB200-NVL72": 189471,
+        "L40S": 46068,
+        "RTX-4090": 24564,
+        "RTX-4090-48GB": 49140,
+    }
+
+    assert 0.97 < known_devices()[name].memory_bytes / (smi_mib[name] << 20) < 0.997
+
+
+@pytest.mark.parametrize("name", sorted(known_devices()))
 def test_known_devices_say_where_they_come_from(name: str) -> None:
     """Every built-in figure has a source, and low precision is never slower."""
     device = known_devices()[name]

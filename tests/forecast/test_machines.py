@@ -10,6 +10,7 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import files
 from pipette_launch.forecast.machines import machines_of
+from pipette_launch.units import GIB
 
 MEASURED = tiny_measurements(tiny_cluster(2, 4))
 
@@ -64,7 +65,7 @@ def test_a_device_type_is_imagined() -> None:
     found = machines_of(world_size=16, gpu="h100-sxm")
     measurements = found.measurements(tiny_job(16))
 
-    assert ("cuda", "H100-SXM", 80 << 30, None) == (
+    assert ("cuda", "H100-SXM", int(79.1 * GIB), None) == (
         found.kind,
         found.device_name,
         found.capacity_bytes,

@@ -17,6 +17,7 @@ from megatron_lines import TEXT
 from pipette_launch import megatron
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Plan, files
+from pipette_launch.facts.device_memory import StageReading, memory_digest
 from pipette_launch.launch.reuse import check_belongs, on_real_hosts
 from pipette_launch.report.parts import paste_words
 from pipette_launch.tools import question
@@ -235,12 +236,39 @@ def test_a_measured_cluster_is_planned_for(tmp_path: Path, capsys: pytest.Captur
     assert "has 2 hosts x 2 devices = 4 ranks, but --nodes says 8; leave the sizes out, or name" in refused[2]
 
 
+@pytest.mark.parametrize("machines", ["--gpu h100 --nodes 1", "--gpu v100-sxm2-16gb --nodes 1", "--cluster FILE"])
+def test_a_prediction_and_a_plan_show_the_same_memory(
+    machines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For one layout both print the same bytes of a device and the same limit, and say in the same words what it is."""
+    words = f"{TEXT} --pipeline-model-parallel-size 2"
+    job = megatron.read_job(words.split(), world_size=8, megatron_version="0.16.1", device_kind="cpu")
+    ran = StageReading(
+        job_digest=memory_digest(job),
+        layout=job.own,
+        pp_rank=1,
+        slot=0,
+        allocator_peak_bytes=5 << 30,
+        reserved_peak_bytes=0,
+        device_peak_bytes=0,
+    )
+    cluster = replace(tiny_measurements(tiny_cluster(2, 4)), stages=(ran,), overhead_bytes=1 << 30)
+    files.write(tmp_path / "C", cluster)
+    machines = machines.replace("FILE", str(tmp_path / "C"))
+    asked = f"{machines} --megatron-version 0.16.1 pretrain_gpt.py {words}"
+    screens = [answer(f"{command} {asked}", capsys)[1] for command in ("predict", "plan --fix all")]
+    predicted, planned = (screen[screen.index("\nMemory  ") :].split("\n\n")[0] for screen in screens)
+
+    assert predicted.startswith(f"{planned}\n")
+    assert ("6.00 GiB of 7.36 GiB" in planned) == ("--cluster" in machines)
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (
             f"plan --gpu gb200-nvl72 --nodes 2 --fabric {EXAMPLES / 'gb200-nvl72.json'} {FEW},tp,pp {JOB}",
-            "8 ranks on 2 hosts x 4 GB200-NVL72 with 186.00 GiB",
+            "8 ranks on 2 hosts x 4 GB200-NVL72 with 184.31 GiB",
         ),
         (f"plan --gpu h100 --nodes 1 {FEW},tp {JOB} {LATENT}", "8 ranks on 1 host x 8 H100-SXM"),
     ],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.validation.scores import Errors
+from benchmarks.validation.scores import Errors, errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +27,28 @@ class Line:
     def key(self) -> str:
         """Name of the line for the ratchet."""
         return f"{self.data} | {self.group} | {self.method} | {self.quantity}"
+
+
+def step_time_line(
+    data: str,
+    group: str,
+    method: str,
+    pairs: Sequence[tuple[float, float]],
+    *,
+    skipped: int,
+    figures: Mapping[str, float] | None = None,
+) -> Line:
+    """Score step times; `pairs` are predicted and measured seconds."""
+    return Line(
+        data=data,
+        group=group,
+        method=method,
+        quantity="step time",
+        scored=len(pairs),
+        skipped=skipped,
+        errors=errors([predicted for predicted, _ in pairs], [measured for _, measured in pairs]),
+        figures=dict(figures or {}),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.validation.latency import Machines, StepTime, hosts_of
-from benchmarks.validation.lines import Found, Line, Section
+from benchmarks.validation.lines import Found, Line, Section, step_time_line
 from benchmarks.validation.nanotron import device_peak_bytes
-from benchmarks.validation.scores import errors
 from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, number, read_table, size, word
 from pipette_launch.errors import PipetteError
@@ -153,15 +152,8 @@ def _scored(rows: Sequence[Row], name: str, model: StepTime, device: DeviceSpec,
 
 
 def _line(group: str, method: str, answers: Sequence[tuple[Row, float]], *, skipped: int) -> Line:
-    return Line(
-        data=DATA,
-        group=group,
-        method=method,
-        quantity="step time",
-        scored=len(answers),
-        skipped=skipped,
-        errors=errors([seconds for _, seconds in answers], [measured_s(row) for row, _ in answers]),
-    )
+    pairs = [(seconds, measured_s(row)) for row, seconds in answers]
+    return step_time_line(DATA, group, method, pairs, skipped=skipped)
 
 
 def _times(row: Row, model: StepTime, device: DeviceSpec, reading: Reading) -> tuple[dict[int, float], str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.validation.latency import Machines, StepTime, hosts_of, pipette
-from benchmarks.validation.lines import Line, Section
-from benchmarks.validation.scores import determination, errors
+from benchmarks.validation.lines import Line, Section, step_time_line
+from benchmarks.validation.scores import determination
 from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, number, read_table, size
 from pipette_launch.cost.device_fit import Fitted, MeasuredStep, fit
@@ -218,19 +218,10 @@ def _scored(
 
 
 def _line(group: str, method: str, answers: Sequence[tuple[Sample, float]], skipped: int) -> Line:
-    predicted = [seconds for _, seconds in answers]
-    measured = [sample.step.step_s for sample, _ in answers]
-    explained = determination(predicted, measured)
-    return Line(
-        data=DATA,
-        group=group,
-        method=method,
-        quantity="step time",
-        scored=len(answers),
-        skipped=skipped,
-        errors=errors(predicted, measured),
-        figures={} if explained is None else {"R2": explained},
-    )
+    pairs = [(seconds, sample.step.step_s) for sample, seconds in answers]
+    explained = determination([predicted for predicted, _ in pairs], [measured for _, measured in pairs])
+    figures = {} if explained is None else {"R2": explained}
+    return step_time_line(DATA, group, method, pairs, skipped=skipped, figures=figures)
 
 
 def _seconds(sample: Sample, model: StepTime, machines: Machines) -> float | str:

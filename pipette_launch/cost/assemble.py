@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.collectives import Kind
 from pipette_launch.cost.compute import ComputeTable
 from pipette_launch.cost.first_gathers import Forwards, waits_aligned_s, waits_one_by_one_s
+from pipette_launch.cost.optimizer import OnceAStep
 from pipette_launch.cost.parameters import expert_dp
 from pipette_launch.cost.simulate import Engine, engine_of
 from pipette_launch.cost.traffic import (
@@ -58,13 +59,13 @@ class Work:
     """Whether overlapped gathers start on all pipeline ranks at once."""
     expert_dp: int
     optimizer_s_P: Array
-    """The optimizer step on a slot of speed 1."""
+    """Once a step on a slot of speed 1: passes over all gradients, the optimizer, and waiting for the host."""
     rank_S: NDArray[np.int64]
     zero_S: Array
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, compute: ComputeTable, optimizer_s_per_parameter: float) -> Work:
-        """Work it out from the job, the layout and the measured compute times."""
+    def of(cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep) -> Work:
+        """Work it out from the job, the layout and the measured times."""
         num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
         passes = compute.chunk_passes(layout)
         traffic = step_traffic(job, layout)
@@ -91,7 +92,10 @@ class Work:
             gather_kind="all_gather",
             aligns_gathers=aligns_gathers(job, layout),
             expert_dp=expert_dp(layout),
-            optimizer_s_P=np.array(traffic.resident_parameters) * optimizer_s_per_parameter,
+            optimizer_s_P=once.seconds(
+                np.array(traffic.resident_parameters),
+                np.array(traffic.gradient_bytes).sum(axis=1).reshape(-1, layout.pp).sum(axis=0),
+            ),
             rank_S=np.arange(layout.num_chunks) % layout.pp,
             zero_S=np.zeros(layout.num_chunks),
         )

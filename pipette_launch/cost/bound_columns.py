@@ -195,8 +195,10 @@ class _Tail:
         reduces: tuple[Kind, Kind] = ("all_reduce", "reduce_scatter")
         reduce_s = np.zeros(kinds_TVP.shape)
         gather_s = np.zeros(kinds_TVP.shape)
+        gradients_TP = np.zeros(kinds_TVP[:, 0].shape, dtype=np.int64)
         for count_TVP, size_T in zip(counts, (replicas_T, expert_replicas_T), strict=True):
             gradient_bytes = count_TVP * gradient_bytes_per_parameter(job)
+            gradients_TP += gradient_bytes.sum(axis=1)
             for kind, chosen_T in zip(reduces, (~is_sharded_T, is_sharded_T), strict=True):
                 reduce_s += tables.bound_s(kind, np.where(chosen_T, size_T, 1), gradient_bytes)
             gather_s += tables.bound_s(
@@ -211,7 +213,7 @@ class _Tail:
             reduce_s_TVP=reduce_s,
             gather_s_TVP=gather_s,
             buckets_T=-(-(counts[0] + counts[1])[:, 0, 0] // bucket_T),
-            optimizer_s_TP=resident_TP * tables.optimizer_s_per_parameter,
+            optimizer_s_TP=tables.once_a_step_s(resident_TP, gradients_TP),
             embedding_s_T=tables.embedding_s_N(groups),
             aligns_gathers=aligns_gathers(job, columns.layout(0)),
         )

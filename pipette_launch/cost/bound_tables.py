@@ -17,7 +17,7 @@ from pipette_launch.cost.collectives import Fabric, Kind
 from pipette_launch.cost.compute import ComputeTable, Passes, case_of
 from pipette_launch.cost.layout_columns import LayoutColumns, codes_of
 from pipette_launch.cost.memo import Memo
-from pipette_launch.cost.optimizer import gradient_bytes_per_parameter
+from pipette_launch.cost.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.parameters import unit_parameters, word_embedding_parameters
 from pipette_launch.cost.traffic import LayerCounts, meets_receivers
 from pipette_launch.errors import LayoutError
@@ -155,7 +155,11 @@ class Tables:
         """What the whole model is made of, nothing run again."""
         self._passes: dict[tuple[ComputeCase, Recompute], Floats] = {}
         self._exchanges = ExchangeTable(job, self._compute, self._fabric, _one_of_each(job.model))
-        self.optimizer_s_per_parameter = (measurements.optimizer_s_per_parameter or 0.0) * self._fastest
+        self._once = OnceAStep.of(measurements)
+
+    def once_a_step_s(self, resident: Ints, gradient_bytes: Ints) -> Floats:
+        """Price what a slot of the fastest kind does once a step; see `OnceAStep.seconds`."""
+        return self._once.seconds(resident, gradient_bytes) * self._fastest
 
     @property
     def has_slow_slots(self) -> bool:

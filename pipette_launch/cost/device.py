@@ -19,6 +19,7 @@ from pipette_launch.cost.compute import case_of
 from pipette_launch.cost.device_case import CaseFactor, factors_of
 from pipette_launch.cost.device_work import (
     ADAM_BYTES_PER_PARAMETER,
+    GRADIENT_PASSES,
     Load,
     PassLoads,
     Product,
@@ -86,6 +87,8 @@ def imagined(
         phase_s={},
         notes=assumptions(job, device, fabric, num_hosts),
         optimizer_s_per_parameter=optimizer_s_per_parameter(device),
+        gradient_s_per_byte=gradient_s_per_byte(device),
+        step_s=device.efficiency.step_s,
     )
 
 
@@ -117,6 +120,7 @@ def assumptions(
         f"Flash attention reaches {efficiency.attention_share:.0%} of {peak}.",
         f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
+        f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",
         *links,
         "Collectives are rings; a group with several members on each host uses the links of all of them.",
         *([] if fabric.compute_factor else ["All devices are equally fast."]),
@@ -168,7 +172,7 @@ def device_s(device: DeviceSpec, dtype: str, load: Load) -> float:
     peak = device.peak_flops_per_s(dtype)
     products_s = sum(product.flops / (peak * matmul_efficiency(device, product)) for product in load.products)
     attention_s = load.attention_flops / (peak * efficiency.attention_share)
-    moved_s = load.moved_bytes / (device.memory_bytes_per_s * efficiency.memory_share)
+    moved_s = load.moved_bytes * moved_byte_s(device)
     return products_s + attention_s + moved_s
 
 
@@ -181,7 +185,17 @@ def matmul_efficiency(device: DeviceSpec, product: Product) -> float:
 
 def optimizer_s_per_parameter(device: DeviceSpec) -> float:
     """Seconds of an Adam step for each parameter whose state a device holds."""
-    return ADAM_BYTES_PER_PARAMETER / (device.memory_bytes_per_s * device.efficiency.memory_share)
+    return ADAM_BYTES_PER_PARAMETER * moved_byte_s(device)
+
+
+def gradient_s_per_byte(device: DeviceSpec) -> float:
+    """Seconds that clearing, checking and scaling take once a step for each byte of gradients that a device holds."""
+    return GRADIENT_PASSES * moved_byte_s(device)
+
+
+def moved_byte_s(device: DeviceSpec) -> float:
+    """Seconds to read or write a byte in a kernel that computes next to nothing."""
+    return 1 / (device.memory_bytes_per_s * device.efficiency.memory_share)
 
 
 def _compute_times(

@@ -13,9 +13,13 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import LatentAttention, ModelSpec
 
-ADAM_BYTES_PER_PARAMETER = 38
-"""fp32 gradient read for the norm and for the step, master weight and two moments read and written, weight written,
-gradient zeroed: 8 + 24 + 2 + 4."""
+ADAM_BYTES_PER_PARAMETER = 34
+"""fp32 gradient read for the norm and for the step, master weight and two moments read and written, weight written:
+8 + 24 + 2."""
+GRADIENT_PASSES = 4
+"""Times that each byte of the gradient buffers, which no optimizer shards, is read or written once a step: cleared
+(megatron-core, DistributedDataParallel.zero_grad_buffer), read for NaN, read and written by the division by the
+replicas (ParamAndGradBuffer, start_grad_sync; with one replica there is no division)."""
 
 _KERNELS_PER_COLLECTIVE = 3.0
 _ACCUMULATED_BYTES = 8
@@ -238,12 +242,17 @@ def _experts(job: Job, layout: Layout) -> PassLoads:
 
 
 def _norms_and_residuals(model: ModelSpec, layout: Layout) -> PassLoads:
-    """Two norms and two bias-dropout-adds over T * h elements, over t with sequence parallelism."""
+    """Two norms and two bias-dropout-adds over T * h elements, over t with sequence parallelism.
+
+    Backward, the gradients of the two ways around attention and around the MLP are added up, and those of the biases
+    are summed over the tokens.
+    """
     one = _residual_elements(model, layout) * model.dtype_bytes
     mask = 0.5 * one if model.hidden_dropout > 0 else 0.0
+    biases = one if model.add_bias_linear else 0
     return PassLoads(
         forward=Load(moved_bytes=2 * (2 * one) + 2 * (3 * one + mask), kernels=6),
-        input_grad=Load(moved_bytes=2 * (3 * one) + 2 * (2 * one + mask), kernels=10),
+        input_grad=Load(moved_bytes=2 * (3 * one) + 2 * (2 * one + mask) + 2 * (3 * one + biases), kernels=10),
         weight_grad=Load(),
     )
 

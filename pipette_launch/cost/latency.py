@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.assemble import Prices, Work, step_parts, totals_s_K
 from pipette_launch.cost.collectives import Fabric, Kind
 from pipette_launch.cost.compute import ComputeTable, case_of
+from pipette_launch.cost.optimizer import OnceAStep
 from pipette_launch.cost.placed import PlacementCost
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
@@ -32,7 +33,10 @@ NOT_MODELLED = (
     "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
     "Collectives that selective recompute of mlp or moe runs again, and those of multi-token prediction.",
     "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU each.",
-    "Logging, evaluation, checkpoints, and data loading but for Megatron-LM's own trainer on CPUs.",
+    "The gradient of the whole embedding table, which torch makes and Megatron adds up for each micro-batch.",
+    "Random numbers of dropout inside flash attention.",
+    "On measured machines: clearing, checking and scaling gradients, and the host's work once a step, logging in it.",
+    "Evaluation, checkpoints, and data loading but for Megatron-LM's own trainer on CPUs.",
 )
 """What the predicted step time leaves out, one sentence each."""
 
@@ -146,8 +150,7 @@ class Predictor:
     def _work(self, layout: Layout) -> Work:
         if layout not in self._works:
             _make_room(self._works)
-            optimizer_s = self._measurements.optimizer_s_per_parameter or 0.0
-            self._works[layout] = Work.of(self._job, layout, self.compute, optimizer_s)
+            self._works[layout] = Work.of(self._job, layout, self.compute, OnceAStep.of(self._measurements))
         return self._works[layout]
 
     def _placement_cost(self, layout: Layout) -> PlacementCost:

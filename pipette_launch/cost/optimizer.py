@@ -1,4 +1,4 @@
-"""Bytes of gradients and of the optimizer on one rank: states that stay, and temporaries of its step.
+"""Bytes of gradients and of the optimizer on one rank: states that stay, and temporaries of its step; and its seconds.
 
 Facts: memory.md sections 3 and 4, megatron.md 8.2: 6 + 12/(d*c) bytes a parameter for bf16, fp32 gradients and Adam.
 MC = megatron/core of core_v0.16.1.
@@ -6,19 +6,45 @@ MC = megatron/core of core_v0.16.1.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.parameters import Parameters, expert_dp
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import Measurements
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 _FP32_BYTES = 4
 _STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _REMAINDER_BYTES = 2
 _SHARD_ALIGNMENT = 128
 _BUSBW_ALIGNMENT = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnceAStep:
+    """What a slot of speed 1 does once a step, after its gradients are reduced or before its first pass."""
+
+    optimizer_s_per_parameter: float
+    gradient_s_per_byte: float
+    host_s: float
+
+    @classmethod
+    def of(cls, measurements: Measurements) -> OnceAStep:
+        """Take what was measured; what was not counts as 0 s."""
+        return cls(
+            optimizer_s_per_parameter=measurements.optimizer_s_per_parameter or 0.0,
+            gradient_s_per_byte=measurements.gradient_s_per_byte,
+            host_s=measurements.step_s,
+        )
+
+    def seconds(self, resident: Ints, gradient_bytes: Ints) -> Floats:
+        """Price ranks that step `resident` parameters, and hold so many bytes of gradients whoever steps them."""
+        return self.optimizer_s_per_parameter * resident + self.gradient_s_per_byte * gradient_bytes + self.host_s
 
 
 def gradient_bytes_per_parameter(job: Job) -> int:

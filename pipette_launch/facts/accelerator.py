@@ -53,13 +53,17 @@ class Efficiency:
     Where kernels are shorter, the host sets the time. 50 us is what Megatron-LM's functional tests come to on DGX A100
     and H100: 3 to 6 ms for a layer and micro-batch of hidden size 512.
     """
+    step_s: float = 0.0
+    """Seconds of the host once a step, while the device waits: from the gradient norm, for which Megatron waits, to the
+    first kernels of the next step (clipping, the optimizer's loops, logging, the batch)."""
 
     def __post_init__(self) -> None:
         for name in ("matmul_share", "attention_share", "memory_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise FactError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
-        if self.half_size < 0 or self.launch_s < 0:
-            raise FactError(f"half_size={self.half_size} and launch_s={self.launch_s} must not be negative")
+        for name in ("half_size", "launch_s", "step_s"):
+            if getattr(self, name) < 0:
+                raise FactError(f"{name}={getattr(self, name)} must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -100,15 +100,34 @@ def _nvidia(
     )
 
 
-# 50 us: the trainer's own Python around each kernel, as in Megatron's functional tests of small models; CUDA takes 5.
-_AMPERE = Efficiency(matmul_share=0.80, half_size=64, attention_share=0.5, memory_share=0.8, launch_s=50e-6)
+# The trainer's own Python around each kernel, as in Megatron's functional tests of small models; CUDA takes 5 us.
+_LAUNCH_S = 50e-6
+# What the same tests take beyond their launches, once a step: `benchmarks.validation.host`.
+_DGX_A100_STEP_S = 48e-3
+_DGX_H100_STEP_S = 31e-3
+
+
+def _efficiency(*shares: float, half_size: float, step_s: float = _DGX_H100_STEP_S) -> Efficiency:
+    """Shares of products, of flash attention and of the memory bandwidth."""
+    matmul, attention, memory = shares
+    return Efficiency(
+        matmul_share=matmul,
+        half_size=half_size,
+        attention_share=attention,
+        memory_share=memory,
+        launch_s=_LAUNCH_S,
+        step_s=step_s,
+    )
+
+
+_AMPERE = _efficiency(0.80, 0.5, 0.8, half_size=64, step_s=_DGX_A100_STEP_S)
 # Its board takes 300 W and not 400; NVIDIA puts such a card at 90 % of the SXM module.
-_AMPERE_300_W = Efficiency(matmul_share=0.72, half_size=64, attention_share=0.45, memory_share=0.8, launch_s=50e-6)
+_AMPERE_300_W = _efficiency(0.72, 0.45, 0.8, half_size=64, step_s=_DGX_A100_STEP_S)
 # A dense product at full clock exceeds the power limit of these, so less of the nominal peak is left.
-_HOPPER = Efficiency(matmul_share=0.72, half_size=128, attention_share=0.4, memory_share=0.8, launch_s=50e-6)
-_BLACKWELL = Efficiency(matmul_share=0.70, half_size=192, attention_share=0.35, memory_share=0.8, launch_s=50e-6)
-_VOLTA = Efficiency(matmul_share=0.75, half_size=64, attention_share=0.4, memory_share=0.8, launch_s=50e-6)
-_ADA = Efficiency(matmul_share=0.85, half_size=64, attention_share=0.6, memory_share=0.85, launch_s=50e-6)
+_HOPPER = _efficiency(0.72, 0.4, 0.8, half_size=128)
+_BLACKWELL = _efficiency(0.70, 0.35, 0.8, half_size=192)
+_VOLTA = _efficiency(0.75, 0.4, 0.8, half_size=64, step_s=_DGX_A100_STEP_S)
+_ADA = _efficiency(0.85, 0.6, 0.85, half_size=64)
 
 _NVLINK3 = (6.5, 230.0)
 _NVLINK4 = (4.0, 360.0)

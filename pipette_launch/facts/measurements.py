@@ -189,6 +189,13 @@ class Measurements:
     """
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
     """Under Megatron-LM's own trainer on CPUs; None where it was not measured."""
+    gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
+    """Seconds once a step for each byte of gradients that a slot holds: cleared, checked and scaled.
+
+    0 where it was not measured.
+    """
+    step_s: float = field(default=0.0, metadata=ADDED_LATER)
+    """Seconds of the host once a step, while the device waits; 0 where it was not measured."""
     refused: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
     """Cases that megatron-core refuses, or that ran out of memory."""
     unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.validation import vtrain
+from benchmarks.validation.latency import Machines
 from benchmarks.validation.options import DEFAULT_FILES
-from pipette_launch.facts import Layout, Recompute
+from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.facts.device import device_named
 
 
@@ -70,3 +71,21 @@ def test_rows_that_were_fitted_to_are_not_scored(tmp_path: Path) -> None:
 
     assert 20 == scored["pipette, built-in figures"]
     assert 18 == scored["pipette, fitted to drawn rows"] == scored["one"]
+
+
+def test_nothing_of_the_host_is_added_to_these_times(tmp_path: Path) -> None:
+    """Every model gets a device that waits for no host between steps, as these times hold no such part."""
+    lines = DEFAULT_FILES["vtrain"].read_text(encoding="utf-8").splitlines()
+    few = tmp_path / "few.csv"
+    few.write_text("\n".join(lines[:22]), encoding="utf-8")
+    device = device_named("A100-80GB")
+    seen: set[float] = set()
+
+    def spy(job: Job, machines: Machines) -> float:
+        seen.add(machines.device.efficiency.step_s)
+        return 1.0
+
+    vtrain.section(few, device, {"spy": spy}, fraction=0.1, seed=0)
+
+    assert device.efficiency.step_s > 0
+    assert {0.0} == seen

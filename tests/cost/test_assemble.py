@@ -8,13 +8,15 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.cost.assemble import Prices, Work, reduced_s, step_parts, total_s
 from pipette_launch.cost.compute import ComputeTable
+from pipette_launch.cost.optimizer import OnceAStep
 from pipette_launch.facts import Batch, Layout
 
 
 def work(layout: Layout, *, num_microbatches: int = 4, optimizer_s: float = 0.0) -> Work:
     """The tiny job: layers of 1 ms a pass."""
     job = replace(tiny_job(), batch=Batch(global_batch_size=num_microbatches * layout.dp))
-    return Work.of(job, layout, ComputeTable(job, tiny_measurements(tiny_cluster())), optimizer_s)
+    once = OnceAStep(optimizer_s_per_parameter=optimizer_s, gradient_s_per_byte=0.0, host_s=0.0)
+    return Work.of(job, layout, ComputeTable(job, tiny_measurements(tiny_cluster())), once)
 
 
 def prices(this: Work, **changes: object) -> Prices:

@@ -65,7 +65,12 @@ def measurements_of(cluster: Cluster, rng: random.Random, *, fits: bool) -> Meas
         for case in base.compute_cases()
         for part, sample in samples.items()
     )
-    others = {"optimizer_s_per_parameter": 1e-9, "wake_s": rng.choice((0.0, 3e-3))}
+    others = {
+        "optimizer_s_per_parameter": 1e-9,
+        "gradient_s_per_byte": rng.choice((0.0, 1e-10)),
+        "step_s": rng.choice((0.0, 3e-2)),
+        "wake_s": rng.choice((0.0, 3e-3)),
+    }
     return replace(base, compute=compute, collectives=drawn_fits(rng) if fits else (), **others)  # type: ignore[arg-type]
 
 
@@ -129,7 +134,10 @@ def test_equal_machines_are_met() -> None:
     """Every plain layout of equal slots and links, to a thousandth; interleaved ones, whose hops hide, too."""
     this = job_of({})
     measured = replace(
-        tiny_measurements(tiny_cluster(2, 4, bandwidth_bytes_per_s=1e10)), optimizer_s_per_parameter=1e-9
+        tiny_measurements(tiny_cluster(2, 4, bandwidth_bytes_per_s=1e10)),
+        optimizer_s_per_parameter=1e-9,
+        gradient_s_per_byte=1e-9,
+        step_s=0.05,
     )
     sharded = Layout(dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
     rows = [

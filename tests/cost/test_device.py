@@ -8,9 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.cost.compute import ComputeTable, attention_core_share
-from pipette_launch.cost.device import imagined, matmul_efficiency, optimizer_s_per_parameter, pass_s
+from pipette_launch.cost.device import (
+    gradient_s_per_byte,
+    imagined,
+    matmul_efficiency,
+    optimizer_s_per_parameter,
+    pass_s,
+)
 from pipette_launch.cost.device_work import Load, Product, layer_loads
 from pipette_launch.cost.latency import Predictor
+from pipette_launch.cost.traffic import step_traffic
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.device import DeviceSpec, Efficiency, Link, known_devices
@@ -224,8 +231,35 @@ def test_assumptions_are_stated() -> None:
 
 
 def test_optimizer_moves_its_bytes() -> None:
-    """38 bytes for each parameter at half of 1 TB/s."""
-    assert optimizer_s_per_parameter(DEVICE) == 38 / 0.5e12
+    """34 bytes for each parameter, and each byte of all gradients four times, at half of 1 TB/s."""
+    assert optimizer_s_per_parameter(DEVICE) == 34 / 0.5e12
+    assert gradient_s_per_byte(DEVICE) == 4 / 0.5e12
+
+
+def test_what_is_done_once_a_step_is_in_the_price() -> None:
+    """A rank of two replicas clears, checks and scales all its gradients, and waits for its host."""
+    layout = Layout(dp=2, use_distributed_optimizer=True)
+    gradients = step_traffic(job(), layout).gradient_bytes[0][0]
+    step_s = []
+    for host_s in (0.0, 0.25):
+        device = replace(DEVICE, efficiency=replace(DEVICE.efficiency, step_s=host_s))
+        found = imagined(job(), device, num_hosts=1, devices_per_host=2, layouts=[layout])
+        free = replace(found, gradient_s_per_byte=0.0)
+        step_s += [Predictor(job(), one).step_time(layout, range(2)).total_s for one in (found, free)]
+
+    assert gradients > 0
+    assert step_s[0] - step_s[1] == pytest.approx(4 * gradients / 0.5e12)
+    assert step_s[2] - step_s[0] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("biases", "passes"), [(False, 16), (True, 18)])
+def test_gradients_that_meet_are_added_up(biases: bool, passes: int) -> None:
+    """Two norms of 3, two residuals of 2, two sums of 3, and a bias sum each, over 32 x 64 elements of 2 bytes."""
+    model = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", add_bias_linear=biases)
+    layer = layer_loads(tiny_job(model=model), Layout(), moe=False).input_grad
+    activation = 3 * 32 * 256 * 2
+
+    assert layer.moved_bytes == passes * 32 * 64 * 2 + activation
 
 
 def test_nothing_cannot_be_imagined() -> None:

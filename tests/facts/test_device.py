@@ -114,6 +114,8 @@ def test_negative_figures_are_refused() -> None:
         Link(latency_s=-1e-6, bytes_per_s=1e9)
     with pytest.raises(FactError, match="half_size=-1"):
         replace(device.efficiency, half_size=-1)
+    with pytest.raises(FactError, match="step_s=-1"):
+        replace(device.efficiency, step_s=-1)
     with pytest.raises(FactError, match="memory size"):
         replace(device, memory_bytes=0)
     with pytest.raises(FactError, match="peaks above 0"):

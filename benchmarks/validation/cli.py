@@ -5,7 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks.validation import baselines, golden, korthikanti, latency, logs, nanotron, ratchet, readme, vtrain
+from benchmarks.validation import (
+    baselines,
+    golden,
+    korthikanti,
+    latency,
+    logs,
+    nanotron,
+    nvidia,
+    ratchet,
+    readme,
+    vtrain,
+)
 from benchmarks.validation.abstract import Abstract
 from benchmarks.validation.conditions import conditions
 from benchmarks.validation.lines import Found, Section
@@ -110,6 +121,11 @@ def readme_section(options: Options) -> Section:
     return readme.section(options.files["readme"], device_named(readme.DEVICE), step_times(options))
 
 
+def nvidia_section(options: Options) -> Section:
+    """Step times of NVIDIA's tuned recipes, dense and MoE, by ours alone: the baselines know no experts."""
+    return nvidia.section(options.files["nvidia"], {"pipette": latency.OURS})
+
+
 def step_times(options: Options) -> dict[str, latency.StepTime]:
     """Our latency model, and those of others."""
     return {"pipette": latency.OURS, **(latency.BASELINES if options.baselines else {})}
@@ -130,4 +146,5 @@ SECTIONS: dict[str, Callable[[Options], Section]] = {
     "vtrain": vtrain_section,
     "nanotron": nanotron_section,
     "readme": readme_section,
+    "nvidia": nvidia_section,
 }

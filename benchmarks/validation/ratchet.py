@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.validation import golden, korthikanti, latency, logs, nanotron, readme, vtrain
+from benchmarks.validation import golden, korthikanti, latency, logs, nanotron, nvidia, readme, vtrain
 from benchmarks.validation.abstract import Abstract
 from benchmarks.validation.lines import Line
 from benchmarks.validation.options import DEFAULT_FILES, FOLDER, GOLDEN_ARGS, GOLDEN_ROWS
@@ -46,6 +46,7 @@ def fast_lines() -> tuple[Line, ...]:
             {"closed form": nanotron.MemoryModel(estimate=lambda job: nanotron.device_peak_bytes(job, h100))},
         ),
         readme.section(DEFAULT_FILES["readme"], device_named(readme.DEVICE), times),
+        nvidia.section(DEFAULT_FILES["nvidia"], times),
         vtrain.section(DEFAULT_FILES["vtrain"], a100, {}, fraction=0.1, seed=0, every=VTRAIN_EVERY),
     )
     return (*found.lines, *(line for section in sections for line in section.lines))

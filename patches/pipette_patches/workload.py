@@ -122,7 +122,10 @@ def case_words(case: ComputeCase) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host has no memory left."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    said = str(error)
+    # oneDNN names no cause: what it cannot get is the buffer of a kernel that it makes for a new shape.
+    no_kernel = said.strip().endswith("could not create a primitive")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in said or no_kernel
 
 
 def _give_main_grad(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:

@@ -96,6 +96,8 @@ FAILURES: tuple[tuple[str, str], ...] = (
         r"DefaultCPUAllocator: can't allocate memory|\bMemoryError\b|Cannot allocate memory|std::bad_alloc",
         f"{OUT_OF_MEMORY}: the host's memory is exhausted",
     ),
+    # oneDNN names no cause: what it cannot get is the buffer of a kernel that it makes for a new shape.
+    (r"RuntimeError: could not create a primitive\s*$", f"{OUT_OF_MEMORY}: a kernel of oneDNN got no buffer"),
     (
         r"Memory cgroup out of memory|oom-kill|oom_kill|Out of memory: Killed process|OOM Killed",
         f"{OUT_OF_MEMORY}: the kernel or the batch system killed a process",
@@ -128,7 +130,7 @@ FAILURES: tuple[tuple[str, str], ...] = (
 def explain_failure(text: str) -> str | None:
     """Say in one sentence why a worker failed, from what it printed; None where nothing is recognised."""
     for pattern, meaning in FAILURES:
-        found = re.search(pattern, text)
+        found = re.search(pattern, text, re.MULTILINE)
         if found:
             return meaning.format(**{name: value.strip() for name, value in found.groupdict().items()})
     return None

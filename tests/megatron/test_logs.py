@@ -55,6 +55,7 @@ def test_iteration_lines(line: str, expected: Iteration | None) -> None:
             "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
             "out of memory: the host",
         ),
+        ("[rank1]: RuntimeError: could not create a primitive", "out of memory: a kernel of oneDNN"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.", "out of memory: the kernel"),
         ("Memory cgroup out of memory: Killed process 12 (python)", "out of memory: the kernel"),
         (
@@ -84,7 +85,14 @@ def test_failures_are_explained(text: str, start: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "exiting program at iteration 5", "RNG state will be ignored", "number of parameters: 10", "loss is high"],
+    [
+        "RuntimeError: could not create a primitive descriptor for a matmul primitive",
+        "",
+        "exiting program at iteration 5",
+        "RNG state will be ignored",
+        "number of parameters: 10",
+        "loss is high",
+    ],
 )
 def test_other_texts_are_not_explained(text: str) -> None:
     """Deliberate ends and harmless notices are no failures."""

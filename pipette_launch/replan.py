@@ -79,13 +79,34 @@ def _after_death(named: Sequence[str], plan: Plan, held: Decision, written: Sequ
     candidates = plan.candidates()
     layout = candidates[held.attempt].layout
     is_other = layout not in {candidate.layout for candidate in candidates[: held.attempt]}
-    before = {_cause(failure) for failure in held.failures} if is_other else set()
-    for reason in () if short else named:
-        why = megatron.why_no_plan_helps(_cause(reason), before=before, written=written, given=held.script_arguments)
-        if why:
-            return GiveUp(reason=f"{reason}; no other plan is tried: {why}")
+    before = held.failures if is_other else ()
+    hopeless = why_to_give_up(named, before=before, written=written, given=held.script_arguments)
+    if hopeless:
+        return GiveUp(reason=hopeless)
     attempt = _next_attempt(candidates, held.attempt, needs_less=short)
     return TryNext(attempt=attempt, reason=named[0] if named else "the job died")
+
+
+def why_to_give_up(
+    failures: Sequence[str], *, before: Sequence[str], written: Sequence[str], given: Sequence[str] | None
+) -> str:
+    """Say why a script that died before its first iteration would die under every plan; empty where one may help.
+
+    Args:
+        failures: how it died, one sentence of each node.
+        before: the same of deaths under other layouts.
+        written: the user's own words for the script.
+        given: the words that it was given; None for the user's own.
+
+    """
+    if any(OUT_OF_MEMORY in failure for failure in failures):
+        return ""
+    causes = {_cause(failure) for failure in before}
+    for failure in failures:
+        why = megatron.why_no_plan_helps(_cause(failure), before=causes, written=written, given=given)
+        if why:
+            return f"{failure}; no other plan is tried: {why}"
+    return ""
 
 
 def _cause(failure: str) -> str:

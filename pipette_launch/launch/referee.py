@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
 from pipette_launch.facts.trials import Trial, Trials
 from pipette_launch.launch.nodes import joined
+from pipette_launch.replan import why_to_give_up
 
 if TYPE_CHECKING:
     from pipette_launch.facts import Job, Plan
@@ -68,7 +69,10 @@ class Referee:
         return self._next(training, self._contest)
 
     def judge(self, ended: Decision, report: TrialReport) -> Decision | Settled:
-        """Take what came of a trial; return the next one, or in the end what was settled."""
+        """Take what came of a trial; return the next one, in the end what was settled, or the end of the job.
+
+        The job ends where the script died of what no plan can avoid, as it does in the training.
+        """
         # What prices plans is imported when one was tried: a start from the cache does without it.
         from pipette_launch.launch.contest import settle, trial_line, tried
 
@@ -81,6 +85,15 @@ class Referee:
             warm_ups=contest.warm_ups,
             iterations=self._options.trial_iters,
         )
+        if run.failure and not report.step_s:
+            # Other layouts' deaths alone tell that it is not the layout's doing.
+            before = [other.failure for other in contest.runs if other.step is None and other.layout != run.layout]
+            hopeless = why_to_give_up(
+                [run.failure], before=before, written=self._options.script_arguments, given=ended.script_arguments
+            )
+            if hopeless:
+                self._contest = None
+                return replace(ended, phase="stop", plan=None, failed=True, reason=hopeless)
         self._contest = contest = replace(contest, runs=(*contest.runs, run))
         if len(contest.runs) <= contest.num_plans:
             return self._next(replace(ended, reason=trial_line(run)), contest)

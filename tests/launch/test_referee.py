@@ -108,6 +108,44 @@ def test_when_nothing_runs_the_prediction_stands_and_is_not_believed_later(tmp_p
     assert "it died; no trial came to its end, so the prediction stands" in last.reason
 
 
+def test_a_script_that_cannot_run_is_tried_once(tmp_path: Path) -> None:
+    """A death that no plan can avoid ends the job in its first trial, as it would in the training."""
+    judge = asked(tmp_path)
+    missing = "rank 1 ended with exit code 1: FileNotFoundError: [Errno 2] No such file or directory: '/data'"
+    last = judge.after_trial(judge.decide(records(), None), TrialReport(step_s=(), failure=missing, took_s=3.0))
+
+    assert ("stop", True, None) == (last.phase, last.failed, last.plan)
+    assert f"{missing}; no other plan is tried: what is missing is missing under every plan" == last.reason
+
+
+@pytest.mark.parametrize(
+    ("failure", "phases"),
+    [
+        ("KeyError: 'tokens'", ["trial", "trial", "stop"]),
+        ("ValueError: bad shape of a tensor", ["trial", "trial", "trial", "train"]),
+        ("out of memory: the host's memory is exhausted", ["trial", "trial", "trial", "train"]),
+    ],
+)
+def test_the_same_death_in_two_trials_ends_the_job(failure: str, phases: list[str], tmp_path: Path) -> None:
+    """Where neither the layout nor memory may be the cause, two layouts settle it; else every trial has its turn."""
+    judge = asked(tmp_path)
+    seen = [judge.decide(records(), None)]
+    while seen[-1].phase == "trial":
+        told = f"rank {len(seen)} ended with exit code 1: {failure}"
+        seen.append(judge.after_trial(seen[-1], TrialReport(step_s=(), failure=told, took_s=3.0)))
+
+    assert phases == [step.phase for step in seen]
+
+
+def test_a_trial_that_has_trained_ends_no_job(tmp_path: Path) -> None:
+    """What dies behind its first iteration runs under some plan: the next trial begins."""
+    judge = asked(tmp_path)
+    missing = "rank 1 ended with exit code 1: FileNotFoundError: [Errno 2] No such file or directory: '/data'"
+    last = judge.after_trial(judge.decide(records(), None), TrialReport(step_s=(5.0,), failure=missing, took_s=3.0))
+
+    assert "trial" == last.phase
+
+
 @pytest.mark.parametrize(
     ("more", "changes", "expected"),
     [

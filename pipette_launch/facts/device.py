@@ -31,7 +31,11 @@ def device_named(name: str) -> DeviceSpec:
 
 
 def device_of_driver(name: str) -> DeviceSpec | None:
-    """Find a device by its own name or by that which its driver gives, `NVIDIA H100 80GB HBM3`; None where unknown."""
+    """Find a device by its own name or by that which its driver gives, `NVIDIA H100 80GB HBM3`; None where unknown.
+
+    A build whose peak is another (PCIe, NVL, a part by MIG) is unknown here. `cost.filled.spec_of` takes the device
+    that is most like it all the same: that one needs only ratios of times, and never says a peak.
+    """
     if name in known_devices():
         return known_devices()[name]
     words = name.replace("-", " ").split()

@@ -54,6 +54,11 @@ class Host:
         if not self.devices:
             raise FactError(f"host {self.name} has no devices")
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether more processes compute on it than it has cores, so that they take turns."""
+        return self.devices[0].kind == "cpu" and len(self.devices) > self.cores
+
 
 @dataclass(frozen=True, kw_only=True, init=False, eq=False)
 class Links:

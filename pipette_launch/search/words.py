@@ -51,7 +51,7 @@ def notes(field: Field, chosen: Chosen) -> tuple[str, ...]:
     found += [
         f"{len(host.devices)} slots share the {host.cores} cores of {host.name}: steps may be slower than predicted."
         for host in field.cluster.hosts
-        if host.devices[0].kind == "cpu" and len(host.devices) > host.cores
+        if host.shares_cores
     ][:1]
     found += _learning(field, chosen)
     found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]

@@ -126,3 +126,15 @@ def test_one_disturbed_size_leaves_the_rate(disturbed: int) -> None:
     times[disturbed] *= 5
 
     assert pytest.approx(1e8, rel=0.1) == fit_link(timed(times)).bytes_per_s
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(3, 3e6), (2, 2e6)])
+def test_pairs_of_slots_that_take_turns_on_cores_are_alike(tmp_path: Path, cores: int, expected: float) -> None:
+    """Three slots: on three cores each pair keeps its own 3, 1 or 2 MB/s, on two all have the usual 2."""
+    options = tiny_options(tmp_path, hosts=1, devices=3)
+    options = replace(options, hosts=tuple(replace(host, cores=cores) for host in options.hosts))
+    measured = [*both_ways(0, 1, 3e6), *both_ways(0, 2, 1e6), *both_ways(1, 2, 2e6)]
+    (within,) = found_links(options, measured, rounds=0, rounds_again=0).within
+
+    assert pytest.approx(expected) == within.bandwidth_bytes_per_s[0, 1]
+    assert (cores == 2) == bool(np.ptp(within.bandwidth_bytes_per_s[~np.eye(3, dtype=bool)]) < 1)

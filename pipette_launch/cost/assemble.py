@@ -57,6 +57,8 @@ class Work:
     gather_kind: Kind
     aligns_gathers: bool
     """Whether overlapped gathers start on all pipeline ranks at once."""
+    loss_s: float
+    """Adding up the step's loss over the replicas of the last stage; no placement makes it less."""
     expert_dp: int
     optimizer_s_P: Array
     """Once a step on a slot of speed 1: passes over all gradients, the optimizer, and waiting for the host."""
@@ -64,7 +66,7 @@ class Work:
     zero_S: Array
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep) -> Work:
+    def of(cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep, *, loss_s: float) -> Work:
         """Work it out from the job, the layout and the measured times."""
         num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
         passes = compute.chunk_passes(layout)
@@ -91,6 +93,7 @@ class Work:
             reduce_kind="reduce_scatter" if layout.use_distributed_optimizer else "all_reduce",
             gather_kind="all_gather",
             aligns_gathers=aligns_gathers(job, layout),
+            loss_s=loss_s,
             expert_dp=expert_dp(layout),
             optimizer_s_P=once.seconds(
                 np.array(traffic.resident_parameters),
@@ -160,7 +163,7 @@ def step_parts(work: Work, prices: Prices) -> StepParts:
     breakdown["pipeline_transfer"] = end_s - no_hop_s
     # What rounding leaves of nothing is nothing.
     breakdown["bubble"] = bubble_s if abs(bubble_s) > 1e-12 * end_s else 0.0
-    breakdown["data_parallel"] = tail.finish_s - end_s
+    breakdown["data_parallel"] = tail.finish_s - end_s + tail.loss_s
     breakdown["embedding_gradients"] = tail.embedding_s
     breakdown["optimizer"] = tail.optimizer_s
     breakdown["parameter_gather"] = tail.gather_s + (no_hop_s - no_gather_s)
@@ -184,6 +187,7 @@ class _Tail(NamedTuple):
     """The pipeline rank whose gradients are reduced last."""
     finish_s: float
     embedding_s: float
+    loss_s: float
     optimizer_s: float
     gather_s: float
     total_s: float
@@ -196,6 +200,7 @@ class _Tails:
     rank_K: NDArray[np.int64]
     finish_s_K: Array
     embedding_s_K: Array
+    loss_s_K: Array
     optimizer_s_K: Array
     gather_s_K: Array
     total_s_K: Array
@@ -203,8 +208,7 @@ class _Tails:
     @property
     def first(self) -> _Tail:
         """That of the first placement."""
-        parts = (self.finish_s_K, self.embedding_s_K, self.optimizer_s_K, self.gather_s_K, self.total_s_K)
-        return _Tail(int(self.rank_K[0]), *(float(part[0]) for part in parts))
+        return _Tail(int(self.rank_K[0]), *(float(getattr(self, f"{name}_K")[0]) for name in _Tail._fields[1:]))
 
 
 def pipelines(work: Work, prices: Prices) -> tuple[Array, Array]:
@@ -241,9 +245,10 @@ def _first_gather_s(work: Work, prices: Prices, durations_D: Array, hops_D: Arra
 
 
 def _finish(work: Work, prices: Prices, drain_SK: Array, durations_R: Array) -> _Tails:
-    """Reduce gradients, then those of the tied embedding, then step, then gather.
+    """Reduce gradients, then those of the tied embedding, then add up the loss, then step, then gather.
 
-    The gradient norm needs every rank, so no optimizer starts before the last reduction ends.
+    The last stage adds up its replicas' losses once its gradients are reduced (training.py, train_step). The gradient
+    norm needs every rank, so no optimizer starts before the last of this ends.
     """
     pp, (stages, placements) = work.layout.pp, drain_SK.shape
     reduce_SK, gather_SK = (_side_by_side(seconds, stages) for seconds in (prices.reduce_s_S, prices.gather_s_S))
@@ -253,6 +258,8 @@ def _finish(work: Work, prices: Prices, drain_SK: Array, durations_R: Array) -> 
     finish_K = finish_PK.max(axis=0)
     tied_K = np.maximum(finish_PK[0], finish_PK[-1]) + prices.embedding_s
     embedding_K = np.maximum(tied_K - finish_K, 0.0)
+    last_K = tied_K if work.traffic.embedding_bytes else finish_PK[-1]
+    loss_K = np.maximum(work.loss_s - (np.maximum(tied_K, finish_K) - last_K), 0.0)
     slowness_PK = prices.slowness_PD.reshape(pp, placements, -1).max(axis=2)
     gather_PK = np.zeros((pp, placements))
     if not work.layout.overlap_param_gather:
@@ -265,9 +272,10 @@ def _finish(work: Work, prices: Prices, drain_SK: Array, durations_R: Array) -> 
         rank_K=finish_PK.argmax(axis=0),
         finish_s_K=finish_K,
         embedding_s_K=embedding_K,
+        loss_s_K=loss_K,
         optimizer_s_K=step_K - gather_K,
         gather_s_K=gather_K,
-        total_s_K=finish_K + embedding_K + step_K,
+        total_s_K=finish_K + embedding_K + step_K + loss_K,
     )
 
 

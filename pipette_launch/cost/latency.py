@@ -15,6 +15,7 @@ from pipette_launch.cost.collectives import Fabric, Kind
 from pipette_launch.cost.compute import ComputeTable, case_of
 from pipette_launch.cost.optimizer import OnceAStep
 from pipette_launch.cost.placed import PlacementCost
+from pipette_launch.cost.traffic import loss_report_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -150,7 +151,10 @@ class Predictor:
     def _work(self, layout: Layout) -> Work:
         if layout not in self._works:
             _make_room(self._works)
-            self._works[layout] = Work.of(self._job, layout, self.compute, OnceAStep.of(self._measurements))
+            told_bytes = loss_report_bytes(self._measurements.cluster.device_kind)
+            loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, told_bytes) if told_bytes else 0.0
+            once = OnceAStep.of(self._measurements)
+            self._works[layout] = Work.of(self._job, layout, self.compute, once, loss_s=loss_s)
         return self._works[layout]
 
     def _placement_cost(self, layout: Layout) -> PlacementCost:

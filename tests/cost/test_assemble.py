@@ -16,7 +16,7 @@ def work(layout: Layout, *, num_microbatches: int = 4, optimizer_s: float = 0.0)
     """The tiny job: layers of 1 ms a pass."""
     job = replace(tiny_job(), batch=Batch(global_batch_size=num_microbatches * layout.dp))
     once = OnceAStep(optimizer_s_per_parameter=optimizer_s, gradient_s_per_byte=0.0, host_s=0.0)
-    return Work.of(job, layout, ComputeTable(job, tiny_measurements(tiny_cluster())), once)
+    return Work.of(job, layout, ComputeTable(job, tiny_measurements(tiny_cluster())), once, loss_s=0.0)
 
 
 def prices(this: Work, **changes: object) -> Prices:
@@ -136,3 +136,17 @@ def test_chunks_leave_when_they_are_done() -> None:
     ]
 
     assert done == [11.0, 14.0]
+
+
+def test_the_loss_is_added_up_where_the_last_stage_is_done() -> None:
+    """It drains 4.2 ms before the first, so up to that it is free; a tied embedding makes it wait for the first."""
+    tied = work(Layout(pp=2, dp=2))
+    untied = replace(tied, traffic=replace(tied.traffic, embedding_bytes=0))
+    free_s = total_s(tied, prices(tied))
+
+    def longer_s(this: Work, loss_s: float) -> float:
+        return total_s(replace(this, loss_s=loss_s), prices(this)) - free_s
+
+    assert longer_s(untied, 4.2e-3) == pytest.approx(0.0, abs=1e-12)
+    assert longer_s(untied, 5.2e-3) == pytest.approx(1e-3)
+    assert longer_s(tied, 1e-3) == pytest.approx(1e-3)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ from pipette_launch.probe.options import LinkSamples, ProbeOptions
 from pipette_launch.probe.repeats import TINY_BYTES, Tally, condensed, in_passes, in_step, ladder
 from pipette_launch.probe.rounds import Group, in_turns, local_groups, matching_rounds, rail_groups
 from pipette_launch.probe.sampling import Pair, Round, rounds_of
+from pipette_launch.probe.settle import settled
 from pipette_launch.probe.suspects import suspect_links
 
 LINKS_SHARE = 0.7
@@ -202,6 +204,10 @@ class LinkMeter:
         largest: list[list[float]] = shared.tolist()
         return largest
 
+    def largest(self, number: float) -> float:
+        """Bring the largest of all ranks' numbers; every rank calls it."""
+        return self._largest(torch.tensor([[number]], dtype=torch.float64))[0][0]
+
     def _message(self, index: int, pair: Pair, *, is_sender: bool) -> float:
         """Send or answer one message of this size; returns the seconds until the answer was there."""
         message = self._buffer[: self.sizes[index]]
@@ -279,17 +285,23 @@ def measure(
     needed = bool(between) + bool(within)
     found: list[LinkSamples] = []
     rounds = 0
+
+    def has_time() -> bool:
+        return conductor.agree(lambda: budget.allows(LINKS_SHARE))
+
     for done, (is_between, number, pairs) in enumerate(in_turns(between, within)):
-        if done >= needed and done % chunk == 0 and not conductor.agree(lambda: budget.allows(LINKS_SHARE)):
+        if done >= needed and done % chunk == 0 and not has_time():
             note = f"links: {total - done} of {total} rounds were skipped, the budget was spent"
             return LinkResult(links=tuple(found), rounds=rounds, rounds_again=0, notes=(note,))
         if is_between:
             found += meter.measure([pairs], first=number, of=len(between))
             rounds += 1
+        elif number == 1 and options.device_kind == "cpu":
+            found += settled(partial(meter.measure_within, [pairs], of=len(within)), meter.largest, has_time)
         else:
             found += meter.measure_within([pairs], first=number, of=len(within))
     again = suspect_rounds(options, rank, found)
-    if again and not conductor.agree(lambda: budget.allows(LINKS_SHARE)):
+    if again and not has_time():
         note = f"links: {sum(map(len, again))} suspect pairs of hosts were not measured again, the budget was spent"
         return LinkResult(links=tuple(found), rounds=rounds, rounds_again=0, notes=(note,))
     found += meter.measure(again)

@@ -33,7 +33,7 @@ def test_a_direction_gets_its_share_of_the_time(left_s: float, rounds: int, seco
     [
         (4, 1, [0.0, 0.0, 99.0], 2, ("links: 1 of 3 rounds were skipped, the budget was spent",)),
         (4, 1, [0.0, 99.0], 1, ("links: 2 of 3 rounds were skipped, the budget was spent",)),
-        (2, 4, [0.0, 99.0], 2, ("links: 2 of 4 rounds were skipped, the budget was spent",)),
+        (2, 4, [0.0, 99.0, 99.0], 2, ("links: 2 of 4 rounds were skipped, the budget was spent",)),
         (4, 1, [0.0, 0.0, 0.0], 3, ()),
     ],
 )
@@ -46,7 +46,7 @@ def test_a_spent_budget_cuts_rounds_but_not_the_first(
     measured: int,
     note: tuple[str, ...],
 ) -> None:
-    """One round of each kind is measured whatever the clock says; then the clock is asked before each."""
+    """One round of each kind is measured whatever the clock says; it is asked before the others and second looks."""
     rounds: list[object] = []
     monkeypatch.setattr(LinkMeter, "_round", lambda _, groups: rounds.append(groups))
     monkeypatch.setattr(links, "suspect_rounds", lambda *_: ())

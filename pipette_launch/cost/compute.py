@@ -95,8 +95,7 @@ class ComputeTable:
             for part in LAYERS
         }
         kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
-        self._parts = ("embedding", "head", *(("moe_layer",) if True in kinds else ()))
-        self._parts += ("layer",) if False in kinds else ()
+        self._parts = ("embedding", "head", *("moe_layer" if is_moe else "layer" for is_moe in sorted(kinds)[::-1]))
         self._sources: dict[ComputeCase, ComputeCase | None] = {}
         self._scaled: dict[ComputeCase, dict[str, Passes]] = {}
         # By tp and tokens: of cases with equally many tokens the first stands for all.
@@ -209,8 +208,7 @@ class ComputeTable:
 
     def _chunks(self, layout: Layout, part: dict[str, Passes]) -> Iterable[Passes]:
         model = self._job.model
-        loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
-        first = 0
+        first, loaded = 0, Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
         seen: dict[tuple[int, ...], Passes] = {}
         for chunk, layers in enumerate(layout.chunk_layers(model.num_layers)):
             kinds = model.moe_layer_freq[first : first + layers] or (0,) * layers
@@ -221,9 +219,8 @@ class ComputeTable:
             if chunk == 0:
                 total += part["embedding"] + loaded
             if chunk == layout.num_chunks - 1:
-                total += part["head"] + self._prediction(part)
-                # For the labels; a single stage has loaded them with the tokens.
-                total += loaded if layout.pp > 1 else Passes()
+                # A single stage has loaded the labels with the tokens.
+                total += part["head"] + self._prediction(part) + (loaded if layout.pp > 1 else Passes())
             yield total + self.wake if layout.pp > 1 else total
 
     def _prediction(self, part: dict[str, Passes]) -> Passes:

@@ -112,6 +112,7 @@ def checked_options(words: list[str]) -> Options:
         (["--pipette-trials=few", "train.py"], "--pipette-trials needs a whole number, got 'few'"),
         (["--pipette-trials=-1", "train.py"], "--pipette-trials must be at least 0, got -1"),
         (["--pipette-trial-iters=2", "train.py"], "--pipette-trial-iters must be at least 3, got 2"),
+        (["--pipette-budget=inf", "train.py"], "--pipette-budget must be finite, got inf; name"),
         (["--pipette-margin=2", "train.py"], "--pipette-margin must be at least 0 and below 1"),
         (["--pipette-fix=tp,pq", "train.py"], "pq"),
         (["--nproc-per-node=0", "train.py"], "--nproc-per-node needs a number above 0, or auto, cpu, gpu or xpu"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Literal
 
-from pipette_launch.errors import ClusterError, FactError, FileFormatError, UsageError
+from pipette_launch.errors import ClusterError, FactError, FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements, files
 from pipette_launch.facts.device import DeviceSpec, device_named
 from pipette_launch.facts.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
@@ -152,7 +153,9 @@ def machines_of(
         return Machines(num_hosts=hosts, devices_per_host=devices, kind=device_kind)
     if device_kind == "cpu":
         raise UsageError("--gpu and --device cpu exclude each other")
-    return _imagined(device_named(gpu), fabric or UNIFORM, world_size, num_hosts, devices_per_host)
+    with _naming("--gpu:"):
+        device = device_named(gpu)
+    return _imagined(device, fabric or UNIFORM, world_size, num_hosts, devices_per_host)
 
 
 def _imagined(
@@ -193,10 +196,21 @@ def _fabric(source: str | Path) -> FabricSpec:
     raise UsageError(f"--fabric {source}: neither a file nor a known name; {hint}")
 
 
+@contextmanager
+def _naming(flag: str) -> Iterator[None]:
+    """Put the flag before what is said of its value."""
+    try:
+        yield
+    except PipetteError as error:
+        error.args = (f"{flag} {error}",)
+        raise
+
+
 def _measured(
     source: Path | Measurements, world_size: int | None, num_hosts: int | None, devices_per_host: int | None
 ) -> Machines:
-    measured = source if isinstance(source, Measurements) else files.read(source, Measurements)
+    with _naming("--cluster"):
+        measured = source if isinstance(source, Measurements) else files.read(source, Measurements)
     name = "the measured cluster" if isinstance(source, Measurements) else str(source)
     found = measured.cluster
     for flag, said, there in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -49,6 +50,8 @@ class Options:
             raise UsageError("--pipette-plan needs no warm-up, and --pipette-probe is nothing else; give one of them")
         if not self.budget_s > 0:
             raise UsageError(f"--pipette-budget must be above 0 seconds, got {self.budget_s:g}")
+        if self.budget_s == math.inf:
+            raise UsageError("--pipette-budget must be finite, got inf; name a number of seconds")
         if self.trials < 0:
             raise UsageError(f"--pipette-trials must be at least 0, got {self.trials}")
         if self.trial_iters < LEAST_TRIAL_ITERS:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pipette_launch.errors import UsageError
 from pipette_launch.facts import files
 from pipette_launch.probe.options import ProbeOptions
 
@@ -51,7 +52,16 @@ def probe_options(
         known: what was measured on these hosts before, if anything was.
         conditions: of the hosts' devices, in slot order; empty = not known.
 
+    Raises:
+        UsageError: the file of --pipette-probe cannot be written.
+
     """
+    if options.probe_to is not None:
+        # Before the warm-up, whose measurements would be lost.
+        try:
+            files.check_writable(options.probe_to)
+        except OSError as error:
+            raise UsageError(f"--pipette-probe {options.probe_to}: cannot be written ({error.strerror})") from error
     # The search is imported where it is used: a start from the cache does without it.
     from pipette_launch.search.enumerate import compute_cases, cuts
 

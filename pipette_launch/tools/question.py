@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass, replace
@@ -23,10 +24,25 @@ LAUNCHERS_FIX = "--pipette-fix"
 
 def seconds(text: str) -> float:
     """Read a budget for argparse, which names the flag of one that is none."""
-    value = float(text)
-    if not value >= 0:
-        raise ArgumentTypeError(f"needs seconds, at least 0, got {text}")
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"needs seconds, at least 0 and finite, got {text}")
     return value
+
+
+def fraction(text: str) -> float:
+    """Read a part of a whole for argparse, which names the flag of one that is none."""
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise ArgumentTypeError(f"must be at least 0 and below 1 (0.08 is 8 %), got {text}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"needs a number, got {text!r}") from None
 
 
 def add_machine_flags(parser: ArgumentParser) -> None:
@@ -55,14 +71,14 @@ def add_search_flags(parser: ArgumentParser, *, margin: float = MARGIN) -> None:
     add(
         "--margin",
         metavar="FRACTION",
-        type=float,
+        type=fraction,
         default=margin,
         help=f"part of the step that another plan than your own must save (default {margin:g})",
     )
     add(
         "--memory-margin",
         metavar="FRACTION",
-        type=float,
+        type=fraction,
         default=MEMORY_MARGIN,
         help=f"part of the device memory that must stay free (default {MEMORY_MARGIN})",
     )

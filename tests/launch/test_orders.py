@@ -1,13 +1,17 @@
 """Tests of what the warm-up is asked for."""
 
 from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipette_launch.errors import UsageError
 from pipette_launch.facts import ComputeCase
-from pipette_launch.launch.orders import SIZE_LIMITS_BYTES, message_sizes_bytes
+from pipette_launch.launch.options import Options
+from pipette_launch.launch.orders import SIZE_LIMITS_BYTES, message_sizes_bytes, probe_options
 
 
 def test_sizes_of_a_gpt_by_hand() -> None:
@@ -34,3 +38,13 @@ def test_sizes_stay_within_limits(tp: int, size: int, hidden: int, kind: str) ->
     assert list(found) == sorted(found)
     assert least <= found[1]
     assert found[-1] <= most
+
+
+def test_a_file_that_cannot_be_written_stops_before_the_warm_up() -> None:
+    """What a minute of measuring found would be lost."""
+    options = Options(
+        script="train.py", script_arguments=(), runs_python=True, is_module=False, probe_to=Path("/dev/null/x")
+    )
+
+    with pytest.raises(UsageError, match="--pipette-probe /dev/null/x: cannot be written"):
+        probe_options(tiny_job(1), (), options=options, folder=Path())

@@ -15,7 +15,7 @@ from pipette_launch.search.bounds import Bound
 from pipette_launch.search.candidates import MANY_SLOTS, Candidate, Field
 from pipette_launch.search.exhaust import AT_ONCE, EXACT, num_placements
 from pipette_launch.search.frontier import Frontier, Promising
-from pipette_launch.search.seats import Placed, Seats
+from pipette_launch.search.seats import Placed, Placement, Seats
 from pipette_launch.search.share import Clock, Crew, Task, Tried, perform
 
 FIRST_BATCH = 6
@@ -76,6 +76,8 @@ class Course:
         self._deadline_s = deadline_s
         self._pool: dict[Layout, Candidate] = {}
         self._beaten: dict[Layout, Promising] = {}
+        self._surrounded: set[tuple[Layout, Placement]] = set()
+        """The best so far, at their times, whose neighbours were tried in their placement."""
         self._missed_s = float("inf")
         """Least bound of what was taken and could not be priced in time."""
 
@@ -85,10 +87,12 @@ class Course:
         self._frontier.hurry_when(self._is_late)
         if not self._is_late():
             self._price(self._frontier.dive(FIRST_BATCH, below_s=self._best_s()))
+            self._surround()
             self._place(WHILE_PRICING)
         size = FIRST_BATCH
         while batch := self._frontier.take(size, below_s=self._best_s()):
             self._price(batch, beat_s=self._best_s())
+            self._surround()
             self._place(WHILE_PRICING)
             size = min(size + size // 2, MOST_AT_ONCE)
             if self._is_late():
@@ -117,10 +121,11 @@ class Course:
             tried = perform(self._field, task, seed=self._seed, clock=self._clock, deadline_s=self._deadline_s)
             self._pool[one.layout] = _candidate(one, tried)
 
-    def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
-        """Price those of a batch that were not priced before."""
+    def _price(self, batch: list[Promising], *, beat_s: float = float("inf"), placement: Placement = ()) -> None:
+        """Price those of a batch that were not priced before, in this placement too where there is one."""
         batch = [one for one in batch if one.layout not in self._pool and one.layout not in self._beaten]
-        found = self._crew([Task(stage="price", layout=one.layout, beat_s=beat_s) for one in batch])
+        tasks = [Task(stage="price", layout=one.layout, beat_s=beat_s, placement=placement) for one in batch]
+        found = self._crew(tasks)
         for one, tried in zip(batch, found, strict=True):
             if tried is None:
                 self._missed_s = min(self._missed_s, one.least_s)
@@ -129,8 +134,34 @@ class Course:
             else:
                 self._beaten[one.layout] = replace(one, least_s=tried.bound_s)
 
+    def _surround(self) -> None:
+        """Try all that differs from the best in one choice, in its placement too, until none of that is better.
+
+        Each takes milliseconds where its bound rules it out, a tenth of a second at 10,240 ranks where not; to place
+        one layout further takes seconds there. So a search that is cut short does not lose to its own plan with one
+        flag changed.
+        """
+        while not self._is_late():
+            leader = self._leader()
+            key, placement = (leader.layout, leader.placed.placement), leader.placed.placement
+            if key in self._surrounded:
+                return
+            self._surrounded.add(key)
+            best_s = leader.placed.cost_s
+            near = self._frontier.neighbours(leader.layout, below_s=best_s)
+            self._price([one for one in near if one.layout != leader.layout], beat_s=best_s, placement=placement)
+            known = [self._pool[one.layout] for one in near if one.layout in self._pool]
+            self._carry([one for one in known if one.bound_s < best_s and one != leader], placement)
+
+    def _carry(self, candidates: list[Candidate], placement: Placement) -> None:
+        """Price layouts that were priced before in another placement."""
+        tasks = [Task(stage="carry", layout=one.layout, placement=placement, bound_s=one.bound_s) for one in candidates]
+        for one, tried in zip(candidates, self._crew(tasks), strict=True):
+            if tried is not None:
+                self._pool[one.layout] = _better(one, tried)
+
     def _place(self, width: int) -> None:
-        """Go one round further with the placing of the most promising layouts."""
+        """Go one round further with the placing of the most promising layouts, and look around what gets best."""
         hopes = self._hopes(width)
         tasks = [
             Task(
@@ -149,6 +180,7 @@ class Course:
                 self._pool[one.layout] = replace(
                     _better(one, tried), rounds=one.rounds + 1, stalled=0 if gained else one.stalled + 1
                 )
+        self._surround()
 
     def _hopes(self, width: int) -> list[Candidate]:
         """Return the most promising layouts that could still win, by the links that they would have to use."""

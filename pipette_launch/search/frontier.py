@@ -22,6 +22,7 @@ from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
 from pipette_launch.search.enumerate import Cuts
+from pipette_launch.search.neighbours import neighbours
 
 BEATEN = "its bound shows that no placement of it can win"
 CUTS_AT_ONCE = 1024
@@ -139,6 +140,16 @@ class Frontier:
             Promising(least_s=one.least_s, number=one.number, layout=one.layout, peak_bytes=peak_bytes)
             for one, peak_bytes in zip(taken, peaks, strict=True)
         ]
+
+    def neighbours(self, layout: Layout, *, below_s: float) -> list[Promising]:
+        """Return what differs from a layout in one choice, fits, and has a bound below a step time; by rising bound."""
+        columns = neighbours(self._cuts, layout)
+        if not len(columns):
+            return []
+        least_M = self._bounds.of_columns(columns) * self._field.predictor.least_factor
+        order = np.argsort(least_M, kind="stable")
+        order = order[least_M[order] < below_s]
+        return self._with_peaks([columns.layout(row) for row in order.tolist()])
 
     def runners_up(self, count: int, *, most_bytes: float) -> list[Promising]:
         """Return some of what was dived for and not handed out: the quickest, and the quickest of the lean."""

@@ -18,7 +18,7 @@ from pipette_launch.search.place import begin, improve
 from pipette_launch.search.seats import Placed, Placement, Seats, host_order, meets
 
 Clock = Callable[[], float]
-Stage = Literal["price", "improve", "exhaust"]
+Stage = Literal["price", "carry", "improve", "exhaust"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,11 @@ class Task:
     """One piece of work on one layout."""
 
     stage: Stage
-    """`price`: bound, torchrun's order and the best start. `improve`: go on from `placement`. `exhaust`: try all."""
+    """What is asked of the layout.
+
+    `price`: its bound, torchrun's order, the best start, and `placement` if there is one. `carry`: `placement` alone.
+    `improve`: go on from `placement`. `exhaust`: try all.
+    """
     layout: Layout
     beat_s: float = float("inf")
     """Pricing ends with the bound where that is no better than this."""
@@ -76,6 +80,9 @@ def perform(field: Field, task: Task, *, seed: int, clock: Clock, deadline_s: fl
     if task.stage == "price":
         return _price(field, task, clock=clock, deadline_s=deadline_s)
     objective = field.predictor.placement_cost(task.layout)
+    if task.stage == "carry":
+        cost_s = objective.cost(task.placement)
+        return Tried(bound_s=task.bound_s, placement=task.placement, cost_s=cost_s)
     placed = Placed(placement=task.placement, cost_s=task.cost_s, is_optimal=False)
     if task.stage == "exhaust":
         seats = Seats.of(field.cluster)
@@ -108,6 +115,10 @@ def _price(field: Field, task: Task, *, clock: Clock, deadline_s: float) -> Trie
     if not best.is_optimal:
         started = begin(layout, field.cluster, objective=objective, bound_s=bound_s, clock=clock, deadline_s=deadline_s)
         best = started if started.cost_s < best.cost_s or started.is_optimal else best
+    if task.placement and not best.is_optimal:
+        cost_s = objective.cost(task.placement)
+        if cost_s < best.cost_s:
+            best = Placed(placement=task.placement, cost_s=cost_s, is_optimal=meets(cost_s, bound_s))
     return Tried(
         bound_s=bound_s,
         host_order_s=host_order_s,

@@ -121,11 +121,10 @@ class Course:
             tried = perform(self._field, task, seed=self._seed, clock=self._clock, deadline_s=self._deadline_s)
             self._pool[one.layout] = _candidate(one, tried)
 
-    def _price(self, batch: list[Promising], *, beat_s: float = float("inf"), placement: Placement = ()) -> None:
-        """Price those of a batch that were not priced before, in this placement too where there is one."""
+    def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
+        """Price those of a batch that were not priced before."""
         batch = [one for one in batch if one.layout not in self._pool and one.layout not in self._beaten]
-        tasks = [Task(stage="price", layout=one.layout, beat_s=beat_s, placement=placement) for one in batch]
-        found = self._crew(tasks)
+        found = self._crew([Task(stage="price", layout=one.layout, beat_s=beat_s) for one in batch])
         for one, tried in zip(batch, found, strict=True):
             if tried is None:
                 self._missed_s = min(self._missed_s, one.least_s)
@@ -135,30 +134,25 @@ class Course:
                 self._beaten[one.layout] = replace(one, least_s=tried.bound_s)
 
     def _surround(self) -> None:
-        """Try all that differs from the best in one choice, in its placement too, until none of that is better.
+        """Try all that differs from the best in one choice, in its placement, until none of that is better.
 
-        Each takes milliseconds where its bound rules it out, a tenth of a second at 10,240 ranks where not; to place
-        one layout further takes seconds there. So a search that is cut short does not lose to its own plan with one
-        flag changed.
+        That takes milliseconds for each at 10,240 ranks, and to place one layout further takes seconds. So a search
+        that is cut short does not lose to its own plan with one flag changed. What is no better is forgotten: it comes
+        in its turn, with starts of its own.
         """
         while not self._is_late():
             leader = self._leader()
-            key, placement = (leader.layout, leader.placed.placement), leader.placed.placement
-            if key in self._surrounded:
+            placement, best_s = leader.placed.placement, leader.placed.cost_s
+            if (leader.layout, placement) in self._surrounded:
                 return
-            self._surrounded.add(key)
-            best_s = leader.placed.cost_s
+            self._surrounded.add((leader.layout, placement))
             near = self._frontier.neighbours(leader.layout, below_s=best_s)
-            self._price([one for one in near if one.layout != leader.layout], beat_s=best_s, placement=placement)
-            known = [self._pool[one.layout] for one in near if one.layout in self._pool]
-            self._carry([one for one in known if one.bound_s < best_s and one != leader], placement)
-
-    def _carry(self, candidates: list[Candidate], placement: Placement) -> None:
-        """Price layouts that were priced before in another placement."""
-        tasks = [Task(stage="carry", layout=one.layout, placement=placement, bound_s=one.bound_s) for one in candidates]
-        for one, tried in zip(candidates, self._crew(tasks), strict=True):
-            if tried is not None:
-                self._pool[one.layout] = _better(one, tried)
+            tasks = [Task(stage="carry", layout=one.layout, placement=placement, beat_s=best_s) for one in near]
+            for one, tried in zip(near, self._crew(tasks), strict=True):
+                if tried is not None and tried.cost_s < best_s:
+                    known = self._pool.get(one.layout)
+                    self._pool[one.layout] = _better(known, tried) if known else _candidate(one, tried)
+                    self._beaten.pop(one.layout, None)
 
     def _place(self, width: int) -> None:
         """Go one round further with the placing of the most promising layouts, and look around what gets best."""

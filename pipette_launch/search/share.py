@@ -28,7 +28,7 @@ class Task:
     stage: Stage
     """What is asked of the layout.
 
-    `price`: its bound, torchrun's order, the best start, and `placement` if there is one. `carry`: `placement` alone.
+    `price`: its bound, torchrun's order and the best start. `carry`: its bound and `placement`, another layout's.
     `improve`: go on from `placement`. `exhaust`: try all.
     """
     layout: Layout
@@ -79,10 +79,9 @@ def perform(field: Field, task: Task, *, seed: int, clock: Clock, deadline_s: fl
     """Do one task; the deadline cuts it short, but something always comes of it."""
     if task.stage == "price":
         return _price(field, task, clock=clock, deadline_s=deadline_s)
-    objective = field.predictor.placement_cost(task.layout)
     if task.stage == "carry":
-        cost_s = objective.cost(task.placement)
-        return Tried(bound_s=task.bound_s, placement=task.placement, cost_s=cost_s)
+        return _carry(field, task)
+    objective = field.predictor.placement_cost(task.layout)
     placed = Placed(placement=task.placement, cost_s=task.cost_s, is_optimal=False)
     if task.stage == "exhaust":
         seats = Seats.of(field.cluster)
@@ -103,6 +102,23 @@ def perform(field: Field, task: Task, *, seed: int, clock: Clock, deadline_s: fl
     return Tried(bound_s=task.bound_s, placement=placed.placement, cost_s=placed.cost_s, is_optimal=placed.is_optimal)
 
 
+def _carry(field: Field, task: Task) -> Tried:
+    bound_s = field.predictor.bound_s(task.layout)
+    if bound_s >= task.beat_s:
+        return Tried(bound_s=bound_s)
+    objective = field.predictor.placement_cost(task.layout)
+    cost_s = objective.cost(task.placement)
+    if cost_s >= task.beat_s:
+        return Tried(bound_s=bound_s)
+    return Tried(
+        bound_s=bound_s,
+        host_order_s=objective.cost(host_order(task.layout.world_size)),
+        placement=task.placement,
+        cost_s=cost_s,
+        is_optimal=meets(cost_s, bound_s),
+    )
+
+
 def _price(field: Field, task: Task, *, clock: Clock, deadline_s: float) -> Tried:
     layout = task.layout
     bound_s = field.predictor.bound_s(layout)
@@ -115,10 +131,6 @@ def _price(field: Field, task: Task, *, clock: Clock, deadline_s: float) -> Trie
     if not best.is_optimal:
         started = begin(layout, field.cluster, objective=objective, bound_s=bound_s, clock=clock, deadline_s=deadline_s)
         best = started if started.cost_s < best.cost_s or started.is_optimal else best
-    if task.placement and not best.is_optimal:
-        cost_s = objective.cost(task.placement)
-        if cost_s < best.cost_s:
-            best = Placed(placement=task.placement, cost_s=cost_s, is_optimal=meets(cost_s, bound_s))
     return Tried(
         bound_s=bound_s,
         host_order_s=host_order_s,

@@ -274,17 +274,18 @@ class Engine:
         none = 2 * (self._order.num_stages - 1)
         if not isinstance(self._order, Order) or not self.meets_receivers:
             return np.full(len(hop_A), none)
-        rank_A, stage_A, kind_A, _ = self.dependencies.columns
         if not self._order.rendezvous:
             previous_A = self.dependencies.previous_A
-            is_first_A, before_A = previous_A < 0, stage_A[previous_A]
-            rank_S = np.array(self._order.rank_S)
-            next_A = np.where(kind_A == FORWARD, before_A + 1, before_A - 1)
-            sends_A = ~is_first_A & (kind_A == kind_A[previous_A]) & (next_A >= 0) & (next_A < len(rank_S))
-            sends_A &= rank_S[next_A * sends_A] != rank_A
-            sent_A = np.where(kind_A == FORWARD, before_A, none // 2 + before_A - 1)
-            hop_A = np.where((hop_A == none) & sends_A, sent_A, hop_A)
+            sent_A = np.where(previous_A < 0, none, self._sent_hop_A()[previous_A])
+            hop_A = np.where(hop_A == none, sent_A, hop_A)
         return np.where(self._order.blocked_A, hop_A, none)
+
+    def _sent_hop_A(self) -> Ints:
+        """Where the time of each action's outgoing hop stands in `StageTimes.hops_s`."""
+        rank_A, stage_A, kind_A, _ = self.dependencies.columns
+        stages = self._order.num_stages
+        hop_A = np.where(kind_A == FORWARD, stage_A, stages - 2 + stage_A)
+        return np.where(self.dependencies.target_A(np.array(self._order.rank_S)) == rank_A, 2 * (stages - 1), hop_A)
 
     def _check(self, num_durations: int) -> None:
         stages = self._order.num_stages

@@ -38,7 +38,7 @@ class Forwards:
     hop_s_SR: Floats
     """From each stage to the next: S - 1 rows."""
     rendezvous: bool = False
-    """As `Order.rendezvous`."""
+    """As `Order.rendezvous`, in the warm-up."""
 
     def arrival_s(self, stage: int, sent_s_R: Floats, free_s_R: Floats) -> Floats:
         """Return when a stage can start: the stage before sent at `sent_s_R`, its own rank is free at `free_s_R`."""

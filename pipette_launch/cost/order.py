@@ -101,10 +101,9 @@ class Order:
         forwards = self.num_microbatches * self.vpp
         ahead_A = np.minimum(self.warmup_P, forwards)[rank_A]
         is_forward_A = kind_A == FORWARD
-        number_A = np.cumsum(is_forward_A) - rank_A * forwards
-        number_A = np.where(is_forward_A, number_A - 1, np.cumsum(~is_forward_A) - 1 - rank_A * forwards)
-        blocked_A: NDArray[np.bool_] = number_A <= ahead_A
-        return np.where(is_forward_A, blocked_A, number_A > forwards - ahead_A)
+        # Of the rank's forwards, or of its backwards, from 0.
+        number_A = np.where(is_forward_A, np.cumsum(is_forward_A), np.cumsum(~is_forward_A)) - rank_A * forwards - 1
+        return np.where(is_forward_A, number_A <= ahead_A, number_A > forwards - ahead_A)
 
     def _turned(self, chunk_N: Ints) -> Ints:
         """Return the first stage of the chunks of the backwards, which take them in reverse."""

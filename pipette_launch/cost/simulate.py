@@ -9,7 +9,7 @@ import numpy as np
 from pipette_launch.cost.engine import Engine, Floats, StageTimes
 from pipette_launch.cost.steady import engine_of
 from pipette_launch.cost.timeline import Timeline
-from pipette_launch.facts.schedule import FORWARD, Action, Schedule
+from pipette_launch.facts.schedule import Action, Schedule
 
 __all__ = [
     "BusyLinkEngine",
@@ -37,14 +37,9 @@ class BusyLinkEngine(Engine):
     @cached_property
     def _transfers(self) -> tuple[list[int], list[int]]:
         """For each action in the engine's order, the transfer before its own on the same link, and its own hop."""
-        graph = self.dependencies
         rank_S = np.array(self.schedule.rank_S)
-        before_A = self.place_A[graph.previous_transfer_A(rank_S)[self._order_A]]
-        stages = self.schedule.num_stages
-        _, stage_A, kind_A, _ = graph.columns
-        hop_A = np.where(kind_A == FORWARD, stage_A, stages - 2 + stage_A)
-        hop_A[graph.target_A(rank_S) == graph.columns.rank_A] = 2 * (stages - 1)
-        return before_A.tolist(), hop_A[self._order_A].tolist()
+        before_A = self.place_A[self.dependencies.previous_transfer_A(rank_S)[self._order_A]]
+        return before_A.tolist(), self._sent_hop_A()[self._order_A].tolist()
 
     def _run(self, durations: list[float], hops: list[float]) -> list[float]:
         return self._run_links(durations, hops)[0]

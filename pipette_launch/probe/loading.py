@@ -29,7 +29,7 @@ REST_S = 0.05
 """For the loader's processes to fill their queues, so that they take nothing from what is timed next."""
 
 
-class Samples(Dataset[dict[str, torch.Tensor]]):
+class GptSamples(Dataset[dict[str, torch.Tensor]]):
     """What Megatron's GPT dataset returns for each sample, made by the same operations."""
 
     def __init__(self, num_samples: int, seq_length: int, *, has_mask: bool) -> None:
@@ -140,7 +140,7 @@ def _batches(job: Job, micro_batch_size: int) -> Iterator[Iterator[dict[str, tor
     num_batches = TURNS * (2 * BATCHES + QUEUED * num_workers + 1)
     has_mask = not job.has_flag("--no-create-attention-mask-in-dataloader")
     loader = DataLoader(
-        Samples(num_batches * micro_batch_size, job.model.seq_length, has_mask=has_mask),
+        GptSamples(num_batches * micro_batch_size, job.model.seq_length, has_mask=has_mask),
         batch_size=micro_batch_size,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,

@@ -88,6 +88,17 @@ class Found:
             details=self.details + other.details,
         )
 
+    def section(self, data: str, source: str, notes: tuple[str, ...]) -> Section:
+        """Return all that was found on a data set."""
+        return Section(
+            data=data,
+            source=source,
+            lines=self.lines,
+            skipped=self.skipped,
+            notes=notes,
+            details=self.details,
+        )
+
 
 def counted(notes: Iterable[str]) -> tuple[str, ...]:
     """Each note once, with how often it came: `39 x tag older than 0.14 read as 0.14`."""

@@ -65,14 +65,7 @@ def section(path: Path, step_times: Mapping[str, StepTime]) -> Section:
     found = Found()
     for name, model in step_times.items():
         found += _scored(table.rows, name, model)
-    return Section(
-        data=DATA,
-        source=f"{path.name} ({table.digest})",
-        lines=found.lines,
-        skipped=found.skipped,
-        notes=NOTES,
-        details=found.details,
-    )
+    return found.section(DATA, f"{path.name} ({table.digest})", NOTES)
 
 
 def measured_s(row: Row) -> float | None:

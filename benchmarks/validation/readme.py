@@ -85,14 +85,7 @@ def section(path: Path, device: DeviceSpec, step_times: Mapping[str, StepTime]) 
     for place, (name, model) in enumerate(step_times.items()):
         for reading in READINGS if place == 0 else (OWN,):
             found += _scored(table.rows, name, model, device, reading)
-    return Section(
-        data=DATA,
-        source=f"{path.name} ({table.digest})",
-        lines=found.lines,
-        skipped=found.skipped,
-        notes=NOTES,
-        details=found.details,
-    )
+    return found.section(DATA, f"{path.name} ({table.digest})", NOTES)
 
 
 def measured_s(row: Row) -> float:

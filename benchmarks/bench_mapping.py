@@ -18,16 +18,16 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.mapping.fabrics import Fabric, grid_flows
+from benchmarks.mapping.gilmore_lawler import gilmore_bound
 from benchmarks.mapping.pipette_cost import Ints, PipetteCost, measured_ms_per_mb, shortest_path_ms
 from benchmarks.mapping.small import annealed, problems
+from benchmarks.mapping.tiles import best_tiled
 from benchmarks.telling import processor, shown
 from pipette_launch.baselines import pipette_annealer
-from pipette_launch.search.chains import temper
-from pipette_launch.search.flows import Flows
-from pipette_launch.search.gilmore import gilmore_bound
-from pipette_launch.search.swaps import Settled, settle
-from pipette_launch.search.tiers import tiers_of
-from pipette_launch.search.tiles import best_tiled
+from pipette_launch.search.assignment.problem import Flows
+from pipette_launch.search.assignment.settle import Settled, settle
+from pipette_launch.search.assignment.tempering import temper
+from pipette_launch.search.placement.tiers import tiers_of
 
 RESULTS = Path(__file__).parent / "results"
 TARGETS_MS = {2: 232.381, 4: 116.735, 8: 72.422, 16: 77.3007}

@@ -36,17 +36,17 @@ RESULTS = Path(__file__).parent / "results"
 PARTS = {
     "enumerate": ("search.solve:cuts", "search.frontier:Frontier._open"),
     "memory": (
-        "cost.corrected:CorrectedPredictor.all_peaks",
-        "cost.corrected:CorrectedPredictor.peaks",
-        "cost.corrected:CorrectedPredictor.fullest_N",
+        "cost.learned.corrected:CorrectedPredictor.all_peaks",
+        "cost.learned.corrected:CorrectedPredictor.peaks",
+        "cost.learned.corrected:CorrectedPredictor.fullest_N",
     ),
     "bounds": (
         "search.solve:BoundColumns.of_columns",
         "search.solve:BoundColumns.rough_of_columns",
-        "cost.corrected:CorrectedPredictor.bound_s",
+        "cost.learned.corrected:CorrectedPredictor.bound_s",
     ),
-    "placing": ("search.share:perform",),
-    "certificate": ("search.course:Course._sharpened",),
+    "placing": ("search.tasks:perform",),
+    "certificate": ("search.search_loop:Course._sharpened",),
 }
 """What belongs to which part, by where it is called from; a call inside another counts for its own part only."""
 

@@ -21,9 +21,9 @@ from benchmarks.planners.machines import DEVICES_PER_HOST, MACHINES, NETWORKS, w
 from benchmarks.planners.zoo import FOR_EACH_WIDTH, MODELS, job_of, plain
 from benchmarks.telling import shown
 from pipette_launch.baselines.pick import PlannerOptions
-from pipette_launch.cost.device import imagined
+from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.facts import Measurements
-from pipette_launch.search.enumerate import cuts
+from pipette_launch.search.layouts.enumerate import cuts
 
 GPUS = (64, 128, 512)
 QUICK = ("A100/tiered/8.1B/64", "V100/measured/2.5B/64")

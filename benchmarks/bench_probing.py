@@ -1,8 +1,8 @@
 """What measuring few links costs a plan: the warm-up's adaptive scheme against measuring all pairs, on fabrics we know.
 
 `python -m benchmarks.bench_probing [--record] [--quick]` prints a table for each kind of fabric. Rounds, samples,
-estimates and passes are the warm-up's own (`probe.sampling`, `estimate`, `adapt`); the planner is the placing of hosts
-alone, for one layout, and a measurement is exact.
+estimates and passes are the warm-up's own (`probe.links.sampling`, `estimate`, `adapt`); the planner is the placing of
+hosts alone, for one layout, and a measurement is exact.
 """
 
 # H = hosts, N = links, Q = seats.
@@ -23,16 +23,17 @@ from numpy.typing import NDArray
 
 from benchmarks.mapping.fabrics import BAD_SHARE, BAD_SPEED, LEAF, NOISE, POD, TIERS, Fabric, grid_flows
 from benchmarks.mapping.pipette_cost import measured_ms_per_mb
+from benchmarks.mapping.tiles import best_tiled
 from benchmarks.telling import processor, shown
 from pipette_launch.facts import Links
-from pipette_launch.probe.adapt import MOST_ROUNDS, adapt
-from pipette_launch.probe.estimate import estimate
 from pipette_launch.probe.harness import Line
-from pipette_launch.probe.sampling import BLIND_ROUNDS, Pair, Place, Round, blind_rounds
-from pipette_launch.search.flows import Flows
-from pipette_launch.search.swaps import settle
-from pipette_launch.search.tiers import tiers_of
-from pipette_launch.search.tiles import best_tiled
+from pipette_launch.probe.links.adaptive import MOST_ROUNDS, adapt
+from pipette_launch.probe.links.estimate import estimate
+from pipette_launch.probe.links.sampling import Pair, Place, Round, blind_rounds
+from pipette_launch.probe.options import BLIND_ROUNDS
+from pipette_launch.search.assignment.problem import Flows
+from pipette_launch.search.assignment.settle import settle
+from pipette_launch.search.placement.tiers import tiers_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.telling import shown
-from pipette_launch.cost.named import KNOWN, UNSPLIT, named_schedule
-from pipette_launch.cost.simulate import Engine, StageTimes, simulate
+from pipette_launch.cost.pipeline.named_schedules import KNOWN, UNSPLIT, named_schedule
+from pipette_launch.cost.pipeline.simulate import Engine, StageTimes, simulate
 from pipette_launch.facts.schedule import Schedule
 
 CHUNKS = {"one": 1, "two": 2, "several": 2}

@@ -193,7 +193,7 @@ def _uncollected() -> Iterator[None]:
 
 def _launch(words: Sequence[str]) -> None:
     with _uncollected():
-        from pipette_launch.launch.story import launch
+        from pipette_launch.launch.node_controller import launch
 
         whole = parser()
     flags = _before_script(whole, words)
@@ -252,7 +252,7 @@ def _whole(flag: str, text: str) -> int:
 
 
 def _cache(text: str | None) -> Path | None:
-    from pipette_launch.launch.cache import default_root
+    from pipette_launch.launch.cache.plans import default_root
 
     if text == "off":
         return None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipette_launch.facts import Choice, Plan
-    from pipette_launch.facts.round import Decision, NodeRecord
+    from pipette_launch.facts.messages.round import Decision, NodeRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

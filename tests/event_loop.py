@@ -4,7 +4,7 @@ import heapq
 import itertools
 import random
 
-from pipette_launch.cost.simulate import StageTimes
+from pipette_launch.cost.pipeline.simulate import StageTimes
 from pipette_launch.facts.schedule import Action, Schedule
 
 

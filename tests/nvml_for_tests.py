@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipette_launch.facts.condition import DeviceCondition
+from pipette_launch.facts.health.condition import DeviceCondition
 
 GIB = 1 << 30
 HEALTHY = DeviceCondition(

@@ -21,12 +21,12 @@ from pipette_launch.facts import (
     Samples,
     Setting,
 )
-from pipette_launch.facts.comparison import Comparison, Entry
-from pipette_launch.facts.device_memory import MemoryNeed
-from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
-from pipette_launch.facts.rate import Rate
-from pipette_launch.facts.trials import Trial, Trials
-from pipette_launch.facts.verdict import Verdict
+from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.machines.device_memory import MemoryNeed
+from pipette_launch.facts.results.comparison import Comparison, Entry
+from pipette_launch.facts.results.prediction import PARTS, Prediction, StageMemory
+from pipette_launch.facts.results.rate import Rate
+from pipette_launch.facts.results.trials import Trial, Trials
 from pipette_launch.report import comparison_screen, measured_screen, plan_screen, planned_screen, prediction_screen
 from pipette_launch.units import GIB
 

@@ -164,7 +164,8 @@ def test_a_start_pays_only_for_what_it_needs() -> None:
         "from pipette_launch.cli import main\n"
         "main(['--pipette-version'])\n"
         "rooms = ('pipette_launch.cost', 'pipette_launch.search', 'pipette_launch.probe.options')\n"
-        "print('torch' in sys.modules, 'pipette_launch.launch.story' in sys.modules, len(whole), gc.isenabled(),\n"
+        "print('torch' in sys.modules, 'pipette_launch.launch.node_controller' in sys.modules,\n"
+        "      len(whole), gc.isenabled(),\n"
         "      [name for name in sys.modules if name.startswith(rooms)])\n"
     )
 

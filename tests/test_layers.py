@@ -1,6 +1,7 @@
 """Imports go strictly downward, and only the rooms that need torch or megatron see them."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,75 @@ FLOORS = [
     {"cli", "tools"},
     {"__main__"},
 ]
+SUB_FLOORS = {
+    # Sub-rooms and the files beside them: each imports from itself and from lower floors of its own room only.
+    "facts": [
+        {"files", "health", "layout", "model", "schedule"},
+        {"job", "schedules"},
+        {"machines"},
+        {"measurements"},
+        {"results", "some_hosts"},
+        {"messages"},
+    ],
+    "megatron": [
+        {"environment", "flags", "logs"},
+        {"attention", "chunks", "faults", "performance", "pins", "trial", "vocabulary"},
+        {"checkpoint", "layout"},
+        {"model", "write"},
+        {"read"},
+    ],
+    "pipette_patches": [
+        {"errors", "imports"},
+        {"registry", "replacements"},
+        {"cpu", "spawn", "workload"},
+        {"abstract", "run"},
+        {"whole_stage"},
+    ],
+    "cost": [
+        {"layers", "memo", "pipeline"},
+        {"communication", "memory"},
+        {"compute"},
+        {"step"},
+        {"columns"},
+        {"learned"},
+    ],
+    "probe": [
+        {"health", "options", "parent_death", "plan_hints", "progress"},
+        {"harness"},
+        {"compute", "links"},
+        {"assemble"},
+        {"phases"},
+        {"run"},
+    ],
+    "search": [
+        {"assignment", "bounds", "layouts"},
+        {"step_model"},
+        {"placement"},
+        {"candidates"},
+        {"choose", "frontier", "no_plan", "tasks"},
+        {"explanations", "search_loop"},
+        {"solve"},
+    ],
+    "agent": [
+        {"controller", "device_binding", "failures", "streams"},
+        {"failure_attribution", "logs", "sync"},
+        {"worker_health"},
+        {"phases"},
+        {"elastic"},
+        {"start"},
+    ],
+    "launch": [
+        {"cache", "measuring_advice", "nodes", "options", "outcome", "search_pool", "setting"},
+        {"commands", "health_policy", "planning", "training_signs", "user_script", "warmup_orders", "warmup_progress"},
+        {"trials"},
+        {"coordinator"},
+        {"node_controller"},
+    ],
+}
+SUB_FLOOR_OF = {
+    room: {name: at for at, names in enumerate(floors) for name in names} for room, floors in SUB_FLOORS.items()
+}
+LARGEST_FOLDER = 16
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PERMITTED = {
     "torch": {"probe", "agent", "cli", "pipette_patches"},
@@ -30,13 +100,18 @@ SOURCES = sorted((ROOT / "pipette_launch").rglob("*.py")) + sorted((ROOT / "patc
 
 
 def room_of(module: str) -> str:
-    """`pipette_launch.facts.plan` -> `facts`, `megatron.core` -> `megatron-core`, which is not our room `megatron`."""
+    """`pipette_launch.facts.job` -> `facts`, `megatron.core` -> `megatron-core`, which is not our room `megatron`."""
     parts = module.split(".")
     if parts[0] == "megatron":
         return "megatron-core"
     if parts[0] == "pipette_launch":
         return parts[1] if len(parts) > 1 else "pipette_launch"
     return parts[0]
+
+
+def is_room(module: str) -> bool:
+    """Whether a dotted name is that of a room itself."""
+    return module in {"pipette_patches", f"pipette_launch.{room_of(module)}"}
 
 
 def module_of(path: Path) -> str:
@@ -56,6 +131,24 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield node.module
             if node.module == "pipette_launch":
                 yield from (f"pipette_launch.{alias.name}" for alias in node.names if alias.name in FLOOR_OF)
+            names = SUB_FLOOR_OF.get(room_of(node.module), {})
+            yield from (
+                f"{node.module}.{alias.name}" for alias in node.names if is_room(node.module) and alias.name in names
+            )
+
+
+def sub_room_of(module: str) -> str:
+    """`pipette_launch.cost.step.assemble` -> `step`, `pipette_launch.cost` -> ``."""
+    parts = module.split(".")[1:] if module.startswith("pipette_patches") else module.split(".")[2:]
+    return parts[0] if parts else ""
+
+
+def sub_room_faults(room: str, module: str, target: str) -> list[str]:
+    """What the order of sub-rooms says against an import inside a room."""
+    floors, own, other = SUB_FLOOR_OF[room], sub_room_of(module), sub_room_of(target)
+    if own in {"__init__", other} or other == "":
+        return []
+    return [] if floors[other] < floors[own] else [f"{room}.{own} imports {room}.{other}, which is not below it"]
 
 
 def faults(module: str, text: str) -> list[str]:
@@ -65,10 +158,12 @@ def faults(module: str, text: str) -> list[str]:
     for target in imported(ast.parse(text)):
         there, package = room_of(target), target.split(".")[0]
         if package in PERMITTED and package != room and room not in PERMITTED[package]:
-            found.append(f"{room} must not see {package} ({target})")
+            found.append(f"{room} must not see {package}")
+        elif there == room and room in SUB_FLOOR_OF:
+            found += sub_room_faults(room, module, target)
         elif there in FLOOR_OF and there != room and FLOOR_OF[there] >= FLOOR_OF[room]:
-            found.append(f"{room} (floor {FLOOR_OF[room]}) imports {target} (floor {FLOOR_OF[there]})")
-    return found
+            found.append(f"{room} (floor {FLOOR_OF[room]}) imports {there} (floor {FLOOR_OF[there]})")
+    return sorted(set(found))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_of)
@@ -84,12 +179,15 @@ def test_imports_go_down(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("pipette_launch.facts.plan", "import pipette_launch.search.solve"),
-        ("pipette_launch.cost.memory", "from pipette_launch.probe import links"),
+        ("pipette_launch.facts.results.plan", "import pipette_launch.search.solve"),
+        ("pipette_launch.cost.memory.peak", "from pipette_launch.probe import links"),
         ("pipette_launch.search.solve", "def f():\n    import torch"),
-        ("pipette_launch.probe.compute", "import megatron.core"),
+        ("pipette_launch.probe.compute.layers", "import megatron.core"),
         ("pipette_launch.launch", "from pipette_patches import registry"),
         ("pipette_launch.replan", "from pipette_launch import agent"),
+        ("pipette_launch.cost.layers.parameters", "from pipette_launch.cost.step import assemble"),
+        ("pipette_launch.search.assignment.settle", "from pipette_launch.search import candidates"),
+        ("pipette_patches.workload.layers", "from pipette_patches.abstract.allocator import Ledger"),
     ],
 )
 def test_a_planted_fault_is_found(module: str, line: str) -> None:
@@ -102,6 +200,21 @@ def test_every_room_has_a_floor() -> None:
     rooms = {room_of(module_of(path)) for path in SOURCES} - {"__init__"}
 
     assert rooms <= set(FLOOR_OF)
+
+
+@pytest.mark.parametrize("room", SUB_FLOORS)
+def test_every_sub_room_has_a_floor(room: str) -> None:
+    """A new sub-room, or a file beside the sub-rooms, is put into their order before it is built."""
+    inside = {sub_room_of(module_of(path)) for path in SOURCES if room_of(module_of(path)) == room}
+
+    assert inside - {"", "__init__", "__main__"} == set(SUB_FLOOR_OF[room])
+
+
+def test_no_folder_is_crowded() -> None:
+    """A folder holds at most 16 files; beyond that it is two rooms."""
+    sizes = Counter(path.parent.relative_to(ROOT) for path in SOURCES)
+
+    assert {folder: size for folder, size in sizes.items() if size > LARGEST_FOLDER} == {}
 
 
 def test_packages_are_listed() -> None:

@@ -9,7 +9,7 @@ import pytest
 from facts_for_tests import tiny_cluster
 
 from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
-from pipette_launch.facts.round import Decision, NodeRecord
+from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.replan import GiveUp, Keep, Measure, TryNext, decide, unique_names
 
 

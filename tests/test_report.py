@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from screens import NEW, OLD, SCREENS, choice, plan, shown
 
 from pipette_launch.facts import Layout, Samples
-from pipette_launch.facts.outcome import Outcome
-from pipette_launch.facts.rate import Rate
+from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.results.rate import Rate
 from pipette_launch.report import arguments_diff, outcome_line, rank_ranges
 
 GOLDEN = Path(__file__).parent / "data" / "screens"

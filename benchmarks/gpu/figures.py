@@ -1,4 +1,4 @@
-"""The device model's own figures, each measured by itself: what `facts.accelerator.Efficiency` stands for.
+"""The device model's own figures, each measured by itself: what `facts.machines.accelerator.Efficiency` stands for.
 
 How much of the peak products and flash attention reach, how much of the bandwidth, what the host spends on a kernel,
 and what CUDA graphs save of that.
@@ -18,13 +18,13 @@ import torch
 
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import DeviceKind, Shape, job_of, layer_of
-from pipette_launch.cost.device_work import layer_loads
+from pipette_launch.cost.compute.device_work import layer_loads
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Layout
-from pipette_launch.probe.timing import Habits, Stopwatch, time_calls, time_part
+from pipette_launch.probe.compute.timing import Habits, Stopwatch, time_calls, time_part
 from pipette_launch.units import seconds_text
-from pipette_patches import workload
-from pipette_patches.workload import Part
+from pipette_patches.workload import layers
+from pipette_patches.workload.layers import Part
 
 SQUARES: dict[DeviceKind, tuple[int, ...]] = {"cuda": (1024, 2048, 4096, 8192), "cpu": (64, 128, 256)}
 NARROW: dict[DeviceKind, tuple[int, ...]] = {"cuda": (128, 256, 512), "cpu": (16, 32)}
@@ -94,7 +94,7 @@ def host_bound(book: Notebook, watch: Stopwatch, habits: Habits, has_te: bool) -
     """A layer too small for the device: its time is the host's, and over its kernels `launch_s`. Then as a graph."""
     job = job_of(TINY, Layout(), has_te=has_te)
     loads = layer_loads(job, Layout(), moe=False)
-    with workload.workload(job, ComputeCase(tp=1, cp=1, micro_batch_size=1), device_kind=book.kind) as work:
+    with layers.workload(job, ComputeCase(tp=1, cp=1, micro_batch_size=1), device_kind=book.kind) as work:
         layer = layer_of(work)
         found = time_part(layer, ComputeCase(tp=1, cp=1, micro_batch_size=1), slot=0, stopwatch=watch, habits=habits)
         book.add(

@@ -15,7 +15,7 @@ from typing import IO
 from pipette_launch import megatron
 from pipette_launch.facts import Device
 from pipette_launch.megatron import Iteration
-from pipette_launch.probe import inventory
+from pipette_launch.probe.health import inventory
 
 ROOT = Path(__file__).parent.parent.parent
 TRAINER = ROOT / "examples" / "pretrain_gpt.py"

@@ -13,10 +13,10 @@ from benchmarks.gpu.memory import FULL
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import DeviceKind
 from pipette_launch import megatron
-from pipette_launch.cost.memory import peak_memory_bytes
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Layout, Measurements, Plan, files
-from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.units import MIB, seconds_text
 
 ITERATIONS = 24

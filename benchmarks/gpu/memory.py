@@ -1,7 +1,7 @@
 """Peaks of single ranks of large jobs, each run for real under a fake process group, beside what was foretold.
 
-The warm-up's own stage probe (`probe.stages`) measures. On CUDA torch's allocator and NVML count; on a CPU tensors are
-counted one by one in the place of the allocator, and there is nothing in the place of NVML.
+The warm-up's own stage probe (`probe.compute.whole_stages`) measures. On CUDA torch's allocator and NVML count; on a
+CPU tensors are counted one by one in the place of the allocator, and there is nothing in the place of NVML.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from torch.distributed import HashStore
 
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import SHAPES, has_transformer_engine, job_of, without_engine
-from pipette_launch.cost.executed import Executor
-from pipette_launch.cost.memory import peak_memory_bytes
-from pipette_launch.cost.overhead import overhead_of
+from pipette_launch.cost.memory.abstract_execution import Executor
+from pipette_launch.cost.memory.overhead import overhead_of
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Host, Job, Layout, Recompute
-from pipette_launch.facts.advice import StageCase
+from pipette_launch.facts.messages.measuring_advice import StageCase
+from pipette_launch.probe.compute.peak_memory import MemoryMeter, meter
+from pipette_launch.probe.compute.whole_stages import StageBench
 from pipette_launch.probe.harness import Budget, Conductor
-from pipette_launch.probe.memory import MemoryMeter, meter
 from pipette_launch.probe.options import ProbeOptions
-from pipette_launch.probe.stages import StageBench
 from pipette_launch.units import MIB
-from pipette_patches import workload, workload_stage
+from pipette_patches import whole_stage
+from pipette_patches.workload import layers
 
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 HALF = Recompute(granularity="full", method="block", num_layers=2)
@@ -99,8 +100,8 @@ def cases() -> Iterator[Case]:
 def measure(book: Notebook) -> None:
     """Run every case that time allows, while processes of their own foretell."""
     reads = meter(book.kind, book.device.uuid)
-    workload.load(book.kind)
-    workload_stage.load()
+    layers.load(book.kind)
+    whole_stage.load()
     gc.freeze()
     has_te = has_transformer_engine(book.kind)
     todo = list(cases())[:: STRIDE[book.kind]]

@@ -17,7 +17,7 @@ from benchmarks.validation.conditions import ROOT, conditions
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Device
 from pipette_launch.facts.files import write_text
-from pipette_launch.probe import inventory
+from pipette_launch.probe.health import inventory
 
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "numpy", "nvidia-ml-py")

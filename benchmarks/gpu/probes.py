@@ -17,13 +17,13 @@ import torch.distributed as dist
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import DeviceKind, Shape, has_transformer_engine, job_of, layer_of
 from pipette_launch.facts import ComputeCase, Host, Layout
-from pipette_launch.probe import condition, nvml
-from pipette_launch.probe.memory import MemoryMeter, meter
+from pipette_launch.probe.compute.peak_memory import MemoryMeter, meter
+from pipette_launch.probe.compute.timing import HABITS, Stopwatch, run_part, stopwatch_for, time_calls
+from pipette_launch.probe.health import condition, nvml
 from pipette_launch.probe.run import BACKENDS
-from pipette_launch.probe.timing import HABITS, Stopwatch, run_part, stopwatch_for, time_calls
 from pipette_launch.units import MIB, seconds_text
-from pipette_patches import workload
-from pipette_patches.workload import Part
+from pipette_patches.workload import layers
+from pipette_patches.workload.layers import Part
 
 LAYER: dict[DeviceKind, Shape] = {
     "cuda": Shape(layers=1, hidden=4096, ffn=11008, heads=32, groups=32),
@@ -41,12 +41,12 @@ def measure(book: Notebook) -> None:
     # Before this process touches the device, as in a warm-up.
     reads = meter(book.kind, book.device.uuid)
     book.attempt("the driver's answers", partial(_conditions, book, "idle"))
-    workload.load(book.kind)
+    layers.load(book.kind)
     watch = stopwatch_for(book.kind)
     book.attempt("one rank of the backend", partial(_one_rank, book, reads, watch), needs_s=5.0)
     book.attempt("copies", partial(_copies, book, watch))
     job = job_of(LAYER[book.kind], Layout(), has_te=has_transformer_engine(book.kind))
-    with workload.workload(job, ComputeCase(tp=1, cp=1, micro_batch_size=1), device_kind=book.kind) as work:
+    with layers.workload(job, ComputeCase(tp=1, cp=1, micro_batch_size=1), device_kind=book.kind) as work:
         layer = layer_of(work)
         with layer.accumulating():
             for _ in range(HABITS[book.kind].warmups):

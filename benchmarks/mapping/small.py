@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.mapping.pipette_cost import Floats, Ints, PipetteCost
-from pipette_launch.search.chains import temper
-from pipette_launch.search.flows import Flows
+from pipette_launch.search.assignment.problem import Flows
+from pipette_launch.search.assignment.tempering import temper
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

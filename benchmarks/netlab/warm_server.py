@@ -69,9 +69,9 @@ def main(folder: str, *more: str) -> None:
 
     """
     base = paths_of_the_interpreter()
-    load(["torch.distributed.run", "psutil", "pipette_launch.probe.tether", "pipette_patches.registry"])
+    load(["torch.distributed.run", "psutil", "pipette_launch.probe.parent_death", "pipette_patches.registry"])
     # A worker's parent is its client's, so it is the client that must die with it.
-    sys.modules["pipette_launch.probe.tether"].end_with_parent = lambda: os.kill(warm_fork.client(), TETHER)
+    sys.modules["pipette_launch.probe.parent_death"].end_with_parent = lambda: os.kill(warm_fork.client(), TETHER)
     load(modules_of("pipette_launch"))
     packages = ["torch", "numpy", "pipette_launch", "pipette_patches"]
     parent = os.getpid()
@@ -80,8 +80,8 @@ def main(folder: str, *more: str) -> None:
     else:
         warm_fork.end_with(parent)
         sys.modules["pipette_patches.registry"].apply("cpu_backend")
-        load(["pipette_patches.workload"])
-        sys.modules["pipette_patches.workload"].load("cpu")
+        load(["pipette_patches.workload.layers"])
+        sys.modules["pipette_patches.workload.layers"].load("cpu")
         load([*MEGATRON, *more])
         request = serve(f"{folder}/patched", [*packages, "megatron.core"], None)
     warm_fork.become(request, base)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pipette_launch.baselines.pick import Pick, PlannerOptions, device_peak_bytes
 from pipette_launch.baselines.placers import PLACERS
 from pipette_launch.baselines.planners import RANKINGS
-from pipette_launch.cost.latency import Predictor
-from pipette_launch.cost.overhead import allowed_bytes
+from pipette_launch.cost.memory.overhead import allowed_bytes
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
 from pipette_launch.search.solve import SolveOptions, solve

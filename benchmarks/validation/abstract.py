@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from benchmarks.validation.golden_score import Estimate
-from pipette_launch.cost.executed import ExecutedMemory, Executor
+from pipette_launch.cost.memory.abstract_execution import ExecutedMemory, Executor
 from pipette_launch.facts import Job
 
 

@@ -26,7 +26,7 @@ from pipette_launch.baselines import fujii
 from pipette_launch.baselines.megatron_formula import megatron_formula_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.device import device_named
+from pipette_launch.facts.machines.known_devices import device_named
 
 TITLE = "Predicted against measured"
 

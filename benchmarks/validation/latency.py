@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from pipette_launch.baselines import amp, pipette_latency, varuna
 from pipette_launch.cost import Predictor
-from pipette_launch.cost.device import imagined
-from pipette_launch.cost.device_case import CaseFactor
+from pipette_launch.cost.compute.device_case import CaseFactor
+from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.facts import Job
-from pipette_launch.facts.device import DeviceSpec, known_devices
+from pipette_launch.facts.machines.known_devices import DeviceSpec, known_devices
 from pipette_launch.facts.measurements import Measurements
 
 

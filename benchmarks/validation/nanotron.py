@@ -14,10 +14,10 @@ from benchmarks.validation.lines import Line, Section
 from benchmarks.validation.nanotron_rows import DEVICES_PER_HOST, Configuration, read
 from benchmarks.validation.scores import Errors, area_under_curve, errors, regret, spearman
 from pipette_launch.cost import peak_memory_bytes
-from pipette_launch.cost.overhead import overhead_of
+from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.device import DeviceSpec
+from pipette_launch.facts.machines.known_devices import DeviceSpec
 
 DATA = "nanotron"
 DEVICE = "AWS-P5-H100"

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.validation.device_fit import Fitted, MeasuredStep, fit
 from benchmarks.validation.latency import Machines, StepTime, hosts_of, pipette
 from benchmarks.validation.lines import Line, Section, step_time_line
 from benchmarks.validation.scores import determination
 from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, number, read_table, size
-from pipette_launch.cost.device_fit import Fitted, MeasuredStep, fit
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.device import DeviceSpec
+from pipette_launch.facts.machines.known_devices import DeviceSpec
 
 DATA = "vTrain"
 COLUMNS = {

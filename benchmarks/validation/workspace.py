@@ -1,8 +1,8 @@
 """The bytes that lie in torch's allocator beside the model's tensors (cuBLAS and TransformerEngine workspaces).
 
 They are added to a prediction in one of these ways, each scored apart: not at all; as the product states them from the
-libraries' own constants (`cost.overhead`); or stated, plus the median residual of the static memory of other tests, by
-transformer implementation and GPU.
+libraries' own constants (`cost.memory.overhead`); or stated, plus the median residual of the static memory of other
+tests, by transformer implementation and GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipette_launch.cost.overhead import overhead_of
+from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.facts import Job
 
 Correction = Literal["uncorrected", "workspaces stated", "fitted on other tests"]

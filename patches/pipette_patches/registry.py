@@ -30,7 +30,7 @@ class Patch(Protocol):
 
 
 # A name's module holds the patch as PATCH; it is imported when asked for, since it may import torch.
-_MODULES = {"cpu_backend": "pipette_patches.cpu_backend"}
+_MODULES = {"cpu_backend": "pipette_patches.cpu.backend"}
 _applied: dict[str, Patch] = {}
 
 

@@ -17,27 +17,28 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
-from pipette_launch.agent import failures, standby, vitals
-from pipette_launch.agent.agreement import MEETING_S, agree, begin_anew
-from pipette_launch.agent.conductor import Node
-from pipette_launch.agent.exchange import Exchange
-from pipette_launch.agent.farewell import await_all, say_goodbye
-from pipette_launch.agent.handler import AgentStoreHandler
+from pipette_launch.agent import failures, worker_health
+from pipette_launch.agent.controller import Node
+from pipette_launch.agent.device_binding import Seat, seats, visible_devices
 from pipette_launch.agent.logs import WatchedLogs
-from pipette_launch.agent.meeting import Meeting
-from pipette_launch.agent.prelude import Prelude
-from pipette_launch.agent.seats import Seat, seats, visible_devices
+from pipette_launch.agent.phases import standby
+from pipette_launch.agent.phases.before_training import Prelude
+from pipette_launch.agent.phases.first_iteration import NEWS_S, Witness
 from pipette_launch.agent.streams import Streams
-from pipette_launch.agent.witness import NEWS_S, Witness
+from pipette_launch.agent.sync.agreement import MEETING_S, agree, begin_anew
+from pipette_launch.agent.sync.exit_barrier import await_all, say_goodbye
+from pipette_launch.agent.sync.rendezvous import Meeting
+from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
+from pipette_launch.agent.sync.store import Exchange
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
-from pipette_launch.facts.round import Decision
+from pipette_launch.facts.messages.round import Decision
 
 if TYPE_CHECKING:
     from torch.distributed import Store
     from torch.distributed.elastic.agent.server.api import WorkerGroup
 
-    from pipette_launch.agent.conductor import Conductor
-    from pipette_launch.facts.round import Verdict
+    from pipette_launch.agent.controller import Conductor
+    from pipette_launch.facts.messages.round import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -232,7 +233,7 @@ class PipetteAgent(LocalElasticAgent):
     def _monitor_prelude(self, worker_group: WorkerGroup) -> RunResult:
         """What fails or hangs before the training ends its phase on every node, and training goes on without it."""
         decision, exchange = self._current()
-        processes = vitals.processes(self._pcontext)
+        processes = worker_health.processes(self._pcontext)
         if not self._prelude.is_over(exchange, decision, self._token, processes=processes, seats=self._seats):
             return RunResult(state=WorkerState.HEALTHY)
         why = self._prelude.why_anew(decision)

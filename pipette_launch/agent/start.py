@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import run as torchrun
 from torch.distributed.launcher import api as launcher
 
-from pipette_launch.agent import meeting
 from pipette_launch.agent.elastic import PipetteAgent
+from pipette_launch.agent.sync import rendezvous
 
 if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Iterator
 
-    from pipette_launch.agent.conductor import Conductor
-    from pipette_launch.agent.meeting import Meeting
+    from pipette_launch.agent.controller import Conductor
+    from pipette_launch.agent.sync.rendezvous import Meeting
 
 
 def run(args: Namespace, conduct: Callable[[Meeting], Conductor]) -> None:
@@ -26,7 +26,7 @@ def run(args: Namespace, conduct: Callable[[Meeting], Conductor]) -> None:
     Everything that torchrun does between its parser and its agent (and after it: error files, the rendezvous' end,
     exit codes) is torch's own code, of whatever version is installed.
     """
-    place = meeting.settle(args)
+    place = rendezvous.settle(args)
     with _agent_class(partial(PipetteAgent, conductor=conduct(place), meeting=place)):
         torchrun.run(args)  # type: ignore[no-untyped-call]
 

@@ -1,9 +1,12 @@
-"""AMP's latency model (Li et al., NeurIPS 2022, arXiv 2210.07297): T = T_pipe + T_dp, and its partition of the layers.
+"""AMP (Li et al., NeurIPS 2022, arXiv 2210.07297): latency model T = T_pipe + T_dp, cut of the layers, and search.
 
 Re-derived from facts pipette.md section 9. Kept as it is: backward is twice the forward, a node has one bandwidth to
 others and one within, the pipeline's communication is charged once and one way, no latency, no recompute, no optimizer,
 and no notion of memory at all: every layout fits. Two faults of its code are not kept, as they are not its model: the
 slowest link of a ring is the slowest of all, not the last; and elements are as wide as the model's, not 4 bytes.
+Its search tries every tp that divides a host's devices, every dp that divides the rest and every micro-batch that
+divides a replica's samples; pp is what remains, and the stages come from its dynamic program. RANKs are as torchrun
+gives them: its annealing of the placement exists in its code but is unused.
 `pipette_latency.amp_arm_s` is the other AMP, the one in Pipette's code.
 """
 
@@ -12,21 +15,31 @@ slowest link of a ring is the slowest of all, not the last; and elements are as 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.baselines.inputs import Array, Units, refuse, slot_of_rank, units
-from pipette_launch.cost.groups import rank_grid
+from pipette_launch.baselines.inputs import Array, UnitPrices, Units, refuse, slot_of_rank, units
+from pipette_launch.baselines.pick import (
+    Pick,
+    PlannerOptions,
+    divisors,
+    ranked,
+    tensor_sizes,
+    torchrun_order,
+    variant,
+)
+from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.errors import FactError
-from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import ModelSpec
 
+NOTE = "AMP: tp, dp, micro-batch, pp and uneven stages; memory is not asked for."
 _BACKWARD = 3
 """Forward and backward over forward."""
 _LAYER_WEIGHTS = 12
@@ -176,3 +189,49 @@ def node_seconds_per_byte(cluster: Cluster) -> Array:
     seconds = np.zeros_like(rate_SS)
     np.divide(1.0, rate_SS, out=seconds, where=rate_SS > 0)
     return seconds
+
+
+def ranking(job: Job, measurements: Measurements, options: PlannerOptions) -> tuple[Pick, ...]:
+    """List AMP's configurations, fastest first by its model.
+
+    Raises:
+        PlanError: nothing divides, or nothing was measured.
+
+    """
+    del options
+    return ranked("AMP", _picks(job, measurements), nothing="no degrees divide devices, heads and batch")
+
+
+def space(job: Job, measurements: Measurements) -> Iterator[Layout]:
+    """Every combination that divides, cut evenly or not yet."""
+    world = measurements.cluster.num_slots
+    for tp in tensor_sizes(job, measurements):
+        for dp in divisors(world // tp):
+            samples, rest = divmod(job.batch.global_batch_size, dp)
+            pp = world // tp // dp
+            if rest or pp > job.model.num_layers:
+                continue
+            for size in divisors(samples):
+                layout = variant(job, measurements, tp=tp, pp=pp, dp=dp, micro_batch_size=size)
+                if layout is not None:
+                    yield layout
+
+
+def _picks(job: Job, measurements: Measurements) -> Iterator[Pick]:
+    prices = UnitPrices(job, measurements)
+    seconds_per_byte_SS = node_seconds_per_byte(measurements.cluster)
+    placement = torchrun_order(measurements.cluster.num_slots)
+    cuts: dict[tuple[int, int, int, bool], tuple[int, ...]] = {}
+    for even in space(job, measurements):
+        cuts_freely = "layers_per_chunk" not in job.pinned
+        if not cuts_freely and job.model.num_layers % even.pp:
+            continue
+        units = prices.in_torchrun_order(even)
+        is_one = even.num_microbatches(job.batch.global_batch_size) == 1
+        key = (even.tp, even.pp, even.micro_batch_size, is_one)
+        if key not in cuts:
+            cuts[key] = own_cut(job, even, units) if cuts_freely else even.layers_per_chunk
+        layout = replace(even, layers_per_chunk=cuts[key])
+        slot_W = slot_of_rank(layout, measurements, None)
+        seconds = priced_s(job, layout, units, seconds_per_byte_SS, slot_W)
+        yield Pick(layout=layout, placement=placement, claimed_s=seconds, note=NOTE)

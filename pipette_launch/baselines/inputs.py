@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.collectives import Fabric, Kind
-from pipette_launch.cost.compute import ComputeTable
-from pipette_launch.cost.groups import Groups
-from pipette_launch.cost.traffic import exchanges
+from pipette_launch.cost.communication.collectives import Fabric, Kind
+from pipette_launch.cost.communication.groups import Groups
+from pipette_launch.cost.communication.traffic import exchanges
+from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout

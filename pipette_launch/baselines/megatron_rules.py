@@ -25,7 +25,7 @@ from pipette_launch.baselines.pick import (
     torchrun_order,
     variant,
 )
-from pipette_launch.cost.device_work import is_flash
+from pipette_launch.cost.compute.device_work import is_flash
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout, Recompute

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from pipette_launch.cost.memory import peak_memory_bytes
-from pipette_launch.cost.overhead import overhead_of
+from pipette_launch.cost.memory.overhead import overhead_of
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout, Recompute

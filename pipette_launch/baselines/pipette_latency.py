@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.baselines.inputs import Array, refuse, slot_of_rank, units
-from pipette_launch.cost.groups import Groups, rank_grid
+from pipette_launch.cost.communication.groups import Groups, rank_grid
 from pipette_launch.errors import PlanError
-from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import ModelSpec
 

@@ -30,9 +30,9 @@ from pipette_launch.baselines.pick import (
 from pipette_launch.baselines.pipette_annealer import State, anneal
 from pipette_launch.baselines.pipette_latency import Messages, amp_arm, nominal_seconds_per_byte, pipette_s
 from pipette_launch.baselines.placers import in_host_order
-from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import Measurements
 
 AMP_NOTE = "AMP as in Pipette's code: tp, pp and micro-batch on nominal links; memory is not asked for."

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipette_launch.baselines import amp_planner, megatron_rules, pipette_planner
+from pipette_launch.baselines import amp, megatron_rules, pipette_planner
 from pipette_launch.baselines.pick import Pick, Planner, PlannerOptions, Ranking, first_of
 from pipette_launch.baselines.placers import PLACERS, ranking_of
-from pipette_launch.baselines.varuna_planner import ranking_by
+from pipette_launch.baselines.varuna import ranking_by
 
 __all__ = ["PLANNERS", "RANKINGS", "Pick", "Planner", "PlannerOptions", "Ranking"]
 
 RANKINGS: Mapping[str, Ranking] = {
-    "amp": amp_planner.ranking,
+    "amp": amp.ranking,
     "amp-pipette": pipette_planner.amp_ranking,
     "varuna": ranking_by("varuna"),
     "varuna-1f1b": ranking_by("1f1b"),

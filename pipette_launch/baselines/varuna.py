@@ -1,16 +1,21 @@
-"""Varuna's step time, micro-batch rule and feasibility (Athlur et al., EuroSys 2022, arXiv 2111.04007).
+"""Varuna: step time, micro-batch rule, feasibility and search (Athlur et al., EuroSys 2022, arXiv 2111.04007).
 
 Re-derived from facts pipette.md section 9. It knows pipelines and replicas only, always runs a stage's forward again
 before its backward (but for the last stage), takes the largest micro-batch that it thinks fits, and prices every send
 at one of two figures, within a machine or between machines. T = simulated pipeline + all-reduce. Kept: activations of
 micro-batches in flight are not counted. Left out: jitter, which is drawn anew for every price.
+
+Its search tries each PP that divides the layers: no tensor parallelism, full recompute always, and consecutive ranks
+are consecutive stages, so pipelines are packed into hosts. Two things differ on Megatron: replicas must fill the
+machines, so PP divides the GPUs too, and the micro-batch is the largest divisor of a replica's samples that Varuna lets
+in.
 """
 
 # W = ranks, S = slots, D = replicas, P = stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -18,20 +23,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.baselines.inputs import UnitPrices, refuse, slot_of_rank
+from pipette_launch.baselines.pick import Pick, Placement, PlannerOptions, Ranking, divisors, ranked, variant
 from pipette_launch.baselines.varuna_schedule import PipelineTimes, makespan_s
-from pipette_launch.cost import activations, ends
-from pipette_launch.cost.collectives import Fabric
-from pipette_launch.cost.groups import Groups
-from pipette_launch.cost.optimizer import gradient_bytes_per_parameter, optimizer_bytes
-from pipette_launch.cost.parameters import stage_parameters
-from pipette_launch.cost.simulate import StageTimes, engine_of
+from pipette_launch.cost.communication.collectives import Fabric
+from pipette_launch.cost.communication.groups import Groups
+from pipette_launch.cost.layers import activations, embedding_and_head
+from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, optimizer_bytes
+from pipette_launch.cost.layers.parameters import stage_parameters
+from pipette_launch.cost.pipeline.simulate import StageTimes, engine_of
 from pipette_launch.errors import PlanError
-from pipette_launch.facts.cluster import Cluster
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import NO_RECOMPUTE, Layout
+from pipette_launch.facts.layout import NO_RECOMPUTE, Cell, Layout, Recompute
+from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import Measurements
 
 Priority = Literal["varuna", "1f1b"]
+NOTE = "Varuna: pp and the largest micro-batch that its check lets in, with full recompute and without tp."
+FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
 def step_time_s(
@@ -123,7 +131,7 @@ def memory_bytes(job: Job, layout: Layout) -> int:
         states = parameters.count * per_parameter + optimizer_bytes(job, parameters, unsharded)[0]
         stages.append(states + kept + source)
         first += layers
-    stages[-1] += ends.head_bytes(job, plain)
+    stages[-1] += embedding_and_head.head_bytes(job, plain)
     return max(stages)
 
 
@@ -175,3 +183,59 @@ def _one_forward_one_backward_s(times: PipelineTimes, microbatches: int) -> floa
             forward_s=times.forward_s, backward_s=tuple(again), forward_hop_s=times.hop_s, backward_hop_s=times.hop_s
         )
     )
+
+
+def ranking_by(priority: Priority, *, every_size: bool = False) -> Ranking:
+    """Make a ranking by Varuna's simulator.
+
+    Args:
+        priority: of passes: Varuna's own order (`varuna`), or Megatron's (`1f1b`), which is what runs in the end.
+        every_size: try every micro-batch that fits, which is kinder than its code: the largest one leaves few
+            micro-batches where the global batch is small.
+
+    """
+
+    def ranking(job: Job, measurements: Measurements, options: PlannerOptions) -> tuple[Pick, ...]:
+        picks = _picks(job, measurements, options, priority, every_size=every_size)
+        return ranked("Varuna", picks, nothing="without tp one sample fits on no number of stages")
+
+    return ranking
+
+
+def packed(layout: Layout) -> Placement:
+    """Return the RANK of each slot where slots in a row are the stages of one pipeline."""
+    return tuple(
+        layout.rank_of(Cell(pp=slot % layout.pp, dp=slot // layout.pp, cp=0, tp=0)) for slot in range(layout.world_size)
+    )
+
+
+def _picks(
+    job: Job, measurements: Measurements, options: PlannerOptions, priority: Priority, *, every_size: bool
+) -> Iterator[Pick]:
+    prices = VarunaPrices(job, measurements)
+    for layout in _space(job, measurements, options, every_size=every_size):
+        placement = packed(layout)
+        seconds = prices.step_time_s(layout, placement, priority=priority)
+        yield Pick(layout=layout, placement=placement, claimed_s=seconds, note=NOTE)
+
+
+def _space(job: Job, measurements: Measurements, options: PlannerOptions, *, every_size: bool) -> Iterator[Layout]:
+    layers, batch = job.model.num_layers, job.batch.global_batch_size
+    world = measurements.cluster.num_slots
+    for pp in divisors(layers):
+        dp, rest = divmod(world, pp)
+        # As many stages as cut-points are left out in its code too.
+        if pp == layers > 1 or rest or batch % dp:
+            continue
+        one = variant(job, measurements, tp=1, pp=pp, dp=dp, micro_batch_size=1, recompute=FULL)
+        if one is None:
+            continue
+        try:
+            largest = largest_micro_batch(job, one, options.capacity_bytes)
+        except PlanError:
+            continue
+        fitting = [size for size in divisors(batch // dp) if size <= largest]
+        for size in fitting if every_size else fitting[-1:]:
+            layout = variant(job, measurements, tp=1, pp=pp, dp=dp, micro_batch_size=size, recompute=FULL)
+            if layout is not None:
+                yield layout

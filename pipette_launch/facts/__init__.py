@@ -1,9 +1,9 @@
 """Frozen facts, and the one file format."""
 
-from pipette_launch.facts.cluster import Cluster, Device, Host, Links
-from pipette_launch.facts.device_memory import DeviceOverhead, StageReading
 from pipette_launch.facts.job import Batch, Job
 from pipette_launch.facts.layout import Cell, Layout, Recompute
+from pipette_launch.facts.machines.cluster import Cluster, Device, Host, Links
+from pipette_launch.facts.machines.device_memory import DeviceOverhead, StageReading
 from pipette_launch.facts.measurements import (
     CollectiveTime,
     ComputeCase,
@@ -14,8 +14,8 @@ from pipette_launch.facts.measurements import (
     Samples,
 )
 from pipette_launch.facts.model import LatentAttention, ModelSpec
-from pipette_launch.facts.plan import Choice, Plan, Provenance
-from pipette_launch.facts.setting import Setting
+from pipette_launch.facts.results.plan import Choice, Plan, Provenance
+from pipette_launch.facts.results.setting import Setting
 
 __all__ = [
     "Batch",

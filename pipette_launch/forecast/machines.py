@@ -12,8 +12,8 @@ from typing import Literal
 
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements, files
-from pipette_launch.facts.device import DeviceSpec, device_named
-from pipette_launch.facts.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
+from pipette_launch.facts.machines.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
+from pipette_launch.facts.machines.known_devices import DeviceSpec, device_named
 from pipette_launch.facts.measurements import layers_digest
 
 DEVICES_PER_HOST = 8
@@ -95,7 +95,7 @@ class Machines:
             _check_model(job, self.measured)
         if self.measured is not None or self.spec is None:
             return self.measured
-        from pipette_launch.cost.device import imagined
+        from pipette_launch.cost.compute.imagined_device import imagined
 
         return imagined(
             job,

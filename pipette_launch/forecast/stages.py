@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipette_launch.cost.measured_stages import MeasuredStages
-from pipette_launch.cost.memory import MemoryParts, peak_memory_bytes
-from pipette_launch.cost.overhead import Overhead
+from pipette_launch.cost.memory.measured_stages import MeasuredStages
+from pipette_launch.cost.memory.overhead import Overhead
+from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Measurements
-from pipette_launch.facts.executed import ExecutedParts
-from pipette_launch.facts.prediction import StageMemory
+from pipette_launch.facts.messages.abstract_execution import ExecutedParts
+from pipette_launch.facts.results.prediction import StageMemory
 
 NEEDED = {"torch": "torch", "megatron-core": "megatron"}
 
@@ -61,7 +61,7 @@ def executed(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Pa
         PlanError: megatron-core or torch is missing, refuses the layout, or does something that is not modelled.
 
     """
-    from pipette_launch.cost.executed import execute
+    from pipette_launch.cost.memory.abstract_execution import execute
 
     missing = [name for name, module in NEEDED.items() if find_spec(module) is None]
     if missing:

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from pipette_launch import megatron
-from pipette_launch.cost.activations import computes_in_fp8
-from pipette_launch.cost.latency import NOT_MODELLED, Predictor, StepTime
-from pipette_launch.cost.overhead import allowed_bytes, overhead_of
-from pipette_launch.cost.parameters import stage_parameters
+from pipette_launch.cost.layers.activations import computes_in_fp8
+from pipette_launch.cost.layers.parameters import stage_parameters
+from pipette_launch.cost.memory.overhead import allowed_bytes, overhead_of
+from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
 from pipette_launch.errors import FactError, MegatronError, PlanError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements
-from pipette_launch.facts.fabric import FabricSpec
-from pipette_launch.facts.prediction import Prediction, StageMemory, Verdict
-from pipette_launch.facts.rate import Rate
+from pipette_launch.facts.machines.fabric import FabricSpec
+from pipette_launch.facts.results.prediction import Prediction, StageMemory, Verdict
+from pipette_launch.facts.results.rate import Rate
 from pipette_launch.forecast import stages
 from pipette_launch.forecast.machines import Kind, Machines, machines_of
 
@@ -55,7 +55,7 @@ def foretell(
         world_size: ranks of the job; `num_hosts` and `devices_per_host` or `cluster` tell it as well.
         num_hosts: nodes of the job.
         devices_per_host: ranks on each; 8 where it divides the world and nothing is said.
-        gpu: a device type such as `H100-SXM`; see `facts.device.known_devices`.
+        gpu: a device type such as `H100-SXM`; see `facts.machines.known_devices.known_devices`.
         cluster: cluster.json of a warm-up, or its contents. Without `gpu` and `cluster` only memory is predicted.
         fabric: what lies between hosts of `gpu`: a file of kind `fabric`, or `uniform`, `fat-tree-2:1` and the like.
         rank: tell only the stage that this RANK runs.

@@ -6,13 +6,13 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pipette_launch.agent.conductor import Command
+from pipette_launch.agent.controller import Command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from pipette_launch.facts.round import Decision
+    from pipette_launch.facts.messages.round import Decision
     from pipette_launch.launch.options import Options
 
 PATCH_RUNNER = "pipette_patches.run"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipette_launch.facts import Host
-    from pipette_launch.facts.round import NodeRecord
+    from pipette_launch.facts.messages.round import NodeRecord
 
 
 def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:

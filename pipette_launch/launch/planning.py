@@ -10,17 +10,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from pipette_launch.agent.conductor import Helper, Invite
-from pipette_launch.cost.filled import filled
+from pipette_launch.agent.controller import Helper, Invite
+from pipette_launch.cost.compute.extrapolated import filled
 from pipette_launch.facts import Job, Measurements, Plan, Provenance, files
-from pipette_launch.facts.outcome import Outcome
-from pipette_launch.launch.crew import SharedCrew
-from pipette_launch.launch.hands import Hands, processes_of
+from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.launch.options import Options
-from pipette_launch.launch.wire import SearchOrder
+from pipette_launch.launch.search_pool.crew import SharedCrew
+from pipette_launch.launch.search_pool.messages import SearchOrder
+from pipette_launch.launch.search_pool.workers import Hands, processes_of
 from pipette_launch.search.candidates import Field
-from pipette_launch.search.share import Crew, alone
 from pipette_launch.search.solve import SolveOptions, solve
+from pipette_launch.search.tasks import Crew, alone
 
 ORDER = "search-order.json"
 SOLVE_S = 10.0

@@ -36,7 +36,7 @@ def with_setting(
         network: what lies between imagined hosts.
 
     """
-    from pipette_launch.cost.parameters import stage_parameters
+    from pipette_launch.cost.layers.parameters import stage_parameters
 
     cluster = measurements.cluster
     setting = Setting(

@@ -17,15 +17,15 @@ from pipette_launch.facts import (
     Measurements,
     Samples,
 )
-from pipette_launch.facts.advice import Dimension
+from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD
 from pipette_launch.facts.measurements import LAYERS, layers_digest
-from pipette_launch.facts.survey import UNSTABLE_SPREAD
-from pipette_launch.facts.verdict import Verdict
-from pipette_launch.probe.group_fits import group_times
-from pipette_launch.probe.link_fits import EarlierLinks, FoundLinks, found_links
+from pipette_launch.facts.messages.measuring_advice import Dimension
+from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wall, speeds
+from pipette_launch.probe.health.verdicts import device_verdicts, judge, link_verdicts, sick_first
+from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, found_links
+from pipette_launch.probe.links.group_fits import group_times
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
-from pipette_launch.probe.speeds import Speeds, factors, on_the_wall, speeds
-from pipette_launch.probe.verdicts import device_verdicts, judge, link_verdicts, sick_first
 
 PHASES = ("start", "compute", "memory", "links", "advice", "collectives", "stages")
 MAX_NAMED = 5

@@ -17,10 +17,13 @@ from pipette_launch.facts import (
     Samples,
     StageReading,
 )
-from pipette_launch.facts.advice import CollectiveKind, Dimension
-from pipette_launch.facts.condition import DeviceCondition
-from pipette_launch.probe.sampling import BLIND_ROUNDS, FULL_HOSTS
+from pipette_launch.facts.health.condition import DeviceCondition
+from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
 
+FULL_HOSTS = 64
+"""Up to so many hosts every pair is measured, in one round less."""
+BLIND_ROUNDS = 8
+"""Of more, a sample is measured in so many rounds before the first plans."""
 MIN_SIZES = 3
 DEFAULT_SIZES_BYTES = {"cpu": (8, 64 << 10, 512 << 10, 2 << 20), "cuda": (8, 1 << 20, 16 << 20, 64 << 20)}
 

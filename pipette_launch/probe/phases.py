@@ -17,15 +17,18 @@ import numpy as np
 
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import DeviceOverhead, Links, Measurements, files
-from pipette_launch.facts.advice import Advice, Dimension, StageCase
-from pipette_launch.probe import collectives, compute, counsel, inventory, links, passes, stages
+from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, StageCase
+from pipette_launch.probe import plan_hints
 from pipette_launch.probe.assemble import assemble
+from pipette_launch.probe.compute import layers, whole_stages
+from pipette_launch.probe.compute.peak_memory import MemoryMeter
 from pipette_launch.probe.harness import Budget, Conductor, Progress
-from pipette_launch.probe.link_fits import EarlierLinks
-from pipette_launch.probe.memory import MemoryMeter
+from pipette_launch.probe.health import inventory
+from pipette_launch.probe.links import collectives, pairs, passes
+from pipette_launch.probe.links.fits import EarlierLinks
+from pipette_launch.probe.links.passes import Passed
+from pipette_launch.probe.links.sampling import blind_rounds
 from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
-from pipette_launch.probe.passes import Passed
-from pipette_launch.probe.sampling import blind_rounds
 from pipette_launch.units import rate_text
 from pipette_patches import registry
 
@@ -62,7 +65,7 @@ class Phases:
     def alone(self) -> None:
         """Measure what needs no peer, under a fake communicator."""
         with self.progress.during("compute"):
-            bench = compute.Bench(options=self.options, slot=self.rank, progress=self.progress, meter=self.meter)
+            bench = layers.Bench(options=self.options, slot=self.rank, progress=self.progress, meter=self.meter)
             bench.measure(self.conductor, self.budget)
             cases = len({one.case for one in bench.times})
             self.progress.sum_up(f"{len(bench.times)} parts of {cases} of {len(self.options.cases)} cases")
@@ -89,7 +92,7 @@ class Phases:
             with self.progress.during("advice"):
                 advice = self._heard()
             self._stages = advice.stages or self._stages
-            more = counsel.untold(advice.dimensions, self._dimensions, self.options.devices_per_host)
+            more = plan_hints.untold(advice.dimensions, self._dimensions, self.options.devices_per_host)
             num_groups += self._collectives(more) if more else 0
         # With the communicators still open: they are most of what NVML sees beyond the allocator.
         self._add(overhead=self._overhead_together(num_groups))
@@ -113,7 +116,7 @@ class Phases:
     def alone_again(self) -> None:
         """Run whole stages under a fake communicator; the world's is closed."""
         with self.progress.during("stages"):
-            bench = stages.StageBench(options=self.options, slot=self.rank, meter=self.meter)
+            bench = whole_stages.StageBench(options=self.options, slot=self.rank, meter=self.meter)
             bench.measure(self._stages, self.conductor, self.budget)
         self._add(stages=tuple(bench.readings), notes=tuple(bench.notes))
 
@@ -140,7 +143,7 @@ class Phases:
             places = [host.place for host in hosts]
             sample = blind_rounds(len(hosts), places, self.options.blind_rounds, np.random.default_rng(0))
         with self.progress.during("links"):
-            linked = links.measure(
+            linked = pairs.measure(
                 self.options, rank=self.rank, conductor=self.conductor, budget=self._for_links(), between=sample
             )
             self.progress.sum_up(_links_words(linked, len(hosts)))
@@ -183,16 +186,16 @@ class Phases:
             known=known,
             is_cached=is_cached,
             advise=advise,
-            patience_s=ADVICE_S[1] + counsel.START_S,
+            patience_s=ADVICE_S[1] + plan_hints.START_S,
         )
         self._add_links(passed.linked)
         return passed
 
     def _for_links(self) -> Budget:
         """Links get their part, even if the least of compute took longer than its own."""
-        return self.budget.with_room(links.LINKS_SHARE, LINKS_LEAST)
+        return self.budget.with_room(pairs.LINKS_SHARE, LINKS_LEAST)
 
-    def _add_links(self, linked: links.LinkResult) -> None:
+    def _add_links(self, linked: pairs.LinkResult) -> None:
         self._add(
             links=linked.links,
             link_rounds=(linked.rounds,),
@@ -203,7 +206,7 @@ class Phases:
     def _ask(self, measurements: Measurements) -> Advice:
         """Ask what plans would use; on rank 0."""
         least_s, most_s = ADVICE_S
-        return counsel.ask(
+        return plan_hints.ask(
             self.options.adviser,
             self.options.job,
             measurements,
@@ -216,9 +219,9 @@ class Phases:
         if advice is not None and advice.words:
             self._add(notes=(f"advice: {advice.words}",))
         # A peer's deadline in a collective is short, and rank 0 was away.
-        self.conductor.meet(ADVICE_S[1] + counsel.START_S)
+        self.conductor.meet(ADVICE_S[1] + plan_hints.START_S)
         heard = (advice or Advice()) if self.rank == 0 else None
-        return counsel.share(heard, self.options.device_kind)
+        return plan_hints.share(heard, self.options.device_kind)
 
     def _overhead_alone(self) -> DeviceOverhead:
         """What the device holds outside of the model before any communicator exists."""
@@ -277,7 +280,7 @@ class Phases:
         )
 
 
-def _links_words(linked: links.LinkResult, num_hosts: int) -> str:
+def _links_words(linked: pairs.LinkResult, num_hosts: int) -> str:
     """What the links of one rank were like: `8 hosts in 7 rounds, 98.1 to 118 MB/s from the first slot`."""
     rates = sorted(one.sizes_bytes[-1] / one.samples[-1].median_s for one in linked.links)
     spread = f", {rate_text(rates[0])} to {rate_text(rates[-1])} from the first slot" if rates else ""

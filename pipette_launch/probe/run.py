@@ -21,7 +21,7 @@ from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
 from pipette_launch.probe.harness import START, Budget, Conductor, Progress, Seat, seat_of
 from pipette_launch.probe.options import GroupShape, ProbeOptions, group_shapes
-from pipette_launch.probe.tether import end_with_parent
+from pipette_launch.probe.parent_death import end_with_parent
 
 __all__ = ["GroupShape", "ProbeOptions", "group_shapes", "main"]
 
@@ -66,16 +66,16 @@ def _work(options: ProbeOptions, seat: Seat, progress: Progress, started_s: floa
     # Only now torch: a bad order is answered at once.
     import torch
 
-    from pipette_launch.probe.memory import meter as meter_of
+    from pipette_launch.probe.compute.peak_memory import meter as meter_of
     from pipette_launch.probe.phases import Phases
-    from pipette_patches import workload
+    from pipette_patches.workload import layers
 
     # Before anything touches the device: the meter remembers what others hold there.
     meter = meter_of(device.kind, device.uuid)
     if device.kind == "cuda":
         torch.cuda.set_device(progress.local_rank if torch.cuda.device_count() > 1 else 0)
     # The most expensive import of a warm-up on CPU: it is the same whatever is measured.
-    workload.load(options.device_kind)
+    layers.load(options.device_kind)
     store = _store(seat, options)
     conductor = Conductor(
         store=store,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from pipette_launch.facts.checkup import Checkup
+from pipette_launch.facts.health.checkup import Checkup
 from pipette_launch.report.draw import Section, bullet, render, sheet, text
 
 HEADINGS = {"stops": "Stops", "slows": "Slows", "fine": "Fine"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from pipette_launch.facts import Choice
-from pipette_launch.facts.comparison import Comparison
+from pipette_launch.facts.results.comparison import Comparison
 from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
 from pipette_launch.report.parts import NOT_MODELLED, rate_words
 from pipette_launch.units import seconds_text

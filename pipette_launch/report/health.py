@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pipette_launch.facts.verdict import Verdict
+from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.report.draw import plural, text
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts import Choice, Plan
-from pipette_launch.facts.rate import Rate
+from pipette_launch.facts.results.rate import Rate
 from pipette_launch.report.draw import bar, breakdown, stages_shown, text
 from pipette_launch.units import bytes_text, count_text, flops_text, seconds_text
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.facts import Measurements, Plan
 from pipette_launch.facts.measurements import LAYERS
-from pipette_launch.facts.outcome import Outcome
+from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.report import parts
 from pipette_launch.report.draw import Section, bullet, render, sheet, text
 from pipette_launch.report.health import health

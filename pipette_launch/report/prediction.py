@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from pipette_launch.facts.prediction import PARTS, Prediction, StageMemory
+from pipette_launch.facts.results.prediction import PARTS, Prediction, StageMemory
 from pipette_launch.report.draw import (
     Section,
     breakdown,

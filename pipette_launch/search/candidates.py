@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from pipette_launch.cost.corrected import NOTHING_LEARNED, CorrectedPredictor, Corrections
-from pipette_launch.cost.memory import peak_memory_bytes
-from pipette_launch.cost.overhead import Overhead, overhead_of
+from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, CorrectedPredictor, Corrections
+from pipette_launch.cost.memory.overhead import Overhead, overhead_of
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
-from pipette_launch.facts.device_memory import MemoryNeed
-from pipette_launch.search.place import ROUNDS
-from pipette_launch.search.seats import Placed
+from pipette_launch.facts.machines.device_memory import MemoryNeed
+from pipette_launch.search.placement.allowed import Placed
+from pipette_launch.search.placement.search import ROUNDS
 
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"

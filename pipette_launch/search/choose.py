@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TypedDict
 
-from pipette_launch.cost.doubt import Doubt
-from pipette_launch.cost.residual import features_of
+from pipette_launch.cost.learned.residual import features_of
+from pipette_launch.cost.learned.uncertainty import Doubt
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.rate import Rate
+from pipette_launch.facts.results.rate import Rate
 from pipette_launch.search.candidates import Candidate, Field, doublings_apart
-from pipette_launch.search.seats import host_order
+from pipette_launch.search.placement.allowed import host_order
 
 EQUAL = 0.005
 """Steps that differ by less than this part count as equally fast: predictions are off by several times as much."""

@@ -6,19 +6,19 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from pipette_launch.cost.bound_columns import BoundColumns
-from pipette_launch.cost.corrected import NOTHING_LEARNED, Corrections
+from pipette_launch.cost.columns.step_bounds import BoundColumns
+from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, Corrections
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
-from pipette_launch.search import advise, words
-from pipette_launch.search.bounds import placement_bound_s
+from pipette_launch.search import explanations, no_plan
+from pipette_launch.search.bounds.placement_bound import placement_bound_s
+from pipette_launch.search.bounds.ring_links import with_ring_links
 from pipette_launch.search.candidates import Field
 from pipette_launch.search.choose import choose
-from pipette_launch.search.course import Course, Searched
-from pipette_launch.search.enumerate import Cuts, cuts
 from pipette_launch.search.frontier import BEATEN, Frontier
-from pipette_launch.search.ring_links import with_ring_links
-from pipette_launch.search.share import Clock, Crew, alone
+from pipette_launch.search.layouts.enumerate import Cuts, cuts
+from pipette_launch.search.search_loop import Course, Searched
+from pipette_launch.search.tasks import Clock, Crew, alone
 
 MakeCrew = Callable[[Field], Crew]
 """Gives the processes that share a search: each does its tasks by `share.perform`, with the seed of the options."""
@@ -116,7 +116,7 @@ def _frontier(field: Field, found: Cuts, options: SolveOptions) -> Frontier:
     if own_dropped:
         frontier.dropped[own_dropped] += 1
     if (found.own_fault or own_dropped) and not frontier.find_any():
-        raise advise.nothing_left(field, dropped=frontier.dropped, memory_margin=options.memory_margin)
+        raise no_plan.nothing_left(field, dropped=frontier.dropped, memory_margin=options.memory_margin)
     return frontier
 
 
@@ -125,7 +125,7 @@ def _plan(
 ) -> Plan:
     """Choose among what was found, and say why; what was left out is told by the caller."""
     chosen = choose(field, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
-    cut_short = (words.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
+    cut_short = (explanations.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
     return Plan(
         hosts=tuple(host.name for host in field.cluster.hosts),
         devices_per_host=field.cluster.devices_per_host,
@@ -135,8 +135,8 @@ def _plan(
         own=chosen.own,
         own_fault=field.own_fault or "",
         keeps_own=chosen.keeps_own,
-        reasons=(*cut_short, *words.reasons(field, chosen, floor_s=searched.floor_s, margin=options.margin)),
-        notes=(*learned, *words.notes(field, chosen)),
+        reasons=(*cut_short, *explanations.reasons(field, chosen, floor_s=searched.floor_s, margin=options.margin)),
+        notes=(*learned, *explanations.notes(field, chosen)),
         num_layouts=0,
         dropped={},
         floor_s=searched.floor_s,

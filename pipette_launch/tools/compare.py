@@ -13,7 +13,7 @@ from pipette_launch.tools.command import Command
 if TYPE_CHECKING:
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import Plan
-    from pipette_launch.facts.comparison import Comparison
+    from pipette_launch.facts.results.comparison import Comparison
 
 RIVAL_BUDGET_S = 1.0
 

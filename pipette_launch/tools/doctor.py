@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from pipette_launch.facts import Host
-    from pipette_launch.facts.checkup import Checkup, Finding
-    from pipette_launch.facts.condition import DeviceCondition
+    from pipette_launch.facts.health.checkup import Checkup, Finding
+    from pipette_launch.facts.health.condition import DeviceCondition
 
 DEFAULT_PORT = 29500
 MOST_PORTS = 1 << 16
@@ -78,8 +78,8 @@ def examine(args: Namespace) -> Checkup:
     """Look at everything, torch not imported."""
     from datetime import datetime, timezone
 
-    from pipette_launch.facts.checkup import SEVERITIES, Checkup
-    from pipette_launch.launch.cache import default_root
+    from pipette_launch.facts.health.checkup import SEVERITIES, Checkup
+    from pipette_launch.launch.cache.plans import default_root
     from pipette_launch.tools import software, surroundings
 
     found: list[Finding] = [*software.python(), *software.packages()]
@@ -103,8 +103,8 @@ def examine(args: Namespace) -> Checkup:
 
 def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
     """Take stock as an agent would, and judge the devices beside each other."""
-    from pipette_launch.facts.checkup import Finding
-    from pipette_launch.probe import condition, inventory
+    from pipette_launch.facts.health.checkup import Finding
+    from pipette_launch.probe.health import condition, inventory
 
     try:
         gpus = 0 if args.device == "cpu" else inventory.num_gpus()
@@ -127,8 +127,8 @@ def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
 
 def _conditions(host: Host, told: Sequence[DeviceCondition]) -> Iterator[Finding]:
     """Say what is amiss with the devices, and whether the driver forgets them between jobs."""
-    from pipette_launch.facts.checkup import Finding
-    from pipette_launch.probe.verdicts import judge
+    from pipette_launch.facts.health.checkup import Finding
+    from pipette_launch.probe.health.verdicts import judge
 
     for verdict in judge([host], [told]):
         compared = f", its peers {verdict.peers}" if verdict.peers else ""

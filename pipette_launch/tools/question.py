@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import Job, Layout, Measurements, Plan
     from pipette_launch.forecast import Machines
-    from pipette_launch.search.enumerate import Cuts
+    from pipette_launch.search.layouts.enumerate import Cuts
 
 MARGIN = 0.02
 MEMORY_MARGIN = 0.08
@@ -116,7 +116,7 @@ def question_of(args: Namespace) -> Question:
 
     """
     from pipette_launch import megatron
-    from pipette_launch.cost.activations import computes_in_fp8
+    from pipette_launch.cost.layers.activations import computes_in_fp8
     from pipette_launch.errors import UsageError
     from pipette_launch.forecast import FP8_AS_16_BIT, machines_of, megatron_version_of
 
@@ -166,7 +166,7 @@ def planned(question: Question, args: Namespace) -> Plan:
     from datetime import datetime, timezone
 
     from pipette_launch.facts import Provenance
-    from pipette_launch.launch.cache import key_of
+    from pipette_launch.launch.cache.plans import key_of
     from pipette_launch.launch.setting import with_setting
     from pipette_launch.search.solve import SolveOptions, solve
 
@@ -202,7 +202,7 @@ def planned(question: Question, args: Namespace) -> Plan:
 
 def _measurements(machines: Machines, job: Job) -> Measurements:
     """What was measured, or imagined times of every shape of computation and every group that a layout may have."""
-    from pipette_launch.search.enumerate import cuts
+    from pipette_launch.search.layouts.enumerate import cuts
 
     if machines.measured is not None:
         return machines.measured

@@ -11,8 +11,8 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from pipette_launch.facts.checkup import Finding, Severity
-from pipette_launch.probe.nvml import session, told
+from pipette_launch.facts.health.checkup import Finding, Severity
+from pipette_launch.probe.health.nvml import session, told
 
 PYTHON = SpecifierSet(">=3.10,<3.14")
 NEEDED = {"torch": SpecifierSet(">=2.6"), "megatron-core": SpecifierSet(">=0.14")}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from pipette_launch.facts.checkup import Finding, Severity
+from pipette_launch.facts.health.checkup import Finding, Severity
 from pipette_launch.units import bytes_text
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own, not a temporary file of ours

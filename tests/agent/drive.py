@@ -17,10 +17,10 @@ from torch.distributed.run import get_args_parser
 
 from pipette_launch import replan
 from pipette_launch.agent import start
-from pipette_launch.agent.conductor import Command, Helper, Invite, Node
+from pipette_launch.agent.controller import Command, Helper, Invite, Node
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
-from pipette_launch.facts.round import Decision, NodeRecord
-from pipette_launch.facts.trials import TrialReport
+from pipette_launch.facts.messages.round import Decision, NodeRecord
+from pipette_launch.facts.results.trials import TrialReport
 from pipette_launch.probe.progress import Sign, last_error, last_sign
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from pipette_launch.agent import standby
-from pipette_launch.agent.exchange import Exchange
+from pipette_launch.agent.phases import standby
+from pipette_launch.agent.sync.store import Exchange
 from pipette_launch.errors import ClusterError
-from pipette_launch.facts.round import Decision
+from pipette_launch.facts.messages.round import Decision
 
 DECISION = Decision(phase="warmup", tokens=("t1", "t2"), hosts=("b", "c"), num_slots=(1, 1))
 WITHOUT_FIRST = Decision(

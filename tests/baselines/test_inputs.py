@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.baselines.inputs import refuse, slot_of_rank, units
 from pipette_launch.cost import Predictor
-from pipette_launch.cost.compute import ComputeTable
+from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Layout
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.baselines import pipette_latency
 from pipette_launch.baselines.pipette_latency import Messages, amp_arm, amp_arm_s, pipette_s, step_time_s
-from pipette_launch.cost.simulate import one_forward_one_backward_s
+from pipette_launch.cost.pipeline.simulate import one_forward_one_backward_s
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Layout, Recompute
 

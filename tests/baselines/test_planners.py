@@ -12,7 +12,7 @@ from pipette_launch.baselines.placers import PLACERS
 from pipette_launch.baselines.planners import PLANNERS, RANKINGS
 from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Links, Measurements
-from pipette_launch.search.rules import Rules
+from pipette_launch.search.layouts.rules import Rules
 from pipette_launch.units import GIB
 
 CASES = tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))

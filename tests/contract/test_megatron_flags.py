@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pipette_launch import megatron
+from pipette_launch.megatron.checkpoint.metadata import NAMES
 from pipette_launch.megatron.chunks import SPLIT_DESTS
 from pipette_launch.megatron.flags import flag_table, releases
 from pipette_launch.megatron.performance import DESTS
 from pipette_launch.megatron.pins import REFUSED, REFUSED_ON_GPU, REFUSED_VALUES
-from pipette_launch.megatron.saved import NAMES
 
 ONE, NONE = ("store", None), ("store_true", 0)
 WRITTEN = {

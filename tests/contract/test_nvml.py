@@ -9,8 +9,8 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from pipette_launch.probe import condition, inventory
-from pipette_launch.probe import nvml as driver
+from pipette_launch.probe.health import condition, inventory
+from pipette_launch.probe.health import nvml as driver
 from pipette_launch.tools import software
 
 SOURCES = "".join(

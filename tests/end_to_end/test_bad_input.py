@@ -17,7 +17,7 @@ from end_to_end import jobs
 from end_to_end.jobs import ECHO, HOST, MODEL, Done, finish, pipette, plan, plan_file, start
 
 from pipette_launch.facts import Layout
-from pipette_launch.probe.inventory import num_gpus
+from pipette_launch.probe.health.inventory import num_gpus
 
 pytestmark = pytest.mark.processes
 ONE_STEP = [*MODEL, "--train-iters", "1"]

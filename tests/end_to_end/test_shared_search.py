@@ -12,7 +12,7 @@ from end_to_end.jobs import ECHO, MODEL, Done, finish, start
 
 from pipette_launch import megatron
 from pipette_launch.facts import Measurements, Plan, files
-from pipette_launch.launch.hands import processes_of
+from pipette_launch.launch.search_pool.workers import processes_of
 from pipette_launch.search.solve import SolveOptions, solve
 
 pytestmark = pytest.mark.processes
@@ -57,7 +57,7 @@ def test_two_nodes_share_a_search(tmp_path: Path) -> None:
     assert f"the search was shared by {2 * each} processes: {each} on this node, {each} on node 1" in words
     together, alone = plan_alone(tmp_path)
     assert alone == together
-    assert [] == jobs.left_behind("pipette_launch.launch.hand")
+    assert [] == jobs.left_behind("pipette_launch.launch.search_pool.worker")
     assert [] == list(tmp_path.glob("pipette*"))
 
 
@@ -72,4 +72,4 @@ def test_a_node_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         assert "this node no longer helps with the search: it did not answer in time" in text
     together, alone = plan_alone(tmp_path)
     assert alone == together
-    assert [] == jobs.left_behind("pipette_launch.launch.hand")
+    assert [] == jobs.left_behind("pipette_launch.launch.search_pool.worker")

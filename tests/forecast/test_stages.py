@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.memory import peak_memory_bytes
-from pipette_launch.cost.overhead import overhead_of
+from pipette_launch.cost.memory.overhead import overhead_of
+from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
-from pipette_launch.facts.executed import ExecutedMemory, ExecutedParts
+from pipette_launch.facts.messages.abstract_execution import ExecutedMemory, ExecutedParts
 from pipette_launch.forecast.stages import closed_form, executed, executed_kinds
 
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
@@ -107,7 +107,7 @@ def test_executed_ranks_carry_their_notes(monkeypatch: pytest.MonkeyPatch) -> No
             for rank, part in enumerate(parts)
         )
 
-    monkeypatch.setattr("pipette_launch.cost.executed.execute", answer)
+    monkeypatch.setattr("pipette_launch.cost.memory.abstract_execution.execute", answer)
     counted = executed(one, (0, 1), overhead_of(one, one.own, device_kind="cpu"), cache=None)
 
     assert ([100, 120], (1,), ("Something differs.",)) == (

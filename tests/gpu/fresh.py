@@ -43,14 +43,14 @@ def hold() -> subprocess.Popen[str]:
 
 def uuid() -> str:
     """Of the first device."""
-    from pipette_launch.probe import inventory
+    from pipette_launch.probe.health import inventory
 
     return inventory.host(name="here", address="", num_devices=1, device="cuda").devices[0].uuid
 
 
 def overhead() -> dict[str, Any]:
     """What the meter tells of context, workspaces and a communicator, as they come."""
-    from pipette_launch.probe.memory import CudaMeter
+    from pipette_launch.probe.compute.peak_memory import CudaMeter
 
     meter = CudaMeter(uuid())
     import torch
@@ -79,7 +79,7 @@ def overhead() -> dict[str, Any]:
 
 def beside_others() -> dict[str, Any]:
     """What the meter counts of a device on which another process already holds memory."""
-    from pipette_launch.probe.memory import CudaMeter
+    from pipette_launch.probe.compute.peak_memory import CudaMeter
 
     holder = hold()
     try:
@@ -101,17 +101,17 @@ def stages() -> dict[str, Any]:
     from torch.distributed import HashStore
 
     from pipette_launch.facts import ComputeCase, Layout
-    from pipette_launch.facts.advice import StageCase
-    from pipette_launch.probe import inventory
+    from pipette_launch.facts.messages.measuring_advice import StageCase
+    from pipette_launch.probe.compute.peak_memory import CudaMeter
+    from pipette_launch.probe.compute.whole_stages import StageBench
     from pipette_launch.probe.harness import Budget, Conductor
-    from pipette_launch.probe.memory import CudaMeter
+    from pipette_launch.probe.health import inventory
     from pipette_launch.probe.options import ProbeOptions
-    from pipette_launch.probe.stages import StageBench
-    from pipette_patches import workload
+    from pipette_patches.workload import layers
 
     host = inventory.host(name="here", address="", num_devices=1, device="cuda")
     meter = CudaMeter(host.devices[0].uuid)
-    workload.load("cuda")
+    layers.load("cuda")
     layout = Layout(pp=4, dp=16, use_distributed_optimizer=True)
     changes = LLAMA | {"hidden_size": 1024, "ffn_hidden_size": 2816, "num_attention_heads": 8, "kv_channels": 128}
     job = replace(job_of(changes, layout), performance_flags=(*FLAGS, "--no-persist-layer-norm", "--no-rope-fusion"))
@@ -131,7 +131,7 @@ def stages() -> dict[str, Any]:
         Conductor(store=HashStore(), rank=0, world_size=1, timeout_s=60.0),
         Budget(started_s=0.0, budget_s=1.0, clock=lambda: 0.0),
     )
-    from pipette_launch.cost.executed import Executor
+    from pipette_launch.cost.memory.abstract_execution import Executor
 
     with Executor() as executor:
         (abstract,) = executor.execute(options.job, small, (0,))

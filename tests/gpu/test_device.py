@@ -4,12 +4,12 @@ import pytest
 from gpu.fresh import in_a_fresh_process, uuid
 
 from pipette_launch.errors import ClusterError
-from pipette_launch.facts.capability import compute_capability
-from pipette_launch.facts.device import known_devices
+from pipette_launch.facts.machines.capability import compute_capability
+from pipette_launch.facts.machines.known_devices import known_devices
 from pipette_launch.megatron.environment import NO_CONNECTION_LIMIT
-from pipette_launch.probe import inventory
-from pipette_launch.probe.condition import conditions
-from pipette_launch.probe.verdicts import judge
+from pipette_launch.probe.health import inventory
+from pipette_launch.probe.health.condition import conditions
+from pipette_launch.probe.health.verdicts import judge
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from pipette_launch.facts.round import Decision
+from pipette_launch.facts.messages.round import Decision
 from pipette_launch.launch.commands import training
 from pipette_launch.launch.options import Options
 

@@ -10,7 +10,7 @@ from facts_for_tests import tiny_cluster
 from launch.worlds import records
 
 from pipette_launch.facts import Host
-from pipette_launch.launch.cache import machines_of
+from pipette_launch.launch.cache.plans import machines_of
 from pipette_launch.launch.nodes import hosts_of
 
 GIB = 1 << 30

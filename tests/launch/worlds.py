@@ -9,10 +9,10 @@ from typing import Any
 from facts_for_tests import tiny_cluster
 from megatron_lines import SMALL
 
-from pipette_launch.agent.conductor import Helper
+from pipette_launch.agent.controller import Helper
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
-from pipette_launch.facts.round import Decision, NodeRecord
-from pipette_launch.launch.chief import Chief
+from pipette_launch.facts.messages.round import Decision, NodeRecord
+from pipette_launch.launch.coordinator import Chief
 from pipette_launch.launch.options import Options
 
 SCRIPT = str(Path(__file__).parent.parent / "end_to_end" / "echo.py")

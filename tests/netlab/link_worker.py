@@ -12,9 +12,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipette_launch.facts import files
-from pipette_launch.probe import links
 from pipette_launch.probe.harness import Budget, Conductor
-from pipette_launch.probe.link_fits import fit_link
+from pipette_launch.probe.links import pairs
+from pipette_launch.probe.links.fits import fit_link
 from pipette_launch.probe.options import ProbeOptions
 
 LIMIT_S = 60.0
@@ -40,7 +40,7 @@ def main(order: str, found: str) -> None:
     store, rank = meet(options.num_slots)
     conductor = Conductor(store=store, rank=rank, world_size=options.num_slots, timeout_s=LIMIT_S)
     budget = Budget(started_s=time.perf_counter(), budget_s=options.budget_s, clock=time.perf_counter)
-    measured = links.measure(options, rank=rank, conductor=conductor, budget=budget)
+    measured = pairs.measure(options, rank=rank, conductor=conductor, budget=budget)
     rates = [(link.source, link.target, fit_link(link).bytes_per_s * 8e-6) for link in measured.links]
     Path(found, str(rank)).write_text(json.dumps({"rates": rates, "rounds": measured.rounds}))
     dist.barrier()

@@ -7,8 +7,8 @@ from typing import Any
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.facts import Batch, Layout, Recompute
-from pipette_patches import abstract_run, abstract_scale
-from pipette_patches.abstract_memory import StorageMeter
+from pipette_patches.abstract import run, scale_up
+from pipette_patches.abstract.allocator import StorageMeter
 
 UNIFORM = Recompute(granularity="full", method="uniform", num_layers=2)
 BLOCK = Recompute(granularity="full", method="block", num_layers=2)
@@ -48,8 +48,8 @@ CASES: dict[str, tuple[dict[str, Any], Layout, int, int]] = {
 def main() -> None:
     """Count each case in both ways, and the operations that it took."""
     warnings.simplefilter("ignore")
-    abstract_run.load()
-    abstract_scale.FEW_PASSES = 0
+    run.load()
+    scale_up.FEW_PASSES = 0
     operations = [0]
     original = StorageMeter.__torch_dispatch__
 
@@ -68,7 +68,7 @@ def main() -> None:
         found[name] = []
         for whole in (False, True):
             operations[0] = 0
-            counted = abstract_run.run_rank(job, layout, pp_rank, whole=whole)
+            counted = run.run_rank(job, layout, pp_rank, whole=whole)
             parts = {label: size for label, size in sorted(counted["parts"].items()) if size}
             found[name].append({**counted, "parts": parts, "operations": operations[0]})
     print(json.dumps(found))

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from patches.stage_cases import CASES, job_of
 
 from pipette_launch.facts import Layout
-from pipette_patches.workload import WorkloadError, load
-from pipette_patches.workload_stage import load as load_stages
-from pipette_patches.workload_stage import run_stage
+from pipette_patches.whole_stage import load as load_stages
+from pipette_patches.whole_stage import run_stage
+from pipette_patches.workload.layers import WorkloadError, load
 
 
 def refusal() -> str:

@@ -16,14 +16,14 @@ from probe.workers import environment
 from pipette_launch.facts import files
 from pipette_launch.probe import phases, run  # noqa: F401
 from pipette_launch.probe.options import ProbeOptions
-from pipette_patches import workload
+from pipette_patches.workload import layers
 
 
 def main(order: str, port: str, *ranks: str) -> None:
     """Start the workers, and wait for them; they end with this process."""
     options = files.read(Path(order), ProbeOptions)
     # Nothing is set up by it that a fork would break: no thread, no process group.
-    workload.load("cpu")
+    layers.load("cpu")
     pids = []
     for rank in map(int, ranks):
         pid = os.fork()

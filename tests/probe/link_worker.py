@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
-from pipette_launch.probe.links import LinkMeter, shared_bandwidth_HH
+from pipette_launch.probe.links.pairs import LinkMeter, shared_bandwidth_HH
+from pipette_launch.probe.links.rounds import matching_rounds
 from pipette_launch.probe.options import ProbeOptions
-from pipette_launch.probe.rounds import matching_rounds
 
 HANG_S = 60.0
 DEADLINE_S = 3.0

@@ -13,9 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from pipette_launch.facts import files
+from pipette_launch.probe.compute.slot_pace import PaceTest
 from pipette_launch.probe.harness import Conductor
 from pipette_launch.probe.options import ProbeOptions
-from pipette_launch.probe.pace import PaceTest
 
 LIMIT_S = 120.0
 LOOPS = 20_000

@@ -10,10 +10,10 @@ from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import ComputeTime, DeviceOverhead, Links, LoadingTime, Samples
-from pipette_launch.facts.condition import DeviceCondition
-from pipette_launch.facts.survey import LinkSurvey
+from pipette_launch.facts.health.condition import DeviceCondition
+from pipette_launch.facts.machines.link_survey import LinkSurvey
 from pipette_launch.probe.assemble import assemble
-from pipette_launch.probe.link_fits import EarlierLinks
+from pipette_launch.probe.links.fits import EarlierLinks
 from pipette_launch.probe.options import LinkSamples, Pace, ProbeOptions, WorkerResult
 
 SIZES = (8, 4096, 65536)

@@ -72,9 +72,9 @@ def test_what_is_advised_is_measured(tmp_path: Path) -> None:
     """
     program = (
         "import sys; from pathlib import Path; from pipette_launch.facts import files; "
-        "from pipette_launch.facts.question import Question; "
+        "from pipette_launch.facts.messages.measuring_question import Question; "
         "from pipette_launch.facts import Layout; "
-        "from pipette_launch.facts.advice import Advice, Dimension, StageCase; "
+        "from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, StageCase; "
         "pairs = ('dp', (0, 2)), ('tp', (0, 1)), ('cp', (0, 2)), ('ep', (0, 2)); "
         "known = files.read(Path(sys.argv[1]), Question).measurements.collectives; "
         "pairs = [('dp', (0, 1, 2)), ('tp', (1, 2))] if any(one.kind != 'send' for one in known) else pairs; "

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pipette_launch.facts import Batch, Job, Layout, ModelSpec, Recompute
 from pipette_launch.facts.model import LatentAttention
-from pipette_launch.search.partition import balanced_chunks, by_flops, stage_seconds
-from pipette_launch.search.terms import Saver
+from pipette_launch.search.layouts.partition import balanced_chunks, by_flops, stage_seconds
+from pipette_launch.search.layouts.terms import Saver
 
 POWERS = (1, 2, 4, 8)
 Case = tuple[Job, int, str]

@@ -7,7 +7,7 @@ from facts_for_tests import tiny_job, tiny_measurements
 from search.worlds import planned, two_racks
 
 from pipette_launch.facts import Layout, Recompute
-from pipette_launch.search import choose, words
+from pipette_launch.search import choose, explanations
 from pipette_launch.search.choose import num_axes
 
 
@@ -25,7 +25,7 @@ def test_the_simplest_of_equally_fast_plans_is_chosen_and_said(monkeypatch: pyte
     """Where half a step counts as nothing, the plan has fewer axes than the fastest and names it; not at margin 0."""
     job, measurements = tiny_job(4, own=Layout(pp=4)), tiny_measurements(two_racks())
     fastest = planned(job, measurements).chosen
-    for module in (choose, words):
+    for module in (choose, explanations):
         monkeypatch.setattr(module, "EQUAL", 0.5)
     plan, bold = planned(job, measurements), planned(job, measurements, margin=0.0)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
-from pipette_launch.cost.bound_columns import BoundColumns
+from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.facts import ComputeCase, Job, Layout, Measurements, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search import frontier as frontier_module
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
-from pipette_launch.search.enumerate import Cuts, cuts, layouts
 from pipette_launch.search.frontier import Frontier, recomputes_no_more
+from pipette_launch.search.layouts.enumerate import Cuts, cuts, layouts
 
 MANY = 10_000
 

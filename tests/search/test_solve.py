@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from search.toys import Ticks
 from search.worlds import ALL_FIELDS, PROVENANCE, on_gpus, pipeline_job, planned, two_racks
 
-from pipette_launch.cost.latency import Predictor
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Batch, ComputeCase, ComputeTime, Layout, Links, Measurements, Plan, Samples, files
-from pipette_launch.search.enumerate import layouts
+from pipette_launch.search.layouts.enumerate import layouts
 from pipette_launch.search.solve import SolveOptions, solve
 
 

@@ -11,7 +11,7 @@ from megatron_lines import TEXT
 from screens import choice, plan
 
 from pipette_launch.facts import Layout, files
-from pipette_launch.facts.comparison import Comparison
+from pipette_launch.facts.results.comparison import Comparison
 from pipette_launch.tools.comparing import NAMES, num_moved
 from pipette_launch.tools.main import main
 

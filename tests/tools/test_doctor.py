@@ -16,7 +16,7 @@ import pytest
 from nvml_for_tests import GIB, FakeNvml, install
 
 from pipette_launch.facts import files
-from pipette_launch.facts.checkup import Checkup, Finding
+from pipette_launch.facts.health.checkup import Checkup, Finding
 from pipette_launch.report import checkup_screen
 from pipette_launch.tools import doctor, software, surroundings
 from pipette_launch.tools.main import main

@@ -14,8 +14,8 @@ from benchmarks.netlab.system import LabError
 from pipette_launch import megatron
 from pipette_launch.baselines.pick import Clock, Placement, PlannerOptions, torchrun_order
 from pipette_launch.baselines.planners import PLANNERS
-from pipette_launch.cost.filled import filled
-from pipette_launch.cost.latency import Predictor
+from pipette_launch.cost.compute.extrapolated import filled
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan
 

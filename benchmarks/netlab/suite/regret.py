@@ -22,7 +22,7 @@ from benchmarks.netlab.topology import Topology
 from benchmarks.stolen import processor_time
 from pipette_launch.baselines.pick import Placement, torchrun_order
 from pipette_launch.facts import Choice, Layout, Measurements, Plan, files
-from pipette_launch.search.enumerate import cuts
+from pipette_launch.search.layouts.enumerate import cuts
 
 MODEL = "communication-heavy"
 ITERATIONS = 4

@@ -17,7 +17,7 @@ if "pipette_launch.probe.run" in sys.orig_argv:
     from facts_for_tests import tiny_cluster, tiny_measurements
 
     from pipette_launch.facts import files
-    from pipette_launch.facts.verdict import Verdict
+    from pipette_launch.facts.health.verdict import Verdict
     from pipette_launch.probe.options import ProbeOptions
 
     asked = files.read(Path(sys.orig_argv[-1]), ProbeOptions)
@@ -38,8 +38,8 @@ if "pipette_patches.run" in sys.orig_argv:
     os._exit(0)
 
 if "pipette_launch" in sys.orig_argv and os.environ.get("SICK", "?") == os.environ.get("SLURMD_NODENAME"):
-    from pipette_launch.facts.condition import DeviceCondition, Holder
-    from pipette_launch.probe import condition
+    from pipette_launch.facts.health.condition import DeviceCondition, Holder
+    from pipette_launch.probe.health import condition
 
     condition.conditions = lambda host: tuple(  # type: ignore[assignment]
         DeviceCondition(
@@ -50,8 +50,9 @@ if "pipette_launch" in sys.orig_argv and os.environ.get("SICK", "?") == os.envir
     )
 
 if "pipette_launch" in sys.orig_argv and "HELPERS" in os.environ:
-    from pipette_launch.agent.conductor import Helper
-    from pipette_launch.launch import crew, planning
+    from pipette_launch.agent.controller import Helper
+    from pipette_launch.launch import planning
+    from pipette_launch.launch.search_pool import crew
 
     crew.HELP_AFTER_S = crew.WORTH_SHARING_S = 0.0
     crew.GRACE_S = float(os.environ.get("GRACE_S", "100"))
@@ -74,7 +75,7 @@ if "pipette_launch" in sys.orig_argv and "HELPERS" in os.environ:
 
     planning.SharedCrew = PatientCrew  # type: ignore[misc]
 
-if "pipette_launch.launch.hand" in sys.orig_argv and os.environ.get("HANGS"):
-    from pipette_launch.search import share
+if "pipette_launch.launch.search_pool.worker" in sys.orig_argv and os.environ.get("HANGS"):
+    from pipette_launch.search import tasks
 
-    share.perform = lambda *_, **__: time.sleep(600)  # type: ignore[assignment]
+    tasks.perform = lambda *_, **__: time.sleep(600)  # type: ignore[assignment]

@@ -1,0 +1,230 @@
+"""Count the bytes of tensors as a caching allocator would: each storage once, from its birth to its death.
+
+Abstract tensors live on torch's `meta` device: they have a shape, a storage with a size, and an autograd graph, and no
+data. So what autograd keeps, what a buffer shares and when a tensor dies is torch's own doing, and is seen here. Real
+tensors of a CPU are counted in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipette_patches.abstract.shapes import QUICK
+
+ALIGNMENT_BYTES = 512
+"""CUDA's caching allocator hands out multiples of this (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+
+WRITES_INTO_PARTS = frozenset({torch.ops.aten.index_put_.default})
+"""Operations that a compiled function cannot fuse with what comes before: it copies, then writes (torch's inductor)."""
+
+T = TypeVar("T")
+
+
+def allocated(num_bytes: int) -> int:
+    """Bytes that the allocator counts for a request."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What was live, by label, when most was live between two marks."""
+
+    phase: str
+    at_peak: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.at_peak.values())
+
+
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every storage that operations make on one kind of device while it is entered.
+
+    `label` says to what the next ones belong.
+    """
+
+    def __init__(self, device_kind: str = "meta") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device_kind = device_kind
+        self.label = "activations"
+        self.phase = "setup"
+        self.stretches: list[Stretch] = []
+        self.by_label: dict[str, int] = {}
+        self.total = 0
+        self.peak = 0
+        self.at_peak: dict[str, int] = {}
+        self._live: dict[int, tuple[Any, int, str]] = {}
+        self._pending: list[list[tuple[int, Any]]] = []
+        self._held: list[list[torch.Tensor]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in this process, so there is no compiler to be kept away from each operation."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and take note of the storages that it made."""
+        kwargs = kwargs or {}
+        if self._pending and func in WRITES_INTO_PARTS:
+            self._hold_copy(args[0])
+        quick = QUICK.get(func)
+        out = None if quick is None else quick(args, kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            self._note(out)
+        elif isinstance(out, (tuple, list)):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self._note(item)
+        return out
+
+    @contextlib.contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """Count what is made within the block under a label."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    @contextlib.contextmanager
+    def one_kernel(self) -> Iterator[None]:
+        """Count only what outlives the block: one fused kernel holds its intermediates in registers."""
+        self._pending.append([])
+        self._held.append([])
+        try:
+            yield
+        finally:
+            made = self._pending.pop()
+            if self._pending:
+                # Part of a larger kernel, whose end decides.
+                self._pending[-1] += made
+            else:
+                for _, reference in made:
+                    storage = reference()
+                    if storage is not None:
+                        self._add(storage, storage._cdata)
+            self._held.pop()
+
+    def _hold_copy(self, tensor: torch.Tensor) -> None:
+        """Count the copy that a compiled function makes of what it writes into by index, until the function ends."""
+        with self:
+            copy = torch.empty_like(tensor)
+        storage = copy.untyped_storage()
+        # Not pending: it is there while the function runs.
+        self._pending[-1] = [entry for entry in self._pending[-1] if entry[0] != storage._cdata]
+        self._add(storage, storage._cdata)
+        self._held[-1].append(copy)
+
+    def relabel(self, tensor: torch.Tensor, label: str) -> None:
+        """Count a tensor's storage under another label from now on."""
+        key = tensor.untyped_storage()._cdata
+        entry = self._live.get(key)
+        if entry is not None:
+            reference, size, old = entry
+            self._live[key] = (reference, size, label)
+            self.by_label[old] -= size
+            self.by_label[label] = self.by_label.get(label, 0) + size
+
+    def resized(self, storage: Any) -> None:
+        """Take note that a storage has changed its size."""
+        entry = self._live.get(storage._cdata)
+        if entry is not None:
+            reference, size, label = entry
+            new = allocated(storage.nbytes())
+            self._live[storage._cdata] = (reference, new, label)
+            self._change(label, new - size)
+
+    def mark(self) -> None:
+        """End a stretch of the run: keep its peak, and let the next begin at what is live now."""
+        self.stretches.append(Stretch(phase=self.phase, at_peak=self.at_peak))
+        self.peak, self.at_peak = self.total, self.by_label.copy()
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self._device_kind:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        if self._pending:
+            self._pending[-1].append((key, weakref.ref(storage)))
+        else:
+            self._add(storage, key)
+
+    def _add(self, storage: Any, key: int) -> None:
+        if key in self._live:
+            return
+        size, label = allocated(storage.nbytes()), self.label
+        reference = weakref.ref(storage, lambda _: self._remove(key))
+        self._live[key] = (reference, size, label)
+        self._change(label, size)
+
+    def _remove(self, key: int) -> None:
+        _, size, label = self._live.pop(key)
+        self.by_label[label] -= size
+        self.total -= size
+
+    def _change(self, label: str, by: int) -> None:
+        self.by_label[label] = self.by_label.get(label, 0) + by
+        self.total += by
+        if self.total > self.peak:
+            self.peak = self.total
+            self.at_peak = self.by_label.copy()
+
+
+_meters: list[StorageMeter] = []
+
+
+@contextlib.contextmanager
+def metered(device_kind: str = "meta") -> Iterator[StorageMeter]:
+    """Count everything made within the block; `current` finds the meter."""
+    meter = StorageMeter(device_kind)
+    _meters.append(meter)
+    try:
+        with meter:
+            yield meter
+    finally:
+        _meters.pop()
+
+
+def current() -> StorageMeter | None:
+    """Return the meter in force, if any."""
+    return _meters[-1] if _meters else None
+
+
+def as_one_kernel(function: Callable[..., T]) -> Callable[..., T]:
+    """Make a function hold no intermediates, as the compiled or hand-written kernel in whose place it stands."""
+
+    def kernel(*args: Any, **kwargs: Any) -> T:
+        meter = current()
+        if meter is None:
+            return function(*args, **kwargs)
+        with meter.one_kernel():
+            return function(*args, **kwargs)
+
+    kernel.__wrapped__ = function  # type: ignore[attr-defined]
+    return kernel
+
+
+def under(label: str, function: Callable[..., T]) -> Callable[..., T]:
+    """Count what a function makes under a label."""
+
+    def labelled(*args: Any, **kwargs: Any) -> T:
+        meter = current()
+        if meter is None:
+            return function(*args, **kwargs)
+        with meter.labelled(label):
+            return function(*args, **kwargs)
+
+    labelled.__wrapped__ = function  # type: ignore[attr-defined]
+    return labelled

@@ -1,0 +1,251 @@
+"""Megatron's own configuration objects for a job and a layout, as its training script makes them from the flags.
+
+Read in Megatron-LM core_v0.16.1: training/arguments.py (core_transformer_config_from_args, validate_args) and
+training/training.py (get_model, train).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from pipette_launch.facts import Job, Layout
+from pipette_patches.abstract import moe
+from pipette_patches.abstract.errors import NotModelledError
+from pipette_patches.workload.config import DTYPES, model_fields
+
+_STATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
+
+
+def _words(value: str) -> list[str]:
+    return value.split()
+
+
+def _window(value: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in value.replace(",", " ").strip("()").split())
+
+
+Convert = Callable[[str], Any]
+CONFIG_FLAGS: dict[str, tuple[str, Convert]] = {
+    "--apply-query-key-layer-scaling": ("apply_query_key_layer_scaling", lambda _: True),
+    "--attention-output-gate": ("attention_output_gate", lambda _: True),
+    "--attention-softmax-in-fp32": ("attention_softmax_in_fp32", lambda _: True),
+    "--calculate-per-token-loss": ("calculate_per_token_loss", lambda _: True),
+    "--cp-comm-type": ("cp_comm_type", lambda value: value.split()[0]),
+    "--cross-entropy-fusion-impl": ("cross_entropy_fusion_impl", str),
+    "--cross-entropy-loss-fusion": ("cross_entropy_loss_fusion", lambda _: True),
+    "--defer-embedding-wgrad-compute": ("defer_embedding_wgrad_compute", lambda _: True),
+    "--distribute-saved-activations": ("distribute_saved_activations", lambda _: True),
+    "--fp32-residual-connection": ("fp32_residual_connection", lambda _: True),
+    "--no-bias-dropout-fusion": ("bias_dropout_fusion", lambda _: False),
+    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", lambda _: False),
+    "--no-masked-softmax-fusion": ("masked_softmax_fusion", lambda _: False),
+    "--no-persist-layer-norm": ("persist_layer_norm", lambda _: False),
+    "--no-rope-fusion": ("apply_rope_fusion", lambda _: False),
+    "--overlap-p2p-communication-warmup-flush": ("overlap_p2p_comm_warmup_flush", lambda _: True),
+    "--qk-layernorm": ("qk_layernorm", lambda _: True),
+    "--softmax-type": ("softmax_type", str),
+    "--wgrad-deferral-limit": ("wgrad_deferral_limit", int),
+    "--window-size": ("window_size", _window),
+}
+"""Flags beyond a job's own fields: the field of TransformerConfig that each sets, and how its value is read."""
+OPTIMIZER_FLAGS: dict[str, tuple[str, Convert]] = {
+    "--use-precision-aware-optimizer": ("use_precision_aware_optimizer", lambda _: True),
+    "--main-grads-dtype": ("main_grads_dtype", _STATE_DTYPES.__getitem__),
+    "--main-params-dtype": ("main_params_dtype", _STATE_DTYPES.__getitem__),
+    "--exp-avg-dtype": ("exp_avg_dtype", _STATE_DTYPES.__getitem__),
+    "--exp-avg-sq-dtype": ("exp_avg_sq_dtype", _STATE_DTYPES.__getitem__),
+    "--overlap-param-gather-with-optimizer-step": ("overlap_param_gather_with_optimizer_step", lambda _: True),
+}
+"""The same for OptimizerConfig."""
+NOT_MODELLED = (
+    "--cpu-offloading-num-layers",
+    "--cuda-graph-impl",
+    "--enable-cuda-graph",
+    "--external-cuda-graph",
+    "--fine-grained-activation-offloading",
+    "--fp4",
+    "--fp8",
+    "--nccl-ub",
+    "--optimizer-cpu-offload",
+    "--tp-comm-overlap",
+)
+"""Beginnings of flags that change the bytes, and are left out with a note."""
+
+
+def flags(job: Job) -> dict[str, str]:
+    """The job's other flags by name, as `{"--window-size": "128 0"}`."""
+    return dict(flag.partition(" ")[::2] for flag in job.performance_flags)
+
+
+def left_out(job: Job) -> str:
+    """The user's flags that change the bytes and are not taken up, as `--nccl-ub, --fp8 hybrid`."""
+    return ", ".join(flag for flag in job.performance_flags if flag.startswith(NOT_MODELLED))
+
+
+def notes(job: Job) -> tuple[str, ...]:
+    """In what the executed job differs from the user's, one sentence each."""
+    without = left_out(job)
+    found = (f"executed abstractly without {without}",) if without else ()
+    return (*found, *moe.notes(job))
+
+
+def config_class(job: Job) -> Any:
+    """Megatron's class for this model."""
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    return MLATransformerConfig if job.model.latent_attention else TransformerConfig
+
+
+def transformer_config(
+    job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: Mapping[str, Any] | None = None
+) -> Any:
+    """Make the configuration of a model with so many layers in each chunk, in model order, and change fields of it."""
+    made = config_class(job)
+    fields = {
+        **_shape(job, sum(chunks)),
+        **_cuts(job, layout),
+        **_chunks(chunks, job.model.mtp_num_layers),
+        **_fusions(job),
+        **_recompute(layout),
+        **_taken(job, CONFIG_FLAGS),
+        **_taken(job, moe.FLAGS),
+        **moe.fields(job),
+        **(changes or {}),
+    }
+    if job.model.num_experts:
+        # A part of the model is run only where all its layers are alike.
+        fields["moe_layer_freq"] = list(job.model.moe_layer_freq[: sum(chunks)])
+    known = inspect.signature(made).parameters
+    return made(**{name: value for name, value in fields.items() if name in known})
+
+
+def optimizer_config(job: Job, layout: Layout) -> Any:
+    """Make the optimizer's configuration."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    dtype = job.model.params_dtype
+    return OptimizerConfig(
+        optimizer=job.optimizer,
+        lr=1e-4,
+        min_lr=1e-5,
+        bf16=dtype == "bf16",
+        fp16=dtype == "fp16",
+        params_dtype=DTYPES[dtype],
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_param_gather=layout.overlap_param_gather,
+        clip_grad=1.0,
+        **_taken(job, OPTIMIZER_FLAGS),
+    )
+
+
+def reduces_in_fp32(job: Job) -> bool:
+    """Whether gradients are kept in fp32: for bf16 unless told otherwise, for fp16 only when told."""
+    if job.grad_reduce_in_bf16:
+        return False
+    return job.model.params_dtype == "bf16" or "--accumulate-allreduce-grads-in-fp32" in flags(job)
+
+
+def ddp_config(job: Job, layout: Layout, *, num_parameters: int) -> Any:
+    """Make the configuration of gradient buffers and their buckets."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    given = flags(job)
+    bucket_size: int | None = int(given.get("--ddp-bucket-size", 0)) or max(
+        40_000_000, 1_000_000 * layout.dp * layout.cp
+    )
+    if "--ddp-num-buckets" in given:
+        bucket_size = num_parameters // int(given["--ddp-num-buckets"])
+    fields = {
+        "grad_reduce_in_fp32": reduces_in_fp32(job),
+        "overlap_grad_reduce": layout.overlap_grad_reduce,
+        "overlap_param_gather": layout.overlap_param_gather,
+        "use_distributed_optimizer": layout.use_distributed_optimizer,
+        "num_distributed_optimizer_instances": int(given.get("--num-distributed-optimizer-instances", 1)),
+        "bucket_size": bucket_size if layout.overlap_grad_reduce else None,
+        "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw" in given,
+        "average_in_collective": "--ddp-average-in-collective" in given,
+        "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation" in given,
+    }
+    known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    return DistributedDataParallelConfig(**{name: value for name, value in fields.items() if name in known})
+
+
+def _taken(job: Job, table: dict[str, tuple[str, Convert]]) -> dict[str, Any]:
+    found = {}
+    for flag, value in flags(job).items():
+        if flag in table:
+            name, convert = table[flag]
+            try:
+                found[name] = convert(value)
+            except (KeyError, ValueError, IndexError) as error:
+                raise NotModelledError(f"{flag} {value}: this value is not understood") from error
+    return found
+
+
+def _shape(job: Job, num_layers: int) -> dict[str, Any]:
+    return {
+        **model_fields(job.model, num_layers),
+        "transformer_impl": job.model.transformer_impl,
+        "perform_initialization": False,
+    }
+
+
+def _cuts(job: Job, layout: Layout) -> dict[str, Any]:
+    interleaved = layout.vpp > 1
+    overlaps_p2p = interleaved and "--no-overlap-p2p-communication" not in flags(job)
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        "microbatch_group_size_per_vp_stage": (layout.microbatch_group_size or layout.pp) if interleaved else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sequence_parallel,
+        "overlap_p2p_comm": overlaps_p2p,
+        "batch_p2p_comm": not overlaps_p2p,
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def _chunks(chunks: tuple[int, ...], depths: int) -> dict[str, Any]:
+    """Name what lies in each chunk, where not all are alike."""
+    if len(set(chunks)) == 1:
+        return {}
+    stages = [["decoder"] * count for count in chunks]
+    stages[0].insert(0, "embedding")
+    stages[-1] += ["mtp"] * depths + ["loss"]
+    return {"pipeline_model_parallel_layout": stages}
+
+
+def _fusions(job: Job) -> dict[str, Any]:
+    given, model = flags(job), job.model
+    with_te = model.transformer_impl == "transformer_engine"
+    unfused = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
+    return {
+        "bias_activation_fusion": unfused not in given and (model.gated_linear_unit or model.add_bias_linear),
+        "bias_dropout_fusion": True,
+        "masked_softmax_fusion": True,
+        "gradient_accumulation_fusion": True,
+        "persist_layer_norm": True,
+        "apply_rope_fusion": with_te and model.position_embedding_type == "rope",
+        "attention_softmax_in_fp32": False,
+    }
+
+
+def _recompute(layout: Layout) -> dict[str, Any]:
+    recompute = layout.recompute
+    if recompute.granularity == "none":
+        return {}
+    if recompute.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(recompute.modules) or ["core_attn"]}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": recompute.method,
+        "recompute_num_layers": recompute.num_layers,
+    }

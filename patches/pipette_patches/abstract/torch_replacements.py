@@ -1,0 +1,312 @@
+"""torch as Megatron uses it on a GPU, with abstract tensors: `cuda` means the `meta` device, messages go nowhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.distributed.distributed_c10d
+import torch.nn.functional
+
+from pipette_patches.abstract import allocator
+from pipette_patches.cpu.torch_replacements import Event, Stream, instead
+from pipette_patches.replacements import Replacement
+
+DEVICE = torch.device("meta")
+# fmt: off
+_FACTORIES = (
+    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace",
+    "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
+    "scalar_tensor", "tensor", "zeros", "zeros_like",
+    "Tensor.new_empty", "Tensor.new_full", "Tensor.new_ones", "Tensor.new_tensor", "Tensor.new_zeros",
+)
+_MESSAGES = (
+    "_all_gather_base", "_reduce_scatter_base", "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all",
+    "all_to_all_single", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter", "send",
+)
+# fmt: on
+_TYPE_NAMES = {
+    torch.float32: "FloatTensor",
+    torch.float16: "HalfTensor",
+    torch.bfloat16: "BFloat16Tensor",
+    torch.float64: "DoubleTensor",
+    torch.int64: "LongTensor",
+    torch.int32: "IntTensor",
+    torch.int16: "ShortTensor",
+    torch.uint8: "ByteTensor",
+    torch.bool: "BoolTensor",
+}
+
+
+def on_meta(device: Any) -> Any:
+    """The abstract device for whatever names a GPU (`cuda`, `cuda:1`, 1), the device itself otherwise."""
+    if isinstance(device, bool):
+        return device
+    if isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda")):
+        return DEVICE
+    return DEVICE if isinstance(device, torch.device) and device.type == "cuda" else device
+
+
+class Work:
+    """A collective that is done as soon as it is issued."""
+
+    def wait(self, _timeout: object = None) -> bool:
+        """Nothing is under way."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Nothing is under way."""
+        return True
+
+
+class DropOut(torch.autograd.Function):
+    """Dropout as its CUDA kernel does it: an output and a mask of one byte each element."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        """Make output and mask."""
+        ctx.save_for_backward(torch.empty_like(given, dtype=torch.bool))
+        return torch.empty_like(given)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Make the input's gradient."""
+        return torch.empty_like(gradients[0])
+
+
+def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make abstract tensors where tensors on a GPU were asked for."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = on_meta(kwargs["device"])
+        kwargs.pop("pin_memory", None)
+        return original(*args, **kwargs)
+
+    return make
+
+
+def _to(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Move tensors to the abstract device, and from there to a CPU where their values are zeros."""
+
+    @functools.wraps(original)
+    def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = on_meta(kwargs["device"])
+        args = (*(on_meta(arg) for arg in args[:1]), *args[1:])
+        target = kwargs.get("device", args[0] if args else None)
+        if tensor.device.type == "meta" and str(target) == "cpu":
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return original(tensor, *args, **kwargs)
+
+    return to
+
+
+def _cuda_tensor(_original: object) -> Callable[..., Any]:
+    return lambda tensor, *_args, **_kwargs: tensor if tensor.device.type == "meta" else tensor.to(DEVICE)
+
+
+def _cuda_module(_original: object) -> Callable[..., Any]:
+    """Move what a module made in host memory; a moved parameter keeps its marks."""
+
+    def move(module: Any, *_args: object) -> Any:
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.device.type != "meta":
+                    moved = torch.nn.Parameter(parameter.detach().to(DEVICE), requires_grad=parameter.requires_grad)
+                    vars(moved).update(vars(parameter))
+                    part._parameters[name] = moved
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else buffer.cuda()
+        return module
+
+    return move
+
+
+def _cpu_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tensor, *args, **kwargs: (
+        torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if tensor.device.type == "meta"
+        else original(tensor, *args, **kwargs)
+    )
+
+
+def _type(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Name an abstract tensor's type as the optimizers compare it: `torch.cuda.FloatTensor`; take such a name back."""
+
+    @functools.wraps(original)
+    def type_of(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return f"torch.cuda.{_TYPE_NAMES[tensor.dtype]}"
+        by_name = {f"torch.cuda.{name}": known for known, name in _TYPE_NAMES.items()}
+        return original(tensor, by_name.get(dtype, dtype), *args, **kwargs)
+
+    return type_of
+
+
+def _value(answer: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Answer a question about an abstract tensor's value, which it has not."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            return answer(tensor) if tensor.device.type == "meta" else original(tensor, *args, **kwargs)
+
+        return read
+
+    return make
+
+
+def _scalar(tensor: Any) -> Any:
+    """False, 0.0 or 1: no overflow was found, no norm is to be clipped, every count is one."""
+    if tensor.dtype is torch.bool:
+        return False
+    return 0.0 if tensor.dtype.is_floating_point else 1
+
+
+def _nested(tensor: Any) -> Any:
+    return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
+
+
+def _nothing(_original: object) -> Callable[..., None]:
+    return lambda *_args, **_kwargs: None
+
+
+def _answer(value: Any) -> Callable[[object], Callable[..., Any]]:
+    return lambda _original: lambda *_args, **_kwargs: value
+
+
+def _message(original: Callable[..., Any]) -> Callable[..., Work]:
+    return functools.wraps(original)(lambda *_args, **_kwargs: Work())
+
+
+def _own_object(_original: object) -> Callable[..., None]:
+    def gather(objects: list[Any], own: Any, **_kwargs: Any) -> None:
+        objects[:] = [own] * len(objects)
+
+    return gather
+
+
+@contextlib.contextmanager
+def no_coalescing(*_args: Any, **_kwargs: Any) -> Iterator[Work]:
+    """Let each message go by itself."""
+    yield Work()
+
+
+def _dropout(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def dropout(given: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if given.device.type != "meta" or not training or p == 0.0:
+            return original(given, p, training, inplace)
+        return DropOut.apply(given)  # type: ignore[no-untyped-call]
+
+    return dropout
+
+
+def _resize(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def resize(storage: Any, size: int) -> Any:
+        done = original(storage, size)
+        meter = allocator.current()
+        if meter is not None:
+            meter.resized(storage)
+        return done
+
+    return resize
+
+
+def _copy_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def copy(storage: Any, source: Any, *args: Any) -> Any:
+        return storage if storage.device.type == "meta" else original(storage, source, *args)
+
+    return copy
+
+
+def _foreach(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Step on lists of tensors, as torch does on CUDA and not on other devices."""
+
+    @functools.wraps(original)
+    def default(params: Any, differentiable: bool, use_fused: bool = False) -> tuple[bool, bool]:
+        del params, use_fused
+        return False, not differentiable
+
+    return default
+
+
+_ONLY_STREAM = Stream()
+_PROPERTIES = SimpleNamespace(
+    name="abstract", major=9, minor=0, multi_processor_count=132, total_memory=1 << 40, gcnArchName=""
+)
+_RNG_STATE = torch.zeros(16, dtype=torch.uint8)
+
+
+def _cuda(path: str, make: Callable[[Any], Any]) -> Replacement:
+    return Replacement(module="torch.cuda", path=path, make=make)
+
+
+def _distributed(path: str, make: Callable[[Any], Any]) -> tuple[Replacement, ...]:
+    return tuple(
+        Replacement(module=module, path=path, make=make)
+        for module in ("torch.distributed", "torch.distributed.distributed_c10d")
+    )
+
+
+def _tensor(path: str, make: Callable[[Any], Any]) -> Replacement:
+    return Replacement(module="torch", path=f"Tensor.{path}", make=make)
+
+
+TORCH = (
+    _cuda("is_available", _answer(False)),
+    _cuda("current_device", _answer(DEVICE)),
+    _cuda("device_count", _answer(1)),
+    _cuda("get_device_properties", _answer(_PROPERTIES)),
+    _cuda("get_device_capability", _answer((9, 0))),
+    *(_cuda(path, _nothing) for path in ("set_device", "synchronize", "empty_cache", "ipc_collect", "set_stream")),
+    *(_cuda(path, _nothing) for path in ("reset_peak_memory_stats", "nvtx.range_push", "nvtx.range_pop", "nvtx.mark")),
+    _cuda("is_current_stream_capturing", _answer(False)),
+    _cuda("Stream", instead(Stream)),
+    _cuda("Event", instead(Event)),
+    _cuda("stream", _answer(_ONLY_STREAM)),
+    _cuda("current_stream", _answer(_ONLY_STREAM)),
+    _cuda("default_stream", _answer(_ONLY_STREAM)),
+    _cuda("manual_seed", _nothing),
+    _cuda("get_rng_state", _answer(_RNG_STATE)),
+    _cuda("set_rng_state", _nothing),
+    _cuda("random.get_rng_state", _answer(_RNG_STATE)),
+    *(Replacement(module="torch", path=path, make=_factory) for path in _FACTORIES),
+    _tensor("to", _to),
+    _tensor("type", _type),
+    _tensor("cuda", _cuda_tensor),
+    _tensor("cpu", _cpu_tensor),
+    _tensor("pin_memory", lambda _original: lambda tensor, *_args, **_kwargs: tensor),
+    _tensor("record_stream", _nothing),
+    _tensor("item", _value(_scalar)),
+    _tensor("tolist", _value(_nested)),
+    _tensor("__bool__", _value(lambda _: False)),
+    _tensor("__int__", _value(lambda _: 1)),
+    _tensor("__float__", _value(lambda _: 0.0)),
+    _tensor("is_cuda", lambda _original: property(lambda tensor: tensor.device.type == "meta")),
+    Replacement(module="torch.nn", path="Module.cuda", make=_cuda_module),
+    Replacement(module="torch.nn.functional", path="dropout", make=_dropout),
+    Replacement(module="torch", path="UntypedStorage.resize_", make=_resize),
+    Replacement(module="torch", path="UntypedStorage.copy_", make=_copy_nothing),
+    *(
+        Replacement(module=module, path="_default_to_fused_or_foreach", make=_foreach)
+        for module in ("torch.optim.adam", "torch.optim.sgd")
+    ),
+    *(replacement for path in _MESSAGES for replacement in _distributed(path, _message)),
+    *_distributed("P2POp", lambda _original: lambda _operation, tensor, *_peer, **_group: tensor),
+    *_distributed("batch_isend_irecv", lambda _original: lambda _ops: []),
+    *_distributed("barrier", _nothing),
+    *_distributed("all_gather_object", _own_object),
+    *_distributed("_coalescing_manager", instead(no_coalescing)),
+)
+"""What stands for torch's own, in a process that does nothing but execute abstractly."""

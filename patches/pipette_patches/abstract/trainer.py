@@ -1,0 +1,301 @@
+"""One rank of a training job: its model, buffers, optimizer, and the steps that it takes.
+
+With abstract tensors in abstract execution, with real ones in `whole_stage`.
+
+Read in Megatron-LM core_v0.16.1: training/training.py (get_model, train_step, train), gpt_builders.py, pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipette_launch.facts import Job, Layout
+from pipette_patches.abstract import megatron_config
+from pipette_patches.abstract.allocator import StorageMeter, Stretch, current, under
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much of a job is run."""
+
+    chunks: tuple[int, ...]
+    """Layers of each model chunk, in model order."""
+    num_microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """What was live, stretch by stretch: between any two forwards, backwards and steps, and within each."""
+
+    stretches: tuple[Stretch, ...]
+    left: dict[str, int]
+    """Bytes by label when all is done."""
+    report_bytes: int
+    """What each micro-batch's loss leaves behind until its step is over."""
+
+
+class Trainer:
+    """One rank's model, buffers and optimizer, set up as Megatron's `setup_model_and_optimizer` does."""
+
+    def __init__(
+        self,
+        job: Job,
+        layout: Layout,
+        pp_rank: int,
+        *,
+        meter: StorageMeter,
+        size: Size,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Set everything up; `changes` are fields of TransformerConfig that are not as the job's flags have them."""
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        self.job, self.layout, self.pp_rank, self.meter = job, layout, pp_rank, meter
+        self.num_microbatches, self.report_bytes = size.num_microbatches, 0
+        self.config = megatron_config.transformer_config(job, layout, chunks=size.chunks, changes=changes)
+        with meter.labelled("weights"):
+            chunks = [self._chunk(index) for index in range(layout.vpp)]
+        self.chunks = self._wrapped(chunks)
+        del chunks
+        with meter.labelled("optimizer"):
+            self.optimizer: Any = get_megatron_optimizer(
+                megatron_config.optimizer_config(job, layout), self.chunks, use_gloo_process_groups=False
+            )
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = under("backward", finalize_model_grads)
+        if layout.overlap_grad_reduce:
+            self._overlap()
+
+    def _chunk(self, index: int) -> Any:
+        """Build one model chunk, as gpt_builder does."""
+        from megatron.core.models.gpt.gpt_model import GPTModel
+
+        model, layout = self.job.model, self.layout
+        stage = index if layout.vpp > 1 else None
+        spec = self._spec(stage)
+        chunk = GPTModel(
+            config=self.config,
+            transformer_layer_spec=spec,
+            vocab_size=model.padded_vocab_size(layout.tp),
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=self.pp_rank == 0 and index == 0,
+            post_process=self.pp_rank == layout.pp - 1 and index == layout.vpp - 1,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,
+            mtp_block_spec=self._prediction_spec(spec, stage),
+            vp_stage=stage,
+        ).cuda()
+        _label_parts(chunk)
+        return chunk
+
+    def _spec(self, vp_stage: int | None) -> Any:
+        from megatron.core.models.gpt import gpt_layer_specs
+
+        uses_te = self.job.model.transformer_impl == "transformer_engine"
+        return gpt_layer_specs.get_gpt_decoder_block_spec(
+            self.config,
+            use_transformer_engine=uses_te,
+            normalization=self.job.model.normalization,
+            vp_stage=vp_stage,
+        )
+
+    def _prediction_spec(self, spec: Any, vp_stage: int | None) -> Any:
+        """Describe the layers of multi-token prediction of a chunk; None where it has none."""
+        from megatron.core.models.gpt import gpt_layer_specs
+
+        if not self.job.model.mtp_num_layers:
+            return None
+        uses_te = self.job.model.transformer_impl == "transformer_engine"
+        last = spec.layer_specs[-1] if spec.layer_specs else self._decoder_specs()[-1]
+        return gpt_layer_specs.get_gpt_mtp_block_spec(
+            self.config, last, use_transformer_engine=uses_te, vp_stage=vp_stage
+        )
+
+    def _decoder_specs(self) -> Any:
+        """Describe every layer of the decoder, for a chunk that has none of its own."""
+        from megatron.core.models.gpt import gpt_layer_specs
+
+        model = self.job.model
+        uses_te = model.transformer_impl == "transformer_engine"
+        return gpt_layer_specs.get_gpt_decoder_layer_specs(self.config, uses_te, normalization=model.normalization)
+
+    def _wrapped(self, chunks: Sequence[Any]) -> list[Any]:
+        """Convert to the training type and give each chunk its gradient buffers."""
+        from megatron.core import tensor_parallel
+        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.transformer.module import Float16Module
+
+        count = 0
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+                count += parameter.numel()
+        if self.job.model.params_dtype != "fp32":
+            with self.meter.labelled("weights"):
+                chunks = [Float16Module(self.config, chunk) for chunk in chunks]
+        ddp = megatron_config.ddp_config(self.job, self.layout, num_parameters=count)
+        no_buckets = "--overlap-param-gather-with-optimizer-step" in megatron_config.flags(self.job)
+        wrapped = []
+        with self.meter.labelled("gradients"):
+            for index, chunk in enumerate(chunks):
+                wrapped.append(
+                    DistributedDataParallel(
+                        config=self.config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0 or no_buckets
+                    )
+                )
+        for chunk in wrapped:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                if buffer.param_data is not None:
+                    self.meter.relabel(buffer.param_data, "weights")
+        return wrapped
+
+    def _overlap(self) -> None:
+        """Set what `train` sets for overlapped reduction of gradients."""
+        functions = [chunk.no_sync for chunk in self.chunks]
+        self.config.no_sync_func = functions if self.layout.vpp > 1 else functions[0]
+        if self.layout.vpp > 1:
+            self.config.grad_sync_func = [chunk.start_grad_sync for chunk in self.chunks]
+
+    def train(self, *, forward_and_backward: bool = True) -> Trace:
+        """Take two steps as `train_step` does; without forward and backward only the optimizer does its part."""
+        for phase in ("first", "second"):
+            self.step(phase, forward_and_backward=forward_and_backward)
+        self._mark("end")
+        return Trace(
+            stretches=tuple(self.meter.stretches), left=dict(self.meter.by_label), report_bytes=self.report_bytes
+        )
+
+    def step(self, phase: str, *, forward_and_backward: bool = True) -> None:
+        """Take one step."""
+        self._mark(phase)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self._forward_and_backward() if forward_and_backward else []
+        if reports:
+            self.report_bytes = self.meter.by_label.get("head", 0) // self.num_microbatches
+        self._mark(f"{phase} step")
+        with self.meter.labelled("optimizer_step"):
+            self.optimizer.step()
+        for state in states_of(self.optimizer):
+            self.meter.relabel(state, "optimizer")
+
+    def _mark(self, phase: str) -> None:
+        self.meter.mark()
+        self.meter.phase = phase
+
+    def _forward_and_backward(self) -> Any:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        batches = [iter(self._batch, None) for _ in self.chunks]
+        interleaved = self.layout.vpp > 1
+        return get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=batches if interleaved else batches[0],
+            model=self.chunks if interleaved else self.chunks[0],
+            num_microbatches=self.num_microbatches,
+            seq_length=self.job.model.seq_length,
+            micro_batch_size=self.layout.micro_batch_size,
+            forward_only=False,
+        )
+
+    def _batch(self) -> dict[str, torch.Tensor]:
+        """Make a micro-batch as the data loader gives it, on the device."""
+        size, length, vocab = self.layout.micro_batch_size, self.job.model.seq_length, self.job.model.vocab_size
+        batch = {
+            "tokens": torch.randint(vocab, (size, length), dtype=torch.int64, device="cuda"),
+            "labels": torch.randint(vocab, (size, length), dtype=torch.int64, device="cuda"),
+            "loss_mask": torch.ones(size, length, dtype=torch.float32, device="cuda"),
+            "position_ids": torch.zeros(size, length, dtype=torch.int64, device="cuda"),
+        }
+        if "--no-create-attention-mask-in-dataloader" not in megatron_config.flags(self.job):
+            batch["attention_mask"] = torch.zeros(size, 1, length, length, dtype=torch.bool, device="cuda")
+        if self.layout.cp == 1:
+            return batch
+        return {name: _part_of_sequence(whole, self.layout.cp) for name, whole in batch.items()}
+
+    def _forward_step(
+        self, batches: Any, chunk: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[[Any], Any]]:
+        """Run one micro-batch through one chunk, or plan to, as pretrain_gpt's forward_step."""
+        inner = chunk
+        while hasattr(inner, "module"):
+            inner = inner.module
+        batch: dict[str, Any] = {}
+        # A middle stage reads no data.
+        if inner.pre_process or inner.post_process:
+            with self.meter.labelled("embedding"):
+                batch = next(batches)
+        run = chunk.build_schedule_plan if return_schedule_plan else chunk
+        out = run(
+            batch.get("tokens"),
+            batch.get("position_ids"),
+            batch.get("attention_mask"),
+            labels=batch.get("labels"),
+            loss_mask=batch.get("loss_mask"),
+        )
+        return out, under("head", functools.partial(_loss, batch.get("loss_mask")))
+
+
+def _loss(loss_mask: Any, output: torch.Tensor) -> Any:
+    """Average as pretrain_gpt's loss_func."""
+    losses = output.view(-1).float()
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses * mask)
+    num_tokens = mask.sum().clone().detach().to(torch.int)
+    report = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
+    return loss, num_tokens, {"lm loss": report}
+
+
+def _part_of_sequence(whole: torch.Tensor, cp: int) -> torch.Tensor:
+    """Take this rank's two of 2*cp pieces, as get_batch_on_this_cp_rank: a copy."""
+    dimension = 2 if whole.dim() == 4 else 1
+    return whole.narrow(dimension, 0, whole.shape[dimension] // cp).clone()
+
+
+def _label_parts(chunk: Any) -> None:
+    """Count what embedding and output layer make apart from the layers."""
+    if chunk.pre_process:
+        chunk.embedding.forward = _marked_backward(under("embedding", chunk.embedding.forward))
+    if hasattr(chunk, "output_layer"):
+        chunk.output_layer.forward = under("head", chunk.output_layer.forward)
+        chunk.compute_language_model_loss = under("head", chunk.compute_language_model_loss)
+
+
+def _marked_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark when the backward of what follows a function is over, and the function's own begins."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = function(*args, **kwargs)
+        if out.requires_grad:
+            out.register_hook(_mark)
+        return out
+
+    return forward
+
+
+def _mark(_gradient: torch.Tensor) -> None:
+    meter = current()
+    if meter is not None:
+        meter.mark()
+
+
+def states_of(optimizer: Any) -> list[torch.Tensor]:
+    """Every tensor that an optimizer keeps for its parameters."""
+    found: list[torch.Tensor] = []
+    for each in inner_optimizers(optimizer):
+        if each.optimizer is not None:
+            for state in each.optimizer.state.values():
+                found += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return found
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Megatron's optimizer for dense and that for expert parameters, or the one for all."""
+    return list(getattr(optimizer, "chained_optimizers", None) or [optimizer])

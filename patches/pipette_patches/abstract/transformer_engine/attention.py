@@ -1,0 +1,170 @@
+"""Attention cores by backend: what each keeps for backward, and the copies that it makes on the way.
+
+Read in TransformerEngine 2.8, attention/dot_product_attention/{backends,context_parallel}.py. cuDNN's fused kernel
+takes tokens as they come, (s, b, heads, channels); FlashAttention wants (b, s, heads, channels), so that with more
+than one sequence in a micro-batch query, key, value and output are copied; the unfused core writes every score. With
+context parallelism keys and values travel a ring: one buffer each step forward, two pairs of buffers backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pipette_patches.abstract.errors import NotModelledError
+
+SCORES = ("flash", "fused", "unfused")
+_backend = ["fused"]
+
+
+def choose(backend: str) -> None:
+    """Let the cores made from now on be of this kind."""
+    if backend not in SCORES:
+        raise NotModelledError(f"attention backend {backend!r} is not modelled; known are {', '.join(SCORES)}")
+    _backend[0] = backend
+
+
+class KernelFunction(torch.autograd.Function):
+    """One fused kernel: keeps query, key, value, output and one fp32 number for each query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Make the output, shaped as the query with the value's channels."""
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        state = query.new_empty(2, dtype=torch.int64)
+        ctx.save_for_backward(query, key, value, out, statistics, state)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Make the gradients; the kernel adds up the query's in fp32."""
+        query, key, value, *_ = ctx.saved_tensors
+        gradients[0].contiguous()
+        return _like(query), _like(key), _like(value)
+
+
+class RingFunction(torch.autograd.Function):
+    """Keys and values passed around `ranks` of them; keeps query, the last pair received, output and statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, sequence: int
+    ) -> torch.Tensor:
+        """Make the output in `ranks` steps, whose results all wait for their correction."""
+        pair = key.new_empty(key.numel() + value.numel())
+        pairs, outs = [pair], []
+        for step in range(ranks):
+            if step < ranks - 1:
+                pairs.append(torch.empty_like(pair))
+            shape = [*query.shape[:-1], value.shape[-1]]
+            if step:
+                # Later steps see half of the queries or of the keys (causal): this rank's queries here.
+                shape[sequence] //= 2
+                del_part = query.new_empty((*shape[:-1], query.shape[-1]))
+                outs.append(del_part)
+            outs.append(query.new_empty(shape))
+            outs.append(query.new_empty(shape[:-1], dtype=torch.float32))
+        statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        states = [query.new_empty(2, dtype=torch.int64) for _ in range(ranks)]
+        ctx.save_for_backward(query, pairs[-1], out, statistics, *states)
+        ctx.shapes = (key.shape, value.shape, ranks)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Make the gradients in steps; pairs of key-value and gradient travel in two buffers."""
+        query, pair, *_ = ctx.saved_tensors
+        key_shape, value_shape, ranks = ctx.shapes
+        query_gradient = _like(query)
+        buffers = [pair.new_empty((2, *pair.shape)) for _ in range(2)]
+        for _ in range(ranks):
+            gradients[0].contiguous()
+            part = _like(query)
+            keys, values = pair.new_empty(key_shape), pair.new_empty(value_shape)
+            both = torch.empty_like(pair)
+            del part, keys, values, both
+        last = buffers[-1][1]
+        del buffers
+        split = key_shape.numel()
+        return query_gradient, last[:split].view(key_shape), last[split:].view(value_shape), None, None
+
+
+class SoftmaxFunction(torch.autograd.Function):
+    """The scaled, masked softmax kernel: keeps its result; its backward overwrites the gradient given."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+        """Make the probabilities."""
+        out = torch.empty_like(scores)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        """Overwrite the gradient."""
+        return gradients[0]
+
+
+class DotProductAttention(torch.nn.Module):
+    """Transformer Engine's `DotProductAttention` for causal self-attention on (s, b, heads, channels)."""
+
+    def __init__(
+        self,
+        *,
+        num_attention_heads: int,
+        kv_channels: Any,
+        attention_dropout: float = 0.0,
+        cp_group: Any = None,
+        cp_comm_type: str = "p2p",
+        **_kernel_options: Any,
+    ) -> None:
+        super().__init__()
+        del num_attention_heads, kv_channels
+        self.backend = _backend[0]
+        self.ring = cp_group.size() if cp_group is not None and not isinstance(cp_group, (list, tuple)) else 1
+        self.cp_comm_type = cp_comm_type
+        self.attention_dropout = attention_dropout
+        if cp_group is not None and cp_comm_type != "p2p":
+            raise NotModelledError(f"context parallelism by {cp_comm_type} is not modelled, only p2p")
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_mask: Any, **_options: Any
+    ) -> torch.Tensor:
+        """Attend; returns (s, b, heads * channels)."""
+        query, key, value = (one.contiguous() for one in (query, key, value))
+        if self.ring == 1 and self.backend == "unfused":
+            return unfused(query, key, value, self.attention_dropout)
+        # Without a ring there is no unfused core: Transformer Engine has context parallelism for its kernels only.
+        batch_first = self.backend == "flash"
+        if batch_first:
+            query, key, value = (one.transpose(0, 1).contiguous() for one in (query, key, value))
+        if self.ring > 1:
+            out = RingFunction.apply(query, key, value, self.ring, 1 if batch_first else 0)  # type: ignore[no-untyped-call]
+        else:
+            out = KernelFunction.apply(query, key, value)  # type: ignore[no-untyped-call]
+        flat: torch.Tensor = out.flatten(2)
+        return flat.transpose(0, 1).contiguous() if batch_first else flat
+
+
+def unfused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> torch.Tensor:
+    """Transformer Engine's unfused core: scores, probabilities and their dropped copy are all written."""
+    (rows, batch, heads, _), columns = query.shape, key.shape[0]
+    if key.shape[2] != heads:
+        repeats = heads // key.shape[2]
+        key, value = (one.repeat_interleave(repeats, dim=2) for one in (key, value))
+    flat_query = query.reshape(rows, batch * heads, -1)
+    flat_key = key.reshape(columns, batch * heads, -1)
+    scores = query.new_empty(batch * heads, rows, columns)
+    scores = torch.baddbmm(scores, flat_query.transpose(0, 1), flat_key.permute(1, 2, 0), beta=0.0)
+    scores = SoftmaxFunction.apply(scores)  # type: ignore[no-untyped-call]
+    scores = torch.nn.functional.dropout(scores, dropout, training=True)
+    flat_value = value.reshape(columns, batch * heads, -1)
+    out = torch.bmm(scores, flat_value.transpose(0, 1)).view(batch, heads, rows, -1)
+    return out.permute(2, 0, 1, 3).contiguous().flatten(2)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

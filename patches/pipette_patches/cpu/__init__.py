@@ -1,0 +1,1 @@
+"""The patch `cpu_backend`: stock megatron-core on CPUs over gloo."""

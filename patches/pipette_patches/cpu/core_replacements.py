@@ -1,0 +1,127 @@
+"""megatron-core without CUDA kernels: its settings, norms, random states and compiled functions."""
+
+import copy
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from pipette_patches.cpu.torch_replacements import instead, rng_state, say_once, set_rng_state
+from pipette_patches.replacements import Replacement
+
+# What needs a CUDA kernel or Transformer Engine, and how to do without. Only fp8 and fp4 change what is computed.
+_WITHOUT_CUDA = {
+    "apply_rope_fusion": False,
+    "defer_embedding_wgrad_compute": False,
+    "fp4": None,
+    "fp8": None,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "memory_efficient_layer_norm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "persist_layer_norm": False,
+    "tp_comm_overlap": False,
+}
+
+
+def _without_kernels(original: Callable[..., None]) -> Callable[..., None]:
+    """Switch off what needs CUDA kernels before a configuration checks itself."""
+
+    @functools.wraps(original)
+    def check(config: Any) -> None:
+        off = {name: value for name, value in _WITHOUT_CUDA.items() if getattr(config, name, value) != value}
+        if getattr(config, "num_moe_experts", None) and config.bias_activation_fusion and not config.gated_linear_unit:
+            # Experts computed one by one, as on a CPU, refuse it; only grouped ones, which need CUDA, go without.
+            off["bias_activation_fusion"] = False
+        for name, value in off.items():
+            setattr(config, name, value)
+        if off:
+            say_once(f"switched off, as they need CUDA kernels: {', '.join(off)}")
+        # gloo still reads a sent tensor when interleaved stages free it: the receiver would get garbage.
+        config.deallocate_pipeline_outputs = False
+        original(config)
+
+    return check
+
+
+def _norm_for_sequence_parallel(original: Callable[..., Any]) -> Any:
+    """Give torch's norms to sequence-parallel models: mark their weights, for Megatron to sum the gradients over TP."""
+
+    @functools.wraps(original)
+    def make(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return staticmethod(make)
+
+
+def _uncompiled(_original: object) -> Callable[[Any], Any]:
+    """Run fused functions as they are written: compiling them takes longer than a smoke run, and a C++ compiler."""
+    return lambda function=None, **_options: function if function is not None else _uncompiled(None)
+
+
+def _without_fp8(original: Callable[..., None]) -> Callable[..., None]:
+    """Recompute without asking Transformer Engine for its fp8 state: the original asks whenever it is told `False`."""
+
+    @functools.wraps(original)
+    def make(checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        original(checkpoint, *args, **kwargs)
+        checkpoint.fp8 = False
+
+    return make
+
+
+def _split_sizes_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give an all-to-all its split sizes as numbers, which the original does for tensors that come from a GPU."""
+
+    @functools.wraps(original)
+    def move(tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
+        moved = original(tensor, as_numpy, *args, **kwargs)
+        return moved.numpy() if as_numpy and hasattr(moved, "numpy") else moved
+
+    return move
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Drop one warning: with one generator for both, the CPU's state does change where CUDA's does."""
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+RANDOM_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
+
+WITHOUT_ENGINE = (
+    Replacement(
+        module="megatron.core.transformer.torch_norm", path="WrappedTorchNorm.__new__", make=_norm_for_sequence_parallel
+    ),
+    # Without Transformer Engine the name is used and not defined.
+    Replacement(
+        module="megatron.core.transformer.moe.moe_utils",
+        path="te_general_gemm",
+        make=instead(None),
+        may_be_absent=True,
+        versions="<0.17",
+    ),
+)
+"""What local layers need where neither Transformer Engine nor Apex is, on a GPU too."""
+CORE = (
+    *WITHOUT_ENGINE,
+    Replacement(
+        module="megatron.core.model_parallel_config", path="ModelParallelConfig.__post_init__", make=_without_kernels
+    ),
+    Replacement(module="megatron.core.tensor_parallel.random", path="_get_cuda_rng_state", make=instead(rng_state)),
+    Replacement(module="megatron.core.tensor_parallel.random", path="_set_cuda_rng_state", make=instead(set_rng_state)),
+    Replacement(
+        module="megatron.core.tensor_parallel.random", path="CheckpointWithoutOutput.__init__", make=_without_fp8
+    ),
+    Replacement(
+        module="megatron.core.transformer.moe.token_dispatcher",
+        path="maybe_move_tensor_to_cpu",
+        make=_split_sizes_as_numbers,
+    ),
+    Replacement(module="megatron.core.jit", path="jit_fuser", make=_uncompiled),
+)

@@ -1,0 +1,173 @@
+"""One whole stage of a training job on a real device, with no peer: what one rank of any world size really holds.
+
+The model, its gradient buffers, optimizer and schedule are set up as in abstract execution, by the same code, but with
+real tensors: warm-up, steady state and cooldown run with as many micro-batches in flight as the rank has in the job,
+and then the optimizer steps. A fake process group of the full world size cuts weights, activations and optimizer.
+Messages go nowhere; what they would have brought is noise of the right shape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pipette_launch.facts import Job, Layout
+from pipette_patches.abstract import megatron_config
+from pipette_patches.abstract.allocator import StorageMeter, metered
+from pipette_patches.abstract.process_groups import one_rank
+from pipette_patches.abstract.scale_up import enough_microbatches, full_size
+from pipette_patches.abstract.torch_replacements import no_coalescing
+from pipette_patches.abstract.trainer import Trainer, inner_optimizers
+from pipette_patches.cpu.torch_replacements import instead
+from pipette_patches.replacements import Replacement, Replacements
+from pipette_patches.workload.layers import REFUSALS, WorkloadError, is_out_of_memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRun:
+    """What one stage held."""
+
+    tally_bytes: int
+    """Bytes of all tensors at their peak, each rounded up as CUDA's allocator does; 0 on CUDA, where that one counts.
+
+    Temporaries inside an operation are not among them.
+    """
+    parts: dict[str, int]
+    """The tally, split as in abstract execution."""
+    notes: tuple[str, ...]
+    """In what this differs from the real job, one sentence each."""
+
+
+def load() -> None:
+    """Import what a stage needs of megatron-core; `workload.load` came before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.distributed
+        import megatron.core.pipeline_parallel.schedules  # noqa: F401
+
+
+def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> StageRun:
+    """Train the first rank of a stage for a step or two, and take everything down.
+
+    No process group may exist in this process, and `load` came before. On CUDA two iterations run, as the second is the
+    first that has the optimizer's states; on CPU the first is a bare optimizer step, which makes them.
+
+    Raises:
+        WorkloadError: megatron-core refuses the stage; running out of memory is left as torch raises it.
+
+    """
+    real, changes, notes = as_run_here(job, device_kind)
+    try:
+        with _alone(), one_rank(real, layout, pp_rank), _tally(device_kind) as meter:
+            _train(real, layout, pp_rank, meter=meter, changes=changes, whole=device_kind == "cuda")
+            peak = max(meter.stretches, key=lambda stretch: stretch.total)
+    except REFUSALS as error:
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise WorkloadError(f"megatron-core refuses {stage_words(layout, pp_rank)}: {reason[0]}") from error
+    finally:
+        gc.collect()
+    parts = {name: size for name, size in peak.at_peak.items() if size}
+    return StageRun(tally_bytes=peak.total, parts=parts, notes=notes)
+
+
+def as_run_here(job: Job, device_kind: str) -> tuple[Job, dict[str, Any], tuple[str, ...]]:
+    """The job as it can run here, fields of TransformerConfig to set beside, and a sentence on each difference."""
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.enums import AttnBackend
+
+    # Values count here: experts are chosen by them.
+    changes: dict[str, Any] = {"perform_initialization": True}
+    if device_kind == "cuda":
+        # As layers were timed in this process: megatron-core keeps the choice in the environment and allows no other.
+        changes["attention_backend"] = AttnBackend[job.model.attention_backend]
+    without = megatron_config.left_out(job)
+    notes = [f"stages were measured without {without}"] if without else []
+    wants_te = job.model.transformer_impl == "transformer_engine"
+    if wants_te and device_kind == "cuda" and getattr(gpt_layer_specs, "HAVE_TE", False):
+        return job, changes, tuple(notes)
+    if wants_te:
+        notes.append("stages were measured with megatron-core's local layers: transformer-engine is not there")
+    local = replace(job.model, transformer_impl="local", attention_backend="local")
+    return replace(job, model=local), changes, tuple(notes)
+
+
+def stage_words(layout: Layout, pp_rank: int) -> str:
+    """A stage as people write it."""
+    return f"stage {pp_rank} of {layout.words()}"
+
+
+def _train(
+    job: Job, layout: Layout, pp_rank: int, *, meter: StorageMeter, changes: dict[str, Any], whole: bool
+) -> None:
+    size = full_size(job, layout)
+    size = replace(size, num_microbatches=enough_microbatches(layout, pp_rank, size.num_microbatches))
+    trainer = Trainer(job, layout, pp_rank, meter=meter, size=size, changes=changes)
+    for optimizer in inner_optimizers(trainer.optimizer):
+        _never_skips(optimizer)
+    trainer.step("first", forward_and_backward=whole)
+    trainer.step("second")
+    meter.mark()
+
+
+def _never_skips(optimizer: Any) -> None:
+    """Let fp16 step on whatever the gradients are: a step that is skipped makes no states."""
+    name = "_unscale_main_grads_and_check_for_nan"
+    unscale: Callable[[], bool] | None = getattr(optimizer, name, None)
+    if unscale is not None:
+        setattr(optimizer, name, lambda: bool(unscale()) and False)
+
+
+@contextlib.contextmanager
+def _tally(device_kind: str) -> Iterator[StorageMeter]:
+    """Count on a CPU; a GPU has its own account, which also knows what kernels hold for themselves."""
+    if device_kind == "cpu":
+        with metered("cpu") as meter:
+            yield meter
+    else:
+        yield StorageMeter(device_kind)
+
+
+def _noise(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Fill what a message would have brought: by zeros all tokens would choose the same experts."""
+
+    def communicate(*args: Any, **kwargs: Any) -> Any:
+        received = original(*args, **kwargs)
+        with torch.no_grad():
+            for tensor in received[:2]:
+                if isinstance(tensor, torch.Tensor):
+                    tensor.normal_()
+        return received
+
+    return communicate
+
+
+def _alone() -> contextlib.AbstractContextManager[None]:
+    return _in_force(
+        Replacement(
+            module="megatron.core.pipeline_parallel.p2p_communication", path="P2PCommunicator._communicate", make=_noise
+        ),
+        # A fake group knows no coalesced collectives.
+        Replacement(
+            module="megatron.core.distributed.param_and_grad_buffer",
+            path="_coalescing_manager",
+            make=instead(no_coalescing),
+        ),
+    )
+
+
+@contextlib.contextmanager
+def _in_force(*wanted: Replacement) -> Iterator[None]:
+    replacements = Replacements(wanted)
+    replacements.apply()
+    try:
+        yield
+    finally:
+        replacements.revert()

@@ -1,0 +1,1 @@
+"""The user's own layers on one device, with no peer."""

@@ -1,0 +1,260 @@
+"""Build the user's own layers with megatron-core on one device, with no peer: communication costs nothing here.
+
+A fake process group of tp*cp ranks lets megatron-core cut its weights and activations as in the real job, while every
+collective returns at once (what it would have received stays uninitialised, which changes no time). So each device
+measures alone, and all devices of a job measure different shapes at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipette_launch.errors import PipetteError
+from pipette_launch.facts import ComputeCase, Job
+from pipette_patches import registry
+from pipette_patches.workload.config import DTYPES, PartName, layer_kinds, transformer_config
+from pipette_patches.workload.recompute import Core, recomputed
+
+SEED = 1234
+REFUSALS = (AssertionError, AttributeError, ImportError, NameError, RuntimeError, TypeError, ValueError)
+"""What megatron-core raises for a case that it cannot run; NameError where it misses Transformer Engine (0.16, MoE)."""
+
+
+class WorkloadError(PipetteError):
+    """megatron-core cannot run this case on this device."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of the model that can be run forward and backward by itself."""
+
+    name: PartName
+    parameters: tuple[torch.nn.Parameter, ...]
+    source: torch.Tensor | None
+    """The input that a pipeline would send a gradient back for; the embedding has none."""
+    forward: Callable[[int], torch.Tensor]
+    """Run the part so many times in a row, each on the output of the one before (once if it has no such chain)."""
+    chains: bool
+    main_grad_dtype: torch.dtype
+    recomputed: Callable[[int], torch.Tensor] | None = None
+    """The same under full recompute: the backward runs each layer again; None where Megatron never does so."""
+
+    def backward(self, output: torch.Tensor) -> None:
+        """Run the backward of an output, down to the input and to whatever parameters are not frozen."""
+        if self.source is not None:
+            self.source.grad = None
+        if output.requires_grad:
+            torch.autograd.backward(output, torch.ones_like(output))
+
+    def freeze(self, frozen: bool) -> None:
+        """Ask for no weight gradients in what runs forward from now on: its backward is then the input's alone."""
+        for parameter in self.parameters:
+            parameter.requires_grad_(not frozen)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Add each weight gradient to a main gradient as soon as it is there, as Megatron's data parallelism does."""
+        hooks = [_give_main_grad(parameter, self.main_grad_dtype) for parameter in self.parameters]
+        try:
+            yield
+        finally:
+            for take_back in hooks:
+                take_back()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The parts of one compute case."""
+
+    parts: tuple[Part, ...]
+    model: Any
+    """The GPTModel that they are parts of."""
+    token_ids: torch.Tensor
+    """What goes in, and what the head should say."""
+    notes: tuple[str, ...]
+    """In what this differs from the real job, one sentence each."""
+
+
+def load(device_kind: str) -> None:
+    """Import megatron-core, which takes seconds; on CPU the patch `cpu_backend` stays in force from here on."""
+    if device_kind == "cpu":
+        registry.apply("cpu_backend")
+    with warnings.catch_warnings():
+        # It warns of each optional library that is absent.
+        warnings.simplefilter("ignore")
+
+        # The first optimizer would bring it in: half a second that is no step's.
+        import torch._dynamo  # noqa: F401
+
+
+@contextlib.contextmanager
+def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workload]:
+    """Build the parts of a case, and take everything down afterwards.
+
+    No process group may exist in this process, and `load` came before.
+
+    Raises:
+        WorkloadError: megatron-core refuses the case; running out of memory is left as torch raises it.
+
+    """
+    with _fake_group(case):
+        try:
+            built = _build(job, case, device_kind)
+        except REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise WorkloadError(f"megatron-core refuses {case_words(case)}: {reason[0]}") from error
+        yield built
+
+
+def case_words(case: ComputeCase) -> str:
+    """A case as people write it."""
+    return f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host has no memory left."""
+    said = str(error)
+    # oneDNN names no cause: what it cannot get is the buffer of a kernel that it makes for a new shape.
+    no_kernel = said.strip().endswith("could not create a primitive")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in said or no_kernel
+
+
+def _give_main_grad(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:
+    """Prepare a parameter as Megatron's data parallelism does; call the result to undo that."""
+    parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
+    parameter.grad_added_to_main_grad = False
+    hook = parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
+
+    def take_back() -> None:
+        hook.remove()
+        parameter.grad = None
+        del parameter.main_grad
+
+    return take_back
+
+
+def _add_to_main_grad(parameter: Any) -> None:
+    # Transformer Engine may have added it inside its own kernel.
+    if not parameter.grad_added_to_main_grad:
+        parameter.main_grad.add_(parameter.grad)
+    parameter.grad = None
+
+
+@contextlib.contextmanager
+def _fake_group(case: ComputeCase) -> Iterator[None]:
+    from megatron.core import parallel_state, tensor_parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.tp * case.cp)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp,
+            context_parallel_size=case.cp,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    model = job.model
+    kinds = layer_kinds(model)
+    wants_te = device_kind == "cuda" and model.transformer_impl == "transformer_engine"
+    has_te = bool(getattr(gpt_layer_specs, "HAVE_TE", False))
+    uses_te = wants_te and has_te
+    notes = []
+    if wants_te and not has_te:
+        notes.append("compute was measured with megatron-core's local layers: transformer-engine is not installed")
+    config, config_notes = transformer_config(job, case, kinds, device_kind=device_kind, uses_te=uses_te)
+    spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=uses_te, normalization=None if uses_te else model.normalization
+    )
+    gpt = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=model.padded_vocab_size(case.tp),
+        max_sequence_length=model.max_position_embeddings,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+    )
+    # As Megatron's Float16Module does: norms too are kept in the training type.
+    gpt = gpt.to(device=device_kind, dtype=DTYPES[model.params_dtype]).train()
+    ids = torch.randint(model.vocab_size, (case.micro_batch_size, model.seq_length // case.cp), device=device_kind)
+    parts = _parts(gpt, job, case, kinds=kinds, ids=ids)
+    return Workload(parts=parts, model=gpt, token_ids=ids, notes=(*notes, *config_notes))
+
+
+def _parts(
+    gpt: Any, job: Job, case: ComputeCase, *, kinds: tuple[PartName, ...], ids: torch.Tensor
+) -> tuple[Part, ...]:
+    model = job.model
+    tokens = ids.shape[1]
+    rows = tokens // (case.tp if gpt.config.sequence_parallel else 1)
+    shape = (rows, case.micro_batch_size, model.hidden_size)
+    hidden = torch.randn(shape, dtype=DTYPES[model.params_dtype], device=ids.device, requires_grad=True)
+    positions = torch.arange(tokens, device=ids.device).expand_as(ids)
+    main_grad_dtype = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
+    rope = gpt.rotary_pos_emb(model.seq_length) if model.position_embedding_type == "rope" else None
+    tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
+
+    def once(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        def run(flow: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = layer(flow, attention_mask=None, rotary_pos_emb=rope)[0]
+            return output
+
+        return run
+
+    def run_layer(layer: Any) -> Callable[[int], torch.Tensor]:
+        run = once(layer)
+
+        def forward(times: int) -> torch.Tensor:
+            flow = hidden
+            for _ in range(times):
+                flow = run(flow)
+            return flow
+
+        return forward
+
+    def embed(_: int) -> torch.Tensor:
+        output: torch.Tensor = gpt.embedding(input_ids=ids, position_ids=positions)
+        return output
+
+    def head(_: int) -> torch.Tensor:
+        normed = gpt.decoder.final_layernorm(hidden)
+        logits, _bias = gpt.output_layer(normed, weight=tied)
+        loss: torch.Tensor = gpt.compute_language_model_loss(ids, logits)
+        return loss.mean()
+
+    def part(name: PartName, module: Any, forward: Callable[[int], torch.Tensor], **options: Any) -> Part:
+        parameters = tuple(module.parameters())
+        return Part(name=name, parameters=parameters, forward=forward, main_grad_dtype=main_grad_dtype, **options)
+
+    layers = [
+        part(kind, layer, run_layer(layer), source=hidden, chains=True, recomputed=recomputed(once(layer), hidden))
+        for kind, layer in zip(kinds, gpt.decoder.layers, strict=True)
+    ]
+    first = gpt.decoder.layers[0]
+    core = Core(first, lambda: once(first)(hidden))
+    output = torch.nn.ModuleList([gpt.decoder.final_layernorm, gpt.embedding if tied is not None else gpt.output_layer])
+    return (
+        *layers,
+        part("embedding", gpt.embedding, embed, source=None, chains=False),
+        part("head", output, head, source=hidden, chains=False),
+        part("core_attention", core.module, core.forward, source=core.query, chains=core.chains),
+    )

@@ -1,0 +1,120 @@
+"""What the agent needs from above: who decides, and what is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pipette_launch.facts.messages.round import Decision, NodeRecord, Verdict
+from pipette_launch.facts.results.trials import TrialReport
+from pipette_launch.probe.progress import Sign
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What torchrun knows of this node."""
+
+    entrypoint: str | Callable[..., Any]
+    """torchrun's own program for the workers."""
+    arguments: tuple[str, ...]
+    num_slots: int
+    address: str
+    interruption: type[Exception]
+    """What a signal to the agent raises: it is nobody's failure, and must reach torch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """What to start on every slot of this node."""
+
+    entrypoint: str | Callable[..., Any]
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    """Variables added to the agent's own."""
+
+
+class Helper(Protocol):
+    """Whoever helps the first node to plan: processes here, or another node through the store. No call of it waits."""
+
+    name: str
+    """How it is called in words."""
+
+    def size(self) -> int:
+        """How many processes it lends; 0 while none of them is ready."""
+
+    def give(self, batch: str) -> None:
+        """Let it do something; what it was given before must have been answered."""
+
+    def answer(self) -> str | None:
+        """What came of it; None while it is at work."""
+
+    def close(self) -> None:
+        """End what it does."""
+
+
+Invite = Callable[[str], Sequence[Helper]]
+"""Gives the other nodes of the round an order, and returns those that may help with it."""
+
+
+class Conductor(Protocol):
+    """Decides for the job; the agent acts."""
+
+    def begin(self, node: Node) -> str:
+        """Take what torchrun knows of this node; return the token that names the agent."""
+
+    def record(self, *, attempt: int, verdict: Verdict, failure: str, has_plan: bool) -> NodeRecord:
+        """Introduce this node to the others."""
+
+    def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
+        """Decide for all nodes what a new round does (called on the chief only)."""
+
+    def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
+        """Turn what the warm-up measured into a plan, with whoever helps (called on the chief only)."""
+
+    def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
+        """Turn what came of a trial into the next one, or into the training (called on the chief only)."""
+
+    def measured(self) -> str:
+        """Return what the warm-up left on this node; empty where it left nothing."""
+
+    def receive(self, measured: str) -> None:
+        """Take what the warm-up left on another node (called on a chief that took no part in it)."""
+
+    def help(self, order: str) -> Helper:
+        """Return what does the chief's order on this node (never called on the chief)."""
+
+    def show(self, decision: Decision, *, speaks: bool) -> None:
+        """Take note of what was decided; `speaks` is true on the one node that tells the user."""
+
+    def command(self, decision: Decision) -> Command:
+        """Return what this node's workers run under a decision."""
+
+    def saw_line(self, line: str) -> bool:
+        """Read one line of the last rank's stdout; true when it is an iteration."""
+
+    def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:
+        """Whether workers that showed no iteration had trained all the same: how long they lived, how they ended."""
+
+    def explain(self, text: str) -> str:
+        """Say in one sentence why a worker died, from the end of its stderr; empty when the text does not tell."""
+
+    def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
+        """Return what a local warm-up worker last said of itself, and why it failed if it said so."""
+
+    def warmup_goes_on(self, *, leads: bool) -> None:
+        """Show how far the warm-up is, on the node that leads it; called several times a second."""
+
+    def warmup_is_over(self) -> None:
+        """Take note that no worker of the warm-up is left on this node; returns once the devices are free again."""
+
+    def trial_is_over(self) -> tuple[float, ...]:
+        """Take note that no worker of a trial is left here, once the devices are free; returns the steps it printed."""
+
+    @property
+    def trial_patience_s(self) -> tuple[float, float]:
+        """After how long without the first iteration, and without each later one, a trial counts as hung."""
+
+    @property
+    def warmup_deadline_s(self) -> float:
+        """After how long a warm-up counts as hung."""

@@ -1,0 +1,87 @@
+"""What runs before the training, in the same rendezvous round: a warm-up, then trials where the user wants them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipette_launch.agent.phases import standby
+from pipette_launch.agent.phases.trial import TrialRun
+from pipette_launch.agent.phases.warmup import Warmup
+from pipette_launch.agent.sync.agreement import MEETING_S, plan_together
+from pipette_launch.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from subprocess import Popen
+
+    from torch.distributed.elastic.multiprocessing.api import LogsSpecs
+
+    from pipette_launch.agent.controller import Conductor
+    from pipette_launch.agent.device_binding import Seat
+    from pipette_launch.agent.streams import Streams
+    from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
+    from pipette_launch.agent.sync.store import Exchange
+    from pipette_launch.facts.messages.round import Decision
+
+
+class Prelude:
+    """The phases before the training, as one agent sees them."""
+
+    def __init__(self, conductor: Conductor, handler: AgentStoreHandler, address: str) -> None:
+        self._conductor = conductor
+        self._handler = handler
+        self._warmup = Warmup(conductor, address)
+        self._trial = TrialRun(conductor)
+
+    def begin(self, decision: Decision) -> None:
+        """Forget an earlier trial; called on every node, also where no worker runs."""
+        if decision.phase == "trial":
+            self._trial.begin()
+
+    def open_logs(self, decision: Decision) -> tuple[Streams | None, LogsSpecs]:
+        """Return who reads the output of this phase's workers, if anyone does, and where they write."""
+        return (None, self._warmup.begin()) if decision.phase == "warmup" else self._trial.open_logs()
+
+    def drop_logs(self) -> None:
+        """Leave of the output only that of a failed warm-up."""
+        self._warmup.drop_logs()
+        self._trial.drop_logs()
+
+    def is_over(
+        self,
+        exchange: Exchange,
+        decision: Decision,
+        token: str,
+        *,
+        processes: Mapping[int, Popen[bytes]],
+        seats: Sequence[Seat],
+    ) -> bool:
+        """Whether the phase is over on all nodes; one that fails or hangs is over, too."""
+        if decision.phase == "warmup":
+            return self._warmup.look(exchange, decision, token, processes) != "running"
+        return self._trial.look(exchange, decision, token, processes, seats, is_gone=self._handler.is_closed)
+
+    def why_anew(self, decision: Decision) -> str:
+        """Say why the round must end with the phase: nodes are gone; empty where none are."""
+        if decision.phase == "warmup":
+            return self._warmup.failure if self._warmup.absent else ""
+        return f"{', '.join(self._trial.absent)} vanished during a trial" if self._trial.absent else ""
+
+    def following(self, exchange: Exchange, decision: Decision, token: str) -> Decision:
+        """Return what all nodes do next."""
+        if decision.phase == "warmup":
+            return self._plan(exchange, decision, token)
+        if self._trial.following is None:
+            raise ClusterError("a trial ended without a word on what comes next")
+        return self._trial.following
+
+    def _plan(self, exchange: Exchange, decision: Decision, token: str) -> Decision:
+        relay = standby.Relay(exchange, decision, token, self._conductor)
+        relay.hand_over()
+        return plan_together(
+            exchange,
+            make=lambda invite: relay.plan(self._warmup.failure, invite, is_gone=self._handler.is_closed),
+            hire=self._conductor.help,
+            is_gone=self._handler.is_closed,
+            deadline_s=MEETING_S + self._conductor.warmup_deadline_s,
+        )

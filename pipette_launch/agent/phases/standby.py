@@ -1,0 +1,131 @@
+"""A node that is in the round and runs no workers: it follows the others, and may take part in the next round.
+
+All nodes stay in one rendezvous round: a second one would let spare nodes take the places of healthy ones, and the
+rendezvous store may live in the very agent that runs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from pipette_launch.agent.sync.agreement import MEETING_S
+from pipette_launch.agent.sync.remote_tasks import MOST_BYTES, pack, unpack
+from pipette_launch.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from pipette_launch.agent.controller import Conductor, Invite
+    from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
+    from pipette_launch.agent.sync.store import Exchange
+    from pipette_launch.facts.messages.round import Decision
+
+logger = logging.getLogger(__name__)
+
+
+class NoLogs(LogsSpecs):
+    """Where no worker writes."""
+
+    @property
+    def root_log_dir(self) -> str:
+        """Nowhere."""
+        return os.devnull
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:  # noqa: ARG002
+        """Name no file but the one that torch opens for lines that it picks from all workers."""
+        destinations = LogsDest()
+        for name in ("filtered_stdout", "filtered_stderr"):
+            if hasattr(destinations, name):
+                setattr(destinations, name, os.devnull)
+        return destinations
+
+
+def run_nothing(spec: WorkerSpec) -> NoLogs:
+    """Prepare a start of no workers, which is torch's own start: from then on the agent hears signals."""
+    # No function: torch starts those in ways that want at least one worker.
+    spec.entrypoint, spec.args = sys.executable, ()
+    return NoLogs()
+
+
+def is_over(exchange: Exchange, handler: AgentStoreHandler, phase: str) -> bool:
+    """Whether the nodes that work have ended a phase well.
+
+    Raises:
+        ClusterError: the job has failed there, or the rendezvous store is gone.
+
+    """
+    try:
+        # In this order: whoever ends the phase says so before it closes the rendezvous.
+        is_closed = handler.is_closed()
+        if exchange.has(f"over/{phase}"):
+            return True
+        why = exchange.peek("failed")
+    except (RuntimeError, RendezvousError) as error:
+        raise ClusterError(f"this node stood by, and the host of the rendezvous store is gone: {error}") from error
+    if why is not None or is_closed:
+        raise ClusterError(f"this node stood by, and the job failed elsewhere: {why or 'a node gave it up'}")
+    return False
+
+
+def tell_failure(exchange: Exchange, why: str) -> None:
+    """Let nodes on standby know why the job ends."""
+    with contextlib.suppress(RuntimeError):
+        exchange.put("failed", why)
+
+
+class Relay:
+    """Brings what the warm-up measured from the node of RANK 0 to the one that decides, if that one took no part."""
+
+    def __init__(self, exchange: Exchange, decision: Decision, token: str, conductor: Conductor) -> None:
+        self._exchange = exchange
+        self._decision = decision
+        self._conductor = conductor
+        self._stood_by = token in decision.standby
+        # In torchrun's order the node that decides comes first, unless it stands by.
+        self._gives = not exchange.is_chief and token == decision.tokens[0]
+
+    def hand_over(self) -> None:
+        """Give the measurements away where they are not known to whoever decides."""
+        if not self._gives:
+            return
+        packed = pack(self._conductor.measured())
+        pieces = [packed[start : start + MOST_BYTES] for start in range(0, len(packed), MOST_BYTES)]
+        for index, piece in enumerate(pieces):
+            self._exchange.put(f"measured/{index}", piece)
+        self._exchange.put("measured", str(len(pieces)))
+
+    def plan(self, failure: str, invite: Invite, *, is_gone: Callable[[], bool]) -> Decision:
+        """Let the node that decides make the plan.
+
+        Args:
+            failure: why the warm-up failed, as far as this node knows.
+            invite: asks the other nodes for help.
+            is_gone: whether the job has ended meanwhile.
+
+        """
+        if self._stood_by:
+            # It has watched no workers.
+            failure = self._exchange.peek("warmup-failed") or self._take_over(is_gone)
+        return self._conductor.after_warmup(self._decision, failure, invite)
+
+    def _take_over(self, is_gone: Callable[[], bool]) -> str:
+        """Take the measurements from the other node; returns why they could not be had, or nothing."""
+        try:
+            what = "what the warm-up measured"
+            count = int(self._exchange.take("measured", what=what, deadline_s=MEETING_S, give_up=is_gone))
+        except ClusterError as error:
+            return str(error)
+        text = unpack("".join(self._exchange.peek(f"measured/{index}") or "" for index in range(count)))
+        if not text:
+            return "the first worker of the warm-up left no measurements"
+        self._conductor.receive(text)
+        return ""

@@ -1,0 +1,215 @@
+"""What an agent does while a configuration is tried: it counts iterations, and ends the workers after enough of them.
+
+Whoever sees the end of a trial first says so through the store, with the reason if it is a bad one; then every agent
+ends its workers, waits until its devices are free, and says that. The node that decides answers all of them with what
+comes next. A trial that fails costs no restart.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs
+
+from pipette_launch.agent import failures, worker_health
+from pipette_launch.agent.logs import WatchedLogs
+from pipette_launch.agent.streams import Streams
+from pipette_launch.agent.sync.agreement import reports
+from pipette_launch.errors import ClusterError
+from pipette_launch.facts import files
+from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.results.trials import TrialReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from subprocess import Popen
+
+    from pipette_launch.agent.controller import Conductor
+    from pipette_launch.agent.device_binding import Seat
+    from pipette_launch.agent.sync.store import Exchange
+
+REPORT_S = 75.0
+"""How long an agent may take to end its workers and to see its devices free again."""
+NEXT_S = REPORT_S + 45.0
+SETTLE_S = 10.0
+
+
+class QuietLogs(DefaultLogsSpecs):
+    """Error files in a folder of its own; what workers say goes nowhere."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Choose where each worker writes."""
+        destinations = super().reify(envs)
+        for streams in (destinations.stdouts, destinations.stderrs):
+            streams.update(dict.fromkeys(streams, os.devnull))
+        return destinations
+
+
+class TrialRun:
+    """One trial after the other, as one agent sees them."""
+
+    def __init__(self, conductor: Conductor) -> None:
+        self._conductor = conductor
+        self._logs = ""
+        self._streams: Streams | None = None
+        self._began_s = self._started_s = self._heard_s = 0.0
+        self._num_heard = 0
+        self._has_ended = False
+        self.following: Decision | None = None
+        """What comes after the trial that is over; None where it cannot be known without the absent."""
+        self.absent: tuple[str, ...] = ()
+        """Hosts that are gone from the round."""
+
+    def begin(self) -> None:
+        """Forget an earlier trial."""
+        self.drop_logs()
+        self.following, self.absent = None, ()
+        self._num_heard, self._has_ended, self._streams = 0, False, None
+        self._began_s = self._heard_s = time.monotonic()
+        self._started_s = time.time()
+
+    def open_logs(self) -> tuple[Streams, LogsSpecs]:
+        """Return who reads the workers' output, and where they write, temporary files included."""
+        self._logs = tempfile.mkdtemp(prefix="pipette_trial_")
+        # Killed workers do not clean up after themselves: Python's multiprocessing alone leaves a folder for each.
+        os.environ["TMPDIR"] = self._logs
+        self._streams = Streams(self._hear)
+        return self._streams, WatchedLogs(QuietLogs(log_dir=self._logs), self._streams, 0)
+
+    def drop_logs(self) -> None:
+        """Leave nothing on disk."""
+        if self._logs:
+            shutil.rmtree(self._logs, ignore_errors=True)
+        self._logs = ""
+
+    def _hear(self, line: str) -> None:
+        if self._conductor.saw_line(line):
+            self._num_heard += 1
+            self._heard_s = time.monotonic()
+
+    def look(
+        self,
+        exchange: Exchange,
+        decision: Decision,
+        token: str,
+        processes: Mapping[int, Popen[bytes]],
+        seats: Sequence[Seat],
+        *,
+        is_gone: Callable[[], bool],
+    ) -> bool:
+        """Whether the trial is over; then `following` says what comes next on all nodes.
+
+        Args:
+            exchange: the keys of this round.
+            decision: what is tried, and who takes part.
+            token: this agent's.
+            processes: the workers of this node, by local rank.
+            seats: their ranks, by local rank.
+            is_gone: whether the job has ended meanwhile.
+
+        Raises:
+            ClusterError: the rendezvous store is gone, or the node that decides is.
+
+        """
+        try:
+            if not self._is_over(exchange, decision, processes, seats):
+                return False
+            self._end(exchange, decision, token, processes)
+            if exchange.is_chief:
+                self._decide(exchange, decision)
+            text = exchange.take(
+                f"{decision.key}/next", what="what follows the trial", deadline_s=NEXT_S, give_up=is_gone
+            )
+        except RuntimeError as error:
+            self._kill(processes)
+            raise ClusterError(f"the rendezvous store is gone, or its node is, during a trial: {error}") from error
+        self.absent = tuple((exchange.peek(f"{decision.key}/absent") or "").split())
+        self.following = None if self.absent else files.loads(Decision, text, "what follows the trial")
+        return True
+
+    def _is_over(
+        self, exchange: Exchange, decision: Decision, processes: Mapping[int, Popen[bytes]], seats: Sequence[Seat]
+    ) -> bool:
+        """Whether some node has seen the end; this one's own news are told on the way."""
+        key = f"{decision.key}/end"
+        if exchange.has(key):
+            return True
+        codes = {local: process.poll() for local, process in processes.items()}
+        if self._num_heard >= decision.iterations:
+            exchange.settle(key, "", deadline_s=SETTLE_S)
+        elif any(codes.values()):
+            exchange.settle(key, self._describe(codes, seats), deadline_s=SETTLE_S)
+        elif self._is_late(decision, seats):
+            waited_s = time.monotonic() - self._heard_s
+            exchange.settle(
+                key, f"it hung: no iteration within {waited_s:.0f} s after {self._num_heard}", deadline_s=SETTLE_S
+            )
+        elif codes and all(code == 0 for code in codes.values()):
+            return self._all_have_ended(exchange, decision)
+        else:
+            return False
+        return True
+
+    def _all_have_ended(self, exchange: Exchange, decision: Decision) -> bool:
+        """Whether the script has ended by itself on every node, before the trial did."""
+        ended = exchange.count(f"{decision.key}/ended", 0 if self._has_ended else 1)
+        self._has_ended = True
+        if ended < len(decision.tokens):
+            return False
+        exchange.settle(f"{decision.key}/end", "", deadline_s=SETTLE_S)
+        return True
+
+    def _is_late(self, decision: Decision, seats: Sequence[Seat]) -> bool:
+        """Whether the next iteration is overdue; whoever cannot hear them allows for all of them together."""
+        first_s, next_s = self._conductor.trial_patience_s
+        silent_s = time.monotonic() - self._heard_s
+        if any(seat.rank == sum(decision.num_slots) - 1 for seat in seats):
+            return silent_s > (next_s if self._num_heard else first_s)
+        return silent_s > first_s + decision.iterations * next_s
+
+    def _describe(self, codes: Mapping[int, int | None], seats: Sequence[Seat]) -> str:
+        """Say which worker died, and why; of several the one whose words tell most."""
+        assert self._streams is not None
+        # The reason is among the last words.
+        self._streams.close()
+        dead = [local for local, code in codes.items() if code]
+        known = {local: self._conductor.explain("\n".join(self._streams.tail(local))) for local in dead}
+        local = max(dead, key=lambda one: bool(known[one]))
+        why = known[local] or failures.last_words(self._streams.tail(local))
+        return failures.told(seats[local].rank, codes[local] or 0, why)
+
+    def _end(self, exchange: Exchange, decision: Decision, token: str, processes: Mapping[int, Popen[bytes]]) -> None:
+        """Leave nothing behind of this node's workers, and tell what they printed."""
+        self._kill(processes)
+        if self._streams is not None:
+            self._streams.close()
+        self.drop_logs()
+        if token not in decision.tokens:
+            return
+        step_s = self._conductor.trial_is_over()
+        report = TrialReport(step_s=step_s, failure="", took_s=time.monotonic() - self._began_s)
+        exchange.put(f"{decision.key}/report/{token}", files.dumps(report))
+
+    def _kill(self, processes: Mapping[int, Popen[bytes]]) -> None:
+        # Without workers there is no folder that tells their children from other processes.
+        if self._logs:
+            worker_health.end(processes, began_s=self._started_s, mark=self._logs)
+
+    def _decide(self, exchange: Exchange, decision: Decision) -> None:
+        """Hear all nodes, and tell them what comes next."""
+        told, absent = reports(exchange, decision, TrialReport, prefix=f"{decision.key}/report", patience_s=REPORT_S)
+        following = ""
+        if absent:
+            exchange.put(f"{decision.key}/absent", " ".join(absent))
+        else:
+            whole = TrialReport(
+                step_s=max((report.step_s for report in told), key=len),
+                failure=exchange.peek(f"{decision.key}/end") or "",
+                took_s=max(report.took_s for report in told),
+            )
+            following = files.dumps(self._conductor.after_trial(decision, whole))
+        exchange.put(f"{decision.key}/next", following)

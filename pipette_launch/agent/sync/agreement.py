@@ -1,0 +1,129 @@
+"""How the agents of a round reach one decision."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from pipette_launch.agent.sync.remote_tasks import help_out, invite
+from pipette_launch.errors import ClusterError
+from pipette_launch.facts import files
+from pipette_launch.facts.messages.round import Decision, NodeRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipette_launch.agent.controller import Helper, Invite
+    from pipette_launch.agent.sync.store import Exchange
+
+logger = logging.getLogger(__name__)
+
+MEETING_S = 120.0
+"""How long agents of one round wait for each other's word."""
+Report = TypeVar("Report", bound=files.Document)
+
+
+def agree(
+    exchange: Exchange,
+    record: NodeRecord,
+    held: Decision | None,
+    *,
+    decide: Callable[[Sequence[NodeRecord], Decision | None], Decision],
+) -> Decision:
+    """Introduce this node to the others, and return what is decided for all.
+
+    Args:
+        exchange: the keys of this round.
+        record: this node's introduction.
+        held: what this node went by in the round before.
+        decide: called on the chief alone.
+
+    """
+    if held is not None:
+        exchange.put(f"held/{exchange.group_rank}", files.dumps(held))
+    texts = exchange.gather("node", files.dumps(record), deadline_s=MEETING_S)
+    if texts:
+        records = [files.loads(NodeRecord, text, f"record of node {index}") for index, text in enumerate(texts)]
+        exchange.put("decision", files.dumps(decide(records, held or _held_elsewhere(exchange, records))))
+    text = exchange.take("decision", what="the decision of the first node", deadline_s=MEETING_S)
+    return files.loads(Decision, text, "decision of the first node")
+
+
+def plan_together(
+    exchange: Exchange,
+    *,
+    make: Callable[[Invite], Decision],
+    hire: Callable[[str], Helper],
+    is_gone: Callable[[], bool],
+    deadline_s: float,
+) -> Decision:
+    """Return the plan of the first node; the others help it to make one while they wait.
+
+    Args:
+        exchange: the keys of this round.
+        make: makes the plan, called on the chief alone, with what invites the others to help.
+        hire: returns what does an order of the chief's, called on the others.
+        is_gone: whether the job has ended meanwhile.
+        deadline_s: how long the others wait.
+
+    Raises:
+        ClusterError: the plan did not come in time, or never will.
+
+    """
+    end_s = time.monotonic() + deadline_s
+    if exchange.is_chief:
+        exchange.put("plan", files.dumps(make(partial(invite, exchange))))
+    else:
+        help_out(exchange, hire, is_over=lambda: exchange.has("plan") or is_gone() or time.monotonic() > end_s)
+    text = exchange.take("plan", what="the plan of the first node", deadline_s=deadline_s, give_up=is_gone)
+    return files.loads(Decision, text, "plan of the first node")
+
+
+def begin_anew(why: str, restarts: int) -> int:
+    """Nodes that are gone would be waited for in training, so the round ends; returns the restarts that are left.
+
+    Raises:
+        ClusterError: none were left, and with them the job ends too, as under torchrun.
+
+    """
+    if restarts == 0:
+        raise ClusterError(f"{why}; with --max-restarts the job would have begun anew without it")
+    logger.warning("%s; beginning anew without it", why)
+    return restarts - 1
+
+
+def _held_elsewhere(exchange: Exchange, records: Sequence[NodeRecord]) -> Decision | None:
+    """Ask an agent that was here before for the plan, when the new chief was not."""
+    for group_rank, record in enumerate(records):
+        if record.has_plan:
+            text = exchange.take(f"held/{group_rank}", what=f"the plan of node {group_rank}", deadline_s=MEETING_S)
+            return files.loads(Decision, text, f"decision of node {group_rank}")
+    return None
+
+
+def reports(
+    exchange: Exchange, decision: Decision, kind: type[Report], *, prefix: str, patience_s: float
+) -> tuple[list[Report], list[str]]:
+    """Collect what the agents of a decision say, and the hosts of those that say nothing.
+
+    Args:
+        exchange: the keys of this round.
+        decision: whose agents are asked.
+        kind: of a report.
+        prefix: of the key of each, before the agent's token.
+        patience_s: for all of them together.
+
+    """
+    ends_s = time.monotonic() + patience_s
+    found, absent = [], []
+    for host, token in zip(decision.hosts, decision.tokens, strict=True):
+        left_s = max(ends_s - time.monotonic(), 0.0)
+        try:
+            text = exchange.take(f"{prefix}/{token}", what=f"a report of {host}", deadline_s=left_s)
+        except ClusterError:
+            absent.append(host)
+            continue
+        found.append(files.loads(kind, text, f"report of {host}"))
+    return found, absent

@@ -1,0 +1,278 @@
+"""What `step_bounds` looks up: times and parameters of what chunks are made of, and the best of all links."""
+
+# N = layouts, U = groups of layouts that agree, C = cuts of the model into chunks, K = kinds of chunk,
+# P = pipeline ranks, V = chunks of each, L = lines whose lowest counts.
+# X = what chunks are made of: dense layers, those that full recompute runs again, layers with experts, those that it
+# runs again, embedding, head.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.columns.exchange_bounds import ExchangeTable
+from pipette_launch.cost.columns.layouts import LayoutColumns, codes_of
+from pipette_launch.cost.communication.collectives import Fabric, Kind
+from pipette_launch.cost.communication.traffic import LayerCounts, meets_receivers
+from pipette_launch.cost.compute.stages import ComputeTable, Passes, case_of
+from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
+from pipette_launch.cost.layers.parameters import unit_parameters, word_embedding_parameters
+from pipette_launch.cost.memo import Memo
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout, Recompute
+from pipette_launch.facts.measurements import ComputeCase, Measurements
+from pipette_launch.facts.model import ModelSpec
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+NUM_PARTS = 6
+"""X."""
+_PARTS: Memo[Ints] = Memo()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What the chunks of some layouts of one shape hold."""
+
+    cut_N: Ints
+    kind_CVP: Ints
+    parts_KX: Ints
+    """How many of each part."""
+
+
+def contents_of(job: Job, columns: LayoutColumns) -> Content:
+    """Count what each chunk holds, once for each cut; every layout has the same pp and vpp.
+
+    Raises:
+        LayoutError: a row cuts the layers unevenly.
+
+    """
+    cuts = columns.groups("layers_per_chunk", "recompute")
+    shape = (len(cuts.first_U), int(columns.vpp[0]), int(columns.pp[0]))
+    parts_CSX = np.array([_parts_SX(job, columns.layout(int(row))) for row in cuts.first_U])
+    kinds, kind = np.unique(parts_CSX.reshape(-1, NUM_PARTS), axis=0, return_inverse=True)
+    return Content(cut_N=cuts.group_N, kind_CVP=kind.reshape(shape), parts_KX=kinds)
+
+
+def _parts_SX(job: Job, layout: Layout) -> Ints:
+    """Count the parts of every chunk; most cuts come again with every degree and micro-batch."""
+    key = (job.model, layout.chunk_layers(job.model.num_layers), layout.recompute)
+    return _PARTS.get(key, lambda: _counted_SX(job, layout))
+
+
+def _counted_SX(job: Job, layout: Layout) -> Ints:
+    counts = LayerCounts.of(job, layout)
+    attention, again, moe, moe_again = (
+        np.array(each) for each in (counts.attention, counts.attention_again, counts.moe, counts.moe_again)
+    )
+    dense, dense_again = attention - moe, again - moe_again
+    parts = (dense - dense_again, dense_again, moe - moe_again, moe_again, counts.embedding, counts.head)
+    return np.stack([np.array(part) for part in parts], axis=-1)
+
+
+def _one_of_each(model: ModelSpec) -> LayerCounts:
+    """A stage for each part, in the order of X."""
+    shared = int(model.moe_shared_expert_intermediate_size > 0)
+    return LayerCounts.of_rows(
+        [
+            (1, 0, 1, 0, 0, 0, 0, 0),
+            (1, 1, 1, 1, 0, 0, 0, 0),
+            (1, 0, shared, 0, 1, 0, 0, 0),
+            (1, 1, shared, shared, 1, 1, 0, 0),
+            (0, 0, 0, 0, 0, 0, 1, 0),
+            (0, 0, 0, 0, 0, 0, 0, 1),
+        ]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitTimes:
+    """Seconds of one micro-batch on what chunks are made of, for each group of layouts."""
+
+    group_N: Ints
+    passes_U4X: Floats
+    """Forward and backward with recompute on a slot of speed 1, and what of each the device waits for the host."""
+    exchanges_U2X: Floats
+    """Collectives of forward and backward that nothing hides, over the best links."""
+    hop_s_U: Floats
+    """Between two slots, over the best link."""
+    fastest: float
+    """1 / speed of the fastest slot."""
+    slowest: float
+
+    def take(self, rows: Ints) -> UnitTimes:
+        """Some of the layouts, and the groups that these have."""
+        used, group_N = np.unique(self.group_N[rows], return_inverse=True)
+        return replace(
+            self,
+            group_N=group_N.reshape(-1),
+            passes_U4X=self.passes_U4X[used],
+            exchanges_U2X=self.exchanges_U2X[used],
+            hop_s_U=self.hop_s_U[used],
+        )
+
+    def chunk_times(self, parts_KX: Ints, *, slow: bool) -> tuple[Floats, Floats]:
+        """Forward and backward of every kind of chunk for every group, on the fastest slot or on the slowest."""
+        slowness = self.slowest if slow else self.fastest
+        passes_U4K, exchanges_U2K = self.passes_U4X @ parts_KX.T, self.exchanges_U2X @ parts_KX.T
+        found = []
+        for way in (0, 1):
+            compute_UK, idle_UK, exchange_UK = passes_U4K[:, way], passes_U4K[:, 2 + way], exchanges_U2K[:, way]
+            # Were more of a pass idle than it lasts, a faster slot could be the slower one.
+            hides_UK = idle_UK * np.where(idle_UK <= compute_UK, slowness, self.slowest)
+            found.append(compute_UK * slowness + np.maximum(exchange_UK - hides_UK, 0.0))
+        return found[0], found[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCounts:
+    """Parameters of what chunks are made of on one rank, for each group of layouts."""
+
+    group_N: Ints
+    counts_U2X: Ints
+    """Dense and expert ones."""
+
+    def chunk_parameters(self, parts_KX: Ints) -> tuple[Ints, Ints]:
+        """Dense and expert parameters of every kind of chunk for every group."""
+        counts_U2K = self.counts_U2X @ parts_KX.T
+        return counts_U2K[:, 0], counts_U2K[:, 1]
+
+
+class Tables:
+    """Everything that many layouts share, worked out once."""
+
+    def __init__(self, job: Job, measurements: Measurements, compute: ComputeTable, fabric: Fabric) -> None:
+        self._job = job
+        self._compute = compute
+        self._fabric = fabric
+        slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
+        self._fastest, self._slowest = min(slowness), max(slowness)
+        self._num_slots = measurements.cluster.num_slots
+        self.whole_1X = _parts_SX(job, Layout())
+        """What the whole model is made of, nothing run again."""
+        self._passes: dict[tuple[ComputeCase, Recompute], Floats] = {}
+        self._exchanges = ExchangeTable(job, self._compute, self._fabric, _one_of_each(job.model))
+        self._once = OnceAStep.of(measurements)
+
+    def once_a_step_s(self, resident: Ints, gradient_bytes: Ints) -> Floats:
+        """Price what a slot of the fastest kind does once a step; see `OnceAStep.seconds`."""
+        return self._once.seconds(resident, gradient_bytes) * self._fastest
+
+    @property
+    def has_slow_slots(self) -> bool:
+        """Whether slots differ in speed."""
+        return self._slowest > self._fastest
+
+    def wake_s(self, stages: int, *, slow: bool) -> float:
+        """Return what a pass costs after a wait on the fastest slot or the slowest; nothing without a pipeline."""
+        return self._compute.wake.forward_s * (self._slowest if slow else self._fastest) if stages > 1 else 0.0
+
+    def meets_receivers(self, layout: Layout) -> bool:
+        """Whether this pipeline's messages start once they are asked for; see `traffic.meets_receivers`."""
+        return meets_receivers(self._job, layout, self._compute.device_kind)
+
+    def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
+        """Whether compute times are known, and batch, layers and slots divide as the layouts have them."""
+        cases = columns.groups("tp", "cp", "micro_batch_size")
+        known_U = [self._compute.source(case_of(columns.layout(int(row)))) is not None for row in cases.first_U]
+        cuts = columns.groups("pp", "vpp", "layers_per_chunk")
+        cuts_U = [_divides(columns.layout(int(row)), self._job.model.num_layers) for row in cuts.first_U]
+        runs_N = np.array(known_U, dtype=bool)[cases.group_N] & np.array(cuts_U, dtype=bool)[cuts.group_N]
+        world_N = columns.tp * columns.pp * columns.dp * columns.cp
+        batch = self._job.batch.global_batch_size
+        divides_N = batch % (columns.dp * columns.micro_batch_size) == 0
+        # facts.schedules.check_interleaving
+        microbatches_N = self.microbatches_N(columns)
+        size_N = np.where(columns.microbatch_group_size > 0, columns.microbatch_group_size, columns.pp)
+        rest_N = microbatches_N % size_N
+        fills_N = (size_N >= columns.pp) & (size_N <= microbatches_N) & ((rest_N == 0) | (rest_N >= columns.pp))
+        return np.asarray(runs_N & divides_N & (world_N == self._num_slots) & ((columns.vpp == 1) | fills_N))
+
+    def microbatches_N(self, columns: LayoutColumns) -> Ints:
+        """Micro-batches of one step."""
+        return np.asarray(self._job.batch.global_batch_size // (columns.dp * columns.micro_batch_size))
+
+    def unit_times(self, columns: LayoutColumns) -> UnitTimes:
+        """Look up, or work out, the times of what the layouts' chunks are made of."""
+        kernels = columns.groups("tp", "cp", "micro_batch_size", "recompute")
+        networks = columns.groups("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp")
+        both_N = networks.group_N * len(kernels.first_U) + kernels.group_N
+        codes_U, group_N = np.unique(both_N, return_inverse=True)
+        network_U, kernel_U = np.divmod(codes_U, len(kernels.first_U))
+        passes = np.array([self._unit_passes(columns.layout(int(row))) for row in kernels.first_U])
+        exchanges = self._exchanges.seconds_U3X(columns.take(networks.first_U))
+        return UnitTimes(
+            group_N=group_N.reshape(-1),
+            passes_U4X=passes[kernel_U],
+            exchanges_U2X=exchanges[network_U, :2],
+            hop_s_U=exchanges[network_U, 2, 0],
+            fastest=self._fastest,
+            slowest=self._slowest,
+        )
+
+    def unit_parameters(self, columns: LayoutColumns) -> UnitCounts:
+        """Look up, or count, the parameters of what the layouts' chunks are made of."""
+        codes_N = codes_of([columns.tp, columns.ep, columns.etp, (columns.pp > 1).astype(np.int64)])
+        _, first_U, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
+        found = [self._unit_counts(columns.layout(int(row))) for row in first_U]
+        return UnitCounts(group_N=group_N.reshape(-1), counts_U2X=np.array(found, dtype=np.int64))
+
+    def bound_s(self, kind: Kind, size_T: Ints, bytes_TVP: NDArray[np.int64]) -> Floats:
+        """Price groups of so many slots over the best links (`Fabric.bound_s`); nothing costs nothing."""
+        seconds_TVP = np.zeros(bytes_TVP.shape)
+        for size in np.unique(size_T).tolist():
+            rows = np.flatnonzero(size_T == size)
+            fixed_s_L, byte_s_L = self._fabric.bound_lines(kind, size)
+            priced = np.full(bytes_TVP[rows].shape, np.inf)
+            for fixed_s, byte_s in zip(fixed_s_L.tolist(), byte_s_L.tolist(), strict=True):
+                priced = np.minimum(priced, fixed_s + byte_s * bytes_TVP[rows])
+            seconds_TVP[rows] = np.where(bytes_TVP[rows] > 0, priced, 0.0)
+        return seconds_TVP
+
+    def embedding_s_N(self, columns: LayoutColumns) -> Floats:
+        """Sum the gradient of a tied word embedding over the first and the last stage."""
+        model = self._job.model
+        if model.untie_embeddings_and_output_weights:
+            return np.zeros(len(columns))
+        groups = columns.groups("tp")
+        gradient = gradient_bytes_per_parameter(self._job)
+        seconds_U = [
+            self._fabric.bound_s("all_reduce", 2, word_embedding_parameters(model, columns.layout(int(row))) * gradient)
+            if columns.pp[row] > 1
+            else 0.0
+            for row in groups.first_U
+        ]
+        return np.array(seconds_U)[groups.group_N]
+
+    def _unit_passes(self, layout: Layout) -> Floats:
+        """Rows of X: forward, backward with recompute, and what of each the device waits; worked out once."""
+        key = (case_of(layout), layout.recompute)
+        if key not in self._passes:
+            self._passes[key] = self._new_passes(layout)
+        return self._passes[key]
+
+    def _new_passes(self, layout: Layout) -> Floats:
+        unit = self._compute.unit_passes(layout)
+        parts = (unit.layer, unit.layer_again, unit.moe_layer, unit.moe_layer_again, unit.embedding, unit.head)
+        return np.asarray(np.array([_row(part) for part in parts]).T)
+
+    def _unit_counts(self, layout: Layout) -> Ints:
+        """Rows of X: dense and expert parameters."""
+        unit = unit_parameters(self._job.model, layout)
+        parts = (unit.layer, unit.layer, unit.moe_layer, unit.moe_layer, unit.embedding, unit.head)
+        return np.asarray(np.array([(part.dense, part.expert) for part in parts], dtype=np.int64).T)
+
+
+def _row(passes: Passes) -> tuple[float, float, float, float]:
+    return passes.forward_s, passes.backward_s + passes.recompute_s, passes.forward_idle_s, passes.backward_idle_s
+
+
+def _divides(layout: Layout, num_layers: int) -> bool:
+    try:
+        layout.chunk_layers(num_layers)
+    except LayoutError:
+        return False
+    return True

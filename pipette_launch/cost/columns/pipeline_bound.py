@@ -1,0 +1,231 @@
+"""No pipeline drains sooner than this: lengths of chains of actions, in closed form, for many pipelines of one shape.
+
+Each figure is the length of a real path of the schedule's graph (`cost.pipeline.simulate`), hence at most the longest
+one, which is the simulated time. Two families of paths are tried, which meet the longest one where stages are alike or
+one stage stands out (facts: pipette.md section 2, the exact form of 1F1B):
+
+    stay      go to one pipeline rank, run all that it runs, and leave; the way in and the way out may go through
+              later chunks, or to the last stage and back, instead of through what the rank runs meanwhile
+    zigzag    the first micro-batch goes to the last stage and back, then the one that its return lets start, and so on
+              (not interleaved only): few turns, so every hop counts
+"""
+
+# U = pipelines, V = chunks of one pipeline rank (vpp), P = pipeline ranks, S = V * P stages in model order.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelines:
+    """U pipelines of one shape, each with hops that all take equally long."""
+
+    forward_s_UVP: Floats
+    """One micro-batch on each stage."""
+    backward_s_UVP: Floats
+    """With recompute."""
+    hop_s_U: Floats
+    microbatches_U: Ints
+    group_size_U: Ints
+    """Micro-batches that run through one chunk before the next; no matter where V is 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drains:
+    """Seconds before which no rank's last backward ends."""
+
+    any_UP: Floats
+    """Of the first chunk, which is the rank's last."""
+    first_UP: Floats
+    """The same, by paths that hold the first forward of every stage: what makes those longer adds up on top."""
+    early_UP: Floats
+    """Of the last chunk's last backward, the first of the rank's chunks to be through."""
+
+
+def drains(pipelines: Pipelines, *, slow: Pipelines | None = None) -> Drains:
+    """Bound the drains of all pipelines.
+
+    Args:
+        pipelines: their shape and times.
+        slow: the same with the times of the slowest slots; some one rank of each pipeline has at least these.
+
+    """
+    chains = _Chains.of(pipelines)
+    stay = _stay(pipelines, chains)
+    zigzag_U = _zigzag(pipelines)
+    any_UP, first_UP = stay.drains_UP(chains, zigzag_U)
+    if slow is not None:
+        held = _stay(slow, chains)
+        any_UP[:, 0] = np.maximum(any_UP[:, 0], held.whole_UP.min(axis=1))
+        first_UP[:, 0] = np.maximum(first_UP[:, 0], held.whole_first_UP.min(axis=1))
+    return Drains(any_UP=any_UP, first_UP=first_UP, early_UP=stay.early_UP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chains:
+    """Micro-batches on their way alone."""
+
+    in_UVP: Floats
+    """From the start to the beginning of each stage's forward."""
+    out_UVP: Floats
+    """From the end of each stage's backward to the end of the first stage's."""
+    turn_UP: Floats
+    """From the beginning of the last chunk's forward to the beginning of its backward."""
+    back_UP: Floats
+    """From the end of the last chunk's forward to the end of its backward."""
+
+    @classmethod
+    def of(cls, pipelines: Pipelines) -> _Chains:
+        shape = pipelines.forward_s_UVP.shape
+        flat = (len(pipelines.hop_s_U), -1)
+        hop_U1 = pipelines.hop_s_U[:, None]
+        forward_US, backward_US = pipelines.forward_s_UVP.reshape(flat), pipelines.backward_s_UVP.reshape(flat)
+        hops_US = hop_U1 * np.arange(int(np.prod(shape[1:])))
+        forward_sum_US, backward_sum_US = forward_US.cumsum(axis=1), backward_US.cumsum(axis=1)
+        in_US = forward_sum_US - forward_US + hops_US
+        out_US = backward_sum_US - backward_US + hops_US
+        whole_U1 = forward_sum_US[:, -1:] + backward_sum_US[:, -1:] + 2 * hops_US[:, -1:]
+        last = slice(-shape[-1], None)
+        turn_UP = (whole_U1 - in_US - out_US - backward_US)[:, last]
+        return cls(
+            in_UVP=in_US.reshape(shape),
+            out_UVP=out_US.reshape(shape),
+            turn_UP=turn_UP,
+            back_UP=(whole_U1 - in_US - out_US - forward_US)[:, last],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stay:
+    """Lengths of paths that stay on one rank, by rank; `whole` ends with the first stage's last backward."""
+
+    by_rank_UP: Floats
+    """Paths that come back through the ranks before this one only."""
+    by_last_UP: Floats
+    """Paths whose end comes through the last rank, hence through all."""
+    by_rank_first_UP: Floats
+    by_last_first_UP: Floats
+    early_UP: Floats
+
+    @property
+    def whole_UP(self) -> Floats:
+        return np.maximum(self.by_rank_UP, self.by_last_UP)
+
+    @property
+    def whole_first_UP(self) -> Floats:
+        return np.maximum(self.by_rank_first_UP, self.by_last_first_UP)
+
+    def drains_UP(self, chains: _Chains, zigzag_U: Floats) -> tuple[Floats, Floats]:
+        """Take off each path what follows the last backward of each rank's first chunk."""
+        found = []
+        for by_rank_UP, by_last_UP in (
+            (self.by_rank_UP, self.by_last_UP),
+            (self.by_rank_first_UP, self.by_last_first_UP),
+        ):
+            later_UP = np.maximum.accumulate(by_rank_UP[:, ::-1], axis=1)[:, ::-1]
+            all_U1 = np.maximum(by_last_UP.max(axis=1), zigzag_U)[:, None]
+            found.append(np.maximum(later_UP, all_U1) - chains.out_UVP[:, 0])
+        return found[0], found[1]
+
+
+def _stay(own: Pipelines, chains: _Chains) -> _Stay:
+    """Price the paths that stay on one rank; `own` gives what that rank runs, `chains` the ways in and out."""
+    chunks, ranks = own.forward_s_UVP.shape[1:]
+    forward_UVP, backward_UVP = own.forward_s_UVP, own.backward_s_UVP
+    n_U1 = own.microbatches_U[:, None]
+    group_U1 = own.group_size_U[:, None]
+    last_group_U1 = n_U1 % np.maximum(group_U1, 1)
+    last_group_U1 = np.where(last_group_U1 == 0, group_U1, last_group_U1)
+    total_U1 = n_U1 * chunks
+    behind_P = ranks - 1 - np.arange(ranks)
+    ahead_UP = behind_P + 0 * n_U1 if chunks == 1 else 2 * behind_P + (chunks - 1) * group_U1
+    passed_UP = np.minimum(ahead_UP + 1, total_U1)
+    run_UP = n_U1 * (forward_UVP.sum(axis=1) + backward_UVP.sum(axis=1))
+
+    # The way in: straight to the first chunk; through all stages before the last chunk; to the last stage and back.
+    top_in_UP = chains.in_UVP[:, -1]
+    in_last_UP = top_in_UP - group_U1 * forward_UVP[:, :-1].sum(axis=1)
+    in_UP = np.maximum(chains.in_UVP[:, 0], in_last_UP)
+    in_turn_UP = top_in_UP + chains.turn_UP - _first_s(forward_UVP, passed_UP, own)
+    # The way out, likewise.
+    top_out_UP = chains.out_UVP[:, -1]
+    late_UP = last_group_U1 * backward_UVP[:, :-1].sum(axis=1)
+    out_UP = chains.out_UVP[:, 0]
+    out_last_UP = top_out_UP - late_UP
+    out_turn_UP = top_out_UP + chains.back_UP - _last_s(backward_UVP, passed_UP, own)
+    # Both turns need a forward that comes after the first backward.
+    both_UP = passed_UP < total_U1
+    best_in_UP = np.maximum(in_UP, in_turn_UP)
+    straight_UP = np.maximum(out_UP, out_last_UP) if chunks == 1 else out_UP
+    by_last_UP = np.where(both_UP, best_in_UP, in_UP) + out_turn_UP
+    first_turn_UP = np.where(both_UP, in_turn_UP + out_turn_UP, -np.inf)
+    if chunks > 1:
+        by_last_UP = np.maximum(by_last_UP, best_in_UP + out_last_UP)
+        first_turn_UP = np.maximum(first_turn_UP, in_turn_UP + out_last_UP)
+    return _Stay(
+        by_rank_UP=run_UP + best_in_UP + straight_UP,
+        by_last_UP=run_UP + by_last_UP,
+        by_rank_first_UP=run_UP + in_turn_UP + straight_UP,
+        by_last_first_UP=run_UP + first_turn_UP,
+        early_UP=run_UP + best_in_UP - late_UP,
+    )
+
+
+def _first_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
+    """Sum of a rank's first so many forwards."""
+    if seconds_UVP.shape[1] == 1:
+        return passed_UP * seconds_UVP[:, 0]
+    total_UP: Floats = (_counts_UVP(passed_UP, own) * seconds_UVP).sum(axis=1)
+    return total_UP
+
+
+def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
+    """Sum of a rank's last so many backwards, which take the forwards' order with the chunks reversed."""
+    chunks = seconds_UVP.shape[1]
+    if chunks == 1:
+        return passed_UP * seconds_UVP[:, 0]
+    n_U1 = own.microbatches_U[:, None]
+    before_UVP = _counts_UVP(n_U1 * chunks - passed_UP, own)[:, ::-1]
+    total_UP: Floats = ((n_U1[:, None] - before_UVP) * seconds_UVP).sum(axis=1)
+    return total_UP
+
+
+def _counts_UVP(passed_UP: Ints, own: Pipelines) -> Ints:
+    """How many of a rank's first so many forwards are of each chunk (`facts.schedules.schedule_table`)."""
+    chunks = own.forward_s_UVP.shape[1]
+    group_U1, n_U1 = own.group_size_U[:, None], own.microbatches_U[:, None]
+    rounds_UP = np.minimum(passed_UP // (group_U1 * chunks), n_U1 // group_U1)
+    rest_U1P = (passed_UP - rounds_UP * group_U1 * chunks)[:, None]
+    size_U1P = np.minimum(group_U1, n_U1 - rounds_UP * group_U1)[:, None]
+    begun_UVP = rest_U1P - np.arange(chunks)[:, None] * size_U1P
+    counts_UVP: Ints = (rounds_UP * group_U1)[:, None] + np.minimum(np.maximum(begun_UVP, 0), size_U1P)
+    return counts_UVP
+
+
+def _zigzag(pipelines: Pipelines) -> Floats:
+    """Go to the last stage and back until all micro-batches are through; one turn is shorter, so that the count fits.
+
+    Each round trip but the last lets start the micro-batch that comes P later, so k = ceil((n + P - 1) / P) of them
+    are too many by s = k P - (n + P - 1): one turns at rank s rather than 0, or at P - 1 - s rather than P - 1.
+    """
+    chunks, ranks = pipelines.forward_s_UVP.shape[1:]
+    if chunks > 1:
+        return np.full(len(pipelines.hop_s_U), -np.inf)
+    times_UP = (pipelines.forward_s_UVP + pipelines.backward_s_UVP)[:, 0]
+    trips_U = -(-(pipelines.microbatches_U + ranks - 1) // ranks)
+    short_U = trips_U * ranks - (pipelines.microbatches_U + ranks - 1)
+    sums = np.concatenate([np.zeros((len(times_UP), 1)), times_UP.cumsum(axis=1)], axis=1)
+    rows = np.arange(len(times_UP))
+    whole_U = sums[:, -1]
+    at_start_U = sums[rows, short_U]
+    at_end_U = np.where(trips_U > 2, whole_U - sums[rows, ranks - short_U], np.inf)
+    hops_U = 2 * pipelines.hop_s_U * (trips_U * (ranks - 1) - short_U)
+    length_U: Floats = trips_U * whole_U - np.minimum(at_start_U, at_end_U) + hops_U
+    return length_U

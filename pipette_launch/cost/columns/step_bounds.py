@@ -1,0 +1,260 @@
+"""Lower bounds of the step time of many layouts at once, for the wide search: each at most `Predictor.bound_s`.
+
+Compute, collectives and parameters are counted by the very functions that price one layout, once for each group of
+layouts that agree in what these depend on, and for the few kinds of chunk that a shape of pipelines has. What is left
+out against `Predictor.bound_s`: the pipelines are bounded by paths (`cost.columns.pipeline_bound`) instead of
+simulated, and overlapped reductions by their first and last, instead of one by one.
+"""
+
+# N = layouts, U = groups of layouts that agree, T = groups that agree in what is exchanged once a step,
+# K = kinds of chunk, P = pipeline ranks, V = chunks of each, L = lines whose lowest counts.
+# X = what chunks are made of: dense layers, those that full recompute runs again, layers with experts, those that it
+# runs again, embedding, head.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.columns.bound_tables import Content, Tables, UnitCounts, UnitTimes, contents_of
+from pipette_launch.cost.columns.layouts import LayoutColumns, codes_of
+from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
+from pipette_launch.cost.communication.collectives import Fabric, Kind
+from pipette_launch.cost.communication.traffic import BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK, aligns_gathers
+from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, shard
+from pipette_launch.cost.step.predictor import Predictor
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import Measurements
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_ROUNDING = 1e-9
+"""The sums run in another order than those of one layout: so much is taken off, which no sum's rounding exceeds."""
+_AT_ONCE = 1 << 16
+"""Stages that go through numpy at once: few enough to stay in the processor's cache."""
+
+
+class BoundColumns:
+    """Bounds the step time of layouts of one job on one allocation."""
+
+    def __init__(self, job: Job, tables: Tables) -> None:
+        self._job = job
+        self._tables = tables
+
+    @classmethod
+    def of(cls, job: Job, measurements: Measurements, predictor: Predictor | None = None) -> BoundColumns:
+        """Make ready for the layouts of a job; a predictor of the same job spares reading the measurements again."""
+        predictor = predictor or Predictor(job, measurements)
+        return cls(job, Tables(job, measurements, predictor.compute, predictor.fabric))
+
+    @classmethod
+    def elsewhere(cls, job: Job, measurements: Measurements, predictor: Predictor) -> BoundColumns:
+        """Make ready for the same job on other links, with what a predictor knows of its compute."""
+        fabric = Fabric(measurements.cluster, measurements.collectives)
+        return cls(job, Tables(job, measurements, predictor.compute, fabric))
+
+    def seconds_N(self, layouts: Sequence[Layout]) -> Floats:
+        """No placement of a layout is faster than this many seconds; nan where it cannot be priced."""
+        return self.of_columns(LayoutColumns.of(layouts))
+
+    def rough_of_columns(self, columns: LayoutColumns) -> Floats:
+        """Return a cruder bound that costs next to nothing: the model's passes, dealt out to the stages at their best.
+
+        Stage s works n times on its own part t_s, and its pipeline's first s stages before and after it, so the step
+        takes at least max over s of n t_s + t_0 + ... + t_(s - 1). Whatever the parts of a given sum, that is at least
+        sum / (1 - (1 - 1/n)^pp), reached where all are equal. With virtual stages only n * sum / pp is kept.
+        """
+        seconds_N = np.full(len(columns), np.nan)
+        known = np.flatnonzero(self._tables.can_price_N(columns))
+        if not len(known):
+            return seconds_N
+        columns = columns.take(known)
+        unit = self._tables.unit_times(columns)
+        forward_U1, backward_U1 = unit.chunk_times(self._tables.whole_1X, slow=False)
+        n_N, pp_N = self._tables.microbatches_N(columns).astype(np.float64), columns.pp.astype(np.float64)
+        share_N = np.where(columns.vpp == 1, 1.0 / (1.0 - (1.0 - 1.0 / n_N) ** pp_N), n_N / pp_N)
+        seconds_N[known] = (forward_U1 + backward_U1)[unit.group_N, 0] * share_N
+        return seconds_N * (1 - _ROUNDING)
+
+    def of_columns(self, columns: LayoutColumns) -> Floats:
+        """Return `seconds_N` of layouts that stand as columns."""
+        seconds_N = np.full(len(columns), np.nan)
+        overlaps_N2 = np.stack([columns.overlap_grad_reduce, columns.overlap_param_gather], axis=-1) > 0
+        known = np.flatnonzero(self._tables.can_price_N(columns))
+        if not len(known):
+            return seconds_N
+        columns, overlaps_N2 = columns.take(known), overlaps_N2[known]
+        units = self._tables.unit_times(columns), self._tables.unit_parameters(columns)
+        for rows in _split(codes_of([columns.pp, columns.vpp])):
+            content = contents_of(self._job, columns.take(rows))
+            pieces = -(-len(rows) * int(columns.pp[rows[0]] * columns.vpp[rows[0]]) // _AT_ONCE)
+            for place in np.array_split(np.arange(len(rows)), pieces):
+                part = rows[place]
+                some, here = columns.take(part), replace(content, cut_N=content.cut_N[place])
+                passes = _Passes.of(self._tables, some, units[0].take(part), here)
+                tail = _Tail.of(self._job, self._tables, some, replace(units[1], group_N=units[1].group_N[part]), here)
+                seconds_N[known[part]] = _steps(passes, tail, overlaps_N2[part])
+        return seconds_N * (1 - _ROUNDING)
+
+
+def _split(codes_N: Ints) -> list[Ints]:
+    """Rows of each code."""
+    order = np.argsort(codes_N, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(codes_N[order])) + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Passes:
+    """What the pipelines of each group of layouts take."""
+
+    group_N: Ints
+    drains: Drains
+    first_forward_s_U: Floats
+    """Of the first stage, on the fastest slot."""
+    first_backward_s_U: Floats
+    """On the slowest: reductions start at most so long before its end."""
+
+    @classmethod
+    def of(cls, tables: Tables, columns: LayoutColumns, unit: UnitTimes, content: Content) -> _Passes:
+        microbatches_N = tables.microbatches_N(columns)
+        codes_N = codes_of([unit.group_N, content.cut_N, microbatches_N, columns.microbatch_group_size])
+        _, first_U, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
+        kinds_UVP = content.kind_CVP[content.cut_N[first_U]]
+        rows_U = unit.group_N[first_U]
+        group_size_U = np.where(columns.microbatch_group_size > 0, columns.microbatch_group_size, columns.pp)[first_U]
+
+        def pipelines(*, slow: bool) -> Pipelines:
+            forward_RK, backward_RK = unit.chunk_times(content.parts_KX, slow=slow)
+            wake_s = tables.wake_s(kinds_UVP.shape[2], slow=slow)
+            rows_U11 = rows_U[:, None, None]
+            return Pipelines(
+                forward_s_UVP=forward_RK[rows_U11, kinds_UVP] + wake_s,
+                backward_s_UVP=backward_RK[rows_U11, kinds_UVP] + wake_s,
+                hop_s_U=unit.hop_s_U[rows_U],
+                microbatches_U=microbatches_N[first_U],
+                group_size_U=group_size_U,
+            )
+
+        fast = pipelines(slow=False)
+        slow = pipelines(slow=True) if tables.has_slow_slots else fast
+        meets = tables.meets_receivers(columns.layout(0))
+        by_paths, slow_by_paths = (_met(fast), _met(slow)) if meets else (fast, slow)
+        return cls(
+            group_N=group_N.reshape(-1),
+            drains=drains(by_paths, slow=slow_by_paths if tables.has_slow_slots else None),
+            first_forward_s_U=fast.forward_s_UVP[:, 0, 0],
+            first_backward_s_U=slow.backward_s_UVP[:, 0, 0],
+        )
+
+
+def _met(pipelines: Pipelines) -> Pipelines:
+    """Where messages meet their receivers a hop is as good as a part of the pass behind it."""
+    shape = pipelines.forward_s_UVP.shape[1:]
+    stages = int(np.prod(shape))
+    hop_s_U11 = pipelines.hop_s_U[:, None, None]
+    stage_VP = np.arange(stages).reshape(shape)
+    return replace(
+        pipelines,
+        forward_s_UVP=pipelines.forward_s_UVP + hop_s_U11 * (stage_VP > 0),
+        backward_s_UVP=pipelines.backward_s_UVP + hop_s_U11 * (stage_VP < stages - 1),
+        hop_s_U=np.zeros_like(pipelines.hop_s_U),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tail:
+    """What each group of layouts exchanges and updates once a step."""
+
+    group_N: Ints
+    reduce_s_TVP: Floats
+    gather_s_TVP: Floats
+    buckets_T: Ints
+    """Parts of the first stage's gradients that leave one by one, where they are overlapped."""
+    optimizer_s_TP: Floats
+    embedding_s_T: Floats
+    aligns_gathers: bool
+    """As `Work.aligns_gathers`: for all, as they are of one shape of pipelines."""
+
+    @classmethod
+    def of(cls, job: Job, tables: Tables, columns: LayoutColumns, unit: UnitCounts, content: Content) -> _Tail:
+        fields = [columns.dp, columns.cp, columns.ep, columns.etp, columns.use_distributed_optimizer]
+        codes_N = codes_of([unit.group_N, content.cut_N, *fields])
+        _, first_T, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
+        groups = columns.take(first_T)
+        kinds_TVP = content.kind_CVP[content.cut_N[first_T]]
+        rows_T11 = unit.group_N[first_T][:, None, None]
+        counts = [each_RK[rows_T11, kinds_TVP] for each_RK in unit.chunk_parameters(content.parts_KX)]
+        replicas_T = groups.dp * groups.cp
+        expert_replicas_T = groups.tp * groups.cp * groups.dp // (groups.etp * groups.ep)
+        is_sharded_T = groups.use_distributed_optimizer > 0
+        reduces: tuple[Kind, Kind] = ("all_reduce", "reduce_scatter")
+        reduce_s = np.zeros(kinds_TVP.shape)
+        gather_s = np.zeros(kinds_TVP.shape)
+        gradients_TP = np.zeros(kinds_TVP[:, 0].shape, dtype=np.int64)
+        for count_TVP, size_T in zip(counts, (replicas_T, expert_replicas_T), strict=True):
+            gradient_bytes = count_TVP * gradient_bytes_per_parameter(job)
+            gradients_TP += gradient_bytes.sum(axis=1)
+            for kind, chosen_T in zip(reduces, (~is_sharded_T, is_sharded_T), strict=True):
+                reduce_s += tables.bound_s(kind, np.where(chosen_T, size_T, 1), gradient_bytes)
+            gather_s += tables.bound_s(
+                "all_gather", np.where(is_sharded_T, size_T, 1), count_TVP * job.model.dtype_bytes
+            )
+        of_rank = [count_TVP.sum(axis=1) for count_TVP in counts]
+        sharded_TP = shard(job, of_rank[0], replicas_T[:, None]) + shard(job, of_rank[1], expert_replicas_T[:, None])
+        resident_TP = np.where(is_sharded_T[:, None], sharded_TP, of_rank[0] + of_rank[1])
+        bucket_T = np.maximum(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * replicas_T)
+        return cls(
+            group_N=group_N.reshape(-1),
+            reduce_s_TVP=reduce_s,
+            gather_s_TVP=gather_s,
+            buckets_T=-(-(counts[0] + counts[1])[:, 0, 0] // bucket_T),
+            optimizer_s_TP=tables.once_a_step_s(resident_TP, gradients_TP),
+            embedding_s_T=tables.embedding_s_N(groups),
+            aligns_gathers=aligns_gathers(job, columns.layout(0)),
+        )
+
+
+def _steps(passes: _Passes, tail: _Tail, overlaps_N2: NDArray[np.bool_]) -> Floats:
+    """Put pipelines and tails together, as `cost.step.assemble` does for one layout."""
+    has_reduce_N, has_gather_N = overlaps_N2.T
+    u, t = passes.group_N, tail.group_N
+    buckets_N = np.where(has_reduce_N, tail.buckets_T[t], 1)
+    drain_NP, early_NP = _drains(passes, tail, buckets_N, has_gather_N)
+
+    reduce_s_TP = tail.reduce_s_TVP.sum(axis=1)
+    last_NP, all_NP = tail.reduce_s_TVP[:, 0][t], reduce_s_TP[t]
+    overlapped_NP = np.maximum(drain_NP + last_NP, early_NP + all_NP)
+    # Buckets of the first stage leave during its last backward.
+    behind_N = passes.first_backward_s_U[u] * (buckets_N - 1) / buckets_N
+    first_N = drain_NP[:, 0]
+    early_N = np.minimum(early_NP[:, 0], first_N - behind_N)
+    ends = (first_N + last_NP[:, 0] / buckets_N, first_N - behind_N + last_NP[:, 0], early_N + all_NP[:, 0])
+    overlapped_NP[:, 0] = np.maximum(np.maximum(ends[0], ends[1]), ends[2])
+    finish_NP = np.where(has_reduce_N[:, None], overlapped_NP, drain_NP + all_NP)
+    tied_N = np.maximum(finish_NP[:, 0], finish_NP[:, -1]) + tail.embedding_s_T[t]
+    gathers_NP = np.where(has_gather_N[:, None], 0.0, tail.gather_s_TVP.sum(axis=1)[t])
+    steps_N: Floats = np.maximum(finish_NP.max(axis=1), tied_N) + (tail.optimizer_s_TP[t] + gathers_NP).max(axis=1)
+    return steps_N
+
+
+def _drains(passes: _Passes, tail: _Tail, buckets_N: Ints, has_gather_N: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Return when the first and the last chunk of each rank drain, with overlapped gathers (`cost.step.first_gathers`).
+
+    Aligned gathers: every action depends on the first forward of stage 0, which waits for its whole gather.
+    Otherwise the first forward of every stage is longer, by one bucket and by what its own compute does not hide.
+    """
+    u, t = passes.group_N, tail.group_N
+    any_NP, early_NP = passes.drains.any_UP[u], passes.drains.early_UP[u]
+    own_N = tail.gather_s_TVP[:, 0, 0][t]
+    if tail.aligns_gathers:
+        wait_N1 = np.where(has_gather_N, own_N, 0.0)[:, None]
+        return any_NP + wait_N1, early_NP + wait_N1
+    more_N = np.maximum(own_N - passes.first_forward_s_U[u], 0.0) * (buckets_N - 1)
+    exposed_N = (tail.gather_s_TVP.sum(axis=(1, 2))[t] - own_N) + (own_N + more_N) / buckets_N
+    exposed_N = np.where(has_gather_N, exposed_N, 0.0)
+    return np.maximum(any_NP, passes.drains.first_UP[u] + exposed_N[:, None]), early_NP

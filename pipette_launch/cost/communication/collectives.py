@@ -1,0 +1,219 @@
+"""Seconds for an all-reduce, all-gather, reduce-scatter, all-to-all or send over given links.
+
+Every collective is a sequence of equal steps in which each member sends one chunk, and each step takes as long as its
+slowest link (alpha-beta model; Thakur, Rabenseifner, Gropp 2005, sections 4.1 to 4.5):
+
+    all_reduce      2(k - 1) steps of bytes / k around the ring
+    all_gather       (k - 1) steps of bytes / k around the ring
+    reduce_scatter   (k - 1) steps of bytes / k around the ring
+    all_to_all       (k - 1) steps of bytes / k, over every pair
+    send                   1 step of bytes
+
+`bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. Where a group of the same or of a
+near shape was measured, its fit corrects this formula, so a group that was measured costs what was measured: time per
+byte in proportion, so that slower links cost more, and with so many links as its members have on a host; latency beyond
+that of the links as an addition, to each step or, over gloo, to the operation, as it is the library's, not the link's.
+A send is not corrected: the links themselves are measured by sends. Groups that run at the same time are priced each by
+itself: their contention is in the price as far as it was in the measurement.
+"""
+
+# G = groups of one kind, K = members of a group in ring order, L = links of a group.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.links import LinkTable, best_links
+from pipette_launch.cost.communication.scales import Kind, MeasuredGroups, Scale, chunk_share, num_steps
+from pipette_launch.facts.machines.cluster import Cluster
+from pipette_launch.facts.measurements import CollectiveTime
+
+__all__ = ["Fabric", "Kind", "Routes", "chunk_share", "num_steps"]
+
+LINKS_AT_ONCE = 1 << 19
+"""An all-to-all is priced in pieces of about so many links, some tens of MB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Routes:
+    """The links of rings or sends, looked up once and priced for any number of sizes."""
+
+    hosts_G: NDArray[np.int64]
+    """Hosts that each group lies on; 0 where no measurement asks for it."""
+    latency_s_GL: NDArray[np.float64]
+    seconds_per_byte_GL: NDArray[np.float64]
+
+
+class Fabric:
+    """The links of an allocation, with what was measured on groups of them.
+
+    It holds the H x H links between hosts and the D x D within each different one, never S x S.
+    """
+
+    def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime] = ()) -> None:
+        self.cluster = cluster
+        self._table = LinkTable.of(cluster)
+        self.host_S = self._table.host_S
+        self._best_across = best_links([cluster.between_hosts])
+        self._best_within = best_links(cluster.within_host)
+        self._measured = MeasuredGroups(cluster, collectives, self._table)
+        self._bound_lines: dict[tuple[Kind, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+
+    def latency_s(self, sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds before the first byte arrives, from slots to slots of equal shape; 0 from a slot to itself."""
+        return self._table.latency_s_L[self._table.links(sender, receiver)]
+
+    def seconds_per_byte(self, sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> NDArray[np.float64]:
+        """1 / bandwidth from slots to slots of equal shape; 0 from a slot to itself."""
+        return self._table.seconds_per_byte_L[self._table.links(sender, receiver)]
+
+    def seconds(self, kind: Kind, slots: Sequence[int], size_bytes: float) -> float:
+        """Price one group; its ring runs in the order of `slots`."""
+        return float(self.seconds_G(kind, np.array([slots], dtype=np.int64), size_bytes)[0])
+
+    def seconds_G(
+        self,
+        kind: Kind,
+        slots_GK: NDArray[np.int64],
+        size_bytes: float | NDArray[np.float64],
+        *,
+        links_at_once: int = LINKS_AT_ONCE,
+    ) -> NDArray[np.float64]:
+        """Price groups of one size, each by itself; `size_bytes` may differ from group to group."""
+        size = slots_GK.shape[1]
+        if num_steps(kind, size) == 0:
+            return np.zeros(slots_GK.shape[0])
+        if kind != "all_to_all":
+            return self.routed_s_G(kind, size, self.routes(kind, slots_GK), size_bytes)
+        hosts_G = self._num_hosts(slots_GK)
+        step_s_G: NDArray[np.float64] | None = None
+        for receiver_GL in _partners(slots_GK, links_at_once):
+            sender_GL = np.tile(slots_GK, (1, receiver_GL.shape[1] // size))
+            some_s_G = self._step_s_G(kind, size, self._routes(hosts_G, sender_GL, receiver_GL), size_bytes)
+            step_s_G = some_s_G if step_s_G is None else np.maximum(step_s_G, some_s_G)
+        assert step_s_G is not None
+        return self._steps_s(kind, size, hosts_G, step_s_G)
+
+    def send_s(self, sender: NDArray[np.int64], receiver: NDArray[np.int64], size_bytes: float) -> NDArray[np.float64]:
+        """Price sends from slots to slots of equal shape."""
+        links = self._table.links(sender, receiver)
+        seconds = self._table.seconds_per_byte_L.take(links)
+        seconds *= size_bytes
+        seconds += self._table.latency_s_L.take(links)
+        return seconds
+
+    def routes(self, kind: Kind, slots_GK: NDArray[np.int64]) -> Routes:
+        """Look up the links of rings, or of sends from the first to the second of each pair.
+
+        Rings over the same slots have the same routes where `ring_shift` is the same. An all-to-all has too many links
+        for this; `seconds_G` prices it piece by piece.
+        """
+        if kind == "send":
+            return self._routes(np.zeros(len(slots_GK), dtype=np.int64), slots_GK[:, :1], slots_GK[:, 1:2])
+        return self._routes(self._num_hosts(slots_GK), slots_GK, np.roll(slots_GK, -self.ring_shift(kind), axis=1))
+
+    def ring_shift(self, kind: Kind) -> int:
+        """To which member of a ring each sends: 1 = the next, -1 = the one before."""
+        return self._measured.ring_shift(kind)
+
+    def routed_s_G(
+        self, kind: Kind, size: int, routes: Routes, size_bytes: float | NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Price groups of `size` slots whose links were looked up by `routes`."""
+        return self._steps_s(kind, size, routes.hosts_G, self._step_s_G(kind, size, routes, size_bytes))
+
+    def _routes(self, hosts_G: NDArray[np.int64], sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> Routes:
+        links = self._table.links(sender, receiver)
+        return Routes(
+            hosts_G=hosts_G,
+            latency_s_GL=self._table.latency_s_L.take(links),
+            seconds_per_byte_GL=self._table.seconds_per_byte_L.take(links),
+        )
+
+    def _step_s_G(
+        self, kind: Kind, size: int, routes: Routes, size_bytes: float | NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Slowest link of one step."""
+        scale = self.scale(kind, size)
+        latency_s, per_byte_s = routes.latency_s_GL, routes.seconds_per_byte_GL
+        if scale.is_measured:
+            latency_s = latency_s * scale.latency_factor[routes.hosts_G][:, None]
+            per_byte_s = per_byte_s * scale.bytes_factor[routes.hosts_G][:, None]
+        chunk = np.asarray(size_bytes, dtype=np.float64) * chunk_share(kind, size)
+        step_s_GL = per_byte_s * (chunk[:, None] if chunk.ndim else chunk)
+        step_s_GL += latency_s
+        slowest: NDArray[np.float64] = step_s_GL.max(axis=1)
+        return slowest
+
+    def _steps_s(
+        self, kind: Kind, size: int, hosts_G: NDArray[np.int64], step_s_G: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        scale = self.scale(kind, size)
+        if scale.is_measured:
+            step_s_G = step_s_G + scale.extra_latency_s[hosts_G]
+        seconds: NDArray[np.float64] = num_steps(kind, size) * step_s_G
+        return seconds
+
+    def bound_s(self, kind: Kind, size: int, size_bytes: float) -> float:
+        """No group of `size` slots, wherever it lies, is faster than this: its slowest link is at best the best one.
+
+        A group on one host has only links within hosts; one on several crosses hosts at least once.
+        """
+        if num_steps(kind, size) == 0:
+            return 0.0
+        fixed_s_L, byte_s_L = self.bound_lines(kind, size)
+        return float((fixed_s_L + byte_s_L * size_bytes).min())
+
+    def bound_lines(self, kind: Kind, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return fixed seconds and seconds per byte of some lines, the lowest of which is `bound_s` at every size."""
+        if (kind, size) not in self._bound_lines:
+            self._bound_lines[kind, size] = self._lines(kind, size)
+        return self._bound_lines[kind, size]
+
+    def _lines(self, kind: Kind, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        steps = num_steps(kind, size)
+        if steps == 0:
+            return np.zeros(1), np.zeros(1)
+        scale = self.scale(kind, size)
+        fewest = -(-size // self.cluster.devices_per_host)
+        most = min(size, len(self.cluster.hosts))
+        pieces = []
+        for counts, links in (
+            (slice(fewest, 2), self._best_within),
+            (slice(max(fewest, 2), most + 1), self._best_across),
+        ):
+            for latency_s, byte_s in links:
+                fixed_s = latency_s * scale.latency_factor[counts] + scale.extra_latency_s[counts]
+                per_byte_s = byte_s * scale.bytes_factor[counts] * chunk_share(kind, size)
+                pieces.append(np.stack([fixed_s, per_byte_s]))
+        lines_2L = steps * np.unique(np.concatenate(pieces, axis=1), axis=1)
+        # Sorted by the fixed part: a line counts where it is cheaper by the byte than all before it.
+        cheaper_L = np.append(True, lines_2L[1, 1:] < np.minimum.accumulate(lines_2L[1])[:-1])
+        return lines_2L[0, cheaper_L], lines_2L[1, cheaper_L]
+
+    def scale(self, kind: Kind, size: int) -> Scale:
+        """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
+        return self._measured.scale(kind, size)
+
+    def _num_hosts(self, slots_GK: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count the hosts of each group; zeros where nothing was measured, as then nobody asks."""
+        if not self._measured.any:
+            return np.zeros(len(slots_GK), dtype=np.int64)
+        hosts_GK = self.host_S[slots_GK]
+        if (hosts_GK[:, 1:] < hosts_GK[:, :-1]).any():
+            hosts_GK.sort(axis=1)
+        counts: NDArray[np.int64] = 1 + (hosts_GK[:, 1:] != hosts_GK[:, :-1]).sum(axis=1)
+        return counts
+
+
+def _partners(slots_GK: NDArray[np.int64], links_at_once: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the receivers of each member in an all-to-all, shift by shift, in pieces of bounded size."""
+    size = slots_GK.shape[1]
+    at_once = max(1, links_at_once // max(slots_GK.size, 1))
+    for first in range(1, size, at_once):
+        shifts = range(first, min(first + at_once, size))
+        yield np.concatenate([np.roll(slots_GK, -shift, axis=1) for shift in shifts], axis=1)

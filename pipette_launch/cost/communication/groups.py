@@ -1,0 +1,113 @@
+"""Which ranks talk to each other under a layout, as index arrays: one row for each group, in ring order."""
+
+# W = ranks, P = pipeline ranks, D = data-parallel replicas, C = cp, T = tp, E = ep, X = etp, Y = expert data-parallel.
+# G = groups of one kind, K = members of a group.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.layers.parameters import expert_dp
+from pipette_launch.facts.layout import Layout
+
+Ranks = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Groups:
+    """The communication groups of a layout. Members are sorted by RANK, as torch sorts them (megatron.md 1 and 3)."""
+
+    grid_PDCT: Ranks
+    """RANK of each cell."""
+    tp: Ranks
+    cp: Ranks
+    ep: Ranks
+    etp: Ranks
+    ep_etp: Ranks
+    """Experts and their tensor slices together: over these the all-gather dispatcher works."""
+    dp_cp: Ranks
+    """Rows ordered by (pp, tp)."""
+    expert_dp: Ranks
+    """Rows ordered by (pp, ep, etp)."""
+    embedding: Ranks
+    """First and last pipeline rank of each lane."""
+    forward_hop: Ranks
+    """(sender, receiver) from each pipeline rank to the next, last to first; rows ordered by (pp, dp, cp, tp)."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> Groups:
+        """List the groups of a layout."""
+        grid = rank_grid(layout)
+        expert = _expert_grid(layout)
+        hop = np.stack([grid, np.roll(grid, -1, axis=0)], axis=-1)
+        return cls(
+            grid_PDCT=grid,
+            tp=grid.reshape(-1, layout.tp),
+            cp=_rows(grid, (0, 1, 3, 2)),
+            ep=_rows(expert, (0, 1, 3, 2)),
+            etp=_rows(expert, (0, 1, 2, 3)),
+            ep_etp=expert.reshape(-1, layout.ep * layout.etp),
+            dp_cp=grid.transpose(0, 3, 1, 2).reshape(layout.pp * layout.tp, -1),
+            expert_dp=_rows(expert, (0, 2, 3, 1)),
+            embedding=np.stack([grid[0], grid[-1]], axis=-1).reshape(-1, 2),
+            forward_hop=hop.reshape(-1, 2),
+        )
+
+    def lanes_PD(self, groups_GK: Ranks, seconds_G: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Slowest group on each pipeline rank of each replica: its tensor-parallel ranks wait for each other."""
+        seconds_W = np.empty(self.grid_PDCT.size)
+        seconds_W[groups_GK] = seconds_G[:, None]
+        return self.slowest_PD(seconds_W)
+
+    def met_PDL(self, groups_GK: Ranks) -> NDArray[np.int64]:
+        """Return the groups, as rows, of the ranks of each pipeline rank of each replica.
+
+        Each group comes once where that is easily seen: all ranks along the tensor axis, or all along the context
+        axis, may lie in one; then one of them stands for the others.
+        """
+        group_W = np.empty(self.grid_PDCT.size, dtype=np.int64)
+        group_W[groups_GK] = np.arange(len(groups_GK))[:, None]
+        met_PDCT = group_W[self.grid_PDCT]
+        if (met_PDCT == met_PDCT[..., :1]).all():
+            met_PDCT = met_PDCT[..., :1]
+        if (met_PDCT == met_PDCT[:, :, :1]).all():
+            met_PDCT = met_PDCT[:, :, :1]
+        met_PDL: NDArray[np.int64] = met_PDCT.reshape(*met_PDCT.shape[:2], -1)
+        return met_PDL
+
+    def slowest_PD(self, seconds_W: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Largest value of each pipeline rank of each replica."""
+        slowest: NDArray[np.float64] = seconds_W[self.grid_PDCT].max(axis=(2, 3))
+        return slowest
+
+
+def rank_grid(layout: Layout) -> Ranks:
+    """RANK of each cell (pp, dp, cp, tp): order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp (megatron.md section 3)."""
+    ranks = np.arange(layout.world_size, dtype=np.int64)
+    if layout.use_tp_pp_dp_mapping:
+        return _swapped(ranks, (layout.dp, layout.pp, layout.cp, layout.tp))
+    return ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp)
+
+
+def _expert_grid(layout: Layout) -> Ranks:
+    """RANK of each expert cell (pp, expert dp, ep, etp): the experts' own grid over the same ranks."""
+    ranks = np.arange(layout.world_size, dtype=np.int64)
+    replicas = expert_dp(layout)
+    if layout.use_tp_pp_dp_mapping:
+        return _swapped(ranks, (replicas, layout.pp, layout.ep, layout.etp))
+    return ranks.reshape(layout.pp, replicas, layout.ep, layout.etp)
+
+
+def _swapped(ranks: Ranks, shape: tuple[int, int, int, int]) -> Ranks:
+    """Bring the pipeline axis, second in `shape`, to the front."""
+    swapped: Ranks = ranks.reshape(shape).transpose(1, 0, 2, 3).copy()
+    return swapped
+
+
+def _rows(grid: Ranks, axes: tuple[int, int, int, int]) -> Ranks:
+    """Lay the last of `axes` along the rows."""
+    rows: Ranks = grid.transpose(axes).reshape(-1, grid.shape[axes[-1]])
+    return rows

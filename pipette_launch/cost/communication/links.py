@@ -1,0 +1,87 @@
+"""The links between any two slots, looked up between hosts or within one: never a matrix of all slots by all slots."""
+
+# S = slots, H = hosts, D = devices of one host, U = different matrices within hosts, L = all links that are kept.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.facts.machines.cluster import Cluster, Links
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkTable:
+    """H * H links between hosts, and behind them D * D for each different matrix within a host, in one row."""
+
+    latency_s_L: Floats
+    """0 from a place to itself, as in `seconds_per_byte_L`."""
+    seconds_per_byte_L: Floats
+    host_S: Ints
+    _between_S: Ints
+    """Where the links of a slot's host to other hosts begin."""
+    _within_S: Ints
+    """Where the links of a slot to those of its own host begin."""
+    _local_S: Ints
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> LinkTable:
+        """Lay out the links of a cluster."""
+        hosts, devices = len(cluster.hosts), cluster.devices_per_host
+        kinds: dict[Links, int] = {}
+        kind_H = np.array([kinds.setdefault(links, len(kinds)) for links in cluster.within_host], dtype=np.int64)
+        matrices = (cluster.between_hosts, *kinds)
+        slots = np.arange(cluster.num_slots)
+        host_S, local_S = slots // devices, slots % devices
+        return cls(
+            latency_s_L=np.concatenate([_off_diagonal(links.latency_s) for links in matrices]),
+            seconds_per_byte_L=np.concatenate([links.seconds_per_byte().ravel() for links in matrices]),
+            host_S=host_S,
+            _between_S=host_S * hosts,
+            _within_S=hosts * hosts + (kind_H[host_S] * devices + local_S) * devices,
+            _local_S=local_S,
+        )
+
+    def links(self, sender: Ints, receiver: Ints) -> Ints:
+        """Return the place of each link among L, from slots to slots of equal shape."""
+        to_host = self.host_S.take(receiver)
+        links = self._between_S.take(sender)
+        links += to_host
+        inside = self.host_S.take(sender) == to_host
+        if inside.any():
+            links[inside] = self._within_S[sender[inside]] + self._local_S[receiver[inside]]
+        return links
+
+
+def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
+    """(latency, seconds per byte) of the links that no other beats in both, by rising latency."""
+    different = list(dict.fromkeys(matrices))
+    latency_s = np.concatenate([_without_diagonal(links.latency_s) for links in different])
+    byte_s = np.concatenate([_without_diagonal(links.seconds_per_byte()) for links in different])
+    front: list[tuple[float, float]] = []
+    while len(latency_s):
+        least_s = latency_s.min()
+        per_byte = byte_s[latency_s == least_s].min()
+        front.append((float(least_s), float(per_byte)))
+        left = byte_s < per_byte
+        latency_s, byte_s = latency_s[left], byte_s[left]
+    return tuple(front)
+
+
+def _off_diagonal(matrix: Floats) -> Floats:
+    copy = matrix.copy()
+    np.fill_diagonal(copy, 0.0)
+    flat: Floats = copy.ravel()
+    return flat
+
+
+def _without_diagonal(matrix: Floats) -> Floats:
+    """All numbers but those of the diagonal: after each of these come as many as the matrix is wide."""
+    size = len(matrix)
+    return matrix.ravel()[:-1].reshape(size - 1, size + 1)[:, 1:].ravel() if size > 1 else np.zeros(0)

@@ -1,0 +1,202 @@
+"""How collectives were measured to differ from the formula of equal steps (see `collectives`)."""
+
+# H = hosts, M = measured groups.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.links import LinkTable
+from pipette_launch.errors import FactError
+from pipette_launch.facts.machines.cluster import Cluster
+from pipette_launch.facts.measurements import CollectiveTime
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+
+# Which kind stands in where one was not measured: the same ring, only run once or twice.
+_STAND_IN: dict[Kind, tuple[Kind, ...]] = {
+    "all_reduce": ("reduce_scatter", "all_gather"),
+    "all_gather": ("reduce_scatter", "all_reduce"),
+    "reduce_scatter": ("all_gather", "all_reduce"),
+    "all_to_all": (),
+    "send": (),
+}
+LIBRARYS_SHARE = 2.0
+"""So many times the bytes of a ring a library may send."""
+
+
+def most_from_within(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
+    """By how much groups inside hosts may lengthen the bytes of groups across hosts, where none of those was measured.
+
+    By what a library's algorithm can explain: gloo's reduce-scatter is an all-reduce, its other rings send what a ring
+    must, and of NCCL's it is not known. What goes beyond is the processors' that share a host, and says nothing of
+    wires between hosts: 8 CPU ranks on slow links were predicted to take 22 s where it was 2.9.
+    """
+    return LIBRARYS_SHARE if device_kind == "cuda" or kind == "reduce_scatter" else 1.0
+
+
+_DOWNWARDS: dict[str, tuple[Kind, ...]] = {"cpu": ("all_reduce", "reduce_scatter"), "cuda": ()}
+"""Rings in which each member sends to the one before it. So gloo reduces, and gathers the other way: on four hosts
+whose links carry 25 MB/s to the next and 100 MB/s back, an all-gather of 20 MB takes 630 ms, where links of 100 MB/s
+both ways give 170; a reduce-scatter takes its 340 as ever. NCCL's direction has not been measured."""
+
+
+def ring_shift(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> int:
+    """To which member of a ring each sends, counted from itself: 1 = the next, -1 = the one before."""
+    return -1 if kind in _DOWNWARDS[device_kind] else 1
+
+
+def num_steps(kind: Kind, size: int) -> int:
+    """How many chunks each member of a group of `size` sends, one after the other."""
+    if size < 2:
+        return 0
+    if kind == "send":
+        return 1
+    return 2 * (size - 1) if kind == "all_reduce" else size - 1
+
+
+def chunk_share(kind: Kind, size: int) -> float:
+    """The part of the tensor that one step moves."""
+    return 1.0 if kind == "send" else 1.0 / size
+
+
+def links_together(kind: Kind, size: int, num_hosts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """How many slots' links between two hosts a group has for itself where it lies on so many hosts.
+
+    Links are measured while all slots of two hosts send, so each slot's is its part. A ring crosses each pair of hosts
+    once, and the links of all its members on a host carry that: one wire that they share, or their own network cards.
+    In an all-to-all all members send at once.
+    """
+    if kind == "all_to_all":
+        return np.ones(num_hosts.shape)
+    return np.where(num_hosts > 1, np.maximum(size / num_hosts, 1.0), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How a collective was measured to differ from the formula; entry h is for groups on h hosts, 0 is unused."""
+
+    latency_factor: NDArray[np.float64]
+    """On each link's latency, at most 1."""
+    extra_latency_s: NDArray[np.float64]
+    """Of each step, on top of its link's."""
+    bytes_factor: NDArray[np.float64]
+    """On each link's time per byte."""
+    is_measured: bool
+
+
+class MeasuredGroups:
+    """The groups of slots on which collectives were measured."""
+
+    def __init__(self, cluster: Cluster, collectives: Sequence[CollectiveTime], table: LinkTable) -> None:
+        self._hosts = len(cluster.hosts)
+        self._devices = cluster.devices_per_host
+        self._device_kind = cluster.device_kind
+        self._table = table
+        self._collectives = tuple(collectives)
+        self._scales: dict[tuple[Kind, int], Scale] = {}
+        self._corrections: dict[int, tuple[float, float, float]] = {}
+        self._spans: dict[int, int] = {}
+        for measured in self._collectives:
+            slots = measured.slots
+            if len(slots) < 2 or min(slots) < 0 or max(slots) >= cluster.num_slots:
+                raise FactError(
+                    f"{measured.kind} was measured on slots {slots}; a group needs two or more of the "
+                    f"{cluster.num_slots} slots of this cluster"
+                )
+
+    @property
+    def any(self) -> bool:
+        """Whether any collective was measured, sends apart: these are never corrected."""
+        return any(measured.kind != "send" for measured in self._collectives)
+
+    def ring_shift(self, kind: Kind) -> int:
+        """To which member of a ring each sends here; see the function of this name."""
+        return ring_shift(kind, self._device_kind)
+
+    def scale(self, kind: Kind, size: int) -> Scale:
+        """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
+        if (kind, size) not in self._scales:
+            self._scales[kind, size] = self._scale(kind, size)
+        return self._scales[kind, size]
+
+    def _scale(self, kind: Kind, size: int) -> Scale:
+        rows = np.tile([1.0, 0.0, 1.0], (self._hosts + 1, 1))
+        candidates: list[CollectiveTime] = []
+        for name in (kind, *_STAND_IN[kind]) if kind != "send" else ():
+            candidates = candidates or [measured for measured in self._collectives if measured.kind == name]
+        for counts, across in ((np.arange(1, 2), False), (np.arange(2, self._hosts + 1), True)):
+            if candidates and len(counts):
+                nearest = self._nearest(candidates, size, across=across)
+                corrections = np.array([self._carried(measured, kind, size) for measured in nearest])
+                spans = np.array([self._num_hosts(measured) for measured in nearest])
+                rows[counts] = corrections[np.abs(np.log(spans / counts[:, None])).argmin(axis=1)]
+                if across and spans.max() == 1:
+                    rows[counts, 2] = np.minimum(rows[counts, 2], most_from_within(kind, self._device_kind))
+                rows[counts, 2] /= links_together(kind, size, counts)
+        return Scale(
+            latency_factor=rows[:, 0],
+            extra_latency_s=rows[:, 1],
+            bytes_factor=rows[:, 2],
+            is_measured=bool(candidates),
+        )
+
+    def _nearest(self, candidates: Sequence[CollectiveTime], size: int, *, across: bool) -> list[CollectiveTime]:
+        """Within a host or across hosts first, then members; what is left is in the order of its slots.
+
+        So of those that are on equally near numbers of hosts the slots decide, not the order in which they were given.
+        """
+        same = [measured for measured in candidates if (self._num_hosts(measured) > 1) == across] or candidates
+        distances = [abs(np.log(len(measured.slots) / size)) for measured in same]
+        near = [measured for measured, distance in zip(same, distances, strict=True) if distance == min(distances)]
+        return sorted(near, key=lambda measured: measured.slots)
+
+    def _num_hosts(self, measured: CollectiveTime) -> int:
+        # Groups of several kinds share one tuple of slots.
+        key = id(measured.slots)
+        if key not in self._spans:
+            self._spans[key] = len({slot // self._devices for slot in measured.slots})
+        return self._spans[key]
+
+    def _carried(self, measured: CollectiveTime, kind: Kind, size: int) -> tuple[float, float, float]:
+        """What a measured group says of each step of another operation."""
+        latency_factor, extra_s, bytes_factor = self._correction(measured)
+        if self._device_kind == "cpu":
+            # Most of it is waiting for the others, which each operation does once: all-reduces of 4 slots on 2 hosts
+            # took 10 ms as those of 2 slots took 7, and at so much for each step they were priced at 24.
+            extra_s *= num_steps(measured.kind, len(measured.slots)) / max(num_steps(kind, size), 1)
+        return latency_factor, extra_s, bytes_factor
+
+    def _correction(self, measured: CollectiveTime) -> tuple[float, float, float]:
+        """Latency factor, extra latency of a step and byte factor that make the formula give the measured times."""
+        if id(measured) not in self._corrections:
+            size = len(measured.slots)
+            steps = num_steps(measured.kind, size)
+            link_s, per_byte_s = self._slowest(measured)
+            step_s = measured.latency_s / steps
+            together = float(links_together(measured.kind, size, np.array(self._num_hosts(measured))))
+            byte_s = steps * chunk_share(measured.kind, size) * per_byte_s / together
+            factor = step_s / link_s if step_s < link_s else 1.0
+            found = factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s
+            self._corrections[id(measured)] = found
+        return self._corrections[id(measured)]
+
+    def _slowest(self, measured: CollectiveTime) -> tuple[float, float]:
+        """Largest latency and largest time per byte of the links that a measured group used."""
+        latency_s = per_byte_s = 0.0
+        for receiver in self._receivers(measured):
+            links = self._table.links(np.array(measured.slots), receiver)
+            latency_s = max(latency_s, float(self._table.latency_s_L[links].max()))
+            per_byte_s = max(per_byte_s, float(self._table.seconds_per_byte_L[links].max()))
+        return latency_s, per_byte_s
+
+    def _receivers(self, measured: CollectiveTime) -> Iterator[NDArray[np.int64]]:
+        slots = np.array(measured.slots)
+        shifts = range(1, len(slots)) if measured.kind == "all_to_all" else (self.ring_shift(measured.kind),)
+        for shift in shifts:
+            yield np.roll(slots, -shift)

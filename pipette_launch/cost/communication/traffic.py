@@ -1,0 +1,309 @@
+"""What a layout makes its ranks send each other: how often in a micro-batch, how much once a step."""
+
+# S = stages (model chunks) in model order.
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipette_launch.cost.communication.collectives import Kind
+from pipette_launch.cost.layers import activations, attention
+from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, resident_parameters
+from pipette_launch.cost.layers.parameters import by_rank, chunk_parameters, word_embedding_parameters
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+
+BUCKET_PARAMETERS = 40_000_000
+"""Megatron's least bucket of overlapped gradients; it grows with dp * cp (megatron.md 8.2)."""
+BUCKET_PARAMETERS_PER_RANK = 1_000_000
+
+_FP32_BYTES = 4
+_CROSS_ENTROPY_REDUCTIONS = 3
+"""Largest logit, logit of the target, sum of exponentials (cross_entropy.py)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hiding:
+    """Compute of one layer, for one micro-batch, behind which a collective passes."""
+
+    core_attention_s: float = 0.0
+    """The forward's scores and context: behind them go the rings of context parallelism."""
+    input_grad_s: float = 0.0
+    """Input gradient of one column-parallel matrix."""
+    weight_grad_s: float = 0.0
+    """Weight gradient of one column-parallel matrix."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """One collective inside the passes of a micro-batch."""
+
+    part: Literal["tensor_parallel", "context_parallel", "expert_parallel"]
+    kind: Kind
+    group: Literal["tp", "cp", "ep", "etp", "ep_etp"]
+    size_bytes: float
+    """The full tensor on one rank, as in `CollectiveTime`."""
+    forward: tuple[float, ...]
+    """How many of them the forward of each stage runs."""
+    backward: tuple[float, ...]
+    hidden_s: float = 0.0
+    """Seconds of each that pass behind compute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTraffic:
+    """What is exchanged once a step, in bytes on one rank."""
+
+    gradient_bytes: tuple[tuple[int, int], ...]
+    """Of each stage: dense, expert."""
+    parameter_bytes: tuple[tuple[int, int], ...]
+    """What the distributed optimizer gathers; zeros without it."""
+    num_buckets: tuple[int, ...]
+    """Parts of each stage's gradients that can leave one by one."""
+    resident_parameters: tuple[int, ...]
+    """Parameters that each pipeline rank steps."""
+    embedding_bytes: int
+    """Gradient of the tied word embedding, summed over first and last pipeline rank; 0 when there is one copy."""
+
+
+def hop_bytes(job: Job, layout: Layout) -> int:
+    """One activation between neighbouring stages: s*b*h/c, over t with sequence parallelism (schedules.py)."""
+    return activations.residual_bytes(job.model, layout)
+
+
+def meets_receivers(job: Job, layout: Layout, device_kind: str) -> bool:
+    """Whether a message between stages starts only once its receiver, done with its pass, asks for it.
+
+    Megatron asks right before it needs, but for `overlap_p2p_comm`, which holds with virtual stages only and there
+    unless the user says no (arguments.py, validate_args). gloo then sends to nobody who has not asked: between 4 hosts,
+    an activation that had long been sent took all its 13 ms when it was asked for. NCCL has not been measured here; the
+    published step times are met better (by 0.1 to 0.7 points) if its messages travel ahead.
+    """
+    asks_late = layout.vpp == 1 or job.has_flag("--no-overlap-p2p-communication")
+    return device_kind == "cpu" and asks_late
+
+
+def blocks_at_ends(job: Job, layout: Layout, device_kind: str) -> bool:
+    """Whether ranks with virtual stages wait for the messages of warm-up and cool-down before their next pass.
+
+    Megatron overlaps those of the steady part alone, unless it is asked for more. On 2 x 2 hosts, groups of 4
+    micro-batches in place of 2, whose warm-up and cool-down are longer, took 8 % more and not 1 % less. As with
+    `meets_receivers`, NCCL has not been measured.
+    """
+    overlaps = not job.has_flag("--no-overlap-p2p-communication")
+    asks_early = job.has_flag("--overlap-p2p-communication-warmup-flush")
+    return device_kind == "cpu" and layout.vpp > 1 and overlaps and not asks_early
+
+
+def loss_report_bytes(device_kind: str) -> int:
+    """What the replicas of the last stage add up once a step to report its loss: the sum and the count of its tokens.
+
+    Over gloo that waits for all replicas once more: with four ranks on two cores 5 to 7 ms of a step of 57. Over NCCL
+    it takes some tens of microseconds, and a ring's latencies would make more of it: it counts as nothing.
+    """
+    return 2 * _FP32_BYTES if device_kind == "cpu" else 0
+
+
+def aligns_gathers(job: Job, layout: Layout) -> bool:
+    """Whether overlapped parameter gathers start on all pipeline ranks at once (see `first_gathers`).
+
+    Megatron does so with virtual stages, and never without (arguments.py, validate_args).
+    """
+    return layout.vpp > 1 and not job.has_flag("--no-align-param-gather")
+
+
+def exchanges(job: Job, layout: Layout, hiding: Hiding) -> tuple[Exchange, ...]:
+    """List the collectives of a micro-batch, each with what it passes behind."""
+    return exchanges_of(job, layout, LayerCounts.of(job, layout), hiding)
+
+
+def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, hiding: Hiding) -> tuple[Exchange, ...]:
+    """List the collectives of stages that hold other layers than the layout gives them; they are linear in `counts`."""
+    found = [
+        *_tensor_parallel(job, layout, counts, hiding),
+        *_context_parallel(job, layout, counts, hiding.core_attention_s),
+        *_expert_parallel(job, layout, counts),
+    ]
+    return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
+
+
+def step_traffic(job: Job, layout: Layout) -> StepTraffic:
+    """Count gradients to reduce and parameters to gather of each stage, by who shares them."""
+    gradient, element = gradient_bytes_per_parameter(job), job.model.dtype_bytes
+    chunks = chunk_parameters(job.model, layout)
+    gathers = element if layout.use_distributed_optimizer else 0
+    tied = not job.model.untie_embeddings_and_output_weights and layout.pp > 1
+    return StepTraffic(
+        gradient_bytes=tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
+        parameter_bytes=tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
+        num_buckets=tuple(_num_buckets(layout, stage, chunk.count) for stage, chunk in enumerate(chunks)),
+        resident_parameters=tuple(resident_parameters(job, part, layout) for part in by_rank(chunks, layout.pp)),
+        embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if tied else 0,
+    )
+
+
+def _num_buckets(layout: Layout, stage: int, parameters: int) -> int:
+    """Only the first chunk of pipeline rank 0 is split, and only to overlap (megatron.md 8.2)."""
+    if stage or not layout.overlap_grad_reduce:
+        return 1
+    return -(-parameters // max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * layout.dp * layout.cp))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCounts:
+    """What each stage holds: layers that run a forward, those that run it again in the backward, embedding and head."""
+
+    attention: tuple[int, ...]
+    attention_again: tuple[int, ...]
+    dense_mlp: tuple[int, ...]
+    """Tensor-parallel MLPs: dense layers, and shared experts of the others."""
+    dense_mlp_again: tuple[int, ...]
+    moe: tuple[int, ...]
+    moe_again: tuple[int, ...]
+    embedding: tuple[int, ...]
+    head: tuple[int, ...]
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout) -> LayerCounts:
+        """Count them for every chunk of a layout, in model order."""
+        model = job.model
+        rows: list[tuple[int, ...]] = []
+        first = 0
+        for stage, layers in enumerate(layout.chunk_layers(model.num_layers)):
+            again = _recomputed_layers(layout, layers)
+            moe = [model.is_moe_layer(first + index) for index in range(layers)]
+            mlp = [not is_moe or model.moe_shared_expert_intermediate_size > 0 for is_moe in moe]
+            ends = (int(stage == 0), int(stage == layout.num_chunks - 1))
+            rows.append((layers, again, sum(mlp), sum(mlp[:again]), sum(moe), sum(moe[:again]), *ends))
+            first += layers
+        return cls.of_rows(rows)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[int, ...]]) -> LayerCounts:
+        """One row for each stage, in the order of the fields."""
+        return cls(**dict(zip(cls.__slots__, zip(*rows, strict=True), strict=True)))
+
+
+def _recomputed_layers(layout: Layout, layers: int) -> int:
+    recompute = layout.recompute
+    if recompute.granularity != "full":
+        return 0
+    return layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
+
+
+def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts, hiding: Hiding) -> Iterator[Exchange]:
+    """Attention and MLP each cost an all-reduce a pass (Shoeybi et al. 2019, section 3).
+
+    With sequence parallelism it is an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2), and
+    the backward gathers the input of each column-parallel matrix once more for the weight gradient (layers.py). That
+    gather passes behind the matrix's input gradient, and the sum of its input's gradients behind its weight gradient,
+    unless `--no-async-tensor-model-parallel-allreduce` says otherwise (until v16, and without sequence parallelism).
+    """
+    if layout.tp == 1:
+        return
+    size = job.model.dtype_bytes * attention.tokens(job.model, layout) * job.model.hidden_size
+    pairs = [attention + mlp for attention, mlp in zip(counts.attention, counts.dense_mlp, strict=True)]
+    again = [attention + mlp for attention, mlp in zip(counts.attention_again, counts.dense_mlp_again, strict=True)]
+    embedding, head = counts.embedding, counts.head
+    none = [0 for _ in head]
+    behind = (_add(none), _add(pairs, head))
+    if layout.sequence_parallel:
+        yield _over_tp("all_gather", size, (_add(pairs, head), _add(pairs, again, embedding)))
+        yield _over_tp("all_gather", size, behind, hidden_s=hiding.input_grad_s)
+        yield _over_tp("reduce_scatter", size, (_add(pairs, embedding), _add(again)))
+        yield _over_tp("reduce_scatter", size, behind, hidden_s=hiding.weight_grad_s)
+    else:
+        yield _over_tp("all_reduce", size, (_add(pairs, embedding), _add(again)))
+        yield _over_tp("all_reduce", size, behind, hidden_s=hiding.weight_grad_s if _is_async(job) else 0.0)
+    losses = [_CROSS_ENTROPY_REDUCTIONS * last for last in head]
+    loss_bytes = _FP32_BYTES * attention.tokens(job.model, layout)
+    yield _over_tp("all_reduce", loss_bytes, (_add(losses), _add(none)))
+
+
+def _is_async(job: Job) -> bool:
+    """Whether input gradients are summed while the weight gradient is computed: Megatron's default."""
+    off = ("--no-async-tensor-model-parallel-allreduce", "--disable-async-tensor-model-parallel-allreduce")
+    return not any(flag.startswith(off) for flag in job.performance_flags)
+
+
+def _over_tp(
+    kind: Kind, size_bytes: float, passes: tuple[tuple[float, ...], tuple[float, ...]], *, hidden_s: float = 0.0
+) -> Exchange:
+    return Exchange(
+        part="tensor_parallel",
+        kind=kind,
+        group="tp",
+        size_bytes=size_bytes,
+        forward=passes[0],
+        backward=passes[1],
+        hidden_s=hidden_s,
+    )
+
+
+def _context_parallel(job: Job, layout: Layout, counts: LayerCounts, attention_core_s: float) -> Iterator[Exchange]:
+    """Ring attention: keys and values go once around in the forward; they and their gradients in the backward.
+
+    Each of the cp - 1 hops passes behind the attention of one of the cp blocks (Liu et al. 2023, Ring Attention,
+    section 3).
+    """
+    if layout.cp == 1:
+        return
+    model = job.model
+    groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
+    yield Exchange(
+        part="context_parallel",
+        kind="all_gather",
+        group="cp",
+        size_bytes=2 * model.dtype_bytes * groups * attention.tokens(model, layout) * layout.cp,
+        forward=_add(counts.attention),
+        backward=_add(counts.attention, counts.attention, counts.attention_again),
+        hidden_s=attention_core_s * (layout.cp - 1) / layout.cp,
+    )
+
+
+def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
+    """Tokens go to their experts and back, in both passes, under balanced routing.
+
+    `alltoall` (and `flex`) sends topk copies of each token over ep and gathers them over etp; `allgather`, Megatron's
+    default, gathers every token over ep * etp and scatters the sums (megatron-core, moe/token_dispatcher.py).
+    """
+    model = job.model
+    local = attention.tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
+    token_bytes = model.dtype_bytes * local * model.hidden_size
+    once, both = _add(counts.moe), _add(counts.moe, counts.moe)
+    once_back = _add(counts.moe, counts.moe_again)
+    kinds: tuple[Kind, Kind] = ("all_gather", "reduce_scatter")
+    if _dispatcher(job) == "allgather":
+        size = token_bytes * layout.ep * layout.etp
+        for kind in kinds if layout.ep * layout.etp > 1 else ():
+            yield _over_experts(kind, "ep_etp", size, (once, once_back))
+        return
+    routed = token_bytes * model.moe_router_topk
+    if layout.ep > 1:
+        yield _over_experts("all_to_all", "ep", routed, (both, _add(once_back, once_back)))
+    for kind in kinds if layout.etp > 1 else ():
+        yield _over_experts(kind, "etp", routed * layout.etp, (once, once_back))
+
+
+def _over_experts(
+    kind: Kind,
+    group: Literal["ep", "etp", "ep_etp"],
+    size_bytes: float,
+    passes: tuple[tuple[float, ...], tuple[float, ...]],
+) -> Exchange:
+    return Exchange(
+        part="expert_parallel", kind=kind, group=group, size_bytes=size_bytes, forward=passes[0], backward=passes[1]
+    )
+
+
+def _dispatcher(job: Job) -> str:
+    """`--moe-token-dispatcher-type`, of which Megatron's default is allgather."""
+    name = "--moe-token-dispatcher-type"
+    values = [flag.removeprefix(name).strip() for flag in job.performance_flags if flag.startswith(name)]
+    return values[-1] if values else "allgather"
+
+
+def _add(*counts: tuple[int, ...] | list[int] | tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(float(sum(values)) for values in zip(*counts, strict=True))

@@ -1,0 +1,153 @@
+"""Compute times that the warm-up had no time for: what was measured, carried over to other shapes by the device model.
+
+The model (see `device`) is only trusted for the ratio between two shapes of computation on one device; what a shape
+takes comes from the nearest one that was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from pipette_launch.cost.compute.imagined_device import modelled_compute
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
+from pipette_launch.facts.machines.cluster import Device
+from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements, Samples
+
+Model: TypeAlias = Mapping[tuple[ComputeCase, str], ComputeTime]
+
+_LOCAL = Link(latency_s=1e-6, bytes_per_s=1e10)
+_PEAKS = dict.fromkeys(("fp32", "fp16", "bf16", "fp8"), 5e10)
+GENERIC = DeviceSpec(
+    name="any",
+    flops_per_s=_PEAKS,
+    memory_bytes_per_s=1e10,
+    memory_bytes=1 << 34,
+    within_host=_LOCAL,
+    between_hosts=_LOCAL,
+    # A core's: wide products near the peak, ten microseconds of torch's dispatcher for each kernel.
+    efficiency=Efficiency(matmul_share=0.8, half_size=16, attention_share=0.5, memory_share=0.8, launch_s=1e-5),
+    source="A core of 50 GFLOP/s and 10 GB/s, of which only ratios are used.",
+)
+"""Stands for a device whose figures nobody told."""
+
+
+def filled(job: Job, measurements: Measurements) -> Measurements:
+    """Add the times of the cases that the warm-up did not come to, marked as modelled.
+
+    Args:
+        job: whose model was measured.
+        measurements: with one complete case at least, else they are returned as they are.
+
+    """
+    known = _complete(measurements)
+    missing = [case for case in measurements.unmeasured if not _is_doubtful(case, measurements)]
+    if not known or not missing:
+        return measurements
+    spec = spec_of(measurements.cluster.hosts[0].devices[0])
+    modelled = modelled_compute(job, spec, [_layout(job, case) for case in (*known, *missing)])
+    model: Model = {(time.case, time.part): time for time in modelled}
+    added = [time for case in missing for time in _carried(case, _nearest(case, known), known, model)]
+    names = ", ".join(f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in missing[:3])
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    note = f"compute: {names}{more} were not measured; their times are measured ones, carried over by a device model"
+    return replace(measurements, compute=(*measurements.compute, *added), notes=(*measurements.notes, note))
+
+
+def spec_of(device: Device) -> DeviceSpec:
+    """Return the known device that is most like this one: its type is in the driver's name, its memory is near."""
+    words = device.name.replace("-", " ").upper().split()
+    alike = [spec for spec in known_devices().values() if _type_of(spec) in words]
+    return min(alike, key=lambda spec: abs(spec.memory_bytes - device.memory_total_bytes), default=GENERIC)
+
+
+def _type_of(spec: DeviceSpec) -> str:
+    """`H100` of `AWS-P5-H100` and of `H100-SXM`: the longest word that has letters and digits."""
+    words = [word for word in spec.name.upper().split("-") if any(map(str.isdigit, word)) and word[0].isalpha()]
+    return max(words, key=len, default=spec.name.upper())
+
+
+def _complete(measurements: Measurements) -> dict[ComputeCase, dict[str, ComputeTime]]:
+    """The measured times of each case by part, of the slot that is in the middle; cases without a layer left out."""
+    times: dict[ComputeCase, dict[str, list[ComputeTime]]] = {}
+    for time in measurements.compute:
+        times.setdefault(time.case, {}).setdefault(time.part, []).append(time)
+    speed = measurements.cluster.slot_speed
+
+    def middle(group: Sequence[ComputeTime]) -> ComputeTime:
+        ranked = sorted(group, key=lambda time: speed[time.slot] * time.forward.median_s)
+        return ranked[(len(ranked) - 1) // 2]
+
+    return {
+        case: {part: middle(group) for part, group in parts.items()}
+        for case, parts in times.items()
+        if not parts.keys().isdisjoint(LAYERS)
+    }
+
+
+def _is_doubtful(case: ComputeCase, measurements: Measurements) -> bool:
+    """Whether what was refused speaks against a case: no fewer bytes than one refused, or a cp that nobody ran."""
+    ran = {time.case.cp for time in measurements.compute}
+    return any(
+        refused.cp == case.cp
+        and (case.cp not in ran or (refused.tp >= case.tp and refused.micro_batch_size <= case.micro_batch_size))
+        for refused in measurements.refused
+    )
+
+
+def _nearest(case: ComputeCase, known: Iterable[ComputeCase]) -> ComputeCase:
+    """Few doublings away, and rather in tokens than in tp: kernels of other widths are other kernels."""
+
+    def apart(other: ComputeCase) -> tuple[float, ComputeCase]:
+        tokens = case.micro_batch_size * other.cp / (case.cp * other.micro_batch_size)
+        return 2 * abs(math.log2(case.tp / other.tp)) + abs(math.log2(tokens)), other
+
+    return min(known, key=apart)
+
+
+def _layout(job: Job, case: ComputeCase) -> Layout:
+    """A layout that runs a case, with the experts of the user's own."""
+    ep = job.own.ep
+    return Layout(
+        tp=case.tp,
+        cp=case.cp,
+        dp=ep,
+        ep=ep,
+        micro_batch_size=case.micro_batch_size,
+        sequence_parallel=case.tp > 1,
+    )
+
+
+def _carried(
+    case: ComputeCase,
+    source: ComputeCase,
+    known: Mapping[ComputeCase, Mapping[str, ComputeTime]],
+    model: Model,
+) -> list[ComputeTime]:
+    """The parts of a measured case, each pass multiplied by what the model makes of the step to another case."""
+    carried = []
+    for part, time in known[source].items():
+        here, there = model.get((source, part)), model.get((case, part))
+        if here is not None and there is not None:
+            carried.append(
+                replace(
+                    time,
+                    case=case,
+                    source="modelled",
+                    forward=_scaled(time.forward, there.forward, here.forward),
+                    input_grad=_scaled(time.input_grad, there.input_grad, here.input_grad),
+                    weight_grad=_scaled(time.weight_grad, there.weight_grad, here.weight_grad),
+                    recompute=time.recompute and _scaled(time.recompute, there.forward, here.forward),
+                )
+            )
+    return carried
+
+
+def _scaled(samples: Samples, there: Samples, here: Samples) -> Samples:
+    factor = there.median_s / here.median_s if here.median_s else 1.0
+    return Samples(values_s=(samples.median_s * factor,))

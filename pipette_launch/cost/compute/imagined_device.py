@@ -1,0 +1,312 @@
+"""Measurements that nobody took: what the warm-up would find on machines of a known type, as a model has it.
+
+seconds of a pass = max(host, device), with
+    host   = kernels * launch_s
+    device = sum over products of flops / (peak * matmul_share) * (1 + half_size * (1/m + 1/n + 1/k))
+             + attention flops / (peak * attention_share) + bytes / (bandwidth * memory_share)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from pipette_launch.cost.communication.collectives import Kind, chunk_share, num_steps
+from pipette_launch.cost.compute.device_case import CaseFactor, factors_of
+from pipette_launch.cost.compute.device_work import (
+    ADAM_BYTES_PER_PARAMETER,
+    GRADIENT_PASSES,
+    Load,
+    PassLoads,
+    Product,
+    core_attention_loads,
+    embedding_loads,
+    head_loads,
+    layer_loads,
+)
+from pipette_launch.cost.compute.stages import case_of
+from pipette_launch.cost.layers.parameters import expert_dp
+from pipette_launch.errors import FactError
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.machines.cluster import Cluster, Device, Host, Links
+from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec
+from pipette_launch.facts.machines.known_devices import DeviceSpec
+from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Samples
+from pipette_launch.units import rate_text
+
+Part = Literal["layer", "moe_layer", "embedding", "head", "core_attention"]
+
+_COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
+
+
+def imagined(
+    job: Job,
+    device: DeviceSpec,
+    *,
+    num_hosts: int,
+    devices_per_host: int,
+    layouts: Iterable[Layout],
+    factors: Sequence[CaseFactor] = (),
+    fabric: FabricSpec = UNIFORM,
+) -> Measurements:
+    """Return what the warm-up would measure on equal hosts of one device type, to be priced by the ordinary Predictor.
+
+    Args:
+        job: whose model is computed.
+        device: type of all devices; see `facts.machines.known_devices.known_devices`.
+        num_hosts: hosts of the allocation.
+        devices_per_host: devices of each.
+        layouts: those that will be priced; their shapes of computation and group sizes are covered.
+        factors: what measured steps have told about shapes of computation (`benchmarks.validation.device_fit`).
+        fabric: what lies between the hosts.
+
+    Raises:
+        FactError: the numbers are not positive, there is no layout, the device has no peak for the model's type, or
+            the fabric is none of so many hosts.
+
+    """
+    chosen = tuple(layouts)
+    if num_hosts < 1 or devices_per_host < 1 or not chosen:
+        raise FactError(
+            f"an imagined cluster needs hosts, devices and a layout, got {num_hosts} hosts of {devices_per_host} "
+            f"devices and {len(chosen)} layouts"
+        )
+    cluster = imagined_cluster(device, num_hosts=num_hosts, devices_per_host=devices_per_host, fabric=fabric)
+    return Measurements(
+        cluster=cluster,
+        compute=modelled_compute(job, device, chosen, factors),
+        collectives=tuple(_collective_times(device, cluster, chosen)),
+        memory=(),
+        overhead_bytes=0,
+        versions={},
+        taken_at="1970-01-01T00:00:00Z",
+        phase_s={},
+        notes=assumptions(job, device, fabric, num_hosts),
+        optimizer_s_per_parameter=optimizer_s_per_parameter(device),
+        gradient_s_per_byte=gradient_s_per_byte(device),
+        step_s=device.efficiency.step_s,
+    )
+
+
+def modelled_compute(
+    job: Job, device: DeviceSpec, layouts: Iterable[Layout], factors: Sequence[CaseFactor] = ()
+) -> tuple[ComputeTime, ...]:
+    """Return the times of every part of the model in each shape of computation that the layouts have, by the model."""
+    kinds = frozenset(job.model.is_moe_layer(layer) for layer in range(job.model.num_layers))
+    first: dict[ComputeCase, Layout] = {}
+    for layout in layouts:
+        first.setdefault(case_of(layout), layout)
+    return tuple(time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds, factors))
+
+
+def assumptions(
+    job: Job, device: DeviceSpec, fabric: FabricSpec = UNIFORM, num_hosts: int | None = None
+) -> tuple[str, ...]:
+    """Say in sentences what an imagined measurement rests on."""
+    efficiency, inside = device.efficiency, device.within_host
+    peak = f"{device.peak_flops_per_s(job.model.params_dtype) / 1e12:.0f} TFLOP/s ({job.model.params_dtype})"
+    memory = rate_text(device.memory_bytes_per_s)
+    links = (
+        f"Links within hosts: {inside.latency_s * 1e6:g} us, {rate_text(inside.fair_bytes_per_s)} each.",
+        f"Links between hosts: {fabric.words(device, num_hosts)}. {fabric.source}",
+    )
+    return (
+        f"Nothing was measured: times come from a model of {device.name}. {device.source}",
+        f"Matrix products reach {efficiency.matmul_share:.0%} of {peak}, half if a side is {efficiency.half_size:g}.",
+        f"Flash attention reaches {efficiency.attention_share:.0%} of {peak}.",
+        f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
+        f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
+        f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",
+        *links,
+        "Collectives are rings; a group with several members on each host uses the links of all of them.",
+        *([] if fabric.compute_factor else ["All devices are equally fast."]),
+        *fabric.laggards(),
+    )
+
+
+def imagined_cluster(
+    device: DeviceSpec, *, num_hosts: int, devices_per_host: int, fabric: FabricSpec = UNIFORM
+) -> Cluster:
+    """Return hosts of equal devices, with the device's usual links within and the fabric's between them."""
+
+    def host(index: int, name: str) -> Host:
+        devices = tuple(
+            Device(
+                kind="cuda",
+                uuid=f"imagined-{index}-{local}",
+                name=device.name,
+                memory_total_bytes=device.memory_bytes,
+                memory_free_bytes=device.memory_bytes,
+            )
+            for local in range(devices_per_host)
+        )
+        return Host(name=name, address="", cores=devices_per_host, devices=devices)
+
+    inside = device.within_host
+    within = Links.uniform(devices_per_host, latency_s=inside.latency_s, bandwidth_bytes_per_s=inside.fair_bytes_per_s)
+    return Cluster(
+        hosts=tuple(host(index, name) for index, name in enumerate(fabric.host_names(num_hosts))),
+        between_hosts=fabric.links(num_hosts, device),
+        within_host=(within,) * num_hosts,
+        slot_speed=fabric.slot_speed(num_hosts, devices_per_host),
+    )
+
+
+def pass_s(device: DeviceSpec, dtype: str, load: Load) -> float:
+    """Seconds of one pass of one part."""
+    return max(host_s(device, load), device_s(device, dtype, load))
+
+
+def host_s(device: DeviceSpec, load: Load) -> float:
+    """Seconds in which the host asks for all kernels of a pass."""
+    return load.kernels * device.efficiency.launch_s
+
+
+def device_s(device: DeviceSpec, dtype: str, load: Load) -> float:
+    """Seconds of a pass on a device that never waits for the host."""
+    efficiency = device.efficiency
+    peak = device.peak_flops_per_s(dtype)
+    products_s = sum(product.flops / (peak * matmul_efficiency(device, product)) for product in load.products)
+    attention_s = load.attention_flops / (peak * efficiency.attention_share)
+    moved_s = load.moved_bytes * moved_byte_s(device)
+    return products_s + attention_s + moved_s
+
+
+def matmul_efficiency(device: DeviceSpec, product: Product) -> float:
+    """Share of the peak that a product reaches, above 0 and at most `matmul_share`."""
+    efficiency = device.efficiency
+    ends = 1 / product.m + 1 / product.n + 1 / product.k
+    return efficiency.matmul_share / (1 + efficiency.half_size * ends)
+
+
+def optimizer_s_per_parameter(device: DeviceSpec) -> float:
+    """Seconds of an Adam step for each parameter whose state a device holds."""
+    return ADAM_BYTES_PER_PARAMETER * moved_byte_s(device)
+
+
+def gradient_s_per_byte(device: DeviceSpec) -> float:
+    """Seconds that clearing, checking and scaling take once a step for each byte of gradients that a device holds."""
+    return GRADIENT_PASSES * moved_byte_s(device)
+
+
+def moved_byte_s(device: DeviceSpec) -> float:
+    """Seconds to read or write a byte in a kernel that computes next to nothing."""
+    return 1 / (device.memory_bytes_per_s * device.efficiency.memory_share)
+
+
+def _compute_times(
+    job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[bool], factors: Sequence[CaseFactor]
+) -> Iterator[ComputeTime]:
+    """Time every part of the model; `kinds` says whether it has layers with experts, without, or both."""
+    case = case_of(layout)
+    layer_factor, ends_factor = factors_of(factors, job.model, case)
+    dtype = job.model.params_dtype
+    for name, loads in _parts(job, layout, kinds).items():
+        factor = ends_factor if name in {"embedding", "head"} else layer_factor
+        # The two passes of a backward run as one: the host is ahead in one of them while the other is short.
+        backward = loads.input_grad + loads.weight_grad
+        backward_s = pass_s(device, dtype, backward)
+        weight_s = backward_s * _share(device, dtype, loads.weight_grad, backward)
+        yield ComputeTime(
+            case=case,
+            part=name,
+            slot=0,
+            forward=Samples(values_s=(factor * pass_s(device, dtype, loads.forward),)),
+            input_grad=Samples(values_s=(factor * (backward_s - weight_s),)),
+            weight_grad=Samples(values_s=(factor * weight_s,)),
+            forward_idle_s=factor * _idle_s(device, dtype, loads.forward),
+            backward_idle_s=factor * _idle_s(device, dtype, backward),
+        )
+
+
+def _parts(job: Job, layout: Layout, kinds: frozenset[bool]) -> dict[Part, PassLoads]:
+    parts: dict[Part, PassLoads] = {"embedding": embedding_loads(job, layout), "head": head_loads(job, layout)}
+    parts["core_attention"] = core_attention_loads(job.model, layout)
+    if False in kinds:
+        parts["layer"] = layer_loads(job, layout, moe=False)
+    if True in kinds:
+        parts["moe_layer"] = layer_loads(job, layout, moe=True)
+    return parts
+
+
+def _share(device: DeviceSpec, dtype: str, part: Load, whole: Load) -> float:
+    seconds = device_s(device, dtype, whole)
+    return device_s(device, dtype, part) / seconds if seconds else 0.0
+
+
+def _idle_s(device: DeviceSpec, dtype: str, load: Load) -> float:
+    return max(host_s(device, load) - device_s(device, dtype, load), 0.0)
+
+
+def _collective_times(device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout]) -> Iterator[CollectiveTime]:
+    latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
+    byte_s_HH = cluster.between_hosts.seconds_per_byte()
+    shapes = {(one.tp, one.cp, one.ep, one.etp, one.dp, one.pp): one for one in layouts}
+    for size in sorted({size for layout in shapes.values() for size in _group_sizes(layout)} - {1}):
+        for hosts in _spans(size, cluster):
+            members = -(-size // hosts)
+            first, second = np.arange(hosts), np.roll(np.arange(hosts), -1)
+            across = _Across(
+                hosts=hosts,
+                latency_s=float(latency_s_HH[first, second].max()),
+                ring_byte_s=float(byte_s_HH[first, second].max()),
+                worst_byte_s=float(byte_s_HH[:hosts, :hosts].max()),
+            )
+            slots = [host * cluster.devices_per_host + local for host in range(hosts) for local in range(members)]
+            for kind in _COLLECTIVES:
+                yield _collective_time(device, kind, tuple(slots[:size]), across)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Across:
+    """The slowest links between the hosts of a group, of one device when all send."""
+
+    hosts: int
+    latency_s: float
+    ring_byte_s: float
+    """Along the ring of its hosts."""
+    worst_byte_s: float
+    """Between any two of them."""
+
+
+def _group_sizes(layout: Layout) -> set[int]:
+    both = {layout.tp, layout.cp, layout.ep, layout.etp, layout.ep * layout.etp, layout.dp * layout.cp}
+    return both | {expert_dp(layout), min(layout.pp, 2)}
+
+
+def _spans(size: int, cluster: Cluster) -> list[int]:
+    """Numbers of hosts that a group of `size` may lie on: as few as possible, doubled up to one member a host."""
+    fewest = -(-size // cluster.devices_per_host)
+    most = min(size, len(cluster.hosts))
+    return sorted({most, *(fewest << power for power in range(most.bit_length()) if fewest << power <= most)})
+
+
+def _collective_time(device: DeviceSpec, kind: Kind, slots: tuple[int, ...], across: _Across) -> CollectiveTime:
+    """Price a ring of equal steps; between hosts each member of a host brings its own share of the network cards.
+
+    An all-to-all is not a ring: each member sends its pieces for other hosts through its own share alone, while those
+    for its own host pass inside.
+    """
+    size = len(slots)
+    steps = num_steps(kind, size)
+    members = max(1, size // across.hosts)
+    inside_byte_s = 1 / device.within_host.fair_bytes_per_s
+    latency_s = device.within_host.latency_s
+    byte_s = steps * chunk_share(kind, size) * inside_byte_s
+    if across.hosts > 1:
+        latency_s = max(latency_s, across.latency_s)
+        byte_s = steps * chunk_share(kind, size) * max(inside_byte_s, across.ring_byte_s / members)
+    if across.hosts > 1 and kind == "all_to_all":
+        byte_s = max((members - 1) * inside_byte_s, (size - members) * across.worst_byte_s) / size
+    return CollectiveTime(
+        kind=kind,
+        slots=slots,
+        latency_s=steps * latency_s,
+        seconds_per_byte=byte_s,
+        spread=0.0,
+        sizes_bytes=(),
+    )

@@ -1,0 +1,350 @@
+"""Seconds that a stage computes for one micro-batch, from the warm-up's times of its parts, on a slot of speed 1."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from pipette_launch.cost.communication.traffic import Hiding
+from pipette_launch.cost.layers.activations import recompute_modules
+from pipette_launch.errors import PlanError
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements
+from pipette_launch.facts.model import ModelSpec
+
+_CORE = "core_attention"
+_MODELLED = "Compute time of {} was not measured; it is carried over from a measured case by a model of the device."
+_CACHED = "Compute time of {} was not measured now; it is that of an earlier warm-up of these machines."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """Seconds of the passes of one micro-batch."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recompute_s: float = 0.0
+    """Forward passes run again inside the backward; not in `backward_s`."""
+    weight_grad_s: float = 0.0
+    """The part of `backward_s` that the weights' gradients take."""
+    forward_idle_s: float = 0.0
+    """Of the forward, while the device waits for the host."""
+    backward_idle_s: float = 0.0
+    """The same of backward and recompute."""
+
+    def __add__(self, other: Passes) -> Passes:
+        """Add the passes of two parts that run one after the other."""
+        return Passes(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+    def __mul__(self, factor: float) -> Passes:
+        """Scale all passes."""
+        return Passes(**{name: getattr(self, name) * factor for name in self.__slots__})
+
+    def again(self, share: float) -> Passes:
+        """Run a share of the forward once more in the backward."""
+        return replace(
+            self,
+            recompute_s=self.forward_s * share,
+            backward_idle_s=self.backward_idle_s + self.forward_idle_s * share,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitPasses:
+    """The passes of what chunks are made of; those of layers that the model has none of are 0."""
+
+    layer: Passes
+    """One that full recompute leaves alone; selective recompute is in it."""
+    layer_again: Passes
+    """One that full recompute runs again, where the layout asks for it."""
+    moe_layer: Passes
+    moe_layer_again: Passes
+    embedding: Passes
+    head: Passes
+    """With multi-token prediction."""
+
+
+def case_of(layout: Layout) -> ComputeCase:
+    """Return the shape of computation that a layout runs on each slot."""
+    return ComputeCase(tp=layout.tp, cp=layout.cp, micro_batch_size=layout.micro_batch_size)
+
+
+class ComputeTable:
+    """The measured compute times of a job, and the stated way to get one that was not measured.
+
+    A case that was not measured is taken from the measured one of equal tp that is nearest in tokens, in proportion to
+    the tokens (micro-batch over cp). No time is carried over to another tp: kernels of other widths were not seen.
+    """
+
+    def __init__(self, job: Job, measurements: Measurements) -> None:
+        self._job = job
+        self.device_kind = measurements.cluster.device_kind
+        """Of all slots: `cuda` or `cpu`."""
+        self._passes = _median_passes(measurements)
+        self._origins = {time.case: time.source for time in measurements.compute if time.source != "measured"}
+        self._again = _measured_again(measurements)
+        self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
+        # In pipelines each pass of a chunk comes after a wait.
+        self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
+        self._usual_again = {
+            part: statistics.median([share for (_, name), share in self._again.items() if name == part] or [1.0])
+            for part in LAYERS
+        }
+        kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
+        self._parts = ("embedding", "head", *("moe_layer" if is_moe else "layer" for is_moe in sorted(kinds)[::-1]))
+        self._sources: dict[ComputeCase, ComputeCase | None] = {}
+        self._scaled: dict[ComputeCase, dict[str, Passes]] = {}
+        # By tp and tokens: of cases with equally many tokens the first stands for all.
+        self._complete: dict[int, dict[Fraction, ComputeCase]] = {}
+        for measured in sorted({measured for measured, _ in self._passes}):
+            if all((measured, part) in self._passes for part in self._parts):
+                tokens = Fraction(measured.micro_batch_size, measured.cp)
+                self._complete.setdefault(measured.tp, {}).setdefault(tokens, measured)
+                # A case that was measured stands for itself; the rest are looked for when they are asked for.
+                self._sources[measured] = measured
+
+    def source(self, case: ComputeCase) -> ComputeCase | None:
+        """Return the measured case that prices `case`: itself, the nearest of equal tp, or None."""
+        if case not in self._sources:
+            self._sources[case] = min(
+                self._complete.get(case.tp, {}).values(),
+                key=lambda measured: (abs(math.log(_tokens(case, measured))), measured),
+                default=None,
+            )
+        return self._sources[case]
+
+    def note(self, case: ComputeCase) -> str | None:
+        """Say in a sentence how the time of a case came about, where it was not measured."""
+        source = self.source(case)
+        if source is None:
+            return None
+        if source == case:
+            said = {"modelled": _MODELLED, "cached": _CACHED}.get(self._origins.get(case, "measured"))
+            return said and said.format(_words(case))
+        return (
+            f"Compute time of {_words(case)} was not measured; it is that of {_words(source)} times "
+            f"{_tokens(case, source):g}, in proportion to the tokens."
+        )
+
+    def chunk_passes(self, layout: Layout) -> tuple[Passes, ...]:
+        """Seconds of one micro-batch on each chunk in model order, without communication, with recompute.
+
+        Raises:
+            PlanError: no case of this tp was measured.
+
+        """
+        return tuple(self._chunks(layout, self._part_passes(case_of(layout))))
+
+    def unit_passes(self, layout: Layout) -> UnitPasses:
+        """Return what `chunk_passes` adds up.
+
+        Raises:
+            PlanError: no case of this tp was measured.
+
+        """
+        part = self._part_passes(case_of(layout))
+        layers = {
+            (moe, again): self._layer(layout, part, 0 if again else layout.recompute.num_layers, moe=moe)
+            if ("moe_layer" if moe else "layer") in self._parts
+            else Passes()
+            for moe in (False, True)
+            for again in (False, True)
+        }
+        return UnitPasses(
+            layer=layers[False, False],
+            layer_again=layers[False, True],
+            moe_layer=layers[True, False],
+            moe_layer_again=layers[True, True],
+            embedding=part["embedding"],
+            head=part["head"] + self._prediction(part),
+        )
+
+    def hiding(self, layout: Layout) -> Hiding:
+        """Return what of one layer's compute collectives pass behind, of the first layer's kind."""
+        model = self._job.model
+        moe = model.is_moe_layer(0)
+        part = self._part_passes(case_of(layout))
+        layer = part["moe_layer" if moe else "layer"]
+        share = column_share(model, moe=moe)
+        return Hiding(
+            core_attention_s=_core_attention_s(model, part, moe=moe),
+            input_grad_s=(layer.backward_s - layer.weight_grad_s) * share,
+            weight_grad_s=layer.weight_grad_s * share,
+        )
+
+    def part_seconds(self, case: ComputeCase) -> dict[str, float] | None:
+        """Seconds of forward and backward of each part, by its name (`layer`, `head`, ..); None where it is unknown."""
+        if self.source(case) is None:
+            return None
+        return {name: passes.forward_s + passes.backward_s for name, passes in self._part_passes(case).items()}
+
+    def _part_passes(self, case: ComputeCase) -> dict[str, Passes]:
+        if case not in self._scaled:
+            self._scaled[case] = self._new_passes(case)
+        return self._scaled[case]
+
+    def _new_passes(self, case: ComputeCase) -> dict[str, Passes]:
+        source = self.source(case)
+        if source is None:
+            raise PlanError(
+                f"compute time of {_words(case)} is unknown, and nothing with tp={case.tp} was measured; "
+                f"let the warm-up measure it"
+            )
+        factor = _tokens(case, source)
+        known = (*self._parts, *((_CORE,) if (source, _CORE) in self._passes else ()))
+        return {name: self._passes[source, name] * factor for name in known}
+
+    def _again_share(self, case: ComputeCase, part: str) -> float:
+        """Forwards that a layer costs under full recompute; 1 where the warm-up timed no recompute.
+
+        Where it timed that in other cases alone, they stand for this one: it hardly differs between shapes.
+        """
+        source = self.source(case)
+        return self._usual_again[part] if source is None else self._again.get((source, part), self._usual_again[part])
+
+    def _chunks(self, layout: Layout, part: dict[str, Passes]) -> Iterable[Passes]:
+        model = self._job.model
+        first, loaded = 0, Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
+        seen: dict[tuple[int, ...], Passes] = {}
+        for chunk, layers in enumerate(layout.chunk_layers(model.num_layers)):
+            kinds = model.moe_layer_freq[first : first + layers] or (0,) * layers
+            first += layers
+            if kinds not in seen:
+                seen[kinds] = self._layers(layout, part, kinds)
+            total = seen[kinds]
+            if chunk == 0:
+                total += part["embedding"] + loaded
+            if chunk == layout.num_chunks - 1:
+                # A single stage has loaded the labels with the tokens.
+                total += part["head"] + self._prediction(part) + (loaded if layout.pp > 1 else Passes())
+            yield total + self.wake if layout.pp > 1 else total
+
+    def _prediction(self, part: dict[str, Passes]) -> Passes:
+        """Each depth of multi-token prediction runs a layer and the head once more (DeepSeek-V3, section 2.2)."""
+        model = self._job.model
+        if not model.mtp_num_layers:
+            return Passes()
+        return (part["moe_layer" if model.has_expert_prediction else "layer"] + part["head"]) * model.mtp_num_layers
+
+    def _layers(self, layout: Layout, part: dict[str, Passes], kinds: tuple[int, ...]) -> Passes:
+        """Add up the layers of a chunk; `kinds` says 1 for each that has experts."""
+        total = Passes()
+        for index, moe in enumerate(kinds):
+            total += self._layer(layout, part, index, moe=bool(moe))
+        return total
+
+    def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, *, moe: bool) -> Passes:
+        model = self._job.model
+        layer = part["moe_layer" if moe else "layer"]
+        share = recompute_share(model, layout, index_in_chunk, moe=moe)
+        if layout.recompute.granularity == "full":
+            share *= self._again_share(case_of(layout), "moe_layer" if moe else "layer")
+        if _CORE in part and "core_attn" in recompute_modules(layout):
+            share += part[_CORE].forward_s / layer.forward_s - attention_core_share(model, moe=moe)
+        return layer.again(share)
+
+
+def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, *, moe: bool) -> float:
+    """Part of a layer's forward that its backward runs again.
+
+    Full recompute runs the whole layer again: all with method uniform, the first `num_layers` of each chunk with block
+    (megatron.md 8.3). Selective recompute runs its modules, priced by their share of the layer's FLOPs; norms and
+    activation functions count as nothing.
+    """
+    recompute = layout.recompute
+    if recompute.granularity == "full":
+        return 1.0 if recompute.method == "uniform" or index_in_chunk < recompute.num_layers else 0.0
+    if recompute.granularity == "none":
+        return 0.0
+    flops = _module_flops(model, moe=moe)
+    names = set(recompute_modules(layout))
+    names -= {"shared_experts"} if "moe" in names else set()
+    return sum(flops.get(name, 0.0) for name in names) / model.forward_flops_per_token(moe=moe)
+
+
+def column_share(model: ModelSpec, *, moe: bool) -> float:
+    """Part of a layer's FLOPs in one column-parallel matrix, query-key-value or first of the MLP: their mean.
+
+    Behind the input gradient of such a matrix its input is gathered again, behind its weight gradient the input's
+    gradients are summed (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
+    """
+    heads = model.num_attention_heads + 2 * model.num_query_groups
+    if model.latent_attention:
+        # Two of them: up to the queries, and up to keys and values.
+        columns = [1.0 * model.latent_attention.up_weights(model.num_attention_heads)]
+    else:
+        columns = [2.0 * model.hidden_size * heads * model.kv_channels]
+    if not moe:
+        columns.append(2.0 * model.hidden_size * model.ffn_hidden_size * (2 if model.gated_linear_unit else 1))
+    return statistics.mean(columns) / model.forward_flops_per_token(moe=moe)
+
+
+def _core_attention_s(model: ModelSpec, part: dict[str, Passes], *, moe: bool) -> float:
+    """Seconds of one layer's forward attention: as measured, or by its share of the FLOPs."""
+    if _CORE in part:
+        return part[_CORE].forward_s
+    return part["moe_layer" if moe else "layer"].forward_s * attention_core_share(model, moe=moe)
+
+
+def attention_core_share(model: ModelSpec, *, moe: bool = False) -> float:
+    """Part of a layer's FLOPs that is attention scores and context."""
+    return _module_flops(model, moe=moe)["core_attn"] / model.forward_flops_per_token(moe=moe)
+
+
+def _module_flops(model: ModelSpec, *, moe: bool) -> dict[str, float]:
+    """Forward FLOPs for each token, 2 for each weight (Narayanan et al. 2021, appendix)."""
+    core = {"core_attn": model.core_flops_per_token}
+    if model.latent_attention:
+        core["mla_up_proj"] = 2.0 * model.latent_attention.up_weights(model.num_attention_heads)
+    if not moe:
+        return core | {"mlp": 2.0 * model.mlp_parameters()}
+    shared_width = model.moe_shared_expert_intermediate_size
+    shared = 2.0 * model.mlp_parameters(shared_width) if shared_width else 0.0
+    routed = 2.0 * model.moe_router_topk * model.mlp_parameters(model.moe_ffn_hidden_size)
+    return core | {"moe": routed + shared, "shared_experts": shared}
+
+
+def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str], Passes]:
+    """Median over the slots that measured a part, each brought to speed 1 first."""
+    times: dict[tuple[ComputeCase, str], list[ComputeTime]] = {}
+    for time in measurements.compute:
+        times.setdefault((time.case, time.part), []).append(time)
+    speed = measurements.cluster.slot_speed
+
+    def median(group: Sequence[ComputeTime], seconds: Callable[[ComputeTime], float]) -> float:
+        scaled = [speed[time.slot] * seconds(time) for time in group]
+        return scaled[0] if len(scaled) == 1 else statistics.median(scaled)
+
+    return {
+        key: Passes(
+            forward_s=median(group, lambda time: time.forward.median_s),
+            backward_s=median(group, lambda time: time.input_grad.median_s + time.weight_grad.median_s),
+            weight_grad_s=median(group, lambda time: time.weight_grad.median_s),
+            forward_idle_s=median(group, lambda time: time.forward_idle_s),
+            backward_idle_s=median(group, lambda time: time.backward_idle_s),
+        )
+        for key, group in times.items()
+    }
+
+
+def _measured_again(measurements: Measurements) -> dict[tuple[ComputeCase, str], float]:
+    """What full recompute of a layer took, in forwards of that layer: median over the slots that measured it."""
+    shares: dict[tuple[ComputeCase, str], list[float]] = {}
+    for time in measurements.compute:
+        if time.recompute and time.recompute.median_s and time.forward.median_s:
+            share = time.recompute.median_s / time.forward.median_s
+            shares.setdefault((time.case, time.part), []).append(share)
+    return {key: statistics.median(each) for key, each in shares.items()}
+
+
+def _tokens(case: ComputeCase, source: ComputeCase) -> float:
+    """How many times the tokens of `source` a case has on each slot."""
+    return (case.micro_batch_size * source.cp) / (case.cp * source.micro_batch_size)
+
+
+def _words(case: ComputeCase) -> str:
+    return f"tp={case.tp} cp={case.cp} micro-batch {case.micro_batch_size}"

@@ -1,0 +1,140 @@
+"""Bytes of gradients and of the optimizer on one rank: states that stay, and temporaries of its step; and its seconds.
+
+Facts: memory.md sections 3 and 4, megatron.md 8.2: 6 + 12/(d*c) bytes a parameter for bf16, fp32 gradients and Adam.
+MC = megatron/core of core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.layers.parameters import Parameters, expert_dp
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import Measurements
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_FP32_BYTES = 4
+_STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+_REMAINDER_BYTES = 2
+_SHARD_ALIGNMENT = 128
+_BUSBW_ALIGNMENT = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnceAStep:
+    """What a slot of speed 1 does once a step, after its gradients are reduced or before its first pass."""
+
+    optimizer_s_per_parameter: float
+    gradient_s_per_byte: float
+    host_s: float
+
+    @classmethod
+    def of(cls, measurements: Measurements) -> OnceAStep:
+        """Take what was measured; what was not counts as 0 s."""
+        return cls(
+            optimizer_s_per_parameter=measurements.optimizer_s_per_parameter or 0.0,
+            gradient_s_per_byte=measurements.gradient_s_per_byte,
+            host_s=measurements.step_s,
+        )
+
+    def seconds(self, resident: Ints, gradient_bytes: Ints) -> Floats:
+        """Price ranks that step `resident` parameters, and hold so many bytes of gradients whoever steps them."""
+        return self.optimizer_s_per_parameter * resident + self.gradient_s_per_byte * gradient_bytes + self.host_s
+
+
+def gradient_bytes_per_parameter(job: Job) -> int:
+    """Return 4 for fp32 accumulation, which bf16 forces unless reduced in bf16; 2 for fp16 (megatron.md 4.3, 8.2)."""
+    if job.model.params_dtype == "fp16":
+        return _FP32_BYTES if job.has_flag("--accumulate-allreduce-grads-in-fp32") else 2
+    return 2 if job.grad_reduce_in_bf16 else _FP32_BYTES
+
+
+def buffered_parameters(job: Job, parameters: Parameters, layout: Layout) -> int:
+    """Count the elements of the flat buffers for weights and gradients, padded so that every rank's shard is equal.
+
+    With the distributed optimizer a bucket ends at a multiple of lcm(d*c, 128), and of 2^16 too with
+    `--ddp-pad-buckets-for-high-nccl-busbw` (MC distributed/param_and_grad_buffer.py:638-666). Counted as one bucket for
+    the dense and one for the experts' parameters; that each parameter starts at a multiple of 64 is left out.
+    """
+    if not layout.use_distributed_optimizer:
+        return parameters.count
+    dense, expert = np.array(parameters.dense), np.array(parameters.expert)
+    return int(padded(job, dense, np.array(layout.dp * layout.cp)) + padded(job, expert, np.array(expert_dp(layout))))
+
+
+def resident_parameters(job: Job, parameters: Parameters, layout: Layout) -> int:
+    """Count the parameters whose optimizer state one rank holds.
+
+    The distributed optimizer shards them over d*c, experts over their own data-parallel group; with
+    `--num-distributed-optimizer-instances` each instance shards for itself (megatron.md 8.2).
+    """
+    if not layout.use_distributed_optimizer:
+        return parameters.count
+    dense, expert = np.array(parameters.dense), np.array(parameters.expert)
+    return int(shard(job, dense, np.array(layout.dp * layout.cp)) + shard(job, expert, np.array(expert_dp(layout))))
+
+
+def padded(job: Job, counts: Ints, num_shards: Ints) -> Ints:
+    """Pad buckets of so many elements for so many shards; see `buffered_parameters`."""
+    extra = _BUSBW_ALIGNMENT if job.has_flag("--ddp-pad-buckets-for-high-nccl-busbw") else 1
+    multiple = np.lcm(np.lcm(num_shards, _SHARD_ALIGNMENT), extra)
+    return np.asarray(-(-counts // multiple) * multiple)
+
+
+def shard(job: Job, counts: Ints, num_shards: Ints) -> Ints:
+    """Give one rank its share of so many elements, rounded up; see `resident_parameters`."""
+    instances = int(job.flag_value("--num-distributed-optimizer-instances", "1"))
+    return np.asarray(-(-counts // np.maximum(1, num_shards // instances)))
+
+
+def optimizer_bytes(job: Job, parameters: Parameters, layout: Layout) -> tuple[int, int]:
+    """Count the optimizer's states on one rank, and the temporaries of its step.
+
+    Temporaries: torch's foreach Adam, which runs without TransformerEngine, 4 bytes a parameter; gradients that are not
+    fp32 are copied to fp32, 4 bytes. Optimizers other than Adam and SGD are counted as Adam.
+    """
+    resident = resident_parameters(job, parameters, layout)
+    return round(resident * kept_bytes_per_parameter(job)), resident * step_bytes_per_parameter(job)
+
+
+def kept_bytes_per_parameter(job: Job) -> float:
+    """Return `state_bytes_per_parameter`, less what is offloaded to the host."""
+    offloaded = float(job.flag_value("--optimizer-offload-fraction", "1")) if job.has_flag(_OFFLOAD) else 0.0
+    return state_bytes_per_parameter(job) * (1 - offloaded)
+
+
+def step_bytes_per_parameter(job: Job) -> int:
+    """Bytes of the step's temporaries for one parameter that a rank holds."""
+    sgd = job.optimizer == "sgd"
+    step = 0 if job.model.transformer_impl == "transformer_engine" or sgd else _FP32_BYTES
+    if gradient_bytes_per_parameter(job) != _FP32_BYTES and not job.has_flag(_PRECISION_AWARE):
+        step += _FP32_BYTES
+    return step
+
+
+def state_bytes_per_parameter(job: Job) -> int:
+    """Bytes of the optimizer's states for one parameter that it holds.
+
+    Adam keeps two moments of 4 bytes and, for 2-byte weights, an fp32 copy of 4; SGD keeps one momentum of 4. The
+    precision-aware optimizer keeps moments in chosen types, and of a bf16 weight's fp32 copy only the lower half, as
+    the weight itself is the upper one (MC optimizer/__init__.py:365-390, optimizer_config.py:192, 351-384).
+    """
+    wide = job.model.params_dtype == "fp32"
+    if job.optimizer == "sgd":
+        return _FP32_BYTES + (0 if wide else _FP32_BYTES)
+    if not job.has_flag(_PRECISION_AWARE):
+        return 2 * _FP32_BYTES + (0 if wide else _FP32_BYTES)
+    moments = sum(_STATE_BYTES.get(job.flag_value(f"--{name}-dtype", "fp32"), _FP32_BYTES) for name in _MOMENTS)
+    main = _STATE_BYTES.get(job.flag_value("--main-params-dtype", "fp32"), _FP32_BYTES)
+    remainder = job.model.params_dtype == "bf16" and main == _FP32_BYTES
+    return moments + (_REMAINDER_BYTES if remainder else 0 if wide else main)
+
+
+_MOMENTS = ("exp-avg", "exp-avg-sq")
+_OFFLOAD = "--optimizer-cpu-offload"
+_PRECISION_AWARE = "--use-precision-aware-optimizer"

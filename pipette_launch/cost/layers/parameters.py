@@ -1,0 +1,164 @@
+"""How many parameters of the model lie on one rank, chunk by chunk, and which group reduces their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipette_launch.cost.layers import experts, latent_attention
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.model import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameters:
+    """Parameters on one rank, by who shares them."""
+
+    dense: int
+    """Everything but experts: gradients are reduced over dp * cp."""
+    expert: int = 0
+    """Experts: gradients are reduced over the expert data-parallel group."""
+
+    def __add__(self, other: Parameters) -> Parameters:
+        """Add two parts of one rank."""
+        return Parameters(dense=self.dense + other.dense, expert=self.expert + other.expert)
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return self.dense + self.expert
+
+
+def expert_dp(layout: Layout) -> int:
+    """Ranks that hold the same experts: world / (etp * ep * pp) (megatron.md section 3)."""
+    return layout.world_size // (layout.etp * layout.ep * layout.pp)
+
+
+def layer_parameters(model: ModelSpec, layout: Layout, *, moe: bool) -> Parameters:
+    """Count one transformer layer on one rank: attention, MLP or experts, two norms (megatron.md 8.1, memory.md 2).
+
+    Columns (QKV, first MLP matrix) split weight and bias over tp; rows (projection, second matrix) split the weight
+    only. Norms and the router are on every rank.
+    """
+    dense = _attention(model, layout.tp) + 2 * model.norm_parameters()
+    if not moe:
+        return Parameters(dense=dense + _mlp(model, model.ffn_hidden_size, layout.tp))
+    dense += experts.router_parameters(model)
+    if model.moe_shared_expert_intermediate_size:
+        dense += _mlp(model, model.moe_shared_expert_intermediate_size, layout.tp)
+    local_experts = (model.num_experts or 0) // layout.ep
+    return Parameters(dense=dense, expert=local_experts * _mlp(model, model.moe_ffn_hidden_size, layout.etp))
+
+
+def word_embedding_parameters(model: ModelSpec, layout: Layout) -> int:
+    """Rows of the padded vocabulary that one rank holds, times the hidden size."""
+    return model.padded_vocab_size(layout.tp) // layout.tp * model.hidden_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitParameters:
+    """Parameters of what chunks are made of, on one rank."""
+
+    layer: Parameters
+    moe_layer: Parameters
+    """Nothing where the model has no experts."""
+    embedding: Parameters
+    """What the first chunk has besides its layers."""
+    head: Parameters
+    """What the last one has: final norm, head, multi-token prediction."""
+
+
+def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
+    """Return what `chunk_parameters` adds up; of the layout only tp, ep, etp and whether pp is above 1 matter.
+
+    With tied embeddings and more than one pipeline rank the last chunk holds a copy of the word embedding
+    (megatron-core, setup_embeddings_and_output_layer).
+    """
+    moe = layer_parameters(model, layout, moe=True) if model.num_experts else Parameters(dense=0)
+    plain = layer_parameters(model, layout, moe=False)
+    prediction = _prediction(model, layout, moe if model.has_expert_prediction else plain)
+    return UnitParameters(
+        layer=plain,
+        moe_layer=moe,
+        embedding=Parameters(dense=_embedding(model, layout)),
+        head=Parameters(dense=_head(model, layout)) + prediction,
+    )
+
+
+def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
+    """Count every chunk in model order: embeddings on the first, final norm and head on the last."""
+    unit = unit_parameters(model, layout)
+    plain, moe = unit.layer, unit.moe_layer
+    chunks = [
+        Parameters(
+            dense=plain.dense * (layers - with_experts) + moe.dense * with_experts, expert=moe.expert * with_experts
+        )
+        for layers, with_experts in chunk_layers(model, layout)
+    ]
+    chunks[0] += unit.embedding
+    chunks[-1] += unit.head
+    return tuple(chunks)
+
+
+def chunk_layers(model: ModelSpec, layout: Layout) -> tuple[tuple[int, int], ...]:
+    """Count each chunk's layers, and those of them that have experts."""
+    counts = []
+    first = 0
+    for layers in layout.chunk_layers(model.num_layers):
+        counts.append((layers, sum(model.moe_layer_freq[first : first + layers])))
+        first += layers
+    return tuple(counts)
+
+
+def stage_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
+    """Count every pipeline rank, all its chunks together."""
+    return by_rank(chunk_parameters(model, layout), layout.pp)
+
+
+def by_rank(chunks: tuple[Parameters, ...], pp: int) -> tuple[Parameters, ...]:
+    """Add up the chunks of each pipeline rank."""
+    return tuple(sum(chunks[rank::pp], Parameters(dense=0)) for rank in range(pp))
+
+
+def _embedding(model: ModelSpec, layout: Layout) -> int:
+    learned = model.position_embedding_type == "learned_absolute"
+    positions = model.max_position_embeddings * model.hidden_size if learned else 0
+    return word_embedding_parameters(model, layout) + positions
+
+
+def _head(model: ModelSpec, layout: Layout) -> int:
+    has_own = model.untie_embeddings_and_output_weights or layout.pp > 1
+    return model.norm_parameters() + (word_embedding_parameters(model, layout) if has_own else 0)
+
+
+def _prediction(model: ModelSpec, layout: Layout, layer: Parameters) -> Parameters:
+    """Depths of multi-token prediction: a layer each, and on a last rank that is not the first, embeddings to look up.
+
+    Those come beside the head's copy of a tied embedding (megatron-core, gpt_model.py:149-157, 240-254).
+    """
+    depths = model.mtp_num_layers
+    if not depths:
+        return Parameters(dense=0)
+    copied = _embedding(model, layout) if layout.pp > 1 else 0
+    own = latent_attention.prediction_parameters(model, layout)
+    return Parameters(dense=depths * (layer.dense + own) + copied, expert=depths * layer.expert)
+
+
+def _attention(model: ModelSpec, tp: int) -> int:
+    if model.latent_attention:
+        return latent_attention.attention_parameters(model, model.latent_attention, tp)
+    query = model.num_attention_heads * model.kv_channels // tp
+    # With fewer groups than ranks, each rank holds a whole group (megatron-core, attention.py).
+    key_value = 2 * max(1, model.num_query_groups // tp) * model.kv_channels
+    bias = (query + key_value if model.add_bias_linear or model.add_qkv_bias else 0) + (
+        model.hidden_size if model.add_bias_linear else 0
+    )
+    # Norms of one head's query and key (megatron-core, attention.py, q_layernorm and k_layernorm).
+    norms = 2 * model.kv_channels * (2 if model.normalization == "LayerNorm" else 1) if model.qk_layernorm else 0
+    return model.hidden_size * (query + key_value + query) + bias + norms
+
+
+def _mlp(model: ModelSpec, ffn_hidden_size: int, tp: int) -> int:
+    second = ffn_hidden_size // tp
+    first = second * (2 if model.gated_linear_unit else 1)
+    bias = first + model.hidden_size if model.add_bias_linear else 0
+    return model.hidden_size * (first + second) + bias

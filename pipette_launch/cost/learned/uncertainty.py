@@ -1,0 +1,93 @@
+"""By how much the difference of two predicted steps may be chance: compute times rest on few looks. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipette_launch.cost.compute.stages import ComputeTable, case_of
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements
+
+ERRORS_APART = 2.0
+"""What lies so many standard errors of its difference apart counts as different."""
+MODELLED_ERROR = 0.1
+"""Of a layer's time that was carried over from another case: on fenced CPU cores layers of equal tp were off by -24 to
++14 %, 12 % in the root of the mean square, over half to eight times the tokens."""
+COMPUTED = ("compute", "recompute", "bubble")
+"""Parts of a step that grow with the compute times."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rest:
+    """What the compute time of a case rests on."""
+
+    error: float
+    """Standard error of its layers' time for want of looks, as part of it."""
+    is_modelled: bool
+
+
+class Doubt:
+    """How far the compute times of a table may be trusted.
+
+    Args:
+        table: of these measurements.
+        measurements: with the modelled times that fill them.
+
+    """
+
+    def __init__(self, table: ComputeTable, measurements: Measurements) -> None:
+        self._table = table
+        layers: dict[ComputeCase, list[ComputeTime]] = {}
+        for time in measurements.compute:
+            if time.part in LAYERS:
+                layers.setdefault(time.case, []).append(time)
+        self._rests = {
+            case: _Rest(error=_looks_error(times), is_modelled=any(time.source == "modelled" for time in times))
+            for case, times in layers.items()
+        }
+
+    def have_same_source(self, one: Layout, other: Layout) -> bool:
+        """Whether the same compute times stand for both, so that their errors are the same."""
+        return self._table.source(case_of(one)) == self._table.source(case_of(other))
+
+    def chance_s(self, one: tuple[Layout, Mapping[str, float]], other: tuple[Layout, Mapping[str, float]]) -> float:
+        """Return the seconds by which two steps may differ by chance; 0 where both rest on the same compute times.
+
+        Where both were carried over by the device model, as for a data sheet, its error is common to them.
+
+        Args:
+            one: a layout and the parts of its step (`StepTime.breakdown_s`).
+            other: the other.
+
+        """
+        if self.have_same_source(one[0], other[0]):
+            return 0.0
+        rests = [self._rest(case_of(layout)) for layout, _ in (one, other)]
+        are_both_modelled = all(rest.is_modelled for rest in rests)
+        errors_s = [
+            math.hypot(rest.error, MODELLED_ERROR if rest.is_modelled and not are_both_modelled else 0.0)
+            * sum(parts_s.get(name, 0.0) for name in COMPUTED)
+            for rest, (_, parts_s) in zip(rests, (one, other), strict=True)
+        ]
+        return ERRORS_APART * math.hypot(*errors_s)
+
+    def _rest(self, case: ComputeCase) -> _Rest:
+        """A case that another stands for is carried over, too."""
+        source = self._table.source(case)
+        known = self._rests.get(source) if source is not None else None
+        rest = known or _Rest(error=0.0, is_modelled=False)
+        return rest if source == case else replace(rest, is_modelled=True)
+
+
+def _looks_error(times: Sequence[ComputeTime]) -> float:
+    """Standard error of the mean of several slots' layers, as part of it."""
+    return math.hypot(*map(_scatter, times)) / len(times) if times else 0.0
+
+
+def _scatter(time: ComputeTime) -> float:
+    """Standard error of all passes of a layer on one slot, as part of them."""
+    passes = (time.forward, time.input_grad, time.weight_grad)
+    whole_s = sum(one.median_s for one in passes)
+    return math.hypot(*(one.median_error_s for one in passes)) / whole_s if whole_s else 0.0

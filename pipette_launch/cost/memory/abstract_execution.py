@@ -1,0 +1,243 @@
+"""Memory by abstract execution: megatron-core itself runs one rank without a GPU, in a process of its own.
+
+JSON goes in and out, one line each, so that nothing here needs torch. Facts: memory.md section 5.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from pipette_launch.errors import FileFormatError, PlanError
+from pipette_launch.facts.files import digest, from_plain, to_plain, write_text
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.messages.abstract_execution import (
+    ExecutedMemory,
+    ExecutedParts,
+    ExecutionAnswer,
+    ExecutionRequest,
+)
+
+__all__ = ["ExecutedMemory", "ExecutedParts", "Executor", "execute"]
+
+WORKER = ("-u", "-m", "pipette_patches.abstract")
+REVISION = 6
+"""Changes whenever abstract execution counts anything differently: what was kept before is then counted anew."""
+LIMIT_S = 300.0
+"""Answers take seconds; megatron-core's own recompute of `mlp` never ends where that layer has biases (0.16.1)."""
+_ERROR_LINES = 3
+
+
+def execute(
+    job: Job,
+    layout: Layout,
+    pp_ranks: Sequence[int],
+    *,
+    cache: Path | None = None,
+    python: str = sys.executable,
+    limit_s: float = LIMIT_S,
+) -> tuple[ExecutedMemory, ...]:
+    """Count the bytes of one rank of each pipeline rank named, by executing megatron-core abstractly.
+
+    Args:
+        job: the training job.
+        layout: how it is cut; need not be the job's own.
+        pp_ranks: pipeline ranks.
+        cache: a folder that keeps answers; None keeps none.
+        python: an interpreter that has torch, megatron-core and this package.
+        limit_s: seconds that the answer may take.
+
+    Raises:
+        PlanError: megatron-core refuses the layout or does not end, or something in it is not modelled; the message
+            says what.
+
+    """
+    with Executor(cache=cache, python=python, limit_s=limit_s) as executor:
+        return executor.execute(job, layout, pp_ranks)
+
+
+class Executor:
+    """One worker process for many requests: importing megatron-core takes longer than an answer.
+
+    The process starts with the first request that the cache cannot answer.
+    """
+
+    def __init__(self, *, cache: Path | None = None, python: str = sys.executable, limit_s: float = LIMIT_S) -> None:
+        self._cache = cache
+        self._python = python
+        self._limit_s = limit_s
+        self._worker: subprocess.Popen[str] | None = None
+        self._errors: IO[str] | None = None
+
+    def __enter__(self) -> Executor:  # noqa: PYI034 typing.Self is newer than Python 3.10
+        """Nothing is started yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the worker."""
+        self.close()
+
+    def close(self) -> None:
+        """End the worker; the next request starts another."""
+        if self._worker is not None:
+            if self._worker.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    self._worker.stdin.close()
+            self._worker.kill()
+            self._worker.wait()
+            if self._worker.stdout is not None:
+                self._worker.stdout.close()
+            self._worker = None
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
+
+    def execute(self, job: Job, layout: Layout, pp_ranks: Sequence[int]) -> tuple[ExecutedMemory, ...]:
+        """As the function of this name."""
+        for rank in pp_ranks:
+            if not 0 <= rank < layout.pp:
+                raise PlanError(f"there is no pipeline rank {rank} of {layout.pp}")
+        kept = {rank: self._kept(job, layout, rank) for rank in pp_ranks}
+        missing = tuple(rank for rank, memory in kept.items() if memory is None)
+        if missing:
+            request = ExecutionRequest(job=job, layout=layout, pp_ranks=missing)
+            for fresh in self._asked(request):
+                kept[fresh.pp_rank] = fresh
+                self._keep(job, layout, fresh)
+        return tuple(found for rank in pp_ranks if (found := kept[rank]) is not None)
+
+    def _asked(self, request: ExecutionRequest) -> tuple[ExecutedMemory, ...]:
+        line, is_late = self._exchanged(json.dumps(to_plain(request)))
+        if is_late:
+            self.close()
+            raise PlanError(
+                f"abstract execution of {request.layout.words()} gave no answer within {self._limit_s:g} s; "
+                f"use the closed form"
+            )
+        if not line:
+            reason = self._last_words()
+            self.close()
+            raise PlanError(f"abstract execution ended without an answer: {reason}")
+        try:
+            answer: ExecutionAnswer = _read(ExecutionAnswer, line)
+        except FileFormatError as error:
+            raise PlanError(str(error)) from error
+        if answer.error is not None:
+            raise PlanError(f"abstract execution of {request.layout.words()}: {answer.error}")
+        if tuple(memory.pp_rank for memory in answer.ranks) != request.pp_ranks:
+            raise PlanError("abstract execution answered for other pipeline ranks than it was asked for")
+        return answer.ranks
+
+    def _exchanged(self, line: str) -> tuple[str, bool]:
+        """Send a line; return the one that comes back, empty if none does, and whether the time ran out."""
+        worker = self._started()
+        if worker.stdin is None or worker.stdout is None:
+            raise PlanError("the worker of abstract execution has no pipes")
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            worker.kill()
+
+        clock = threading.Timer(self._limit_s, stop)
+        clock.daemon = True
+        clock.start()
+        try:
+            worker.stdin.write(f"{line}\n")
+            worker.stdin.flush()
+            return worker.stdout.readline(), late.is_set()
+        except BrokenPipeError:
+            return "", late.is_set()
+        finally:
+            clock.cancel()
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._worker is None:
+            self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
+            try:
+                self._worker = subprocess.Popen(
+                    [self._python, *WORKER],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    text=True,
+                    encoding="utf-8",
+                    env=_environment(self._python),
+                )
+            except OSError as error:
+                raise PlanError(f"cannot start {self._python} for abstract execution: {error.strerror}") from error
+        return self._worker
+
+    def _last_words(self) -> str:
+        if self._worker is None or self._errors is None:
+            return "it is not running"
+        self._worker.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()[-_ERROR_LINES:]
+        return " / ".join(lines) or f"exit code {self._worker.returncode}"
+
+    def _kept(self, job: Job, layout: Layout, pp_rank: int) -> ExecutedMemory | None:
+        if self._cache is None:
+            return None
+        try:
+            memory: ExecutedMemory = _read(ExecutedMemory, (self._cache / _name(job, layout, pp_rank)).read_text())
+        except (OSError, FileFormatError):
+            # Whatever cannot be read is counted anew, and written over.
+            return None
+        return memory
+
+    def _keep(self, job: Job, layout: Layout, memory: ExecutedMemory) -> None:
+        if self._cache is not None:
+            write_text(self._cache / _name(job, layout, memory.pp_rank), json.dumps(to_plain(memory)) + "\n")
+
+
+def _name(job: Job, layout: Layout, pp_rank: int) -> str:
+    """A file for whatever can change the answer, and for nothing else."""
+    facts = (
+        job.model,
+        layout.num_microbatches(job.batch.global_batch_size),
+        job.grad_reduce_in_bf16,
+        job.optimizer,
+        job.performance_flags,
+        layout,
+        pp_rank,
+    )
+    return f"executed-{digest(*facts, REVISION, *_versions())}.json"
+
+
+def _versions() -> tuple[str, ...]:
+    return tuple(_version(package) for package in ("torch", "megatron-core"))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _environment(python: str) -> dict[str, str]:
+    """One thread, nothing compiled, and this interpreter's own path if it is the same interpreter."""
+    own = {"PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)} if python == sys.executable else {}
+    return {**os.environ, **own, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _read(kind: Any, text: str) -> Any:
+    try:
+        plain = json.loads(text)
+    except ValueError as error:
+        raise FileFormatError(f"abstract execution: not JSON ({error})") from error
+    return from_plain(kind, plain, "abstract execution")

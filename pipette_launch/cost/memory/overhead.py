@@ -1,0 +1,184 @@
+"""What a rank's device holds beside the model's own tensors, each figure measured or a stated default with its origin.
+
+Facts: memory.md section 7. The rule for all of pipette-launch is here: a layout fits if
+`reserve * (model's peak + workspace) + context + communicators` stays below the device's memory less a margin.
+Not in it: routing that gives one expert more tokens than another, and fragmentation beyond the allocator's reserve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipette_launch.cost.memory.workspaces import workspace_bytes
+from pipette_launch.errors import FactError
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.machines.capability import compute_capability
+from pipette_launch.facts.machines.device_memory import DeviceOverhead, MemoryNeed
+from pipette_launch.units import MIB
+
+DENSE_RESERVE = 1.03
+MOE_RESERVE = 1.15
+RESERVE_SOURCE = "default: max reserved over max allocated in public Megatron logs, dense 1.004-1.06, MoE 1.1-1.2"
+CONTEXT_BYTES = 500_000_000
+CONTEXT_SOURCE = "default: a CUDA context takes 300 to 500 MB"
+COMMUNICATOR_BYTES = 500_000_000
+COMMUNICATOR_SOURCE = (
+    "default: 0.5 GB for each of tp, cp, pp, dp and ep above 1 (arXiv 2411.06465); NCCL users report 0.5 to 4 GB"
+)
+UNKNOWN_CAPABILITY = 9
+MEASURED = "measured by the warm-up"
+CPU_SOURCE = "a host has no context, no communicators and no workspaces on a device"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One number and where it comes from."""
+
+    value: float
+    source: str
+    is_measured: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.value) and self.value >= 0):
+            raise FactError(f"an overhead cannot be negative or unbounded, got {self.value} ({self.source})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overhead:
+    """What one rank's device holds beside the model's tensors. Figures are bytes, the reserve is a ratio."""
+
+    workspace: Figure
+    """Of cuBLAS and Transformer Engine, inside torch's allocator."""
+    context: Figure
+    """Of CUDA and its libraries, outside the allocator."""
+    communicators: Figure
+    """Of NCCL, for all groups of the rank together."""
+    reserve: Figure
+    """What the allocator reserves at its peak over what it has allocated; at least 1."""
+
+    def __post_init__(self) -> None:
+        if self.reserve.value < 1:
+            raise FactError(f"the allocator reserves at least what it allocates, got a ratio of {self.reserve.value}")
+
+    @property
+    def outside_bytes(self) -> int:
+        """What never passes through torch's allocator."""
+        return int(self.context.value) + int(self.communicators.value)
+
+    def device_peak_bytes(self, allocated_bytes: int) -> int:
+        """What the device holds when the model's tensors (`MemoryParts.total`) are at their peak."""
+        return math.ceil(self.reserve.value * (allocated_bytes + int(self.workspace.value))) + self.outside_bytes
+
+    def limit_bytes(self, capacity_bytes: int, *, memory_margin: float) -> int:
+        """The most that the model's tensors may need so that the device keeps its margin; 0 where nothing is left."""
+        inside = allowed_bytes(capacity_bytes, memory_margin=memory_margin) - self.outside_bytes
+        return max(0, math.floor(inside / self.reserve.value) - int(self.workspace.value))
+
+    def need(self, peaks_bytes: Sequence[int], capacity_bytes: int, *, memory_margin: float) -> MemoryNeed:
+        """What each pipeline rank's device holds when the model's tensors are at these peaks, and what it may hold."""
+        return MemoryNeed(
+            need_bytes=tuple(map(self.device_peak_bytes, peaks_bytes)),
+            free_bytes=capacity_bytes,
+            limit_bytes=allowed_bytes(capacity_bytes, memory_margin=memory_margin),
+        )
+
+    def fits(self, allocated_bytes: int, capacity_bytes: int, *, memory_margin: float) -> bool:
+        """Whether a rank with this peak leaves the margin free."""
+        return self.device_peak_bytes(allocated_bytes) <= allowed_bytes(capacity_bytes, memory_margin=memory_margin)
+
+    def notes(self) -> tuple[str, ...]:
+        """Where every figure comes from that is not 0, one sentence each."""
+        named = (
+            ("Workspaces inside the allocator", self.workspace, f"{self.workspace.value / MIB:.0f} MiB"),
+            ("Context", self.context, f"{self.context.value / MIB:.0f} MiB"),
+            ("Communicators", self.communicators, f"{self.communicators.value / MIB:.0f} MiB"),
+            ("The allocator's reserve", self.reserve, f"{self.reserve.value:g} x what it allocates"),
+        )
+        return tuple(
+            f"{name}: {text}, {figure.source}." for name, figure, text in named if figure.value not in (0.0, 1.0)
+        )
+
+
+def allowed_bytes(capacity_bytes: int, *, memory_margin: float) -> int:
+    """What a rank may hold on a device of this capacity in all."""
+    if not 0 <= memory_margin < 1:
+        raise FactError(f"memory_margin must be at least 0 and below 1, got {memory_margin}")
+    return int((1 - memory_margin) * capacity_bytes)
+
+
+def overhead_of(
+    job: Job,
+    layout: Layout,
+    *,
+    device_kind: str,
+    device_name: str = "",
+    measured_bytes: int | None = None,
+    apart: DeviceOverhead | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Overhead:
+    """Return what a rank of this layout holds beside the model.
+
+    Args:
+        job: the model decides the allocator's reserve and the workspaces.
+        layout: its process groups decide the communicators.
+        device_kind: `cuda` or `cpu`.
+        device_name: as the driver or the user gives it; decides the workspaces.
+        measured_bytes: `Measurements.overhead_bytes`: context and communicators together, as the warm-up's workers held
+            them. None for machines that were not measured; 0 on a GPU counts as None, for no context is that small.
+        apart: `Measurements.overhead`, the same told apart: then the layout has as many communicators as it needs, each
+            as large as one of the warm-up's was on average.
+        environment: of the worker, for the variables that size workspaces; None for none.
+
+    """
+    if device_kind == "cpu":
+        outside = Figure(value=measured_bytes, source=MEASURED, is_measured=True) if measured_bytes else _nothing()
+        return Overhead(
+            workspace=_nothing(),
+            context=outside,
+            communicators=_nothing(),
+            reserve=Figure(value=1.0, source="a host's allocator keeps no reserve"),
+        )
+    reserve = MOE_RESERVE if job.model.num_experts else DENSE_RESERVE
+    if apart is not None and apart.communicator_bytes:
+        needed = num_communicators(layout)
+        context = Figure(value=apart.alone_bytes, source=MEASURED, is_measured=True)
+        communicators = Figure(
+            value=needed * apart.communicator_bytes,
+            source=f"{needed} of them, each as large as the {apart.num_communicators} {MEASURED} were on average",
+            is_measured=True,
+        )
+    elif measured_bytes:
+        context = Figure(value=measured_bytes, source=f"{MEASURED}, communicators included", is_measured=True)
+        communicators = Figure(value=0, source="part of the measured context", is_measured=True)
+    else:
+        context = Figure(value=CONTEXT_BYTES, source=CONTEXT_SOURCE)
+        communicators = Figure(value=COMMUNICATOR_BYTES * num_communicators(layout), source=COMMUNICATOR_SOURCE)
+    return Overhead(
+        workspace=_workspace(job, device_name, environment or {}),
+        context=context,
+        communicators=communicators,
+        reserve=Figure(value=reserve, source=RESERVE_SOURCE),
+    )
+
+
+def num_communicators(layout: Layout) -> int:
+    """Count the kinds of process groups in which a rank is not alone and which it uses in every step.
+
+    Left out: groups of the embedding and the gradient norm, which are small and rare, and those that only some ranks
+    have.
+    """
+    return sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
+
+
+def _workspace(job: Job, device_name: str, environment: Mapping[str, str]) -> Figure:
+    capability = compute_capability(device_name)
+    known = device_name if capability else "a GPU of unknown type, taken as of capability 9"
+    size = workspace_bytes(job, compute_capability=capability or UNKNOWN_CAPABILITY, environment=environment)
+    return Figure(value=size, source=f"default: the libraries' own constants for {known}")
+
+
+def _nothing() -> Figure:
+    return Figure(value=0, source=CPU_SOURCE)

@@ -1,0 +1,332 @@
+"""A schedule made ready for pricing: when each of its actions ends, by longest path."""
+
+# S = stages (model chunks), P = pipeline ranks, A = actions of all ranks, R = pipelines that are priced side by side.
+# Durations are laid out as blocks of S: forwards, whole backwards, first forwards and, where the backward is split,
+# input gradients and weight gradients. Hops are laid out as S - 1 forward ones, S - 1 backward ones and a 0.
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.pipeline.dependencies import Dependencies, Ints
+from pipette_launch.cost.pipeline.order import Order
+from pipette_launch.cost.pipeline.timeline import Timeline
+from pipette_launch.errors import FactError
+from pipette_launch.facts.schedule import FORWARD, INPUT, WEIGHT, Action, Schedule
+
+Floats = NDArray[np.float64]
+
+_ACTIONS_OF_A_LEVEL = 40
+"""A level of actions as arrays takes as long as so many actions one by one (measured: 5 us against 0.13 us)."""
+
+_ENDS_AT_ONCE = 1 << 21
+"""Pipelines are priced in blocks of about so many actions, 16 MB, ..."""
+_FEWEST_AT_ONCE = 64
+"""... and of so many pipelines, if there are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Seconds of one micro-batch on each stage of one pipeline, and on the way between neighbours."""
+
+    forward_s: tuple[float, ...]
+    """One entry for each stage, as in `backward_s`."""
+    backward_s: tuple[float, ...]
+    """The whole backward."""
+    forward_hop_s: tuple[float, ...]
+    """From stage s to s + 1: S - 1 entries. Not asked for where both lie on one rank, as at the turn of a V."""
+    backward_hop_s: tuple[float, ...]
+    """From stage s + 1 to s: S - 1 entries."""
+    first_forward_s: tuple[float, ...] = ()
+    """The forward of micro-batch 0, where something makes it longer; empty = as the others."""
+    input_s: tuple[float, ...] = ()
+    """The input's gradient, for a schedule that splits the backward; empty = not known apart."""
+    weight_s: tuple[float, ...] = ()
+    """The weights' gradients."""
+    recompute_s: tuple[float, ...] = ()
+    """What is computed again before each backward, once its gradient has arrived; empty = nothing."""
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward_s)
+        hops = {len(self.forward_hop_s), len(self.backward_hop_s)}
+        optional = (self.first_forward_s, self.input_s, self.weight_s, self.recompute_s)
+        passes = {len(self.backward_s), *(len(times) or stages for times in optional)}
+        if stages == 0 or hops != {stages - 1} or passes != {stages}:
+            raise FactError(f"stage times: {stages} stages need as many backwards and {stages - 1} hops each way")
+        if bool(self.input_s) != bool(self.weight_s):
+            raise FactError("stage times: a split backward needs the times of both its halves")
+        everything = (self.forward_s, self.backward_s, self.forward_hop_s, self.backward_hop_s, *optional)
+        if not all(0 <= seconds < float("inf") for times in everything for seconds in times):
+            raise FactError("stage times: seconds are finite and not negative")
+
+    @property
+    def durations_s(self) -> list[float]:
+        """Forwards, backwards, first forwards; then input and weight gradients, where they are known."""
+        again = self.recompute_s or (0.0,) * len(self.forward_s)
+        backward_s = [more + seconds for more, seconds in zip(again, self.backward_s, strict=True)]
+        input_s = [more + seconds for more, seconds in zip(again, self.input_s, strict=True)] if self.input_s else []
+        return [*self.forward_s, *backward_s, *(self.first_forward_s or self.forward_s), *input_s, *self.weight_s]
+
+    @property
+    def hops_s(self) -> list[float]:
+        """Forward hops, backward hops, and 0 for no hop."""
+        return [*self.forward_hop_s, *self.backward_hop_s, 0.0]
+
+
+class Engine:
+    """A schedule made ready for pricing: its actions in an order in which every cause comes before its effect.
+
+    start = max(end of the rank's previous action, end of the cause + its hop) (facts: schedules.md 7.1); where a
+    message meets its receiver (`Order.blocked_A`) the hop begins after both. Sends do not occupy a rank, but where
+    nothing comes in that way: then the rank waits for what it sends. The order depends on the schedule only, so it is
+    found once, and each pricing is one pass: O(pp * vpp * n).
+
+    Raises:
+        FactError: the schedule deadlocks.
+
+    """
+
+    def __init__(self, schedule: Schedule | Order) -> None:
+        self._order = schedule
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Find the order of the actions at once, so that a deadlock is found at once."""
+        assert len(self.dependencies.level_A)
+
+    @property
+    def schedule(self) -> Schedule:
+        """What is priced."""
+        return self._order.schedule if isinstance(self._order, Order) else self._order
+
+    @cached_property
+    def dependencies(self) -> Dependencies:
+        """What each action waits for."""
+        return Dependencies.of(self._order)
+
+    @property
+    def meets_receivers(self) -> bool:
+        """Whether some messages meet their receivers; a schedule alone does not say how its messages travel."""
+        return isinstance(self._order, Order) and (self._order.rendezvous or self._order.blocking_ends)
+
+    @property
+    def num_prepared(self) -> int:
+        """Actions whose order is kept in memory."""
+        return len(self.dependencies.level_A) if "dependencies" in self.__dict__ else 0
+
+    @cached_property
+    def place_A(self) -> Ints:
+        """Where each action of `dependencies` stands in the engine's own order.
+
+        The last entry is one more place, for the action -1: it always ends at 0.
+        """
+        place_A = np.empty(len(self._order_A) + 1, dtype=np.int64)
+        place_A[self._order_A] = np.arange(len(self._order_A))
+        place_A[-1] = len(self._order_A)
+        return place_A
+
+    @cached_property
+    def table_A(self) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+        """(previous, cause, hop, wait, duration) of each action in the engine's own order, as indices.
+
+        The hop is what lies between the cause and the action, the wait what lies between the previous action and this.
+        """
+        order_A = self._order_A
+        graph = self.dependencies
+        previous_A, cause_A = (self.place_A[column[order_A]] for column in (graph.previous_A, graph.cause_A))
+        hop_A, duration_A = self._hop_A(), self._duration_A()
+        return previous_A, cause_A, hop_A[order_A], self._wait_A(hop_A)[order_A], duration_A[order_A]
+
+    @cached_property
+    def last_backward_S(self) -> Ints:
+        """Where each stage's last backward stands in the engine's own order."""
+        _, stage_A, kind_A, _ = self.dependencies.columns
+        ends_A = np.flatnonzero((kind_A != FORWARD) & (kind_A != INPUT))
+        last_S = np.zeros(self._order.num_stages, dtype=np.int64)
+        np.maximum.at(last_S, stage_A[ends_A], ends_A)
+        places: Ints = self.place_A[last_S]
+        return places
+
+    def drain_s(self, times: StageTimes) -> list[float]:
+        """End of each stage's last backward: from then on its gradients can be reduced."""
+        ends = self._ends(times)
+        return [ends[place] for place in self.last_backward_S.tolist()]
+
+    def makespan_s(self, times: StageTimes) -> float:
+        """End of the last backward of all."""
+        return max(self.drain_s(times))
+
+    def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
+        """Price several pipelines at once, as `drain_s` does one: the same operations, hence the same digits.
+
+        Args:
+            durations_R: `StageTimes.durations_s`, one column for each pipeline.
+            hops_R: `StageTimes.hops_s`, one column for each pipeline.
+
+        """
+        self._check(len(durations_R))
+        return self.ends_at(self.last_backward_S, durations_R, hops_R)
+
+    def ends_at(self, places_X: Ints, durations_R: Floats, hops_R: Floats) -> Floats:
+        """Ends of the actions at these places of the engine's own order, one column for each pipeline."""
+        pipelines = durations_R.shape[1]
+        found = np.empty((len(places_X), pipelines))
+        if len(self._order_A) * pipelines > _ACTIONS_OF_A_LEVEL * self._num_levels:
+            block = max(_ENDS_AT_ONCE // len(self._order_A), _FEWEST_AT_ONCE)
+            for first in range(0, pipelines, block):
+                some = slice(first, first + block)
+                found[:, some] = self.ends_AR(durations_R[:, some], hops_R[:, some])[places_X]
+            return found
+        places = places_X.tolist()
+        for pipeline in range(pipelines):
+            ends = self._run(durations_R[:, pipeline].tolist(), hops_R[:, pipeline].tolist())
+            found[:, pipeline] = [ends[place] for place in places]
+        return found
+
+    def ends_AR(self, durations_R: Floats, hops_R: Floats) -> Floats:
+        """Ends of all actions of several pipelines, in the engine's own order, and a row of 0 behind them.
+
+        All of them are kept: A * R numbers. `ends_at` keeps those that are asked for, and goes block by block.
+        """
+        ends = np.zeros((len(self._order_A) + 1, durations_R.shape[1]))
+        for start, stop, previous, cause, hop, wait, duration in self._levels:
+            ready = ends.take(cause, axis=0)
+            ready += hops_R.take(hop, axis=0)
+            free = ends.take(previous, axis=0)
+            if self.meets_receivers:
+                free += hops_R.take(wait, axis=0)
+            np.maximum(ready, free, out=ready)
+            np.add(ready, durations_R.take(duration, axis=0), out=ends[start:stop])
+        return ends
+
+    def timeline(self, times: StageTimes) -> Timeline:
+        """Return every action's start and end, and the critical path."""
+        ends = self._ends(times)
+        durations = times.durations_s
+        end_A = [ends[place] for place in self.place_A[:-1].tolist()]
+        duration_A = self._duration_A().tolist()
+        start_A = [end - durations[duration] for end, duration in zip(end_A, duration_A, strict=True)]
+        return Timeline(
+            schedule=self.schedule,
+            start_s=self._by_rank(start_A),
+            end_s=self._by_rank(end_A),
+            critical_path=self._path(ends, times),
+        )
+
+    @cached_property
+    def _steps(self) -> list[tuple[int, int, int, int, int]]:
+        """(previous, cause, hop, wait, duration) of each action, in the engine's own order."""
+        return list(zip(*(column.tolist() for column in self.table_A), strict=True))
+
+    @cached_property
+    def _order_A(self) -> Ints:
+        return np.argsort(self.dependencies.level_A, kind="stable")
+
+    @cached_property
+    def _num_levels(self) -> int:
+        return int(self.dependencies.level_A.max()) + 1
+
+    @cached_property
+    def _splits_backward(self) -> bool:
+        return bool((self.dependencies.columns.kind_A == WEIGHT).any())
+
+    @cached_property
+    def _levels(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints, Ints]]:
+        """The same for actions of equal level as arrays: none of them needs another."""
+        bounds = np.cumsum(np.bincount(self.dependencies.level_A)).tolist()
+        previous, cause, hop, wait, duration = self.table_A
+        return [
+            (a, b, previous[a:b], cause[a:b], hop[a:b], wait[a:b], duration[a:b])
+            for a, b in zip([0, *bounds[:-1]], bounds, strict=True)
+        ]
+
+    def _duration_A(self) -> Ints:
+        """Where each action's time stands in `StageTimes.durations_s`."""
+        _, stage_A, kind_A, microbatch_A = self.dependencies.columns
+        # F, B, I, W as in `KINDS`; a first forward has a block of its own.
+        block_A = np.array([0, 1, 3, 4])[kind_A]
+        block_A[(kind_A == FORWARD) & (microbatch_A == 0)] = 2
+        return block_A * self._order.num_stages + stage_A
+
+    def _hop_A(self) -> Ints:
+        """Where the time of each action's incoming hop stands in `StageTimes.hops_s`."""
+        _, stage_A, kind_A, _ = self.dependencies.columns
+        stages = self._order.num_stages
+        rank_S = np.array(self._order.rank_S)
+        none = 2 * (stages - 1)
+        crosses_S = rank_S[1:] != rank_S[:-1]
+        forward_S = np.concatenate(([none], np.where(crosses_S, np.arange(stages - 1), none)))
+        backward_S = np.concatenate((np.where(crosses_S, np.arange(stages - 1, none), none), [none]))
+        hop_A = np.where(kind_A == FORWARD, forward_S[stage_A], backward_S[stage_A])
+        return np.where(kind_A == WEIGHT, none, hop_A)
+
+    def _wait_A(self, hop_A: Ints) -> Ints:
+        """Where the time stands that each action's rank waits for a message after its previous action.
+
+        That of the message that it needs, or, where blocking ends leave it none, of the one that it has sent before.
+        """
+        none = 2 * (self._order.num_stages - 1)
+        if not isinstance(self._order, Order) or not self.meets_receivers:
+            return np.full(len(hop_A), none)
+        if not self._order.rendezvous:
+            previous_A = self.dependencies.previous_A
+            sent_A = np.where(previous_A < 0, none, self._sent_hop_A()[previous_A])
+            hop_A = np.where(hop_A == none, sent_A, hop_A)
+        return np.where(self._order.blocked_A, hop_A, none)
+
+    def _sent_hop_A(self) -> Ints:
+        """Where the time of each action's outgoing hop stands in `StageTimes.hops_s`."""
+        rank_A, stage_A, kind_A, _ = self.dependencies.columns
+        stages = self._order.num_stages
+        hop_A = np.where(kind_A == FORWARD, stage_A, stages - 2 + stage_A)
+        return np.where(self.dependencies.target_A(np.array(self._order.rank_S)) == rank_A, 2 * (stages - 1), hop_A)
+
+    def _check(self, num_durations: int) -> None:
+        stages = self._order.num_stages
+        if num_durations not in (3 * stages, 5 * stages):
+            raise FactError(f"times of {num_durations // 3} stages for a schedule of {stages}")
+        if num_durations < 5 * stages and self._splits_backward:
+            raise FactError(f"{self._order.name} splits the backward: give input_s and weight_s of each stage")
+
+    def _ends(self, times: StageTimes) -> list[float]:
+        if len(times.forward_s) != self._order.num_stages:
+            raise FactError(f"times of {len(times.forward_s)} stages for a schedule of {self._order.num_stages}")
+        durations = times.durations_s
+        self._check(len(durations))
+        return self._run(durations, times.hops_s)
+
+    def _run(self, durations: list[float], hops: list[float]) -> list[float]:
+        """Ends in the engine's own order, and a 0 behind them."""
+        ends = [0.0] * (len(self._order_A) + 1)
+        # Comparisons, as max() would double the time of these loops.
+        if self.meets_receivers:
+            for place, (previous, cause, hop, wait, duration) in enumerate(self._steps):
+                ready, free = ends[cause] + hops[hop], ends[previous] + hops[wait]
+                ends[place] = (free if free > ready else ready) + durations[duration]  # noqa: FURB136
+            return ends
+        for place, (previous, cause, hop, _, duration) in enumerate(self._steps):
+            ready, free = ends[cause] + hops[hop], ends[previous]
+            ends[place] = (free if free > ready else ready) + durations[duration]  # noqa: FURB136
+        return ends
+
+    def _by_rank(self, values_A: Sequence[float]) -> tuple[tuple[float, ...], ...]:
+        bounds = np.cumsum([0, *np.bincount(self.dependencies.columns.rank_A).tolist()]).tolist()
+        return tuple(tuple(values_A[start:stop]) for start, stop in itertools.pairwise(bounds))
+
+    def _path(self, ends: list[float], times: StageTimes) -> tuple[Action, ...]:
+        hops = times.hops_s
+        nowhere = len(self._steps)
+        place = max(range(nowhere), key=lambda index: (ends[index], -index))
+        path = []
+        while place != nowhere:
+            path.append(self.dependencies.action(self._order_A[place]))
+            previous, cause, hop, wait, _ = self._steps[place]
+            # The rank itself wins a tie: what it did before is the plainer reason.
+            place = cause if ends[cause] + hops[hop] > ends[previous] + hops[wait] else previous
+        return tuple(reversed(path))

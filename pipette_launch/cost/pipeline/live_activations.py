@@ -1,0 +1,68 @@
+"""Bytes of activations that a schedule keeps on each rank, at the peak and over time."""
+
+# A = actions of all ranks, S = stages.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.pipeline.timeline import Timeline
+from pipette_launch.errors import FactError
+from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Schedule
+
+
+def peak_live_bytes(schedule: Schedule, chunk_bytes: Sequence[int], w_share: float = 1.0) -> tuple[int, ...]:
+    """Most bytes that each rank's stages hold for micro-batches whose backward is not done.
+
+    The order alone decides: F takes its stage's bytes, B gives them back; I gives back all but the share that W needs.
+    For the schedules of stock Megatron this equals `cost.memory.peak.peak_live_bytes` on every rank.
+
+    Args:
+        schedule: what runs.
+        chunk_bytes: what each stage keeps for one micro-batch, in model order.
+        w_share: of these bytes, what the weight gradient still needs once the input's is done (schedules.md section 3:
+            32/(34 + 5as/h), 0.94 with flash attention); 1 = all of them.
+
+    Raises:
+        FactError: another number of stages, a negative size, or a share outside 0 to 1.
+
+    """
+    deltas = _deltas(schedule, chunk_bytes, w_share)
+    return tuple(int(np.cumsum(delta).max()) for delta in deltas)
+
+
+def live_bytes(
+    timeline: Timeline, chunk_bytes: Sequence[int], w_share: float = 1.0
+) -> tuple[tuple[tuple[float, int], ...], ...]:
+    """(seconds, bytes held from then on) of each rank: F takes its bytes as it starts, the others give as they end."""
+    deltas = _deltas(timeline.schedule, chunk_bytes, w_share)
+    series = []
+    for actions, starts, ends, delta in zip(
+        timeline.schedule.ranks, timeline.start_s, timeline.end_s, deltas, strict=True
+    ):
+        moments = [
+            start if action.kind == "F" else end for action, start, end in zip(actions, starts, ends, strict=True)
+        ]
+        series.append(tuple(zip(moments, np.cumsum(delta).tolist(), strict=True)))
+    return tuple(series)
+
+
+def _deltas(schedule: Schedule, chunk_bytes: Sequence[int], w_share: float) -> list[NDArray[np.int64]]:
+    """What each action adds to the bytes that its rank holds."""
+    if len(chunk_bytes) != schedule.num_stages:
+        raise FactError(f"bytes of {len(chunk_bytes)} stages for a schedule of {schedule.num_stages}")
+    if min(chunk_bytes) < 0 or not 0 <= w_share <= 1:
+        raise FactError(f"bytes must not be negative and w_share lies in 0..1, got {min(chunk_bytes)} and {w_share}")
+    kept_S = np.array(chunk_bytes, dtype=np.int64)
+    for_weight_S = np.rint(kept_S * w_share).astype(np.int64)
+    change_KS = np.zeros((len(KINDS), schedule.num_stages), dtype=np.int64)
+    change_KS[FORWARD] = kept_S
+    change_KS[BACKWARD] = -kept_S
+    change_KS[INPUT] = for_weight_S - kept_S
+    change_KS[WEIGHT] = -for_weight_S
+    columns = schedule.columns
+    delta_A = change_KS[columns.kind_A, columns.stage_A]
+    return np.split(delta_A, np.cumsum([len(actions) for actions in schedule.ranks])[:-1])

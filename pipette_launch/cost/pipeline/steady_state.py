@@ -1,0 +1,193 @@
+"""Megatron's own schedules, priced without running through every micro-batch.
+
+After its warm-up a pipeline repeats itself: all that the rest of a step depends on (when each rank is free, and what is
+on its way) is after some turns what it was before, only later by a constant. The ends of actions are a max-plus linear
+system, and once that has held for one period it holds for good (Baccelli et al. 1992, Synchronization and Linearity,
+section 3.7). So a step ends as one of fewer micro-batches does, later by that constant for each period that was left
+out. Where a step does not come to repeat itself it is run whole. The answer is that of the whole schedule but for
+rounding, some parts in 10^13, and does not depend on what else is priced beside it.
+"""
+
+# S = stages, P = pipeline ranks, R = pipelines that are priced side by side, X = entries of the state, T = turns back.
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.pipeline.engine import Engine, Floats
+from pipette_launch.cost.pipeline.order import Order
+from pipette_launch.facts.layout import Layout
+
+Ints = NDArray[np.int64]
+
+_ROUNDING = 1e-13
+"""Two ends are as far apart as two others if it differs by less than this part of the time since the step began."""
+_CACHED_SHAPES = 512
+_CACHED_ACTIONS = 1 << 20
+"""Engines are kept up to so many actions in all, some 300 MB."""
+
+
+class SteadyEngine(Engine):
+    """An engine that leaves out micro-batches which tell nothing new; it is made whole only where it has to be."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        self._shape = order
+
+    def _prepare(self) -> None:
+        """Nothing yet: Megatron's own schedules never deadlock."""
+
+    def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
+        """Price several pipelines at once, each as it would be priced alone; arguments as of `Engine`."""
+        shape = self._shape
+        drained = np.empty((shape.num_stages, durations_R.shape[1]))
+        todo = [(_first_length(shape), np.arange(durations_R.shape[1]))]
+        while todo:
+            length, some = todo.pop()
+            if length >= shape.num_microbatches:
+                drained[:, some] = super().drain_s_SR(durations_R[:, some], hops_R[:, some])
+                continue
+            start = _start_of(shape, length)
+            ended, turns_R, later_s_R = start.price(durations_R[:, some], hops_R[:, some])
+            missing = (shape.num_microbatches - length) // start.turn
+            rest_R = np.where(turns_R > 0, missing % np.maximum(turns_R, 1), -1)
+            done_R = rest_R == 0
+            later_s_R = missing // np.maximum(turns_R, 1) * later_s_R
+            drained[:, some[done_R]] = ended[:, done_R] + later_s_R[done_R]
+            # What is left out must be a multiple of the period; where there is none yet, it may come later.
+            for rest in np.unique(rest_R[~done_R]).tolist():
+                longer = length + rest * start.turn if rest > 0 else _twice(shape, length)
+                todo.append((longer, some[rest_R == rest]))
+        return drained
+
+
+class _Start(Engine):
+    """The same schedule with fewer micro-batches, and where in it the state of the pipeline is read."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        self.turn = _turn(order)
+        self._shape = order
+
+    def price(self, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Ints, Floats]:
+        """Price it, and find the period of its steady state.
+
+        Returns:
+            Ends of the stages' last backwards, as `drain_s_SR`; after how many turns each pipeline repeats itself, 0
+            where it does not yet; and how much later.
+
+        """
+        places = np.concatenate([self.last_backward_S, *self._states])
+        ends_XR = self.ends_at(places, durations_R, hops_R)
+        drained, *state_TXR = np.split(ends_XR, np.cumsum([len(self.last_backward_S), *map(len, self._states[:-1])]))
+        turns_R = np.zeros(durations_R.shape[1], dtype=np.int64)
+        later_s_R = np.zeros(durations_R.shape[1])
+        left = np.arange(durations_R.shape[1])
+        now_XR, *before_TXR = state_TXR
+        for turns, before_XR in enumerate(before_TXR, 1):
+            later_XR = now_XR[:, left] - before_XR[:, left]
+            most_R = later_XR.max(axis=0)
+            same_R = most_R - later_XR.min(axis=0) <= _ROUNDING * now_XR[:, left].max(axis=0)
+            turns_R[left[same_R]], later_s_R[left[same_R]] = turns, most_R[same_R]
+            left = left[~same_R]
+            if not len(left):
+                break
+        return drained, turns_R, later_s_R
+
+    @cached_property
+    def _states(self) -> list[Ints]:
+        """Places of the ends that make up the state: late in the step, one turn before, two turns before and so on.
+
+        A round is one forward and one backward of a rank in the steady part. The state is read after round j on rank
+        0 and, interleaved, j + r on rank r: then no rank has used what another has not sent, and what is on its way
+        was sent in the last rounds, one of them, or g - p + 1 for groups of g. (Rank r is w(r) forwards ahead, and
+        w(r) - w(r + 1) is 1, or 2 interleaved; from the last rank back to the first it is g chunk passes.)
+        """
+        order = self._shape
+        interleaved = order.vpp > 1
+        warmup_P = order.warmup_P
+        # A last group that is not full is not like the others; it belongs to the end of the step.
+        full = order.num_microbatches // self.turn * self.turn * order.vpp
+        last = full - int(warmup_P[0]) - 1
+        rounds = order.group_size - order.pp + 1 if interleaved else 1
+        rank_P = np.arange(order.pp)
+        first_P = 2 * order.num_microbatches * order.vpp * rank_P + warmup_P
+        per_turn = self.turn * order.vpp
+        states = []
+        for turns in range((last + 1 - rounds) // per_turn + 1):
+            round_P = last - turns * per_turn + (rank_P if interleaved else 0)
+            forward = [first_P + 2 * (round_P - back) for back in range(rounds)]
+            states.append(self.place_A[np.concatenate([*forward, *(places + 1 for places in forward)])])
+        return states[: _most_turns(order) + 1]
+
+
+def engine_of(
+    layout: Layout, num_microbatches: int, *, rendezvous: bool = False, blocking_ends: bool = False
+) -> Engine:
+    """Return the engine of the schedule that stock Megatron runs for a layout, made once for each shape.
+
+    Args:
+        layout: its pipeline.
+        num_microbatches: of one replica and step.
+        rendezvous: as `Order.rendezvous`.
+        blocking_ends: as `Order.blocking_ends`.
+
+    """
+    group = (layout.microbatch_group_size or layout.pp) if layout.vpp > 1 else 1
+    order = Order(
+        pp=layout.pp,
+        vpp=layout.vpp,
+        group_size=group,
+        num_microbatches=num_microbatches,
+        rendezvous=rendezvous,
+        blocking_ends=blocking_ends,
+    )
+    return _kept(order, SteadyEngine)
+
+
+def _start_of(order: Order, length: int) -> _Start:
+    return _kept(replace(order, num_microbatches=length), _Start)
+
+
+_engines: OrderedDict[tuple[type[Engine], Order], Engine] = OrderedDict()
+
+E = TypeVar("E", SteadyEngine, _Start)
+
+
+def _kept(order: Order, make: type[E]) -> E:
+    """Make an engine, or find the one that was made; those that were not used for long go first."""
+    engine = _engines.pop((make, order), None)
+    if not isinstance(engine, make):
+        engine = make(order)
+        room = _CACHED_ACTIONS - sum(kept.num_prepared for kept in _engines.values())
+        while _engines and (room < 0 or len(_engines) >= _CACHED_SHAPES):
+            room += _engines.popitem(last=False)[1].num_prepared
+    _engines[make, order] = engine
+    return engine
+
+
+def _turn(order: Order) -> int:
+    """Micro-batches of one turn: after them the same chunks come again."""
+    return order.group_size if order.vpp > 1 else 1
+
+
+def _most_turns(order: Order) -> int:
+    """Longest period that is looked for: a loop of hops over k ranks repeats itself after k micro-batches."""
+    return order.pp if order.vpp == 1 else 2
+
+
+def _first_length(order: Order) -> int:
+    """Fewest micro-batches of which the state can be read so often, with as many in the last group as in the step."""
+    if order.vpp == 1:
+        return 2 * order.pp + 1
+    return 4 * order.group_size + order.num_microbatches % order.group_size
+
+
+def _twice(order: Order, length: int) -> int:
+    return 2 * length if order.vpp == 1 else 2 * length - length % order.group_size

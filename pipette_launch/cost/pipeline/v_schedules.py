@@ -1,0 +1,193 @@
+"""Schedules on a V of ranks: repeated building blocks, squeezed and refilled with real times under a memory limit."""
+
+# Slots are the times of one micro-batch's passes on one rank, in the order F of chunk 0, F of chunk 1, backward of
+# chunk 1, backward of chunk 0. A block is the slots of every rank; it repeats every six units (2405.15362; facts:
+# schedules.md section 2).
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+from pipette_launch.cost.pipeline.greedy import Order, Rules, Task
+from pipette_launch.cost.pipeline.local_search import best_draft
+from pipette_launch.facts.schedule import Action, Kind, Schedule
+
+PERIOD = 6
+"""Units of work of one micro-batch on one rank: two chunks, each forward, input and weight gradient of one unit."""
+
+Slots = tuple[int, int, int, int]
+Block = tuple[Slots, ...]
+Slopes = tuple[int, int, int, int]
+"""Units from a rank to the next for each of the four passes."""
+
+RULES = (
+    Rules(weight_gap=0.5),
+    Rules(weight_gap=1.0),
+    Rules(weight_gap=0.0, pull="all"),
+    Rules(weight_gap=0.25, pull="all", pull_gap=0.5),
+    Rules(weight_gap=0.75, pull="all", pull_gap=1.0),
+    Rules(weight_gap=0.75, pull="all", pull_gap=0.5, pull_first=True),
+)
+WHOLE_RULES = (
+    Rules(weight_gap=1.0),
+    Rules(weight_gap=1.0, pull="all"),
+    Rules(weight_gap=1.0, pull="all", pull_gap=0.5),
+    Rules(weight_gap=1.0, pull="all", pull_gap=1.0),
+)
+
+_BLOCKS = 6
+"""Blocks of equal slopes that are tried."""
+_SLOPES: dict[str, tuple[Slopes, ...]] = {
+    # Half a period: all ranks repeat the same order, so no bubble repeats, whatever F, I and W take.
+    "v-zb": ((3, 3, 3, 3),),
+    "v-half": ((2, 1, 1, 2), (1, 2, 1, 2), (2, 1, 2, 1), (1, 2, 2, 1)),
+    "v-min": ((1, 1, 1, 1),),
+}
+
+
+def v_schedule(name: str, task: Task) -> Schedule:
+    """V-ZB, V-Half or V-Min: every possible block of its offsets, with W and squeezing by real times.
+
+    Peaks are kept under the task's limits, which are p, floor((p+2)/2) and floor((p+4)/3) micro-batches where no
+    others are given (facts: schedules.md section 3).
+
+    Raises:
+        FactError: no block runs within the limits.
+
+    """
+
+    def orders(asked: Task) -> Iterator[Order]:
+        every = (linear_blocks(asked.pp, slopes)[:_BLOCKS] for slopes in _SLOPES[name])
+        for blocks in itertools.zip_longest(*every):
+            yield from (order_of_block(block, asked.num_microbatches, "I") for block in blocks if block is not None)
+
+    return best_draft(task, orders, RULES).schedule(name, task)
+
+
+def one_forward_one_backward_v(task: Task) -> Schedule:
+    """1F1B-V: whole backwards on a V, with the blocks of shortest life: two thirds of 1F1B's memory.
+
+    Raises:
+        FactError: no block runs within the limits.
+
+    """
+
+    def orders(asked: Task) -> Iterable[Order]:
+        return [order_of_block(block, asked.num_microbatches, "B") for block in short_lived_blocks(asked.pp)]
+
+    return best_draft(task, orders, WHOLE_RULES).schedule("1f1b-v", task)
+
+
+def order_of_block(block: Block, num_microbatches: int, backward: Kind) -> Order:
+    """Repeat a block for every micro-batch and read each rank's passes in the order of their slots."""
+    pp = len(block)
+    ranks = []
+    for rank, slots in enumerate(block):
+        passes: tuple[tuple[int, int, Kind], ...] = (
+            (slots[0], rank, "F"),
+            (slots[1], 2 * pp - 1 - rank, "F"),
+            (slots[2], 2 * pp - 1 - rank, backward),
+            (slots[3], rank, backward),
+        )
+        timed = sorted(
+            (slot + PERIOD * microbatch, Action(stage, kind, microbatch))
+            for microbatch in range(num_microbatches)
+            for slot, stage, kind in passes
+        )
+        ranks.append(tuple(action for _, action in timed))
+    return tuple(ranks)
+
+
+@lru_cache(maxsize=256)
+def linear_blocks(pp: int, slopes: Slopes) -> tuple[Block, ...]:
+    """Blocks whose passes are `slopes` units apart from rank to rank, those of the shortest life first.
+
+    At its ends the V may wait a few units; of all such waits those remain in which no two passes of a rank ever meet.
+    """
+    blocks = []
+    for waits in itertools.product(range(PERIOD), repeat=3):
+        block = _linear_block(pp, slopes, waits)
+        if all(len({slot % PERIOD for slot in slots}) == 4 for slots in block):
+            blocks.append(block)
+    return tuple(sorted(blocks, key=lambda block: (_life(block), block)))
+
+
+def _linear_block(pp: int, slopes: Slopes, waits: tuple[int, ...]) -> Block:
+    down, up, back_down, back_up = slopes
+    last = pp - 1
+    turn = down * last + 1 + waits[0]
+    back = turn + up * last + 1 + waits[1]
+    back_turn = back + back_down * last + 1 + waits[2]
+    return tuple(
+        (down * rank, turn + up * (last - rank), back + back_down * rank, back_turn + back_up * (last - rank))
+        for rank in range(pp)
+    )
+
+
+def _life(block: Block) -> int:
+    """Units that the passes of a rank are alive, on the worst rank."""
+    return max(slots[3] - slots[0] + slots[2] - slots[1] for slots in block)
+
+
+Residues = tuple[int, int, int, int]
+"""Slots modulo the period."""
+
+
+@lru_cache(maxsize=64)
+def short_lived_blocks(pp: int) -> tuple[Block, ...]:
+    """Blocks of whole backwards, two units long, in which micro-batches live shortest; one for each pattern of rank 0.
+
+    On every rank the four passes fill the period, so a rank has one of 36 patterns, and the way from a rank to the next
+    is fixed by their patterns: a shortest path over the ranks.
+    """
+    patterns = _whole_patterns()
+    best: dict[Residues, tuple[int, tuple[Residues, ...]]] = {
+        own: (_delay(own[0], own[1], 1) + _delay(own[2], own[3], 2), (own,)) for own in patterns
+    }
+    for _ in range(pp - 1):
+        best = {
+            own: min((seconds + _between(own, after[0]), (own, *after)) for seconds, after in best.values())
+            for own in patterns
+        }
+    found = sorted((life + _delay(own[1], own[2], 1), ranks) for own, (life, ranks) in best.items())
+    # Patterns that differ by a turn of the period are the same block.
+    shapes = {_block_of(ranks): None for _, ranks in found}
+    return tuple(shapes)
+
+
+def _whole_patterns() -> tuple[Residues, ...]:
+    patterns = []
+    for first, second, back, last in itertools.product(range(PERIOD), repeat=4):
+        used = {first, second, back, (back + 1) % PERIOD, last, (last + 1) % PERIOD}
+        if len(used) == PERIOD:
+            patterns.append((first, second, back, last))
+    return tuple(patterns)
+
+
+def _delay(before: int, after: int, units: int) -> int:
+    """From the start of a pass of so many units to the next start of the pattern that needs its result."""
+    return (after - before - units) % PERIOD + units
+
+
+def _between(own: Residues, after: Residues) -> int:
+    """What a step down the V adds to the life of a micro-batch: twice down, twice up."""
+    forward = _delay(own[0], after[0], 1) + _delay(after[1], own[1], 1)
+    return forward + _delay(own[2], after[2], 2) + _delay(after[3], own[3], 2)
+
+
+def _block_of(ranks: tuple[Residues, ...]) -> Block:
+    """Slots of a chain of patterns, from 0 on."""
+    down = list(itertools.accumulate(_steps(ranks, 0, 1), initial=0))
+    up = list(itertools.accumulate(_steps(ranks[::-1], 1, 1), initial=down[-1] + _delay(ranks[-1][0], ranks[-1][1], 1)))
+    back = list(itertools.accumulate(_steps(ranks, 2, 2), initial=up[-1] + _delay(ranks[0][1], ranks[0][2], 1)))
+    last = list(
+        itertools.accumulate(_steps(ranks[::-1], 3, 2), initial=back[-1] + _delay(ranks[-1][2], ranks[-1][3], 2))
+    )
+    return tuple(zip(down, up[::-1], back, last[::-1], strict=True))
+
+
+def _steps(ranks: tuple[Residues, ...], which: int, units: int) -> Iterator[int]:
+    for before, after in itertools.pairwise(ranks):
+        yield _delay(before[which], after[which], units)

@@ -1,0 +1,109 @@
+"""Zero-bubble schedules on stock placement: 1F1B order with W where ranks would wait, by real times and memory."""
+
+# S = stages, P = pipeline ranks.
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+from pipette_launch.cost.pipeline.greedy import Order, Rules, Task, order_of
+from pipette_launch.cost.pipeline.local_search import best_draft
+from pipette_launch.cost.pipeline.simulate import simulate
+from pipette_launch.facts.schedule import Action, Schedule
+
+RULES = tuple(Rules(weight_gap=gap) for gap in (0.25, 0.9, 0.0, 0.5))
+"""A W is put into any gap, or into those that it nearly fits: which is best depends on the times (measured)."""
+
+
+def zero_bubble(name: str, task: Task) -> Schedule:
+    """ZB-1P where a rank may keep what 1F1B's first rank keeps, ZB-2P where it may keep twice that (2401.10241).
+
+    Between F and I the order is 1F1B's; how many forwards run ahead depends on the limit and on when the first gradient
+    comes back, and several such counts are tried, each with W by all of `RULES`. With equal stages ZB-1P comes to
+    (p-1)(F+I-W+4c), the published rates (facts: schedules.md 7.2).
+
+    Raises:
+        FactError: a rank may keep less than one micro-batch.
+
+    """
+    return best_draft(task, _orders, RULES).schedule(name, task)
+
+
+def refilled(schedule: Schedule, task: Task) -> Schedule:
+    """Put the W of a split schedule anew, by real times and within the limits; forwards and backwards keep their order.
+
+    Returns the schedule itself where that is no better.
+    """
+
+    def orders(asked: Task) -> tuple[Order, ...]:
+        return (order_of(schedule, asked.num_microbatches),)
+
+    anew = best_draft(task, orders, RULES).schedule(schedule.name, task)
+    before, after = (simulate(one, task.times) for one in (schedule, anew))
+    if task.objective == "span":
+        return anew if max(after.span_s_P) < max(before.span_s_P) else schedule
+    return anew if after.makespan_s < before.makespan_s else schedule
+
+
+def _orders(task: Task) -> Iterator[Order]:
+    """One order for each rule of the warm-up; some may be the same."""
+    for rule in _WARMUPS:
+        yield _order(task, tuple(_ahead(task, rank, rule) for rank in range(task.pp)))
+
+
+def _ahead(task: Task, rank: int, count: Callable[[Task, int], int]) -> int:
+    """Forwards before a rank's first backward: at least what 1F1B needs, at most what memory allows."""
+    room = math.floor(task.limit_P[rank] / task.held_S[rank] * (1 + 1e-9)) if task.held_S[rank] else math.inf
+    return int(max(1, min(max(count(task, rank), task.pp - rank), room, task.num_microbatches)))
+
+
+def _plain(task: Task, rank: int) -> int:
+    return task.pp - rank
+
+
+def _eager(task: Task, rank: int) -> int:
+    return 2 * (task.pp - rank) - 1
+
+
+def _until_return(task: Task, rank: int) -> float:
+    """How many forwards fit before the first gradient comes back to a rank."""
+    times = task.times
+    input_s = times.durations_s[3 * task.pp :]
+    later_s = sum(times.forward_s[rank:]) + sum(input_s[rank + 1 : task.pp])
+    hops_s = sum(times.forward_hop_s[rank:]) + sum(times.backward_hop_s[rank:])
+    return (later_s + hops_s) / times.forward_s[rank] if times.forward_s[rank] else math.inf
+
+
+def _fits(task: Task, rank: int) -> int:
+    return math.floor(_capped(task, _until_return(task, rank)))
+
+
+def _covers(task: Task, rank: int) -> int:
+    return math.ceil(_capped(task, _until_return(task, rank)))
+
+
+def _covers_beside_first(task: Task, rank: int) -> int:
+    """Where rank 0 has no room for all that would fit, the others run as many fewer ahead: all gradients come late."""
+    room = task.limit_P[0] / task.held_S[0] if task.held_S[0] else math.inf
+    late = max(0.0, _until_return(task, 0) - room)
+    return math.ceil(_capped(task, _until_return(task, rank) - late))
+
+
+def _capped(task: Task, count: float) -> float:
+    return min(count, float(task.num_microbatches))
+
+
+_WARMUPS = (_plain, _eager, _fits, _covers, _covers_beside_first)
+
+
+def _order(task: Task, ahead_P: tuple[int, ...]) -> Order:
+    """One backward and one forward in turn, after so many forwards on each rank."""
+    ranks = []
+    for rank, ahead in enumerate(ahead_P):
+        forward = [Action(rank, "F", microbatch) for microbatch in range(task.num_microbatches)]
+        backward = [Action(rank, "I", microbatch) for microbatch in range(task.num_microbatches)]
+        turns = itertools.zip_longest(backward, forward[ahead:])
+        ranks.append((*forward[:ahead], *(action for turn in turns for action in turn if action is not None)))
+    return tuple(ranks)

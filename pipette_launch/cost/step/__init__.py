@@ -1,0 +1,1 @@
+"""The step time of a layout on given slots."""

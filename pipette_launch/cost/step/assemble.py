@@ -1,0 +1,349 @@
+"""One step out of its parts: the pipelines side by side, then what each rank reduces, gathers and updates."""
+
+# S = stages (model chunks), P = pipeline ranks, V = chunks of each, D = data-parallel replicas, K = placements side by
+# side, R = the replicas of all of them, those of one placement together.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.collectives import Kind
+from pipette_launch.cost.communication.traffic import (
+    Exchange,
+    StepTraffic,
+    aligns_gathers,
+    blocks_at_ends,
+    exchanges,
+    hop_bytes,
+    meets_receivers,
+    step_traffic,
+)
+from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.cost.layers.optimizer import OnceAStep
+from pipette_launch.cost.layers.parameters import expert_dp
+from pipette_launch.cost.pipeline.simulate import Engine, engine_of
+from pipette_launch.cost.step.dominance import worst
+from pipette_launch.cost.step.first_gathers import Forwards, waits_aligned_s, waits_one_by_one_s
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a layout asks of its ranks, wherever they lie."""
+
+    layout: Layout
+    num_microbatches: int
+    engine: Engine
+    forward_s_S: Array
+    """Compute of one micro-batch on a slot of speed 1."""
+    backward_s_S: Array
+    recompute_s_S: Array
+    forward_idle_s_S: Array
+    """Of the forward, while the device waits for the host: exchanges pass in it."""
+    backward_idle_s_S: Array
+    exchanges: tuple[Exchange, ...]
+    hop_bytes: int
+    traffic: StepTraffic
+    gradient_bytes_S2: Array
+    parameter_bytes_S2: Array
+    reduce_kind: Kind
+    gather_kind: Kind
+    aligns_gathers: bool
+    """Whether overlapped gathers start on all pipeline ranks at once."""
+    loss_s: float
+    """Adding up the step's loss over the replicas of the last stage; no placement makes it less."""
+    expert_dp: int
+    optimizer_s_P: Array
+    """Once a step on a slot of speed 1: passes over all gradients, the optimizer, and waiting for the host."""
+    rank_S: NDArray[np.int64]
+    zero_S: Array
+
+    @classmethod
+    def of(cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep, *, loss_s: float) -> Work:
+        """Work it out from the job, the layout and the measured times."""
+        num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
+        passes = compute.chunk_passes(layout)
+        traffic = step_traffic(job, layout)
+        return cls(
+            layout=layout,
+            num_microbatches=num_microbatches,
+            engine=engine_of(
+                layout,
+                num_microbatches,
+                rendezvous=meets_receivers(job, layout, compute.device_kind),
+                blocking_ends=blocks_at_ends(job, layout, compute.device_kind),
+            ),
+            forward_s_S=np.array([chunk.forward_s for chunk in passes]),
+            backward_s_S=np.array([chunk.backward_s for chunk in passes]),
+            recompute_s_S=np.array([chunk.recompute_s for chunk in passes]),
+            forward_idle_s_S=np.array([chunk.forward_idle_s for chunk in passes]),
+            backward_idle_s_S=np.array([chunk.backward_idle_s for chunk in passes]),
+            exchanges=exchanges(job, layout, compute.hiding(layout)),
+            hop_bytes=hop_bytes(job, layout),
+            traffic=traffic,
+            gradient_bytes_S2=np.array(traffic.gradient_bytes, dtype=np.float64),
+            parameter_bytes_S2=np.array(traffic.parameter_bytes, dtype=np.float64),
+            reduce_kind="reduce_scatter" if layout.use_distributed_optimizer else "all_reduce",
+            gather_kind="all_gather",
+            aligns_gathers=aligns_gathers(job, layout),
+            loss_s=loss_s,
+            expert_dp=expert_dp(layout),
+            optimizer_s_P=once.seconds(
+                np.array(traffic.resident_parameters),
+                np.array(traffic.gradient_bytes).sum(axis=1).reshape(-1, layout.pp).sum(axis=0),
+            ),
+            rank_S=np.arange(layout.num_chunks) % layout.pp,
+            zero_S=np.zeros(layout.num_chunks),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """What the places of a layout's ranks make of its work.
+
+    Of several placements side by side the replicas follow each other, those of one placement together; what is of
+    stages then has a second axis K, and `embedding_s` is an array.
+    """
+
+    slowness_PD: Array
+    """1 / speed of the slowest slot of each pipeline rank of each replica."""
+    exchange_s_PD: tuple[Array, ...]
+    """Seconds of each of `Work.exchanges`, before anything hides."""
+    forward_hop_s_PD: Array
+    """From pipeline rank p to p + 1; the last entry is the way from the last to the first."""
+    backward_hop_s_PD: Array
+    """The same links the other way."""
+    reduce_s_S: Array
+    gather_s_S: Array
+    embedding_s: float | Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """A step and its parts by name."""
+
+    total_s: float
+    breakdown_s: dict[str, float]
+
+
+def total_s(work: Work, prices: Prices) -> float:
+    """Seconds of the step."""
+    return float(totals_s_K(work, prices)[0])
+
+
+def totals_s_K(work: Work, prices: Prices) -> Array:
+    """Seconds of the step of each of the placements that are priced side by side: the same digits as one by one."""
+    durations_R, hops_R = pipelines(work, prices)
+    placements = prices.reduce_s_S.size // len(work.rank_S)
+    chosen, alike_R, placement_R = worst(np.concatenate([durations_R, hops_R]), placements)
+    drain_SR = work.engine.drain_s_SR(durations_R[:, chosen], hops_R[:, chosen])[:, alike_R]
+    drain_SK = np.maximum.reduceat(drain_SR, np.flatnonzero(np.diff(placement_R, prepend=-1)), axis=1)
+    return _finish(work, prices, drain_SK, durations_R).total_s_K
+
+
+def step_parts(work: Work, prices: Prices) -> StepParts:
+    """Seconds of the step, told along its slowest pipeline rank: what it computes, sends and waits for."""
+    durations_D, hops_D = pipelines(work, prices)
+    drain_SD = work.engine.drain_s_SR(durations_D, hops_D)
+    tail = _finish(work, prices, drain_SD.max(axis=1, keepdims=True), durations_D).first
+    rank = tail.rank
+    stages = slice(rank, None, work.layout.pp)
+    replica = int(drain_SD[stages].max(axis=0).argmax())
+    end_s = float(drain_SD[stages, replica].max())
+    no_hop_s, no_gather_s = _without_s(work, durations_D[:, replica], stages)
+    breakdown = _busy_s(work, prices, rank, replica)
+    bubble_s = no_gather_s - sum(breakdown.values())
+    breakdown["pipeline_transfer"] = end_s - no_hop_s
+    # What rounding leaves of nothing is nothing.
+    breakdown["bubble"] = bubble_s if abs(bubble_s) > 1e-12 * end_s else 0.0
+    breakdown["data_parallel"] = tail.finish_s - end_s + tail.loss_s
+    breakdown["embedding_gradients"] = tail.embedding_s
+    breakdown["optimizer"] = tail.optimizer_s
+    breakdown["parameter_gather"] = tail.gather_s + (no_hop_s - no_gather_s)
+    return StepParts(total_s=tail.total_s, breakdown_s=breakdown)
+
+
+def _without_s(work: Work, durations_B: Array, stages: slice) -> tuple[float, float]:
+    """Return when some stages of one pipeline drain without hops, and without hops and overlapped gathers."""
+    first = 2 * len(work.rank_S)
+    ungathered_B = np.concatenate([durations_B[:first], durations_B[: len(work.rank_S)]])
+    both_B2 = np.stack([durations_B, ungathered_B], axis=1)
+    drain_S2 = work.engine.drain_s_SR(both_B2, np.zeros((first - 1, 2)))
+    no_hop_s, no_gather_s = drain_S2[stages].max(axis=0).tolist()
+    return no_hop_s, no_gather_s
+
+
+class _Tail(NamedTuple):
+    """What follows the pipelines of one placement."""
+
+    rank: int
+    """The pipeline rank whose gradients are reduced last."""
+    finish_s: float
+    embedding_s: float
+    loss_s: float
+    optimizer_s: float
+    gather_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tails:
+    """What follows the pipelines of each placement, as in `_Tail`."""
+
+    rank_K: NDArray[np.int64]
+    finish_s_K: Array
+    embedding_s_K: Array
+    loss_s_K: Array
+    optimizer_s_K: Array
+    gather_s_K: Array
+    total_s_K: Array
+
+    @property
+    def first(self) -> _Tail:
+        """That of the first placement."""
+        return _Tail(int(self.rank_K[0]), *(float(getattr(self, f"{name}_K")[0]) for name in _Tail._fields[1:]))
+
+
+def pipelines(work: Work, prices: Prices) -> tuple[Array, Array]:
+    """Durations and hops of every replica's pipeline, laid out as in `StageTimes`."""
+    rank_S = work.rank_S
+    slowness_SD = prices.slowness_PD[rank_S]
+    forward_SD = work.forward_s_S[:, None] * slowness_SD
+    backward_SD = (work.backward_s_S + work.recompute_s_S)[:, None] * slowness_SD
+    exchanged = np.zeros((2, *slowness_SD.shape))
+    for item, seconds_PD in zip(work.exchanges, prices.exchange_s_PD, strict=True):
+        exposed_SD = np.maximum(seconds_PD - item.hidden_s, 0.0)[rank_S]
+        exchanged += np.array([item.forward, item.backward])[:, :, None] * exposed_SD
+    forward_SD = forward_SD + np.maximum(exchanged[0] - work.forward_idle_s_S[:, None] * slowness_SD, 0.0)
+    backward_SD = backward_SD + np.maximum(exchanged[1] - work.backward_idle_s_S[:, None] * slowness_SD, 0.0)
+    durations_D = np.concatenate([forward_SD, backward_SD, forward_SD])
+    hops = [prices.forward_hop_s_PD[rank_S[:-1]], prices.backward_hop_s_PD[rank_S[:-1]]]
+    hops_D = np.concatenate([*hops, np.zeros((1, forward_SD.shape[1]))])
+    durations_D[2 * len(rank_S) :] += _first_gather_s(work, prices, durations_D, hops_D)
+    return durations_D, hops_D
+
+
+def _first_gather_s(work: Work, prices: Prices, durations_D: Array, hops_D: Array) -> Array:
+    """Overlapped parameter gather: what the first forwards wait for; see `first_gathers`."""
+    stages = len(work.rank_S)
+    forward_SD = durations_D[:stages]
+    if not (work.layout.use_distributed_optimizer and work.layout.overlap_param_gather):
+        return np.zeros_like(forward_SD)
+    gather_SK = _side_by_side(prices.gather_s_S, stages)
+    gather_SR = np.repeat(gather_SK, forward_SD.shape[1] // gather_SK.shape[1], axis=1)
+    if not work.aligns_gathers:
+        return waits_one_by_one_s(gather_SR, forward_SD, work.traffic.num_buckets)
+    forwards = Forwards(forward_s_SR=forward_SD, hop_s_SR=hops_D[: stages - 1], rendezvous=work.engine.meets_receivers)
+    return waits_aligned_s(work.layout, gather_SR, forwards)
+
+
+def _finish(work: Work, prices: Prices, drain_SK: Array, durations_R: Array) -> _Tails:
+    """Reduce gradients, then those of the tied embedding, then add up the loss, then step, then gather.
+
+    The last stage adds up its replicas' losses once its gradients are reduced (training.py, train_step). The gradient
+    norm needs every rank, so no optimizer starts before the last of this ends.
+    """
+    pp, (stages, placements) = work.layout.pp, drain_SK.shape
+    reduce_SK, gather_SK = (_side_by_side(seconds, stages) for seconds in (prices.reduce_s_S, prices.gather_s_S))
+    # Each of a rank's gradients waits for all replicas; their last buckets leave while the fastest computes.
+    backward_SK = durations_R[stages : 2 * stages].reshape(stages, placements, -1).min(axis=2)
+    finish_PK = _reduced_s_PK(work, reduce_SK, drain_SK, backward_SK)
+    finish_K = finish_PK.max(axis=0)
+    tied_K = np.maximum(finish_PK[0], finish_PK[-1]) + prices.embedding_s
+    embedding_K = np.maximum(tied_K - finish_K, 0.0)
+    last_K = tied_K if work.traffic.embedding_bytes else finish_PK[-1]
+    loss_K = np.maximum(work.loss_s - (np.maximum(tied_K, finish_K) - last_K), 0.0)
+    slowness_PK = prices.slowness_PD.reshape(pp, placements, -1).max(axis=2)
+    gather_PK = np.zeros((pp, placements))
+    if not work.layout.overlap_param_gather:
+        for chunk_PK in gather_SK.reshape(-1, pp, placements):
+            gather_PK += chunk_PK
+    step_PK = work.optimizer_s_P[:, None] * slowness_PK + gather_PK
+    last_K = step_PK.argmax(axis=0)
+    step_K, gather_K = (np.take_along_axis(seconds, last_K[None], axis=0)[0] for seconds in (step_PK, gather_PK))
+    return _Tails(
+        rank_K=finish_PK.argmax(axis=0),
+        finish_s_K=finish_K,
+        embedding_s_K=embedding_K,
+        loss_s_K=loss_K,
+        optimizer_s_K=step_K - gather_K,
+        gather_s_K=gather_K,
+        total_s_K=finish_K + embedding_K + step_K + loss_K,
+    )
+
+
+def reduced_s(work: Work, prices: Prices, drain_S: Array, backward_S: Array, rank: int) -> float:
+    """When the gradients of one pipeline rank are reduced; see `_reduced_s_PK`."""
+    columns = (_side_by_side(seconds, len(drain_S)) for seconds in (prices.reduce_s_S, drain_S, backward_S))
+    return float(_reduced_s_PK(work, *columns)[rank, 0])
+
+
+def _reduced_s_PK(work: Work, reduce_SK: Array, drain_SK: Array, backward_SK: Array) -> Array:
+    """When each rank's gradients are reduced.
+
+    Without overlap everything leaves after its last backward. With overlap each chunk leaves when its own last
+    backward ends, one after the other; buckets of a chunk leave during that backward, in equal parts.
+    """
+    pp, placements = work.layout.pp, drain_SK.shape[1]
+    reduce_VPK, drain_VPK, backward_VPK = (
+        seconds_SK.reshape(-1, pp, placements) for seconds_SK in (reduce_SK, drain_SK, backward_SK)
+    )
+    done_PK = np.zeros((pp, placements))
+    if not work.layout.overlap_grad_reduce:
+        for reduce_PK in reduce_VPK:
+            done_PK += reduce_PK
+        done_PK += drain_VPK.max(axis=0)
+        return done_PK
+    # Where two chunks end together the later one leaves first: turned around, a stable sort keeps it in front.
+    order_VPK = len(drain_VPK) - 1 - np.argsort(drain_VPK[::-1], axis=0, kind="stable")
+    buckets_VP1 = np.array(work.traffic.num_buckets).reshape(-1, pp, 1)
+    first_ready_VPK = drain_VPK - backward_VPK * (buckets_VP1 - 1) / buckets_VP1
+    last_bucket_VPK = drain_VPK + reduce_VPK / buckets_VP1
+    for chunk_PK in order_VPK:
+        ready_PK, reduce_PK, last_PK = (
+            np.take_along_axis(seconds, chunk_PK[None], axis=0)[0]
+            for seconds in (first_ready_VPK, reduce_VPK, last_bucket_VPK)
+        )
+        done_PK = np.maximum(np.maximum(done_PK, ready_PK) + reduce_PK, last_PK)
+    return done_PK
+
+
+def _side_by_side(seconds_S: Array, stages: int) -> Array:
+    """Seconds of stages, of one placement or with an axis K, as columns."""
+    return seconds_S.reshape(stages, -1)
+
+
+def _busy_s(work: Work, prices: Prices, rank: int, replica: int) -> dict[str, float]:
+    """Seconds that one pipeline rank of one replica computes and communicates inside its passes, by part."""
+    stages = slice(rank, None, work.layout.pp)
+    slowness = float(prices.slowness_PD[rank, replica])
+    times = work.num_microbatches * slowness
+    busy = {
+        "compute": times * float((work.forward_s_S + work.backward_s_S)[stages].sum()),
+        "recompute": times * float(work.recompute_s_S[stages].sum()),
+        "tensor_parallel": 0.0,
+        "context_parallel": 0.0,
+        "expert_parallel": 0.0,
+    }
+    seconds = [
+        max(float(seconds_PD[rank, replica]) - item.hidden_s, 0.0)
+        for item, seconds_PD in zip(work.exchanges, prices.exchange_s_PD, strict=True)
+    ]
+    for way, idle_s_S in (("forward", work.forward_idle_s_S), ("backward", work.backward_idle_s_S)):
+        counts_S = [np.array(getattr(item, way)[stages]) for item in work.exchanges]
+        exchanged_S = sum(
+            (count * each for count, each in zip(counts_S, seconds, strict=True)), np.zeros(work.layout.vpp)
+        )
+        left_S = np.maximum(exchanged_S - slowness * idle_s_S[stages], 0.0)
+        # What passes while the device is idle anyway is taken off all exchanges alike.
+        shown_S = np.divide(left_S, exchanged_S, out=np.zeros_like(left_S), where=exchanged_S > 0)
+        for item, counts, each in zip(work.exchanges, counts_S, seconds, strict=True):
+            busy[item.part] += work.num_microbatches * each * float((counts * shown_S).sum())
+    return busy

@@ -1,0 +1,212 @@
+"""Seconds per step: simulated pipeline plus exposed data-parallel and optimizer time."""
+
+# S = stages (model chunks), P = pipeline ranks, D = data-parallel replicas, W = ranks = slots.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.collectives import Fabric, Kind
+from pipette_launch.cost.communication.traffic import loss_report_bytes
+from pipette_launch.cost.compute.stages import ComputeTable, case_of
+from pipette_launch.cost.layers.optimizer import OnceAStep
+from pipette_launch.cost.step.assemble import Prices, Work, step_parts, totals_s_K
+from pipette_launch.cost.step.placed import PlacementCost
+from pipette_launch.errors import PlanError
+from pipette_launch.facts.job import Job
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import Measurements
+
+__all__ = ["NOT_MODELLED", "PlacementCost", "Predictor", "StepTime"]
+
+NOT_MODELLED = (
+    "What waiting slots give back: compute is measured on all slots of a host at once, so shared cores are in it.",
+    "Contention for one link or network card between groups or pipelines, beyond what was measured with all at work.",
+    "Sends that block the sender or delay each other: a send takes its link's time, over gloo its receiver's as well.",
+    "Overlap of tensor-parallel collectives in the forward (`--tp-comm-overlap`), and of all-to-all with experts.",
+    "Collectives that slow down the matrix product that they pass behind.",
+    "Uneven routing: every expert is given equally many tokens.",
+    "Aligned starts of overlapped gradient reduction over the pipeline ranks.",
+    "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
+    "Collectives that selective recompute of mlp or moe runs again, and those of multi-token prediction.",
+    "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU each.",
+    "The gradient of the whole embedding table, which torch makes and Megatron adds up for each micro-batch.",
+    "Random numbers of dropout inside flash attention.",
+    "On measured machines: clearing, checking and scaling gradients, and the host's work once a step, logging in it.",
+    "Evaluation, checkpoints, and data loading but for Megatron-LM's own trainer on CPUs.",
+)
+"""What the predicted step time leaves out, one sentence each."""
+
+UNPRICED = {
+    "--tp-comm-overlap": "the step may be too long",
+    "--moe-token-dispatcher-type flex": "its exchange is priced as that of alltoall",
+    "--overlap-moe-expert-parallel-comm": "the all-to-alls count in full, and the step may be too long",
+    "--optimizer-cpu-offload": "the optimizer is priced as on the device, and the step is too short",
+    **dict.fromkeys(
+        (
+            "--cuda-graph-impl local",
+            "--cuda-graph-impl transformer_engine",
+            "--cuda-graph-impl full_iteration",
+            "--enable-cuda-graph",
+            "--external-cuda-graph",
+        ),
+        "kernels are priced as launched one by one, and the step may be too long",
+    ),
+}
+"""Flags that change the step, but not the predicted one, and what that means for it."""
+
+_CACHED_LAYOUTS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Predicted seconds of one optimizer step."""
+
+    total_s: float
+    breakdown_s: dict[str, float]
+    """Parts along the slowest pipeline rank; they sum to the total."""
+
+
+class Predictor:
+    """Prices the layouts of one job on one allocation."""
+
+    def __init__(self, job: Job, measurements: Measurements) -> None:
+        self._job = job
+        self._measurements = measurements
+        self.compute = ComputeTable(job, measurements)
+        """What passes take on a slot of speed 1."""
+        self.fabric = Fabric(measurements.cluster, measurements.collectives)
+        """What groups of slots take to exchange something."""
+        self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)
+        self._works: dict[Layout, Work] = {}
+        self._placement_costs: dict[Layout, PlacementCost] = {}
+
+    def can_price(self, layout: Layout) -> bool:
+        """Whether compute times for this layout were measured, or can be scaled from measured ones as `notes` says."""
+        return self.compute.source(case_of(layout)) is not None
+
+    def notes(self, layout: Layout) -> tuple[str, ...]:
+        """What was assumed for this layout, one sentence each."""
+        case = self.compute.note(case_of(layout))
+        assumed = [case] if case else []
+        if self._measurements.optimizer_s_per_parameter is None:
+            assumed.append("The optimizer step was not measured and counts as 0 s.")
+        if not self._measurements.collectives:
+            assumed.append("No collective was measured; they are priced as rings over the measured links.")
+        return (*assumed, *_unpriced(self._job))
+
+    def step_time(self, layout: Layout, placement: Sequence[int]) -> StepTime:
+        """Predict the step of a layout on given slots.
+
+        Args:
+            layout: one for which `can_price` holds.
+            placement: RANK of each slot.
+
+        Raises:
+            PlanError: the placement is not one of this layout on this cluster, or compute times are missing.
+            LayoutError: the layout divides layers or batch unevenly.
+
+        """
+        ranks = [int(rank) for rank in placement]
+        if sorted(ranks) != list(range(self._slots_of(layout))):
+            raise PlanError(f"a placement holds every RANK from 0 to {layout.world_size - 1} once, got {ranks}")
+        work = self._work(layout)
+        parts = step_parts(work, self._placement_cost(layout).prices(ranks))
+        return StepTime(total_s=parts.total_s, breakdown_s=parts.breakdown_s)
+
+    def objective(self, layout: Layout) -> Callable[[Sequence[int]], float]:
+        """Return a cheap function of the placement that equals `step_time(layout, placement).total_s` to the digit."""
+        return self.placement_cost(layout).cost
+
+    def placement_cost(self, layout: Layout) -> PlacementCost:
+        """Return what prices placements of this layout, one by one or many at once; see `objective`."""
+        self._slots_of(layout)
+        return self._placement_cost(layout)
+
+    def bound_s(self, layout: Layout) -> float:
+        """No placement of this layout is faster: the same model with the best link everywhere.
+
+        All slots are in use, so some pipeline rank has the slowest one; it is tried on each.
+        """
+        self._slots_of(layout)
+        work = self._work(layout)
+        fastest, slowest = float(self._slowness_W.min()), float(self._slowness_W.max())
+        slowness_PK = np.full((layout.pp, layout.pp), fastest)
+        np.fill_diagonal(slowness_PK, slowest)
+        tried = slowness_PK if slowest > fastest else slowness_PK[:, :1]
+        return float(totals_s_K(work, self._bound_prices(work, tried)).min())
+
+    def _slots_of(self, layout: Layout) -> int:
+        if layout.world_size != self._measurements.cluster.num_slots:
+            raise PlanError(
+                f"a layout of {layout.world_size} ranks for the {self._measurements.cluster.num_slots} slots of this "
+                f"cluster"
+            )
+        return layout.world_size
+
+    def _work(self, layout: Layout) -> Work:
+        if layout not in self._works:
+            _make_room(self._works)
+            told_bytes = loss_report_bytes(self._measurements.cluster.device_kind)
+            loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, told_bytes) if told_bytes else 0.0
+            once = OnceAStep.of(self._measurements)
+            self._works[layout] = Work.of(self._job, layout, self.compute, once, loss_s=loss_s)
+        return self._works[layout]
+
+    def _placement_cost(self, layout: Layout) -> PlacementCost:
+        if layout not in self._placement_costs:
+            _make_room(self._placement_costs)
+            self._placement_costs[layout] = PlacementCost(self._work(layout), self.fabric, self._slowness_W)
+        return self._placement_costs[layout]
+
+    def _bound_prices(self, work: Work, slowness_PK: NDArray[np.float64]) -> Prices:
+        """Every group at its best (`Fabric.bound_s`), one replica, for each of several slownesses side by side."""
+        layout, fabric = work.layout, self.fabric
+        sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
+        shape = slowness_PK.shape
+        hop_PD = np.full(shape, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
+        exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
+        traffic = work.traffic
+        reduce_s_S = self._bound_once_a_step(work, work.reduce_kind, traffic.gradient_bytes)
+        gather_s_S = self._bound_once_a_step(work, work.gather_kind, traffic.parameter_bytes)
+        return Prices(
+            slowness_PD=slowness_PK,
+            exchange_s_PD=tuple(np.full(shape, seconds) for seconds in exchange_s),
+            forward_hop_s_PD=hop_PD,
+            backward_hop_s_PD=hop_PD,
+            reduce_s_S=np.tile(reduce_s_S[:, None], shape[1]),
+            gather_s_S=np.tile(gather_s_S[:, None], shape[1]),
+            embedding_s=fabric.bound_s("all_reduce", 2, traffic.embedding_bytes) if traffic.embedding_bytes else 0.0,
+        )
+
+    def _bound_once_a_step(self, work: Work, kind: Kind, sizes: tuple[tuple[int, int], ...]) -> NDArray[np.float64]:
+        groups = (work.layout.dp * work.layout.cp, work.expert_dp)
+        # Most stages are alike: each pair of sizes is priced once.
+        seconds = {
+            pair: sum(self.fabric.bound_s(kind, size, count) for size, count in zip(groups, pair, strict=True) if count)
+            for pair in set(sizes)
+        }
+        return np.array([seconds[pair] for pair in sizes])
+
+
+def _unpriced(job: Job) -> Iterator[str]:
+    """Say which of the job's flags change its step and not the prediction."""
+    for flag in job.performance_flags:
+        if flag in UNPRICED:
+            yield f"{flag} is not in the predicted step time: {UNPRICED[flag]}."
+    instances = job.flag_value("--num-distributed-optimizer-instances", "1")
+    if int(instances) > 1:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} is in the memory and not in the predicted step time: "
+            f"gradients and parameters are priced as exchanged by all replicas at once."
+        )
+
+
+def _make_room(cache: dict[Layout, Work] | dict[Layout, PlacementCost]) -> None:
+    """Forget the layout that was met first once the cache is full."""
+    if len(cache) >= _CACHED_LAYOUTS:
+        del cache[next(iter(cache))]

@@ -1,0 +1,1 @@
+"""What is amiss with a machine."""

@@ -1,0 +1,313 @@
+"""The devices whose figures are built in, for plans of machines that nobody has measured yet."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
+from pipette_launch.units import GIB
+
+__all__ = ["DeviceSpec", "Efficiency", "Link", "device_named", "device_of_driver", "known_devices", "peak_flops_per_s"]
+
+
+def device_named(name: str) -> DeviceSpec:
+    """Return a known device, whatever the case of its name; raises FactError with the nearest name.
+
+    The beginning of a name is enough where only one device's begins so.
+    """
+    devices = {key.lower(): device for key, device in known_devices().items()}
+    if name.lower() in devices:
+        return devices[name.lower()]
+    begun = [key for key in devices if name and key.startswith(name.lower())]
+    if len(begun) == 1:
+        return devices[begun[0]]
+    if begun:
+        raise FactError(f"{name!r} may be {' or '.join(devices[key].name for key in begun)}; say which")
+    near = difflib.get_close_matches(name.lower(), devices, n=1, cutoff=0.4)
+    hint = f" Did you mean {devices[near[0]].name}?" if near else ""
+    raise FactError(f"unknown device {name!r}; known: {', '.join(known_devices())}.{hint}")
+
+
+def device_of_driver(name: str) -> DeviceSpec | None:
+    """Find a device by its own name or by that which its driver gives, `NVIDIA H100 80GB HBM3`; None where unknown.
+
+    A build whose peak is another (PCIe, NVL, a part by MIG) is unknown here. `cost.compute.extrapolated.spec_of` takes
+    the device that is most like it all the same: that one needs only ratios of times, and never says a peak.
+    """
+    if name in known_devices():
+        return known_devices()[name]
+    words = name.replace("-", " ").split()
+    for known, spec in known_devices().items():
+        kind = next(word for word in known.split("-") if word.strip("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+        if kind in words and _builds(words) == _builds(known.split("-")):
+            return spec
+    return None
+
+
+def _builds(words: Iterable[str]) -> set[str]:
+    """What says that a device is no usual one of its type, and has another peak: a card for the PCIe slot, a part."""
+    return {word.upper() for word in words} & {"D", "LAPTOP", "MIG", "NVL", "PCIE"}
+
+
+def peak_flops_per_s(name: str, dtype: str) -> float:
+    """Peak of a device by its own or its driver's name, for one element type; 0 where it is not known."""
+    found = device_of_driver(name)
+    return found.flops_per_s.get(dtype, 0.0) if found else 0.0
+
+
+def known_devices() -> dict[str, DeviceSpec]:
+    """Return every device with built-in figures, by name."""
+    return {device.name: device for device in _DEVICES}
+
+
+def _nvidia(
+    name: str,
+    *,
+    half_tflops: float,
+    fp32_tflops: float,
+    memory_gb_per_s: float,
+    memory_gib: float,
+    within: tuple[float, float],
+    between: tuple[float, float, int],
+    fp8_tflops: float = 0.0,
+    bf16: bool = True,
+    efficiency: Efficiency,
+    sheet: str,
+    remark: str = "",
+    devices_per_host: int = 8,
+    domain_hosts: int = 1,
+) -> DeviceSpec:
+    """Bring a data sheet to SI; links are (us, GB/s) and (us, GB/s, devices that share it).
+
+    `memory_gib` is what torch reports as the device's total capacity, which is less than the data sheet's round number:
+    the driver and ECC keep the rest, and no process can have it.
+    """
+    peaks = {"fp32": fp32_tflops * 1e12, "fp16": half_tflops * 1e12}
+    peaks |= {"bf16": half_tflops * 1e12} if bf16 else {}
+    peaks |= {"fp8": fp8_tflops * 1e12} if fp8_tflops else {}
+    return DeviceSpec(
+        name=name,
+        flops_per_s=peaks,
+        memory_bytes_per_s=memory_gb_per_s * 1e9,
+        memory_bytes=int(memory_gib * GIB),
+        within_host=Link(latency_s=within[0] * 1e-6, bytes_per_s=within[1] * 1e9),
+        between_hosts=Link(latency_s=between[0] * 1e-6, bytes_per_s=between[1] * 1e9, shared_by=between[2]),
+        efficiency=efficiency,
+        source=(
+            f"Peaks and memory bandwidth: NVIDIA's data sheet ({sheet}); memory: the total that torch reports; shares "
+            f"of peaks and links: usual figures{remark}."
+        ),
+        devices_per_host=devices_per_host,
+        domain_hosts=domain_hosts,
+    )
+
+
+# The trainer's own Python around each kernel, as in Megatron's functional tests of small models; CUDA takes 5 us.
+_LAUNCH_S = 50e-6
+# What the same tests take beyond their launches, once a step: `benchmarks.validation.host`.
+_DGX_A100_STEP_S = 48e-3
+_DGX_H100_STEP_S = 31e-3
+
+
+def _efficiency(*shares: float, half_size: float, step_s: float = _DGX_H100_STEP_S) -> Efficiency:
+    """Shares of products, of flash attention and of the memory bandwidth."""
+    matmul, attention, memory = shares
+    return Efficiency(
+        matmul_share=matmul,
+        half_size=half_size,
+        attention_share=attention,
+        memory_share=memory,
+        launch_s=_LAUNCH_S,
+        step_s=step_s,
+    )
+
+
+_AMPERE = _efficiency(0.80, 0.5, 0.8, half_size=64, step_s=_DGX_A100_STEP_S)
+# Its board takes 300 W and not 400; NVIDIA puts such a card at 90 % of the SXM module.
+_AMPERE_300_W = _efficiency(0.72, 0.45, 0.8, half_size=64, step_s=_DGX_A100_STEP_S)
+# A dense product at full clock exceeds the power limit of these, so less of the nominal peak is left.
+_HOPPER = _efficiency(0.72, 0.4, 0.8, half_size=128)
+_BLACKWELL = _efficiency(0.70, 0.35, 0.8, half_size=192)
+_VOLTA = _efficiency(0.75, 0.4, 0.8, half_size=64, step_s=_DGX_A100_STEP_S)
+_ADA = _efficiency(0.85, 0.6, 0.85, half_size=64)
+
+_NVLINK3 = (6.5, 230.0)
+_NVLINK4 = (4.0, 360.0)
+_NVLINK5 = (4.0, 720.0)
+_HDR = (10.0, 24.0, 1)
+_NDR = (10.0, 47.0, 1)
+# All-gathers of 256 MB on 8 to 64 nodes: 37 to 61 us for each of the ring's steps, however short its piece.
+_EFA = (45.0, 47.0, 1)
+
+_DEVICES = (
+    _nvidia(
+        "V100-SXM2-32GB",
+        half_tflops=125,
+        fp32_tflops=15.7,
+        memory_gb_per_s=900,
+        memory_gib=31.73,
+        bf16=False,
+        within=(5.0, 130.0),
+        between=(10.0, 12.0, 2),
+        efficiency=_VOLTA,
+        sheet="V100, January 2020",
+        remark="; 4 cards of 100 Gbit/s for 8 devices",
+    ),
+    _nvidia(
+        "V100-SXM2-16GB",
+        half_tflops=125,
+        fp32_tflops=15.7,
+        memory_gb_per_s=900,
+        memory_gib=15.77,
+        bf16=False,
+        within=(5.0, 130.0),
+        between=(10.0, 12.0, 2),
+        efficiency=_VOLTA,
+        sheet="V100, January 2020",
+        remark="; 4 cards of 100 Gbit/s for 8 devices",
+    ),
+    _nvidia(
+        "A100-40GB",
+        half_tflops=312,
+        fp32_tflops=19.5,
+        memory_gb_per_s=1555,
+        memory_gib=39.5,
+        within=_NVLINK3,
+        between=_HDR,
+        efficiency=_AMPERE,
+        sheet="A100, June 2021",
+        remark="; a card of 200 Gbit/s for each device",
+    ),
+    _nvidia(
+        "A100-80GB",
+        half_tflops=312,
+        fp32_tflops=19.5,
+        memory_gb_per_s=2039,
+        memory_gib=79.2,
+        within=_NVLINK3,
+        between=_HDR,
+        efficiency=_AMPERE,
+        sheet="A100, June 2021",
+        remark="; a card of 200 Gbit/s for each device",
+    ),
+    _nvidia(
+        "A100-80GB-PCIe",
+        half_tflops=312,
+        fp32_tflops=19.5,
+        memory_gb_per_s=1935,
+        memory_gib=79.2,
+        within=(8.0, 20.0),
+        between=(10.0, 23.0, 4),
+        efficiency=_AMPERE_300_W,
+        sheet="A100, June 2021",
+        remark="; PCIe, 2 cards of 200 Gbit/s for 8",
+    ),
+    _nvidia(
+        "H100-SXM",
+        half_tflops=989,
+        fp32_tflops=67,
+        fp8_tflops=1979,
+        memory_gb_per_s=3350,
+        memory_gib=79.1,
+        within=_NVLINK4,
+        between=_NDR,
+        efficiency=_HOPPER,
+        sheet="H100, SXM5, without sparsity",
+        remark="; a card of 400 Gbit/s for each device",
+    ),
+    _nvidia(
+        "AWS-P5-H100",
+        half_tflops=989,
+        fp32_tflops=67,
+        fp8_tflops=1979,
+        memory_gb_per_s=3350,
+        memory_gib=79.1,
+        within=_NVLINK4,
+        between=_EFA,
+        efficiency=_HOPPER,
+        sheet="H100, SXM5, without sparsity",
+        remark="; steps between hosts as published for nanotron's cluster (all-gather of 256 MB on 2 to 64 nodes)",
+    ),
+    _nvidia(
+        "H200",
+        half_tflops=989,
+        fp32_tflops=67,
+        fp8_tflops=1979,
+        memory_gb_per_s=4800,
+        memory_gib=139.8,
+        within=_NVLINK4,
+        between=_NDR,
+        efficiency=_HOPPER,
+        sheet="H200, SXM, without sparsity",
+        remark="; a card of 400 Gbit/s for each device",
+    ),
+    _nvidia(
+        "B200",
+        half_tflops=2250,
+        fp32_tflops=75,
+        fp8_tflops=4500,
+        memory_gb_per_s=7700,
+        memory_gib=178.35,
+        within=_NVLINK5,
+        between=_NDR,
+        efficiency=_BLACKWELL,
+        sheet="Blackwell, HGX B200, without sparsity",
+        remark="; a card of 400 Gbit/s for each device",
+    ),
+    _nvidia(
+        "GB200-NVL72",
+        half_tflops=2500,
+        fp32_tflops=80,
+        fp8_tflops=5000,
+        memory_gb_per_s=8000,
+        memory_gib=184.31,
+        within=_NVLINK5,
+        between=_NDR,
+        efficiency=_BLACKWELL,
+        sheet="Blackwell, GB200 NVL72, without sparsity",
+        remark="; 18 trays of 4 devices in one NVLink domain, a card of 400 Gbit/s for each device",
+        devices_per_host=4,
+        domain_hosts=18,
+    ),
+    _nvidia(
+        "L40S",
+        half_tflops=362,
+        fp32_tflops=91.6,
+        fp8_tflops=733,
+        memory_gb_per_s=864,
+        memory_gib=44.4,
+        within=(8.0, 20.0),
+        between=(10.0, 23.0, 4),
+        efficiency=_ADA,
+        sheet="L40S, without sparsity",
+        remark="; PCIe, 2 cards of 200 Gbit/s for 8",
+    ),
+    _nvidia(
+        "RTX-4090",
+        half_tflops=165.2,
+        fp32_tflops=82.6,
+        fp8_tflops=330.3,
+        memory_gb_per_s=1008,
+        memory_gib=23.64,
+        within=(10.0, 12.0),
+        between=(15.0, 12.0, 8),
+        efficiency=_ADA,
+        sheet="Ada architecture, FP32 accumulation, without sparsity",
+        remark="; PCIe through the host's memory, a card of 100 Gbit/s for 8",
+    ),
+    _nvidia(
+        "RTX-4090-48GB",
+        half_tflops=165.2,
+        fp32_tflops=82.6,
+        fp8_tflops=330.3,
+        memory_gb_per_s=1008,
+        memory_gib=47.4,
+        within=(10.0, 12.0),
+        between=(15.0, 12.0, 8),
+        efficiency=_ADA,
+        sheet="Ada architecture, FP32 accumulation, without sparsity; 48 GB are no product of NVIDIA's",
+        remark="; PCIe through the host's memory, a card of 100 Gbit/s for 8",
+    ),
+)

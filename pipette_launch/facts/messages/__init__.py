@@ -1,0 +1,1 @@
+"""What processes of one job tell each other."""

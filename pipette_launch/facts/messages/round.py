@@ -1,0 +1,140 @@
+"""What agents tell each other when a rendezvous round begins, and what is then decided for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from pipette_launch.errors import FactError
+from pipette_launch.facts.health.condition import DeviceCondition
+from pipette_launch.facts.machines.cluster import Host
+from pipette_launch.facts.results.plan import Choice, Plan
+
+Verdict = Literal["none", "before-first-iteration", "after-first-iteration"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRecord:
+    """One agent's introduction: its machine, and how its last attempt at training ended."""
+
+    KIND: ClassVar[str] = "node"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    token: str
+    """Names the agent for as long as it lives; host names may be equal."""
+    host: Host | None
+    """None where the inventory failed; `trouble` then says why."""
+    trouble: str
+    num_slots: int
+    node_rank: int
+    """What `--node-rank` said under static rendezvous, else -1."""
+    script_digest: str
+    """Of the script's path and arguments: all nodes must have been given the same."""
+    versions: dict[str, str]
+    attempt: int
+    """Index of the last attempt at training, -1 before the first."""
+    verdict: Verdict
+    failure: str
+    """Why that attempt ended, one sentence; empty when it did not fail on this node."""
+    has_plan: bool
+    is_misuse: bool = False
+    """Whether the trouble is that a flag asks for what this machine does not have."""
+    conditions: tuple[DeviceCondition, ...] = ()
+    """What the driver tells of this node's devices, in the order of the local ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What all agents of a round do next."""
+
+    KIND: ClassVar[str] = "decision"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    phase: Literal["warmup", "trial", "train", "stop"]
+    tokens: tuple[str, ...]
+    """The agents that run workers, in torchrun's own order."""
+    hosts: tuple[str, ...]
+    """Their host names, made unique."""
+    num_slots: tuple[int, ...]
+    standby: tuple[str, ...] = ()
+    """The agents that are in the round and run no workers, in torchrun's own order."""
+    standby_hosts: tuple[str, ...] = ()
+    """Their host names."""
+    plan: Plan | None = None
+    attempt: int = 0
+    """Which of the plan's candidates to run; past the last one, the user's own configuration."""
+    trial: int = 0
+    """In a trial, which one: 0 is the user's own configuration, i the plan's i-th contender."""
+    iterations: int = 0
+    """A trial is over after so many of them, warm-ups included."""
+    proven: bool = False
+    """The candidate has trained: whatever ends it now, it is no plan that cannot start."""
+    script_arguments: tuple[str, ...] | None = None
+    """What the script is given; None for the user's own words, untouched."""
+    failures: tuple[str, ...] = ()
+    """Why the candidates before this one could not start, one sentence of each node."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that the workers get beside torchrun's own."""
+    patches: tuple[str, ...] = ()
+    """Replacements in megatron-core that the script runs under, by name."""
+    reason: str = ""
+    """What to tell the user about this step; empty when there is nothing to tell."""
+    failed: bool = False
+    """`stop` because something went wrong, not because the user asked for no more."""
+    is_misuse: bool = False
+    """It failed by what the user's own flags ask for: the exit code is argparse's."""
+    free: bool = False
+    """The step is our own doing and is not charged to `--max-restarts`."""
+    probe_options: str = ""
+    """The warm-up's orders, a document of the probe; empty in other phases."""
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.hosts) == len(self.num_slots):
+            raise FactError(f"{len(self.tokens)} agents, {len(self.hosts)} hosts, {len(self.num_slots)} slot counts")
+        if len(self.standby) != len(self.standby_hosts) or set(self.standby) & set(self.tokens):
+            raise FactError(f"on standby are {len(self.standby)} agents of {len(self.standby_hosts)} other hosts")
+
+    @property
+    def choice(self) -> Choice | None:
+        """What to run; None for the user's own configuration in torchrun's order."""
+        if self.plan is not None and self.phase == "trial":
+            return self.plan.contenders()[self.trial - 1] if self.trial else None
+        candidates = self.plan.candidates() if self.plan else ()
+        return candidates[self.attempt] if self.attempt < len(candidates) else None
+
+    @property
+    def key(self) -> str:
+        """What names this phase among those of its round."""
+        return f"trial-{self.trial}" if self.phase == "trial" else self.phase
+
+    def leaving_out(self, names: Collection[str]) -> Decision:
+        """Return the decision with these of its hosts on standby."""
+        places = [*zip(self.tokens, self.hosts, self.num_slots, strict=True)]
+        stay = [place for place in places if place[1] not in names]
+        leave = [place for place in places if place[1] in names]
+        return replace(
+            self,
+            tokens=tuple(token for token, _, _ in stay),
+            hosts=tuple(host for _, host, _ in stay),
+            num_slots=tuple(count for _, _, count in stay),
+            standby=(*self.standby, *(token for token, _, _ in leave)),
+            standby_hosts=(*self.standby_hosts, *(host for _, host, _ in leave)),
+        )
+
+    def place_of(self, token: str) -> int:
+        """GROUP_RANK of an agent: those on standby stand behind the others."""
+        return (*self.tokens, *self.standby).index(token)
+
+    def ranks_of(self, token: str) -> tuple[int, ...]:
+        """RANK of each local device of an agent, under this decision; none on standby."""
+        if token in self.standby:
+            return ()
+        here = self.tokens.index(token)
+        choice = self.choice if self.phase in ("trial", "train") else None
+        if choice is None or self.plan is None:
+            first = sum(self.num_slots[:here])
+            return tuple(range(first, first + self.num_slots[here]))
+        size = self.plan.devices_per_host
+        host = self.plan.hosts.index(self.hosts[here])
+        return choice.placement[host * size : (host + 1) * size]

@@ -1,0 +1,1 @@
+"""Plans and measurements kept from job to job."""

@@ -1,0 +1,56 @@
+"""What was measured on a set of hosts, kept for the next job on them, whatever its model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipette_launch.errors import FileFormatError
+from pipette_launch.facts import Measurements, files
+from pipette_launch.launch.cache.plans import CLUSTER, steady, steering
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pipette_launch.facts import Host
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "clusters"
+
+
+class Machines:
+    """The file of one set of hosts, versions and variables. What cannot be read or written costs time, not the job."""
+
+    def __init__(
+        self, root: Path | None, hosts: Sequence[Host], versions: Mapping[str, str], *, environ: Mapping[str, str]
+    ) -> None:
+        key = files.digest(steady(hosts), dict(versions), steering(environ))
+        self.path = root / FOLDER / key / CLUSTER if root else None
+        """None when nothing is kept."""
+
+    def load(self) -> Measurements | None:
+        """Return what was measured last on these hosts, in whatever order it names them."""
+        if self.path is None:
+            return None
+        try:
+            return files.read(self.path, Measurements)
+        except FileFormatError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                logger.warning("%s", error)
+            return None
+
+    def kept(self, measurements: Measurements) -> Measurements:
+        """Put what was measured in the place of what was there; returns it with what of that still holds."""
+        # A start from the cache keeps nothing, and does without this import.
+        from pipette_launch.cost.compute.cached import recalled
+
+        if self.path is None:
+            return measurements
+        whole = recalled(measurements, self.load())
+        try:
+            files.write(self.path, whole)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): the next job will measure all links", self.path, error)
+        return whole

@@ -1,0 +1,192 @@
+"""Plans kept from job to job, each in a folder named by the key of what it depends on."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipette_launch.errors import FileFormatError, PlanError
+from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.launch.cache.reuse import check_belongs
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pipette_launch.facts import Host, Job
+
+logger = logging.getLogger(__name__)
+
+PLAN = "plan.json"
+CLUSTER = "cluster.json"
+OUTCOME = "outcome.json"
+OUTCOMES = "outcomes"
+"""The folder of what all jobs came to, in a folder for each kind of machine."""
+MOST_OUTCOMES = 200
+"""So many of the newest are read."""
+
+
+STEERING = ("CUDA_DEVICE_ORDER", "GLOO_", "MKL_NUM_THREADS", "NCCL_", "NVTE_", "OMP_NUM_THREADS", "TORCH_NCCL_", "UCX_")
+"""How the variables begin that change how fast something is."""
+TELLING = ("DEBUG", "FILE", "LOG", "DUMP", "TRACE")
+"""And what in their names means that they only change what is written down, often anew for each job."""
+
+
+def key_of(
+    hosts: Sequence[Host], job: Job, versions: dict[str, str], settings: Sequence[float], environ: Mapping[str, str]
+) -> str:
+    """Digest everything that a plan depends on.
+
+    What changes from minute to minute (free memory) is left out. So are the budget, for the plan of a short warm-up is
+    a plan, and the order of the hosts, for a plan names them.
+    """
+    # Notes are prose, and the number of iterations changes no step.
+    work = replace(job, notes=(), train_iters=None, log_interval=1)
+    return files.digest(steady(hosts), work, versions, list(settings), steering(environ))
+
+
+def steady(hosts: Sequence[Host]) -> list[object]:
+    """What tells one set of hosts from another, and does not change from minute to minute as free memory does."""
+    return [
+        (
+            host.name,
+            host.cores,
+            [(device.kind, device.uuid, device.name, device.memory_total_bytes) for device in host.devices],
+        )
+        for host in sorted(hosts, key=lambda host: host.name)
+    ]
+
+
+def steering(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that change how fast something is."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(STEERING) and not any(word in name for word in TELLING)
+    }
+
+
+def default_root() -> Path | None:
+    """Where plans and answers are kept unless the user says otherwise; None where there is no home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipette-launch"
+    except RuntimeError:
+        return None
+
+
+def machines_of(host: Host) -> str:
+    """Digest what makes machines alike, whatever they are called: a batch system gives a job other ones each time.
+
+    A processor's memory is no make, and how much of it a slot has depends on who shares it.
+    """
+    return files.digest(
+        [(device.kind, device.name, device.kind == "cuda" and device.memory_total_bytes) for device in host.devices],
+        host.cores,
+    )
+
+
+class Cache:
+    """The folder of one key. What cannot be read or written is said once and is never fatal."""
+
+    def __init__(self, root: Path | None, key: str) -> None:
+        self.key = key
+        self._root = root
+        self.folder = root / key if root else None
+        self.trouble = ""
+        """Why the plan could not be kept and what to do; empty where it was, or where none is wanted."""
+
+    def path(self, name: str) -> Path | None:
+        """Where a file of this key lies; None when nothing is kept."""
+        return self.folder / name if self.folder else None
+
+    def load(self, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
+        """Return the plan of this key, or None and the reason when there is a file that cannot be used."""
+        path = self.path(PLAN)
+        if path is None:
+            return None, ""
+        try:
+            plan = files.read(path, Plan)
+            _check_key(plan, self.key, path)
+            check_belongs(plan, hosts, str(path))
+        except (FileFormatError, PlanError) as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None, ""
+            return None, f"the cached plan cannot be used, so the machines are measured anew ({error})"
+        return replace(plan, provenance=replace(plan.provenance, source="cached")), ""
+
+    def measurements(self) -> Measurements | None:
+        """Return what the plan of this key rests on, if it is still there."""
+        path = self.path(CLUSTER)
+        if path is None:
+            return None
+        try:
+            return files.read(path, Measurements)
+        except FileFormatError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                logger.warning("%s", error)
+            return None
+
+    def outcomes(self, host: Host) -> tuple[Outcome, ...]:
+        """Return what earlier jobs on machines like this host came to, the newest last."""
+        if self._root is None:
+            return ()
+        newest = _by_age(self._root / OUTCOMES / machines_of(host))[-MOST_OUTCOMES:]
+        return tuple(outcome for outcome in map(_outcome, newest) if outcome is not None)
+
+    def keep_outcome(self, outcome: Outcome, host: Host) -> str:
+        """Keep an outcome beside its plan and among those of all jobs on such machines; returns why not, or nothing."""
+        name = f"{outcome.key}-{files.digest(outcome.layout, list(outcome.placement))}.json"
+        if outcome.features and self._root is not None:
+            try:
+                files.write(self._root / OUTCOMES / machines_of(host) / name, outcome)
+            except OSError as error:
+                logger.warning("the outcome cannot be kept for later jobs: %s", error)
+        return self.save(OUTCOME, outcome)
+
+    def keep_plan(self, plan: Plan, measurements: Measurements | None = None) -> None:
+        """Keep a plan, and what it rests on where that is not kept yet; where that fails, `trouble` says why."""
+        self.trouble = (self.save(CLUSTER, measurements) if measurements else "") or self.save(PLAN, plan)
+
+    @property
+    def plan_path(self) -> Path | None:
+        """Where the plan of this key lies; None where none was kept."""
+        path = self.path(PLAN)
+        return path if path is not None and not self.trouble and path.exists() else None
+
+    def save(self, name: str, document: files.Document) -> str:
+        """Keep a document; returns why it could not be kept, or nothing."""
+        path = self.path(name)
+        if path is None:
+            return ""
+        try:
+            files.write(path, document)
+        except OSError as error:
+            return (
+                f"{path} cannot be written ({error.strerror or error}): the next start will measure again; "
+                f"name a writable folder with --pipette-cache, or switch the cache off with --pipette-cache off"
+            )
+        return ""
+
+
+def _outcome(path: Path) -> Outcome | None:
+    try:
+        return files.read(path, Outcome)
+    except FileFormatError as error:
+        logger.warning("%s", error)
+        return None
+
+
+def _by_age(folder: Path) -> list[Path]:
+    """The documents of a folder, the oldest first; none where it cannot be read."""
+    try:
+        return sorted(folder.glob("*.json"), key=lambda path: (path.stat().st_mtime, path.name))
+    except OSError:
+        return []
+
+
+def _check_key(plan: Plan, key: str, path: Path) -> None:
+    if plan.provenance.key != key:
+        raise PlanError(f"{path}: the plan has the key {plan.provenance.key}, its folder {key}; delete it")

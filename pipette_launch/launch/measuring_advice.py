@@ -1,0 +1,174 @@
+"""What the plans that may win would use: `python -m pipette_launch.launch.measuring_advice [SETTINGS] QUESTION ANSWER`.
+
+A warm-up starts it between links and collectives. It plans for a few seconds with what was measured so far, and answers
+which links, groups and stages the shortlisted plans have, so that the warm-up measures these. It sees no torch.
+"""
+
+# S = slots, G = groups, K = members of a group.
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.groups import Groups
+from pipette_launch.cost.communication.traffic import Exchange, Hiding, exchanges, step_traffic
+from pipette_launch.cost.compute.extrapolated import filled
+from pipette_launch.errors import PipetteError, PlanError
+from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
+from pipette_launch.facts.messages.measuring_advice import Advice, CollectiveKind, Dimension, StageCase
+from pipette_launch.facts.messages.measuring_question import Question
+from pipette_launch.search.solve import SolveOptions, solve
+
+Ints = NDArray[np.int64]
+MOST_DIMENSIONS = 8
+MOST_STAGES = 8
+
+
+def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
+    """Answer one question; returns the exit code, and says on stderr in one line why it failed."""
+    parser = ArgumentParser(prog="adviser", allow_abbrev=False)
+    for name in ("--margin", "--memory-margin"):
+        parser.add_argument(name, type=float, default=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=argparse.SUPPRESS)
+    parser.add_argument("question", type=Path)
+    parser.add_argument("answer", type=Path)
+    settings = vars(parser.parse_args(arguments))
+    question, answer = settings.pop("question"), settings.pop("answer")
+    try:
+        asked = files.read(question, Question)
+        files.write(answer, advise(asked, SolveOptions(budget_s=asked.budget_s, **settings), clock))
+    except (ValueError, OSError, PipetteError) as error:
+        sys.stderr.write(f"pipette: no advice: {' '.join(str(error).split())}\n")
+        return 1
+    return 0
+
+
+def advise(question: Question, options: SolveOptions, clock: Callable[[], float]) -> Advice:
+    """Plan shortly, and say what the shortlisted plans use; an empty Advice says why there is none."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    provenance = Provenance(key="", made_at=now, versions=question.measurements.versions, source="measured")
+    try:
+        measurements = filled(question.job, question.measurements)
+        plan = solve(question.job, measurements, options=options, clock=clock, provenance=provenance)
+    except PlanError as error:
+        return Advice(words=f"no plan could be made of what was measured so far: {error}")
+    shortlist = shortlisted(plan)
+    first = shortlist[0].layout.words()
+    return Advice(
+        host_pairs=host_pairs(question.job, shortlist, plan.devices_per_host),
+        dimensions=dimensions(question.job, shortlist),
+        stages=fullest_stages(shortlist),
+        words=f"{len(shortlist)} plans were shortlisted in {plan.solve_s:.1f} s, the first of them {first}",
+    )
+
+
+def shortlisted(plan: Plan) -> tuple[Choice, ...]:
+    """The choice, then the user's own, which it must beat, then the runners-up."""
+    found = {(choice.layout, choice.placement): choice for choice in (*plan.alternatives[::-1], plan.own, plan.chosen)}
+    return tuple(found.values())[::-1]
+
+
+def host_pairs(job: Job, shortlist: Sequence[Choice], devices_per_host: int) -> tuple[tuple[int, int], ...]:
+    """Pairs of hosts, the lower first, whose link a plan uses in either direction; those of the first plan first."""
+    found: dict[tuple[int, int], None] = {}
+    for choice in shortlist:
+        slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))
+        for pairs_N2 in _talking(job, choice):
+            host_N2 = slot_W[pairs_N2] // devices_per_host
+            ordered_N2 = np.sort(host_N2[host_N2[:, 0] != host_N2[:, 1]], axis=1)
+            found.update(dict.fromkeys((one, other) for one, other in np.unique(ordered_N2, axis=0).tolist()))
+    return tuple(found)
+
+
+def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
+    """Groups of slots of each parallel dimension, those of the first plan first; what two plans share comes once."""
+    kinds: dict[tuple[tuple[int, ...], ...], dict[CollectiveKind, None]] = {}
+    names: dict[tuple[tuple[int, ...], ...], str] = {}
+    most_bytes: dict[tuple[tuple[int, ...], ...], int] = {}
+    for choice in shortlist:
+        slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))
+        for group in _collectives(job, choice):
+            slots_GK = np.sort(slot_W[group.ranks_GK], axis=1)
+            groups = tuple(sorted(tuple(row) for row in slots_GK.tolist()))
+            kinds.setdefault(groups, {}).update(dict.fromkeys(group.kinds))
+            names.setdefault(groups, group.name)
+            most_bytes[groups] = max(group.most_bytes, most_bytes.get(groups, 0))
+    found = [
+        Dimension(name=names[groups], kinds=tuple(used), groups=groups, most_bytes=most_bytes[groups])
+        for groups, used in kinds.items()
+    ]
+    return tuple(found[:MOST_DIMENSIONS])
+
+
+def fullest_stages(shortlist: Sequence[Choice]) -> tuple[StageCase, ...]:
+    """The fullest pipeline rank of each layout, then the next fullest of each, and so on."""
+    ranked = [sorted(range(choice.layout.pp), key=lambda rank: -choice.peak_memory_bytes[rank]) for choice in shortlist]
+    turns = range(max(len(ranks) for ranks in ranked))
+    found: dict[tuple[Layout, int], StageCase] = {}
+    for turn in turns:
+        for choice, ranks in zip(shortlist, ranked, strict=True):
+            if turn < len(ranks):
+                rank = ranks[turn]
+                case = StageCase(layout=choice.layout, pp_rank=rank, predicted_bytes=choice.peak_memory_bytes[rank])
+                found.setdefault((choice.layout, rank), case)
+    return tuple(found.values())[:MOST_STAGES]
+
+
+class _Collective(NamedTuple):
+    """What one dimension of a layout runs, over groups of ranks in the order of their rings."""
+
+    name: str
+    kinds: tuple[CollectiveKind, ...]
+    ranks_GK: Ints
+    most_bytes: int
+    """Of the full tensor on one rank."""
+
+
+def _collectives(job: Job, choice: Choice) -> Iterator[_Collective]:
+    """Dimensions of two ranks or more; what runs once a step first, as it is the least hidden and the most bytes."""
+    layout, groups = choice.layout, Groups.of(choice.layout)
+    reduced: tuple[CollectiveKind, ...] = ("all_reduce",)
+    if layout.use_distributed_optimizer:
+        reduced = ("reduce_scatter", "all_gather")
+    dense, expert = (max(sizes) for sizes in zip(*step_traffic(job, layout).gradient_bytes, strict=True))
+    found = [_Collective("dp", reduced, groups.dp_cp, dense)]
+    if job.model.num_experts:
+        found.append(_Collective("expert dp", reduced, groups.expert_dp, expert))
+    by_group: dict[str, list[Exchange]] = {}
+    for exchange in exchanges(job, layout, Hiding()):
+        if exchange.kind != "send":
+            by_group.setdefault(exchange.group, []).append(exchange)
+    for name, sent in by_group.items():
+        kinds = tuple(dict.fromkeys(one.kind for one in sent if one.kind != "send"))
+        found.append(_Collective(name, kinds, getattr(groups, name), int(max(one.size_bytes for one in sent))))
+    yield from (one for one in found if one.ranks_GK.shape[1] > 1)
+
+
+def _talking(job: Job, choice: Choice) -> Iterator[Ints]:
+    """Pairs of ranks that exchange something: neighbours in pipelines and rings, and all that all-to-alls connect."""
+    layout, groups = choice.layout, Groups.of(choice.layout)
+    if layout.pp > 1:
+        lanes = layout.world_size // layout.pp
+        # From the last stage back to the first only where each holds several chunks.
+        yield groups.forward_hop if layout.vpp > 1 else groups.forward_hop[:-lanes]
+        if not job.model.untie_embeddings_and_output_weights:
+            yield groups.embedding
+    for one in _collectives(job, choice):
+        size = one.ranks_GK.shape[1]
+        steps = range(1, size // 2 + 1) if "all_to_all" in one.kinds else (1,)
+        for step in steps:
+            yield np.stack([one.ranks_GK, np.roll(one.ranks_GK, -step, axis=1)], axis=-1).reshape(-1, 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], time.monotonic))

@@ -1,0 +1,342 @@
+"""The story of a job on one node: introduce it, let the chief decide, run what was decided, show what came of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipette_launch import megatron, report
+from pipette_launch.agent import start
+from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.facts import files
+from pipette_launch.facts.messages.round import Decision, NodeRecord
+from pipette_launch.launch import commands
+from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, Cache
+from pipette_launch.launch.coordinator import Chief
+from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
+from pipette_launch.launch.training_signs import has_trained
+from pipette_launch.launch.trials.watch import TrialWatch, trial_words
+from pipette_launch.launch.warmup_progress import Ticker, parts_words
+from pipette_launch.probe.health import condition, inventory
+from pipette_launch.probe.health.released_memory import await_memory
+from pipette_launch.probe.progress import last_error, last_sign
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Collection, Sequence
+
+    from pipette_launch.agent.controller import Command, Helper, Invite, Node
+    from pipette_launch.agent.sync.rendezvous import Meeting
+    from pipette_launch.facts import Choice, Host, Plan
+    from pipette_launch.facts.health.condition import DeviceCondition
+    from pipette_launch.facts.messages.round import Verdict
+    from pipette_launch.facts.results.outcome import Outcome, PeakReading
+    from pipette_launch.facts.results.trials import TrialReport
+    from pipette_launch.launch.options import Options
+    from pipette_launch.probe.progress import Sign
+
+SHOWN_HOSTS = 4
+PROGRESS = "progress"
+WARMUP_GRACE_S = 180.0
+"""Imports and set-up of the warm-up, which its budget does not bound."""
+
+logger = logging.getLogger(__name__)
+
+
+def launch(args: Namespace, options: Options) -> None:
+    """Run a job; returns when it has succeeded, raises as torchrun does when it has not."""
+    # Made when it is needed: nothing is left of a launcher that a signal ends while it waits for the other nodes.
+    folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
+    try:
+        start.run(args, lambda meeting: Story(options, meeting, folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Story:
+    """The conductor of one agent (see `agent.controller.Conductor`). The chief's decides, everybody's carries out."""
+
+    def __init__(self, options: Options, meeting: Meeting, folder: Path) -> None:
+        self._options = options
+        self._meeting = meeting
+        self._folder = folder
+        self._token = uuid.uuid4().hex
+        self._chief = Chief(options, folder, least_nodes=meeting.least_nodes, is_static=meeting.node_rank >= 0)
+        self._tracker: OutcomeTracker | None = None
+        self._running: tuple[Choice, tuple[int, ...]] | None = None
+        self._step_time_s = 0.0
+        self._saved_before = ""
+        self._trial = TrialWatch()
+        self._shown: tuple[Plan, int] | None = None
+        self._ticker = Ticker(sys.stderr, budget_s=options.budget_s)
+        self._leads = False
+        self._measured_from_s = 0.0
+
+    def begin(self, node: Node) -> str:
+        """Take what torchrun knows of this node; return the token that names the agent."""
+        self._node = node
+        self._chief.interruption = node.interruption
+        self._host: Host | None = None
+        self._trouble, self._is_misuse = "", False
+        self._conditions: tuple[DeviceCondition, ...] = ()
+        self._versions: dict[str, str] = {}
+        try:
+            self._versions = inventory.versions()
+            self._host = inventory.host(
+                name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+                address=node.address,
+                num_devices=node.num_slots,
+                device=self._options.device,
+            )
+            self._conditions = condition.conditions(self._host)
+        except PipetteError as error:
+            self._trouble, self._is_misuse = str(error), isinstance(error, UsageError)
+        except Exception as error:
+            # A driver in disorder, for one: torchrun would not have asked it.
+            logger.exception("this machine cannot be described")
+            self._trouble = f"the machine cannot be described: {type(error).__name__}: {error}"
+        return self._token
+
+    def record(self, *, attempt: int, verdict: Verdict, failure: str, has_plan: bool) -> NodeRecord:
+        """Introduce this node to the others."""
+        return NodeRecord(
+            token=self._token,
+            host=self._host,
+            trouble=self._trouble,
+            is_misuse=self._is_misuse,
+            conditions=self._conditions,
+            num_slots=self._node.num_slots,
+            node_rank=self._meeting.node_rank,
+            script_digest=files.digest(self._options.script, self._options.script_arguments),
+            versions=self._versions,
+            attempt=attempt,
+            verdict=verdict,
+            failure=failure,
+            has_plan=has_plan,
+        )
+
+    def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
+        """Decide for all nodes what a new round does."""
+        return self._chief.decide(records, held)
+
+    def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
+        """Turn what the warm-up measured into a plan, with whoever helps."""
+        began_s = time.monotonic()
+        following = self._chief.after_warmup(decision, failure, invite)
+        measured, now_s = self._chief.measurements, time.monotonic()
+        if measured is not None and not failure:
+            total_s = now_s - self._measured_from_s
+            _say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
+        return following
+
+    def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
+        """Turn what came of a trial into the next one, or into the training."""
+        return self._chief.after_trial(decision, report)
+
+    def measured(self) -> str:
+        """Return what the warm-up left on this node; empty where it left nothing."""
+        path = self._folder / CLUSTER
+        return path.read_text() if path.exists() else ""
+
+    def receive(self, measured: str) -> None:
+        """Take what the warm-up left on another node."""
+        files.write_text(self._folder / CLUSTER, measured)
+
+    def help(self, order: str) -> Helper:
+        """Let processes of this node do what the first one asks for."""
+        from pipette_launch.launch.planning import hire
+
+        return hire(order, self._folder, num_slots=self._node.num_slots)
+
+    def show(self, decision: Decision, *, speaks: bool) -> None:
+        """Take note of what was decided; the chief tells the user."""
+        self._begin_attempt(decision)
+        if not speaks:
+            return
+        try:
+            self._tell(decision)
+        except self._chief.interruption:
+            raise
+        except Exception:
+            logger.exception("the plan could not be shown; the job goes on")
+
+    def _begin_attempt(self, decision: Decision) -> None:
+        """Start to count: no outcome may mix two attempts."""
+        self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
+        self._trial.begin(decision)
+        if decision.phase == "warmup":
+            self._ticker = Ticker(sys.stderr, budget_s=self._options.budget_s)
+            self._measured_from_s = time.monotonic()
+        plan = decision.plan
+        if plan is None or decision.phase != "train":
+            return
+        runs = decision.choice or plan.own
+        self._tracker = OutcomeTracker(plan.provenance.key, runs)
+        self._running = runs, decision.ranks_of(self._token) if self._token in decision.tokens else ()
+        self._step_time_s = runs.step_time_s
+        self._saved_before = megatron.saved_iteration(self._options.script_arguments)
+        if self._chief.cache.key != plan.provenance.key:
+            self._chief.cache = Cache(self._options.cache, plan.provenance.key)
+
+    def _tell(self, decision: Decision) -> None:
+        if decision.reason:
+            _say(decision.reason)
+        if decision.phase == "warmup":
+            _say(
+                f"measuring {sum(decision.num_slots)} slots on {', '.join(decision.hosts[:SHOWN_HOSTS])}"
+                f"{' and others' if len(decision.hosts) > SHOWN_HOSTS else ''}, "
+                f"about {self._options.budget_s:.0f} s at most once their imports are done"
+            )
+        elif decision.phase == "trial" and decision.plan is not None:
+            _say(trial_words(decision, asked=self._options.trials))
+        elif decision.plan is not None:
+            self._show_plan(decision, decision.plan)
+        elif decision.phase == "stop" and self._options.probe_to is not None and self._chief.measurements is not None:
+            found, path = self._chief.measurements, self._options.probe_to
+            sys.stdout.write(report.measured_screen(found, title="pipette probe", saved_to=path))
+            sys.stdout.flush()
+
+    def _show_plan(self, decision: Decision, plan: Plan) -> None:
+        if self._shown == (plan, decision.attempt):
+            return
+        self._shown = (plan, decision.attempt)
+        if decision.attempt > 0:
+            choice = decision.choice
+            what = (
+                f"the next plan, {choice.layout.words()}" if choice else "your own configuration, in torchrun's order"
+            )
+            _say(f"that plan cannot start; going on with {what}")
+        else:
+            sys.stderr.write(
+                report.plan_screen(
+                    plan,
+                    self._chief.measurements,
+                    arguments=self._options.script_arguments,
+                    new_arguments=decision.script_arguments,
+                    saved_to=self._options.plan or self._chief.cache.plan_path,
+                    unsaved=self._chief.cache.trouble,
+                )
+            )
+            sys.stderr.flush()
+
+    def command(self, decision: Decision) -> Command:
+        """Return what this node's workers run under a decision."""
+        if decision.phase != "warmup":
+            return commands.training(decision, self._options, self._node.entrypoint, self._node.arguments)
+        from pipette_launch.launch.warmup_orders import read
+
+        progress = self._folder / PROGRESS
+        shutil.rmtree(progress, ignore_errors=True)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        progress.mkdir()
+        path = self._folder / "probe-options.json"
+        files.write(path, replace(read(decision), progress_dir=str(progress), output=str(self._folder / CLUSTER)))
+        return commands.warmup(path)
+
+    def saw_line(self, line: str) -> bool:
+        """Read one line of the last rank's stdout; true when it is an iteration."""
+        iteration = megatron.parse_iteration(line)
+        if iteration is None:
+            memory = megatron.parse_memory(line)
+            if memory is not None and self._tracker is not None:
+                self._tracker.add_memory(memory)
+            return False
+        self._trial.add(iteration.step_time_s)
+        outcome = self._tracker.add(iteration) if self._tracker else None
+        if outcome is not None:
+            self._keep_outcome(replace(outcome, peaks=(*outcome.peaks, *self._device_peaks())))
+        return True
+
+    def _keep_outcome(self, outcome: Outcome) -> None:
+        cache = self._chief.cache
+        trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
+        _say(report.outcome_line(outcome, None if trouble else cache.path(OUTCOME)))
+        if trouble:
+            _say(trouble)
+
+    def _device_peaks(self) -> tuple[PeakReading, ...]:
+        """What this node's GPUs hold for the job."""
+        if self._running is None or self._host is None or self._host.devices[0].kind != "cuda":
+            return ()
+        choice, ranks = self._running
+        try:
+            used = {
+                rank: inventory.device_used_bytes(device.uuid) - device.memory_total_bytes + device.memory_free_bytes
+                for rank, device in zip(ranks, self._host.devices, strict=True)
+            }
+        except Exception:
+            # What a driver says of a running job is worth no job.
+            logger.exception("the memory in use cannot be read")
+            return ()
+        return device_peaks(choice, used)
+
+    def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:
+        """Whether workers that showed no iteration had trained all the same."""
+        return has_trained(
+            lived_s=lived_s,
+            step_time_s=self._step_time_s,
+            exit_codes=exit_codes,
+            saved_before=self._saved_before,
+            saved_now=megatron.saved_iteration(self._options.script_arguments),
+        )
+
+    def explain(self, text: str) -> str:
+        """Say in one sentence why a worker died, from the end of its stderr; empty when the text does not tell."""
+        return megatron.explain_failure(text) or ""
+
+    @property
+    def warmup_deadline_s(self) -> float:
+        """After how long a warm-up counts as hung."""
+        return self._options.budget_s + WARMUP_GRACE_S
+
+    def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
+        """Return what a local warm-up worker last said of itself, and why it failed if it said so."""
+        folder = self._folder / PROGRESS
+        return last_sign(folder, local_rank), last_error(folder, local_rank)
+
+    def warmup_goes_on(self, *, leads: bool) -> None:
+        """Show how far the warm-up is."""
+        self._leads = leads
+        if leads:
+            # RANK 0 is the first of this node.
+            self._ticker.show(self.warmup_sign(0)[0])
+
+    def warmup_is_over(self) -> None:
+        """Wait until the devices are free again: training needs every byte."""
+        self._ticker.close(self.warmup_sign(0)[0] if self._leads else None)
+        self._await_devices()
+
+    def trial_is_over(self) -> tuple[float, ...]:
+        """Wait until the devices are free again; returns the step times that a trial printed here."""
+        self._await_devices()
+        return self._trial.steps_s
+
+    @property
+    def trial_patience_s(self) -> tuple[float, float]:
+        """After how long without the first iteration, and without each later one, a trial counts as hung."""
+        return self._trial.patience_s
+
+    def _await_devices(self) -> None:
+        if self._host is None:
+            return
+        try:
+            for trouble in await_memory(self._host):
+                _say(trouble)
+        except self._chief.interruption:
+            raise
+        except Exception:
+            logger.exception("whether the workers' memory is free again cannot be told; the job goes on")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"pipette-launch: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""Processes of this node and of others that help with a search."""

@@ -1,0 +1,110 @@
+"""What the warm-up is asked to measure for one job."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pipette_launch.errors import UsageError
+from pipette_launch.facts import files
+from pipette_launch.probe.options import ProbeOptions
+
+if TYPE_CHECKING:
+    from pipette_launch.facts import ComputeCase, Host, Job
+    from pipette_launch.facts.health.condition import DeviceCondition
+    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.launch.options import Options
+
+CLUSTER = "cluster.json"
+TINY_BYTES = 8
+"""A message without contents, for the latency."""
+SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
+"""Below the first a message is mostly latency; one beyond the second says no more about bandwidth."""
+LEAST_REACH = 32
+"""The largest message is at least so many times the least: a line needs points that lie apart."""
+
+
+def read(decision: Decision) -> ProbeOptions:
+    """Return the orders of the warm-up that a decision asks for."""
+    return files.loads(ProbeOptions, decision.probe_options, "the warm-up's orders")
+
+
+def probe_options(
+    job: Job,
+    hosts: tuple[Host, ...],
+    *,
+    options: Options,
+    folder: Path,
+    known: Path | None = None,
+    conditions: Sequence[DeviceCondition] = (),
+) -> ProbeOptions:
+    """Write the orders of a warm-up.
+
+    Args:
+        job: the model, the batch and the user's own layout.
+        hosts: as they take part, with equally many devices each.
+        options: budget, and where the script lies.
+        folder: a private one, where the first worker leaves what was measured.
+        known: what was measured on these hosts before, if anything was.
+        conditions: of the hosts' devices, in slot order; empty = not known.
+
+    Raises:
+        UsageError: the file of --pipette-probe cannot be written.
+
+    """
+    if options.probe_to is not None:
+        # Before the warm-up, whose measurements would be lost.
+        try:
+            files.check_writable(options.probe_to)
+        except OSError as error:
+            raise UsageError(f"--pipette-probe {options.probe_to}: cannot be written ({error.strerror})") from error
+    # The search is imported where it is used: a start from the cache does without it.
+    from pipette_launch.search.layouts.enumerate import compute_cases, cuts
+
+    devices = len(hosts[0].devices)
+    kind = hosts[0].devices[0].kind
+    legal = cuts(job, world_size=len(hosts) * devices, devices_per_host=devices, device_kind=kind)
+    cases = compute_cases(job.own, legal.columns)
+    return ProbeOptions(
+        job=job,
+        hosts=hosts,
+        cases=cases,
+        output=str(folder / CLUSTER),
+        progress_dir=str(folder / "progress"),
+        message_sizes_bytes=message_sizes_bytes(job, cases, kind),
+        adviser=adviser_words(options),
+        known=str(known) if known and known.exists() else "",
+        budget_s=options.budget_s,
+        conditions=tuple(conditions),
+        # A megatron-core beside the script is the one that will train, so it is the one to measure.
+        python_path=() if options.is_module else (str(Path(options.script).resolve().parent),),
+    )
+
+
+def message_sizes_bytes(job: Job, cases: Sequence[ComputeCase], kind: Literal["cuda", "cpu"]) -> tuple[int, ...]:
+    """Sizes around what plans send from stage to stage, within limits, and a tiny one.
+
+    A stage sends the activations of one micro-batch: sequence / cp x micro-batch x hidden, cut by tp where sequence
+    parallelism is on, as it is wherever tp splits.
+    """
+    least, most = SIZE_LIMITS_BYTES[kind]
+    model = job.model
+    sent = [
+        model.seq_length // case.cp * case.micro_batch_size * model.hidden_size * model.dtype_bytes // case.tp
+        for case in cases
+    ]
+    low = min(max(min(sent), least), most // 4)
+    high = min(max(*sent, 4 * low, least * LEAST_REACH), most)
+    middle = 1 << round(math.log2(math.sqrt(low * high)))
+    return tuple(sorted({TINY_BYTES, low, middle, high}))
+
+
+def adviser_words(options: Options) -> tuple[str, ...]:
+    """Say what starts the adviser, but for its two files: it judges plans as the planner will."""
+    settings = {"--margin": options.margin, "--memory-margin": options.memory_margin, "--seed": options.seed}
+    words = [word for name, value in settings.items() for word in (name, str(value))]
+    return (os.environ.get("PYTHON_EXEC", sys.executable), "-m", "pipette_launch.launch.measuring_advice", *words)

@@ -1,0 +1,1 @@
+"""What a saved checkpoint says, and what it pins."""

@@ -1,0 +1,234 @@
+"""What a checkpoint that is about to be loaded does not let a plan change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipette_launch.errors import FileFormatError, LayoutError, MegatronError
+from pipette_launch.facts import Layout, Plan, files
+from pipette_launch.megatron.checkpoint.metadata import Saved, read_saved
+from pipette_launch.megatron.chunks import SPLIT_DESTS, read_chunks
+from pipette_launch.megatron.flags import Arguments, release_of, releases
+from pipette_launch.megatron.pins import OPTIMIZER_FIELDS, Pin
+
+RECORD_NAME = "pipette-plan.json"
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+MODEL_FIELDS = ("tp", "pp", "vpp", "layers_per_chunk", "ep", "etp")
+"""What cuts the model into shards."""
+RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demands:
+    """What a checkpoint asks of the user's own layout, and of every plan."""
+
+    own: Mapping[str, Any]
+    """Layout fields whose values the checkpoint dictates."""
+    pins: tuple[Pin, ...]
+    notes: tuple[str, ...] = ()
+
+    def applied(self, own: Layout) -> Layout:
+        """The user's own layout as the checkpoint wants it; raises MegatronError if these ranks cannot have it."""
+        fields = dict(self.own)
+        if not fields:
+            return own
+        sizes = {name: fields.get(name, getattr(own, name)) for name in ("tp", "pp", "cp")}
+        model_size = sizes["tp"] * sizes["pp"] * sizes["cp"]
+        wanted = " ".join(f"{name}={value}" for name, value in fields.items())
+        if own.world_size % model_size:
+            raise MegatronError(
+                f"the checkpoint was written with {wanted} and cannot be loaded otherwise, which needs a multiple of "
+                f"{model_size} ranks; the job has {own.world_size}"
+            )
+        try:
+            return replace(own, **fields, dp=own.world_size // model_size)
+        except LayoutError as error:
+            raise MegatronError(
+                f"the checkpoint was written with {wanted}, which does not suit this job: {error}"
+            ) from error
+
+
+NONE = Demands(own={}, pins=())
+
+
+def record_path(arguments: Sequence[str]) -> Path | None:
+    """Where the launcher writes the plan beside the checkpoints that it will make; None without `--save`.
+
+    The record's `chosen` must be what really runs, also after a fallback.
+    """
+    save = Arguments.parse(arguments, releases()[-1]).get("save")
+    return Path(save) / RECORD_NAME if save else None
+
+
+def saved_iteration(arguments: Sequence[str]) -> str:
+    """The newest iteration that a checkpoint in the job's `--save` was written at, as Megatron notes it, or nothing."""
+    save = Arguments.parse(arguments, releases()[-1]).get("save")
+    try:
+        return (Path(save) / TRACKER_NAME).read_text(encoding="utf-8").strip() if save else ""
+    except (OSError, UnicodeError):
+        return ""
+
+
+def checkpoint_folder(arguments: Arguments) -> tuple[Path, bool] | None:
+    """The folder of the checkpoint that Megatron would load, and whether it loads the optimizer; None for a new run."""
+    reads_optimizer = not (arguments.get("finetune") or arguments.get("no_load_optim"))
+    for dest, optimizer in (("load", reads_optimizer), ("pretrained_checkpoint", False)):
+        root = arguments.get(dest)
+        folder = _latest(Path(root), arguments.get("ckpt_step")) if root else None
+        if folder:
+            return folder, optimizer
+    return None
+
+
+def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
+    """What the checkpoint at `--load` pins, with the values it was written with.
+
+    The values come from the checkpoint itself where it tells them, then from the plan beside it, then from the flags.
+
+    Raises:
+        MegatronError: `--use-mp-args-from-checkpoint-args` is given, but the checkpoint's sizes cannot be read.
+
+    """
+    found = checkpoint_folder(arguments)
+    if not found:
+        return NONE
+    folder, reads_optimizer = found
+    if (folder / "metadata.json").is_file():
+        return _distributed(arguments, own, folder, reads_optimizer=reads_optimizer, num_layers=num_layers)
+    ranks = [match for match in map(RANK_FOLDER.fullmatch, _names(folder)) if match]
+    record, _ = _recorded(folder)
+    if ranks:
+        return _legacy(own, folder, ranks, record, reads_optimizer=reads_optimizer)
+    note = f"{folder}: a checkpoint of an unknown format; everything that cuts the model stays"
+    return Demands(own={}, pins=(Pin(fields=(*MODEL_FIELDS, "cp", *OPTIMIZER_FIELDS), note=note),))
+
+
+def _latest(root: Path, step: int | None) -> Path | None:
+    """The folder that the tracker file (or `--ckpt-step`) names, if it is there."""
+    if step is None:
+        try:
+            text = (root / TRACKER_NAME).read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+        name = f"iter_{int(text):07d}" if text.isdigit() else text
+    else:
+        name = f"iter_{step:07d}"
+    return root / name if name and (root / name).is_dir() else None
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _recorded(folder: Path) -> tuple[Layout | None, str]:
+    """The layout of the plan beside the checkpoint, and a note where there is a file but no plan in it."""
+    path = folder.parent / RECORD_NAME
+    if not path.is_file():
+        return None, ""
+    try:
+        return files.read(path, Plan).chosen.layout, ""
+    except FileFormatError as error:
+        return None, f"the plan beside the checkpoint was not read: {error}"
+
+
+def _legacy(
+    own: Layout, folder: Path, ranks: list[re.Match[str]], record: Layout | None, *, reads_optimizer: bool
+) -> Demands:
+    """One file for each model-parallel rank: nothing that cuts the model can change."""
+    tp = 1 + max(int(match[1]) for match in ranks)
+    seconds, thirds = ({int(match[place]) for match in ranks if match[place]} for place in (2, 3))
+    # A single suffix is the pipeline rank, or the expert rank of an unpipelined model.
+    is_expert_only = bool(seconds) and not thirds and own.ep > 1 and own.pp == 1
+    sizes = {
+        "tp": tp,
+        "pp": 1 if is_expert_only else len(seconds) or 1,
+        "ep": len(seconds) if is_expert_only else len(thirds) or 1,
+    }
+    base = record or own
+    values = {name: getattr(base, name) for name in MODEL_FIELDS} | sizes
+    if record is None:
+        values["etp"] = tp if own.etp == own.tp else own.etp
+        if sizes["pp"] != own.pp:
+            values |= {"vpp": 1, "layers_per_chunk": ()}
+    fields = (*MODEL_FIELDS, *(OPTIMIZER_FIELDS if reads_optimizer else ()))
+    note = f"{folder} is of the format torch, one file for each rank: {', '.join(fields)} stay as it was written"
+    return Demands(own=values, pins=(Pin(fields=fields, note=note),))
+
+
+def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optimizer: bool, num_layers: int) -> Demands:
+    """Weights reshard freely; the distributed optimizer's state only where it was saved so."""
+    saved, sharding = read_saved(folder)
+    record, problem = _recorded(folder)
+    written = _saved_layout(saved, num_layers, arguments.version) or _fields(record)
+    source = (
+        "the checkpoint" if "tensor_model_parallel_size" in saved else "the plan beside it" if record else "the flags"
+    )
+    takes_sizes = arguments.get("use_checkpoint_args") and arguments.get("use_mp_args_from_checkpoint_args")
+    if takes_sizes and not written:
+        raise MegatronError(
+            f"--use-mp-args-from-checkpoint-args: the sizes in {folder} cannot be read; give them as flags instead"
+        )
+    is_sharded = bool(written.get("use_distributed_optimizer", own.use_distributed_optimizer))
+    keeps = _kept_fields(arguments, sharding, is_sharded=is_sharded) if reads_optimizer else ()
+    # With --use-mp-args-from-checkpoint-args the user's own sizes are the checkpoint's, though a plan may change them.
+    values = {name: written[name] for name in (MODEL_FIELDS if takes_sizes else keeps) if name in written}
+    pins = []
+    if keeps:
+        how = sharding or "a type that is taken for dp_reshardable"
+        note = (
+            f"{folder} holds optimizer state of {how}: {', '.join(keeps)} stay as {source} says "
+            f"(--dist-ckpt-optim-fully-reshardable in the run that saves would free them)"
+            if len(keeps) > 1
+            else f"{folder} holds optimizer state: {keeps[0]} stays as {source} says"
+        )
+        pins.append(Pin(fields=keeps, note=note))
+    if len(keeps) <= 1 and own.ep > 1 and release_of(arguments.version) == (0, 16) and not arguments.get("no_load_rng"):
+        note = (
+            "0.16 loads expert-parallel random state only at the same dp and cp: both stay (--no-load-rng frees them)"
+        )
+        pins.append(Pin(fields=("cp", "dp"), note=note))
+    return Demands(own=values, pins=tuple(pins), notes=(problem,) if problem else ())
+
+
+def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:
+    if not is_sharded:
+        return ("use_distributed_optimizer",)  # the plain optimizer's state follows its parameters
+    if sharding is None:
+        sharding = "fully_sharded_model_space" if release_of(arguments.version) < (0, 15) else "dp_reshardable"
+    if sharding in ("fully_reshardable", "fully_sharded_model_space"):
+        return ("use_distributed_optimizer",)
+    # Buckets must be equal too, and those depend on whether gradients are reduced early.
+    return (*MODEL_FIELDS, *OPTIMIZER_FIELDS)
+
+
+def _fields(layout: Layout | None) -> dict[str, Any]:
+    return {} if layout is None else {name: getattr(layout, name) for name in (*MODEL_FIELDS, *OPTIMIZER_FIELDS)}
+
+
+def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:
+    """Layout fields of the run that wrote the checkpoint; empty where it does not tell its tensor parallel size."""
+    tp, pp = saved.get("tensor_model_parallel_size"), saved.get("pipeline_model_parallel_size")
+    if not isinstance(tp, int) or not isinstance(pp, int):
+        return {}
+    words: list[str] = []
+    for dest in SPLIT_DESTS[2:]:
+        value = saved.get(dest)
+        if value not in (None, False):
+            words += [f"--{dest.replace('_', '-')}", *([] if value is True else [str(value)])]
+    vpp = saved.get("virtual_pipeline_model_parallel_size")
+    if vpp and "--pipeline-model-parallel-layout" not in words:
+        words += ["--num-virtual-stages-per-pipeline-rank", str(vpp)]
+    virtual, chunks = read_chunks(Arguments.parse(words, version), pp=pp, num_layers=num_layers)
+    found = {
+        "tp": tp,
+        "pp": pp,
+        "vpp": virtual,
+        "layers_per_chunk": chunks,
+        "ep": saved.get("expert_model_parallel_size") or 1,
+        "etp": saved.get("expert_tensor_parallel_size") or tp,
+    }
+    return found | {name: saved[name] for name in OPTIMIZER_FIELDS if isinstance(saved.get(name), bool)}

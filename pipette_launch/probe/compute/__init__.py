@@ -1,0 +1,1 @@
+"""Times and memory of the user's own layers, and the speed of each slot."""

@@ -1,0 +1,217 @@
+"""The user's own layers on every slot: how long each part takes, what a layer holds, what an optimizer step costs.
+
+Every slot measures alone, under a fake process group. The reference case is measured by all (it tells slow slots from
+fast ones); the other cases are dealt out, so that as many shapes are measured at a time as there are slots.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from pipette_launch.facts import ComputeCase, ComputeTime, LoadingTime, MemoryReading, ModelSpec
+from pipette_launch.facts.measurements import LAYERS
+from pipette_launch.probe.compute.cold_start import wake_s
+from pipette_launch.probe.compute.data_loading import loading_time, loads_as_megatron_lm
+from pipette_launch.probe.compute.peak_memory import MemoryMeter
+from pipette_launch.probe.compute.processor_speed import Yardstick
+from pipette_launch.probe.compute.slot_pace import PaceTest
+from pipette_launch.probe.compute.timing import HABITS, Stopwatch, stopwatch_for, time_calls, time_part
+from pipette_launch.probe.harness import Budget, Conductor, Progress
+from pipette_launch.probe.options import Pace, ProbeOptions
+from pipette_launch.units import bytes_text
+from pipette_patches.workload import layers as patches_workload
+from pipette_patches.workload.layers import Part, Workload, WorkloadError
+from pipette_patches.workload.optimizer import optimizer_step
+
+COMPUTE_SHARE = 0.45
+"""Of the budget: what is left belongs to links and collectives."""
+AGAIN_SHARE = 0.25
+"""Of the budget: once it is spent, recompute is timed no more; it always is in the reference case."""
+HASTE = 4.0
+"""Cases other than the reference, and parts other than layers, are timed in so many times less."""
+MAIN_GRADIENT_BYTES = 4
+
+
+def cases_of(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple[ComputeCase, ...]:
+    """One case for each round: first the reference for everyone, then the others dealt out in order of promise.
+
+    In the last round slots without a case of their own repeat one, so that no case is measured on a quieter machine.
+    """
+    others = cases[1:]
+    rounds = -(-len(others) // num_slots)
+    return (cases[0], *(others[(turn * num_slots + slot) % len(others)] for turn in range(rounds)))
+
+
+def weight_bytes(model: ModelSpec, case: ComputeCase) -> int:
+    """What one layer, embedding and head take at least: weights, their gradients, and main gradients in fp32."""
+    if model.num_experts:
+        layer = model.num_experts * model.mlp_parameters(model.moe_ffn_hidden_size)
+    else:
+        layer = model.attention_parameters() + model.mlp_parameters()
+    tables = 2 if model.untie_embeddings_and_output_weights else 1
+    parameters = (layer + tables * model.padded_vocab_size(case.tp) * model.hidden_size) // case.tp
+    return parameters * (2 * model.dtype_bytes + MAIN_GRADIENT_BYTES)
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """One slot, and what it has found so far."""
+
+    options: ProbeOptions
+    slot: int
+    progress: Progress
+    meter: MemoryMeter
+    times: list[ComputeTime] = field(default_factory=list)
+    memory: list[MemoryReading] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    refused: list[ComputeCase] = field(default_factory=list)
+    paces: list[Pace] = field(default_factory=list)
+    optimizer_s_per_parameter: float | None = None
+    wake_s: float | None = None
+    loading: LoadingTime | None = None
+    stretch: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._habits = HABITS[self.options.device_kind]
+        self._stopwatch: Stopwatch = stopwatch_for(self.options.device_kind, Yardstick())
+
+    def measure(self, conductor: Conductor, budget: Budget) -> None:
+        """Go through this slot's cases until rank 0 finds the budget spent."""
+        self._rounds(conductor, budget)
+        self.stretch = self._stopwatch.stretch()
+
+    def _rounds(self, conductor: Conductor, budget: Budget) -> None:
+        # Whatever was imported stays: collections between the cases need not walk through it.
+        gc.freeze()
+        longest_s = 0.0
+
+        def goes_on() -> bool:
+            return budget.allows(COMPUTE_SHARE, needs_s=longest_s)
+
+        mine = cases_of(self.options.cases, self.slot, self.options.num_slots)
+        for index, case in enumerate(mine):
+            if index and not conductor.agree(goes_on):
+                return
+            conductor.step(index, len(mine), patches_workload.case_words(case))
+            before_s = budget.clock()
+            self._round(case, conductor, budget)
+            longest_s = max(longest_s, budget.clock() - before_s)
+            if not index:
+                self._wake(case)
+                self._loading(case)
+
+    def _round(self, case: ComputeCase, conductor: Conductor, budget: Budget) -> None:
+        with ExitStack() as stack:
+            work: Workload | None = None
+            with self._noting(case):
+                self._check_room(case)
+                work = stack.enter_context(
+                    patches_workload.workload(self.options.job, case, device_kind=self.options.device_kind)
+                )
+            if case == self.options.cases[0]:
+                self._reference(work, conductor, budget)
+                return
+            # Also without work of its own: times compare only if all slots are busy at the same time.
+            conductor.meet(max(budget.left_s(), 0.0))
+            if work is not None:
+                with self._noting(case):
+                    self._run(work, case, again=budget.allows(AGAIN_SHARE))
+
+    def _wake(self, case: ComputeCase) -> None:
+        """Measure what waking costs, where a processor computes and there may be pipelines."""
+        if self.times and self.options.device_kind == "cpu" and self.options.num_slots > 1:
+            with self._noting(case, refuses=False):
+                self.wake_s = wake_s(self.options.job, case, self._stopwatch)
+
+    def _loading(self, case: ComputeCase) -> None:
+        """Measure what loading costs where the loader's processes and the model share a processor."""
+        if self.times and self.options.device_kind == "cpu" and loads_as_megatron_lm(self.options.job):
+            with self._noting(case, refuses=False):
+                self.loading = loading_time(self.options.job, case)
+
+    def _reference(self, work: Workload | None, conductor: Conductor, budget: Budget) -> None:
+        """Measure what all slots do: paces too, at the beginning and at another moment; the optimizer last."""
+        case, left_s = self.options.cases[0], max(budget.left_s(), 0.0)
+        lap = self._lap(work, case) if work is not None else None
+        test = PaceTest(options=self.options, slot=self.slot)
+        test.first(lap, conductor, left_s)
+        if work is not None and lap is not None:
+            with self._noting(case):
+                self._run(work, case, again=True)
+                # All slots have timed the same; on other cases some are done before others.
+                self._stopwatch.keep_share()
+        test.again(lap, conductor, left_s)
+        self.paces += test.paces
+        if work is not None and lap is not None:
+            with self._noting(case, refuses=False):
+                step = optimizer_step(work, self.options.job)
+                samples = time_calls(step.run, stopwatch=self._stopwatch, habits=self._habits)
+                self.optimizer_s_per_parameter = samples.median_s / step.num_parameters
+
+    def _lap(self, work: Workload, case: ComputeCase) -> Callable[[], None] | None:
+        """One layer of each kind, forward and backward, that has run once; None where it cannot."""
+
+        def lap() -> None:
+            for part in work.parts:
+                if part.name in LAYERS:
+                    with part.accumulating():
+                        part.backward(part.forward(1))
+            self._stopwatch.settle()
+
+        with self._noting(case):
+            lap()
+            return lap
+        return None
+
+    def _run(self, work: Workload, case: ComputeCase, *, again: bool) -> None:
+        self.notes += work.notes
+        self.times += [self._time(part, case, again=again) for part in work.parts]
+        with self.progress.during("memory"):
+            self.memory.append(self._memory(work, case))
+
+    def _time(self, part: Part, case: ComputeCase, *, again: bool) -> ComputeTime:
+        haste = (1.0 if case == self.options.cases[0] else HASTE) * (1.0 if part.name in LAYERS else HASTE)
+        habits = self._habits.hastier(haste) if haste > 1 else self._habits
+        return time_part(part, case, slot=self.slot, stopwatch=self._stopwatch, habits=habits, again=again)
+
+    def _memory(self, work: Workload, case: ComputeCase) -> MemoryReading:
+        """The peak of one layer, the MoE one where there is one: it holds more."""
+        layer = [part for part in work.parts if part.name in LAYERS][-1]
+        with layer.accumulating():
+            peak = self.meter.peak(lambda: layer.backward(layer.forward(1)))
+        return MemoryReading(
+            case=case,
+            slot=self.slot,
+            allocator_peak_bytes=peak.allocator_bytes,
+            device_peak_bytes=peak.device_bytes,
+        )
+
+    def _check_room(self, case: ComputeCase) -> None:
+        """Refuse what cannot fit: on CPU the kernel would end this process, or another, without a word."""
+        host, local = divmod(self.slot, self.options.devices_per_host)
+        free = self.options.hosts[host].devices[local].memory_free_bytes
+        needed = weight_bytes(self.options.job.model, case)
+        if needed > free:
+            raise WorkloadError(
+                f"{patches_workload.case_words(case)} needs {bytes_text(needed)} for one layer's weights and "
+                f"gradients, slot {self.options.slot_name(self.slot)} has {bytes_text(free)}"
+            )
+
+    @contextmanager
+    def _noting(self, case: ComputeCase, *, refuses: bool = True) -> Iterator[None]:
+        """Turn what this case cannot have into a note: the other cases may fare better."""
+        refused = [case] if refuses else []
+        try:
+            yield
+        except WorkloadError as error:
+            self.refused += refused
+            self.notes.append(f"compute: {error}")
+        except (RuntimeError, MemoryError) as error:
+            if not patches_workload.is_out_of_memory(error):
+                raise
+            self.refused += refused
+            words = patches_workload.case_words(case)
+            self.notes.append(f"compute: {words} ran out of memory on slot {self.options.slot_name(self.slot)}")

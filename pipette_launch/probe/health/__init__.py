@@ -1,0 +1,1 @@
+"""What a host brings to the job, and what is amiss with it."""

@@ -1,0 +1,194 @@
+"""Reads the condition of a host's devices from NVML and sysfs, before the job's workers exist. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipette_launch.errors import ClusterError
+from pipette_launch.facts import Host
+from pipette_launch.facts.health.condition import NEARNESS, DeviceCondition, Holder, Nearness
+from pipette_launch.probe.health import nvml as driver
+
+SYSFS = Path("/sys")
+
+
+def conditions(host: Host, *, sysfs: Path = SYSFS) -> tuple[DeviceCondition, ...]:
+    """Tell the condition of every device of this machine, in the order of the local ranks.
+
+    Raises:
+        ClusterError: the host has GPUs, and NVML no longer answers.
+
+    """
+    if host.devices[0].kind == "cpu":
+        return tuple(DeviceCondition(uuid=device.uuid) for device in host.devices)
+    with driver.session() as nvml:
+        if nvml is None:
+            raise ClusterError(f"{host.name}: NVML no longer answers; check the driver with nvidia-smi")
+        return tuple(_condition(nvml, device.uuid, sysfs) for device in host.devices)
+
+
+def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
+    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def ask(question: str, *arguments: Any) -> Any | None:
+        return driver.told(nvml, f"nvmlDeviceGet{question}", handle, *arguments)
+
+    memory, rates = ask("MemoryInfo"), ask("UtilizationRates")
+    rows = ask("RemappedRows") or (None,) * 4
+    links_up, links_total = _nvlinks(nvml, handle)
+    address = _pci_address(ask("PciInfo"))
+    nic, nic_distance = nearest_nic(address, sysfs)
+    return DeviceCondition(
+        uuid=uuid,
+        holders=_holders(ask("ComputeRunningProcesses") or ()),
+        used_bytes=None if memory is None else int(memory.used),
+        utilisation=None if rates is None else rates.gpu / 100,
+        sm_clock_hz=_hertz(ask("ClockInfo", driver.CLOCK_SM)),
+        sm_clock_max_hz=_hertz(ask("MaxClockInfo", driver.CLOCK_SM)),
+        clock_reasons=_reasons(_first(ask("CurrentClocksEventReasons"), ask("CurrentClocksThrottleReasons"))),
+        ecc_volatile=ask("TotalEccErrors", driver.ERRORS_UNCORRECTED, driver.ECC_VOLATILE),
+        ecc_aggregate=ask("TotalEccErrors", driver.ERRORS_UNCORRECTED, driver.ECC_AGGREGATE),
+        rows_correctable=rows[0],
+        rows_uncorrectable=rows[1],
+        rows_pending=_flag(rows[2]),
+        rows_failed=_flag(rows[3]),
+        nvlinks_up=links_up,
+        nvlinks_total=links_total,
+        pcie_width=ask("CurrPcieLinkWidth"),
+        pcie_width_max=ask("MaxPcieLinkWidth"),
+        pcie_generation=ask("CurrPcieLinkGeneration"),
+        pcie_generation_max=ask("MaxPcieLinkGeneration"),
+        pci_address=address,
+        numa_node=_numa_node(sysfs / "bus/pci/devices" / address) if address else None,
+        nic=nic,
+        nic_distance=nic_distance,
+        persistence_mode=_flag(ask("PersistenceMode")),
+        temperature_c=ask("Temperature", driver.TEMPERATURE_GPU),
+    )
+
+
+def nearest_nic(address: str, sysfs: Path) -> tuple[str, Nearness | None]:
+    """Name the NIC nearest to a PCI device, and how near it is: an InfiniBand port that is up, else an interface.
+
+    Returns:
+        Name and distance; the distance is None where sysfs shows neither a common way nor NUMA nodes.
+
+    """
+    device = sysfs / "bus/pci/devices" / address
+    if not address or not device.exists():
+        return "", None
+    places = dict(_nics(sysfs))
+    near = {name: _nearness(device, place) for name, place in places.items()}
+    known = sorted((NEARNESS.index(distance), name) for name, distance in near.items() if distance)
+    if known:
+        rank, name = known[0]
+        return name, NEARNESS[rank]
+    return min(places, default=""), None
+
+
+def _nics(sysfs: Path) -> Iterator[tuple[str, Path]]:
+    """NICs on the PCI bus that are up, with their devices; plain interfaces only where there is no InfiniBand."""
+    found = [
+        (port.parts[-3], port.parents[1] / "device")
+        for port in sorted(sysfs.glob("class/infiniband/*/ports/*"))
+        if "ACTIVE" in _read(port / "state")
+    ]
+    if not found:
+        found = [
+            (interface.name, interface / "device")
+            for interface in sorted(sysfs.glob("class/net/*"))
+            if _read(interface / "operstate") == "up"
+        ]
+    yield from ((name, place) for name, place in found if _bridges(place))
+
+
+def _nearness(one: Path, other: Path) -> Nearness | None:
+    """Compare the ways of two PCI devices to the processor.
+
+    A root port has one link: what lies below the same one shares a switch.
+    """
+    common = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(_bridges(one), _bridges(other), strict=False))
+    )
+    if common:
+        return "switch" if common > 1 else "root"
+    nodes = _numa_node(one), _numa_node(other)
+    if None in nodes:
+        return None
+    return "node" if nodes[0] == nodes[1] else "across"
+
+
+def _bridges(device: Path) -> list[str]:
+    """The host bridge, the root port and what lies below, down to the device; empty for what is not on a PCI bus."""
+    parts = device.resolve().parts
+    start = next((index for index, part in enumerate(parts) if part.startswith("pci") and ":" in part), len(parts))
+    return [part for part in parts[start:] if ":" in part]
+
+
+def _numa_node(device: Path) -> int | None:
+    """Sysfs writes -1 where the firmware does not tell."""
+    text = _read(device / "numa_node")
+    return int(text) if text.isdecimal() else None
+
+
+def _pci_address(info: Any | None) -> str:
+    """Turn NVML's `00000000:3B:00.0` into sysfs' `0000:3b:00.0`."""
+    if info is None:
+        return ""
+    domain, _, rest = driver.text(info.busId).lower().partition(":")
+    return f"{domain[-4:]}:{rest}"
+
+
+def _holders(processes: Any) -> tuple[Holder, ...]:
+    return tuple(
+        Holder(
+            pid=int(process.pid),
+            name=_process_name(process.pid),
+            used_bytes=None if process.usedGpuMemory is None else int(process.usedGpuMemory),
+        )
+        for process in processes
+        if process.pid != os.getpid()
+    )
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.Error:
+        return "name unknown"
+
+
+def _nvlinks(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
+    """How many links are up, asleep ones included, and how many there are; None where the device has none."""
+    states = [driver.told(nvml, "nvmlDeviceGetNvLinkState", handle, link) for link in range(driver.MAX_NVLINKS)]
+    known = [state for state in states if state is not None]
+    return (sum(state != driver.NVLINK_DOWN for state in known), len(known)) if known else (None, None)
+
+
+def _reasons(bits: int | None) -> tuple[str, ...] | None:
+    return None if bits is None else tuple(name for name, bit in driver.CLOCK_REASONS.items() if bits & bit)
+
+
+def _first(*answers: Any) -> Any | None:
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def _hertz(megahertz: int | None) -> int | None:
+    return None if megahertz is None else megahertz * 1_000_000
+
+
+def _flag(value: int | None) -> bool | None:
+    return None if value is None else bool(value)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

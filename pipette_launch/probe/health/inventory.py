@@ -1,0 +1,176 @@
+"""What a host brings to the job: devices, memory, cores, versions. Imports no torch.
+
+NVML sees every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so the variable is applied here by hand.
+NVML counts in PCI bus order; CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters where a host has
+unlike GPUs. Devices are therefore named by UUID everywhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+import pipette_launch
+from pipette_launch.errors import ClusterError, UsageError
+from pipette_launch.facts import Device, Host
+from pipette_launch.probe.health.nvml import session, text
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "cuda", "cpu"] = "auto") -> Host:
+    """Describe this machine and the devices that it lends to the job, in the order of the local ranks.
+
+    Args:
+        name: how the job calls this node.
+        address: where its peers reach it.
+        num_devices: workers on this node.
+        device: `auto` is `cuda` where NVML shows a GPU to this process, else `cpu`.
+
+    Raises:
+        ClusterError: there are fewer GPUs than workers.
+        UsageError: there are none although `cuda` was asked for.
+
+    """
+    gpus = [] if device == "cpu" else _gpus(os.environ)
+    if device == "cuda" and not gpus:
+        wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+        said = "is not set" if wanted is None else f"is {wanted!r}"
+        raise UsageError(
+            f"{name}: NVML shows no GPU to this process (CUDA_VISIBLE_DEVICES {said}); install the driver, or use "
+            f"--pipette-device=cpu"
+        )
+    if gpus and len(gpus) < num_devices:
+        raise ClusterError(
+            f"{name}: {num_devices} workers for {len(gpus)} visible GPUs; lower --nproc-per-node, widen "
+            f"CUDA_VISIBLE_DEVICES, or use --pipette-device=cpu"
+        )
+    devices = tuple(gpus[:num_devices]) if gpus else _cpu_shares(num_devices)
+    return Host(
+        name=name,
+        address=address,
+        cores=len(os.sched_getaffinity(0)),
+        devices=devices,
+        place=switches(os.environ, socket.gethostname()),
+    )
+
+
+def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
+    """Switches above this node as Slurm names them in SLURM_TOPOLOGY_ADDR, `spine.leaf3.node17`, outermost first.
+
+    Empty where the address is not this host's: whoever starts the nodes by ssh may hand one node's environment to all.
+    """
+    levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    address = environ.get("SLURM_TOPOLOGY_ADDR", "")
+    # The pattern tells how many names there are, as a node's own may have dots in it.
+    *above, node = address.split(".", len(levels) - 1) if len(levels) > 1 else address.split(".")
+    return tuple(above) if node.partition(".")[0] == hostname.partition(".")[0] else ()
+
+
+def num_gpus() -> int:
+    """How many GPUs this process may use."""
+    return len(_gpus(os.environ))
+
+
+def versions() -> dict[str, str]:
+    """Versions of whatever changes a measurement, by package name; what is not installed is left out."""
+    found = {"pipette-launch": pipette_launch.__version__}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    with session() as nvml:
+        if nvml is not None:
+            found["driver"] = nvml.nvmlSystemGetDriverVersion()
+    return found
+
+
+def device_used_bytes(uuid: str) -> int:
+    """Memory in use on a GPU by anyone, as NVML counts it: context, communicators and allocator together."""
+    with session() as nvml:
+        if nvml is None:
+            raise ClusterError(f"NVML no longer answers for {uuid}; check the driver with nvidia-smi")
+        return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).used)
+
+
+def _gpus(environ: Mapping[str, str]) -> list[Device]:
+    with session() as nvml:
+        if nvml is None:
+            return []
+        return [_device(nvml, handle) for handle in _visible_handles(nvml, environ)]
+
+
+def _visible_handles(nvml: Any, environ: Mapping[str, str]) -> list[Any]:
+    """Apply CUDA_VISIBLE_DEVICES as CUDA does: in its order, by index or UUID prefix, up to the first bad entry."""
+    every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return every
+    handles = []
+    for entry in (part.strip() for part in wanted.split(",")):
+        handle = _handle(nvml, every, entry)
+        if handle is None:
+            break
+        handles.append(handle)
+    return handles
+
+
+def _handle(nvml: Any, every: list[Any], entry: str) -> Any | None:
+    if entry.isdecimal():
+        return every[int(entry)] if int(entry) < len(every) else None
+    if entry.startswith("MIG-"):
+        try:
+            return nvml.nvmlDeviceGetHandleByUUID(entry)
+        except nvml.NVMLError:
+            return None
+    matches = [handle for handle in every if entry and text(nvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _device(nvml: Any, handle: Any) -> Device:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return Device(
+        kind="cuda",
+        uuid=text(nvml.nvmlDeviceGetUUID(handle)),
+        name=text(nvml.nvmlDeviceGetName(handle)),
+        memory_total_bytes=int(memory.total),
+        memory_free_bytes=int(memory.free),
+    )
+
+
+def _cpu_shares(num_devices: int) -> tuple[Device, ...]:
+    """One device per worker, each with an equal share of the memory that this process may use."""
+    memory = psutil.virtual_memory()
+    total = min(memory.total, _cgroup_limit_bytes(memory.total)) // num_devices
+    free = min(memory.available // num_devices, total)
+    name = _cpu_name()
+    return tuple(
+        Device(kind="cpu", uuid=f"cpu-{index}", name=name, memory_total_bytes=total, memory_free_bytes=free)
+        for index in range(num_devices)
+    )
+
+
+def _cgroup_limit_bytes(otherwise: int) -> int:
+    """What the container may use: `max` and an absent file mean no limit."""
+    try:
+        limit = CGROUP_LIMIT.read_text(encoding="ascii").strip()
+    except OSError:
+        return otherwise
+    return int(limit) if limit.isdecimal() else otherwise
+
+
+def _cpu_name() -> str:
+    """The processor's model as Linux prints it; `cpu` where it prints none (Arm)."""
+    with CPU_INFO.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "cpu"

@@ -1,0 +1,81 @@
+"""Whether the devices are free again once the warm-up's workers have ended: the training needs every byte. No torch.
+
+A driver takes memory back some time after a process has died, and a worker's stray child may hold it for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from pipette_launch.errors import ClusterError
+from pipette_launch.facts import Device, Host
+from pipette_launch.probe.health import inventory
+from pipette_launch.probe.health.condition import conditions
+from pipette_launch.probe.health.verdicts import BUSY_TOLERANCE_BYTES as TOLERANCE_BYTES
+from pipette_launch.units import bytes_text
+
+DEADLINE_S = 50.0
+POLL_S = 0.5
+
+
+def holders_of(host: Host) -> Iterator[str]:
+    """Who holds memory of a host's devices, one sentence each; raises ClusterError where NVML no longer answers."""
+    for told in conditions(host):
+        for one in told.holders:
+            size = "memory" if one.used_bytes is None else bytes_text(one.used_bytes)
+            yield f"{host.name}: process {one.pid} ({one.name}) holds {size} of {told.uuid}"
+
+
+def await_memory(
+    host: Host,
+    *,
+    deadline_s: float = DEADLINE_S,
+    used_bytes: Callable[[str], int] = inventory.device_used_bytes,
+    holders: Callable[[Host], Iterable[str]] = holders_of,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> tuple[str, ...]:
+    """Wait until no GPU of a host holds noticeably more than before the warm-up; ends at once where it is so already.
+
+    Args:
+        host: this machine as it was before the warm-up; what its devices held then is no one's fault.
+        deadline_s: the longest wait, in seconds.
+        used_bytes: memory in use on the GPU of a UUID.
+        holders: who holds memory on a host's devices, a sentence each.
+        clock: seconds.
+        sleep: waits so many seconds.
+
+    Returns:
+        For each device that stayed full, how much is missing; then who holds it. Empty when all is well, and on CPU:
+        the kernel takes a process's memory back before anyone can see that it has ended.
+
+    """
+    ends_s = clock() + deadline_s
+    full = [device for device in host.devices if device.kind == "cuda"]
+    try:
+        while True:
+            excess = {device: _excess_bytes(device, used_bytes) for device in full}
+            full = [device for device in full if excess[device] > TOLERANCE_BYTES]
+            if not full:
+                return ()
+            if clock() >= ends_s:
+                break
+            sleep(POLL_S)
+        named = [sentence for sentence in holders(host) if any(device.uuid in sentence for device in full)]
+    except ClusterError as error:
+        # A driver that no longer answers: the training will say more about it.
+        return (str(error),)
+    return (*(_words(host, device, excess[device], deadline_s) for device in full), *named)
+
+
+def _excess_bytes(device: Device, used_bytes: Callable[[str], int]) -> int:
+    """What a device holds beyond what it held before."""
+    return used_bytes(device.uuid) - (device.memory_total_bytes - device.memory_free_bytes)
+
+
+def _words(host: Host, device: Device, excess_bytes: int, waited_s: float) -> str:
+    return (
+        f"{host.name}: {device.name} {device.uuid} still holds {bytes_text(excess_bytes)} more than before the "
+        f"warm-up, {waited_s:.0f} s after it"
+    )

@@ -1,0 +1,1 @@
+"""Latency and bandwidth of links, and the time of collectives."""

@@ -1,0 +1,208 @@
+"""How long collectives take on the groups that plans use.
+
+All groups of a dimension run at the same time, as they do in training, so contention between them is in the figures.
+On CPUs every collective comes right after some computing, as in training, too: there the processor that sends and adds
+is the one that computes, so a rank that was busy waits for its turn and then for its peers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pipette_launch.facts import Samples
+from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
+from pipette_launch.probe.harness import Budget, Conductor
+from pipette_launch.probe.links.pairs import align
+from pipette_launch.probe.options import GroupSamples, ProbeOptions
+
+COLLECTIVES_SHARE = 0.9
+"""Of the budget, counted from the meeting of all workers."""
+ELEMENT_BYTES = 4
+COMPUTED_S = 2e-3
+"""Of processor time before each collective on CPUs. Hosts of 0.45 cores, 164 kB between two of them: 1.7 ms with none,
+4.3 to 5.1 ms after 2, 5 or 15 ms; in training about 6."""
+SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
+"""Up to this size collectives on CPUs are repeated so many times more often: they cost little and scatter most."""
+REACH_REPEATS = 3
+REACH_S, REACH_SHARE = 1.5, 0.5
+"""What plans send in one piece, gradients above all, may be many times the largest message between stages. It is timed,
+too: as much of it as passes in so many seconds, or this share of the time that is left, with all repeats. (On links of
+100 MB/s the times up to 2 MB gave 110 to 171 ms for an all-gather of 20 MB that takes 157 at the least, and took 169.)
+"""
+REACH_LIMIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+REACH_LEAST = 2
+"""Less than so many times the largest message says nothing new."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveResult:
+    """What one worker saw, and what could not be measured."""
+
+    groups: tuple[GroupSamples, ...]
+    notes: tuple[str, ...]
+    num_groups: int
+    """How many groups this worker is in, beside the world; they stay open until the world is closed."""
+
+
+def padded_bytes(size_bytes: int, group_size: int) -> int:
+    """Round up so that every member's share is a whole number of elements."""
+    step = ELEMENT_BYTES * group_size
+    return -(-size_bytes // step) * step
+
+
+def measure(
+    options: ProbeOptions,
+    dimensions: Sequence[Dimension],
+    *,
+    first: int = 0,
+    rank: int,
+    conductor: Conductor,
+    budget: Budget,
+) -> CollectiveResult:
+    """Time each kind of each dimension; every rank calls this, whether or not it is in a group.
+
+    Samples name their dimension by its index, counted from `first`.
+    """
+    found: list[GroupSamples] = []
+    notes: list[str] = []
+    num_groups = 0
+    for index, dimension in enumerate(dimensions):
+        if index and not conductor.agree(lambda: budget.allows(COLLECTIVES_SHARE)):
+            skipped = ", ".join(skipped.name for skipped in dimensions[index:])
+            notes.append(f"collectives: groups of {skipped} were skipped, the budget was spent")
+            break
+        members = next((group for group in dimension.groups if rank in group), ())
+        conductor.step(index, len(dimensions), f"opening the groups of {dimension.name}")
+        opened = _open(members or (rank,), options)
+        group = opened if members else None
+        num_groups += group is not None and group is not dist.group.WORLD
+        for kind in dimension.kinds:
+            conductor.step(index, len(dimensions), f"{kind} of {dimension.name}")
+            timer = _Timer(options, kind, size=len(members), group=group)
+            for asked_bytes in options.sizes_bytes():
+                timer.time(asked_bytes)
+            reach_bytes = int(conductor.tell(str(timer.reach_bytes(dimension.most_bytes, budget))))
+            if reach_bytes:
+                timer.time(reach_bytes, repeats=REACH_REPEATS)
+            if timer.refused:
+                notes.append(f"collectives: {kind} was not measured on groups of {dimension.name}: {timer.refused}")
+            elif timer.timed:
+                sizes, samples = tuple(timer.timed), tuple(timer.timed.values())
+                found.append(GroupSamples(kind=kind, dimension=first + index, sizes_bytes=sizes, samples=samples))
+    return CollectiveResult(groups=tuple(found), notes=tuple(notes), num_groups=num_groups)
+
+
+def _open(members: tuple[int, ...], options: ProbeOptions) -> dist.ProcessGroup:
+    """Open a group of its own for a dimension; every rank opens one, alone where it has no peers, and closes none.
+
+    With local synchronisation torch names a group by its members and by how many groups this process has open. So all
+    must have opened equally many, or members would wait under different names; and a group that was closed would leave
+    its name, and in the store the addresses where nobody listens any more, to the next one of the same members.
+    """
+    if len(members) == options.num_slots:
+        world = dist.group.WORLD
+        assert world is not None
+        return world
+    # Local synchronisation: only members call, so all groups of a shape open at the same time.
+    group = dist.new_group(list(members), timeout=timedelta(seconds=options.timeout_s), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class _Timer:
+    """Times one kind on the group of this rank, size by size; a rank without a group only keeps step with the others.
+
+    Where the backend has no such collective, which every member finds alike, `refused` says so.
+    """
+
+    def __init__(
+        self, options: ProbeOptions, kind: CollectiveKind, *, size: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self._options = options
+        self._kind = kind
+        self._size = size
+        self._group = group
+        self.timed: dict[int, Samples] = {}
+        """By bytes of the full tensor."""
+        self.refused = ""
+
+    def time(self, asked_bytes: int, repeats: int | None = None) -> None:
+        """Time one size, with its own number of repeats and no warm-up but the first, or as often as the options say.
+
+        All ranks call it with the same size.
+        """
+        size_bytes = padded_bytes(asked_bytes, max(self._size, 1))
+        device, action = self._options.device_kind, None
+        if self._group is not None and not self.refused:
+            action = _action(self._kind, size_bytes // ELEMENT_BYTES, self._size, group=self._group, device=device)
+            self.refused = _try_once(action) or ""
+        # Also after a refusal and without a group: the dimension's other groups count on everyone.
+        align(device)
+        if action is not None and not self.refused:
+            warmups = 0 if repeats else self._options.warmups
+            is_small = device == "cpu" and asked_bytes <= SMALL_BYTES
+            repeats = repeats or self._options.repeats * (MORE_REPEATS if is_small else 1)
+            times = [_timed(action, device) for _ in range(warmups + repeats)]
+            self.timed[size_bytes] = Samples(values_s=tuple(times[warmups:]), warmup_s=tuple(times[:warmups]))
+
+    def reach_bytes(self, most_bytes: int, budget: Budget) -> int:
+        """Return how much of the largest tensor there is time for, judged by the largest size so far; 0 = none."""
+        if not self.timed:
+            return 0
+        known_bytes, samples = list(self.timed.items())[-1]
+        allowed_s = min(REACH_S, REACH_SHARE * budget.left_s(COLLECTIVES_SHARE)) / (REACH_REPEATS + 1)
+        affordable = int(known_bytes * allowed_s / samples.median_s)
+        reach = min(most_bytes, affordable, REACH_LIMIT_BYTES[self._options.device_kind])
+        return reach if reach >= REACH_LEAST * known_bytes else 0
+
+
+def _action(
+    kind: CollectiveKind, elements: int, size: int, *, group: dist.ProcessGroup, device: str
+) -> Callable[[], object]:
+    """Prepare one collective whose full tensor has so many elements."""
+    full = torch.zeros(elements, device=device)
+    if kind == "all_reduce":
+        return lambda: dist.all_reduce(full, group=group)
+    if kind == "all_to_all":
+        other = torch.zeros(elements, device=device)
+        return lambda: dist.all_to_all_single(other, full, group=group)
+    share = torch.zeros(elements // size, device=device)
+    if kind == "all_gather":
+        return lambda: dist.all_gather_into_tensor(full, share, group=group)
+    return lambda: dist.reduce_scatter_tensor(share, full, group=group)
+
+
+def _try_once(action: Callable[[], object]) -> str | None:
+    """Run an untimed first collective, which opens connections; returns why the backend cannot do it at all."""
+    try:
+        action()
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        text = str(error).splitlines()[0]
+        # Backends say "does not support", "unsupported" or "not implemented"; anything else is a real failure.
+        if isinstance(error, NotImplementedError) or "support" in text or "not implemented" in text:
+            return text
+        raise
+    return None
+
+
+def _timed(action: Callable[[], object], device_kind: str) -> float:
+    if device_kind == "cpu":
+        _compute(COMPUTED_S)
+    before = time.perf_counter()
+    action()
+    if device_kind == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - before
+
+
+def _compute(seconds: float) -> None:
+    """Keep this thread's processor busy for so long, however long that takes on the wall."""
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass

@@ -1,0 +1,300 @@
+"""From timed messages to links: a line for each, one figure for all rails of two hosts, and the matrices. Pure."""
+
+# H = hosts, D = devices of one host (rails), row sends to column.
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.errors import ProbeError
+from pipette_launch.facts import CollectiveTime, Links, Measurements, Samples
+from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD, LinkSurvey, RailRates
+from pipette_launch.probe.harness import Line, fit_line
+from pipette_launch.probe.links.estimate import estimate
+from pipette_launch.probe.links.sampling import Place
+from pipette_launch.probe.options import LinkSamples, ProbeOptions
+from pipette_launch.units import rate_text
+
+Pair = tuple[int, int]
+MAX_SEND_ENTRIES = 4096
+"""Above this many pairs only the unstable ones get an entry of their own beside the matrices."""
+UNEVEN_RAILS = 0.10
+"""Among very many pairs only those whose rails differ by more than this get their rails on file."""
+
+
+class LinkFit(NamedTuple):
+    """One direction of one link."""
+
+    line: Line
+    spread: float
+    """Of the largest message."""
+    sizes_bytes: tuple[int, ...]
+    together: Line | None = None
+    """Until the last of all rails was through; None where there is one."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast a large message goes."""
+        return 1 / self.line.seconds_per_byte
+
+    @property
+    def hosts(self) -> LinkFit:
+        """What this says of the link between the hosts, for each of their devices."""
+        return self._replace(line=self.together, together=None) if self.together else self
+
+
+def fit_link(link: LinkSamples) -> LinkFit:
+    """The line through one link's medians, and the spread of its largest message."""
+    counted = link.together or link.samples
+    return LinkFit(
+        _line_through(link.sizes_bytes, link.samples),
+        counted[-1].spread,
+        link.sizes_bytes,
+        _line_through(link.sizes_bytes, link.together) if link.together else None,
+    )
+
+
+def _line_through(sizes_bytes: Sequence[int], samples: Sequence[Samples]) -> Line:
+    """The slope of all sizes: that of the large ones alone scatters more, as it rests on differences of long times."""
+    return fit_line(sizes_bytes, [each.median_s for each in samples])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkBook:
+    """What is known of every pair of slots that was measured, and of how."""
+
+    first: Mapping[Pair, LinkFit]
+    again: Mapping[Pair, LinkFit]
+    """Second measurements of what looked slow."""
+
+    @classmethod
+    def of(cls, links: Iterable[LinkSamples]) -> LinkBook:
+        """Fit all samples; the second of the same direction is a second measurement."""
+        first: dict[Pair, LinkFit] = {}
+        again: dict[Pair, LinkFit] = {}
+        for link in links:
+            pair = (link.source, link.target)
+            (again if pair in first else first)[pair] = fit_link(link)
+        return cls(first=first, again=again)
+
+    def best(self) -> dict[Pair, LinkFit]:
+        """The faster of the two measurements of each pair: a disturbance only ever slows a link down."""
+        return {
+            pair: max(fit, self.again.get(pair, fit), key=lambda one: one.hosts.bytes_per_s)
+            for pair, fit in self.first.items()
+        }
+
+
+def host_fits(fits: Mapping[Pair, LinkFit], devices_per_host: int) -> dict[Pair, LinkFit]:
+    """One figure for all rails of each pair of hosts that were measured: until the last of them was through.
+
+    It is measured, not chosen: rails that share a wire get uneven parts of it, so their median would be too fast, and
+    the slowest by chance too slow. Every transfer between two stages, and every ring that spans hosts, has a part on
+    each rail and ends with the last. Rails that were measured together say the same; of others the slowest counts.
+    """
+    found: dict[Pair, LinkFit] = {}
+    for (source, target), fit in fits.items():
+        pair = (source // devices_per_host, target // devices_per_host)
+        if pair[0] != pair[1]:
+            found[pair] = min(found.get(pair, fit.hosts), fit.hosts, key=lambda one: one.bytes_per_s)
+    return found
+
+
+def bandwidth_HH(fits: Mapping[Pair, LinkFit], num_hosts: int) -> NDArray[np.float64]:
+    """Bytes/s of pairs of hosts; nan where none was measured, and on the diagonal."""
+    rates = np.full((num_hosts, num_hosts), np.nan)
+    for (source, target), fit in fits.items():
+        rates[source, target] = fit.bytes_per_s
+    return rates
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundLinks:
+    """The part of the measurements that is about links."""
+
+    between: Links
+    within: tuple[Links, ...]
+    survey: LinkSurvey | None
+    sends: tuple[CollectiveTime, ...]
+    first_HH: NDArray[np.float64]
+    """Bytes/s as first measured; nan = not measured."""
+    again_HH: NDArray[np.float64]
+    """Bytes/s of second measurements; nan = none."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierLinks:
+    """What an earlier warm-up of the same hosts measured."""
+
+    between: Mapping[Pair, Line]
+    """By hosts."""
+    within: Mapping[Pair, Line]
+    """By slots."""
+
+    @classmethod
+    def of(cls, earlier: Measurements, options: ProbeOptions) -> EarlierLinks | None:
+        """Find today's hosts in an earlier file, in whatever order; None where one of them is not in it."""
+        then = {host.name: index for index, host in enumerate(earlier.cluster.hosts)}
+        size = options.devices_per_host
+        if earlier.cluster.devices_per_host != size or any(host.name not in then for host in options.hosts):
+            return None
+        at = [then[host.name] for host in options.hosts]
+        survey, links = earlier.survey, earlier.cluster.between_hosts
+        return cls(
+            between={
+                (a, b): _line(links, at[a], at[b])
+                for a, b in permutations(range(len(at)), 2)
+                if survey is None or survey.origin(at[a], at[b]) != "estimated"
+            },
+            within={
+                (host * size + a, host * size + b): _line(earlier.cluster.within_host[at[host]], a, b)
+                for host in range(len(at))
+                for a, b in permutations(range(size), 2)
+            },
+        )
+
+
+def _line(links: Links, source: int, target: int) -> Line:
+    return Line(float(links.latency_s[source, target]), 1 / float(links.bandwidth_bytes_per_s[source, target]))
+
+
+def found_links(
+    options: ProbeOptions,
+    links: Iterable[LinkSamples],
+    *,
+    rounds: int,
+    rounds_again: int,
+    earlier: EarlierLinks | None = None,
+) -> FoundLinks:
+    """Lay out everything that the workers measured; `links` with first measurements before second ones.
+
+    What was not measured is taken from an earlier warm-up, and else estimated from what was.
+
+    Raises:
+        ProbeError: no link between hosts, or none within a host, was measured.
+
+    """
+    book = LinkBook.of(links)
+    best, size, num_hosts = book.best(), options.devices_per_host, len(options.hosts)
+    hosts = host_fits(best, size)
+    known = {**(earlier.between if earlier else {}), **{pair: fit.line for pair, fit in hosts.items()}}
+    local = {**(earlier.within if earlier else {}), **{pair: fit.line for pair, fit in best.items()}}
+    for index, host in enumerate(options.hosts):
+        if host.shares_cores:
+            local |= _alike(local, range(index * size, (index + 1) * size))
+    between, notes = _matrices(known, range(num_hosts), "between hosts", [host.place for host in options.hosts])
+    filled = [
+        _matrices(local, range(index * size, (index + 1) * size), f"within {host.name}")
+        for index, host in enumerate(options.hosts)
+    ]
+    first, again = (host_fits(fits, size) for fits in (book.first, book.again))
+    survey = None
+    if num_hosts > 1:
+        survey = LinkSurvey(
+            spread_HH=_spread_HH(hosts, num_hosts),
+            origin_HH=_origin_HH(num_hosts, cached=earlier.between if earlier else (), measured=hosts, again=again),
+            rails=_rails(best, hosts, size) if size > 1 else (),
+            rounds=rounds,
+            rounds_again=rounds_again,
+        )
+    return FoundLinks(
+        between=between,
+        within=tuple(links for links, _ in filled),
+        survey=survey,
+        sends=_sends(best),
+        first_HH=bandwidth_HH(first, num_hosts),
+        again_HH=bandwidth_HH(again, num_hosts),
+        notes=(*notes, *(note for _, said in filled for note in said), *_unstable(best, options)),
+    )
+
+
+def _spread_HH(hosts: Mapping[Pair, LinkFit], num_hosts: int) -> NDArray[np.float64]:
+    spread = np.zeros((num_hosts, num_hosts))
+    for pair, fit in hosts.items():
+        spread[pair] = fit.spread
+    return spread
+
+
+def _origin_HH(
+    num_hosts: int, *, cached: Iterable[Pair], measured: Iterable[Pair], again: Iterable[Pair]
+) -> tuple[str, ...]:
+    """What each link rests on, the strongest last."""
+    origin = np.full((num_hosts, num_hosts), "e")
+    for letter, pairs in (("c", cached), ("m", measured), ("a", again)):
+        for pair in pairs:
+            origin[pair] = letter
+    np.fill_diagonal(origin, "-")
+    return tuple("".join(row) for row in origin)
+
+
+def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: int) -> tuple[RailRates, ...]:
+    """The rails of every pair of hosts; of many pairs only those whose rails are uneven."""
+    found = []
+    for a, b in sorted(hosts):
+        slots = [(a * size + rail, b * size + rail) for rail in range(size)]
+        rates = tuple(fits[pair].bytes_per_s if pair in fits else 0.0 for pair in slots)
+        if len(hosts) <= MAX_SEND_ENTRIES or min(rates) < (1 - UNEVEN_RAILS) * max(rates):
+            found.append(RailRates(source=a, target=b, bytes_per_s=rates))
+    return tuple(found)
+
+
+def _matrices(
+    lines: Mapping[Pair, Line], members: Sequence[int], where: str, places: Sequence[Place] = ()
+) -> tuple[Links, tuple[str, ...]]:
+    """Lay the lines between these members out as matrices; pairs without one are estimated from the others."""
+    if len(members) == 1:
+        return Links(latency_s=((0.0,),), bandwidth_bytes_per_s=((0.0,),)), ()
+    at = {member: index for index, member in enumerate(members)}
+    known = {(at[a], at[b]): line for (a, b), line in lines.items() if a in at and b in at}
+    if not known:
+        raise ProbeError(f"no link {where} was measured; raise --pipette-budget")
+    pairs = len(members) * (len(members) - 1)
+    missing = pairs - len(known)
+    note = f"links: {missing} of {pairs} pairs {where} were assumed from the others"
+    return estimate(len(members), known, places).links, (note,) if missing else ()
+
+
+def _alike(lines: Mapping[Pair, Line], members: Iterable[int]) -> dict[Pair, Line]:
+    """Give all pairs of slots that take turns on the same cores the usual line of them.
+
+    No slot is bound to a core, so no pair is nearer than another: what was measured differs by who had to wait for a
+    core. Left apart, a ring that goes round one slow pair looked nine times as fast as the ring that had been timed.
+    """
+    pairs = list(permutations(members, 2))
+    known = [lines[pair] for pair in pairs if pair in lines]
+    usual = Line(*map(statistics.median, zip(*known, strict=True))) if known else None
+    return dict.fromkeys(pairs, usual) if usual else {}
+
+
+def _sends(fits: Mapping[Pair, LinkFit]) -> tuple[CollectiveTime, ...]:
+    """One entry for each measured pair of slots, so that each link's spread is on file."""
+    return tuple(
+        CollectiveTime(
+            kind="send",
+            slots=pair,
+            latency_s=fit.line.latency_s,
+            seconds_per_byte=fit.line.seconds_per_byte,
+            spread=fit.spread,
+            sizes_bytes=fit.sizes_bytes,
+        )
+        for pair, fit in sorted(fits.items())
+        if len(fits) <= MAX_SEND_ENTRIES or fit.spread > UNSTABLE_SPREAD
+    )
+
+
+def _unstable(fits: Mapping[Pair, LinkFit], options: ProbeOptions) -> tuple[str, ...]:
+    unstable = sorted(((fit.spread, pair) for pair, fit in fits.items() if fit.spread > UNSTABLE_SPREAD), reverse=True)
+    if not unstable:
+        return ()
+    spread, (source, target) = unstable[0]
+    rate = rate_text(fits[source, target].bytes_per_s)
+    worst = f"{options.slot_name(source)} -> {options.slot_name(target)} ({rate} +- {spread:.0%})"
+    return (f"links: {len(unstable)} of {len(fits)} scatter by more than {UNSTABLE_SPREAD:.0%}, most of all {worst}",)

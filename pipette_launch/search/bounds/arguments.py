@@ -1,0 +1,323 @@
+"""Why no placement can do without some slow link or slot, one argument after the other."""
+
+# H = places (hosts, or the devices of a single one), K = trials, P = pipeline ranks, S = stages (model chunks).
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.step.placed import PlacementCost
+from pipette_launch.search.bounds.links import cheapest_between, cuts, partitions, returning_cuts
+from pipette_launch.search.bounds.raised_prices import Trials, side_by_side
+from pipette_launch.search.bounds.rings import Places, Ring, Tour, best_hops, exchange_tours, rings_of
+from pipette_launch.units import rate_text
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_WORST = 2
+"""So many places are tried for each thing that they can be worst in."""
+_PARTITIONS = 4
+_CUTS = 40
+
+GROUP_NAMES = {
+    "tp": "tensor-parallel",
+    "cp": "context-parallel",
+    "ep": "expert-parallel",
+    "etp": "expert-tensor-parallel",
+    "ep_etp": "expert-parallel",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Argument:
+    """The step is at least as long as the shortest of these."""
+
+    words: str
+    trials: Trials
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arguments:
+    """What holds where every block of `unit` ranks in a row, aligned and of one stage, lies on one place."""
+
+    places: Places
+    best: Trials
+    unit: int
+
+    def all(self) -> Iterator[Argument]:
+        """Yield them one by one; of equal ones the first says it best."""
+        yield Argument(words="it takes so long over the best links that there are", trials=self.best)
+        if len(self.places) > 1:
+            yield from self._of_places()
+            yield from self._of_rings()
+            yield from self._of_exchanges()
+            yield from self._of_parts()
+            yield from self._of_pipelines()
+        yield from self._of_slots()
+
+    def crossing(self, names: tuple[str, ...]) -> Argument:
+        """Some group of one of these names lies on several places."""
+        found = []
+        used = [name for name in names if any(item.group == name for item in self._model.work.exchanges)]
+        layout = self._model.work.layout
+        sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
+        for name in used:
+            trials = self._one.times(self._pp)
+            for index, item in enumerate(self._model.work.exchanges):
+                if item.group == name:
+                    link_s = float(self.places.link_s_HH(item.kind, sizes[name], item.size_bytes).min())
+                    _at_own_rank(trials.exchange_s_IPK[index], link_s)
+            found.append(trials)
+        kinds = " or ".join(dict.fromkeys(GROUP_NAMES[name] for name in used or names))
+        # Groups that exchange nothing lie where they like.
+        trials = side_by_side(found) if found else self._one
+        return Argument(words=f"that holds even if some {kinds} group lay on several hosts", trials=trials)
+
+    @property
+    def _model(self) -> PlacementCost:
+        return self.places.model
+
+    @property
+    def _per_place(self) -> int:
+        return self.places.devices // self.unit
+
+    @property
+    def _pp(self) -> int:
+        return self._model.work.layout.pp
+
+    @cached_property
+    def _all_rings(self) -> list[Ring]:
+        return rings_of(self.places, self.unit)
+
+    @property
+    def _rings(self) -> list[Ring]:
+        return [ring for ring in self._all_rings if ring.tour.leaves_places]
+
+    @cached_property
+    def _tours(self) -> dict[str, Tour]:
+        return exchange_tours(self.places, self.unit)
+
+    @cached_property
+    def _hops(self) -> tuple[Floats, Floats, Floats]:
+        return best_hops(self.places)
+
+    @property
+    def _all_hops_cross(self) -> bool:
+        return self._per_place == 1 and self._pp > 1 and len(self.places) > 1
+
+    @cached_property
+    def _one(self) -> Trials:
+        """A trial of some one replica: with all that every rank of it has to bear."""
+        trial = self.best.times(1)
+        if self._all_hops_cross:
+            _raise(trial, hops=range(self._pp), seconds=float(self._hops[0].min()))
+        for name, tour in self._tours.items():
+            self._exchange(trial, name, tour, tour.thresholds_s[0], own_rank=False)
+        for ring in self._rings:
+            reduce_S, gather_S = ring.more_s_S(ring.tour.thresholds_s[0])
+            trial.reduce_s_SK[:] += reduce_S[:, None]
+            trial.gather_s_SK[:] += gather_S[:, None]
+        return trial
+
+    @cached_property
+    def _mean(self) -> Trials:
+        """A trial of the mean replica, which is not slower than the slowest: the step time is convex in its hops.
+
+        Where each place is one block, every hop has its own senders and its own receivers: at best the best of all.
+        """
+        trial = self._one.times(1)
+        if self._all_hops_cross:
+            each = len(self.places) // self._pp
+            _, out_H, in_H = self._hops
+            means = [float(np.sort(way_H)[:each].mean()) for way_H in (out_H, in_H)]
+            _raise(trial, hops=range(self._pp), seconds=max(means))
+        if self._is_tied:
+            # So many places do it with their best partner at best.
+            best_H = np.sort(self._ties_s_HH.min(axis=1))
+            trial.embedding_s_K[:] = np.maximum(trial.embedding_s_K, best_H[2 * len(self.places) // self._pp - 1])
+        return trial
+
+    @cached_property
+    def _ties_s_HH(self) -> Floats:
+        """Summing the tied embedding's gradient over the first and the last stage, over a pair of places."""
+        pair_HH = self.places.link_s_HH("all_reduce", 2, self._model.work.traffic.embedding_bytes)
+        both_HH: Floats = np.maximum(pair_HH, pair_HH.T)
+        return both_HH
+
+    @property
+    def _is_tied(self) -> bool:
+        """Whether each place of the first stage sums embeddings with one of the last, which is another."""
+        return self._all_hops_cross and self._model.work.traffic.embedding_bytes > 0
+
+    def _of_slots(self) -> Iterator[Argument]:
+        """Some stage has the slowest slot."""
+        slowness_W = self._model.slowness_W
+        slot = int(slowness_W.argmax())
+        if slowness_W[slot] > slowness_W.min():
+            trials = self._one.times(self._pp)
+            _at_own_rank(trials.slowness_PK, float(slowness_W[slot]))
+            name = self._model.fabric.cluster.slot_name(slot)
+            words = f"some stage has {name}, whose speed is {1 / float(slowness_W[slot]):.2f} of the median's"
+            yield Argument(words=words, trials=trials)
+
+    def _of_places(self) -> Iterator[Argument]:
+        """Some stage has a place of poor links: its groups pass through it, and where it is one block its hops too."""
+        worth = [("gradient ring", ring.tour.through_s_H, ring.tour.cost_s_HH) for ring in self._rings]
+        worth += [
+            (f"{GROUP_NAMES[name]} group", tour.through_s_H, tour.cost_s_HH) for name, tour in self._tours.items()
+        ]
+        if self._all_hops_cross:
+            send_s_HH, out_H, in_H = self._hops
+            worth.append(("pipeline", np.maximum(out_H, in_H), send_s_HH))
+        done: set[int] = set()
+        for what, seconds_H, cost_s_HH in worth:
+            for place in np.argsort(-seconds_H, kind="stable")[:_WORST].tolist():
+                if place not in done and seconds_H[place] > cost_s_HH.min():
+                    done.add(place)
+                    words = f"some {what} must use a link of {self._place_words(place)}"
+                    yield Argument(words=words, trials=self._with_place(place))
+
+    def _with_place(self, place: int) -> Trials:
+        """Try a place on each stage."""
+        pp, devices = self._pp, self.places.devices
+        trials = self._one.times(pp)
+        _at_own_rank(trials.slowness_PK, float(self._model.slowness_W[place * devices : (place + 1) * devices].max()))
+        for ring in self._rings:
+            self._add_ring(trials, ring, float(ring.tour.through_s_H[place]), has_best=True)
+        for name, tour in self._tours.items():
+            self._exchange(trials, name, tour, float(tour.through_s_H[place]), own_rank=True)
+        if self._is_tied:
+            for stage in (0, pp - 1):
+                trials.embedding_s_K[stage] = max(trials.embedding_s_K[stage], self._ties_s_HH[place].min())
+        if self._all_hops_cross:
+            out_s, in_s = (float(way_H[place]) for way_H in self._hops[1:])
+            for stage in range(pp):
+                for hop, forward_s, backward_s in ((stage, out_s, in_s), ((stage - 1) % pp, in_s, out_s)):
+                    trials.forward_s_PK[hop, stage] = max(trials.forward_s_PK[hop, stage], forward_s)
+                    trials.backward_s_PK[hop, stage] = max(trials.backward_s_PK[hop, stage], backward_s)
+        return trials
+
+    def _of_rings(self) -> Iterator[Argument]:
+        """All rings at once: the worst of them lies on some stage."""
+        for ring in self._rings:
+            trials = self._mean.times(self._pp)
+            last_s = ring.tour.thresholds_s[-1]
+            self._add_ring(trials, ring, last_s, has_best=True)
+            words = f"some gradient ring needs a link no better than {self._link_words(ring.tour, last_s)}"
+            yield Argument(words=words, trials=trials)
+
+    def _of_exchanges(self) -> Iterator[Argument]:
+        """All groups of a kind at once, likewise."""
+        for name, tour in self._tours.items():
+            trials = self._one.times(self._pp)
+            last_s = tour.thresholds_s[-1]
+            self._exchange(trials, name, tour, last_s, own_rank=True)
+            words = f"some {GROUP_NAMES[name]} group needs a link no better than {self._link_words(tour, last_s)}"
+            yield Argument(words=words, trials=trials)
+
+    def _of_parts(self) -> Iterator[Argument]:
+        """Places in parts: either some ring crosses from part to part, or all pipelines do, after the same stages."""
+        layout = self._model.work.layout
+        if layout.pp == 1 or self.unit % layout.tp:
+            return
+        dense = next((ring for ring in self._all_rings if ring.column == 0), None)
+        if dense is None and layout.dp * layout.cp * layout.tp > self.unit:
+            return
+        units = dense.tour.units if dense else 1
+        send_s_HH = self._hops[0]
+        for part_H, cross_s in partitions(dense.tour.cost_s_HH if dense else send_s_HH, most=_PARTITIONS):
+            fits = np.bincount(part_H) * self._per_place // units
+            longest = int(fits.max())
+            trials = []
+            if dense:
+                trials.append(self._mean.times(self._pp))
+                self._add_ring(trials[0], dense, cross_s, has_best=dense.tour.leaves_places)
+            if longest and fits.sum() >= self._pp:
+                trials += self._with_parts(part_H, longest)
+            what = "rings or pipelines" if dense else "pipelines"
+            words = f"{what} cross between parts of the cluster, where no link is better than "
+            best = self._link_words(dense.tour, cross_s) if dense else self._best_link(send_s_HH, cross_s)
+            yield Argument(words=words + best, trials=side_by_side(trials))
+
+    def _with_parts(self, part_H: Ints, longest: int) -> Iterator[Trials]:
+        """Cut all pipelines between parts after the same stages, so that whole stages lie in each part.
+
+        The tied embedding is summed from part to part, or the pipelines come back to the part that they began in.
+        """
+        hop_s = cheapest_between(self._hops[0], part_H)
+        back = returning_cuts(self._pp, longest, most=_CUTS)
+        trials = self._with_hops(self._mean, cuts(self._pp, longest, most=_CUTS), hop_s)
+        if self._model.work.traffic.embedding_bytes and back is not None:
+            trials.embedding_s_K[:] = np.maximum(trials.embedding_s_K, cheapest_between(self._ties_s_HH, part_H))
+            if back:
+                yield self._with_hops(self._mean, back, hop_s)
+        yield trials
+
+    def _of_pipelines(self) -> Iterator[Argument]:
+        """Pipelines that do not fit on a place leave it, each at stages of its own, or at all."""
+        if self._all_hops_cross:
+            yield Argument(words="each hop of a pipeline has other links, and not all are the best", trials=self._mean)
+        if 1 < self._per_place < self._pp:
+            hop_s = float(self._hops[0].min())
+            trials = self._with_hops(self._one, cuts(self._pp, self._per_place, most=_CUTS), hop_s)
+            yield Argument(words=f"pipelines of {self._pp} stages leave their hosts", trials=trials)
+
+    def _add_ring(self, trials: Trials, ring: Ring, slowest_s: float, *, has_best: bool) -> None:
+        """In trial k, give the chunks of rank k a ring with so slow a link; all may have the best already."""
+        more = ring.more_s_S(slowest_s)
+        done = ring.more_s_S(ring.tour.thresholds_s[0]) if has_best else tuple(np.zeros_like(each) for each in more)
+        stages = np.arange(len(more[0]))
+        for target_SK, more_S, done_S in zip((trials.reduce_s_SK, trials.gather_s_SK), more, done, strict=True):
+            target_SK[stages, stages % self._pp] += np.maximum(more_S - done_S, 0.0)
+
+    def _exchange(self, trials: Trials, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:
+        """Give groups of a name so slow a link: those of rank k in trial k, or those of all ranks."""
+        for index, item in enumerate(self._model.work.exchanges):
+            if item.group == name:
+                seconds = tour.seconds(item.kind, item.size_bytes, slowest_s)
+                target_PK = trials.exchange_s_IPK[index]
+                if own_rank:
+                    _at_own_rank(target_PK, seconds)
+                else:
+                    np.maximum(target_PK, seconds, out=target_PK)
+
+    def _with_hops(self, trial: Trials, hops: Sequence[tuple[int, ...]], seconds: float) -> Trials:
+        """Raise some hops, one set in each trial."""
+        found = []
+        for chosen in hops:
+            one = trial.times(1)
+            _raise(one, hops=chosen, seconds=seconds)
+            found.append(one)
+        return side_by_side(found)
+
+    def _place_words(self, place: int) -> str:
+        rates = self.places.links.bandwidth_bytes_per_s
+        best = min(float(np.delete(way, place).max()) for way in (rates[place], rates[:, place]))
+        return f"{self.places.names[place]}, whose best is {rate_text(best)}"
+
+    def _link_words(self, tour: Tour, seconds: float) -> str:
+        return self._best_link(tour.cost_s_HH, seconds)
+
+    def _best_link(self, cost_HH: Floats, seconds: float) -> str:
+        sender, receiver = divmod(int(np.abs(cost_HH - seconds).argmin()), len(self.places))
+        rate = float(self.places.links.bandwidth_bytes_per_s[sender, receiver])
+        return f"{self.places.names[sender]} to {self.places.names[receiver]}, {rate_text(rate)}"
+
+
+def _at_own_rank(target_PK: Floats, seconds: float) -> None:
+    """In trial k, make rank k take at least so long."""
+    diagonal = np.einsum("kk->k", target_PK)
+    np.maximum(diagonal, seconds, out=diagonal)
+
+
+def _raise(trials: Trials, *, hops: range | tuple[int, ...], seconds: float) -> None:
+    """Make some hops take at least so long, both ways."""
+    for hop in hops:
+        for target_PK in (trials.forward_s_PK, trials.backward_s_PK):
+            np.maximum(target_PK[hop], seconds, out=target_PK[hop])

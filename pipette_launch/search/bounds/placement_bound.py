@@ -1,0 +1,98 @@
+"""A lower bound over all placements of one layout, from the links and slots as they were measured.
+
+Every argument raises some prices of the step of one pipeline above the best of all links, says why no placement can do
+without, and tries every place where that could be; the least of these is a bound, and the largest of all arguments too
+(`bound_arguments`). What hosts hold is counted in blocks of ranks that exchange inside the layers: either all of these
+groups lie within hosts, or some group does not, which costs its own; the lesser of the two is the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipette_launch.cost.step.placed import PlacementCost
+from pipette_launch.facts.layout import Layout
+from pipette_launch.search.bounds.arguments import Argument, Arguments
+from pipette_launch.search.bounds.raised_prices import Trials, side_by_side
+from pipette_launch.search.bounds.rings import Places
+
+_ROUNDING = 1e-12
+"""Of sums that run in another order than those of a placement."""
+_EQUAL = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """No placement of a layout is faster."""
+
+    seconds: float
+    words: str
+    """The argument that says so, as a sentence without its end."""
+
+
+def placement_bound_s(model: PlacementCost) -> Bound:
+    """Bound the step time of a layout over all its placements.
+
+    Args:
+        model: the layout's step time as a function of the placement (`Predictor.placement_cost`).
+
+    """
+    best, places = Trials.best(model), Places.of(model)
+    cases: list[list[Argument]] = []
+    for block in blocks(model.work.layout, places.devices):
+        arguments = Arguments(places=places, best=best, unit=block.unit)
+        cases.append(list(arguments.all()))
+        if block.breaks and len(places) > 1:
+            cases[-1].append(arguments.crossing(block.breaks))
+    every = [argument for case in cases for argument in case]
+    seconds_K = side_by_side([argument.trials for argument in every]).steps_s_K(model.work)
+    ends = np.cumsum([len(argument.trials.embedding_s_K) for argument in every])
+    least = iter([float(seconds_K[start:end].min()) for start, end in zip([0, *ends[:-1]], ends, strict=True)])
+    least_s, words = min(
+        (_largest([(next(least), one.words) for one in case]) for case in cases), key=lambda pair: pair[0]
+    )
+    return Bound(seconds=least_s * (1 - _ROUNDING) * model.factor, words=words)
+
+
+def _largest(bounds: list[tuple[float, str]]) -> tuple[float, str]:
+    """Return the largest, with the words of the first that is as good as that."""
+    most_s = max(seconds for seconds, _ in bounds)
+    return most_s, next(words for seconds, words in bounds if seconds >= most_s * (1 - _EQUAL))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A case: blocks of so many ranks each lie on one place, and some group of the next kinds does not."""
+
+    unit: int
+    breaks: tuple[str, ...]
+    """Names of these kinds; empty where none is left."""
+
+
+def blocks(layout: Layout, devices: int) -> list[Block]:
+    """Return cases of which one holds for every placement.
+
+    Groups are taken from the innermost outwards: tensor-parallel, context-parallel, then experts', as long as blocks
+    of them fill places of so many devices. Where they cannot be filled, some group does not lie on one place.
+    """
+    kinds: list[tuple[int, tuple[str, ...]]] = []
+    cell = layout.tp * layout.cp
+    if layout.tp > 1:
+        kinds.append((layout.tp, ("tp",)))
+    if layout.cp > 1:
+        kinds.append((cell, ("cp",)))
+    experts = layout.ep * layout.etp
+    nested = not layout.use_tp_pp_dp_mapping and (experts % cell == 0 or cell % experts == 0)
+    if experts > 1 and nested and layout.ep > 1:
+        kinds.append((max(experts, cell), ("ep", "etp", "ep_etp")))
+    found = []
+    unit = 1
+    for size, names in kinds:
+        found.append(Block(unit=unit, breaks=names))
+        if devices % math.lcm(unit, size):
+            return found
+        unit = math.lcm(unit, size)
+    return [*found, Block(unit=unit, breaks=())]

@@ -1,0 +1,90 @@
+"""Steps with some prices raised above the best: what a bound's arguments are tried with."""
+
+# K = trials side by side, P = pipeline ranks, S = stages (model chunks).
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.collectives import Fabric, Kind
+from pipette_launch.cost.step.assemble import Prices, Work, totals_s_K
+from pipette_launch.cost.step.placed import PlacementCost
+
+Floats = NDArray[np.float64]
+
+_ACTIONS_AT_ONCE = 1 << 22
+"""Trials are simulated in blocks of about so many actions, some tens of MB."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trials:
+    """Prices of one pipeline, K times; the arrays are there to be raised."""
+
+    slowness_PK: Floats
+    exchange_s_IPK: Floats
+    forward_s_PK: Floats
+    """Hops, as in `Prices`."""
+    backward_s_PK: Floats
+    reduce_s_SK: Floats
+    gather_s_SK: Floats
+    embedding_s_K: Floats
+
+    @classmethod
+    def best(cls, model: PlacementCost) -> Trials:
+        """Return one trial with the best of all links everywhere, and the fastest slot."""
+        work, fabric = model.work, model.fabric
+        layout, column = work.layout, (work.layout.pp, 1)
+        sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
+        exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
+        hop_s = np.full(column, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
+        tied = work.traffic.embedding_bytes
+        return cls(
+            slowness_PK=np.full(column, model.slowness_W.min()),
+            exchange_s_IPK=np.tile(np.array(exchange_s)[:, None, None], (1, *column)),
+            forward_s_PK=hop_s,
+            backward_s_PK=hop_s.copy(),
+            reduce_s_SK=_once_a_step(fabric, work, work.reduce_kind, work.gradient_bytes_S2),
+            gather_s_SK=_once_a_step(fabric, work, work.gather_kind, work.parameter_bytes_S2),
+            embedding_s_K=np.array([fabric.bound_s("all_reduce", 2, tied) if tied else 0.0]),
+        )
+
+    def times(self, count: int) -> Trials:
+        """Return so many copies of one trial side by side."""
+        return Trials(**{name: np.repeat(getattr(self, name), count, axis=-1) for name in self.__dataclass_fields__})
+
+    def steps_s_K(self, work: Work) -> Floats:
+        """Seconds of each step."""
+        count = len(self.embedding_s_K)
+        at_once = max(1, _ACTIONS_AT_ONCE // (2 * len(work.rank_S) * work.num_microbatches))
+        blocks = [slice(first, first + at_once) for first in range(0, count, at_once)]
+        return np.concatenate([totals_s_K(work, self._prices(block)) for block in blocks])
+
+    def _prices(self, block: slice) -> Prices:
+        return Prices(
+            slowness_PD=self.slowness_PK[:, block],
+            exchange_s_PD=tuple(seconds_PK[:, block] for seconds_PK in self.exchange_s_IPK),
+            forward_hop_s_PD=self.forward_s_PK[:, block],
+            backward_hop_s_PD=self.backward_s_PK[:, block],
+            reduce_s_S=self.reduce_s_SK[:, block],
+            gather_s_S=self.gather_s_SK[:, block],
+            embedding_s=self.embedding_s_K[block],
+        )
+
+
+def side_by_side(trials: Sequence[Trials]) -> Trials:
+    """Return all trials in one."""
+    names = Trials.__dataclass_fields__
+    return Trials(**{name: np.concatenate([getattr(one, name) for one in trials], axis=-1) for name in names})
+
+
+def _once_a_step(fabric: Fabric, work: Work, kind: Kind, bytes_S2: Floats) -> Floats:
+    groups = (work.layout.dp * work.layout.cp, work.expert_dp)
+    seconds = {
+        pair: sum(fabric.bound_s(kind, size, count) for size, count in zip(groups, pair, strict=True) if count)
+        for pair in set(map(tuple, bytes_S2.tolist()))
+    }
+    return np.array([[seconds[pair]] for pair in map(tuple, bytes_S2.tolist())], dtype=np.float64)

@@ -1,0 +1,240 @@
+"""What the links make of rings and cliques that no host holds: those of gradients, and those inside the layers."""
+
+# H = places: the hosts, or the devices of a single host. S = stages (model chunks).
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.collectives import Kind, chunk_share, num_steps
+from pipette_launch.cost.communication.scales import Scale
+from pipette_launch.cost.step.placed import PlacementCost
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.machines.cluster import Links
+from pipette_launch.search.bounds.links import best_ways, ring_thresholds, through
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Places:
+    """Where blocks of ranks can lie, with the links between: the hosts, or the devices of a single host."""
+
+    model: PlacementCost
+    links: Links
+    devices: int
+    """Of each place."""
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: PlacementCost) -> Places:
+        """Look at the hosts, or at the devices of the only one."""
+        cluster = model.fabric.cluster
+        if len(cluster.hosts) > 1:
+            names = tuple(host.name for host in cluster.hosts)
+            return cls(model=model, links=cluster.between_hosts, devices=cluster.devices_per_host, names=names)
+        names = tuple(cluster.slot_name(slot) for slot in range(cluster.num_slots))
+        return cls(model=model, links=cluster.within_host[0], devices=1, names=names)
+
+    def __len__(self) -> int:
+        """H."""
+        return len(self.names)
+
+    @cached_property
+    def latencies_s(self) -> tuple[float, float]:
+        """The least latency of a link, and the largest."""
+        chosen = self.links.latency_s[~np.eye(len(self), dtype=bool)]
+        return float(chosen.min()), float(chosen.max())
+
+    def factors(self, kind: Kind, size: int, fewest: int) -> tuple[float, float, float]:
+        """Least latency factor, extra latency and byte factor of a group on `fewest` places or more."""
+        scale: Scale = self.model.fabric.scale(kind, size)
+        is_within = len(self.model.fabric.cluster.hosts) == 1
+        counts = slice(1, 2) if is_within else slice(max(fewest, 2), max(min(size, len(self)), 2) + 1)
+        return (
+            float(scale.latency_factor[counts].min()),
+            float(scale.extra_latency_s[counts].min()),
+            float(scale.bytes_factor[counts].min()),
+        )
+
+    def link_s_HH(self, kind: Kind, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
+        """Seconds of a collective if a link is its slowest, at best; infinite from a place to itself; rows send."""
+        latency_factor, extra_s, bytes_factor = self.factors(kind, size, fewest)
+        steps = num_steps(kind, size)
+        seconds_HH: Floats = (steps * latency_factor) * self.links.latency_s
+        seconds_HH += (steps * chunk_share(kind, size) * bytes_factor * size_bytes) * self.links.seconds_per_byte()
+        seconds_HH += steps * extra_s
+        np.fill_diagonal(seconds_HH, np.inf)
+        return seconds_HH
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tour:
+    """Groups of one kind that pass through several places; every block of ranks lies on one place and in one group."""
+
+    places: Places
+    kind: Kind
+    members: int
+    size_bytes: float
+    """Of one collective; others over the same links are priced by `seconds`."""
+    units: int
+    """Blocks of a group."""
+    per_place: int
+    """Blocks of a place."""
+
+    @property
+    def leaves_places(self) -> bool:
+        """Whether no place holds a whole group."""
+        return self.units > self.per_place
+
+    @property
+    def fewest(self) -> int:
+        """On so many places it lies at least."""
+        return -(-self.units // self.per_place)
+
+    @cached_property
+    def cost_s_HH(self) -> Floats:
+        """What the collective takes if a link is its slowest."""
+        cost_HH = self.places.link_s_HH(self.kind, self.members, self.size_bytes, fewest=self.fewest)
+        # A ring over two goes back where it came from.
+        return np.maximum(cost_HH, cost_HH.T) if self.units == 2 and self.per_place == 1 else cost_HH
+
+    @cached_property
+    def through_s_H(self) -> Floats:
+        """The same, at best, for a group on a place."""
+        others = self.fewest - 1
+        if self.kind == "all_to_all" and others > 1:
+            # Every member sends to every other: to so many other places at least, and from as many.
+            out_H = np.partition(self.cost_s_HH, others - 1, axis=1)[:, others - 1]
+            in_H = np.partition(self.cost_s_HH, others - 1, axis=0)[others - 1]
+            return np.asarray(np.maximum(out_H, in_H))
+        return through(self.cost_s_HH, visits_once=self.per_place == 1 and self.units > 2)
+
+    @cached_property
+    def thresholds_s(self) -> list[float]:
+        """The same for each group, the best first."""
+        return ring_thresholds(
+            self.cost_s_HH, units_per_host=self.per_place, ring_units=self.units, through_H=self.through_s_H
+        )
+
+    def seconds(self, kind: Kind, size_bytes: float, slowest_s: float) -> float:
+        """Price another collective, at best, over a link over which this one takes `slowest_s`.
+
+        Its time per byte is the least where its latency is the largest. One that goes around the other way uses other
+        links, of which nothing is known.
+        """
+        fabric = self.places.model.fabric
+        if fabric.ring_shift(kind) != fabric.ring_shift(self.kind):
+            return fabric.bound_s(kind, self.members, size_bytes)
+        least_s, most_s = self.places.latencies_s
+        factor, extra_s, bytes_factor = self.places.factors(self.kind, self.members, self.fewest)
+        known = num_steps(self.kind, self.members) * self.size_bytes * bytes_factor
+        fixed_s = num_steps(self.kind, self.members) * (most_s * factor + extra_s)
+        per_byte = max(slowest_s - fixed_s, 0.0) / known if known else 0.0
+        factor, extra_s, bytes_factor = self.places.factors(kind, self.members, self.fewest)
+        found = num_steps(kind, self.members) * (least_s * factor + extra_s + per_byte * size_bytes * bytes_factor)
+        return max(found, slowest_s) if kind == self.kind and size_bytes >= self.size_bytes else found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ring:
+    """Data-parallel groups: of the dense parameters, or of the experts'."""
+
+    tour: Tour
+    """Reduces the least gradients of a stage."""
+    column: int
+    """0 = dense, 1 = experts; as in `Work.gradient_bytes_S2`."""
+
+    def more_s_S(self, slowest_s: float) -> tuple[Floats, Floats]:
+        """By how much reducing and gathering last longer than at best, on a ring with so slow a link."""
+        work = self.tour.places.model.work
+        return (
+            self._beyond(work.reduce_kind, work.gradient_bytes_S2[:, self.column], slowest_s),
+            self._beyond(work.gather_kind, work.parameter_bytes_S2[:, self.column], slowest_s),
+        )
+
+    def _beyond(self, kind: Kind, bytes_S: Floats, slowest_s: float) -> Floats:
+        tour, fabric = self.tour, self.tour.places.model.fabric
+        more = {
+            size: max(tour.seconds(kind, size, slowest_s) - fabric.bound_s(kind, tour.members, size), 0.0)
+            for size in set(bytes_S.tolist())
+            if size
+        }
+        return np.array([more.get(size, 0.0) for size in bytes_S.tolist()])
+
+
+def experts_lie_in_stages(layout: Layout) -> bool:
+    """Whether the experts' grid has the stages of the dense one; with pipeline ranks in between it may not."""
+    return not layout.use_tp_pp_dp_mapping or layout.ep * layout.etp == layout.tp * layout.cp
+
+
+def rings_of(places: Places, unit: int) -> list[Ring]:
+    """Return the rings of more than one block of `unit` ranks, each block on one place, of which there are several."""
+    work = places.model.work
+    layout = work.layout
+    found = []
+    # Ranks from one member to the next.
+    strides = (layout.tp, layout.ep * layout.etp)
+    for column, members in enumerate((layout.dp * layout.cp, work.expert_dp)):
+        if column and not experts_lie_in_stages(layout):
+            continue
+        bytes_S = work.gradient_bytes_S2[:, column]
+        units = num_units(members, strides[column], unit)
+        if units > 1 and len(places) > 1 and bytes_S.any():
+            tour = Tour(
+                places=places,
+                kind=work.reduce_kind,
+                members=members,
+                size_bytes=float(bytes_S[bytes_S > 0].min()),
+                units=units,
+                per_place=places.devices // unit,
+            )
+            found.append(Ring(tour=tour, column=column))
+    return found
+
+
+def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
+    """Return the groups inside the layers that no place holds, by name: each with its largest collective."""
+    layout = places.model.work.layout
+    shapes = {
+        "tp": (layout.tp, 1),
+        "cp": (layout.cp, layout.tp),
+        "ep": (layout.ep, layout.etp),
+        "etp": (layout.etp, 1),
+        "ep_etp": (layout.ep * layout.etp, 1),
+    }
+    found: dict[str, Tour] = {}
+    for item in places.model.work.exchanges:
+        if item.part == "expert_parallel" and not experts_lie_in_stages(layout):
+            continue
+        members, stride = shapes[item.group]
+        units = num_units(members, stride, unit)
+        is_larger = item.group not in found or item.size_bytes > found[item.group].size_bytes
+        if units > places.devices // unit and len(places) > 1 and is_larger:
+            found[item.group] = Tour(
+                places=places,
+                kind=item.kind,
+                members=members,
+                size_bytes=item.size_bytes,
+                units=units,
+                per_place=places.devices // unit,
+            )
+    return found
+
+
+def num_units(members: int, stride: int, unit: int) -> int:
+    """Count the blocks of a group whose members are so many ranks apart; 0 where these cut through each other."""
+    if unit % stride and stride % unit:
+        return 0
+    each = max(1, unit // stride)
+    return members // each if members % each == 0 else int(members > each)
+
+
+def best_hops(places: Places) -> tuple[Floats, Floats, Floats]:
+    """Return what a hop between any two places takes, and the best from each place and to it."""
+    send_s_HH = places.link_s_HH("send", 2, places.model.work.hop_bytes)
+    return (send_s_HH, *best_ways(send_s_HH))

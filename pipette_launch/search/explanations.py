@@ -1,0 +1,209 @@
+"""Why a plan was chosen and what to know about it, one sentence each."""
+
+from __future__ import annotations
+
+from pipette_launch.cost.learned.corrected import LEARNED
+from pipette_launch.cost.step.predictor import NOT_MODELLED
+from pipette_launch.facts import Choice
+from pipette_launch.search.candidates import Field, doublings_apart
+from pipette_launch.search.choose import EQUAL, Chosen
+from pipette_launch.units import bytes_text, seconds_text
+
+PART_NAMES = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "tensor_parallel": "tensor-parallel communication",
+    "context_parallel": "context-parallel communication",
+    "expert_parallel": "expert-parallel communication",
+    "pipeline_transfer": "transfers between stages",
+    "bubble": "the pipeline bubble",
+    "data_parallel": "gradient reduction",
+    "embedding_gradients": "the reduction of tied embedding gradients",
+    "optimizer": "the optimizer",
+    "parameter_gather": "gathering parameters",
+    LEARNED: "the learned correction",
+}
+DRIVERS_SHARE = 0.03
+"""A GPU whose used memory is no larger part than this is free."""
+_ROUNDING = 1e-9
+_NOTHING = 0.0005
+"""Less than this part of a step prints as 0.0 %."""
+
+
+def reasons(field: Field, chosen: Chosen, *, floor_s: float, margin: float) -> tuple[str, ...]:
+    """Say why this plan and not another, and how much better any other could be."""
+    why = _why_own(chosen, margin) if chosen.keeps_own else _why_other(field, chosen)
+    return (*why, *_runner_up(chosen), _bound(chosen), _floor(chosen, floor_s))
+
+
+def notes(field: Field, chosen: Chosen) -> tuple[str, ...]:
+    """Say what was measured badly, assumed, pinned, or is not modelled."""
+    found = [*field.job.notes, *field.measurements.notes, *field.predictor.notes(chosen.priced_layout)]
+    own = chosen.own
+    if field.own_fault is not None:
+        found.append(f"Megatron refuses the user's own layout {own.layout.words()}: {field.own_fault}.")
+    elif chosen.own_basis is not None:
+        found.append(
+            f"The user's own layout could not be priced; the step time of {chosen.own_basis.words()}, the nearest that "
+            f"could, stands for it."
+        )
+    found += _taken(field)
+    found += [
+        f"{len(host.devices)} slots share the {host.cores} cores of {host.name}: steps may be slower than predicted."
+        for host in field.cluster.hosts
+        if host.shares_cores
+    ][:1]
+    found += _learning(field, chosen)
+    found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]
+    return tuple(dict.fromkeys(found))
+
+
+def cut_short(num_seen: int, budget_s: float) -> str:
+    """Say that more time might find more."""
+    layouts = "one layout" if num_seen == 1 else f"{num_seen} layouts"
+    return (
+        f"The search stopped at its budget of {seconds_text(budget_s)}, with {layouts} looked at; more time might find "
+        f"a better plan."
+    )
+
+
+def _why_own(chosen: Chosen, margin: float) -> list[str]:
+    best, own = chosen.best, chosen.own
+    kept = f"The user's own configuration stays: {own.layout.words()}, {seconds_text(own.step_time_s)} a step"
+    gain = 1 - best.placed.cost_s / own.step_time_s
+    if gain < _NOTHING:
+        return [f"{kept}; no other layout or placement is predicted to be faster."]
+    where = " with other places" if best.layout == own.layout else ""
+    other = f"{best.layout.words()}{where}"
+    least = chosen.least_gain_s / own.step_time_s
+    short_of = f"the margin of {margin:.1%}"
+    if least > margin + _ROUNDING:
+        short_of = f"the {least:.1%} that scatter of compute times may feign (--pipette-trials would measure it)"
+    return [f"{kept}; the best other, {other}, would save {gain:.1%}, less than {short_of}."]
+
+
+def _why_other(field: Field, chosen: Chosen) -> list[str]:
+    choice, own = chosen.choice, chosen.own
+    found = []
+    if field.own_fault is not None:
+        found.append(f"{choice.layout.words()} takes {seconds_text(choice.step_time_s)} a step.")
+    elif not own.fits:
+        shown = own.memory_shown
+        worst = max(shown.need_bytes)
+        stage = shown.need_bytes.index(worst)
+        limit = bytes_text(shown.limit_bytes)
+        found.append(
+            f"The user's own layout {own.layout.words()} is predicted to need {bytes_text(worst)} on stage {stage}, "
+            f"more than the limit of {limit}."
+        )
+        found.append(f"{choice.layout.words()} fits, and takes {seconds_text(choice.step_time_s)} a step.")
+    else:
+        found.append(_gain(choice, own))
+        found += _saving(choice, own)
+    return found + _equal(chosen) + _placement(chosen)
+
+
+def _equal(chosen: Chosen) -> list[str]:
+    """Say that a plan is not the fastest by a hair, and why it is chosen."""
+    other = chosen.passed_over
+    if other is None:
+        return []
+    gain = 1 - other.placed.cost_s / chosen.choice.step_time_s
+    equal = f"steps within {EQUAL:.1%} count as equal, and the simpler layout wins"
+    return [f"{other.layout.words()} is predicted {gain:.2%} faster; {equal}."]
+
+
+def _gain(choice: Choice, own: Choice) -> str:
+    gain = 1 - choice.step_time_s / own.step_time_s
+    same = choice.layout == own.layout
+    theirs = "in torchrun's order" if same else f"{own.layout.words()}, the user's own,"
+    ours = f"{choice.layout.words()}{', placed by the links,' if same else ''}"
+    times = seconds_text(choice.step_time_s), seconds_text(own.step_time_s)
+    return f"{ours} takes {times[0]} a step, {gain:.1%} less than {theirs} with {times[1]}."
+
+
+def _saving(choice: Choice, own: Choice) -> list[str]:
+    """Name the part of the step that shrinks most."""
+    parts = sorted(set(own.breakdown_s) | set(choice.breakdown_s))
+    saved_s = {part: own.breakdown_s.get(part, 0.0) - choice.breakdown_s.get(part, 0.0) for part in parts}
+    part = max(parts, key=lambda name: saved_s[name], default="")
+    if not part or saved_s[part] <= 0:
+        return []
+    times = [seconds_text(which.breakdown_s.get(part, 0.0)) for which in (choice, own)]
+    return [f"It saves most on {PART_NAMES.get(part, part.replace('_', ' '))}: {times[0]} in place of {times[1]}."]
+
+
+def _placement(chosen: Chosen) -> list[str]:
+    best = chosen.best
+    saved = 1 - best.placed.cost_s / best.host_order_s
+    if chosen.choice.is_host_order or best.layout == chosen.own.layout or saved < _NOTHING:
+        return []
+    before = seconds_text(best.host_order_s)
+    return [f"Placing its ranks by the links saves {saved:.1%}; in torchrun's order it would take {before}."]
+
+
+def _runner_up(chosen: Chosen) -> list[str]:
+    if chosen.keeps_own or not chosen.alternatives:
+        return []
+    second = chosen.alternatives[0]
+    behind = second.step_time_s / chosen.choice.step_time_s - 1
+    if behind < _NOTHING:
+        return [f"The runner-up, {second.layout.words()}, is predicted to be as fast."]
+    return [f"The runner-up, {second.layout.words()}, takes {seconds_text(second.step_time_s)}, {behind:.1%} more."]
+
+
+def _bound(chosen: Chosen) -> str:
+    choice, best = chosen.choice, chosen.best
+    gap = choice.step_time_s / choice.bound_s - 1 if choice.bound_s > 0 else 0.0
+    if gap <= _ROUNDING:
+        return "No placement of this layout can be faster: it meets the bound."
+    proven = best.placed.is_optimal and best.placed.placement == choice.placement and best.layout == choice.layout
+    tried = (
+        "All placements of this layout were tried, this is the fastest; a bound is"
+        if proven
+        else "No placement can be faster than"
+    )
+    why = choice.bound_reason or "it takes so long over the best links that there are"
+    return f"{tried} {seconds_text(choice.bound_s)}, a gap of {gap:.1%}: {why}."
+
+
+def _floor(chosen: Chosen, floor_s: float) -> str:
+    gap = chosen.choice.step_time_s / floor_s - 1 if floor_s > 0 else float("inf")
+    if gap <= _ROUNDING:
+        return "No legal layout that fits is predicted to be faster in any placement: proven."
+    if gap == float("inf"):
+        return "How much faster another layout could be is not known."
+    return f"No legal layout that fits takes less than {seconds_text(floor_s)} in any placement: a gap of {gap:.1%}."
+
+
+def _taken(field: Field) -> list[str]:
+    """Name the GPU on which others hold most memory, where that is more than a driver's own share."""
+    devices = [(host.name, device) for host in field.cluster.hosts for device in host.devices]
+    name, fullest = min(devices, key=lambda pair: pair[1].memory_free_bytes)
+    if fullest.kind != "cuda" or fullest.memory_free_bytes >= (1 - DRIVERS_SHARE) * fullest.memory_total_bytes:
+        return []
+    free, total = bytes_text(fullest.memory_free_bytes), bytes_text(fullest.memory_total_bytes)
+    return [f"Only {free} of {total} are free on {fullest.uuid} of {name}; every rank is planned for that."]
+
+
+def _learning(field: Field, chosen: Chosen) -> list[str]:
+    """What a change of layout does to the numbers of a fresh run (Megatron's own seeds and padding)."""
+    new, old = chosen.choice.layout, chosen.own.layout
+    if new == old or doublings_apart(new, old) == 0:
+        return []
+    model = field.job.model
+    found = []
+    if (new.tp, new.pp, new.ep) != (old.tp, old.pp, old.ep):
+        found.append(
+            "Initial weights are drawn rank by rank, so a fresh run starts from other random numbers than under the "
+            "user's own layout."
+        )
+    elif max(model.attention_dropout, model.hidden_dropout) > 0:
+        found.append("Dropout masks are drawn rank by rank, so they differ from those of the user's own layout.")
+    rows = model.padded_vocab_size(old.tp)
+    if rows % new.tp and rows != model.padded_vocab_size(new.tp):
+        # Where it divides, `megatron.write_arguments` keeps the user's own padding.
+        found.append(f"tp{new.tp} pads the vocabulary to {model.padded_vocab_size(new.tp)} rows in place of {rows}.")
+    if model.num_experts and new.micro_batch_size != old.micro_batch_size:
+        found.append("The router's auxiliary loss and capacity act on each micro-batch, whose size changes.")
+    return found

@@ -1,0 +1,1 @@
+"""Every layout that Megatron allows for a job."""

@@ -1,0 +1,294 @@
+"""Every layout that Megatron allows for a job, and how many fell out for which reason.
+
+A *cut* is a layout without the choice of what saves memory: degrees, chunks, micro-batch. Many thousands of them stand
+as numpy columns; the *savers* of a cut are its variants, listed only where somebody asks.
+"""
+
+# D = degrees, N = cuts, M = layouts.
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipette_launch.cost.columns.layouts import Ints, LayoutColumns
+from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.facts import ComputeCase, Job, Layout
+from pipette_launch.search.layouts import axes
+from pipette_launch.search.layouts.memory_options import SaverTables, drops
+from pipette_launch.search.layouts.partition import LayerSeconds, by_flops, by_parts
+from pipette_launch.search.layouts.ragged import Lists
+from pipette_launch.search.layouts.rules import Rules
+from pipette_launch.search.layouts.terms import Degrees, Saver
+
+MOST = 1 << 17
+"""More cuts than these are thinned out, by what is least likely to be quick."""
+FEWEST_TOKENS = 512
+"""Where cuts are thinned out, a context rank keeps so many tokens of a sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cuts:
+    """The legal cuts as columns, each with the first of its savers: those that keep TP in a host first."""
+
+    tables: SaverTables
+    columns: LayoutColumns
+    dropped: dict[str, int]
+    """Combinations by the first constraint they break; what breaks one early counts once, whatever could follow."""
+    own_fault: str | None
+    """The constraint that the user's own layout breaks, if any."""
+    num_layouts: int
+    """All legal layouts: the cuts with all their savers, and the user's own."""
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self.columns)
+
+    def layout(self, row: int) -> Layout:
+        """One cut with the first of its savers."""
+        return self.columns.layout(row)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """All cuts with the first of their savers; some microseconds each."""
+        return tuple(self.columns.layout(row) for row in range(len(self)))
+
+    @property
+    def leanest(self) -> tuple[Layout, ...]:
+        """All cuts with the saver that should need the least memory."""
+        columns = self.tables.leanest(self.columns)
+        return tuple(columns.layout(row) for row in range(len(columns)))
+
+    def savers(self, row: int) -> tuple[Layout, ...]:
+        """All legal variants of a cut, the cheapest recompute first, and the quickest kinds of each."""
+        return self.tables.of(self.columns.layout(row))
+
+    def spread(self, rows: Ints) -> tuple[Ints, LayoutColumns]:
+        """The same for many cuts: for each layout the place of its cut in `rows` (M), and the layouts, cut by cut."""
+        return self.tables.spread(self.columns.take(rows))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Enumeration:
+    """The layouts to look at, the user's own first, and the combinations that Megatron refuses."""
+
+    layouts: tuple[Layout, ...]
+    dropped: dict[str, int]
+    """As in `Cuts`."""
+    own_fault: str | None
+    """The constraint that the user's own layout breaks, if any."""
+
+
+def cuts(
+    job: Job, *, world_size: int, devices_per_host: int, device_kind: str, table: ComputeTable | None = None
+) -> Cuts:
+    """Enumerate the legal degrees, chunks and micro-batches of a job.
+
+    TP beyond `devices_per_host` is legal in Megatron, so it stays in, after the cuts that keep TP in a host; the cost
+    model prices its slow links. Only where there are more than `MOST` cuts, some are set aside, and counted.
+
+    Args:
+        job: the model, the batch, the user's own layout and its pins.
+        world_size: ranks of the job.
+        devices_per_host: slots of one host.
+        device_kind: `cuda` or `cpu`.
+        table: measured times, by which uneven stages are balanced; by FLOPs without, or for a TP that was not measured.
+
+    """
+    rules = Rules.of(job, device_kind=device_kind)
+    dropped: Counter[str] = Counter()
+    grids, tails = _Grids(rules), _Tails(rules, table)
+    dense_D4 = np.array([*_dense_degrees(rules, world_size, dropped)], dtype=np.int64).reshape(-1, 4)
+    row_D, expert_D3 = grids.spread(dense_D4, dropped)
+    degrees_D7 = np.concatenate([dense_D4[row_D], expert_D3], axis=1)
+    places_D = tails.places(dense_D4)[row_D]
+    kept_D = _thinned(job, degrees_D7, tails.lists.lengths, places_D, devices_per_host, dropped)
+    degrees_D7, places_D = degrees_D7[kept_D], places_D[kept_D]
+    dropped += tails.lists.dropped(places_D)
+    row_N, tail_N4 = tails.lists.spread(places_D)
+    none = np.zeros(len(row_N), dtype=np.int64)
+    columns = LayoutColumns(
+        **dict(zip(Degrees._fields, degrees_D7[row_N].T, strict=True)),
+        **dict(zip(("vpp", "microbatch_group_size", "layers_per_chunk", "micro_batch_size"), tail_N4.T, strict=True)),
+        **dict.fromkeys(Saver._fields, none),
+        recomputes=(axes.NO_RECOMPUTE,),
+        cuts=tuple(tails.cuts),
+    )
+    return _with_savers(rules, columns.take(np.argsort(columns.tp > devices_per_host, kind="stable")), dropped)
+
+
+def layouts(
+    job: Job, *, world_size: int, devices_per_host: int, device_kind: str, table: ComputeTable | None = None
+) -> Enumeration:
+    """List every legal layout of a job, the user's own first: all cuts with all their savers (see `cuts`)."""
+    found = cuts(job, world_size=world_size, devices_per_host=devices_per_host, device_kind=device_kind, table=table)
+    every = (layout for row in range(len(found)) for layout in found.savers(row))
+    return Enumeration(
+        layouts=tuple(dict.fromkeys((job.own, *every))), dropped=found.dropped, own_fault=found.own_fault
+    )
+
+
+def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
+    """Name the distinct shapes of computation that layouts need, most promising first.
+
+    The user's own comes first: nothing can be compared without it. Then the rest by how many doublings they lie from
+    one tensor rank, one context rank and micro-batches of two, where jobs that fit run best; those that more layouts
+    share win ties.
+    """
+    groups = found.groups("tp", "cp", "micro_batch_size")
+    sizes = np.bincount(groups.group_N, minlength=len(groups.first_U)).tolist()
+    shapes = (column[groups.first_U].tolist() for column in (found.tp, found.cp, found.micro_batch_size))
+    cases = [ComputeCase(tp=tp, cp=cp, micro_batch_size=size) for tp, cp, size in zip(*shapes, strict=True)]
+    count = dict(zip(cases, sizes, strict=True))
+
+    def doublings(case: ComputeCase) -> float:
+        return math.log2(case.tp) + math.log2(case.cp) + abs(math.log2(case.micro_batch_size) - 1)
+
+    first = ComputeCase(tp=own.tp, cp=own.cp, micro_batch_size=own.micro_batch_size)
+    rest = sorted(cases, key=lambda case: (doublings(case), -count[case], case))
+    return tuple(dict.fromkeys((first, *rest)))
+
+
+def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the legal TP, PP, DP and CP; each is checked before the next is looked at."""
+    job = rules.job
+    for tp in axes.values(job, "tp", axes.divisors(world_size)):
+        if world_size % tp or drops(rules.tensor_fault(tp), dropped):
+            continue
+        for pp in axes.values(job, "pp", axes.divisors(world_size // tp)):
+            if world_size % (tp * pp) or drops(rules.pipeline_fault(pp), dropped):
+                continue
+            for cp in axes.values(job, "cp", axes.divisors(world_size // (tp * pp))):
+                dp, rest = divmod(world_size, tp * pp * cp)
+                if rest or dp not in axes.values(job, "dp", (dp,)):
+                    continue
+                if not drops(rules.context_fault(tp, cp) or rules.replicas_fault(dp, cp), dropped):
+                    yield tp, pp, dp, cp
+
+
+class _Grids:
+    """The grids of experts that may go with dense degrees: EP, ETP and the rank order."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._lists: Lists[tuple[int, int, int]] = Lists(self._rows, width=3)
+
+    def spread(self, dense_D4: Ints, dropped: Counter[str]) -> tuple[Ints, Ints]:
+        """Repeat dense degrees for each of their grids."""
+        job = self._rules.job
+        # What decides: the ranks of a stage; TP only where ETP follows it, DP only where the rank order asks for it.
+        follows, asks = not job.model.num_experts, any(axes.rank_orders(job))
+        keys = ((pp, tp * dp * cp, tp if follows else dp if asks else 0) for tp, pp, dp, cp in dense_D4.tolist())
+        places = self._lists.places(keys)
+        dropped += self._lists.dropped(places)
+        return self._lists.spread(places)
+
+    def _rows(self, key: tuple[int, int, int], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
+        pp, ranks, special = key
+        job = self._rules.job
+        tp = 1 if job.model.num_experts else special
+        dp = special if job.model.num_experts and special else ranks // tp
+        for ep in axes.expert_sizes(job):
+            for etp in axes.expert_tensor_sizes(job, tp):
+                for swapped in axes.rank_orders(job):
+                    degrees = Degrees(tp, pp, dp, ranks // (tp * dp), ep, etp, swapped)
+                    if not drops(self._rules.expert_fault(degrees), dropped):
+                        yield ep, etp, int(swapped)
+                        break
+
+
+class _Tails:
+    """What may follow degrees: chunks, micro-batches and their groups; the same for all that share DP, PP and cuts."""
+
+    def __init__(self, rules: Rules, table: ComputeTable | None) -> None:
+        self.cuts: dict[tuple[int, ...], int] = {(): 0}
+        self.lists: Lists[tuple[int, int, tuple[tuple[int, int], ...]]] = Lists(self._rows, width=4)
+        """Rows of vpp, group size, place in `cuts`, micro-batch size."""
+        self._rules = rules
+        self._table = table
+        self._seconds: dict[int, LayerSeconds] = {}
+        self._chunks: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
+
+    def places(self, dense_D4: Ints) -> Ints:
+        """Which list follows these dense degrees."""
+        return self.lists.places((dp, pp, self._chunks_of(tp, pp)) for tp, pp, dp, _ in dense_D4.tolist())
+
+    def _chunks_of(self, tp: int, pp: int) -> tuple[tuple[int, int], ...]:
+        """Pairs of vpp and place in `cuts`."""
+        if (tp, pp) not in self._chunks:
+            self._chunks[tp, pp] = tuple(
+                (vpp, self.cuts.setdefault(cut, len(self.cuts)))
+                for vpp, cut in axes.chunk_cuts(self._rules.job, pp, self._seconds_of(tp))
+            )
+        return self._chunks[tp, pp]
+
+    def _seconds_of(self, tp: int) -> LayerSeconds:
+        """Times of the parts at this TP, in the measured case nearest to the user's own; their ratios hardly vary."""
+        if tp not in self._seconds:
+            job = self._rules.job
+            case = ComputeCase(tp=tp, cp=job.own.cp, micro_batch_size=job.own.micro_batch_size)
+            parts = self._table.part_seconds(case) if self._table else None
+            self._seconds[tp] = by_parts(job.model, parts) if parts else by_flops(job.model)
+        return self._seconds[tp]
+
+    def _rows(
+        self, key: tuple[int, int, tuple[tuple[int, int], ...]], dropped: Counter[str]
+    ) -> Iterator[tuple[int, ...]]:
+        dp, pp, chunks = key
+        rules, job = self._rules, self._rules.job
+        samples = job.batch.global_batch_size // dp
+        sizes = axes.values(job, "micro_batch_size", axes.micro_batch_sizes(samples, own=job.own.micro_batch_size))
+        legal = [size for size in sizes if not drops(rules.batch_fault(dp, size), dropped)]
+        if not chunks:
+            dropped[f"more pipeline ranks than num_layers={job.model.num_layers}"] += 1
+        layers_of = list(self.cuts)
+        for vpp, cut in chunks:
+            if drops(rules.chunks_fault(pp, vpp, layers_of[cut]), dropped):
+                continue
+            for size in legal:
+                for group in axes.group_sizes(job, pp, vpp, samples // size):
+                    if not drops(rules.schedule_fault(pp, vpp, group, samples // size), dropped):
+                        yield vpp, group, cut, size
+
+
+def _thinned(
+    job: Job, degrees_D7: Ints, lengths: Ints, places_D: Ints, devices_per_host: int, dropped: Counter[str]
+) -> Ints:
+    """Set degrees aside while there are more than `MOST` cuts, rule by rule; the user's own values always stay."""
+    kept = np.arange(len(degrees_D7), dtype=np.int64)
+    tp_D, _, _, cp_D, _, etp_D, _ = degrees_D7.T
+    own = job.own
+    context = max(own.cp, job.model.seq_length // FEWEST_TOKENS)
+    asides = (
+        ("etp", etp_D > max(devices_per_host, own.etp), "tensor parallelism of the experts beyond a host"),
+        ("cp", cp_D > context, f"contexts of fewer than {FEWEST_TOKENS} tokens"),
+        ("tp", tp_D > max(devices_per_host, own.tp), "tensor parallelism beyond a host"),
+    )
+    for name, is_aside_D, words in asides:
+        count_D = lengths[places_D[kept]] if len(kept) else kept
+        if count_D.sum() <= MOST or name in job.pinned:
+            continue
+        aside = is_aside_D[kept]
+        number = int(count_D[aside].sum())
+        if number:
+            dropped[f"set aside, as there are more than {MOST}: {words}"] += number
+        kept = kept[~aside]
+    return kept
+
+
+def _with_savers(rules: Rules, columns: LayoutColumns, dropped: Counter[str]) -> Cuts:
+    """Give each cut the first of its savers, drop those without any, and count all."""
+    tables = SaverTables(rules)
+    columns, count_N, refused = tables.first(columns)
+    own_fault = rules.fault(rules.job.own)
+    return Cuts(
+        tables=tables,
+        columns=columns.take(np.flatnonzero(count_N)),
+        dropped=dict((dropped + refused).most_common()),
+        own_fault=own_fault,
+        num_layouts=int(count_N.sum()) + (own_fault is not None),
+    )

@@ -1,0 +1,198 @@
+"""The variants of a cut: recompute, sequence parallelism, distributed optimizer, overlap."""
+
+# N = cuts, G = groups of cuts that agree in what the states depend on, H = in what recompute depends on, M = layouts.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from pipette_launch.cost.columns.layouts import Ints, LayoutColumns, codes_of
+from pipette_launch.facts import Layout, Recompute
+from pipette_launch.search.layouts import axes
+from pipette_launch.search.layouts.ragged import Lists
+from pipette_launch.search.layouts.rules import Rules
+from pipette_launch.search.layouts.terms import Degrees, Saver
+
+UNTIMED = "compute is timed with sequence parallelism wherever that is possible"
+_FLAGS = Saver._fields[:-1]
+
+
+class _Where(NamedTuple):
+    """What sequence parallelism, optimizer and overlap depend on."""
+
+    tp: int
+    cp: int
+    has_replicas: bool
+
+
+class _Depth(NamedTuple):
+    """What recompute depends on."""
+
+    layers: frozenset[int]
+    """The different numbers of layers that chunks have."""
+    tp: int
+    """1, or 2 for more."""
+
+
+class SaverTables:
+    """The savers of many cuts, each list built once."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._numbers: dict[Recompute, int] = {axes.NO_RECOMPUTE: 0}
+        self._states: Lists[_Where] = Lists(self._build_states, width=len(_FLAGS))
+        self._depths: Lists[tuple[_Depth, bool]] = Lists(self._build_depths, width=1)
+        self._pairs: Lists[tuple[_Where, _Depth]] = Lists(self._build_pairs, width=len(Saver._fields))
+        self._lean: Lists[tuple[_Where, _Depth]] = Lists(self._build_lean, width=len(Saver._fields))
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """The kinds of recompute that rows of numbers name by their place."""
+        return tuple(self._numbers)
+
+    def of(self, cut: Layout) -> tuple[Layout, ...]:
+        """All legal variants of a cut, the cheapest recompute first, and the quickest kinds of each."""
+        degrees = Degrees(*(getattr(cut, name) for name in Degrees._fields))
+        where = _Where(cut.tp, cut.cp, degrees.has_replicas)
+        rows = list(self._build_pairs((where, _Depth(self._rules.layers_of_chunks(cut), min(cut.tp, 2))), Counter()))
+        recomputes = self.recomputes
+        kinds = (Saver(bool(sp), bool(do), bool(gr), bool(pg), recomputes[number]) for sp, do, gr, pg, number in rows)
+        return tuple(
+            replace(
+                cut,
+                sequence_parallel=kind.sequence_parallel,
+                use_distributed_optimizer=kind.use_distributed_optimizer,
+                overlap_grad_reduce=kind.overlap_grad_reduce,
+                overlap_param_gather=kind.overlap_param_gather,
+                recompute=kind.recompute,
+            )
+            for kind in kinds
+        )
+
+    def first(self, columns: LayoutColumns) -> tuple[LayoutColumns, Ints, Counter[str]]:
+        """Give each cut the first of its savers; return also how many each has (N), and what was refused."""
+        if not len(columns):
+            return columns, np.zeros(0, dtype=np.int64), Counter()
+        where_G, group_N = self._wheres(columns)
+        depth_H, depth_N = self._depths_of(columns)
+        state_G = self._states.places(where_G)
+        lists = [self._states.rows(place) for place in state_G.tolist()]
+        chosen_N = np.full(len(columns), -1, dtype=np.int64)
+        flags_N4 = np.zeros((len(columns), len(_FLAGS)), dtype=np.int64)
+        number_N, count_N = np.zeros_like(chosen_N), np.zeros_like(chosen_N)
+        dropped = self._states.dropped(state_G[group_N])
+        for parallel in (True, False):
+            # The states with this sequence parallelism: how many, the place of the first, and that one.
+            places = [[place for place, row in enumerate(rows) if bool(row[0]) == parallel] for rows in lists]
+            size_N = np.array([len(each) for each in places], dtype=np.int64)[group_N]
+            first_N = np.array([each[0] if each else len(_FLAGS) << 8 for each in places], dtype=np.int64)[group_N]
+            row_G4 = np.array([rows[each[0]] if each else (0,) * 4 for rows, each in zip(lists, places, strict=True)])
+            list_N = self._depths.places((depth, parallel) for depth in depth_H)[depth_N]
+            ways_N = self._depths.lengths[list_N] * size_N
+            better = (ways_N > 0) & ((chosen_N < 0) | (first_N < chosen_N))
+            chosen_N, count_N = np.where(better, first_N, chosen_N), count_N + ways_N
+            flags_N4[better] = row_G4.reshape(-1, 4)[group_N[better]]
+            number_N[better] = self._depths.heads[list_N[better], 0]
+            dropped += self._depths.weighed(np.bincount(list_N, size_N, len(self._depths.lengths)).astype(int).tolist())
+        flags = dict(zip(_FLAGS, flags_N4.T, strict=True))
+        return replace(columns, **flags, recompute=number_N, recomputes=self.recomputes), count_N, dropped
+
+    def spread(self, columns: LayoutColumns) -> tuple[Ints, LayoutColumns]:
+        """List all savers of some cuts: for each layout the number of its cut (M), and the layouts, cut by cut."""
+        return self._spread(columns, self._pairs)
+
+    def leanest(self, columns: LayoutColumns) -> LayoutColumns:
+        """Give each of some cuts the saver that should need the least memory."""
+        return self._spread(columns, self._lean)[1]
+
+    def _spread(self, columns: LayoutColumns, lists: Lists[tuple[_Where, _Depth]]) -> tuple[Ints, LayoutColumns]:
+        where_G, group_N = self._wheres(columns)
+        depth_H, depth_N = self._depths_of(columns)
+        first, pair_N = _grouped(group_N, depth_N)
+        keys = ((where_G[group_N[row]], depth_H[depth_N[row]]) for row in first.tolist())
+        row_M, saver_M5 = lists.spread(lists.places(keys)[pair_N])
+        kinds = dict(zip(Saver._fields, saver_M5.T, strict=True))
+        return row_M, replace(columns.take(row_M), **kinds, recomputes=self.recomputes)
+
+    def _wheres(self, columns: LayoutColumns) -> tuple[list[_Where], Ints]:
+        expert_dp = columns.tp * columns.cp * columns.dp // (columns.etp * columns.ep)
+        has_replicas = ((columns.dp * columns.cp > 1) | (expert_dp > 1)).astype(np.int64)
+        first, group_N = _grouped(columns.tp, columns.cp, has_replicas)
+        keys = zip(columns.tp[first].tolist(), columns.cp[first].tolist(), has_replicas[first].tolist(), strict=True)
+        return [_Where(tp, cp, bool(replicas)) for tp, cp, replicas in keys], group_N
+
+    def _depths_of(self, columns: LayoutColumns) -> tuple[list[_Depth], Ints]:
+        even = self._rules.job.model.num_layers // (columns.pp * columns.vpp)
+        has_tp = np.minimum(columns.tp, 2)
+        is_even = np.array([not cut for cut in columns.cuts])[columns.layers_per_chunk]
+        first, depth_N = _grouped(columns.layers_per_chunk, np.where(is_even, even, 0), has_tp)
+        rows = zip(columns.layers_per_chunk[first].tolist(), even[first].tolist(), has_tp[first].tolist(), strict=True)
+        return [_Depth(frozenset(columns.cuts[cut] or (layers,)), tp) for cut, layers, tp in rows], depth_N
+
+    def _build_states(self, where: _Where, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
+        """Flags of the legal states."""
+        states = axes.states(self._rules, where.tp, has_replicas=where.has_replicas)
+        legal = [state for state in states if not drops(self._rules.state_fault(where.tp, where.cp, state), dropped)]
+        is_timed = any(state.sequence_parallel for state in legal) and not self._must_not_split_sequences
+        for state in legal:
+            if is_timed and not state.sequence_parallel:
+                dropped[UNTIMED] += 1
+            else:
+                yield tuple(int(flag) for flag in state[:-1])
+
+    @property
+    def _must_not_split_sequences(self) -> bool:
+        """Whether some flag goes only without sequence parallelism."""
+        return "--distribute-saved-activations" in self._rules.flags
+
+    def _build_depths(self, key: tuple[_Depth, bool], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
+        """Numbers of the legal recomputes."""
+        depth, parallel = key
+        for recompute in axes.recomputes(self._rules.job, depth.layers):
+            saver = Saver(parallel, False, False, False, recompute)
+            if not drops(self._rules.recompute_fault(depth.tp, depth.layers, saver), dropped):
+                yield (self._numbers.setdefault(recompute, len(self._numbers)),)
+
+    def _build_pairs(self, key: tuple[_Where, _Depth], _dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
+        """Flags and recompute of all legal savers of one kind of cut, ordered."""
+        where, depth = key
+        states = self._states.rows(self._states.place(where))
+        numbers = {
+            parallel: self._depths.rows(self._depths.place((depth, parallel)))
+            for parallel in {bool(state[0]) for state in states}
+        }
+        for turn in range(max(map(len, numbers.values()), default=0)):
+            for state in states:
+                yield from ((*state, *number) for number in numbers[bool(state[0])][turn : turn + 1])
+
+    def _build_lean(self, key: tuple[_Where, _Depth], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
+        """Recompute of every layer by itself, everything sharded, no buffers for overlap: as far as that is legal."""
+        rows = list(self._build_pairs(key, dropped))
+        recomputes = self.recomputes
+
+        def leanness(row: tuple[int, ...]) -> tuple[int, ...]:
+            parallel, sharded, reduces, gathers, number = row
+            recompute = recomputes[number]
+            again = ("none", "selective", "full").index(recompute.granularity)
+            layers = -recompute.num_layers if recompute.method == "uniform" else recompute.num_layers - (1 << 20)
+            return again, layers, len(recompute.modules), sharded, parallel, -reduces, -gathers
+
+        yield max(rows, key=leanness)
+
+
+def drops(fault: str | None, dropped: Counter[str]) -> bool:
+    """Count a fault; whether there is one."""
+    if fault:
+        dropped[fault] += 1
+    return bool(fault)
+
+
+def _grouped(*columns: Ints) -> tuple[Ints, Ints]:
+    """Group rows that agree in some columns: a row of each group, and the group of each row."""
+    _, first, group = np.unique(codes_of(columns), return_index=True, return_inverse=True)
+    return first.astype(np.int64), group.reshape(-1).astype(np.int64)

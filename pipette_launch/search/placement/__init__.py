@@ -1,0 +1,1 @@
+"""Which rank sits on which slot."""

@@ -1,0 +1,91 @@
+"""The slots of a cluster, which placements are allowed on them, and what a search for one comes back with."""
+
+# H = hosts, D = devices of one host, S = slots, K = placements. A placement gives the RANK of each slot.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pipette_launch.facts import Cluster
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Placement = tuple[int, ...]
+
+
+class Objective(Protocol):
+    """Prices placements: `cost.step.placed.PlacementCost`, or something smaller in a test."""
+
+    def costs(self, placement_KW: Ints) -> Floats:
+        """Seconds per step of each of K placements; no price depends on what else is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seats:
+    """The slots of a cluster, and which placements are allowed on them.
+
+    On CUDA the RANKs of a host must differ modulo D: then LOCAL_RANK = RANK % D with one CUDA_VISIBLE_DEVICES list
+    for the host puts every rank on its slot, and whatever takes RANK modulo the device count finds its own device.
+    """
+
+    num_hosts: int
+    devices_per_host: int
+    keeps_residues: bool
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Seats:
+        """Take the slots of a cluster."""
+        return cls(
+            num_hosts=len(cluster.hosts),
+            devices_per_host=cluster.devices_per_host,
+            keeps_residues=cluster.device_kind == "cuda",
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return self.num_hosts * self.devices_per_host
+
+    def host(self, index: int) -> range:
+        """Slots of a host."""
+        return range(index * self.devices_per_host, (index + 1) * self.devices_per_host)
+
+    def allows(self, placement: ArrayLike) -> bool:
+        """Whether each host's ranks differ modulo D, where they must."""
+        if not self.keeps_residues:
+            return True
+        residue_HD = np.asarray(placement).reshape(self.num_hosts, -1) % self.devices_per_host
+        return bool((np.sort(residue_HD, axis=1) == np.arange(self.devices_per_host)).all())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """The best placement so far."""
+
+    placement: Placement
+    cost_s: float
+    is_optimal: bool
+    """No other allowed placement is faster under the same model: all were tried, or this one meets the bound."""
+
+
+def host_order(num_slots: int) -> Placement:
+    """Place rank i on slot i, as torchrun does."""
+    return tuple(range(num_slots))
+
+
+def meets(cost_s: float, bound_s: float) -> bool:
+    """Whether a step time is as good as its lower bound, but for rounding."""
+    return cost_s <= bound_s * (1 + 1e-9)
+
+
+def best_of(candidates: Sequence[Placement], objective: Objective, bound_s: float) -> Placed:
+    """Price some placements together and return the fastest; of equal ones the first."""
+    costs = objective.costs(np.array(candidates, dtype=np.int64))
+    least = int(costs.argmin())
+    cost_s = float(costs[least])
+    return Placed(placement=candidates[least], cost_s=cost_s, is_optimal=meets(cost_s, bound_s))

@@ -1,0 +1,101 @@
+"""Placements to begin with: near hosts get what talks most to each other, for several guesses of what that is."""
+
+# H = hosts = blocks, D = devices of one host, P = pipeline ranks. A block is what one host holds: D ranks.
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.groups import rank_grid
+from pipette_launch.facts import Cluster, Layout
+from pipette_launch.search.placement.allowed import Placement, Seats, host_order
+from pipette_launch.search.placement.tiers import Tiers, tiers_of
+
+Ints = NDArray[np.int64]
+
+
+def starts(layout: Layout, cluster: Cluster, *, most: int) -> list[Placement]:
+    """Give up to `most` different placements, host order first and the likelier ones before the others."""
+    seats = Seats.of(cluster)
+    found = {host_order(seats.num_slots): None}
+    for ranks_HD in _laid_out(layout, seats, tiers_of(cluster.between_hosts)):
+        if len(found) == most:
+            break
+        if seats.allows(ranks_HD):
+            found[tuple(ranks_HD.ravel().tolist())] = None
+    return list(found)
+
+
+def _laid_out(layout: Layout, seats: Seats, tiers: Tiers) -> Iterator[Ints]:
+    """Ranks of each host: blocks in some order along hosts in some order."""
+    orders = [tiers.order_H]
+    unit = _hosts_of_a_unit(layout, seats.devices_per_host)
+    packed = _packed(tiers, unit)
+    if unit > 1 and packed.tolist() != tiers.order_H.tolist():
+        orders.insert(0, packed)
+    for block_HD in tilings(layout, seats):
+        for sequence in _sequences(layout, block_HD, tiers, unit):
+            for order_H in orders:
+                ranks_HD = np.empty_like(block_HD)
+                ranks_HD[order_H] = block_HD[sequence]
+                yield ranks_HD
+
+
+def tilings(layout: Layout, seats: Seats) -> list[Ints]:
+    """Ways to cut the ranks into blocks that a host may hold, in shape (H, D).
+
+    Consecutive ranks; cells in the order of the other rank mapping, which puts pipelines into a host; ranks dealt to
+    the hosts in turn.
+    """
+    ranks = np.arange(layout.world_size)
+    shape = seats.num_hosts, seats.devices_per_host
+    grid_PDCT = rank_grid(layout)
+    other = grid_PDCT if layout.use_tp_pp_dp_mapping else grid_PDCT.transpose(1, 0, 2, 3)
+    candidates = [ranks.reshape(shape), other.reshape(shape), ranks.reshape(shape[::-1]).T]
+    unique = {np.sort(block_HD, axis=1).tobytes(): block_HD for block_HD in reversed(candidates)}
+    return [block_HD for block_HD in reversed(unique.values()) if seats.allows(block_HD)]
+
+
+def _hosts_of_a_unit(layout: Layout, devices: int) -> int:
+    """Hosts that exchange in every pass: those of a tensor-parallel or expert group that leaves its host."""
+    widest = max(layout.tp * layout.cp, layout.ep * layout.etp)
+    return -(-widest // devices)
+
+
+def _packed(tiers: Tiers, unit: int) -> Ints:
+    """Hosts in order, but each group of the finest tier that holds a unit gives whole units first, the rest last."""
+    for tier in range(tiers.num_tiers):
+        runs = tiers.runs(tier)
+        if max(len(run) for run in runs) >= unit:
+            full = [len(run) // unit * unit for run in runs]
+            whole = [run[:size] for run, size in zip(runs, full, strict=True)]
+            return np.concatenate(whole + [run[size:] for run, size in zip(runs, full, strict=True)])
+    return tiers.order_H
+
+
+def _sequences(layout: Layout, block_HD: Ints, tiers: Tiers, unit: int) -> Iterator[Ints]:
+    """Orders of the blocks: by pipeline rank, by replica, or in squares of both that fill a group of a tier."""
+    stage_W = np.empty(layout.world_size, dtype=np.int64)
+    stage_W[rank_grid(layout)] = np.arange(layout.pp)[:, None, None, None]
+    stage_Q = stage_W[block_HD[:, 0]]
+    # How many blocks of the same pipeline rank come before each.
+    replica_Q = np.empty_like(stage_Q)
+    for stage in range(layout.pp):
+        held = stage_Q == stage
+        replica_Q[held] = np.arange(int(held.sum()))
+    replicas = int(replica_Q.max()) + 1
+    squares = [(1, replicas), (layout.pp, unit)]
+    for tier in range(tiers.num_tiers):
+        size = int(np.median([len(run) for run in tiers.runs(tier)]))
+        widths = [width for width in range(1, min(layout.pp, size) + 1) if layout.pp % width == 0]
+        squares += sorted(
+            ((width, max(size // width // unit, 1) * unit) for width in widths), key=lambda pair: abs(pair[0] - pair[1])
+        )
+    yield np.arange(len(stage_Q))
+    for stages, wide in dict.fromkeys(squares):
+        key = (replica_Q % wide, stage_Q % stages, replica_Q // wide, stage_Q // stages)
+        yield np.lexsort(key)
+        yield np.lexsort((key[1], key[0], key[3], key[2]))

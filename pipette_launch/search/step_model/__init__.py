@@ -1,0 +1,1 @@
+"""The step time of one layout as an assignment problem of hosts."""

@@ -1,0 +1,140 @@
+"""The work of a search cut into tasks that any process can do: each is one layout, and none depends on another.
+
+A course of tasks goes out in batches. What a task finds depends on the task, the field and the seed alone, so a batch
+gives the same results whoever does it, and the plan is the same whatever the number of processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipette_launch.facts import Layout, files
+from pipette_launch.search.candidates import Field
+from pipette_launch.search.placement.allowed import Placed, Placement, Seats, host_order, meets
+from pipette_launch.search.placement.exhaustive import exhaustion
+from pipette_launch.search.placement.search import begin, improve
+
+Clock = Callable[[], float]
+Stage = Literal["price", "carry", "improve", "exhaust"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One piece of work on one layout."""
+
+    stage: Stage
+    """What is asked of the layout.
+
+    `price`: its bound, torchrun's order and the best start. `carry`: its bound and `placement`, another layout's.
+    `improve`: go on from `placement`. `exhaust`: try all.
+    """
+    layout: Layout
+    beat_s: float = float("inf")
+    """Pricing ends with the bound where that is no better than this."""
+    placement: Placement = ()
+    cost_s: float = float("inf")
+    bound_s: float = 0.0
+    round: int = 0
+    """How often this layout was improved before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """What came of a task."""
+
+    bound_s: float
+    host_order_s: float = float("inf")
+    """Step time in torchrun's order; infinite where the bound ended the pricing."""
+    placement: Placement = ()
+    cost_s: float = float("inf")
+    is_optimal: bool = False
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether it was more than a bound."""
+        return bool(self.placement)
+
+
+Crew = Callable[[Sequence[Task]], Sequence["Tried | None"]]
+"""Does the tasks of a batch and returns what came of each, in their order; None where the time was up before it."""
+
+
+def alone(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> Crew:
+    """Do all tasks in this process, one after the other."""
+
+    def crew(tasks: Sequence[Task]) -> list[Tried | None]:
+        found: list[Tried | None] = []
+        for task in tasks:
+            late = clock() >= deadline_s
+            found.append(None if late else perform(field, task, seed=seed, clock=clock, deadline_s=deadline_s))
+        return found
+
+    return crew
+
+
+def perform(field: Field, task: Task, *, seed: int, clock: Clock, deadline_s: float) -> Tried:
+    """Do one task; the deadline cuts it short, but something always comes of it."""
+    if task.stage == "price":
+        return _price(field, task, clock=clock, deadline_s=deadline_s)
+    if task.stage == "carry":
+        return _carry(field, task)
+    objective = field.predictor.placement_cost(task.layout)
+    placed = Placed(placement=task.placement, cost_s=task.cost_s, is_optimal=False)
+    if task.stage == "exhaust":
+        seats = Seats.of(field.cluster)
+        for found in exhaustion(task.layout, seats, placed, objective=objective, clock=clock, deadline_s=deadline_s):
+            placed = found
+    else:
+        placed = improve(
+            task.layout,
+            field.cluster,
+            placed,
+            objective=objective,
+            bound_s=task.bound_s,
+            turn=task.round,
+            rng=random.Random(files.digest(seed, task.layout, task.round)),
+            clock=clock,
+            deadline_s=deadline_s,
+        )
+    return Tried(bound_s=task.bound_s, placement=placed.placement, cost_s=placed.cost_s, is_optimal=placed.is_optimal)
+
+
+def _carry(field: Field, task: Task) -> Tried:
+    bound_s = field.predictor.bound_s(task.layout)
+    if bound_s >= task.beat_s:
+        return Tried(bound_s=bound_s)
+    objective = field.predictor.placement_cost(task.layout)
+    cost_s = objective.cost(task.placement)
+    if cost_s >= task.beat_s:
+        return Tried(bound_s=bound_s)
+    return Tried(
+        bound_s=bound_s,
+        host_order_s=objective.cost(host_order(task.layout.world_size)),
+        placement=task.placement,
+        cost_s=cost_s,
+        is_optimal=meets(cost_s, bound_s),
+    )
+
+
+def _price(field: Field, task: Task, *, clock: Clock, deadline_s: float) -> Tried:
+    layout = task.layout
+    bound_s = field.predictor.bound_s(layout)
+    if bound_s >= task.beat_s:
+        return Tried(bound_s=bound_s)
+    objective = field.predictor.placement_cost(layout)
+    order = host_order(layout.world_size)
+    host_order_s = objective.cost(order)
+    best = Placed(placement=order, cost_s=host_order_s, is_optimal=meets(host_order_s, bound_s))
+    if not best.is_optimal:
+        started = begin(layout, field.cluster, objective=objective, bound_s=bound_s, clock=clock, deadline_s=deadline_s)
+        best = started if started.cost_s < best.cost_s or started.is_optimal else best
+    return Tried(
+        bound_s=bound_s,
+        host_order_s=host_order_s,
+        placement=best.placement,
+        cost_s=best.cost_s,
+        is_optimal=best.is_optimal,
+    )

@@ -1,0 +1,88 @@
+"""Rendezvous flags: what torch would guess is said outright, what the user said stays."""
+
+from argparse import Namespace
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from pipette_launch.agent.sync import rendezvous
+from pipette_launch.agent.sync.rendezvous import settle
+
+
+def parsed(*flags: str) -> Namespace:
+    """Flags as torchrun's parser reads them."""
+    args: Namespace = get_args_parser().parse_args([*flags, "script.py"])
+    return args
+
+
+def test_static_runs_as_c10d_on_node_0() -> None:
+    """Static rendezvous becomes c10d with an explicit host, at the master's address."""
+    args = parsed("--nnodes=2", "--node-rank=1", "--master-addr=10.1.2.3", "--master-port=4711")
+
+    place = settle(args)
+
+    assert ("c10d", "10.1.2.3:4711") == (args.rdzv_backend, args.rdzv_endpoint)
+    assert "is_host=false" in args.rdzv_conf
+    assert (1, False) == (place.node_rank, place.may_host_store)
+
+
+def test_one_node_stays_torchruns_affair() -> None:
+    """Torchrun turns a single static node into a local rendezvous itself; before 2.13 it took a fixed port."""
+    args = parsed("--nproc-per-node=2")
+    expected = ("static", -1) if args.master_port is None else ("c10d", 0)
+
+    place = settle(args)
+
+    assert (*expected, "127.0.0.1") == (args.rdzv_backend, place.node_rank, place.own_address())
+
+
+def test_static_waits_for_all_nodes_as_long_as_it_is_told() -> None:
+    """As under torchrun the greatest number of nodes counts, `timeout` is heeded, and nobody warns of the node rank."""
+    args = parsed("--nnodes=1:3", "--node-rank=2", "--rdzv-conf=timeout=77")
+
+    meeting = settle(args)
+
+    assert ("3", 0, 2) == (args.nnodes, args.node_rank, meeting.node_rank)
+    assert "join_timeout=77" in args.rdzv_conf.split(",")
+
+
+def test_the_users_settings_win() -> None:
+    """A value in --rdzv-conf is not overwritten."""
+    args = parsed("--nnodes=2", "--node-rank=0", "--rdzv-conf=join_timeout=7,is_host=false")
+
+    settle(args)
+
+    assert args.rdzv_conf.startswith("join_timeout=7,is_host=false,read_timeout=")
+
+
+@pytest.mark.parametrize(("endpoint", "hosts"), [("localhost:1234", True), ("192.0.2.1:1234", False)])
+def test_knows_whether_the_store_may_live_here(endpoint: str, hosts: bool) -> None:
+    """An endpoint is here when it names this machine or one of its addresses."""
+    args = parsed("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+
+    assert hosts == settle(args).may_host_store
+
+
+def test_the_endpoints_own_node_hosts_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host name resolves to another address torch takes no node for the host; the interface's tells."""
+    monkeypatch.setattr(rendezvous, "_matches_machine_hostname", lambda host: False)
+    args = parsed("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
+
+    settle(args)
+
+    assert "is_host=true" == args.rdzv_conf
+
+
+@pytest.mark.parametrize(
+    ("flags", "least"),
+    [
+        (("--nnodes=15:16", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1:1"), 15),
+        (("--nnodes=16", "--rdzv-backend=c10d", "--rdzv-endpoint=192.0.2.1:1"), 16),
+        (("--nnodes=15:16", "--node-rank=3"), 16),
+        (("--nproc-per-node=2",), 1),
+        (("--standalone",), 1),
+    ],
+)
+def test_knows_how_few_nodes_may_train(flags: tuple[str, ...], least: int) -> None:
+    """MIN of --nnodes, but for static rendezvous, which waits for all."""
+    assert least == settle(parsed(*flags)).least_nodes

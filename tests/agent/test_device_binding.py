@@ -1,0 +1,48 @@
+"""Which worker of a node sits on which device."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.agent.device_binding import Seat, seats, visible_devices
+
+
+def test_local_rank_follows_rank_where_it_can() -> None:
+    """The worker with LOCAL_RANK i has a RANK congruent to i, on the device that the plan gave that RANK."""
+    assert [Seat(rank=4, device=1), Seat(rank=7, device=0)] == list(seats([7, 4]))
+
+
+def test_physical_order_where_residues_meet() -> None:
+    """Two ranks with one residue cannot both have it as LOCAL_RANK."""
+    assert [Seat(rank=2, device=0), Seat(rank=4, device=1)] == list(seats([2, 4]))
+
+
+@given(st.permutations(range(8)))
+def test_every_rank_keeps_its_device(ranks: list[int]) -> None:
+    """Seating moves workers, never a RANK away from the device of the plan."""
+    assert {(seat.rank, seat.device) for seat in seats(ranks)} == {(rank, i) for i, rank in enumerate(ranks)}
+
+
+@pytest.mark.parametrize(
+    ("inherited", "order", "expected"),
+    [
+        (None, [1, 0], "1,0"),
+        ("4,5", [1, 0], "5,4"),
+        ("GPU-aa, GPU-bb,GPU-cc", [2, 0, 1], "GPU-cc,GPU-aa,GPU-bb"),
+        ("0,1,2,3", [1, 0], "1,0,2,3"),
+    ],
+)
+def test_devices_keep_their_names(inherited: str | None, order: list[int], expected: str) -> None:
+    """Indices and UUIDs that the job was given are reordered, and those it does not use come last."""
+    assert expected == visible_devices(inherited, order)
+
+
+def test_a_list_that_names_too_few_devices_is_left_alone() -> None:
+    """On CPU the slots are no devices: GPUs that the user hid stay hidden."""
+    assert "" == visible_devices("", [1, 0])
+    assert "3" == visible_devices("3", [1, 0])
+
+
+def test_a_binding_by_local_rank_keeps_its_devices() -> None:
+    """The worker with LOCAL_RANK i then sits on device i whatever its rank."""
+    assert [(3, 0), (2, 1)] == [tuple(seat) for seat in seats([3, 2], keep_devices=True)]

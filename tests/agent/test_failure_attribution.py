@@ -1,0 +1,179 @@
+"""Who is named when a warm-up fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.agent.failure_attribution import NodeReport, WorkerState, judge
+
+HEALTHY: dict[str, Any] = {"exit_code": None, "status": "sleeping", "error": "", "waits_for": "", "peers": ()}
+WAITING = {"waits_for": "all workers to arrive", "peers": ()}
+KILLED = {"exit_code": -9, "status": "zombie"}
+RAISED = {"exit_code": 1, "error": "warm-up worker 3 failed in phase compute: ValueError: odd"}
+STOPPED = {"status": "stopped", "is_overdue": True}
+SILENT = {"is_overdue": True}
+VICTIMS = [
+    "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:39485",
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv",
+    "DistBackendError: NCCL error: remote process exited or there was a network error, NCCL version 2.27.5",
+    "DistBackendError: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE)",
+    "waited 60 s in vain for all workers to arrive (missing: node2:1)",
+    "DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500).",
+    "links: no answer from node2:1 in round 3 of 7 between hosts (Application timeout caused pair closure)",
+    "lost the store beside node1:0 while waiting for all workers to arrive: failed to recv, got 0 bytes",
+]
+
+
+def state(slot: int, **changes: Any) -> WorkerState:
+    """A worker that is well, with changes."""
+    plain = {
+        "slot": slot,
+        "name": f"node{slot // 2 + 1}:{slot % 2}",
+        "pid": 100 + slot,
+        "where": "links, 3 of 7",
+        "advance": 2003,
+        "silent_s": 61.0,
+        "idle_s": 61.0,
+        "is_overdue": False,
+    }
+    return WorkerState(**{**plain, **HEALTHY, **changes})
+
+
+def told(*states: WorkerState, absent: tuple[str, ...] = ()) -> str:
+    """The sentence, of reports of two workers each."""
+    reports = [
+        NodeReport(workers=states[first : first + 2], output=f"/tmp/x on node{first // 2 + 1}")
+        for first in range(0, len(states), 2)
+    ]
+    return judge(reports, absent, waited_s=12.34).words
+
+
+@pytest.mark.parametrize("error", VICTIMS)
+def test_a_victim_is_told_by_its_words(error: str) -> None:
+    """What gloo, NCCL, the store and our own waits say of a peer that is gone is no fault of whoever says it."""
+    assert state(0, exit_code=1, error=error).is_victim()
+    assert not state(0, **RAISED).is_victim()
+
+
+def test_the_sentence() -> None:
+    """After how long, who, what happened, where, how many waited, and where to read more."""
+    victims = [state(slot, exit_code=1, error=VICTIMS[0]) for slot in (0, 2)]
+
+    assert (
+        "the warm-up failed after 12.3 s: node2:1 (pid 103) was killed by signal 9 in phase links, 3 of 7; "
+        "3 other workers waited in vain; its output is in /tmp/x on node2"
+    ) == told(victims[0], state(1, **WAITING), victims[1], state(3, **KILLED))
+
+
+@pytest.mark.parametrize(
+    ("guilty", "words"),
+    [
+        (KILLED, "node2:1 (pid 103) was killed by signal 9 in phase links, 3 of 7"),
+        (RAISED, f"node2:1 (pid 103) died with exit code 1 in phase links, 3 of 7: {RAISED['error']}"),
+        ({"error": "ValueError: odd"}, "node2:1 (pid 103) failed in phase links, 3 of 7: ValueError: odd"),
+        (STOPPED, "node2:1 (pid 103) is stopped, as by SIGSTOP or a debugger, in phase links, 3 of 7; no sign of it f"),
+        (
+            {"status": "disk-sleep", **SILENT},
+            "node2:1 (pid 103) hangs in phase links, 3 of 7; no sign of it for 61 s, ",
+        ),
+        (SILENT, "node2:1 (pid 103) hangs in phase links, 3 of 7; no sign of it for 61 s, its process is in state sl"),
+    ],
+    ids=["killed", "raised", "raises", "stopped", "stuck", "silent"],
+)
+def test_a_cause_comes_before_its_consequences(guilty: dict[str, Any], words: str) -> None:
+    """Whatever the others say, in whatever order."""
+    victims = [state(0, exit_code=1, error=VICTIMS[1]), state(1, **WAITING), state(2, exit_code=-6, error=VICTIMS[3])]
+
+    assert f"the warm-up failed after 12.3 s: {words}" in told(*victims, state(3, **guilty))
+
+
+def test_of_the_silent_the_one_behind_is_named() -> None:
+    """Two that exchange messages are both silent; so is everyone who waits in a collective for one that hangs."""
+    ahead = [state(slot, advance=2004, **SILENT) for slot in (0, 1)]
+    text = told(*ahead, state(2, advance=2004, peers=(3,), **SILENT), state(3, advance=2003, peers=(2,), **SILENT))
+
+    assert "node2:1 (pid 103) hangs" in text
+    assert 1 == text.count("(pid ")
+
+
+def test_one_that_is_only_slow_is_named_by_those_who_waited() -> None:
+    """It lives, gives signs, and all others have waited for it in vain."""
+    error = VICTIMS[4]
+    text = told(
+        state(0, exit_code=1, error=error, peers=(3,)),
+        state(1, exit_code=1, error=error, peers=(3,)),
+        state(2, waits_for="all workers to arrive", peers=(0,)),
+        state(3, status="running", silent_s=2.0),
+    )
+
+    assert "node2:1 (pid 103) was waited for in vain, in phase links, 3 of 7, in state running; no sign of it f" in text
+    assert error in text
+
+
+def test_workers_that_lost_each_other_are_told_by_the_first_to_fail() -> None:
+    """Where none died, hangs or is accused, the one that came least far says what happened."""
+    error = "RuntimeError: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused"
+    text = told(
+        state(0, advance=1000, **SILENT | WAITING),
+        state(1, exit_code=1, error=VICTIMS[0]),
+        state(2, exit_code=1, error=error, advance=1002),
+        state(3, advance=1000),
+    )
+
+    lost = f"node2:0 (pid 102) lost its peers in phase links, 3 of 7: {error}; 2 other workers waited in vain"
+    assert f"the warm-up failed after 12.3 s: {lost}; its output is in /tmp/x on node2" == text
+
+
+def test_hosts_that_do_not_answer_are_named() -> None:
+    """Before what their workers did to others, but not instead of a worker that was killed."""
+    victim = state(0, exit_code=1, error=VICTIMS[0])
+    gone = "the launcher on node2 does not answer: it or its node is gone"
+
+    assert f"after 12.3 s: {gone}; 1 other worker waited in vain" in told(victim, state(1), absent=("node2",))
+    both = told(victim, state(1, **KILLED), absent=("node2",))
+    assert f"node1:1 (pid 101) was killed by signal 9 in phase links, 3 of 7; {gone}; 1 other" in both
+
+
+def test_one_that_is_stopped_for_a_moment_is_not_named() -> None:
+    """Again and again is slow, not stopped: whoever caused the alarm is told instead."""
+    text = told(state(0, idle_s=1.0, status="stopped"), state(1, **SILENT))
+
+    assert "node1:1 (pid 101) hangs" in text
+
+
+def test_many_are_counted() -> None:
+    """Three are named, with how many more there are."""
+    text = told(*(state(slot, **RAISED) for slot in range(6)))
+
+    assert 3 == text.count("(pid ")
+    assert "; so with 3 more; its output is in /tmp/x on node1" in text
+
+
+def test_without_a_fault_the_deadline_is_told() -> None:
+    """Those that came least far are described."""
+    text = told(state(0, advance=3000), state(1, advance=1000, where="start"))
+
+    assert "the warm-up failed after 12.3 s, its deadline: node1:1 (pid 101) is in phase start, in state sl" in text
+
+
+@given(
+    st.permutations(range(4)),
+    st.sampled_from([KILLED, RAISED, STOPPED, SILENT]),
+    st.lists(st.sampled_from(["waits", *VICTIMS]), min_size=3, max_size=3),
+)
+def test_the_order_of_slots_does_not_matter(order: list[int], guilty: dict[str, Any], others: list[str]) -> None:
+    """One cause among victims is found wherever it sits, and nobody else is named."""
+    cause, *rest = order
+    states = {cause: state(cause, **guilty)}
+    for slot, how in zip(rest, others, strict=True):
+        states[slot] = state(slot, **(WAITING if how == "waits" else {"exit_code": 1, "error": how}))
+
+    text = told(*(states[slot] for slot in range(4)))
+
+    assert f"after 12.3 s: {states[cause].name} (pid " in text
+    assert 1 == text.count("(pid ")
+    assert "3 other workers waited in vain" in text

@@ -1,0 +1,177 @@
+"""Many bounds at once: below the bound of each layout alone, and near it."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from facts_for_tests import drawn_cluster, drawn_fits, tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipette_launch.cost import Predictor
+from pipette_launch.cost.columns.step_bounds import BoundColumns
+from pipette_launch.errors import LayoutError
+from pipette_launch.facts import Batch, Cluster, ComputeTime, Job, Layout, Measurements, Recompute, Samples
+
+RECOMPUTES = (
+    Recompute(granularity="none"),
+    Recompute(granularity="selective", modules=("mlp", "moe_act")),
+    Recompute(granularity="selective"),
+    Recompute(granularity="full", method="uniform", num_layers=1),
+    Recompute(granularity="full", method="block", num_layers=1),
+)
+MODELS: tuple[dict[str, object], ...] = (
+    {},
+    {"gated_linear_unit": True, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
+    {"mtp_num_layers": 1, "normalization": "RMSNorm"},
+    {"num_experts": 4, "moe_layer_freq": (0, 1, 1, 1, 0, 1, 1, 1), "moe_ffn_hidden_size": 128},
+    {"num_experts": 4, "moe_layer_freq": (1,) * 8, "moe_shared_expert_intermediate_size": 64},
+)
+FLAGS = (
+    (),
+    ("--no-align-param-gather",),
+    ("--moe-token-dispatcher-type alltoall", "--no-async-tensor-model-parallel-allreduce"),
+)
+CUTS = {2: (3, 5), 4: (1, 3, 2, 2), 8: (0, 1, 1, 2, 1, 1, 2, 0)}
+SHAPES = [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (2, 4), (4, 2)]
+
+
+def job_of(model: dict[str, object], flags: tuple[str, ...] = ()) -> Job:
+    """Eight layers and 96 samples; wide enough for several buckets of gradients."""
+    wide = {"num_layers": 8, "hidden_size": 1024, "ffn_hidden_size": 4096, "kv_channels": 256, "vocab_size": 50_000}
+    return replace(
+        tiny_job(model=tiny_model(**(wide | model)), performance_flags=flags), batch=Batch(global_batch_size=96)
+    )
+
+
+def measurements_of(cluster: Cluster, rng: random.Random, *, fits: bool) -> Measurements:
+    """Every part at a time of its own, partly idle; expert layers too."""
+    base = tiny_measurements(cluster)
+    samples = {
+        part: Samples(values_s=(rng.uniform(1e-3, 9e-3),)) for part in ("layer", "moe_layer", "embedding", "head")
+    }
+    compute = tuple(
+        ComputeTime(
+            case=case,
+            part=part,  # type: ignore[arg-type]
+            slot=0,
+            forward=sample,
+            input_grad=sample,
+            weight_grad=sample,
+            forward_idle_s=rng.choice((0.0, 5e-4)),
+            backward_idle_s=rng.choice((0.0, 2e-2)),
+        )
+        for case in base.compute_cases()
+        for part, sample in samples.items()
+    )
+    others = {
+        "optimizer_s_per_parameter": 1e-9,
+        "gradient_s_per_byte": rng.choice((0.0, 1e-10)),
+        "step_s": rng.choice((0.0, 3e-2)),
+        "wake_s": rng.choice((0.0, 3e-3)),
+    }
+    return replace(base, compute=compute, collectives=drawn_fits(rng) if fits else (), **others)  # type: ignore[arg-type]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, *, slots: int) -> Layout:
+    """Any layout of eight layers on so many slots."""
+    degrees = [(pp, vpp, tp, cp) for pp, vpp in SHAPES for tp in (1, 2) for cp in (1, 2) if slots % (pp * tp * cp) == 0]
+    pp, vpp, tp, cp = draw(st.sampled_from(degrees))
+    dp = slots // (pp * tp * cp)
+    return Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        ep=draw(st.sampled_from([1, 2] if dp % 2 == 0 else [1])),
+        etp=draw(st.sampled_from([1, tp])),
+        vpp=vpp,
+        microbatch_group_size=draw(st.sampled_from([0, pp, pp + 1, 2 * pp])) if vpp > 1 else 0,
+        layers_per_chunk=CUTS[pp * vpp] if pp * vpp in CUTS and draw(st.booleans()) else (),
+        micro_batch_size=draw(st.sampled_from([1, 2, 3])),
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        use_distributed_optimizer=draw(st.booleans()),
+        overlap_grad_reduce=draw(st.booleans()),
+        overlap_param_gather=draw(st.booleans()),
+        recompute=draw(st.sampled_from(RECOMPUTES)),
+    )
+
+
+def bound_of(predictor: Predictor, layout: Layout) -> float | None:
+    """The bound of one layout; None where its batch or its groups do not divide."""
+    try:
+        return predictor.bound_s(layout)
+    except LayoutError:
+        return None
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(MODELS),
+    st.sampled_from(FLAGS),
+    st.lists(layouts(slots=8), min_size=1, max_size=8),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_no_column_is_above_the_bound_of_its_layout(
+    model: dict[str, object], flags: tuple[str, ...], rows: list[Layout], fits: bool, rng: random.Random
+) -> None:
+    """On drawn links and slots, with and without measured collectives; and it is a number wherever that is one."""
+    this = job_of(model, flags)
+    measured = measurements_of(drawn_cluster(rng, hosts=4, devices=2), rng, fits=fits)
+    predictor = Predictor(this, measured)
+
+    seconds = BoundColumns.of(this, measured).seconds_N(rows).tolist()
+
+    for layout, bound_s in zip(rows, seconds, strict=True):
+        expected_s = bound_of(predictor, layout)
+        assert np.isnan(bound_s) if expected_s is None else 0 < bound_s <= expected_s
+
+
+def test_equal_machines_are_met() -> None:
+    """Every plain layout of equal slots and links, to a thousandth; interleaved ones, whose hops hide, too."""
+    this = job_of({})
+    measured = replace(
+        tiny_measurements(tiny_cluster(2, 4, bandwidth_bytes_per_s=1e10)),
+        optimizer_s_per_parameter=1e-9,
+        gradient_s_per_byte=1e-9,
+        step_s=0.05,
+    )
+    sharded = Layout(dp=2, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+    rows = [
+        Layout(tp=2, pp=2, dp=2),
+        Layout(tp=2, pp=2, dp=2, vpp=2, use_distributed_optimizer=True),
+        replace(sharded, pp=4),
+        replace(sharded, tp=2, pp=2, vpp=2),
+        Layout(pp=8, recompute=RECOMPUTES[3]),
+        Layout(dp=4, tp=2, sequence_parallel=True),
+    ]
+    predictor = Predictor(this, measured)
+
+    found = BoundColumns.of(this, measured).seconds_N(rows).tolist()
+
+    assert found == pytest.approx([predictor.bound_s(layout) for layout in rows], rel=1e-3)
+
+
+def test_what_cannot_be_priced_is_nan() -> None:
+    """Unknown kernels, another number of slots, a batch or layers that do not divide, groups too small."""
+    this = job_of({})
+    measured = tiny_measurements(tiny_cluster(4, 2))
+    bad = [
+        Layout(tp=8),
+        Layout(dp=4),
+        Layout(dp=8, micro_batch_size=5),
+        Layout(pp=2, dp=4, layers_per_chunk=(1, 2)),
+        Layout(pp=4, dp=2, vpp=2, microbatch_group_size=3),
+    ]
+
+    found = BoundColumns.of(this, measured).seconds_N([Layout(dp=8), *bad]).tolist()
+
+    assert [False, True, True, True, True, True] == np.isnan(found).tolist()
+
+
+def test_no_layouts() -> None:
+    """Nothing in, nothing out."""
+    assert BoundColumns.of(job_of({}), tiny_measurements(tiny_cluster())).seconds_N([]).tolist() == []

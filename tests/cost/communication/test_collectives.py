@@ -1,0 +1,262 @@
+"""Collectives by hand, over measured fits, and the bound over all groups."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from facts_for_tests import tiny_cluster
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.cost.communication.collectives import Fabric, Kind, num_steps
+from pipette_launch.cost.communication.scales import ring_shift
+from pipette_launch.errors import FactError
+from pipette_launch.facts import Cluster, CollectiveTime, Links
+
+KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+def measured(
+    kind: Kind, slots: tuple[int, ...], *, latency_s: float = 2e-3, seconds_per_byte: float = 4e-8
+) -> CollectiveTime:
+    """A fit that is far from what the links of `tiny_cluster` say."""
+    return CollectiveTime(
+        kind=kind,
+        slots=slots,
+        latency_s=latency_s,
+        seconds_per_byte=seconds_per_byte,
+        spread=0.0,
+        sizes_bytes=(1, 2, 3),
+    )
+
+
+def uneven_cluster(seed: int, *, hosts: int = 2, devices: int = 2) -> Cluster:
+    """Every link its own latency and bandwidth."""
+    rng = np.random.default_rng(seed)
+
+    def links(size: int, scale: float) -> Links:
+        latency = rng.uniform(1e-5, 1e-3, (size, size)) / scale
+        bandwidth = rng.uniform(1e7, 1e9, (size, size)) * scale
+        return Links(
+            latency_s=tuple(map(tuple, latency.tolist())), bandwidth_bytes_per_s=tuple(map(tuple, bandwidth.tolist()))
+        )
+
+    return replace(
+        tiny_cluster(hosts, devices),
+        between_hosts=links(hosts, 1.0),
+        within_host=tuple(links(devices, 3.0) for _ in range(hosts)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # Four slots on two hosts: the slowest link has 1e-4 s and 1e8 bytes/s; a chunk of 1000 bytes takes 1.1e-4 s.
+        ("all_reduce", 6 * 1.1e-4),
+        ("all_gather", 3 * 1.1e-4),
+        ("reduce_scatter", 3 * 1.1e-4),
+        ("all_to_all", 3 * 1.1e-4),
+    ],
+)
+def test_a_ring_takes_as_long_as_its_slowest_link(kind: Kind, expected: float) -> None:
+    """Steps times (latency + chunk / bandwidth)."""
+    assert Fabric(tiny_cluster(2, 2)).seconds(kind, (0, 1, 2, 3), 4000) == pytest.approx(expected)
+
+
+def test_a_send_uses_its_own_link_and_direction() -> None:
+    """From host 0 to host 1 is not from host 1 to host 0."""
+    links = Links(latency_s=((0.0, 1e-3), (5e-3, 0.0)), bandwidth_bytes_per_s=((0.0, 1e6), (2e6, 0.0)))
+    fabric = Fabric(replace(tiny_cluster(2, 1), between_hosts=links))
+
+    assert fabric.seconds("send", (0, 1), 1000) == pytest.approx(2e-3)
+    assert fabric.seconds("send", (1, 0), 1000) == pytest.approx(5.5e-3)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_ring_uses_its_links_the_way_that_it_goes(kind: Kind) -> None:
+    """One step over the slowest of its directed links, whether members send to the next or to the one before."""
+    cluster = uneven_cluster(3, hosts=3, devices=1)
+    shift = ring_shift(kind, cluster.device_kind)
+    links = cluster.between_hosts
+    step_s = max(
+        float(links.latency_s[a, (a + shift) % 3] + 1000 / links.bandwidth_bytes_per_s[a, (a + shift) % 3])
+        for a in range(3)
+    )
+
+    assert Fabric(cluster).seconds(kind, (0, 1, 2), 3000) == pytest.approx(num_steps(kind, 3) * step_s)
+
+
+def test_a_measured_ring_corrects_the_links_that_it_used() -> None:
+    """Over links that are slow one way, a reduction that went the other way says nothing of libraries that are fast."""
+    fast, slow = 1e8, 1e7
+    bandwidth = tuple(tuple(0.0 if a == b else slow if (a + 1) % 4 == b else fast for b in range(4)) for a in range(4))
+    links = replace(tiny_cluster(4, 1).between_hosts, bandwidth_bytes_per_s=bandwidth)
+    cluster = replace(tiny_cluster(4, 1), between_hosts=links)
+    assert cluster.device_kind == "cpu"
+    backwards = measured("all_reduce", (0, 1, 2, 3), latency_s=0.0, seconds_per_byte=1.5 / fast)
+    fabric = Fabric(cluster, (backwards,))
+
+    assert fabric.seconds("all_reduce", (0, 1, 2, 3), 4e6) == pytest.approx(1.5 * 4e6 / fast, rel=1e-2)
+    assert fabric.seconds("all_reduce", (0, 3, 2, 1), 4e6) == pytest.approx(1.5 * 4e6 / slow, rel=1e-2)
+
+
+def test_alone_there_is_nothing_to_send() -> None:
+    """A group of one costs nothing."""
+    assert [Fabric(tiny_cluster()).seconds(kind, (1,), 1e9) for kind in KINDS] == [0.0] * 5
+
+
+def test_groups_are_priced_each_by_itself() -> None:
+    """Two groups inside a host each, one across: their own sizes, their own links."""
+    seconds = Fabric(tiny_cluster(2, 2)).seconds_G(
+        "all_gather", np.array([[0, 1], [2, 3], [0, 2]]), np.array([2000.0, 4000.0, 2000.0])
+    )
+
+    assert seconds == pytest.approx([1.1e-5, 1.2e-5, 1.1e-4])
+
+
+def test_an_all_to_all_uses_every_pair() -> None:
+    """The slow pair costs although no ring step would use it."""
+    fast, slow = 1e9, 1e6
+    bandwidth = [[0.0 if i == j else fast for j in range(4)] for i in range(4)]
+    bandwidth[2][0] = slow
+    links = Links(latency_s=((0.0,) * 4,) * 4, bandwidth_bytes_per_s=tuple(map(tuple, bandwidth)))
+    fabric = Fabric(replace(tiny_cluster(1, 4), within_host=(links,)))
+
+    assert fabric.seconds("all_to_all", (0, 1, 2, 3), 4e6) == pytest.approx(3 * 1.0)
+    assert fabric.seconds("all_gather", (0, 1, 2, 3), 4e6) == pytest.approx(3 * 1e-3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "send"])
+@pytest.mark.parametrize("latency_s", [0.0, 1e-4, 2e-3])
+def test_a_measured_group_costs_what_was_measured(kind: Kind, latency_s: float) -> None:
+    """The fit is taken as it is, for every number of bytes, be its latency below or above that of the links."""
+    slots = (0, 1, 2, 3)
+    fabric = Fabric(tiny_cluster(2, 2), [measured(kind, slots, latency_s=latency_s)])
+
+    for size_bytes in (0, 1, 1000, 10**8):
+        assert fabric.seconds(kind, slots, size_bytes) == pytest.approx(latency_s + 4e-8 * size_bytes)
+
+
+def test_a_send_is_what_its_link_says() -> None:
+    """The links were measured by sends: another pair's time would only blur them."""
+    fabric = Fabric(tiny_cluster(2, 2), [measured("send", (0, 2))])
+
+    assert fabric.seconds("send", (0, 2), 1000) == pytest.approx(1.1e-4)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("all_reduce", 1), ("all_gather", 1), ("reduce_scatter", 2)])
+def test_what_crowds_a_host_slows_no_wire(kind: Kind, factor: int) -> None:
+    """Of a group inside a host that took 40 times its links' time, wires get what gloo's algorithm can explain.
+
+    Two members on each host have both slots' parts of the wire.
+    """
+    cluster = tiny_cluster(2, 2)
+    assert cluster.device_kind == "cpu"
+    inside = Fabric(cluster, [measured(kind, (0, 1), latency_s=0.0, seconds_per_byte=4e-8)])
+    plain = Fabric(replace(cluster, within_host=inside.cluster.within_host))
+    across = (0, 1, 2, 3)
+    size_bytes = 10**8
+
+    assert inside.seconds(kind, (0, 1), size_bytes) == pytest.approx(4.0)
+    assert inside.seconds(kind, across, size_bytes) == pytest.approx(
+        factor * plain.seconds(kind, across, size_bytes) / 2, rel=1e-2
+    )
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_a_ring_has_the_links_of_all_its_members_on_a_host(kind: Kind) -> None:
+    """Of two slots on each host a ring of all sends over one wire what two rings of one slot a host share."""
+    cluster = tiny_cluster(2, 2)
+    alone = measured(kind, (0, 2), latency_s=0.0, seconds_per_byte=num_steps(kind, 2) / 2 / 1e8)
+    fabric = Fabric(cluster, [alone])
+    chunk_s = 1e6 / 1e8
+
+    assert fabric.seconds(kind, (0, 2), 2e6) == pytest.approx(num_steps(kind, 2) * chunk_s, rel=1e-2)
+    assert fabric.seconds(kind, (0, 1, 2, 3), 4e6) == pytest.approx(num_steps(kind, 4) * chunk_s / 2, rel=1e-2)
+
+
+def test_an_all_to_all_has_a_part_of_the_wire_for_each_member() -> None:
+    """All of them send at once."""
+    pair = measured("all_to_all", (0, 2), latency_s=0.0, seconds_per_byte=0.5 / 1e8)
+
+    assert Fabric(tiny_cluster(2, 2), [pair]).seconds("all_to_all", (0, 1, 2, 3), 4e6) == pytest.approx(3e-2, rel=1e-2)
+
+
+def test_gloo_waits_for_the_others_once_in_an_operation() -> None:
+    """What a pair took beyond its links' latency is no more for four, who take three times as many steps."""
+    fabric = Fabric(tiny_cluster(4, 1), [measured("all_reduce", (0, 1), latency_s=5e-3, seconds_per_byte=1e-8)])
+    wait_s = 5e-3 - 2 * 1e-4
+
+    assert fabric.seconds("all_reduce", (0, 1), 0) == pytest.approx(5e-3)
+    assert fabric.seconds("all_reduce", (0, 1, 2, 3), 0) == pytest.approx(6 * 1e-4 + wait_s)
+
+
+def test_the_latency_of_the_library_is_added_to_that_of_the_link() -> None:
+    """A link that seems to have no latency does not blow up the price of another group."""
+    latency = ((0.0, 0.0, 1e-4), (0.0, 0.0, 1e-4), (1e-4, 1e-4, 0.0))
+    links = replace(Links.uniform(3, latency_s=0.0, bandwidth_bytes_per_s=1e8), latency_s=latency)
+    fabric = Fabric(replace(tiny_cluster(3, 1), between_hosts=links), [measured("all_reduce", (0, 1))])
+
+    assert fabric.seconds("all_reduce", (0, 2), 0) == pytest.approx(2e-3 + 2 * 1e-4)
+
+
+def test_a_group_of_equal_shape_costs_more_over_a_slower_link() -> None:
+    """The measured fit is scaled by the group's own slowest link."""
+    bandwidth = ((0.0, 1e8, 5e7), (1e8, 0.0, 5e7), (5e7, 5e7, 0.0))
+    links = Links(
+        latency_s=Links.uniform(3, latency_s=1e-4, bandwidth_bytes_per_s=1.0).latency_s, bandwidth_bytes_per_s=bandwidth
+    )
+    fabric = Fabric(replace(tiny_cluster(3, 1), between_hosts=links), [measured("all_reduce", (0, 1))])
+
+    assert fabric.seconds("all_reduce", (0, 2), 1000) == pytest.approx(2e-3 + 2 * 4e-8 * 1000)
+
+
+def test_the_nearest_shape_is_taken() -> None:
+    """Within a host or across comes first, then the number of members, whatever the order of the measurements."""
+    fits = [
+        measured("all_reduce", (0, 1), latency_s=1.0),
+        measured("all_reduce", (0, 4), latency_s=2.0),
+        measured("all_reduce", (0, 1, 4, 5), latency_s=3.0),
+    ]
+    for order in itertools.permutations(fits):
+        fabric = Fabric(tiny_cluster(2, 4), order)
+
+        assert fabric.seconds("all_reduce", (2, 3), 0) == pytest.approx(1.0)
+        assert fabric.seconds("all_reduce", (1, 5), 0) == pytest.approx(2.0)
+        assert fabric.seconds("all_reduce", (2, 3, 6, 7), 0) == pytest.approx(3.0)
+        # Three members on one host: the pair inside a host, which waits once, with 4 steps for 2.
+        assert fabric.seconds("all_reduce", (0, 1, 2), 0) == pytest.approx(1.0 + 2 * 1e-5)
+
+
+def test_a_ring_stands_in_for_another_ring_and_only_for_that() -> None:
+    """Half of an all-reduce prices a reduce-scatter, but for the waiting; an all-to-all was not seen."""
+    fabric = Fabric(tiny_cluster(1, 2), [measured("all_reduce", (0, 1))])
+
+    assert fabric.seconds("reduce_scatter", (0, 1), 1000) == pytest.approx(2e-3 - 1e-5 + 4e-8 * 1000 / 2)
+    assert not fabric.scale("all_to_all", 2).is_measured
+
+
+def test_a_measured_group_lies_on_the_cluster() -> None:
+    """A slot that does not exist is named."""
+    with pytest.raises(FactError, match=r"\(0, 9\)"):
+        Fabric(tiny_cluster(2, 2), [measured("all_reduce", (0, 9))])
+
+
+@given(st.integers(0, 10**6), st.sampled_from(KINDS), st.floats(0, 1e7), st.booleans())
+def test_the_bound_holds_for_every_group(seed: int, kind: Kind, size_bytes: float, with_fits: bool) -> None:
+    """No group of any size, anywhere, in any order, is faster than the bound of its size."""
+    fits = [measured(kind, (0, 1)), measured(kind, (0, 2), latency_s=1e-3)] if with_fits else []
+    fabric = Fabric(uneven_cluster(seed), fits)
+    for size in (2,) if kind == "send" else (2, 3, 4):
+        groups = itertools.permutations(range(4), size)
+
+        assert fabric.bound_s(kind, size, size_bytes) <= min(
+            fabric.seconds(kind, group, size_bytes) for group in groups
+        ) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("all_reduce", 6), ("all_gather", 3), ("all_to_all", 3), ("send", 1)])
+def test_steps(kind: Kind, expected: int) -> None:
+    """An all-reduce is a reduce-scatter and an all-gather."""
+    assert num_steps(kind, 4) == expected

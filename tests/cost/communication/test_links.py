@@ -1,0 +1,59 @@
+"""Links between any two slots without a matrix of all slots."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+from facts_for_tests import drawn_cluster, tiny_cluster
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.cost.communication.collectives import Fabric
+from pipette_launch.cost.communication.links import LinkTable, best_links
+from pipette_launch.facts import Links
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_a_look_up_is_what_the_whole_matrix_says(seed: int, hosts: int, devices: int, alike: bool) -> None:
+    """From every slot to every slot, itself included, with hosts that share their links and hosts that do not."""
+    cluster = drawn_cluster(random.Random(seed), hosts=hosts, devices=devices)
+    if alike:
+        cluster = replace(cluster, within_host=cluster.within_host[:1] * hosts)
+    fabric = Fabric(cluster)
+    sender, receiver = np.indices((cluster.num_slots, cluster.num_slots))
+
+    assert cluster.latency_s_SS().tolist() == fabric.latency_s(sender, receiver).tolist()
+    assert cluster.seconds_per_byte_SS().tolist() == fabric.seconds_per_byte(sender, receiver).tolist()
+
+
+def test_a_large_cluster_keeps_few_links() -> None:
+    """Hosts that are alike share one matrix: 40 hosts of 8 keep 40 * 40 + 8 * 8 links, not 320 * 320."""
+    assert 40 * 40 + 8 * 8 == len(LinkTable.of(tiny_cluster(40, 8)).latency_s_L)
+
+
+def test_the_best_links_by_hand() -> None:
+    """A link that another beats in both goes, of links of equal latency the faster stays."""
+    latency = [[9.0, 1.0, 2.0], [2.0, 9.0, 3.0], [1.0, 3.0, 9.0]]
+    bandwidth = [[9.0, 2.0, 4.0], [5.0, 9.0, 5.0], [1.0, 10.0, 9.0]]
+
+    found = best_links([Links(latency_s=latency, bandwidth_bytes_per_s=bandwidth)])
+
+    assert ((1.0, 1 / 2), (2.0, 1 / 5), (3.0, 1 / 10)) == found
+    assert () == best_links([Links.uniform(1, latency_s=1.0, bandwidth_bytes_per_s=1.0)])
+
+
+@given(st.integers(0, 10**6), st.integers(2, 5), st.sampled_from([1, 3, 1 << 19]))
+def test_an_all_to_all_in_pieces_is_the_slowest_of_all_pairs(seed: int, size: int, at_once: int) -> None:
+    """However many links are looked at together."""
+    fabric = Fabric(drawn_cluster(random.Random(seed), hosts=3, devices=2))
+    slots_GK = np.array([np.random.default_rng(seed + row).permutation(6)[:size] for row in range(3)])
+    expected = []
+    for slots in slots_GK:
+        pairs = [fabric.seconds("send", (a, b), 1000 / size) for a in slots for b in slots if a != b]
+        expected.append((size - 1) * max(pairs))
+
+    found = fabric.seconds_G("all_to_all", slots_GK, 1000.0, links_at_once=at_once)
+
+    assert np.allclose(expected, found, rtol=1e-12)

@@ -1,0 +1,274 @@
+"""Measurements out of a device model: limits, hand-computed cases, and what the Predictor makes of them."""
+
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_job, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.cost.communication.traffic import step_traffic
+from pipette_launch.cost.compute.device_work import Load, Product, layer_loads
+from pipette_launch.cost.compute.imagined_device import (
+    gradient_s_per_byte,
+    imagined,
+    matmul_efficiency,
+    optimizer_s_per_parameter,
+    pass_s,
+)
+from pipette_launch.cost.compute.stages import ComputeTable, attention_core_share
+from pipette_launch.cost.step.predictor import Predictor
+from pipette_launch.errors import FactError
+from pipette_launch.facts import Batch, Job, Layout, Recompute
+from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec, Tier
+from pipette_launch.facts.machines.known_devices import DeviceSpec, Efficiency, Link, known_devices
+from pipette_launch.facts.model import LatentAttention
+
+DEVICE = DeviceSpec(
+    name="test device",
+    flops_per_s={"bf16": 100e12, "fp32": 50e12},
+    memory_bytes_per_s=1e12,
+    memory_bytes=16 << 30,
+    within_host=Link(latency_s=1e-6, bytes_per_s=100e9),
+    between_hosts=Link(latency_s=1e-5, bytes_per_s=20e9, shared_by=2),
+    efficiency=Efficiency(matmul_share=0.5, half_size=100, attention_share=0.25, memory_share=0.5, launch_s=1e-5),
+    source="Made up.",
+)
+
+
+def job(**changes: object) -> Job:
+    """A GPT of 4 layers with 8 samples a step on 4 devices."""
+    return tiny_job(model=tiny_model(params_dtype="bf16", **changes))
+
+
+def test_pass_is_worked_out_by_hand() -> None:
+    """2e9 FLOPs at 50 % / 1.3 of 100T, 1e9 at 25 %, 1e8 bytes at half of 1 TB/s: 292 us, unless 30 kernels."""
+    load = Load(products=(Product(m=1000, n=1000, k=1000),), attention_flops=1e9, moved_bytes=1e8, kernels=3)
+
+    assert pass_s(DEVICE, "bf16", load) == pytest.approx(292e-6)
+    assert pass_s(DEVICE, "bf16", replace(load, kernels=30)) == pytest.approx(300e-6)
+
+
+sizes = st.integers(min_value=1, max_value=1 << 17)
+
+
+@given(m=sizes, n=sizes, k=sizes)
+def test_efficiency_lies_between_0_and_its_limit(m: int, n: int, k: int) -> None:
+    """And a product that is longer in a dimension is never less efficient, nor faster."""
+    small, large = Product(m=m, n=n, k=k), Product(m=2 * m, n=n, k=k)
+
+    assert 0 < matmul_efficiency(DEVICE, small) <= matmul_efficiency(DEVICE, large) <= 0.5
+    assert pass_s(DEVICE, "bf16", Load(products=(small,))) < pass_s(DEVICE, "bf16", Load(products=(large,)))
+
+
+@pytest.mark.parametrize("backend", ["flash", "unfused", "local"])
+@pytest.mark.parametrize("moe", [False, True])
+def test_layer_flops_are_those_of_the_model(backend: str, moe: bool) -> None:
+    """The forward of all ranks adds up to the model's FLOPs; flash attention skips half of its part."""
+    model = tiny_model(
+        params_dtype="bf16",
+        transformer_impl="transformer_engine",
+        attention_backend=backend,
+        add_bias_linear=False,
+        **({"num_experts": 4, "moe_layer_freq": (1,) * 4} if moe else {}),
+    )
+    layout = Layout(tp=2, etp=2, sequence_parallel=True, micro_batch_size=3)
+    forward = layer_loads(tiny_job(model=model), layout, moe=moe).forward
+    core = 4.0 * model.seq_length * 64
+    expected = 3 * 32 * (model.forward_flops_per_token(moe=moe) - core * (0.5 if backend == "flash" else 0))
+
+    assert expected == 2 * (sum(product.flops for product in forward.products) + forward.attention_flops)
+
+
+@pytest.mark.parametrize(("q_lora_rank", "query_weights"), [(None, 64 * 4 * 24), (32, 64 * 32 + 32 * 4 * 24)])
+def test_latent_attention_flops(q_lora_rank: int | None, query_weights: int) -> None:
+    """Latents of 48 + 8, four heads of 16 + 8 channels of query and 20 of value, on one rank: counted by hand."""
+    latent = LatentAttention(
+        q_lora_rank=q_lora_rank, kv_lora_rank=48, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=20
+    )
+    model = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", latent_attention=latent)
+    forward = layer_loads(tiny_job(model=model), Layout(), moe=False).forward
+    weights = query_weights + 64 * (48 + 8) + 48 * 4 * (16 + 20) + 4 * 20 * 64 + 2 * 64 * 256
+
+    assert sum(product.flops for product in forward.products) == 2 * 32 * weights
+    assert forward.attention_flops == 32 * 32 * 4 * (24 + 20)
+
+
+def test_weight_gradient_costs_what_the_forward_does() -> None:
+    """Every weight matrix is multiplied once in each of the three passes; scores and context have no weights."""
+    loads = layer_loads(job(), Layout(tp=2), moe=False)
+    weight = sum(product.flops for product in loads.weight_grad.products)
+
+    assert weight == 2 * 32 * (4 * 64 * 64 + 2 * 64 * 256) / 2
+    assert sum(product.flops for product in loads.input_grad.products) - weight == 2 * (
+        sum(product.flops for product in loads.forward.products) - weight
+    )
+
+
+@given(mbs=st.sampled_from([1, 2, 4, 8]), tp=st.sampled_from([1, 2, 4]))
+def test_more_tokens_are_never_faster(mbs: int, tp: int) -> None:
+    """And never take more than in proportion, as efficiency rises."""
+    layouts = [Layout(tp=tp, micro_batch_size=size) for size in (mbs, 2 * mbs)]
+    found = imagined(job(), DEVICE, num_hosts=1, devices_per_host=tp, layouts=layouts)
+
+    for part in ("layer", "embedding", "head"):
+        small, large = sorted(
+            (time for time in found.compute if time.part == part), key=lambda time: time.case.micro_batch_size
+        )
+        once, twice = (
+            (time.forward.median_s, time.input_grad.median_s + time.weight_grad.median_s) for time in (small, large)
+        )
+        for less, more in zip(once, twice, strict=True):
+            assert less * (1 - 1e-12) <= more <= 2 * less * (1 + 1e-12)
+
+
+def test_short_kernels_leave_the_device_idle() -> None:
+    """A tiny layer takes as long as its launches; a large one leaves nothing idle."""
+    found = imagined(job(), DEVICE, num_hosts=1, devices_per_host=2, layouts=[Layout(dp=2)])
+    tiny = next(time for time in found.compute if time.part == "layer")
+    large_job = job(hidden_size=8192, ffn_hidden_size=32768, kv_channels=2048, seq_length=4096)
+    large = next(
+        time
+        for time in imagined(large_job, DEVICE, num_hosts=1, devices_per_host=2, layouts=[Layout(dp=2)]).compute
+        if time.part == "layer"
+    )
+    kernels = layer_loads(job(), Layout(dp=2), moe=False).forward.kernels
+
+    assert tiny.forward.median_s == kernels * 1e-5
+    assert 0.9 * tiny.forward.median_s < tiny.forward_idle_s < tiny.forward.median_s
+    assert (large.forward_idle_s, large.backward_idle_s) == (0, 0)
+
+
+def test_attention_core_lies_within_the_layer() -> None:
+    """Selective recompute of it costs less than the layer, and without flash more than its share of the FLOPs."""
+    long = job(seq_length=4096, max_position_embeddings=4096, hidden_size=1024, ffn_hidden_size=4096, kv_channels=256)
+    layout = Layout(recompute=Recompute(granularity="selective"))
+    found = imagined(long, DEVICE, num_hosts=1, devices_per_host=1, layouts=[layout])
+    seconds = {time.part: time.forward.median_s for time in found.compute}
+    again_s = ComputeTable(long, found).chunk_passes(layout)[0].recompute_s
+
+    assert again_s == pytest.approx(4 * seconds["core_attention"])
+    assert attention_core_share(long.model) < seconds["core_attention"] / seconds["layer"] < 1
+
+
+def test_groups_across_hosts_use_all_cards() -> None:
+    """A ring of 4 on 2 hosts has two shares of 10 GB/s, one member a host has one."""
+    layouts = [Layout(dp=4), Layout(dp=2, tp=2)]
+    found = imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=layouts).collectives
+    byte_s = {
+        (len(time.slots), len({slot // 2 for slot in time.slots})): time.seconds_per_byte
+        for time in found
+        if time.kind == "all_gather"
+    }
+
+    assert byte_s == pytest.approx({(2, 1): 1 / 2 / 100e9, (2, 2): 1 / 2 / 10e9, (4, 2): 3 / 4 / 20e9})
+
+
+def test_an_exchange_across_hosts_goes_through_each_members_own_card() -> None:
+    """4 of 4 on 2 hosts: 2 of 4 pieces leave at 10 GB/s each, while the ring of the same group has both cards."""
+    found = imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)]).collectives
+    byte_s = {time.kind: time.seconds_per_byte for time in found if len(time.slots) == 4}
+
+    assert byte_s["all_to_all"] == pytest.approx(2 / 4 / 10e9)
+    assert byte_s["all_gather"] == pytest.approx(3 / 4 / 20e9)
+
+
+def test_groups_across_tiers_are_as_slow_as_their_slowest_link() -> None:
+    """Behind half of the uplinks a ring of four hosts takes twice as long; within a leaf nothing changes."""
+    fabric = FabricSpec(source="-", tiers=(Tier(name="leaf", hosts_per_group=2), Tier(name="spine", share=0.5)))
+    ring_s, step_s = [], []
+    for one in (UNIFORM, fabric):
+        found = imagined(job(), DEVICE, num_hosts=4, devices_per_host=1, layouts=[Layout(dp=4)], fabric=one)
+        ring_s += [time.seconds_per_byte for time in found.collectives if time.kind == "all_gather"]
+        step_s.append(Predictor(job(), found).step_time(Layout(dp=4), range(4)).breakdown_s["data_parallel"])
+
+    assert ring_s[1] == pytest.approx(2 * ring_s[0])
+    assert step_s[1] > 1.2 * step_s[0]
+
+
+def test_predictor_prices_what_was_imagined() -> None:
+    """Every layout asked for has a price, and the price is made of all parts."""
+    layouts = [Layout(dp=4), Layout(tp=2, dp=2), Layout(pp=2, tp=2), Layout(pp=4, micro_batch_size=2)]
+    found = imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=layouts)
+    predictor = Predictor(job(), found)
+
+    for layout in layouts:
+        assert predictor.can_price(layout)
+        assert predictor.notes(layout) == ()
+        assert predictor.step_time(layout, range(4)).total_s > 0
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2, 4]),
+    mbs=st.sampled_from([1, 2]),
+    name=st.sampled_from(sorted(known_devices())),
+    sequence_parallel=st.booleans(),
+    full=st.booleans(),
+)
+def test_no_step_beats_the_peak(tp: int, pp: int, mbs: int, name: str, sequence_parallel: bool, full: bool) -> None:
+    """All devices together compute at most at their share of the peak, whatever the layout and its overlaps."""
+    device = known_devices()[name]
+    model = tiny_model(hidden_size=2048, ffn_hidden_size=8192, kv_channels=512, seq_length=1024, params_dtype="fp16")
+    recompute = Recompute(granularity="full", method="uniform", num_layers=1) if full else Recompute(granularity="none")
+    layout = Layout(
+        tp=tp, pp=pp, dp=16 // tp // pp, micro_batch_size=mbs, sequence_parallel=sequence_parallel, recompute=recompute
+    )
+    this = tiny_job(model=model, batch=Batch(global_batch_size=64))
+    found = imagined(this, device, num_hosts=2, devices_per_host=8, layouts=[layout])
+    flops = 64 * 1024 * 4 * model.forward_flops_per_token() * (4 if full else 3)
+    fastest_s = flops / (16 * device.peak_flops_per_s("fp16") * device.efficiency.matmul_share)
+
+    assert Predictor(this, found).step_time(layout, range(16)).total_s > fastest_s
+
+
+def test_assumptions_are_stated() -> None:
+    """Whoever reads the plan sees that nothing was measured, and every figure that was assumed instead."""
+    text = " ".join(imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)]).notes)
+
+    for words in ("Nothing was measured", "Made up.", "100 TFLOP/s (bf16)", "10 us", "100 GB/s", "10 GB/s", "rings"):
+        assert words in text
+
+
+def test_optimizer_moves_its_bytes() -> None:
+    """34 bytes for each parameter, and each byte of all gradients four times, at half of 1 TB/s."""
+    assert optimizer_s_per_parameter(DEVICE) == 34 / 0.5e12
+    assert gradient_s_per_byte(DEVICE) == 4 / 0.5e12
+
+
+def test_what_is_done_once_a_step_is_in_the_price() -> None:
+    """A rank of two replicas clears, checks and scales all its gradients, and waits for its host."""
+    layout = Layout(dp=2, use_distributed_optimizer=True)
+    gradients = step_traffic(job(), layout).gradient_bytes[0][0]
+    step_s = []
+    for host_s in (0.0, 0.25):
+        device = replace(DEVICE, efficiency=replace(DEVICE.efficiency, step_s=host_s))
+        found = imagined(job(), device, num_hosts=1, devices_per_host=2, layouts=[layout])
+        free = replace(found, gradient_s_per_byte=0.0)
+        step_s += [Predictor(job(), one).step_time(layout, range(2)).total_s for one in (found, free)]
+
+    assert gradients > 0
+    assert step_s[0] - step_s[1] == pytest.approx(4 * gradients / 0.5e12)
+    assert step_s[2] - step_s[0] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("biases", "passes"), [(False, 16), (True, 18)])
+def test_gradients_that_meet_are_added_up(biases: bool, passes: int) -> None:
+    """Two norms of 3, two residuals of 2, two sums of 3, and a bias sum each, over 32 x 64 elements of 2 bytes."""
+    model = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", add_bias_linear=biases)
+    layer = layer_loads(tiny_job(model=model), Layout(), moe=False).input_grad
+    activation = 3 * 32 * 256 * 2
+
+    assert layer.moved_bytes == passes * 32 * 64 * 2 + activation
+
+
+def test_nothing_cannot_be_imagined() -> None:
+    """Neither no hosts, nor no layouts, nor a type without a peak."""
+    with pytest.raises(FactError, match="0 hosts"):
+        imagined(job(), DEVICE, num_hosts=0, devices_per_host=2, layouts=[Layout()])
+    with pytest.raises(FactError, match="0 layouts"):
+        imagined(job(), DEVICE, num_hosts=1, devices_per_host=1, layouts=[])
+    with pytest.raises(FactError, match="no known peak for fp16"):
+        imagined(
+            tiny_job(model=tiny_model(params_dtype="fp16")), DEVICE, num_hosts=1, devices_per_host=1, layouts=[Layout()]
+        )

@@ -1,0 +1,173 @@
+"""Stage times from measured parts, and the stated way to get those that were not measured."""
+
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+
+from pipette_launch.cost.compute.stages import ComputeTable, Passes, attention_core_share, recompute_share
+from pipette_launch.errors import PlanError
+from pipette_launch.facts import ComputeCase, ComputeTime, Layout, LoadingTime, Measurements, Recompute, Samples
+
+CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
+TWO = ComputeCase(tp=1, cp=1, micro_batch_size=2)
+
+
+def table(*cases: ComputeCase) -> ComputeTable:
+    """Layer 1 ms, embedding 0.1 ms, head 0.5 ms a pass, times micro-batch over tp * cp; a backward is two passes."""
+    return ComputeTable(tiny_job(), tiny_measurements(tiny_cluster(), cases or (CASE,)))
+
+
+def milliseconds(passes: tuple[Passes, ...]) -> list[tuple[float, float, float]]:
+    """Forward, backward, recompute."""
+    return [
+        tuple(round(1e3 * value, 9) for value in (part.forward_s, part.backward_s, part.recompute_s))  # type: ignore[misc]
+        for part in passes
+    ]
+
+
+def test_ends_are_not_free() -> None:
+    """The embedding adds to the first stage, the head to the last."""
+    assert milliseconds(table().chunk_passes(Layout(pp=4))) == [(1.1, 2.2, 0), (1, 2, 0), (1, 2, 0), (1.5, 3.0, 0)]
+
+
+def test_waking_costs_every_chunk_of_a_pipeline() -> None:
+    """Half of it each way; without stages no pass waits for a message."""
+    waking = ComputeTable(tiny_job(), replace(tiny_measurements(tiny_cluster(), (CASE,)), wake_s=4e-4))
+
+    assert milliseconds(waking.chunk_passes(Layout(pp=2, vpp=2)))[1:3] == [(1.2, 2.2, 0), (1.2, 2.2, 0)]
+    assert waking.chunk_passes(Layout(dp=4)) == table().chunk_passes(Layout(dp=4))
+
+
+def test_stages_that_need_tokens_or_labels_load_every_micro_batch() -> None:
+    """Once before the first and the last forward of a pipeline, and once where one stage needs both."""
+    measured = tiny_measurements(tiny_cluster(), (CASE, TWO))
+    loading = LoadingTime(batch_s=2e-4, sample_s=1e-4)
+    loads = ComputeTable(tiny_job(), replace(measured, loading=loading))
+    plain = ComputeTable(tiny_job(), measured)
+
+    def longer_ms(layout: Layout) -> list[float]:
+        """How much longer the forwards are."""
+        with_and_without = zip(loads.chunk_passes(layout), plain.chunk_passes(layout), strict=True)
+        return [round(1e3 * (one.forward_s - other.forward_s), 9) for one, other in with_and_without]
+
+    assert [0.3, 0, 0, 0.3] == longer_ms(Layout(pp=2, vpp=2))
+    assert [0.4, 0.4] == longer_ms(Layout(pp=2, micro_batch_size=2))
+    assert [0.3] == longer_ms(Layout(dp=4))
+
+
+def test_every_predicted_token_costs_a_layer_and_a_head() -> None:
+    """Two depths on the last stage: 2 * (1 + 0.5) ms more a pass than its layer and its head."""
+    deep = ComputeTable(tiny_job(model=tiny_model(mtp_num_layers=2)), tiny_measurements(tiny_cluster(), (CASE,)))
+
+    assert milliseconds(deep.chunk_passes(Layout(pp=4)))[-1] == (4.5, 9.0, 0)
+
+
+def test_full_recompute_adds_a_forward() -> None:
+    """All layers with method uniform, the first of each chunk with block; embedding and head never."""
+    uniform = Recompute(granularity="full", method="uniform", num_layers=2)
+    block = Recompute(granularity="full", method="block", num_layers=1)
+
+    assert milliseconds(table().chunk_passes(Layout(pp=2, recompute=uniform))) == [(2.1, 4.2, 2), (2.5, 5.0, 2)]
+    assert milliseconds(table().chunk_passes(Layout(pp=2, recompute=block))) == [(2.1, 4.2, 1), (2.5, 5.0, 1)]
+
+
+def test_full_recompute_costs_what_it_was_measured_to() -> None:
+    """A measured 1.25 ms for a forward of 1 ms; other cases go by the median of those that were timed."""
+    base = tiny_measurements(tiny_cluster(), (CASE, replace(CASE, tp=2)))
+    again = Samples(values_s=(1.25e-3,))
+    compute = tuple(
+        replace(time, recompute=again) if time.part == "layer" and time.case == CASE else time for time in base.compute
+    )
+    measured = ComputeTable(tiny_job(), replace(base, compute=compute))
+    uniform = Recompute(granularity="full", method="uniform", num_layers=1)
+
+    assert milliseconds(measured.chunk_passes(Layout(pp=2, recompute=uniform))) == [(2.1, 4.2, 2.5), (2.5, 5.0, 2.5)]
+    assert milliseconds(measured.chunk_passes(Layout(pp=4, tp=2, recompute=uniform)))[1] == (0.5, 1.0, 0.625)
+    assert milliseconds(measured.chunk_passes(Layout(pp=2))) == [(2.1, 4.2, 0), (2.5, 5.0, 0)]
+
+
+def test_selective_recompute_is_priced_by_flops() -> None:
+    """With h 64, f 256, s 32: the attention core is 4*32*64 of 2*matrices + 4*32*64 FLOPs a token."""
+    model = tiny_model(add_bias_linear=False)
+    core = 4 * 32 * 64
+    layer = 2 * (4 * 64 * 64 + 2 * 64 * 256) + core
+    core_only = Layout(recompute=Recompute(granularity="selective"))
+    with_mlp = Layout(recompute=Recompute(granularity="selective", modules=("core_attn", "mlp", "layernorm")))
+
+    assert recompute_share(model, core_only, 0, moe=False) == core / layer
+    assert recompute_share(model, with_mlp, 0, moe=False) == (core + 2 * 2 * 64 * 256) / layer
+    assert attention_core_share(model) == core / layer
+
+
+def test_moe_recompute_counts_shared_experts_once() -> None:
+    """`moe` holds them already."""
+    model = tiny_model(
+        num_experts=4, moe_layer_freq=(1,) * 4, moe_shared_expert_intermediate_size=64, add_bias_linear=False
+    )
+    both = Layout(recompute=Recompute(granularity="selective", modules=("moe", "shared_experts")))
+    expected = (2 * 2 * 2 * 64 * 256 + 2 * 2 * 64 * 64) / model.forward_flops_per_token(moe=True)
+
+    assert recompute_share(model, both, 0, moe=True) == expected
+
+
+def test_expert_layers_have_their_own_time() -> None:
+    """Dense and expert layers are measured apart."""
+    model = tiny_model(num_experts=4, moe_layer_freq=(0, 1, 0, 1))
+    measurements = tiny_measurements(tiny_cluster(), (CASE,))
+    sample = Samples(values_s=(5e-3,))
+    expert = ComputeTime(case=CASE, part="moe_layer", slot=0, forward=sample, input_grad=sample, weight_grad=sample)
+    with_expert = replace(measurements, compute=(*measurements.compute, expert))
+
+    passes = ComputeTable(tiny_job(model=model), with_expert).chunk_passes(Layout(pp=2))
+
+    assert milliseconds(passes) == [(6.1, 12.2, 0), (6.5, 13.0, 0)]
+    assert ComputeTable(tiny_job(model=model), measurements).source(CASE) is None
+
+
+def test_a_missing_microbatch_is_scaled_by_tokens() -> None:
+    """From the nearest of equal tp, and the note says so."""
+    scaled = table(replace(CASE, micro_batch_size=2), replace(CASE, micro_batch_size=16))
+    wanted = replace(CASE, micro_batch_size=4)
+
+    assert scaled.source(wanted) == replace(CASE, micro_batch_size=2)
+    assert milliseconds(scaled.chunk_passes(Layout(micro_batch_size=4))) == [(18.4, 36.8, 0)]
+    assert scaled.note(wanted) == (
+        "Compute time of tp=1 cp=1 micro-batch 4 was not measured; it is that of tp=1 cp=1 micro-batch 2 times 2, "
+        "in proportion to the tokens."
+    )
+    assert table().note(CASE) is None
+
+
+def test_context_parallelism_is_scaled_by_tokens() -> None:
+    """Half the tokens on each rank."""
+    assert milliseconds(table().chunk_passes(Layout(cp=2))) == [(2.3, 4.6, 0)]
+
+
+def test_nothing_is_carried_over_to_another_tp() -> None:
+    """No time for it, and the error says what to do."""
+    assert table().source(replace(CASE, tp=2)) is None
+    with pytest.raises(PlanError, match="nothing with tp=2 was measured"):
+        table().chunk_passes(Layout(tp=2))
+
+
+def test_slots_are_brought_to_speed_one() -> None:
+    """The same work on a slot of half the speed takes twice as long; the median of both is one."""
+    cluster = replace(tiny_cluster(1, 2), slot_speed=(1.0, 0.5))
+
+    def measurements(slot: int, seconds: float) -> Measurements:
+        base = tiny_measurements(cluster, (CASE,))
+        sample = Samples(values_s=(seconds,))
+        return replace(
+            base,
+            compute=tuple(
+                replace(time, slot=slot, forward=sample, input_grad=sample, weight_grad=sample) for time in base.compute
+            ),
+        )
+
+    fast, slow = measurements(0, 1e-3), measurements(1, 2e-3)
+    both = replace(fast, compute=fast.compute + slow.compute)
+
+    forwards = [ComputeTable(tiny_job(), each).chunk_passes(Layout())[0].forward_s for each in (fast, slow, both)]
+
+    assert forwards == pytest.approx([6e-3] * 3)

@@ -1,0 +1,139 @@
+"""What attention keeps, by hand: s 32, b 1, h 64, four heads of 16 in bf16; s*b*h is 2,048 elements."""
+
+import pytest
+from facts_for_tests import tiny_job, tiny_model
+
+from pipette_launch.cost.layers.attention import (
+    backward_bytes,
+    core_bytes,
+    held_for_recompute_bytes,
+    projected_bytes,
+    scores_buffer_bytes,
+)
+from pipette_launch.facts import Job, Layout
+
+LOG_SUM_EXP = 4 * 4 * 32
+"""fp32, four heads, 32 tokens."""
+
+
+def job(*flags: str, **changes: object) -> Job:
+    """A bf16 GPT with fused attention."""
+    model = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "attention_backend": "fused"}
+    return tiny_job(model=tiny_model(**(model | changes)), performance_flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # 5as/h = 10 with dropout; probabilities alone are 2as/h = 4, twice that in fp32.
+        ({"attention_backend": "unfused", "attention_dropout": 0.1}, 10 * 2048),
+        ({"attention_backend": "unfused"}, 4 * 2048),
+        ({"transformer_impl": "local", "attention_dropout": 0.1}, 10 * 2048),
+        ({"transformer_impl": "local", "attention_dropout": 0.1, "attention_backend": "flash"}, 10 * 2048),
+        ({"transformer_impl": "local"}, 4 * 2048),
+        ({"transformer_impl": "local", "params_dtype": "fp32"}, 8 * 2048),
+        ({"attention_backend": "flash"}, LOG_SUM_EXP),
+        ({"attention_backend": "auto"}, LOG_SUM_EXP),
+    ],
+)
+def test_attention_core_by_backend(changes: dict[str, object], expected: int) -> None:
+    """What autograd saves in attention decides more than anything else."""
+    assert core_bytes(job(**changes), Layout()) == expected
+
+
+def test_local_scores_are_written_to_one_buffer() -> None:
+    """2as/h = 4 for all layers together, and nothing with other implementations."""
+    assert scores_buffer_bytes(job(transformer_impl="local").model, Layout()) == 4 * 2048
+    assert scores_buffer_bytes(job(transformer_impl="local").model, Layout(tp=2)) == 2 * 2048
+    assert scores_buffer_bytes(job(attention_backend="unfused").model, Layout()) == 0
+
+
+def test_the_attention_core_is_split_over_heads() -> None:
+    """Two of four heads, half the probabilities."""
+    assert core_bytes(job(attention_backend="unfused"), Layout(tp=2)) == 2 * 2048
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "expected"),
+    [
+        # Probabilities in fp32 4, mask 1, dropped ones 2: 7as/h = 14; without dropout 4 and a narrow copy 2: 12.
+        (("--no-masked-softmax-fusion", "--attention-softmax-in-fp32"), {"attention_dropout": 0.1}, 14 * 2048),
+        (("--no-masked-softmax-fusion", "--apply-query-key-layer-scaling"), {}, 12 * 2048),
+        (("--no-masked-softmax-fusion",), {"attention_dropout": 0.1}, 10 * 2048),
+        (("--attention-softmax-in-fp32",), {"attention_dropout": 0.1}, 10 * 2048),
+    ],
+)
+def test_local_softmax_in_fp32(flags: tuple[str, ...], changes: dict[str, object], expected: int) -> None:
+    """Only where Megatron's own kernel does not run are the probabilities kept in fp32."""
+    assert core_bytes(job(*flags, transformer_impl="local", **changes), Layout()) == expected
+
+
+def test_long_sequences_have_no_fused_softmax() -> None:
+    """The kernel stops at 4,096 keys: 7 bytes a score beyond."""
+    long = job(
+        "--attention-softmax-in-fp32",
+        transformer_impl="local",
+        attention_dropout=0.1,
+        seq_length=8192,
+        max_position_embeddings=8192,
+    )
+
+    assert core_bytes(long, Layout()) == 7 * 4 * 8192 * 8192
+
+
+def test_query_key_value_and_context() -> None:
+    """Four tensors of 2; with half as many groups as heads, key and value are half."""
+    assert projected_bytes(job(), Layout()) == 8 * 2048
+    assert projected_bytes(job(num_query_groups=2), Layout()) == 6 * 2048
+    assert projected_bytes(job(), Layout(tp=2)) == 4 * 2048
+
+
+def test_a_query_group_is_whole_on_every_rank() -> None:
+    """Two groups on four ranks: query and context 1/4, key and value one group of 16 channels each."""
+    assert projected_bytes(job(num_query_groups=2), Layout(tp=4)) == 4 * 16 * 32 * 2
+
+
+def test_flash_attention_copies_its_output_for_batches() -> None:
+    """2 more for each sample of two; none with a single one, and none by cuDNN."""
+    flash = job(attention_backend="flash")
+
+    assert projected_bytes(flash, Layout()) == 8 * 2048
+    assert projected_bytes(flash, Layout(micro_batch_size=2)) == 2 * 10 * 2048
+    assert projected_bytes(job(), Layout(micro_batch_size=2)) == 2 * 8 * 2048
+
+
+def test_norms_of_query_and_key() -> None:
+    """Their inputs, 2 each, and two fp32 statistics of each of eight vectors a token; RMSNorm has one."""
+    assert projected_bytes(job(qk_layernorm=True), Layout()) == 12 * 2048 + 8 * 8 * 32
+    assert projected_bytes(job(qk_layernorm=True, normalization="RMSNorm"), Layout()) == 12 * 2048 + 4 * 8 * 32
+
+
+def test_unfused_rotary_embedding_keeps_its_angles() -> None:
+    """Sine and cosine for query and for key: four tensors of s * 16, whatever the micro-batch."""
+    plain, unfused = (job(*flags, position_embedding_type="rope") for flags in ((), ("--no-rope-fusion",)))
+    layout = Layout(micro_batch_size=2)
+
+    assert projected_bytes(unfused, layout) - projected_bytes(plain, layout) == 4 * 2 * 32 * 16
+    assert projected_bytes(job("--no-rope-fusion"), layout) == projected_bytes(job(), layout)
+
+
+def test_backward() -> None:
+    """Gradients of query, key, value and context; unfused one of the scores, 2as/h = 4, on top."""
+    assert backward_bytes(job(), Layout()) == 8 * 2048
+    assert backward_bytes(job(attention_backend="unfused"), Layout()) == 12 * 2048
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # Query, key and value lie in one tensor of 6 * 2048 bytes; a rotary embedding makes a new query and key.
+        ({}, 0),
+        ({"position_embedding_type": "rope"}, 4 * 2048),
+        ({"position_embedding_type": "rope", "num_query_groups": 2}, 3 * 2048),
+        ({"num_query_groups": 2}, 2 * 2048),
+        ({"position_embedding_type": "rope", "qk_layernorm": True}, 0),
+    ],
+)
+def test_recompute_of_the_core_holds_what_query_key_and_value_lie_in(changes: dict[str, object], expected: int) -> None:
+    """It keeps views, which hold the whole; as abstract execution of megatron-core found."""
+    assert held_for_recompute_bytes(job(**changes).model, Layout()) == expected

@@ -1,0 +1,198 @@
+"""An MoE layer by hand: 32 tokens, h 64, four experts of width 96, the best two of each token, bf16."""
+
+import pytest
+from facts_for_tests import tiny_job, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.cost.layers.experts import (
+    exchange_bytes,
+    expert_activations,
+    expert_options,
+    expert_rows,
+    gather_buffer_bytes,
+    local_tokens,
+    router_parameters,
+)
+from pipette_launch.facts import Job, Layout
+
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
+ROW = 2 * 64
+"""Bytes of one row of h in bf16."""
+PADDED = ("--moe-expert-capacity-factor 1.25", "--moe-pad-expert-input-to-capacity")
+
+
+def job(*flags: str, **changes: object) -> Job:
+    """A bf16 job with Transformer Engine and without biases."""
+    shape = {
+        "params_dtype": "bf16",
+        "transformer_impl": "transformer_engine",
+        "add_bias_linear": False,
+        "num_experts": 4,
+        "moe_layer_freq": (1,) * 4,
+        "moe_ffn_hidden_size": 96,
+    }
+    return tiny_job(model=tiny_model(**(shape | changes)), performance_flags=flags)
+
+
+def rows(work: Job, layout: Layout) -> int:
+    """Rows that the experts of one rank work on."""
+    return expert_rows(work.model, layout, expert_options(work.performance_flags, work.model))
+
+
+def test_defaults_are_megatrons() -> None:
+    """All-gather, one expert after the other, no losses, probabilities in the type of the model."""
+    options = expert_options((), job().model)
+
+    assert ("allgather", False, False, 2, (), None) == (
+        options.dispatcher,
+        options.grouped,
+        options.permute_fusion,
+        options.router_bytes,
+        options.balancing,
+        options.capacity_factor,
+    )
+
+
+def test_flags_are_read() -> None:
+    """Losses without weight do not count, a sinkhorn does; a negative capacity is none."""
+    flags = ("--moe-aux-loss-coeff 0 1e-2", "--moe-router-load-balancing-type aux_loss seq_aux_loss")
+
+    assert expert_options(flags, job().model).balancing == ("seq_aux_loss",)
+    assert expert_options(("--moe-router-load-balancing-type sinkhorn",), job().model).balancing == ("sinkhorn",)
+    assert expert_options(("--moe-aux-loss-coeff 1e-2",), job().model).balancing == ("aux_loss",)
+    assert expert_options(("--moe-expert-capacity-factor -1",), job().model).capacity_factor is None
+    assert expert_options(("--moe-router-dtype fp64",), job().model).router_bytes == 8
+    assert expert_options(("--moe-token-dispatcher-type alltoall_seq",), job().model).dispatcher == "alltoall"
+
+
+def test_rows_of_a_rank() -> None:
+    """Two for each token; expert tensor parallelism gathers those of its ranks, whose sequences are shares."""
+    assert rows(job(), Layout()) == 64
+    assert rows(job(), Layout(tp=2, etp=2, sequence_parallel=True)) == 64
+    assert rows(job(), Layout(tp=2, sequence_parallel=True)) == 32
+    assert rows(job(), Layout(cp=2)) == 32
+
+
+def test_a_capacity_drops_rows_or_pads_them() -> None:
+    """16 rows for each expert: half as many, not more than there are, or padded by a quarter."""
+    assert rows(job("--moe-expert-capacity-factor 0.5"), Layout()) == 32
+    assert rows(job("--moe-expert-capacity-factor 2"), Layout()) == 64
+    assert rows(job(*PADDED), Layout()) == 80
+
+
+def test_quantised_matrices_have_whole_blocks_of_rows() -> None:
+    """3 tokens on each of 4 experts become 16."""
+    small = job("--moe-router-padding-for-fp8", seq_length=6)
+
+    assert rows(small, Layout()) == 4 * 16
+
+
+def test_fused_swiglu_keeps_input_and_output() -> None:
+    """Three widths; unfused its output before the probability and both factors are three more."""
+    fused = expert_activations(job(gated_linear_unit=True), Layout())
+    unfused = expert_activations(job("--no-bias-swiglu-fusion", gated_linear_unit=True), Layout())
+    width = 2 * 64 * 96
+
+    assert (64 * ROW, 2 * width, width) == (fused.inputs, fused.outputs, fused.activation)
+    assert 4 * width == unfused.activation
+
+
+def test_gelu_keeps_what_the_probability_multiplies() -> None:
+    """First matrix's output, activation, and its product."""
+    kept = expert_activations(job(), Layout())
+
+    assert (2 * 64 * 96, 2 * 2 * 64 * 96) == (kept.outputs, kept.activation)
+
+
+def test_the_legacy_kernel_is_fused() -> None:
+    """It is compiled as one function, which computes the activation again."""
+    assert expert_activations(job("--moe-use-legacy-grouped-gemm"), Layout()).activation == 2 * 64 * 96
+
+
+def test_fp8_halves_the_inputs_of_matrices() -> None:
+    """Rows and second matrices' inputs in one byte; the first matrices' outputs stay in bf16."""
+    wide = expert_activations(job(gated_linear_unit=True), Layout())
+    narrow = expert_activations(job("--fp8-format hybrid", gated_linear_unit=True), Layout())
+
+    assert (wide.inputs, wide.activation) == (2 * narrow.inputs, 2 * narrow.activation)
+    assert (wide.outputs, wide.router, wide.dispatch) == (narrow.outputs, narrow.router, narrow.dispatch)
+
+
+def test_fused_permutation_keeps_a_map() -> None:
+    """Nine 4-byte entries a token for four experts, and a probability for each of its rows."""
+    assert expert_activations(job(ALLTOALL, "--moe-permute-fusion"), Layout()).dispatch == 4 * 9 * 32 + 2 * 64
+
+
+def test_the_shared_expert_is_split_over_tp() -> None:
+    """Two widths of 2 bytes; overlapped with the dispatcher it gathers its own input."""
+    work = job(moe_shared_expert_intermediate_size=48)
+    layout = Layout(tp=2, sequence_parallel=True)
+    overlapped = job("--moe-shared-expert-overlap", moe_shared_expert_intermediate_size=48)
+    gated = job("--moe-shared-expert-gate", moe_shared_expert_intermediate_size=48)
+
+    assert expert_activations(work, layout).shared == 2 * 2 * 32 * 24
+    assert expert_activations(overlapped, layout).shared == 2 * 2 * 32 * 24 + 32 * ROW
+    assert expert_activations(gated, layout).shared == 2 * 2 * 32 * 24 + 16 * (ROW + 2)
+    assert expert_activations(job(), layout).shared == 0
+
+
+def test_the_all_gather_dispatcher_gathers_into_the_global_buffer() -> None:
+    """All tokens of the group; nothing for one rank or another dispatcher."""
+    layout = Layout(dp=4, ep=4)
+
+    assert gather_buffer_bytes(job(), layout) == 4 * 32 * ROW
+    assert gather_buffer_bytes(job(), Layout()) == 0
+    assert gather_buffer_bytes(job(ALLTOALL), layout) == 0
+    assert gather_buffer_bytes(tiny_job(), Layout(dp=4)) == 0
+
+
+def test_the_backward_of_one_layer() -> None:
+    """One expert at a time: the output's gradient, two widths of 16 rows, and two copies of the rank's own tokens.
+
+    Grouped: all experts' widths at once. With narrow experts two copies of the rows are more.
+    """
+    assert exchange_bytes(job(), Layout()) == 2 * (2 * 64 * 64 + 2 * 32 * 64)
+    assert exchange_bytes(job("--moe-grouped-gemm"), Layout()) == 2 * (64 * 64 + 64 * 96 * 2 + 2 * 32 * 64)
+
+
+def test_wide_probabilities_widen_the_backward() -> None:
+    """Three gradients of 4 bytes less the 2 that are freed, in place of two of 2; fused ones never leave the kernel."""
+    plain, wide = job("--moe-grouped-gemm"), job("--moe-grouped-gemm", "--moe-router-dtype fp32")
+    fused = job("--moe-grouped-gemm", "--moe-router-dtype fp32", gated_linear_unit=True)
+
+    assert exchange_bytes(wide, Layout()) - exchange_bytes(plain, Layout()) == 64 * 96 * (10 - 4)
+    assert exchange_bytes(fused, Layout()) == 2 * (64 * 64 + 64 * 96 * 3 + 2 * 32 * 64)
+
+
+def test_a_router_has_a_bias_where_the_model_has() -> None:
+    """One row of h for each expert, and one more number with biases."""
+    assert (4 * 64, 4 * 65) == (router_parameters(job().model), router_parameters(job(add_bias_linear=True).model))
+
+
+@given(ep=st.sampled_from([1, 2, 4]), tp=st.sampled_from([1, 2, 4]), has_etp=st.booleans())
+def test_balanced_experts_keep_the_same_wherever_they_are(ep: int, tp: int, has_etp: bool) -> None:
+    """What the experts keep of a micro-batch depends on the tokens that a rank has, not on who computes them."""
+    layout = Layout(tp=tp, dp=4, ep=ep, etp=tp if has_etp else 1, sequence_parallel=tp > 1)
+    kept = expert_activations(job(ALLTOALL), layout)
+    tokens = local_tokens(job().model, layout)
+
+    assert kept.outputs + kept.activation == 3 * 2 * 2 * tokens * 96
+    assert kept.inputs == layout.etp * 2 * tokens * ROW
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--moe-router-load-balancing-type sinkhorn",), 32 * 4 * (4 + 1)),
+        (("--moe-router-fusion",), 32 * 4 * 5),
+        (("--moe-router-pre-softmax",), 32 * (4 * 4 + 2 * 8)),
+        (("--moe-router-score-function sigmoid",), 32 * (4 * 4 + 2 * (8 + 2) + 2)),
+        (("--moe-aux-loss-coeff 1",), 32 * (2 * 12 + 4 * 4 + 2 * 8)),
+        (("--moe-z-loss-coeff 1",), 32 * (2 * 12 + (4 + 1) * 2)),
+        (PADDED, 32 * (2 * 12 + 4) + 4 * 20 * 8),
+    ],
+)
+def test_the_router(flags: tuple[str, ...], expected: int) -> None:
+    """Scores of 4 bytes, indices of 8, masks of 1, for four experts or the best two."""
+    assert expert_activations(job(*flags), Layout()).router == expected

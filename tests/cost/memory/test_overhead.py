@@ -1,0 +1,181 @@
+"""What lies outside the model's tensors is stated, has an origin, and decides what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_job, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.cost.memory.overhead import Figure, Overhead, num_communicators, overhead_of
+from pipette_launch.errors import FactError
+from pipette_launch.facts import DeviceOverhead, Layout
+from pipette_launch.facts.machines.capability import compute_capability
+from pipette_launch.units import MIB
+
+GIB = 1 << 30
+GPT = replace(tiny_job(8), model=tiny_model(transformer_impl="transformer_engine"))
+
+
+def overhead(workspace: float = 0, context: float = 0, communicators: float = 0, reserve: float = 1.0) -> Overhead:
+    """Figures from nowhere."""
+    return Overhead(
+        workspace=Figure(value=workspace, source="test"),
+        context=Figure(value=context, source="test"),
+        communicators=Figure(value=communicators, source="test"),
+        reserve=Figure(value=reserve, source="test"),
+    )
+
+
+def test_only_what_the_allocator_holds_is_multiplied_by_its_reserve() -> None:
+    """1.5 x (100 + 20) + 30 + 40, and the context is no part of the reserve."""
+    assert 250 == overhead(workspace=20, context=30, communicators=40, reserve=1.5).device_peak_bytes(100)
+
+
+@given(
+    st.integers(0, 200 * GIB),
+    st.integers(0, GIB),
+    st.integers(0, 4 * GIB),
+    st.sampled_from((1.0, 1.03, 1.15)),
+    st.sampled_from((0.0, 0.08, 0.2)),
+    st.integers(-2, 2),
+)
+def test_the_limit_is_the_other_side_of_what_fits(
+    capacity: int, workspace: int, context: int, reserve: float, margin: float, beside: int
+) -> None:
+    """A peak fits exactly if it is not above the limit, one byte more or less included."""
+    one = overhead(workspace=workspace, context=context, reserve=reserve)
+    limit = one.limit_bytes(capacity, memory_margin=margin)
+    peak = max(limit + beside, 0)
+    if limit == 0:
+        return
+
+    assert (peak <= limit) == one.fits(peak, capacity, memory_margin=margin)
+
+
+def test_a_host_has_no_overhead() -> None:
+    """On CPU nothing is added that was not measured."""
+    one = overhead_of(GPT, Layout(tp=8), device_kind="cpu")
+
+    assert (100, ()) == (one.device_peak_bytes(100), one.notes())
+
+
+def test_what_was_measured_takes_the_place_of_defaults() -> None:
+    """The warm-up's figure holds context and communicators together, so neither default is added to it."""
+    one = overhead_of(GPT, Layout(tp=8), device_kind="cuda", device_name="NVIDIA H100", measured_bytes=7)
+
+    assert 7 == one.outside_bytes
+    assert (True, True) == (one.context.is_measured, one.communicators.is_measured)
+
+
+def test_communicators_are_counted_one_by_one() -> None:
+    """Four of them added 4 GiB to 1; a layout with three kinds of groups has three, one without has none."""
+    apart = DeviceOverhead(alone_bytes=GIB, together_bytes=5 * GIB, num_communicators=4, workspace_bytes=0)
+
+    def outside(layout: Layout) -> int:
+        return overhead_of(GPT, layout, device_kind="cuda", measured_bytes=5 * GIB, apart=apart).outside_bytes
+
+    assert 4 * GIB == outside(Layout(tp=2, pp=2, dp=2))
+    assert GIB == outside(Layout())
+
+
+def test_without_communicators_the_total_stands() -> None:
+    """A slot alone had none to tell their size from."""
+    apart = DeviceOverhead(alone_bytes=7, together_bytes=7, num_communicators=0, workspace_bytes=0)
+
+    assert 7 == overhead_of(GPT, Layout(), device_kind="cuda", measured_bytes=7, apart=apart).outside_bytes
+
+
+def test_a_gpu_without_any_overhead_was_not_measured() -> None:
+    """No context takes 0 bytes: such a file tells nothing."""
+    unmeasured = overhead_of(GPT, Layout(tp=8), device_kind="cuda", measured_bytes=0)
+
+    assert overhead_of(GPT, Layout(tp=8), device_kind="cuda") == unmeasured
+    assert 1_000_000_000 == unmeasured.outside_bytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        (Layout(), 0),
+        (Layout(dp=8), 1),
+        (Layout(tp=2, pp=2, dp=2), 3),
+        (Layout(tp=2, cp=2, pp=2, dp=1), 4),
+        (Layout(tp=2, dp=4, ep=4, etp=1), 3),
+    ],
+)
+def test_communicators_are_counted_by_kind(layout: Layout, count: int) -> None:
+    """One for each kind of group in which a rank has company; cp takes part in the gradients' group."""
+    assert count == num_communicators(layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("NVIDIA H100 80GB HBM3", 9),
+        ("a100-80gb", 8),
+        ("NVIDIA GeForce RTX 4090", 8),
+        ("Tesla V100-SXM2-32GB", 7),
+        ("B200", 10),
+        ("GH200 480GB", 9),
+        ("Gaudi 2", None),
+    ],
+)
+def test_capabilities_are_known_by_name(name: str, capability: int | None) -> None:
+    """As drivers and people write them."""
+    assert capability == compute_capability(name)
+
+
+def test_workspaces_of_unknown_devices_are_those_of_hopper() -> None:
+    """The most that is common: 64 MiB of torch's own and 32 MiB of Transformer Engine's."""
+    assert 96 * MIB == overhead_of(GPT, Layout(), device_kind="cuda", device_name="Gaudi 2").workspace.value
+
+
+def test_the_workers_environment_sizes_the_workspaces() -> None:
+    """Deterministic runs set 8 buffers of 4 MiB for each of two threads."""
+    local = replace(GPT, model=tiny_model(transformer_impl="local"))
+    one = overhead_of(
+        local, Layout(), device_kind="cuda", device_name="V100", environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    )
+
+    assert 64 * MIB == one.workspace.value
+
+
+def test_experts_make_the_allocator_reserve_more() -> None:
+    """Shapes that change with the routing fragment the allocator's memory."""
+    moe = replace(GPT, model=tiny_model(num_experts=4, moe_layer_freq=(1, 1, 1, 1)))
+
+    assert (1.03, 1.15) == (
+        overhead_of(GPT, Layout(), device_kind="cuda").reserve.value,
+        overhead_of(moe, Layout(), device_kind="cuda").reserve.value,
+    )
+
+
+def test_each_assumption_is_said() -> None:
+    """Every figure that adds something has a sentence with its origin."""
+    notes = overhead_of(GPT, Layout(tp=8), device_kind="cuda", device_name="H100").notes()
+
+    assert 4 == len(notes)
+    assert all("default" in note for note in notes)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_impossible_figures_are_refused(value: float) -> None:
+    """A negative or unbounded overhead is a mistake."""
+    with pytest.raises(FactError, match="cannot be negative or unbounded"):
+        overhead(context=value)
+
+
+def test_an_allocator_that_reserves_less_than_it_gives_is_refused() -> None:
+    """The ratio is at least 1."""
+    with pytest.raises(FactError, match=r"ratio of 0\.9"):
+        overhead(reserve=0.9)
+
+
+@pytest.mark.parametrize("margin", [-0.1, 1.0])
+def test_an_impossible_margin_is_refused(margin: float) -> None:
+    """It is a part of the device's memory."""
+    with pytest.raises(FactError, match="memory_margin"):
+        overhead().limit_bytes(100, memory_margin=margin)

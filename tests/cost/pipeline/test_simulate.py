@@ -1,0 +1,364 @@
+"""The longest path is checked by hand, by the exact 1F1B form, and by an event loop that knows nothing of it."""
+
+import dataclasses
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+from event_loop import EventLoop, drawn_stages, equal_stages
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_launch.cost.pipeline.order import Order
+from pipette_launch.cost.pipeline.simulate import (
+    BusyLinkEngine,
+    Engine,
+    StageTimes,
+    engine_of,
+    one_forward_one_backward_s,
+    simulate,
+)
+from pipette_launch.errors import FactError
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.schedule import Schedule, words
+from pipette_launch.facts.schedules import (
+    eager_one_forward_one_backward,
+    gpipe,
+    grouped_split,
+    interleaved,
+    interleaved_zero_bubble,
+    no_pipelining,
+    one_forward_one_backward,
+)
+
+
+def test_two_stages_by_hand() -> None:
+    """Two micro-batches through two stages, forward 1 s, backward 2 s, half a second between them."""
+    timeline = simulate(one_forward_one_backward(2, 2), equal_stages(2, hop_s=0.5))
+
+    assert timeline.start_s == ((0.0, 1.0, 5.0, 8.0), (1.5, 2.5, 4.5, 5.5))
+    assert timeline.end_s == ((1.0, 2.0, 7.0, 10.0), (2.5, 4.5, 5.5, 7.5))
+    assert timeline.makespan_s == 10.0
+    assert timeline.busy_s_P == (6.0, 6.0)
+    assert timeline.idle_s_P == (4.0, 4.0)
+    assert words(timeline.critical_path) == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+
+
+def test_a_long_first_forward_delays_everything_behind_it() -> None:
+    """A first forward that waits for its parameters pushes the whole step back when it is critical."""
+    plain = equal_stages(2)
+    late = StageTimes(
+        forward_s=plain.forward_s,
+        backward_s=plain.backward_s,
+        forward_hop_s=plain.forward_hop_s,
+        backward_hop_s=plain.backward_hop_s,
+        first_forward_s=(1.0, 4.0),
+    )
+    schedule = one_forward_one_backward(2, 2)
+
+    assert simulate(schedule, late).makespan_s == simulate(schedule, plain).makespan_s + 3.0
+
+
+@pytest.mark.parametrize("stages", range(1, 13))
+def test_1f1b_equals_the_exact_form(stages: int) -> None:
+    """Equal stages give (n+p-1)(f+b) + 2cK for every number of micro-batches, ratio and hop: 8,640 cases in all."""
+    cases = list(itertools.product(((1.0, 2.0), (1.0, 1.0), (2.0, 1.0)), (0.0, 0.125, 0.25, 1.0)))
+    for microbatches in range(1, 61):
+        engine = Engine(one_forward_one_backward(stages, microbatches))
+        for (forward_s, backward_s), hop_s in cases:
+            expected = one_forward_one_backward_s(
+                stages=stages, microbatches=microbatches, forward_s=forward_s, backward_s=backward_s, hop_s=hop_s
+            )
+            times = equal_stages(stages, forward_s=forward_s, backward_s=backward_s, hop_s=hop_s)
+
+            assert expected == engine.makespan_s(times), (stages, microbatches, forward_s, backward_s, hop_s)
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "hop_s", "expected"),
+    [(4, 16, 0.1, 59.8), (8, 32, 0.3, 137.4), (16, 64, 0.3, 281.4), (8, 36, 0.1, 136.4)],
+)
+def test_1f1b_equals_what_was_simulated_elsewhere(
+    stages: int, microbatches: int, hop_s: float, expected: float
+) -> None:
+    """The table of facts/pipette.md section 2 comes out."""
+    makespan_s = Engine(one_forward_one_backward(stages, microbatches)).makespan_s(equal_stages(stages, hop_s=hop_s))
+
+    assert makespan_s == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(("vpp", "expected"), [(2, 0.099), (4, 0.052)])
+def test_interleaving_divides_the_bubble(vpp: int, expected: float) -> None:
+    """With p 8, n 32, F = B = W, no hop: the makespan bubbles of facts/schedules.md section 4."""
+    times = equal_stages(8 * vpp, forward_s=1.0 / vpp, backward_s=2.0 / vpp)
+    makespan_s = Engine(interleaved(8, vpp, 32, 8)).makespan_s(times)
+
+    assert round(1 - 32 * 3 / makespan_s, 3) == expected
+
+
+def small_schedule(kind: str, pp: int, vpp: int, microbatches: int) -> Schedule:
+    """One of the schedules that need no times."""
+    if pp == 1:
+        return no_pipelining(microbatches)
+    make = {
+        "1f1b": lambda: one_forward_one_backward(pp, microbatches),
+        "gpipe": lambda: gpipe(pp, microbatches),
+        "eager": lambda: eager_one_forward_one_backward(pp, microbatches),
+        "interleaved": lambda: interleaved(pp, vpp + 1, pp * microbatches, pp),
+        "gis": lambda: grouped_split(pp, vpp, pp * microbatches, pp),
+        "zb": lambda: interleaved_zero_bubble(pp, vpp, microbatches),
+        "v": lambda: v_of_one_by_one(pp, microbatches),
+    }
+    return make[kind]()
+
+
+def v_of_one_by_one(pp: int, microbatches: int) -> Schedule:
+    """One micro-batch after the other down and up the V and back."""
+    ranks = [
+        [f"{stage}{kind}{microbatch}" for microbatch in range(microbatches) for kind, stage in passes]
+        for passes in (
+            [("F", rank), ("F", 2 * pp - 1 - rank), *((k, s) for s in (2 * pp - 1 - rank, rank) for k in "IW")]
+            for rank in range(pp)
+        )
+    ]
+    return Schedule.from_words("v-one-by-one", pp=pp, vpp=2, ranks=ranks, placement="v")
+
+
+KINDS_OF_SCHEDULE = ("1f1b", "gpipe", "eager", "interleaved", "gis", "zb", "v")
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.sampled_from(KINDS_OF_SCHEDULE),
+    st.booleans(),
+    st.randoms(),
+)
+def test_equals_a_naive_event_loop(
+    pp: int, vpp: int, microbatches: int, kind: str, busy_links: bool, rng: random.Random
+) -> None:
+    """Whatever the seconds, every action ends when an event loop says."""
+    schedule = small_schedule(kind, pp, vpp, microbatches)
+    times = drawn_stages(schedule.num_stages, rng)
+
+    timeline = simulate(schedule, times, busy_links=busy_links)
+
+    ends = {
+        action: end
+        for actions, rank_ends in zip(schedule.ranks, timeline.end_s, strict=True)
+        for action, end in zip(actions, rank_ends, strict=True)
+    }
+    assert EventLoop(schedule, times, busy_links=busy_links).run() == ends
+
+
+@given(st.integers(2, 4), st.integers(1, 8), st.sampled_from(KINDS_OF_SCHEDULE), st.booleans(), st.randoms())
+def test_the_critical_path_is_as_long_as_the_step(
+    pp: int, microbatches: int, kind: str, busy_links: bool, rng: random.Random
+) -> None:
+    """Its passes and the hops between its ranks add up to the makespan."""
+    schedule = small_schedule(kind, pp, 2, microbatches)
+    times = drawn_stages(schedule.num_stages, rng)
+    timeline = simulate(schedule, times, busy_links=busy_links)
+    ends = EventLoop(schedule, times, busy_links=busy_links).run()
+    path = timeline.critical_path
+
+    assert timeline.makespan_s == ends[path[-1]]
+    assert path[0].kind == "F"
+    for before, after in itertools.pairwise(path):
+        start_s = ends[after] - EventLoop(schedule, times).seconds_of(after)
+        if schedule.rank_of(before.stage) == schedule.rank_of(after.stage):
+            assert start_s == ends[before]
+        elif not busy_links:
+            lower = min(before.stage, after.stage)
+            hops = times.forward_hop_s if after.kind == "F" else times.backward_hop_s
+            assert start_s == ends[before] + hops[lower]
+
+
+def test_critical_words_and_hops_by_hand() -> None:
+    """The chain of the two stages above crosses their link once each way."""
+    timeline = simulate(one_forward_one_backward(2, 2), equal_stages(2, hop_s=0.5))
+
+    assert timeline.critical_words == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert timeline.critical_hops == {(0, 1): 1, (1, 0): 1}
+
+
+def test_a_busy_link_by_hand() -> None:
+    """GPipe's second activation waits for the first on the link, the third for the second."""
+    times = StageTimes(forward_s=(1.0, 1.0), backward_s=(1.0, 1.0), forward_hop_s=(3.0,), backward_hop_s=(0.0,))
+    free = simulate(gpipe(2, 3), times)
+    busy = simulate(gpipe(2, 3), times, busy_links=True)
+
+    assert free.start_s[1][:3] == (4.0, 5.0, 6.0)
+    assert busy.start_s[1][:3] == (4.0, 7.0, 10.0)
+    assert busy.critical_words[:2] == ["0F0", "1F2"]
+
+
+def test_a_recompute_comes_before_each_backward() -> None:
+    """Half a second more for each backward of one stage, whole or split."""
+    plain = equal_stages(1, forward_s=1.0, backward_s=2.0)
+    again = dataclasses.replace(plain, recompute_s=(0.5,))
+    for schedule in (no_pipelining(3), interleaved_zero_bubble(1, 1, 3)):
+        assert simulate(schedule, plain).makespan_s + 3 * 0.5 == simulate(schedule, again).makespan_s
+
+
+def test_spans_and_bubbles_by_hand() -> None:
+    """Rank 0 works 6 of its 10 s; rank 1 is there from 1.5 s to 7.5 s and always busy."""
+    timeline = simulate(one_forward_one_backward(2, 2), equal_stages(2, hop_s=0.5))
+
+    assert timeline.span_s_P == (10.0, 6.0)
+    assert timeline.bubble_rate == pytest.approx(0.4)
+    assert timeline.span_bubble_rate == pytest.approx(0.4)
+
+
+def test_the_turn_of_a_v_is_free() -> None:
+    """Both stages lie on one rank: whatever the hop between them is said to take, nothing is sent."""
+    schedule = v_of_one_by_one(2, 1)
+    turn = dataclasses.replace(equal_stages(4), forward_hop_s=(0.0, 9.0, 0.0), backward_hop_s=(0.0, 9.0, 0.0))
+
+    assert simulate(schedule, equal_stages(4)).makespan_s == simulate(schedule, turn).makespan_s
+
+
+def test_a_split_needs_its_times() -> None:
+    """A whole backward's time does not say how long its halves take."""
+    whole = StageTimes(forward_s=(1.0,), backward_s=(2.0,), forward_hop_s=(), backward_hop_s=())
+
+    with pytest.raises(FactError, match="splits the backward"):
+        simulate(interleaved_zero_bubble(1, 1, 2), whole)
+    with pytest.raises(FactError, match="both its halves"):
+        dataclasses.replace(whole, input_s=(1.0,))
+    with pytest.raises(FactError, match="not negative"):
+        dataclasses.replace(whole, forward_s=(-1.0,))
+
+
+@pytest.mark.parametrize("make", [Engine, BusyLinkEngine])
+@pytest.mark.parametrize("count", [1, 7, 16, 40])
+def test_many_pipelines_at_once_give_the_same_digits(count: int, make: type[Engine]) -> None:
+    """One by one or as arrays, the answers are equal, not only close."""
+    rng = random.Random(count)
+    engine = make(interleaved(3, 2, 6, 3))
+    pipelines = [drawn_stages(6, rng) for _ in range(count)]
+    durations_R = np.array([times.durations_s for times in pipelines]).T
+    hops_R = np.array([times.hops_s for times in pipelines]).T
+
+    drained_SR = engine.drain_s_SR(durations_R, hops_R)
+
+    assert [engine.drain_s(times) for times in pipelines] == drained_SR.T.tolist()
+
+
+def test_a_schedule_that_cannot_run_is_named() -> None:
+    """Two ranks that wait for each other are named with what they wait for."""
+    schedule = Schedule.from_words(
+        "mine", pp=2, vpp=1, ranks=[["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
+    )
+
+    with pytest.raises(FactError, match="mine deadlocks: 0B0 waits for 1B0, which never runs"):
+        Engine(schedule)
+
+
+def test_times_of_another_pipeline_are_refused() -> None:
+    """Three stages' times do not price two stages."""
+    with pytest.raises(FactError, match="3 stages"):
+        Engine(one_forward_one_backward(2, 2)).makespan_s(equal_stages(3))
+
+
+def test_stage_times_check_their_hops() -> None:
+    """Two stages have one hop each way."""
+    with pytest.raises(FactError, match="1 hops"):
+        StageTimes(forward_s=(1.0, 1.0), backward_s=(1.0, 1.0), forward_hop_s=(), backward_hop_s=(0.0,))
+
+
+def test_an_engine_is_made_once_for_a_shape() -> None:
+    """Layouts that differ only in data parallelism share their schedule."""
+    assert engine_of(Layout(pp=2, dp=1), 4) is engine_of(Layout(pp=2, dp=8), 4)
+
+
+def test_a_large_pipeline_is_priced_in_a_third_of_a_second() -> None:
+    """32 stages and 256 micro-batches, schedule and all."""
+
+    def seconds() -> float:
+        start = time.process_time()
+        makespan_s = simulate(one_forward_one_backward.__wrapped__(32, 256), equal_stages(32)).makespan_s
+        assert makespan_s == 861.0
+        return time.process_time() - start
+
+    # The quickest of five: other processes share the cores.
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+def test_a_large_split_pipeline_is_priced_in_a_third_of_a_second() -> None:
+    """The same with two chunks on each rank and a split backward: 49,152 actions, told one by one."""
+    schedule = interleaved_zero_bubble(32, 2, 256)
+
+    def seconds() -> float:
+        start = time.process_time()
+        assert simulate(schedule, equal_stages(64)).makespan_s == 2 * 3 * 256 + 31.0
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+@given(st.integers(2, 5), st.integers(1, 12), st.integers(0, 1000))
+def test_a_message_that_meets_its_receiver_is_a_part_of_the_pass_behind_it(
+    stages: int, microbatches: int, seed: int
+) -> None:
+    """Priced with hops that begin when both ends are there, and with passes that are longer by their hop."""
+    rng = np.random.default_rng(seed)
+    forward_s, backward_s = rng.random(stages), rng.random(stages)
+    forward_hop_s, backward_hop_s = rng.random(stages - 1), rng.random(stages - 1)
+    order = Order(pp=stages, vpp=1, group_size=1, num_microbatches=microbatches, rendezvous=True)
+    meeting = StageTimes(
+        forward_s=tuple(forward_s),
+        backward_s=tuple(backward_s),
+        forward_hop_s=tuple(forward_hop_s),
+        backward_hop_s=tuple(backward_hop_s),
+    )
+    longer = StageTimes(
+        forward_s=tuple(np.add(forward_s, (0.0, *forward_hop_s))),
+        backward_s=tuple(np.add(backward_s, (*backward_hop_s, 0.0))),
+        forward_hop_s=(0.0,) * (stages - 1),
+        backward_hop_s=(0.0,) * (stages - 1),
+    )
+
+    timeline = Engine(order).timeline(meeting)
+
+    assert Engine(order.schedule).makespan_s(longer) == pytest.approx(timeline.makespan_s)
+    assert Engine(order.schedule).makespan_s(meeting) <= timeline.makespan_s * (1 + 1e-12)
+    assert timeline.critical_path[0] == order.schedule.ranks[0][0]
+
+
+def chunked(group_size: int, microbatches: int, *, blocking_ends: bool) -> Order:
+    """Two ranks of two chunks."""
+    return Order(pp=2, vpp=2, group_size=group_size, num_microbatches=microbatches, blocking_ends=blocking_ends)
+
+
+def test_blocking_ends_put_a_hop_before_each_pass_of_the_warm_up_and_the_cool_down() -> None:
+    """Rank 0 sends its second micro-batch a hop after the first; its first forward behind the warm-up waits too."""
+    times = equal_stages(4, forward_s=1.0, backward_s=2.0, hop_s=0.25)
+
+    timeline = Engine(chunked(2, 4, blocking_ends=True)).timeline(times)
+
+    assert (0.0, 1.25, 2.5, 3.75, 5.0) == timeline.start_s[0][:5]
+    # The first gradient of the cool-down that is waited for comes late, the last two a hop after the backward before.
+    ends, starts = timeline.end_s[0][-4:-1], timeline.start_s[0][-3:]
+    assert [1.0, 0.25, 0.25] == [start - end for end, start in zip(ends, starts, strict=True)]
+
+
+@given(st.integers(2, 4), st.integers(1, 4))
+def test_what_blocking_ends_cost_depends_on_the_group_and_not_on_the_number_of_micro_batches(
+    group_size: int, groups: int
+) -> None:
+    """The steady part overlaps its messages; the wider the groups are, the more passes are outside of it."""
+    times = equal_stages(4, forward_s=1.0, backward_s=2.0, hop_s=0.125)
+
+    def more_s(size: int, microbatches: int) -> float:
+        """How much longer the step takes."""
+        longer, shorter = (
+            Engine(chunked(size, microbatches, blocking_ends=blocking)).makespan_s(times) for blocking in (True, False)
+        )
+        return longer - shorter
+
+    assert more_s(group_size, 3 * group_size) == more_s(group_size, (3 + groups) * group_size)
+    assert more_s(group_size, 3 * group_size) < more_s(group_size + 1, 3 * (group_size + 1))

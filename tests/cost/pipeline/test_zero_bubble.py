@@ -1,0 +1,139 @@
+"""Zero-bubble orders against published rates, peaks and a plain simulation of what they become."""
+
+import random
+
+import pytest
+from event_loop import EventLoop, drawn_stages
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from pipette_launch.cost.pipeline.greedy import Rules, Task, fill, order_of
+from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
+from pipette_launch.cost.pipeline.named_schedules import named_schedule
+from pipette_launch.cost.pipeline.simulate import Engine, StageTimes, simulate
+from pipette_launch.cost.pipeline.zero_bubble import RULES, refilled, zero_bubble
+from pipette_launch.errors import FactError
+from pipette_launch.facts.schedules import grouped_split, interleaved_zero_bubble, one_forward_one_backward
+
+# p, n, F, B, W, c in ms, then the published bubble rates of 1F1B, ZB-1p and ZB-2p (facts: schedules.md 7.2).
+PUBLISHED = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.0433),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674, 0.0026),
+    (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397, 0.0066),
+    (16, 128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0576, 0.0028),
+    (32, 96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1421, 0.0038),
+    (32, 256, 10.402, 10.248, 7.698, 0.460, 0.1352, 0.0594, 0.0018),
+]
+CASES = [pytest.param(*row, id=f"p{row[0]}-n{row[1]}") for row in PUBLISHED]
+
+
+def split_times(pp: int, forward_s: float, input_s: float, weight_s: float, hop_s: float) -> StageTimes:
+    """Equal stages whose whole backward is the sum of its halves."""
+    return StageTimes(
+        forward_s=(forward_s,) * pp,
+        backward_s=(input_s + weight_s,) * pp,
+        input_s=(input_s,) * pp,
+        weight_s=(weight_s,) * pp,
+        forward_hop_s=(hop_s,) * (pp - 1),
+        backward_hop_s=(hop_s,) * (pp - 1),
+    )
+
+
+@pytest.mark.parametrize(("pp", "n", "f", "b", "w", "c", "rate", "_one", "_two"), CASES)
+def test_1f1b_has_the_published_rate(
+    pp: int, n: int, f: float, b: float, w: float, c: float, rate: float, _one: float, _two: float
+) -> None:
+    """To four digits, against the longest span of one rank as published."""
+    timeline = simulate(one_forward_one_backward(pp, n), split_times(pp, f, b, w, c))
+
+    assert rate == round(timeline.span_bubble_rate, 4)
+
+
+@pytest.mark.parametrize(("pp", "n", "f", "b", "w", "c", "_rate", "one", "_two"), CASES)
+def test_zb_1p_has_the_published_rate(
+    pp: int, n: int, f: float, b: float, w: float, c: float, _rate: float, one: float, _two: float
+) -> None:
+    """To four digits, within the published limit of p micro-batches, half of each kept until its W.
+
+    It is also the makespan's: (p-1)(F+I-W+4c) more than the work.
+    """
+    times = split_times(pp, f, b, w, c)
+    schedule = named_schedule("zb-1p", pp=pp, num_microbatches=n, times=times, w_share=0.5, objective="span")
+    timeline = simulate(schedule, times)
+
+    assert one == round(timeline.span_bubble_rate, 4)
+    assert timeline.makespan_s == pytest.approx(n * (f + b + w) + (pp - 1) * (f + b - w + 4 * c))
+    assert max(peak_live_bytes(schedule, (2,) * pp, 0.5)) == 2 * pp
+
+
+@pytest.mark.parametrize(("pp", "n", "f", "b", "w", "c", "_rate", "_one", "two"), CASES)
+def test_zb_2p_is_no_worse_than_published(
+    pp: int, n: int, f: float, b: float, w: float, c: float, _rate: float, _one: float, two: float
+) -> None:
+    """To four digits, within twice the memory."""
+    times = split_times(pp, f, b, w, c)
+    schedule = named_schedule("zb-2p", pp=pp, num_microbatches=n, times=times, w_share=0.5, objective="span")
+
+    assert round(simulate(schedule, times).span_bubble_rate, 4) <= two
+    assert max(peak_live_bytes(schedule, (2,) * pp, 0.5)) <= 2 * 2 * pp
+
+
+def drawn_task(pp: int, microbatches: int, room: float, rng: random.Random) -> Task:
+    """Unequal stages and a limit of so much more than one micro-batch."""
+    held = tuple(float(rng.randint(1, 8)) for _ in range(pp))
+    return Task(
+        pp=pp,
+        vpp=1,
+        num_microbatches=microbatches,
+        times=drawn_stages(pp, rng),
+        held_S=held,
+        w_share=rng.choice((0.0, 0.5, 1.0)),
+        limit_P=tuple(size * (1 + room * (pp - 1)) for size in held),
+        objective=rng.choice(("makespan", "span")),
+    )
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.floats(0, 2), st.randoms())
+@examples(max_examples=40)
+def test_any_zero_bubble_order_runs_within_its_limits(
+    pp: int, microbatches: int, room: float, rng: random.Random
+) -> None:
+    """Whatever the times, sizes and limits: complete, without deadlock, and no rank keeps more than it may."""
+    task = drawn_task(pp, microbatches, room, rng)
+    schedule = zero_bubble("zb-1p", task)
+
+    ends = EventLoop(schedule, task.times).run()
+    assert Engine(schedule).makespan_s(task.times) == max(ends.values())
+    sizes = tuple(int(2 * size) for size in task.held_S)
+    for peak, limit in zip(peak_live_bytes(schedule, sizes, task.w_share), task.limit_P, strict=True):
+        assert peak <= 2 * limit * (1 + 1e-6)
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.sampled_from(RULES), st.randoms())
+def test_a_draft_is_what_its_order_takes(pp: int, microbatches: int, rules: Rules, rng: random.Random) -> None:
+    """The clock of the generator and the longest path of the simulator agree."""
+    task = drawn_task(pp, microbatches, 1.0, rng)
+    draft = fill(task, order_of(interleaved_zero_bubble(pp, 1, microbatches), microbatches), rules)
+
+    assert draft.complete
+    assert draft.makespan_s == simulate(draft.schedule("zb", task), task.times).makespan_s
+    assert draft.longest_span_s == max(simulate(draft.schedule("zb", task), task.times).span_s_P)
+
+
+def test_weights_put_anew_are_faster() -> None:
+    """GIS with its W in the gaps has the bubble of interleaved zero bubble, in the memory that both need anyway."""
+    schedule = grouped_split(4, 2, 8, 4)
+    times = split_times(8, 0.5, 0.5, 0.5, 0.0)
+    task = Task(pp=4, vpp=2, num_microbatches=8, times=times, held_S=(0.5,) * 8, limit_P=(4.0,) * 4)
+    better = refilled(schedule, task)
+
+    assert simulate(schedule, times).makespan_s == 8 * 3 + 3.0
+    assert simulate(better, times).makespan_s == 8 * 3 + 1.5
+    assert max(peak_live_bytes(better, (1,) * 8)) == 8
+
+
+def test_a_limit_below_one_micro_batch_is_refused() -> None:
+    """Nothing can run in it, and the message says on which rank."""
+    with pytest.raises(FactError, match="rank 1 may keep"):
+        named_schedule("zb-1p", pp=2, num_microbatches=2, held_S=(1.0, 1.0), limit_P=(1.0, 0.5))

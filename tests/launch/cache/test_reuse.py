@@ -1,0 +1,82 @@
+"""Whether a plan from a file may run a job, and what it becomes there."""
+
+from __future__ import annotations
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job
+from launch.worlds import plan
+
+from pipette_launch.errors import PlanError
+from pipette_launch.facts import Layout
+from pipette_launch.launch.cache.reuse import adopt, check_belongs
+
+HOSTS = tiny_cluster().hosts
+
+
+@pytest.mark.parametrize(
+    ("made", "hosts", "expected"),
+    [
+        (plan(Layout(pp=4)), HOSTS[:1], "the plan is for the hosts node0, node1; this job runs on node0"),
+        (plan(Layout(pp=2)), HOSTS, "the plan is for 1 devices a host; this job has 2"),
+    ],
+)
+def test_a_plan_for_other_machines_is_refused(made: object, hosts: tuple[object, ...], expected: str) -> None:
+    """Both sides are named."""
+    with pytest.raises(PlanError) as caught:
+        check_belongs(made, hosts, "mine.json")  # type: ignore[arg-type]
+
+    assert f"mine.json: {expected}" == str(caught.value)
+
+
+def test_a_plan_of_this_very_job_is_taken_without_a_word() -> None:
+    """Its key says that nothing has changed."""
+    made = plan(Layout(pp=2, dp=2))
+
+    adopted, note = adopt(made, tiny_job(), "k", "mine.json")
+
+    assert ("", "file") == (note, adopted.provenance.source)
+    assert made.candidates() == adopted.candidates()
+
+
+def test_a_plan_of_another_job_is_taken_with_a_note() -> None:
+    """The user hears that predictions may not hold, and the outcome is filed under this job."""
+    adopted, note = adopt(plan(Layout(pp=2, dp=2), key="../../x"), tiny_job(), "k", "mine.json")
+
+    assert "mine.json was made for another job" in note
+    assert "its key is ../../x, this job's is k" in note
+    assert (note,) == adopted.notes
+    assert "k" == adopted.provenance.key
+
+
+def test_what_the_job_pins_no_plan_changes() -> None:
+    """A chosen layout against a pin is refused, with field, values and reason; an alternative is left out."""
+    job = tiny_job(pinned=("dp", "tp"), notes=("samples are shuffled within each replica: dp stays",))
+
+    with pytest.raises(PlanError) as caught:
+        adopt(plan(Layout(pp=2, dp=2)), job, "k", "mine.json")
+    kept, _ = adopt(plan(Layout(dp=4, micro_batch_size=2), Layout(tp=4)), job, "k", "mine.json")
+
+    assert "mine.json: the plan has dp=2, and this job pins dp=4; pinned are dp, tp, because: samples" in str(
+        caught.value
+    )
+    assert () == kept.alternatives
+
+
+def test_an_own_configuration_of_another_job_is_a_candidate_here() -> None:
+    """The user asked for that plan: what was `own` there would otherwise be lost behind this job's own."""
+    made = plan(Layout(tp=2, dp=2), keeps_own=True)
+
+    adopted, _ = adopt(made, tiny_job(), "k", "mine.json")
+    same, _ = adopt(plan(Layout(dp=4), keeps_own=True), tiny_job(), "k", "mine.json")
+
+    assert (made.chosen,) == adopted.candidates()
+    assert () == same.candidates()
+
+
+def test_the_last_resort_is_this_jobs_own() -> None:
+    """Whatever the file holds, the user's own configuration is that of the command line."""
+    job = tiny_job(own=Layout(tp=2, dp=2))
+
+    adopted, _ = adopt(plan(Layout(pp=4)), job, "k", "mine.json")
+
+    assert (job.own, (0, 1, 2, 3)) == (adopted.own.layout, adopted.own.placement)

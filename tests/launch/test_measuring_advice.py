@@ -1,0 +1,194 @@
+"""What shortlisted plans would use, and the process that says it."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import pytest
+from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from search.worlds import still
+
+from pipette_launch.cost.communication.traffic import step_traffic
+from pipette_launch.facts import Choice, Job, Layout, files
+from pipette_launch.facts.messages.measuring_advice import Advice
+from pipette_launch.facts.messages.measuring_question import Question
+from pipette_launch.launch import measuring_advice
+from pipette_launch.search.solve import SolveOptions
+
+ROOT = Path(__file__).parent.parent.parent
+QUESTION = Question(
+    job=tiny_job(8),
+    measurements=tiny_measurements(drawn_cluster(random.Random(5), hosts=4, devices=2)),
+    budget_s=2.0,
+)
+EXPERTS = tiny_model(num_experts=4, moe_layer_freq=(1, 1, 1, 1))
+
+
+def choice(layout: Layout, placement: tuple[int, ...] | None = None, peaks: tuple[int, ...] = ()) -> Choice:
+    """One way to run a job, of which only layout, placement and peaks matter here."""
+    return Choice(
+        layout=layout,
+        placement=placement or tuple(range(layout.world_size)),
+        schedule=layout.schedule_name,
+        step_time_s=1.0,
+        breakdown_s={"compute": 1.0},
+        peak_memory_bytes=peaks or (1,) * layout.pp,
+        memory_limit_bytes=10,
+        bound_s=0.5,
+    )
+
+
+def used_by_hand(job: Job, some: Choice, devices: int) -> set[tuple[int, int]]:
+    """Pairs of hosts that talk, from `Layout`'s own lists of groups."""
+    layout = some.layout
+    pairs: list[tuple[int, int]] = []
+    for line in layout.groups("pp"):
+        pairs += pairwise(line)
+        if len(line) > 1 and (layout.vpp > 1 or not job.model.untie_embeddings_and_output_weights):
+            pairs.append((line[0], line[-1]))
+    for group in (*layout.groups("tp"), *layout.groups("cp"), *layout.groups("dp_cp")):
+        pairs += zip(group, (*group[1:], group[0]), strict=True)
+    for group in layout.expert_groups() if job.model.num_experts else ():
+        pairs += combinations(group, 2)
+    hosts = [tuple(sorted(some.placement.index(rank) // devices for rank in pair)) for pair in pairs]
+    return {(one, other) for one, other in hosts if one != other}
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=8), Layout(tp=2, pp=2, dp=2), Layout(cp=2, dp=4), Layout(pp=4, dp=2, vpp=2)]
+)
+def test_pairs_are_those_of_pipelines_and_rings(layout: Layout, *, ties: bool) -> None:
+    """Whatever the placement, the pairs of hosts are those that talk according to the layout."""
+    job = tiny_job(8, model=tiny_model(num_layers=8, untie_embeddings_and_output_weights=not ties))
+    for seed in range(5):
+        some = choice(layout, tuple(random.Random(seed).sample(range(8), 8)))
+
+        assert used_by_hand(job, some, 2) == set(measuring_advice.host_pairs(job, [some], 2))
+
+
+def test_experts_exchange_with_everyone_in_their_group() -> None:
+    """With all-to-all between experts every pair of a group talks, and the experts' own replicas form rings."""
+    job = tiny_job(8, model=EXPERTS, performance_flags=("--moe-token-dispatcher-type alltoall",))
+    some = choice(Layout(dp=8, ep=4, use_distributed_optimizer=True), (0, 4, 1, 5, 2, 6, 3, 7))
+    found = {one.name: (one.kinds, one.groups) for one in measuring_advice.dimensions(job, [some])}
+
+    assert used_by_hand(job, some, 1) <= set(measuring_advice.host_pairs(job, [some], 1))
+    assert (("all_to_all",), ((0, 2, 4, 6), (1, 3, 5, 7))) == found["ep"]
+    assert (("reduce_scatter", "all_gather"), ((0, 1), (2, 3), (4, 5), (6, 7))) == found["expert dp"]
+    assert (("reduce_scatter", "all_gather"), (tuple(range(8)),)) == found["dp"]
+
+
+def test_dimensions_of_several_plans_come_once() -> None:
+    """Two plans that reduce over the same slots share a dimension; what the first uses comes first."""
+    first = choice(Layout(tp=2, pp=2, dp=2))
+    second = choice(Layout(tp=2, dp=4, use_distributed_optimizer=True))
+    third = choice(Layout(tp=2, pp=2, dp=2, use_distributed_optimizer=True))
+    found = measuring_advice.dimensions(tiny_job(8), [first, second, third])
+
+    assert ["dp", "tp", "dp"] == [one.name for one in found]
+    assert ((0, 2), (1, 3), (4, 6), (5, 7)) == found[0].groups
+    assert ("all_reduce", "reduce_scatter", "all_gather") == found[0].kinds
+    assert ((0, 1), (2, 3), (4, 5), (6, 7)) == found[1].groups
+    assert ((0, 2, 4, 6), (1, 3, 5, 7)) == found[2].groups
+
+
+def test_dimensions_know_the_most_that_is_sent_in_one_piece() -> None:
+    """A stage's gradients between replicas, activations between tensor ranks; where both are, the larger."""
+    job = tiny_job(4)
+    stages, tensors = choice(Layout(pp=2, dp=2)), choice(Layout(tp=2, dp=2))
+    gradients = [max(dense for dense, _ in step_traffic(job, some.layout).gradient_bytes) for some in (stages, tensors)]
+    activations = job.model.seq_length * job.model.hidden_size * job.model.dtype_bytes
+    both = measuring_advice.dimensions(job, [stages, tensors])
+    alone = measuring_advice.dimensions(job, [tensors])
+
+    assert [((0, 1), (2, 3)), ((0, 2), (1, 3))] == [one.groups for one in both]
+    assert [max(gradients[0], activations), gradients[1]] == [one.most_bytes for one in both]
+    assert {"dp": gradients[1], "tp": activations} == {one.name: one.most_bytes for one in alone}
+
+
+def test_pairs_of_the_first_plan_come_first() -> None:
+    """What does not fit into the rounds is what the later plans use."""
+    pairs = measuring_advice.host_pairs(tiny_job(4), [choice(Layout(pp=4)), choice(Layout(dp=4), (0, 2, 1, 3))], 1)
+
+    assert {(0, 1), (1, 2), (2, 3), (0, 3)} == set(pairs[:4])
+    assert {(0, 2), (1, 3)} == set(pairs[4:])
+
+
+def test_the_fullest_stage_of_each_plan_comes_first() -> None:
+    """Then the next fullest of each; a layout that differs in nothing else is not asked for twice."""
+    one, other = Layout(pp=2, dp=2), Layout(pp=4)
+    found = measuring_advice.fullest_stages(
+        [choice(one, peaks=(5, 7)), choice(other, peaks=(9, 1, 2, 3)), choice(one, (1, 0, 2, 3))]
+    )
+
+    assert [(one, 1), (other, 0), (one, 0), (other, 3), (other, 2), (other, 1)] == [
+        (case.layout, case.pp_rank) for case in found
+    ]
+
+
+def test_the_user_own_plan_is_looked_at_too() -> None:
+    """The answer is about the choice first, and holds what the user's own configuration would use."""
+    found = measuring_advice.advise(QUESTION, SolveOptions(budget_s=0.5), time.monotonic)
+
+    own = choice(QUESTION.job.own)
+    assert used_by_hand(QUESTION.job, own, 2) <= set(found.host_pairs)
+    assert tuple(range(8)) in {group for one in found.dimensions for group in one.groups}
+    assert 0 < len(found.dimensions) <= measuring_advice.MOST_DIMENSIONS
+    assert QUESTION.job.own in {case.layout for case in found.stages}
+    assert "plans were shortlisted" in found.words
+
+
+def test_without_a_plan_the_answer_says_why() -> None:
+    """Where nothing fits there is nothing to measure, and the warm-up goes on."""
+    small = tiny_measurements(tiny_cluster(2, 2, memory_bytes=1 << 10))
+    found = measuring_advice.advise(
+        Question(job=tiny_job(4), measurements=small, budget_s=1.0), SolveOptions(budget_s=1.0), still
+    )
+
+    assert ((), (), ()) == (found.host_pairs, found.dimensions, found.stages)
+    assert found.words.startswith("no plan could be made of what was measured so far: ")
+
+
+def test_the_process_answers_without_torch(tmp_path: Path) -> None:
+    """The real command reads the question, writes the answer, and never imports torch."""
+    question, answer = tmp_path / "question.json", tmp_path / "advice.json"
+    files.write(question, replace(QUESTION, budget_s=0.5))
+    words = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "pipette_launch.launch.measuring_advice",
+        str(question),
+        str(answer),
+    ]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (0, "") == (done.returncode, done.stdout)
+    assert " torch\n" not in done.stderr
+    assert files.read(answer, Advice).host_pairs
+
+
+def test_a_bad_question_is_answered_in_one_line(tmp_path: Path) -> None:
+    """The process ends with 1 and says on stderr what is wrong with the file."""
+    (tmp_path / "question.json").write_text("{}")
+    words = [
+        sys.executable,
+        "-m",
+        "pipette_launch.launch.measuring_advice",
+        str(tmp_path / "question.json"),
+        "answer.json",
+    ]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+    assert 1 == done.returncode
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pipette: no advice: ")
+    assert "question.json" in line

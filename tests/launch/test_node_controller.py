@@ -1,0 +1,237 @@
+"""What a node does and says under the chief's decisions, without any process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch.worlds import options, plan, records
+
+from pipette_launch import report
+from pipette_launch.agent.controller import Node
+from pipette_launch.agent.sync.rendezvous import Meeting
+from pipette_launch.facts import Layout, Plan, files
+from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.launch import node_controller as module
+from pipette_launch.launch.node_controller import Story
+from pipette_launch.probe.health import inventory
+
+LINE = (
+    " [2026-11-21 10:00:00] iteration {:8d}/     100 | consumed samples:            8 | "
+    "elapsed time per iteration (ms): {} | lm loss: 5.000000E+00 | loss scale: 1.0 |"
+)
+NODE = Node(entrypoint="python", arguments=("-u", "x"), num_slots=2, address="127.0.0.1", interruption=KeyError)
+TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
+
+
+def story(folder: Path, **changes: Any) -> Story:
+    """One node's story, begun."""
+    asked = options("--save", str(folder / "ckpt"), device="cpu", cache=folder / "cache", **changes)
+    made = Story(asked, Meeting(endpoint="localhost:0", node_rank=-1, may_host_store=True), folder / "own")
+    made.begin(NODE)
+    return made
+
+
+def decision(made: Plan | None = TWO, **changes: Any) -> Decision:
+    """To train under a plan."""
+    plain = Decision(
+        phase="train",
+        tokens=tuple(node.token for node in records()),
+        hosts=("node0", "node1"),
+        num_slots=(2, 2),
+        plan=made,
+        script_arguments=("--lr", "1"),
+    )
+    return replace(plain, **changes)
+
+
+def test_a_restart_shows_nothing_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The screen stands once for each plan, and a fallback is told once."""
+    told = story(tmp_path)
+    texts = []
+    for step in (
+        decision(),
+        decision(),
+        decision(attempt=1, reason="rank 0 ended with exit code 1"),
+        decision(attempt=1, proven=True),
+        decision(attempt=2, reason="rank 1 ended with signal 9"),
+        decision(replace(TWO, solve_s=9.0), reason="the hosts changed"),
+    ):
+        told.show(step, speaks=True)
+        texts.append(capsys.readouterr().err)
+
+    assert ["Chosen" in text for text in texts] == [True, False, False, False, False, True]
+    assert "" == texts[1] == texts[3]
+    assert "rank 0 ended with exit code 1\n" in texts[2]
+    assert "that plan cannot start; going on with the next plan, " in texts[2]
+    assert "going on with your own configuration" in texts[4]
+
+
+def test_only_one_node_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others keep count in silence."""
+    story(tmp_path).show(decision(reason="why"), speaks=False)
+
+    assert "" == capsys.readouterr().err
+
+
+def test_a_screen_that_fails_does_not_cost_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal does get through."""
+    told = story(tmp_path)
+    errors: list[Exception] = [ValueError("no such terminal"), KeyError("signal 15")]
+
+    def fail(*_: object, **__: object) -> str:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(report, "plan_screen", fail)
+    told.show(decision(), speaks=True)
+
+    with pytest.raises(KeyError):
+        told.show(decision(replace(TWO, solve_s=9.0)), speaks=True)
+
+
+def test_an_outcome_never_mixes_two_attempts(tmp_path: Path) -> None:
+    """Ten iterations of a plan and ten of the next are no twenty of either."""
+    told = story(tmp_path)
+    told.show(decision(), speaks=False)
+    assert all(told.saw_line(LINE.format(iteration, 100.0)) for iteration in range(1, 11))
+    told.show(decision(attempt=2), speaks=False)
+    for iteration in range(11, 21):
+        told.saw_line(LINE.format(iteration, 100.0))
+    assert [] == list(tmp_path.glob("cache/*/outcome.json"))
+
+    for iteration in range(21, 31):
+        told.saw_line(LINE.format(iteration, 100.0))
+
+    outcome = files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome)
+    assert (Layout(dp=4), 11) == (outcome.layout, outcome.first_iteration)
+
+
+def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:
+    """A node that did not decide follows the key of the decision, also when it changes."""
+    told = story(tmp_path)
+    for key in ("k", "other"):
+        told.show(decision(plan(Layout(pp=4), key=key)), speaks=False)
+        for iteration in range(1, 21):
+            told.saw_line(LINE.format(iteration, 100.0))
+
+    assert {"k", "other"} == {path.parent.name for path in tmp_path.glob("cache/*/outcome.json")}
+
+
+def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is told all the same, and then why there is no file."""
+    (tmp_path / "cache").write_text("no folder")
+    told = story(tmp_path)
+    told.show(decision(), speaks=False)
+    for iteration in range(1, 21):
+        told.saw_line(LINE.format(iteration, 100.0))
+    outcome, trouble = capsys.readouterr().err.splitlines()[-2:]
+
+    assert "measured 100 ms a step" in outcome
+    assert "outcome.json" not in outcome
+    assert "outcome.json cannot be written (Not a directory)" in trouble
+
+
+def test_without_a_plan_iterations_count_all_the_same(tmp_path: Path) -> None:
+    """There is nothing to set them beside, but the job has trained."""
+    told = story(tmp_path)
+    told.show(decision(None), speaks=False)
+
+    assert told.saw_line(LINE.format(1, 100.0))
+    assert not told.saw_line("training ...")
+
+
+def test_a_checkpoint_is_a_sign_of_training(tmp_path: Path) -> None:
+    """One that was there before is none."""
+    told = story(tmp_path)
+    tracker = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir()
+    tracker.write_text("10")
+    told.show(decision(), speaks=False)
+
+    before = told.trained(lived_s=1.0, exit_codes={1})
+    tracker.write_text("20")
+
+    assert (False, True) == (before, told.trained(lived_s=1.0, exit_codes={1}))
+
+
+def test_a_driver_in_disorder_is_told_to_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever NVML raises, the job trains as under torchrun."""
+
+    def fail(**_: object) -> None:
+        raise OSError("driver/library version mismatch")
+
+    monkeypatch.setattr(inventory, "host", fail)
+
+    record = story(tmp_path).record(attempt=-1, verdict="none", failure="", has_plan=False)
+
+    assert record.host is None
+    assert "OSError: driver/library version mismatch" in record.trouble
+
+
+def test_its_folder_is_made_when_it_is_needed(tmp_path: Path) -> None:
+    """A launcher that waits for other nodes has left nothing to clean up."""
+    told = story(tmp_path)
+    told.show(decision(None, reason="x"), speaks=False)
+
+    assert "python" == told.command(decision(None, script_arguments=None)).entrypoint
+    assert not (tmp_path / "own").exists()
+
+
+def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are no iterations; the outcome has what they say beside the prediction."""
+    told = story(tmp_path)
+    told.show(decision(), speaks=False)
+    sizes = "allocated: 1.0 | max allocated: 4.0 | reserved: 4.0 | max reserved: 4.0"
+    assert not told.saw_line(f"[Rank 2] (after 2 iterations) memory (MB) | {sizes}")
+    for iteration in range(1, 21):
+        told.saw_line(LINE.format(iteration, 100.0))
+
+    outcome = files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome)
+    assert [(2, 1, 1 << 20, 4 << 20)] == [
+        (peak.rank, peak.pp_rank, peak.predicted_bytes, peak.measured_bytes) for peak in outcome.peaks
+    ]
+    assert "rank 2 held at most 4.00 MiB, predicted 1.00 MiB" in capsys.readouterr().err
+
+
+def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs each local rank's device is read, less what others held before; a driver in disorder costs nothing."""
+    told = story(tmp_path)
+    assert told._host is not None
+    device = replace(told._host.devices[0], kind="cuda", uuid="GPU", memory_total_bytes=1000, memory_free_bytes=900)
+    told._host = replace(told._host, devices=(device, device))
+    made = replace(TWO, chosen=replace(TWO.chosen, device_peak_bytes=(300, 400)))
+    told.show(decision(replace(made, keeps_own=False), tokens=(told._token, "other")), speaks=False)
+
+    monkeypatch.setattr(inventory, "device_used_bytes", lambda uuid: 450)
+    assert [(2, 400, 350), (3, 400, 350)] == [
+        (peak.rank, peak.predicted_bytes, peak.measured_bytes) for peak in told._device_peaks()
+    ]
+
+    def fail(uuid: str) -> int:
+        raise OSError("driver/library version mismatch")
+
+    monkeypatch.setattr(inventory, "device_used_bytes", fail)
+    assert () == told._device_peaks()
+
+
+def test_training_waits_for_the_memory_of_the_warmup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stays full is told in a sentence, and a driver in disorder costs no job; a signal does get through."""
+    told = story(tmp_path)
+    troubles: list[Exception] = [OSError("driver/library version mismatch"), KeyError("signal 15")]
+
+    monkeypatch.setattr(module, "await_memory", lambda host: (f"{host.name}: GPU 0 still holds 1 GiB",))
+    told.warmup_is_over()
+    assert "GPU 0 still holds 1 GiB\n" in capsys.readouterr().err
+
+    def fail(host: object) -> None:
+        raise troubles.pop(0)
+
+    monkeypatch.setattr(module, "await_memory", fail)
+    told.warmup_is_over()
+    with pytest.raises(KeyError):
+        told.warmup_is_over()

@@ -1,0 +1,287 @@
+"""A checkpoint pins what its format cannot reshard, at the values with which it was written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_lines import SMALL, job
+
+from pipette_launch.errors import MegatronError
+from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
+from pipette_launch.megatron import record_path, saved_iteration, write_arguments
+from pipette_launch.megatron.checkpoint.metadata import read_saved
+
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce"
+MODEL = ("ep", "etp", "layers_per_chunk")
+KEPT = (*MODEL, "overlap_grad_reduce", "overlap_param_gather", "pp", "tp", "use_distributed_optimizer", "vpp")
+Make = Callable[..., str]
+
+
+def arguments(**changes: Any) -> argparse.Namespace:
+    """What Megatron stores of the run that saves, as far as it matters here, among much else."""
+    values: dict[str, Any] = {
+        "some_path": "/data/tensor_model_parallel_size",
+        "dist_ckpt_optim_fully_reshardable": False,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": None,
+        "pipeline_model_parallel_layout": None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": False,
+    }
+    return argparse.Namespace(**(values | changes))
+
+
+def distributed(root: Path, *, sharding: str | None = "dp_reshardable", common: bool = True, **changes: Any) -> str:
+    """A torch_dist checkpoint at iteration 10, without its tensors; gives the flag that loads it."""
+    folder = root / "iter_0000010"
+    folder.mkdir(parents=True)
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    if common:
+        kinds = {} if sharding is None else {"distrib_optim_sharding_type": sharding}
+        state = {"args": arguments(**changes), "iteration": 10, "content_metadata": kinds}
+        torch.save(state, folder / "common.pt")
+    return f"--load {root}"
+
+
+def legacy(root: Path, *folders: str) -> str:
+    """A checkpoint of the format torch; gives the flag that loads it."""
+    for name in folders:
+        (root / "iter_0000010" / name).mkdir(parents=True)
+    (root / "latest_checkpointed_iteration.txt").write_text("10\n")
+    return f"--load {root}"
+
+
+def record(root: Path, layout: Layout) -> None:
+    """The plan that the launcher writes beside its checkpoints."""
+    choice = Choice(
+        layout=layout,
+        placement=tuple(range(8)),
+        schedule="1f1b",
+        step_time_s=1.0,
+        breakdown_s={"compute": 1.0},
+        peak_memory_bytes=(1,) * layout.pp,
+        memory_limit_bytes=2,
+        bound_s=0.5,
+    )
+    plan = Plan(
+        hosts=("a",),
+        devices_per_host=8,
+        device_kind="cuda",
+        chosen=choice,
+        alternatives=(),
+        own=choice,
+        keeps_own=True,
+        reasons=(),
+        notes=(),
+        num_layouts=1,
+        dropped={},
+        solve_s=0.0,
+        provenance=Provenance(key="k", made_at="now", versions={}, source="measured"),
+    )
+    files.write(root / "pipette-plan.json", plan)
+
+
+def test_no_checkpoint_pins_nothing(tmp_path: Path) -> None:
+    """A first start, with the folder there or not."""
+    (tmp_path / "empty").mkdir()
+
+    assert job(f"--load {tmp_path}/empty").pinned == ()
+    assert job(f"--load {tmp_path}/nowhere --save {tmp_path}/nowhere").pinned == ()
+
+
+def test_bytes_tell_how_it_was_written(tmp_path: Path) -> None:
+    """Numbers, words, truth values and None are found in the pickle without loading it."""
+    layout = "Et|t*3|tt|ttL"
+    distributed(tmp_path, pipeline_model_parallel_layout=layout, tensor_model_parallel_size=300)
+    saved, sharding = read_saved(tmp_path / "iter_0000010")
+
+    assert sharding == "dp_reshardable"
+    assert (300, 2, None, layout, True, False) == tuple(
+        saved[name]
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "pipeline_model_parallel_layout",
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+        )
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 torn"])
+def test_damaged_states_tell_nothing(tmp_path: Path, content: bytes) -> None:
+    """Then the plan beside the checkpoint or the flags have to do."""
+    (tmp_path / "common.pt").write_bytes(content)
+
+    assert read_saved(tmp_path) == ({}, None)
+    assert read_saved(tmp_path / "nowhere") == ({}, None)
+
+
+def test_optimizer_state_of_0_15_pins_what_cuts_the_model(tmp_path: Path) -> None:
+    """The checkpoint's own values become the user's configuration, and reach the command line."""
+    load = distributed(tmp_path)
+    asked = job(load, SHARDED)
+
+    assert asked.pinned == KEPT
+    assert asked.own == Layout(tp=2, pp=2, dp=2, etp=2, use_distributed_optimizer=True, overlap_grad_reduce=True)
+    assert any("dp_reshardable" in note and "as the checkpoint says" in note for note in asked.notes)
+    argv = (*SMALL, *load.split(), *SHARDED.split())
+    sizes = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+    assert write_arguments(argv, job=asked, layout=asked.own)[len(argv) :] == sizes
+
+
+def test_virtual_stages_are_kept(tmp_path: Path) -> None:
+    """Chunks too are part of the buckets, in whatever way they were said."""
+    even = distributed(tmp_path / "even", virtual_pipeline_model_parallel_size=2)
+    uneven = distributed(
+        tmp_path / "uneven", virtual_pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t*3|tt|ttL"
+    )
+
+    assert (2, ()) == (job(even, SHARDED).own.vpp, job(even, SHARDED).own.layers_per_chunk)
+    assert (2, (1, 3, 2, 2)) == (job(uneven, SHARDED).own.vpp, job(uneven, SHARDED).own.layers_per_chunk)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sharding", "version", "pinned"),
+    [
+        (SHARDED, "fully_reshardable", "0.16.1", ("use_distributed_optimizer",)),
+        (SHARDED, "fully_sharded_model_space", "0.14.0", ("use_distributed_optimizer",)),
+        (SHARDED, None, "0.14.0", ("use_distributed_optimizer",)),
+        (SHARDED, None, "0.15.0", KEPT),
+        ("", None, "0.16.1", ("use_distributed_optimizer",)),
+        (f"{SHARDED} --finetune", "dp_reshardable", "0.16.1", ()),
+        (f"{SHARDED} --no-load-optim", "dp_reshardable", "0.16.1", ()),
+    ],
+)
+def test_what_reshards_is_left_open(
+    tmp_path: Path, flags: str, sharding: str | None, version: str, pinned: tuple[str, ...]
+) -> None:
+    """Weights always reshard; optimizer state by its type, which the run that saved decided."""
+    load = distributed(tmp_path, sharding=sharding, use_distributed_optimizer=bool(flags))
+
+    assert job(load, flags, version=version).pinned == pinned
+
+
+def test_plain_optimizer_state_reshards(tmp_path: Path) -> None:
+    """Whatever type is noted: without the distributed optimizer, state follows the parameters."""
+    asked = job(distributed(tmp_path, use_distributed_optimizer=False), SHARDED)
+
+    assert (("use_distributed_optimizer",), False) == (asked.pinned, asked.own.use_distributed_optimizer)
+
+
+def test_expert_random_state_pins_dp_in_0_16(tmp_path: Path) -> None:
+    """It is kept for each data-parallel rank there, and --no-load-rng frees it."""
+    load = distributed(tmp_path, sharding="fully_reshardable")
+    flags = f"{SHARDED} --num-experts 4 --expert-model-parallel-size 2"
+
+    assert job(load, flags).pinned == ("cp", "dp", "use_distributed_optimizer")
+    assert job(load, flags, "--no-load-rng").pinned == ("use_distributed_optimizer",)
+    assert job(load, flags, version="0.17.0").pinned == ("use_distributed_optimizer",)
+
+
+def test_the_plan_beside_speaks_where_the_checkpoint_does_not(tmp_path: Path) -> None:
+    """Then its layout counts; without it, or if it is damaged, the flags."""
+    load = distributed(tmp_path, common=False)
+    record(tmp_path, Layout(tp=4, pp=2, etp=4, use_distributed_optimizer=True))
+
+    asked = job(load, SHARDED)
+    assert (4, 2, False) == (asked.own.tp, asked.own.pp, asked.own.overlap_grad_reduce)
+    assert any("as the plan beside it says" in note for note in asked.notes)
+    (tmp_path / "pipette-plan.json").write_text("{")
+    asked = job(load, SHARDED)
+    assert (1, 1, True) == (asked.own.tp, asked.own.pp, asked.own.overlap_grad_reduce)
+    assert any("was not read" in note for note in asked.notes)
+
+
+@pytest.mark.parametrize(
+    ("folders", "flags", "sizes"),
+    [
+        (("mp_rank_00", "mp_rank_01"), "", (2, 1, 1)),
+        (("mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"), "", (2, 2, 1)),
+        (
+            ("mp_rank_00_000", "mp_rank_00_001"),
+            "--num-experts 4 --expert-model-parallel-size 2",
+            (1, 1, 2),
+        ),
+        (
+            ("mp_rank_00_000_000", "mp_rank_00_000_001", "mp_rank_00_001_000", "mp_rank_00_001_001"),
+            "--num-experts 4",
+            (1, 2, 2),
+        ),
+    ],
+)
+def test_legacy_checkpoints_pin_their_files(
+    tmp_path: Path, folders: tuple[str, ...], flags: str, sizes: tuple[int, int, int]
+) -> None:
+    """One file for each rank: TP, PP and EP can be counted, and nothing that cuts the model changes."""
+    asked = job(legacy(tmp_path, *folders), flags)
+
+    assert sizes == (asked.own.tp, asked.own.pp, asked.own.ep)
+    assert asked.pinned == KEPT
+    assert set(job(legacy(tmp_path / "2", *folders), flags, "--finetune").pinned) == {*MODEL, "pp", "tp", "vpp"}
+
+
+def test_unknown_formats_pin_all_that_cuts_the_model(tmp_path: Path) -> None:
+    """What is not understood is not touched."""
+    asked = job(legacy(tmp_path, "something"))
+
+    assert asked.pinned == tuple(sorted({*KEPT, "cp"}))
+    assert any("unknown format" in note for note in asked.notes)
+
+
+def test_too_few_ranks_for_the_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint that demands 4 ranks cannot be continued on 2."""
+    with pytest.raises(MegatronError, match="needs a multiple of 4 ranks; the job has 2"):
+        job(distributed(tmp_path), SHARDED, world_size=2)
+
+
+def test_a_named_step_and_a_pretrained_checkpoint_are_found(tmp_path: Path) -> None:
+    """--ckpt-step outranks the tracker; pretrained weights come without optimizer."""
+    load = distributed(tmp_path / "a")
+
+    assert job(load, SHARDED, "--ckpt-step 10").pinned == KEPT
+    assert job(load, SHARDED, "--ckpt-step 11").pinned == ()
+    assert job(f"--pretrained-checkpoint {tmp_path / 'a'}", SHARDED).pinned == ()
+
+
+def test_sizes_from_the_checkpoint_are_the_users_own(tmp_path: Path) -> None:
+    """--use-mp-args-from-checkpoint-args: torchrun would have run those sizes, and a plan may change them."""
+    load = distributed(tmp_path / "a", sharding="fully_reshardable")
+    flags = "--use-checkpoint-args --use-mp-args-from-checkpoint-args"
+
+    asked = job(load, SHARDED, flags)
+    assert (2, 2, ("use_distributed_optimizer",)) == (asked.own.tp, asked.own.pp, asked.pinned)
+    with pytest.raises(MegatronError, match="give them as flags instead"):
+        job(distributed(tmp_path / "b", common=False), SHARDED, flags)
+
+
+def test_the_record_lies_beside_the_checkpoints() -> None:
+    """Where --save puts them; nowhere without it."""
+    assert record_path(["--save", "/ckpt", "--mine"]) == Path("/ckpt/pipette-plan.json")
+    assert record_path(["--mine"]) is None
+
+
+@pytest.mark.parametrize(("content", "expected"), [("20\n", "20"), ("release", "release"), (None, "")])
+def test_the_newest_iteration_that_was_saved(tmp_path: Path, content: str | None, expected: str) -> None:
+    """Read from Megatron's own note in the folder of `--save`; nothing where there is none."""
+    if content is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(content)
+
+    assert expected == saved_iteration(["--save", str(tmp_path)])
+    assert "" == saved_iteration(["--lr", "1"])

@@ -1,0 +1,105 @@
+"""Everything of Megatron that `cpu_backend` replaces is there, with the parameters that we count on."""
+
+import ast
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from pipette_patches.cpu.core_replacements import CORE
+from pipette_patches.cpu.optimizer import OPTIMIZER
+from pipette_patches.cpu.training_programs import TRAINING
+from pipette_patches.registry import _version_in, megatron_core_version
+from pipette_patches.replacements import Replacement
+
+# Parameters by qualified name; None: a name that is only assigned, or used without being defined.
+EXPECTED = {
+    "megatron.core.model_parallel_config.ModelParallelConfig.__post_init__": ["self"],
+    "megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__": [
+        "cls", "config", "hidden_size", "eps", "persist_layer_norm", "zero_centered_gamma", "normalization",
+    ],
+    "megatron.core.tensor_parallel.random._get_cuda_rng_state": ["device", "clone", "graph_safe"],
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state": ["new_state", "device", "graph_safe"],
+    "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__": ["self", "fp8"],
+    "megatron.core.transformer.moe.moe_utils.te_general_gemm": None,
+    "megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu": ["tensor", "as_numpy", "record_stream"],
+    "megatron.core.jit.jit_fuser": None,
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict": ["self"],
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict": ["self", "state_dict"],
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states": [
+        "self", "model_param", "tensors",
+    ],
+    "megatron.core.datasets.utils.compile_helpers": [],
+    "megatron.training.arguments.validate_args": ["args", "defaults"],
+    "megatron.legacy.fused_kernels.load": ["args"],
+}  # fmt: skip
+# Copied names: where a replacement acts on the copy that a module took by `from ... import`.
+MOE = "megatron.core.transformer.moe"
+COPIED_FROM = {
+    f"{MOE}.token_dispatcher.maybe_move_tensor_to_cpu": f"{MOE}.moe_utils",
+    "megatron.training.initialize.validate_args": "megatron.training.arguments",
+    "megatron.training.training.initialize_megatron": "megatron.training.initialize",
+}
+
+
+def source(root: Path, module: str) -> str:
+    """The text of a module or package below a folder."""
+    path = root.joinpath(*module.split("."))
+    return (path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py").read_text()
+
+
+def parameters(root: Path, module: str, path: str) -> list[str]:
+    """The parameter names of a function or method, found without importing it."""
+    body: list[ast.stmt] = ast.parse(source(root, module)).body
+    *classes, name = path.split(".")
+    for each in classes:
+        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == each)
+    function = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return [argument.arg for argument in function.args.args + function.args.kwonlyargs]
+
+
+def check(root: Path, replacement: Replacement) -> None:
+    """Hold one replaced attribute against the table."""
+    name = f"{replacement.module}.{replacement.path}"
+    module = COPIED_FROM.get(name, replacement.module)
+    if module != replacement.module:
+        assert replacement.path in source(root, replacement.module)
+    if replacement.path == "initialize_megatron":
+        assert "allow_no_cuda" in parameters(root, module, replacement.path)
+        return
+    expected = EXPECTED[f"{module}.{replacement.path}"]
+    if expected is None:
+        assert replacement.path in source(root, module)
+    else:
+        assert parameters(root, module, replacement.path) == expected
+
+
+def label(replacement: Replacement) -> str:
+    """A test's name: the attribute."""
+    return f"{replacement.module}.{replacement.path}"
+
+
+@pytest.mark.parametrize("replacement", [*CORE, *OPTIMIZER], ids=label)
+def test_the_installed_megatron_core_has_what_is_replaced(replacement: Replacement) -> None:
+    """Each replaced attribute of megatron-core exists with its parameters."""
+    if not replacement.fits(megatron_core_version()):
+        pytest.skip(f"only in megatron-core {replacement.versions}")
+    spec = importlib.util.find_spec("megatron")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+
+    folders = [Path(folder) for folder in spec.submodule_search_locations]
+    check(next(folder.parent for folder in folders if (folder / "core").is_dir()), replacement)
+
+
+@pytest.mark.parametrize("replacement", TRAINING, ids=label)
+def test_a_checkout_of_megatron_lm_has_what_is_replaced(replacement: Replacement) -> None:
+    """Each replaced attribute of Megatron-LM's training programs exists with its parameters."""
+    if "MEGATRON_LM_DIR" not in os.environ:
+        pytest.skip("MEGATRON_LM_DIR does not name a checkout of Megatron-LM")
+    root = Path(os.environ["MEGATRON_LM_DIR"])
+    if not replacement.fits(_version_in(root / "megatron" / "core" / "package_info.py")):
+        pytest.skip(f"only in Megatron-LM {replacement.versions}")
+
+    check(root, replacement)

@@ -1,0 +1,68 @@
+"""What cpu_backend does to Megatron-LM's own programs, function by function."""
+
+import argparse
+import logging
+import os
+from typing import Any
+
+import pytest
+
+from pipette_patches.cpu.torch_replacements import say_once
+from pipette_patches.cpu.training_programs import _allow_no_cuda, _compile_for_this_python, _for_cpu
+
+
+def test_a_gpu_machines_flags_become_a_cpus_before_megatron_checks_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Each change is said in one line; what a CPU can do stays; flags that a version lacks stay absent."""
+    say_once.cache_clear()
+    args = argparse.Namespace(distributed_backend="nccl", transformer_impl="local", fp8="hybrid", hidden_size=64)
+    with caplog.at_level(logging.WARNING):
+        seen = _for_cpu(lambda checked, defaults: (vars(checked).copy(), defaults))(args, {"a": 1})
+
+    assert seen == (
+        {"distributed_backend": "gloo", "transformer_impl": "local", "fp8": None, "hidden_size": 64},
+        {"a": 1},
+    )
+    assert caplog.messages == ["cpu_backend: distributed_backend nccl -> gloo", "cpu_backend: fp8 hybrid -> None"]
+
+
+def test_a_warning_is_said_once_and_by_rank_0_only(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job of many processes is no louder than one."""
+    say_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        say_once("one")
+        say_once("one")
+        monkeypatch.setenv("RANK", "1")
+        say_once("two")
+
+    assert caplog.messages == ["cpu_backend: one"]
+
+
+def test_megatrons_own_switch_lets_it_start_without_cuda() -> None:
+    """The caller's arguments pass through; only the switch is set."""
+    started = _allow_no_cuda(lambda *args, **kwargs: (args, kwargs))("provider", allow_no_cuda=False, args_defaults={})
+
+    assert started == (("provider",), {"allow_no_cuda": True, "args_defaults": {}})
+
+
+def test_helpers_are_not_compiled_where_they_are_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megatron-core that brings its compiled helpers needs no make."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    called: list[Any] = []
+    _compile_for_this_python(lambda: called.append(1))()
+
+    assert called == []
+
+
+def test_helpers_are_compiled_for_the_running_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make is told this Python's suffix and include folder, and MAKEFLAGS is as before afterwards."""
+    pytest.importorskip("pybind11")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    monkeypatch.setenv("MAKEFLAGS", "-s")
+    told: list[str] = []
+    _compile_for_this_python(lambda: told.append(os.environ["MAKEFLAGS"]))()
+
+    assert told[0].startswith("-s -- LIBEXT=.cpython-")
+    assert "pybind11/include\\ -I" in told[0]
+    assert os.environ["MAKEFLAGS"] == "-s"

@@ -1,0 +1,125 @@
+"""The measured parts are Megatron's own, and together they are the whole model."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facts_for_tests import tiny_model
+
+ROOT = Path(__file__).parents[3]
+WORKER = Path(__file__).parents[1] / "workload_worker.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What a process of its own found out: megatron-core and its process groups stay out of this one."""
+    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "patches", "tests"))
+    worker = subprocess.run(
+        [sys.executable, str(WORKER)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert 0 == worker.returncode, worker.stderr
+    result: dict[str, Any] = json.loads(worker.stdout.splitlines()[-1])
+    return result
+
+
+def test_layer_and_head_are_the_model(found: dict[str, Any]) -> None:
+    """Layer and head run one after the other give the loss of Megatron's own forward."""
+    whole, parts = found["losses"]
+
+    assert ["layer", "embedding", "head", "core_attention"] == found["names"]
+    assert pytest.approx(whole, rel=1e-6) == parts
+    assert 4 < whole < 8
+
+
+def test_a_frozen_part_has_the_same_input_gradient_and_no_other(found: dict[str, Any]) -> None:
+    """What is timed as the input's gradient is exactly that: same value, no weight's gradient."""
+    same, all_with_weights, any_without = found["frozen"]
+
+    assert same
+    assert all_with_weights
+    assert not any_without
+
+
+def test_gradients_go_to_main_gradients(found: dict[str, Any]) -> None:
+    """They add up there, not in `.grad`, and nothing is left behind."""
+    assert [True, True, True, True] == found["accumulated"]
+
+
+def test_full_recompute_is_megatrons(found: dict[str, Any]) -> None:
+    """Same value, same gradients; each of two layers runs once without and once with a graph to go back through."""
+    same_output, same_input_gradient, num_same_gradients, runs = found["again"]
+
+    assert same_output
+    assert same_input_gradient
+    assert 12 == num_same_gradients
+    assert [True, True, False, False, True, True] == runs
+
+
+def test_the_attention_core_is_the_layers_own(found: dict[str, Any]) -> None:
+    """On the layer's queries, keys and values it gives what it gave in there; it chains, and has a backward."""
+    assert [True, True, True] == found["core"]
+
+
+def test_the_fused_loss_is_the_other_one(found: dict[str, Any]) -> None:
+    """Value and gradient of the head agree, whichever loss the user's flags ask for."""
+    value, gradient, fused_value, fused_gradient = found["fused losses"]
+
+    assert pytest.approx(value, rel=1e-5) == fused_value
+    assert pytest.approx(gradient, rel=1e-4) == fused_gradient
+    assert gradient > 0
+
+
+def test_the_optimizer_clips_and_steps_on_everything(found: dict[str, Any]) -> None:
+    """All parameters move, and all are counted; an optimizer that Megatron does not have is refused by name."""
+    moved, counted, norm, clipped = found["moved"]
+
+    assert moved
+    assert found["parameters"] == counted
+    assert pytest.approx(counted**0.5, rel=0.1) == norm
+    assert pytest.approx(1.0, rel=1e-3) == clipped
+    assert "the step of optimizer 'muon' is not measured" in found["unknown optimizer"]
+
+
+def test_tensor_parallelism_halves_the_matrices(found: dict[str, Any]) -> None:
+    """Under a fake group of two, a rank holds half of each matrix, and the norms and row biases whole."""
+    model = tiny_model()
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    whole = 2 * 2 * hidden + 2 * hidden
+    cut = 3 * hidden * hidden + 3 * hidden + hidden * hidden + 2 * hidden * ffn + ffn
+
+    assert [whole + cut, whole + cut // 2] == found["layer parameters"]
+
+
+def test_performance_flags_are_heeded_or_named(found: dict[str, Any]) -> None:
+    """Two flags change the model that is measured (norms of queries and keys are four more), the third is a note."""
+    assert [True, True, "compute was measured without --fp8-format hybrid"] == found["flags"]
+    assert 12 + 4 == found["norms"]
+
+
+def test_nothing_is_left_behind(found: dict[str, Any]) -> None:
+    """The fake process group is gone afterwards."""
+    assert not found["group left"]
+
+
+def test_a_name_that_megatron_core_misses_is_a_refusal(found: dict[str, Any]) -> None:
+    """Without Transformer Engine 0.16 names what it did not import: that ends the case, not the warm-up."""
+    assert "megatron-core refuses tp1 cp1 mbs2: name 'te_general_gemm' is not defined" == found["without its engine"]
+
+
+def test_sequence_parallelism_is_timed_where_norms_know_it(found: dict[str, Any]) -> None:
+    """With Transformer Engine tensor-parallel layers split the sequence; torch's own norms would refuse to."""
+    assert [True, False] == found["splits sequence"]
+
+
+def test_layers_and_stages_of_a_gpu_share_one_attention_backend(found: dict[str, Any]) -> None:
+    """megatron-core keeps the choice in the process's environment, and refuses another one after it."""
+    assert ["local", "local"] == found["attention backends"]

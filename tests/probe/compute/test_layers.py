@@ -1,0 +1,183 @@
+"""Tests of how cases are dealt out, what happens to those that fail, and how times become samples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from facts_for_tests import tiny_job, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from probe.workers import OneRankStore, tiny_options
+
+from pipette_launch.facts import ComputeCase
+from pipette_launch.probe.compute import layers
+from pipette_launch.probe.compute.layers import Bench, cases_of, weight_bytes
+from pipette_launch.probe.compute.peak_memory import CpuMeter
+from pipette_launch.probe.harness import Budget, Conductor, Progress
+from pipette_patches.workload.layers import Part, Workload, WorkloadError
+from pipette_patches.workload.optimizer import OptimizerStep
+
+CASES = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size) for size in (1, 2, 3, 4))
+
+
+def test_two_slots_share_four_cases_by_hand() -> None:
+    """Both measure the reference; the others are dealt out in order, and who has none left repeats one."""
+    assert (CASES[0], CASES[1], CASES[3]) == cases_of(CASES, 0, 2)
+    assert (CASES[0], CASES[2], CASES[1]) == cases_of(CASES, 1, 2)
+    assert (CASES[0],) == cases_of(CASES[:1], 5, 8)
+
+
+@given(num_cases=st.integers(1, 20), slots=st.integers(1, 8))
+def test_every_case_is_dealt_and_all_slots_stay_busy(num_cases: int, slots: int) -> None:
+    """The reference goes to all slots, every other case to at least one, and all have equally many."""
+    cases = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size + 1) for size in range(num_cases))
+    hands = [cases_of(cases, slot, slots) for slot in range(slots)]
+
+    assert all(hand[0] == cases[0] for hand in hands)
+    assert set(cases[1:]) == {case for hand in hands for case in hand[1:]}
+    assert {1 + -(-(num_cases - 1) // slots)} == {len(hand) for hand in hands}
+
+
+def bench(folder: Path, **changes: object) -> Bench:
+    """A slot that is alone on its host."""
+    options = tiny_options(folder, hosts=1, devices=1, **{"cases": CASES[:2], **changes})
+    return Bench(options=options, slot=0, progress=Progress(folder=folder, local_rank=0), meter=CpuMeter())
+
+
+def measure(slot: Bench, now_s: float = 0.0) -> None:
+    """Run it, with ten seconds to spare unless told otherwise."""
+    conductor = Conductor(store=OneRankStore(), rank=0, world_size=1, timeout_s=1)
+    slot.measure(conductor, Budget(started_s=0, budget_s=10, clock=lambda: now_s))
+
+
+def failing_workload(error: Exception, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for megatron-core: the first builds fail, the others have no parts."""
+    left = deque([error] * times)
+
+    @contextmanager
+    def workload(*_: object, **__: object) -> Iterator[Workload]:
+        if left:
+            raise left.popleft()
+        weight = torch.nn.Parameter(torch.ones(1))
+        part = Part(
+            name="layer",
+            parameters=(weight,),
+            source=torch.ones(1, requires_grad=True),
+            forward=lambda _: weight * 1.0,
+            chains=True,
+            main_grad_dtype=torch.float32,
+            recomputed=lambda _: weight * 1.0,
+        )
+        yield Workload(parts=(part,), model=None, token_ids=weight, notes=())
+
+    monkeypatch.setattr(layers.patches_workload, "load", lambda _: None)
+    monkeypatch.setattr(layers.patches_workload, "workload", workload)
+
+
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "compute: tp1 cp1 mbs1 ran out of memory on slot node0:0"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "compute: tp1 cp1 mbs1 ran out of memory"),
+        (WorkloadError("megatron-core refuses it"), "compute: megatron-core refuses it"),
+    ],
+)
+def test_a_case_that_cannot_be_had_is_noted_and_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, note: str
+) -> None:
+    """The next case is measured all the same."""
+    failing_workload(error, 1, monkeypatch)
+    slot = bench(tmp_path)
+    measure(slot)
+
+    assert [CASES[1]] == [timed.case for timed in slot.times]
+    assert [CASES[1]] == [reading.case for reading in slot.memory]
+    assert [True] == [line.startswith(note) for line in slot.notes]
+
+
+def test_a_spent_budget_leaves_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two cases is not begun."""
+    failing_workload(RuntimeError(), 0, monkeypatch)
+    monkeypatch.setattr(layers, "optimizer_step", lambda *_: compute_nothing())
+    slot = bench(tmp_path)
+    measure(slot, now_s=99.0)
+
+    assert [CASES[0]] == [timed.case for timed in slot.times]
+
+
+def test_an_optimizer_that_is_not_known_refuses_no_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The case itself was measured; that its optimizer was not is a note."""
+    failing_workload(RuntimeError(), 0, monkeypatch)
+
+    def refuse(*_: object) -> OptimizerStep:
+        raise WorkloadError("the step of 'muon' is not measured")
+
+    monkeypatch.setattr(layers, "optimizer_step", refuse)
+    slot = bench(tmp_path)
+    measure(slot)
+
+    assert [] == slot.refused
+    assert ["compute: the step of 'muon' is not measured"] == slot.notes
+    assert list(CASES[:2]) == [timed.case for timed in slot.times]
+
+
+@pytest.mark.parametrize(("now_s", "expected"), [(0.0, [True, True]), (4.0, [True, False])])
+def test_recompute_is_timed_while_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now_s: float, expected: list[bool]
+) -> None:
+    """In the reference case always, in the others until a quarter of the budget is spent."""
+    failing_workload(RuntimeError(), 0, monkeypatch)
+    monkeypatch.setattr(layers, "optimizer_step", lambda *_: compute_nothing())
+    slot = bench(tmp_path)
+    measure(slot, now_s=now_s)
+
+    assert expected == [timed.recompute is not None for timed in slot.times]
+
+
+def test_the_pace_of_the_reference_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once where the slot differs from nobody; a reference that cannot run has none."""
+    failing_workload(torch.OutOfMemoryError("CUDA out of memory"), 1, monkeypatch)
+    refused, usual = bench(tmp_path), bench(tmp_path)
+    monkeypatch.setattr(layers, "optimizer_step", lambda *_: compute_nothing())
+    measure(refused)
+    measure(usual)
+
+    assert [[], [0]] == [[pace.turn for pace in slot.paces] for slot in (refused, usual)]
+
+
+def compute_nothing() -> OptimizerStep:
+    """A step of no work."""
+    return OptimizerStep(run=lambda: None, num_parameters=1)
+
+
+def test_any_other_error_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the machine must not pass for a lack of memory."""
+    failing_workload(RuntimeError("illegal instruction"), 1, monkeypatch)
+
+    with pytest.raises(RuntimeError, match="illegal instruction"):
+        measure(bench(tmp_path))
+
+
+def test_a_layer_larger_than_the_memory_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would kill a worker without a word; so the needed and the free bytes are compared first."""
+    failing_workload(RuntimeError("must not be built"), 1, monkeypatch)
+    huge = replace(tiny_job(1), model=tiny_model(hidden_size=1 << 17, ffn_hidden_size=1 << 19))
+    slot = bench(tmp_path, job=huge, cases=CASES[:1])
+    measure(slot)
+
+    assert ["compute: tp1 cp1 mbs1 needs"] == [note[:27] for note in slot.notes]
+    assert slot.notes[0].endswith("for one layer's weights and gradients, slot node0:0 has 8.00 GiB")
+
+
+def test_weight_bytes_by_hand() -> None:
+    """Hidden 64, FFN 256, vocabulary 256, tied, fp32: 66112 parameters at 4 + 4 + 4 bytes, halved by tp 2."""
+    parameters = (64 * 192 + 192 + 64 * 64 + 64) + (2 * 64 * 256 + 256 + 64) + 256 * 64
+    case = ComputeCase(tp=2, cp=1, micro_batch_size=1)
+
+    assert parameters // 2 * 12 == weight_bytes(tiny_model(), case)

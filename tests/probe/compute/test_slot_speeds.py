@@ -1,0 +1,199 @@
+"""Tests of how fast slots are beside each other, who is slow, and who is measured again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from probe.workers import REFERENCE, tiny_options
+
+from pipette_launch.facts import ComputeTime, Samples
+from pipette_launch.probe.compute.slot_speeds import SAME_SPEED, Speeds, factors, on_the_wall, speeds, to_measure
+from pipette_launch.probe.options import Pace, ProbeOptions, WorkerResult
+
+NAN = math.nan
+
+
+def hosts(number: int, devices: int = 1, *, cores: int = 2, names: Sequence[str] = ()) -> ProbeOptions:
+    """So many hosts; `names` of their devices, host by host, if they differ."""
+    options = tiny_options(Path("/nowhere"), hosts=number, devices=devices)
+    kinds = iter(names)
+    return replace(
+        options,
+        hosts=tuple(
+            replace(
+                host,
+                cores=cores,
+                devices=tuple(replace(device, name=next(kinds, device.name)) for device in host.devices),
+            )
+            for host in options.hosts
+        ),
+    )
+
+
+def paces(*turns: Sequence[float]) -> list[tuple[Pace, ...]]:
+    """Seconds of each slot, turn by turn; nan where it was not measured."""
+    return [
+        tuple(Pace(turn=turn, seconds=seconds) for turn, seconds in enumerate(mine) if not math.isnan(seconds))
+        for mine in zip(*turns, strict=True)
+    ]
+
+
+def test_a_slot_that_is_slow_every_time_is_slow() -> None:
+    """Half the speed twice, two thirds the third time: usually half; it is named with its peers."""
+    turns = paces((1, 1, 1, 2, 1, 1), (1, 1, NAN, 2, NAN, 1), (1, 1, NAN, 1.5, NAN, 1))
+    found = speeds(hosts(6), turns)
+
+    assert pytest.approx((1, 1, 1, 1 / 2, 1, 1)) == found.speed_S
+    assert ("slot node3:0 computes at 0.50 of its peers' speed",) == found.notes
+    assert [(3, 1.0)] == [(slow.slot, slow.peers_seconds) for slow in found.slow]
+
+
+def test_a_slot_that_was_slow_once_was_unlucky() -> None:
+    """At another moment it was like the others; and so was one that is quicker now and slower then."""
+    once = speeds(hosts(4), paces((1, 1, 1, 2), (1, 1, NAN, 1.1)))
+    both = speeds(hosts(4), paces((1, 1, 1, 2), (1, 1, NAN, 0.5)))
+
+    assert (1.0,) * 4 == once.speed_S == both.speed_S
+    assert () == once.slow == once.notes == both.slow
+
+
+def test_a_slot_that_is_fast_every_time_is_fast_and_no_news() -> None:
+    """Its speed is known; nobody is blamed."""
+    found = speeds(hosts(4), paces((1, 1, 1, 0.5), (1, 1, NAN, 0.5), (1, 1, NAN, 0.5)))
+
+    assert (1.0, 1.0, 1.0, 2.0) == found.speed_S
+    assert () == found.slow == found.notes
+
+
+def test_less_company_makes_nobody_slow_or_fast() -> None:
+    """Beside three others all are twice as fast as beside eleven; what counts is beside whom a slot works."""
+    found = speeds(hosts(4), paces((4, 4, 4, 8), (2, 2, 2, 4), (2, 2, 2, 4)))
+
+    assert (1.0, 1.0, 1.0, 0.5) == found.speed_S
+
+
+def test_another_kind_of_device_is_not_sick() -> None:
+    """Two A100 beside four H100 are half as fast, which is how they are; one of them that is slower still is named."""
+    options = hosts(8, names=["H100"] * 4 + ["A100"] * 4)
+    kinds = speeds(options, paces((1, 1, 1, 1, 2, 2, 2, 2)))
+    sick = speeds(options, paces(*[(1, 1, 1, 1, 2, 2, 2, 6)] * 3))
+
+    assert pytest.approx([2**0.5] * 4 + [0.5**0.5] * 4) == list(kinds.speed_S)
+    assert () == kinds.slow
+    assert [7] == [slow.slot for slow in sick.slow]
+    assert pytest.approx(sick.speed_S[6] / 3) == sick.speed_S[7]
+
+
+def test_of_two_slots_the_slower_one_is_named() -> None:
+    """Speeds are told from the middle, and the verdict from the other."""
+    found = speeds(hosts(2), paces((1, 4), (1, 4), (1, 4)))
+
+    assert pytest.approx((2.0, 0.5)) == found.speed_S
+    assert [1] == [slow.slot for slow in found.slow]
+
+
+def test_without_the_reference_speeds_are_assumed_and_said_to_be() -> None:
+    """It ran out of memory everywhere, say; where it did so on one slot, that one counts as usual."""
+    assert (1.0, 1.0, 1.0) == speeds(hosts(3), paces((1, 1, NAN))).speed_S
+    nobody = speeds(hosts(2), [(), ()])
+
+    assert (1.0, 1.0) == nobody.speed_S
+    assert ("slot speeds are assumed equal: no slot measured the reference case",) == nobody.notes
+
+
+def test_healthy_slots_are_not_measured_again() -> None:
+    """A difference within what cores shared unevenly make of it is none."""
+    assert () == to_measure(hosts(4), paces((1, 1.1, 0.9, 1.25)))
+    assert () == to_measure(hosts(4), paces((1, 1, 1, 2), (NAN, 1, 1, 1.1)))
+
+
+def test_a_few_others_work_beside_the_odd_one() -> None:
+    """Three, of hosts of their own, and the most usual of them."""
+    assert (0, 1, 4, 5) == to_measure(hosts(6), paces((1, 1.01, 1.2, 0.8, 5, 1)))
+
+
+def test_no_more_work_on_a_host_than_have_a_core() -> None:
+    """On one host of two cores one other; with one core nobody, and alone on its host it may be slow for the host."""
+    seconds = (1, 1, 1, 1, 1, 1, 1, 3)
+
+    assert (0, 7) == to_measure(hosts(1, 8, cores=2), paces(seconds))
+    assert (7,) == to_measure(hosts(1, 8, cores=1), paces(seconds))
+
+
+def test_controls_are_of_the_same_kind() -> None:
+    """A slow A100 is measured beside A100."""
+    options = hosts(8, names=["H100"] * 4 + ["A100"] * 4)
+
+    assert (4, 5, 6, 7) == to_measure(options, paces((1, 1, 1, 1, 2, 2, 2, 6)))
+
+
+@given(seconds=st.lists(st.floats(0.01, 100), min_size=1, max_size=8), scale=st.floats(0.01, 100))
+def test_speeds_are_relative(seconds: list[float], scale: float) -> None:
+    """Slower work on all slots changes nothing; one turn alone already tells who is measured again."""
+    options = hosts(len(seconds))
+    near = any(
+        abs(math.log(a / b)) > 0 and abs(abs(math.log(a / b)) - math.log(SAME_SPEED["cpu"])) < 1e-6
+        for a in seconds
+        for b in seconds
+    )
+    scaled = paces([scale * value for value in seconds])
+    if not near and len(seconds) % 2:
+        assert speeds(options, paces(seconds)).speed_S == pytest.approx(speeds(options, scaled).speed_S)
+        assert to_measure(options, paces(seconds)) == to_measure(options, scaled)
+    odd = {slot for slot, speed in enumerate(speeds(options, scaled).speed_S) if speed != 1}
+    assert odd <= set(to_measure(options, scaled))
+
+
+def result(slot: int, seconds: float, stretch: float) -> WorkerResult:
+    """A worker whose reference layer computes so long, a third in each pass."""
+    sample = Samples(values_s=(seconds / 3,))
+    layer = ComputeTime(case=REFERENCE, part="layer", slot=slot, forward=sample, input_grad=sample, weight_grad=sample)
+    return WorkerResult(slot=slot, compute=(layer,), stretch=stretch)
+
+
+def told(speed_S: tuple[float, ...]) -> Speeds:
+    """Speeds without stragglers."""
+    return Speeds(speed_S=speed_S, straggle=1.0, slow=(), notes=())
+
+
+def test_what_others_took_is_the_same_for_all() -> None:
+    """Stretches of 1.9, 2 and 2.1 are chance: all times are doubled."""
+    results = [result(slot, 3.0, 1.9 + slot / 10) for slot in range(3)]
+
+    assert (2.0, 2.0, 2.0) == factors(hosts(3), results, told((1.0, 1.0, 1.0)))
+
+
+def test_steps_wait_for_the_slowest_of_equal_slots() -> None:
+    """All are priced like it, and one that is really slow takes its own time and no more."""
+    found = speeds(hosts(5), paces((1, 1.1, 1, 1.2, 3), (NAN, 1, 1, 1, 3), (NAN, 1, 1, 1, 3)))
+    peers_s, slow_s = 1.1, 3
+    results = [result(slot, 3.0, 1.0) for slot in range(4)] + [result(4, 3.0 * slow_s / peers_s, 1.0)]
+    times_S = [3.0 * found.straggle / speed for speed in found.speed_S]
+
+    assert pytest.approx(1.2 / 1.1) == found.straggle == on_the_wall(results, found)
+    assert pytest.approx([3.0 * 1.2 / 1.1] * 4 + [3.0 * 3]) == times_S
+    assert pytest.approx([1.2 / 1.1] * 4 + [1.1]) == factors(hosts(5), results, found)
+
+
+def test_of_slots_that_share_cores_their_host_straggles() -> None:
+    """They are slow by turns: what counts is what they get done together."""
+    by_turns = (0.9, 1.125, 1.125, 0.9)
+    assert pytest.approx(1.0) == speeds(hosts(2, 2, cores=1), paces(by_turns)).straggle
+    assert pytest.approx(1.2) == speeds(hosts(3, 2, cores=1), paces((*by_turns, 1.08, 1.35))).straggle
+    assert 1.0 == speeds(hosts(2, 2, cores=1), paces((NAN, NAN, 1, 1.25))).straggle
+    assert 1.2 == speeds(hosts(2, 2, cores=2), paces((1, 1, 1, 1.2))).straggle
+
+
+def test_a_slow_slots_times_agree_by_its_speed() -> None:
+    """Whether it computes more slowly or has its core half of the time: half the speed either way."""
+    computes = [result(0, 3.0, 1.0), result(1, 3.0, 1.0), result(2, 6.0, 1.0)]
+    is_stopped = [result(0, 3.0, 1.0), result(1, 3.0, 1.0), result(2, 3.0, 2.0)]
+
+    assert pytest.approx((1.0, 1.0, 1.0)) == factors(hosts(3), computes, told((1.0, 1.0, 0.5)))
+    assert pytest.approx((1.0, 1.0, 2.0)) == factors(hosts(3), is_stopped, told((1.0, 1.0, 0.5)))

@@ -1,0 +1,285 @@
+"""Tests of how runs become the times of one layer, on a clock that the parts themselves move."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from probe.compute.test_processor_speed import Core
+
+from pipette_launch.facts import ComputeCase, ComputeTime
+from pipette_launch.probe.compute import timing
+from pipette_launch.probe.compute.processor_speed import EVERY_S, YARD_S
+from pipette_launch.probe.compute.timing import (
+    HABITS,
+    MAX_VALUES,
+    CpuStopwatch,
+    CudaStopwatch,
+    num_values,
+    slope,
+    time_part,
+)
+from pipette_patches.workload.layers import Part
+
+CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
+ENTRY_S, FORWARD_S, INPUT_S, WEIGHT_S, AGAIN_S = 0.5, 1.0, 1.25, 0.75, 1.5
+
+
+@dataclass
+class FakeClock:
+    """Tells what time the parts say it is; stands in for a stopwatch too."""
+
+    now_s: float = 0.0
+    lengths: list[int] = field(default_factory=list)
+
+    def mark(self) -> float:
+        """Note a moment."""
+        return self.now_s
+
+    def seconds(self, before: float, after: float) -> float:
+        """The time between two."""
+        return after - before
+
+    def look(self) -> None:
+        """It is always equally fast."""
+
+    def keep_share(self) -> None:
+        """Nobody takes any."""
+
+    def stretch(self) -> float:
+        """Nobody takes time away."""
+        return 1.0
+
+
+class Pass(torch.autograd.Function):
+    """Moves the clock in the backward by so much."""
+
+    @staticmethod
+    def forward(
+        ctx: object, flow: torch.Tensor, weight: torch.Tensor, clock: FakeClock, seconds: float
+    ) -> torch.Tensor:
+        """Remember what the backward takes."""
+        ctx.told = (clock, seconds)  # type: ignore[attr-defined]
+        return flow + 0 * weight
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        """Take that long."""
+        clock, seconds = ctx.told  # type: ignore[attr-defined]
+        clock.now_s += seconds + (WEIGHT_S if ctx.needs_input_grad[1] else 0.0)  # type: ignore[attr-defined]
+        return gradient, torch.zeros(1), None, None
+
+
+def part_on(clock: FakeClock, *, chains: bool = True, scale: float = 1.0) -> Part:
+    """A layer that takes exact times, and half a second more to enter, forward and backward."""
+    source, weight = torch.ones(1, requires_grad=True), torch.nn.Parameter(torch.ones(1))
+
+    def chain(length: int, extra_s: float) -> torch.Tensor:
+        clock.lengths.append(length)
+        clock.now_s += (ENTRY_S + length * FORWARD_S) * scale
+        flow = Pass.apply(source, torch.zeros(1), clock, ENTRY_S * scale)
+        for _ in range(length):
+            flow = Pass.apply(flow, weight, clock, INPUT_S * scale + extra_s)
+        return flow  # type: ignore[no-any-return]
+
+    return Part(
+        name="layer",
+        parameters=(weight,),
+        source=source,
+        forward=lambda length: chain(length, 0.0),
+        chains=chains,
+        main_grad_dtype=torch.float32,
+        recomputed=lambda length: chain(length, AGAIN_S),
+    )
+
+
+def timed(part: Part, clock: FakeClock, *, again: bool = True, **changes: float) -> ComputeTime:
+    """Time it as on a CPU, whatever long layers are."""
+    habits = timing.replace(HABITS["cpu"], **{"long_layer_s": 100.0, **changes})  # type: ignore[arg-type]
+    return time_part(part, CASE, slot=3, stopwatch=clock, habits=habits, again=again)
+
+
+def test_what_entering_costs_is_nobodys() -> None:
+    """Every pass of a layer is told to the digit, though each chain takes half a second more."""
+    clock = FakeClock()
+    found = timed(part_on(clock), clock)
+
+    assert (FORWARD_S, INPUT_S, WEIGHT_S) == (
+        found.forward.median_s,
+        found.input_grad.median_s,
+        found.weight_grad.median_s,
+    )
+    assert found.recompute is not None
+    assert AGAIN_S == found.recompute.median_s
+    assert 3 == found.slot
+
+
+def test_warmups_are_kept_and_kept_apart() -> None:
+    """Two short turns, entering included, and one of both lengths; then at least five that count."""
+    clock = FakeClock()
+    found = timed(part_on(clock), clock)
+
+    assert (FORWARD_S + ENTRY_S, FORWARD_S + ENTRY_S, FORWARD_S) == found.forward.warmup_s
+    assert 5 == len(found.forward.values_s) == len(found.weight_grad.values_s)
+    assert {1, 3} == set(clock.lengths)
+
+
+def test_a_long_layer_and_a_part_without_a_chain_are_timed_singly() -> None:
+    """What entering costs does not count in seconds of a layer; a head cannot follow a head."""
+    clock = FakeClock()
+    long = timed(part_on(clock), clock, long_layer_s=1.0)
+    head = timed(part_on(clock, chains=False), clock)
+
+    assert {1} == set(clock.lengths)
+    assert FORWARD_S + ENTRY_S == long.forward.median_s == head.forward.median_s
+
+
+def test_recompute_is_timed_where_it_is_asked_for() -> None:
+    """Otherwise it is unknown, not zero."""
+    clock = FakeClock()
+
+    assert timed(part_on(clock), clock, again=False).recompute is None
+
+
+def test_less_time_takes_fewer_values_but_three() -> None:
+    """A tenth of the time for cases that are not the reference; short runs still come often."""
+    hasty = HABITS["cpu"].hastier(10)
+
+    assert 3 == num_values(1.0, hasty)
+    assert 3 == num_values(0.01, hasty)
+    assert MAX_VALUES == num_values(1e-6, hasty)
+
+
+def test_a_gpus_chain_is_long_before_it_counts() -> None:
+    """Two layers keep the device busy while the host runs ahead; six tell what four more cost."""
+    assert (2, 6) == HABITS["cuda"].chains
+
+
+def noisy(rng: random.Random, seconds: float, drift: float) -> float:
+    """A run that is disturbed: by a tenth usually, and by a good deal more once in twenty."""
+    spike = rng.expovariate(2.0) if rng.random() < 0.05 else 0.0
+    return seconds * (1 + drift + 0.1 * rng.gauss(0, 1) / seconds**0.5) * (1 + spike)
+
+
+def errors(entry_s: float, turns: int) -> tuple[float, float, float]:
+    """Root mean square errors of a layer of one second: single runs, slope of medians, median of slopes; equal time."""
+    rng = random.Random(7)
+    single, of_medians, median_of = [], [], []
+    for _ in range(300):
+        drift, short, long, alone = 0.0, [], [], []
+        for _ in range(turns):
+            drift = 0.9 * drift + 0.044 * rng.gauss(0, 1)
+            short.append(noisy(rng, 1 + entry_s, drift))
+            long.append(noisy(rng, 3 + entry_s, drift))
+            alone += [noisy(rng, 1 + entry_s, drift) for _ in range(round((4 + 2 * entry_s) / (1 + entry_s)))]
+        single.append(statistics.median(alone) - 1)
+        of_medians.append((statistics.median(long) - statistics.median(short)) / 2 - 1)
+        median_of.append(statistics.median(slope((1, 3), pair) for pair in zip(short, long, strict=True)) - 1)
+    one, two, three = (statistics.fmean(error**2 for error in each) ** 0.5 for each in (single, of_medians, median_of))
+    return one, two, three
+
+
+def test_the_median_of_slopes_is_no_worse_than_the_slope_of_medians() -> None:
+    """In the same time, with drift and disturbed runs; and better than single runs once entering costs a tenth."""
+    single, of_medians, median_of = errors(entry_s=0.1, turns=11)
+
+    assert median_of < 1.05 * of_medians
+    assert median_of < single
+    # What it costs where there is nothing to take away: the price of never being wrong by what entering costs.
+    single, _, median_of = errors(entry_s=0.0, turns=11)
+    assert single < median_of < 2 * single
+
+
+def test_preemption_is_counted_on_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run of 1 s computed in 1 s, one in 3 s: both took 1 s of computing, and all times stretch by 2."""
+    walls, threads = deque([0.0, 1.0, 5.0, 8.0]), deque([0.0, 1.0, 1.0, 2.0])
+    monkeypatch.setattr(timing.time, "perf_counter", walls.popleft)
+    monkeypatch.setattr(timing.time, "thread_time", threads.popleft)
+    stopwatch = CpuStopwatch()
+    marks = [stopwatch.mark() for _ in range(4)]
+    monkeypatch.undo()
+
+    assert 1.0 == stopwatch.seconds(marks[0], marks[1])
+    assert 1.0 == stopwatch.seconds(marks[2], marks[3])
+    assert 2.0 == stopwatch.stretch()
+
+
+def test_others_share_counts_while_all_work() -> None:
+    """Of a core that two slots share each has half, until one is done: the other's later runs say nothing of that."""
+    stopwatch = CpuStopwatch()
+    stopwatch.seconds((0.0, 0.0), (6.0, 3.0))
+    stopwatch.keep_share()
+
+    assert 3.0 == stopwatch.seconds((6.0, 3.0), (9.0, 6.0))
+    assert 2.0 == stopwatch.stretch()
+
+
+def test_times_are_those_of_a_usual_core() -> None:
+    """A core that is half as fast for a while makes no run dearer; how it usually was is in the stretch."""
+    core = Core(YARD_S, 2 * YARD_S, 2 * YARD_S)
+    stopwatch = CpuStopwatch(core.yardstick)
+    found = []
+    for _ in range(3):
+        core.now_s += EVERY_S
+        stopwatch.look()
+        found.append(stopwatch.seconds((0.0, 0.0), (6.0, 3.0)))
+
+    assert pytest.approx([3.0, 1.5, 1.5]) == found
+    assert pytest.approx(2 * 2.0) == stopwatch.stretch()
+
+
+class FakeEvent:
+    """A CUDA event of a device that is at the clock's time whenever one is recorded."""
+
+    clock = FakeClock()
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        """Note the time."""
+        self.at_s = FakeEvent.clock.now_s
+
+    def synchronize(self) -> None:
+        """All work is done."""
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Milliseconds, as CUDA has them."""
+        return (end.at_s - self.at_s) * 1e3
+
+
+def test_events_tell_seconds_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same layer, timed by events in chains of two and six, to the digit."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    FakeEvent.clock = clock = FakeClock()
+    habits = timing.replace(HABITS["cuda"], long_layer_s=100.0)
+    found = time_part(part_on(clock), CASE, slot=0, stopwatch=CudaStopwatch(), habits=habits)
+
+    assert pytest.approx([FORWARD_S, INPUT_S, WEIGHT_S]) == [
+        samples.median_s for samples in (found.forward, found.input_grad, found.weight_grad)
+    ]
+    assert {2, 6} == set(clock.lengths)
+    assert 1 + 5 + 1 == 1 + len(found.forward.warmup_s)
+
+
+@given(seconds=st.floats(0, 100))
+def test_the_number_of_values_is_bounded(seconds: float) -> None:
+    """Long runs are few but not one, short runs many but not endless."""
+    assert HABITS["cpu"].min_values <= num_values(seconds, HABITS["cpu"]) <= MAX_VALUES
+
+
+@given(lengths=st.sampled_from([(1, 3), (2, 6)]), entry_s=st.floats(0, 10), layer_s=st.floats(0, 10))
+def test_the_slope_is_the_layer(lengths: tuple[int, int], entry_s: float, layer_s: float) -> None:
+    """Whatever entering costs."""
+    assert pytest.approx(layer_s, abs=1e-9) == slope(lengths, [entry_s + length * layer_s for length in lengths])
+
+
+def test_noise_makes_no_layer_negative() -> None:
+    """A longer chain that took less time says nothing."""
+    assert 0.0 == slope((1, 3), (2.0, 1.0))

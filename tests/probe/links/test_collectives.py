@@ -1,0 +1,110 @@
+"""Tests of what is timed on a group."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from facts_for_tests import tiny_job, tiny_model
+from probe.workers import OneRankStore, tiny_options
+
+from pipette_launch.facts import Samples
+from pipette_launch.probe.harness import Budget, Conductor
+from pipette_launch.probe.links import collectives
+from pipette_launch.probe.links.collectives import padded_bytes
+
+
+def test_sizes_divide_among_the_members() -> None:
+    """Each member's share is a whole number of four-byte elements."""
+    assert [12, 12, 108] == [padded_bytes(size, 3) for size in (1, 8, 100)]
+
+
+def test_only_experts_exchange_all_to_all(tmp_path: Path) -> None:
+    """A dense model never needs it."""
+    options = tiny_options(tmp_path, hosts=1, devices=2)
+    moe = replace(tiny_job(2), model=tiny_model(num_experts=4, moe_layer_freq=(1, 1, 1, 1)))
+
+    assert ("all_reduce", "all_gather", "reduce_scatter") == options.dimensions()[0].kinds
+    assert "all_to_all" in replace(options, job=moe).dimensions()[0].kinds
+
+
+class _Refuses(collectives._Timer):
+    """A backend that lacks every collective."""
+
+    def time(self, asked_bytes: int, repeats: int | None = None) -> None:
+        self.refused = f"gloo has no {self._kind}"
+
+
+def test_a_spent_budget_keeps_the_first_dimension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everyone's group is measured whatever the clock says, the others are named; what gloo lacks is named, too."""
+    monkeypatch.setattr(collectives, "_open", lambda *_: object())
+    monkeypatch.setattr(collectives, "_Timer", _Refuses)
+    options = tiny_options(tmp_path, hosts=2, devices=2)
+    found = collectives.measure(
+        options,
+        options.dimensions(),
+        rank=0,
+        conductor=Conductor(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
+        budget=Budget(started_s=0, budget_s=10, clock=lambda: 10.0),
+    )
+
+    assert (
+        "collectives: all_reduce was not measured on groups of 4 x stride 1: gloo has no all_reduce",
+        "collectives: all_gather was not measured on groups of 4 x stride 1: gloo has no all_gather",
+        "collectives: reduce_scatter was not measured on groups of 4 x stride 1: gloo has no reduce_scatter",
+        "collectives: groups of 2 x stride 1, 2 x stride 2 were skipped, the budget was spent",
+    ) == found.notes
+    assert 1 == found.num_groups
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NotImplementedError("no such thing\nat all"), "no such thing"),
+        (RuntimeError("ProcessGroupGloo does not support reduce_scatter"), "ProcessGroupGloo does not support"),
+    ],
+)
+def test_what_a_backend_lacks_is_a_reason(error: Exception, reason: str) -> None:
+    """The first line of the refusal."""
+
+    def refuse() -> None:
+        raise error
+
+    assert reason in (collectives._try_once(refuse) or "")
+
+
+def test_a_broken_connection_is_no_lack_of_support() -> None:
+    """A real failure stays one."""
+
+    def fail() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        collectives._try_once(fail)
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "left_s", "reach_bytes"),
+    [
+        pytest.param(10 << 20, 60.0, 10 << 20, id="all of it"),
+        pytest.param(1 << 30, 60.0, 15 << 20, id="what passes in the time"),
+        pytest.param(1 << 30, 2.0, 10 << 20, id="what passes in half of the time that is left"),
+        pytest.param(1 << 30, 0.2, 0, id="hardly more than is known"),
+        pytest.param(0, 60.0, 0, id="not said"),
+    ],
+)
+def test_a_large_tensor_is_timed_as_far_as_there_is_time(
+    tmp_path: Path, most_bytes: int, left_s: float, reach_bytes: int
+) -> None:
+    """Judged by the largest size so far: 1 MiB that took 25 ms."""
+    timer = collectives._Timer(tiny_options(tmp_path, hosts=2, devices=1), "all_gather", size=2, group=None)
+    timer.timed = {8: Samples(values_s=(1e-3,)), 1 << 20: Samples(values_s=(0.025,))}
+    budget = Budget(started_s=0, budget_s=left_s / collectives.COLLECTIVES_SHARE, clock=lambda: 0.0)
+
+    assert reach_bytes == pytest.approx(timer.reach_bytes(most_bytes, budget), abs=1)
+
+
+def test_a_rank_without_a_group_names_no_size(tmp_path: Path) -> None:
+    """It has timed nothing that it could judge by."""
+    timer = collectives._Timer(tiny_options(tmp_path, hosts=2, devices=1), "all_gather", size=0, group=None)
+
+    assert 0 == timer.reach_bytes(1 << 30, Budget(started_s=0, budget_s=60, clock=lambda: 0.0))

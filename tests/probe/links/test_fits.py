@@ -1,0 +1,140 @@
+"""Tests of how timed messages become links."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from probe.workers import tiny_options
+
+from pipette_launch.facts import Samples
+from pipette_launch.probe.harness import Line
+from pipette_launch.probe.links.fits import LinkFit, fit_link, found_links, host_fits
+from pipette_launch.probe.links.repeats import ladder
+from pipette_launch.probe.options import LinkSamples
+
+SIZES = (8, 4096, 65536)
+
+
+def link(source: int, target: int, rate: float, jitter: float = 0.0) -> LinkSamples:
+    """Samples of a link with 1 ms latency."""
+    samples = tuple(
+        Samples(values_s=tuple((1e-3 + size / rate) * (1 + sign * jitter) for sign in (-1, 0, 1))) for size in SIZES
+    )
+    return LinkSamples(source=source, target=target, sizes_bytes=SIZES, samples=samples)
+
+
+def rail(source: int, target: int, own: float, together: float) -> LinkSamples:
+    """A rail that would reach `own`, and `together` until the last of all rails was through."""
+    return replace(link(source, target, own), together=link(source, target, together).samples)
+
+
+def both_ways(a: int, b: int, rate: float) -> list[LinkSamples]:
+    """A link that is alike in both directions."""
+    return [link(a, b, rate), link(b, a, rate)]
+
+
+def test_two_hosts_of_two_by_hand(tmp_path: Path) -> None:
+    """Rails of 4 and 2 MB/s one way, 3 and 3 the other, the last through at 2 and 3; local links of 9 and 8."""
+    options = tiny_options(tmp_path, hosts=2, devices=2)
+    rails = [rail(0, 2, 4e6, 2e6), rail(1, 3, 2e6, 2e6), rail(2, 0, 3e6, 3e6), rail(3, 1, 3e6, 3e6)]
+    found = found_links(options, [*rails, *both_ways(0, 1, 9e6), *both_ways(2, 3, 8e6)], rounds=1, rounds_again=0)
+    assert found.survey
+
+    assert np.allclose([[0, 2e6], [3e6, 0]], found.between.bandwidth_bytes_per_s)
+    assert [9e6, 8e6] == [pytest.approx(local.bandwidth_bytes_per_s[0, 1]) for local in found.within]
+    assert ("-m", "m-") == found.survey.origin_HH
+    assert [(0, 1, (4e6, 2e6)), (1, 0, (3e6, 3e6))] == [
+        (entry.source, entry.target, tuple(map(round, entry.bytes_per_s))) for entry in found.survey.rails
+    ]
+    assert (1, 0) == (found.survey.rounds, found.survey.rounds_again)
+    assert 8 == len(found.sends)
+    assert () == found.notes
+
+
+def test_rails_on_one_wire_count_by_the_last(tmp_path: Path) -> None:
+    """The first takes all of the wire and the second what is left: a device gets half, not three quarters."""
+    options = tiny_options(tmp_path, hosts=2, devices=2)
+    local = [*both_ways(0, 1, 9e6), *both_ways(2, 3, 9e6)]
+    rails = [rail(a, b, own, 1e6) for a, b, own in ((0, 2, 2e6), (1, 3, 1e6), (2, 0, 1e6), (3, 1, 2e6))]
+    found = found_links(options, [*rails, *local], rounds=1, rounds_again=0)
+
+    assert np.allclose([[0, 1e6], [1e6, 0]], found.between.bandwidth_bytes_per_s)
+
+
+@given(rates=st.lists(st.floats(1e3, 1e9), min_size=1, max_size=8))
+def test_rails_that_were_not_measured_together_count_by_the_slowest(rates: list[float]) -> None:
+    """In whatever order they come."""
+    size = len(rates)
+    fits = {(index, size + index): LinkFit(Line(0.0, 1 / rate), 0.0, SIZES) for index, rate in enumerate(rates)}
+
+    assert pytest.approx(min(rates)) == host_fits(fits, size)[0, 1].bytes_per_s
+
+
+def test_the_better_of_two_measurements_stands(tmp_path: Path) -> None:
+    """Host 0 to 1 was disturbed the first time, 1 to 0 the second; both stay on record for a verdict."""
+    options = tiny_options(tmp_path, hosts=3, devices=1)
+    healthy = [*both_ways(0, 2, 4e6), *both_ways(1, 2, 4e6)]
+    found = found_links(
+        options,
+        [*healthy, link(0, 1, 1e6), link(1, 0, 4e6), link(0, 1, 4e6), link(1, 0, 2e6)],
+        rounds=3,
+        rounds_again=1,
+    )
+    assert found.survey
+
+    assert np.allclose(np.full((3, 3), 4e6) - np.diag([4e6] * 3), found.between.bandwidth_bytes_per_s)
+    assert ("-am", "a-m", "mm-") == found.survey.origin_HH
+    assert (1e6, 4e6) == pytest.approx((found.first_HH[0, 1], found.again_HH[0, 1]))
+    assert np.isnan(found.again_HH[0, 2])
+
+
+def test_links_that_scatter_are_marked(tmp_path: Path) -> None:
+    """Both ways of a pair, of which one scatters by 30 %."""
+    options = tiny_options(tmp_path, hosts=2, devices=1)
+    found = found_links(options, [link(0, 1, 1e6, jitter=0.3), link(1, 0, 1e6)], rounds=1, rounds_again=0)
+    assert found.survey
+
+    assert ((0, 1),) == found.survey.unstable()
+    assert pytest.approx(0.3) == found.survey.spread_HH[0, 1]
+
+
+def test_one_host_has_no_survey(tmp_path: Path) -> None:
+    """There is nothing between hosts."""
+    found = found_links(tiny_options(tmp_path, hosts=1, devices=1), [], rounds=0, rounds_again=0)
+
+    assert found.survey is None
+    assert 1 == found.between.size
+
+
+LADDER = ladder((8, 64 << 10, 512 << 10, 2 << 20))
+
+
+def timed(times: Sequence[float]) -> LinkSamples:
+    """A link whose sizes took so long, always the same."""
+    samples = tuple(Samples(values_s=(seconds,) * 3) for seconds in times)
+    return LinkSamples(source=0, target=1, sizes_bytes=LADDER, samples=samples)
+
+
+@pytest.mark.parametrize("disturbed", range(3))
+def test_one_disturbed_size_leaves_the_rate(disturbed: int) -> None:
+    """Of four sizes any but the largest may take five times as long, all its values: the rate stays within 10 %."""
+    times = [1e-4 + size / 1e8 for size in LADDER]
+    times[disturbed] *= 5
+
+    assert pytest.approx(1e8, rel=0.1) == fit_link(timed(times)).bytes_per_s
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(3, 3e6), (2, 2e6)])
+def test_pairs_of_slots_that_take_turns_on_cores_are_alike(tmp_path: Path, cores: int, expected: float) -> None:
+    """Three slots: on three cores each pair keeps its own 3, 1 or 2 MB/s, on two all have the usual 2."""
+    options = tiny_options(tmp_path, hosts=1, devices=3)
+    options = replace(options, hosts=tuple(replace(host, cores=cores) for host in options.hosts))
+    measured = [*both_ways(0, 1, 3e6), *both_ways(0, 2, 1e6), *both_ways(1, 2, 2e6)]
+    (within,) = found_links(options, measured, rounds=0, rounds_again=0).within
+
+    assert pytest.approx(expected) == within.bandwidth_bytes_per_s[0, 1]
+    assert (cores == 2) == bool(np.ptp(within.bandwidth_bytes_per_s[~np.eye(3, dtype=bool)]) < 1)

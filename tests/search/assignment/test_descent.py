@@ -1,0 +1,99 @@
+"""Descents end no higher than they begin, and near the optimum where it is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from search.toys import Ticks
+
+from pipette_launch.search.assignment.builder import Draft
+from pipette_launch.search.assignment.descent import descend
+from pipette_launch.search.assignment.problem import Flows
+from pipette_launch.search.assignment.settle import Settled
+
+
+def rings_and_paths(seats: int, seed: int) -> Flows:
+    """Two rings whose slowest link counts, and the slower of two paths, over drawn one-way links."""
+    rng = np.random.default_rng(seed)
+    draft = Draft(seats)
+    kind = draft.kind(rng.uniform(1.0, 10.0, (seats, seats)))
+    half = seats // 2
+    for ring in (np.arange(half), np.arange(half, seats)):
+        draft.add(kind, ring, np.roll(ring, -1), 1.0, draft.family(np.zeros(len(ring))))
+    paths = draft.family(np.zeros(2))
+    draft.add(kind, np.arange(half), np.arange(half) + half, 0.3, paths[np.arange(half) % 2])
+    return draft.flows()
+
+
+def descended(flows: Flows, *, seed: int = 0, deadline_s: float = 1e9, steps: int = 60) -> Settled:
+    """From the identity, with every place near to every other."""
+    size = flows.num_seats
+    near_HK = np.array([[other for other in range(size) if other != place] for place in range(size)])
+    return descend(
+        flows,
+        np.arange(size),
+        near_HK=near_HK,
+        steps=steps,
+        rng=np.random.default_rng(seed),
+        clock=Ticks(),
+        deadline_s=deadline_s,
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 12), st.integers(0, 1000), st.integers(0, 40))
+def test_it_is_never_worse_than_its_start(half: int, seed: int, deadline_s: int) -> None:
+    """Whatever the time, what comes back is a bijection that costs what it says and no more than the start."""
+    flows = rings_and_paths(2 * half, seed)
+
+    found = descended(flows, seed=seed, deadline_s=deadline_s)
+
+    assert list(range(2 * half)) == sorted(found.place_Q.tolist())
+    assert flows.cost(found.place_Q) == found.cost <= flows.cost(np.arange(2 * half))
+
+
+def test_more_time_is_never_worse() -> None:
+    """The deadline only cuts the course short."""
+    flows = rings_and_paths(20, 5)
+    costs = [descended(flows, deadline_s=deadline).cost for deadline in range(0, 70, 10)]
+
+    assert sorted(costs, reverse=True) == costs
+    assert costs[-1] < costs[0]
+
+
+def test_the_same_seed_gives_the_same_descent() -> None:
+    """Chance comes from the argument alone."""
+    flows = rings_and_paths(16, 2)
+
+    assert descended(flows, seed=3).place_Q.tolist() == descended(flows, seed=3).place_Q.tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shuffled_rings_come_back_into_their_racks(seed: int) -> None:
+    """Six rings of four seats, six racks of four places: the best of four descents leaves at most one ring of six out.
+
+    Links in a rack take 1 to 1.1 s, others 4 to 4.4 s, so with all rings inside it costs at most 6.6 s.
+    """
+    rng = np.random.default_rng(seed)
+    rack_H = np.arange(24) // 4
+    distance = np.where(rack_H[:, None] == rack_H, 1.0, 4.0) * rng.uniform(1.0, 1.1, (24, 24))
+    draft = Draft(24)
+    kind = draft.kind(distance)
+    for ring in rng.permutation(24).reshape(6, 4):
+        draft.add(kind, ring, np.roll(ring, -1), 1.0, draft.family(np.zeros(4)))
+    flows = draft.flows()
+
+    assert flows.cost(np.arange(24)) > 20.0
+    assert min(descended(flows, seed=seed).cost for seed in range(4)) <= 6.6 + 2 * 3.3
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_nothing_to_move_ends_at_once(hosts: int) -> None:
+    """A problem in which all groups cost alike is left as it is."""
+    draft = Draft(hosts)
+    draft.family(np.ones(3))
+    flows = draft.flows()
+
+    assert descended(flows).cost == 1.0

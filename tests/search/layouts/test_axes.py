@@ -1,0 +1,142 @@
+"""The declared values leave nothing out that would matter, and what is set aside is counted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import drawn_cluster, tiny_job, tiny_measurements, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from search import naive
+
+from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.step.predictor import Predictor
+from pipette_launch.facts import Batch, Job, Layout
+from pipette_launch.facts.model import LatentAttention
+from pipette_launch.search.layouts import enumerate as enumeration
+from pipette_launch.search.layouts.axes import group_sizes, module_sets, virtual_stages
+from pipette_launch.search.layouts.enumerate import Cuts, cuts
+
+LATENT = LatentAttention(q_lora_rank=None, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
+EXPERTS = {"num_experts": 4, "moe_layer_freq": (1, 1, 1, 1), "add_bias_linear": False}
+
+
+def found_in(job: Job, world_size: int) -> Cuts:
+    """The cuts of a job on GPUs, two in each host."""
+    return cuts(job, world_size=world_size, devices_per_host=2, device_kind="cuda")
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 1000).map(random.Random), st.sampled_from([(2, 2, 2, 1), (1, 4, 2, 1), (1, 2, 4, 1), (2, 2, 2, 2)])
+)
+def test_either_rank_order_reaches_every_price(rng: random.Random, sizes: tuple[int, int, int, int]) -> None:
+    """A placement of the one order has a twin in the other, cell for cell, that costs the same."""
+    tp, pp, dp, ep = sizes
+    model = tiny_model(**EXPERTS) if ep > 1 else tiny_model()
+    # With pipeline stages Megatron wants as many replicas of experts as of the rest in the swapped order.
+    swapped = Layout(tp=tp, pp=pp, dp=dp, ep=ep, etp=tp // ep, sequence_parallel=ep > 1, use_tp_pp_dp_mapping=True)
+    default = replace(swapped, use_tp_pp_dp_mapping=False)
+    measurements = tiny_measurements(drawn_cluster(rng, hosts=4))
+    experts = tuple(replace(time, part="moe_layer") for time in measurements.compute if time.part == "layer")
+    measurements = replace(measurements, compute=(*measurements.compute, *experts))
+    predictor = Predictor(tiny_job(8, model=model), measurements)
+    placement = rng.sample(range(8), 8)
+    twin = [default.rank_of(swapped.cell_of(rank)) for rank in placement]
+
+    assert predictor.objective(swapped)(placement) == pytest.approx(predictor.objective(default)(twin), rel=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(naive.cases(), st.data())
+def test_too_many_cuts_are_thinned_out_and_counted(case: naive.Case, data: st.DataObject) -> None:
+    """What is set aside is told by number, and what stays is what would have been there."""
+    job, world_size, kind = case
+    whole = cuts(job, world_size=world_size, devices_per_host=1, device_kind=kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(enumeration, "MOST", data.draw(st.integers(0, 20)))
+        some = cuts(job, world_size=world_size, devices_per_host=1, device_kind=kind)
+    aside = sum(count for reason, count in some.dropped.items() if reason.startswith("set aside"))
+
+    assert set(some.layouts) <= set(whole.layouts)
+    assert len(whole) - len(some) <= aside
+    assert aside > 0 or len(whole) == len(some)
+
+
+@settings(max_examples=15, deadline=None)
+@given(naive.cases())
+def test_the_leanest_saver_needs_the_least_memory(case: naive.Case) -> None:
+    """By the memory model itself, up to the recompute of a whole chunk at once, which a short one may stand better."""
+    job, world_size, kind = case
+    found = cuts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    for row, lean in list(enumerate(found.leanest))[::5]:
+        needs = [peak(job, layout) for layout in found.savers(row)]
+
+        assert lean in found.savers(row)
+        assert peak(job, lean) <= 1.1 * min(needs)
+
+
+def peak(job: Job, layout: Layout) -> int:
+    """Bytes on the stage that needs most."""
+    return max(parts.total for parts in peak_memory_bytes(job, layout))
+
+
+def test_stages_need_not_divide_the_layers() -> None:
+    """Five layers go over two, three and four stages too, and no cut is refused for that."""
+    found = found_in(tiny_job(12, model=tiny_model(num_layers=5), batch=Batch(global_batch_size=12)), 12)
+
+    assert {1, 2, 3, 4} == set(found.columns.pp.tolist())
+    assert not any("does not divide num_layers" in reason for reason in found.dropped)
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "many", "expected"),
+    [(2, 1, 8, (0,)), (2, 2, 8, (0, 4)), (4, 2, 4, (0, 8)), (4, 2, 10, (5, 8)), (4, 2, 3, (0, 8))],
+)
+def test_groups_of_micro_batches(pp: int, vpp: int, many: int, expected: tuple[int, ...]) -> None:
+    """Megatron's default where it is legal, else the next that is, and twice the default, which may not be."""
+    assert expected == group_sizes(tiny_job(4), pp, vpp, many)
+
+
+def test_virtual_stages() -> None:
+    """What divides a stage's layers, and powers of two."""
+    job = tiny_job(4, model=tiny_model(num_layers=12))
+
+    assert [(1,), (1, 2, 3, 4, 6), (1, 2)] == [virtual_stages(job, pp) for pp in (1, 2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [("core_attn",)]),
+        ({"transformer_impl": "transformer_engine", "attention_backend": "flash"}, []),
+        (
+            {"transformer_impl": "transformer_engine", "attention_backend": "flash", "add_bias_linear": False},
+            [("mlp",)],
+        ),
+        (
+            EXPERTS | {"transformer_impl": "transformer_engine", "moe_shared_expert_intermediate_size": 32},
+            [
+                ("layernorm",),
+                ("layernorm", "moe_act"),
+                ("layernorm", "moe_act", "shared_experts"),
+                ("layernorm", "moe"),
+            ],
+        ),
+        (
+            EXPERTS | {"moe_layer_freq": (0, 1, 1, 1)},
+            [("core_attn",), ("core_attn", "mlp"), ("core_attn", "mlp", "moe")],
+        ),
+        (
+            {"transformer_impl": "transformer_engine", "latent_attention": LATENT, "add_bias_linear": False},
+            [("layernorm",), ("layernorm", "mla_up_proj"), ("layernorm", "mla_up_proj", "mlp")],
+        ),
+    ],
+)
+def test_modules_grow_from_cheap_to_dear(changes: dict[str, object], expected: list[tuple[str, ...]]) -> None:
+    """Only modules that exist, free something and can be priced; no `mlp` with biases, on which Megatron hangs."""
+    job = tiny_job(4, model=tiny_model(**changes), performance_flags=("--moe-grouped-gemm",))
+
+    assert expected == [recompute.modules for recompute in module_sets(job)]

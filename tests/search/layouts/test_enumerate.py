@@ -1,0 +1,317 @@
+"""Every legal layout, nothing else, and a counted reason for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron_lines import SMALL
+from search import naive
+
+from pipette_launch.cost.columns.layouts import LayoutColumns
+from pipette_launch.cost.compute.stages import ComputeTable
+from pipette_launch.errors import MegatronError
+from pipette_launch.facts import ComputeCase, Layout, Samples
+from pipette_launch.megatron import read_job, write_arguments
+from pipette_launch.search.layouts.axes import NO_RECOMPUTE, micro_batch_sizes
+from pipette_launch.search.layouts.enumerate import Cuts, compute_cases, cuts, layouts
+from pipette_launch.search.layouts.rules import Rules
+from pipette_launch.search.layouts.terms import Saver
+
+NO_SAVERS: dict[str, Any] = {name: getattr(Layout(), name) for name in Saver._fields}
+
+
+def found_in(case: naive.Case) -> Cuts:
+    """What the enumeration makes of a case."""
+    job, world_size, kind = case
+    return cuts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+
+
+@settings(max_examples=40, deadline=None)
+@given(naive.cases())
+def test_cuts_agree_with_trying_everything(case: naive.Case) -> None:
+    """No legal cut is left out, no illegal one is let in, and none comes twice."""
+    expected = {cut for cut, is_legal in naive.cuts(case) if is_legal}
+    found = [replace(cut, **NO_SAVERS) for cut in found_in(case).layouts]
+
+    assert len(expected) == len(found)
+    assert expected == set(found)
+
+
+@settings(max_examples=40, deadline=None)
+@given(naive.cases())
+def test_savers_agree_with_trying_everything(case: naive.Case) -> None:
+    """Every cut has exactly its legal savers, the first of them in its row; all are counted."""
+    found = found_in(case)
+    every = [found.savers(row) for row in range(len(found))]
+    expected = [{replace(cut, **saver._asdict()) for saver in naive.savers(case, cut)} for cut in found.layouts]
+    row_M, columns = found.spread(np.arange(len(found)))
+
+    assert expected == [set(each) for each in every]
+    assert list(found.layouts) == [each[0] for each in every]
+    assert [layout for each in every for layout in each] == [columns.layout(row) for row in range(len(columns))]
+    assert [row for row, each in enumerate(every) for _ in each] == row_M.tolist()
+    assert found.num_layouts == sum(map(len, every)) + (found.own_fault is not None)
+
+
+@settings(max_examples=30, deadline=None)
+@given(naive.cases())
+def test_rules_see_the_same_faults(case: naive.Case) -> None:
+    """A layout has no fault exactly where Megatron's constraints, written a second time, all hold."""
+    job, _, kind = case
+    rules = Rules.of(job, device_kind=kind)
+    for cut, _ in list(naive.cuts(case))[::7]:
+        holds = all((*naive.degrees_hold(case, cut), *naive.divides(job, cut)))
+        faults = [rules.fault(replace(cut, sequence_parallel=parallel)) for parallel in (True, False)]
+
+        assert holds == (None in faults)
+
+
+@settings(max_examples=20, deadline=None)
+@given(naive.cases())
+def test_layouts_are_all_savers_of_all_cuts(case: naive.Case) -> None:
+    """The flat list holds the user's own layout first and each other once; all of them are legal."""
+    job, world_size, kind = case
+    found = layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    rules = Rules.of(job, device_kind=kind)
+
+    assert job.own == found.layouts[0]
+    assert len(found.layouts) == len(set(found.layouts)) == found_in(case).num_layouts
+    assert {None} >= {rules.fault(layout) for layout in found.layouts[1:]}
+
+
+@settings(max_examples=20, deadline=None)
+@given(naive.cases(), st.data())
+def test_pins_hold(case: naive.Case, data: st.DataObject) -> None:
+    """A pinned field keeps the user's value in every layout, and the rest stays legal."""
+    job, world_size, kind = case
+    legal = layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind).layouts
+    # Without experts ETP means nothing, and a pinned one only changes how it is written.
+    names = [field.name for field in fields(Layout) if job.model.num_experts or field.name != "etp"]
+    pinned = data.draw(st.lists(st.sampled_from(names), unique=True).map(lambda chosen: tuple(sorted(chosen))))
+    own = data.draw(st.sampled_from(legal))
+    job = replace(job, own=own)
+    rules = Rules.of(job, device_kind=kind)
+
+    found = layouts(replace(job, pinned=pinned), world_size=world_size, devices_per_host=2, device_kind=kind).layouts
+
+    assert own == found[0]
+    # Megatron itself switches sequence parallelism off where tp = 1.
+    differ = [
+        (layout, name)
+        for layout in found
+        for name in pinned
+        if getattr(layout, name) != getattr(own, name) and not (name == "sequence_parallel" and layout.tp == 1)
+    ]
+    assert differ == []
+    assert [layout for layout in found[1:] if rules.fault(layout)] == []
+
+
+def test_everything_pinned_leaves_the_own_layout() -> None:
+    """Where the user fixed all, there is nothing to search."""
+    job = tiny_job(4, pinned=tuple(field.name for field in fields(Layout)))
+
+    found = layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
+
+    assert (job.own,) == found.layouts
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_attention_heads": 3, "num_query_groups": 3}, "tp does not divide num_attention_heads=3"),
+        ({"num_layers": 3}, "more pipeline ranks than num_layers=3"),
+        ({"ffn_hidden_size": 255}, "tp does not divide ffn_hidden_size=255"),
+        ({"transformer_impl": "transformer_engine"}, "context parallelism does not run on CPU"),
+    ],
+)
+def test_a_dropped_layout_has_a_reason(changes: dict[str, object], reason: str) -> None:
+    """What falls out is counted under the constraint that it breaks."""
+    found = layouts(tiny_job(4, model=tiny_model(**changes)), world_size=4, devices_per_host=4, device_kind="cpu")
+
+    assert found.dropped[reason] > 0
+
+
+def test_query_groups_were_never_replicated_before_016() -> None:
+    """With one query group, tensor parallelism is legal from megatron-core 0.16 on."""
+
+    def widest(version: str) -> int:
+        job = tiny_job(4, model=tiny_model(num_query_groups=1), megatron_version=version)
+        return max(layout.tp for layout in layouts(job, world_size=4, devices_per_host=4, device_kind="cpu").layouts)
+
+    assert (widest("0.15.3"), widest("0.16.1")) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("flag", "holds"),
+    [
+        ("--no-overlap-p2p-communication", lambda layout: layout.vpp == 1 or layout.pp > 2),
+        ("--padded-vocab-size 258", lambda layout: layout.tp <= 2),
+        ("--rampup-batch-size 2 2 100", lambda layout: 2 % (layout.micro_batch_size * layout.dp) == 0),
+        ("--eval-global-batch-size 2", lambda layout: 2 % (layout.micro_batch_size * layout.dp) == 0),
+        ("--eval-micro-batch-size 4", lambda layout: 8 % (4 * layout.dp) == 0),
+        ("--use-precision-aware-optimizer", lambda layout: layout.use_distributed_optimizer),
+        ("--defer-embedding-wgrad-compute", lambda layout: layout.pp > 1),
+        ("--cpu-offloading-num-layers 1", lambda layout: layout.pp == 1 and layout.recompute == NO_RECOMPUTE),
+        ("--cuda-graph-impl local", lambda layout: layout.recompute.granularity != "full"),
+        ("--tp-comm-overlap", lambda layout: layout.sequence_parallel),
+        ("--cp-comm-type a2a", lambda layout: 4 // layout.tp % layout.cp == 0),
+        ("--hierarchical-context-parallel-sizes 2 1", lambda layout: layout.cp == 2),
+        (
+            "--distribute-saved-activations",
+            lambda layout: layout.tp > 1 and layout.recompute.granularity == "full" and not layout.sequence_parallel,
+        ),
+    ],
+)
+def test_the_users_own_flags_bind(flag: str, holds: object) -> None:
+    """Flags that have no field of their own still rule layouts out."""
+    model = tiny_model(transformer_impl="transformer_engine")
+    job = tiny_job(4, model=model, performance_flags=(flag,))
+
+    found = layouts(job, world_size=4, devices_per_host=4, device_kind="cuda").layouts[1:]
+
+    assert found
+    assert [layout for layout in found if not holds(layout)] == []  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("pinned", "expected"), [((), {(1, ()), (2, (3, 2)), (4, (1, 1, 2, 1))}), (("layers_per_chunk",), {(2, (3, 2))})]
+)
+def test_the_users_uneven_cut_stays(pinned: tuple[str, ...], expected: set[tuple[int, tuple[int, ...]]]) -> None:
+    """Uneven stages of the user's are kept wherever a layout has as many; other pipelines get balanced ones."""
+    own = Layout(pp=2, dp=2, layers_per_chunk=(3, 2))
+    job = tiny_job(4, model=tiny_model(num_layers=5, vocab_size=1), own=own, pinned=pinned)
+
+    found = layouts(job, world_size=4, devices_per_host=4, device_kind="cpu").layouts
+
+    assert expected == {(layout.pp, layout.layers_per_chunk) for layout in found if layout.vpp == 1} - {(2, (2, 3))}
+
+
+def test_measured_times_decide_where_layers_go() -> None:
+    """A head as slow as four layers takes them off the last stage; FLOPs, which know better, do not come in."""
+    measurements = tiny_measurements(tiny_cluster())
+    slow_head = tuple(
+        replace(time, forward=Samples(values_s=(4 * 3e-3 * time.case.micro_batch_size / time.case.tp,)))
+        if time.part == "head"
+        else time
+        for time in measurements.compute
+    )
+    job = tiny_job(4, model=tiny_model(num_layers=8))
+    table = ComputeTable(job, replace(measurements, compute=slow_head))
+
+    found = cuts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
+
+    assert {(), (6, 2)} == {cut.layers_per_chunk for cut in found.layouts if (cut.pp, cut.vpp) == (2, 1)}
+
+
+def test_an_illegal_own_layout_is_marked() -> None:
+    """The user's own layout is never dropped, even where Megatron would refuse it."""
+    job = tiny_job(4, own=Layout(tp=4), model=tiny_model(num_attention_heads=2, num_query_groups=2))
+
+    found = layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
+
+    assert job.own == found.layouts[0]
+    assert found.own_fault == "tp does not divide num_attention_heads=2"
+
+
+def test_tensor_parallel_groups_over_hosts_come_last() -> None:
+    """They are legal and stay in, after all that keep tensor parallelism inside a host."""
+    found = layouts(tiny_job(4), world_size=4, devices_per_host=2, device_kind="cpu").layouts
+    wide = [layout.tp > 2 for layout in found[1:]]
+
+    assert any(wide)
+    assert sorted(wide) == wide
+
+
+def test_micro_batches_worth_trying() -> None:
+    """Powers of two, quotients by them, and the user's own where it divides."""
+    assert micro_batch_sizes(8, own=1) == (1, 2, 4, 8)
+    assert micro_batch_sizes(12, own=1) == (1, 2, 3, 4, 6, 12)
+    assert micro_batch_sizes(15, own=5) == (1, 5, 15)
+    assert micro_batch_sizes(15, own=2) == (1, 15)
+
+
+def test_compute_cases_start_with_the_users_own() -> None:
+    """What the user runs is measured first, then what is likely to run best, each once."""
+    own = Layout(tp=2, dp=1, micro_batch_size=1)
+    others = (Layout(dp=2, micro_batch_size=4), Layout(dp=2, micro_batch_size=2), Layout(pp=2, micro_batch_size=2))
+
+    cases = compute_cases(own, LayoutColumns.of((*others, own)))
+
+    assert [(case.tp, case.micro_batch_size) for case in cases] == [(2, 1), (1, 2), (1, 4)]
+    assert (ComputeCase(tp=2, cp=1, micro_batch_size=1),) == compute_cases(own, LayoutColumns.of(()))
+
+
+GPT = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024 "
+    "--micro-batch-size 1 --global-batch-size 64 --bf16 --tokenizer-type NullTokenizer --vocab-size 32000 --lr 1e-4 "
+    "--train-iters 10"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("cuda", ""),
+        ("cpu", "--transformer-impl local"),
+        ("cuda", "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
+        ("cuda", "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --swiglu"),
+        ("cuda", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"),
+        ("cuda", "--multi-latent-attention --mtp-num-layers 1 --position-embedding-type rope --disable-bias-linear"),
+    ],
+)
+def test_every_layout_can_be_written_and_read_back(kind: str, flags: str) -> None:
+    """Megatron's command line can say each of them, and means the same layout by it."""
+    arguments = f"{GPT} {flags}".split()
+    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
+    found = layouts(job, world_size=8, devices_per_host=8, device_kind=kind)
+
+    assert found.own_fault is None
+    for layout in found.layouts[:: max(1, len(found.layouts) // 25)]:
+        words = write_arguments(arguments, job=job, layout=layout)
+        read = read_job(words, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
+
+        assert layout == read.own
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("cuda", "--tensor-model-parallel-size 8 --num-attention-heads 4"),
+        ("cuda", "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 8 --ffn-hidden-size 30"),
+        ("cuda", "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 30"),
+        ("cuda", "--context-parallel-size 8 --seq-length 24"),
+        ("cuda", "--expert-model-parallel-size 2"),
+        ("cuda", "--num-experts 3 --expert-model-parallel-size 2"),
+        ("cuda", "--num-experts 4 --tensor-model-parallel-size 2"),
+        (
+            "cuda",
+            "--num-experts 4 --pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping --expert-model-parallel-size 2",
+        ),
+        ("cuda", "--global-batch-size 12"),
+        ("cuda", "--overlap-param-gather"),
+        (
+            "cuda",
+            "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
+        ),
+        (
+            "cuda",
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+        ),
+        ("cpu", "--context-parallel-size 2"),
+        ("cpu", "--recompute-granularity selective --recompute-modules layernorm mlp"),
+    ],
+)
+def test_an_own_layout_that_the_reader_refuses_is_no_candidate(kind: str, words: str) -> None:
+    """What `read_job` lets pass for a plan alone, the search's rules find, so that it is never chosen."""
+    arguments = [*SMALL, *words.split()]
+    with pytest.raises(MegatronError):
+        read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind)
+    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, for_planning=True)
+
+    assert Rules.of(job, device_kind=kind).fault(job.own)

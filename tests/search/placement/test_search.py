@@ -1,0 +1,222 @@
+"""Placements are bijections that keep the rules of the device, and the search finds the best of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from search.toys import OneByOne, Ticks, link_cost, random_distances
+from search.worlds import on_gpus
+
+from pipette_launch.cost.step.predictor import Predictor
+from pipette_launch.facts import Batch, Cluster, Layout, Links
+from pipette_launch.search.placement.allowed import Placed, Seats, host_order
+from pipette_launch.search.placement.exhaustive import exhaustion, num_placements, placements
+from pipette_launch.search.placement.moves import neighbour
+from pipette_launch.search.placement.search import improvements
+from pipette_launch.search.placement.starts import starts
+
+seats = st.builds(
+    Seats, num_hosts=st.integers(1, 4), devices_per_host=st.integers(1, 4), keeps_residues=st.booleans()
+).filter(lambda seats: seats.num_slots > 1)
+LAYOUTS_OF_6 = [Layout(dp=6), Layout(pp=6), Layout(pp=3, dp=2), Layout(tp=2, etp=2, dp=3), Layout(tp=2, etp=2, pp=3)]
+
+
+def best_placement(
+    layout: Layout, cluster: Cluster, *, seed: int = 0, deadline_s: float = 1e9, rng_distances: int = 0
+) -> Placed:
+    """Search to the end on random distances."""
+    distances = random_distances(cluster.num_slots, random.Random(rng_distances))
+    found = list(
+        improvements(
+            layout,
+            cluster,
+            objective=link_cost(layout, distances),
+            bound_s=0.0,
+            rng=random.Random(seed),
+            clock=Ticks(),
+            deadline_s=deadline_s,
+        )
+    )
+    return found[-1]
+
+
+@given(seats, st.integers(0, 1000))
+def test_moves_keep_placements_legal(seats: Seats, seed: int) -> None:
+    """After any number of moves a placement is a bijection, and a CUDA host's residues differ."""
+    rng = random.Random(seed)
+    placement = host_order(seats.num_slots)
+    for _ in range(20):
+        placement = neighbour(placement, seats, rng)
+
+        assert list(range(seats.num_slots)) == sorted(placement)
+        assert seats.allows(placement)
+
+
+@pytest.mark.parametrize("keeps_residues", [False, True])
+def test_moves_reach_every_allowed_placement(keeps_residues: bool) -> None:
+    """No corner of the search space is cut off."""
+    seats = Seats(num_hosts=2, devices_per_host=2, keeps_residues=keeps_residues)
+    rng = random.Random(0)
+    seen = {host_order(seats.num_slots)}
+    for _ in range(1000):
+        seen.add(neighbour(rng.choice(sorted(seen)), seats, rng))
+
+    assert {found for found in permutations(range(4)) if seats.allows(found)} == seen
+    assert len(seen) == (16 if keeps_residues else 24)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_6, ids=Layout.words)
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_exact_is_brute_force(layout: Layout, kind: str) -> None:
+    """On six slots the search ends at the best of all allowed permutations, and says so."""
+    cluster = tiny_cluster(3, 2)
+    cluster = on_gpus(cluster) if kind == "cuda" else cluster
+    seats = Seats.of(cluster)
+    cost = link_cost(layout, random_distances(6, random.Random(0)))
+    least = min(cost.cost(found) for found in permutations(range(6)) if seats.allows(found))
+
+    found = best_placement(layout, cluster)
+
+    assert least == pytest.approx(found.cost_s)
+    assert found.is_optimal
+    assert seats.allows(found.placement)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_6, ids=Layout.words)
+def test_symmetry_leaves_one_of_each_kind(layout: Layout) -> None:
+    """Turning the data- and tensor-parallel rings is all that the enumeration saves."""
+    seats = Seats(num_hosts=3, devices_per_host=2, keeps_residues=False)
+    found = list(placements(layout, seats))
+
+    assert len(set(found)) == len(found) == 720 // (layout.dp * layout.tp)
+    assert num_placements(layout, seats) == len(found)
+
+
+def test_residues_leave_fewer_placements() -> None:
+    """Two hosts of two GPUs: 16 of 24 permutations are allowed, half of them by turning two replicas."""
+    layout, seats = Layout(pp=2, dp=2), Seats(num_hosts=2, devices_per_host=2, keeps_residues=True)
+
+    assert num_placements(layout, seats) == len(list(placements(layout, seats))) == 8
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(LAYOUTS_OF_6), st.integers(0, 1000), st.integers(0, 5), st.integers(0, 1))
+def test_turning_the_rings_changes_nothing(layout: Layout, seed: int, dp: int, tp: int) -> None:
+    """The symmetry that the enumeration relies on holds for the real objective, on unequal links."""
+    rng = random.Random(seed)
+    links = Links(
+        latency_s=tuple(tuple(0.0 if i == j else rng.uniform(1e-5, 1e-3) for j in range(6)) for i in range(6)),
+        bandwidth_bytes_per_s=tuple(
+            tuple(0.0 if i == j else rng.uniform(1e7, 1e9) for j in range(6)) for i in range(6)
+        ),
+    )
+    job = tiny_job(6, model=tiny_model(num_layers=6), batch=Batch(global_batch_size=12))
+    cost = Predictor(job, tiny_measurements(replace(tiny_cluster(6, 1), between_hosts=links))).objective(layout)
+    placement = tuple(rng.sample(range(6), 6))
+    cells = [layout.cell_of(rank) for rank in placement]
+    turned = tuple(
+        layout.rank_of(cell._replace(dp=(cell.dp + dp) % layout.dp, tp=(cell.tp + tp) % layout.tp)) for cell in cells
+    )
+
+    assert cost(turned) == pytest.approx(cost(placement), rel=1e-12)
+
+
+def test_expert_groups_forbid_turning() -> None:
+    """With expert parallelism every placement is tried."""
+    layout = Layout(dp=4, ep=2)
+
+    assert len(list(placements(layout, Seats(num_hosts=2, devices_per_host=2, keeps_residues=False)))) == 24
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 100), st.integers(1, 100), st.integers(0, 100))
+def test_more_budget_is_never_worse(seed: int, short: int, more: int) -> None:
+    """The same seed follows the same course, and only further."""
+    layout = Layout(pp=4, dp=2)
+    cluster = tiny_cluster(4, 2)
+
+    less_time = best_placement(layout, cluster, seed=seed, deadline_s=short, rng_distances=seed)
+    more_time = best_placement(layout, cluster, seed=seed, deadline_s=short + more, rng_distances=seed)
+
+    assert more_time.cost_s <= less_time.cost_s
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_annealing_comes_close_to_the_optimum(seed: int) -> None:
+    """On eight slots annealing ends within 15 % of the best placement even on wild links, and exhaustion finds it."""
+    layout, cluster = Layout(pp=4, dp=2), tiny_cluster(4, 2)
+    cost = link_cost(layout, random_distances(8, random.Random(seed)))
+    annealed = best_placement(layout, cluster, rng_distances=seed)
+    *_, exact = exhaustion(layout, Seats.of(cluster), annealed, objective=cost, clock=Ticks(), deadline_s=1e9)
+
+    assert exact.is_optimal
+    assert exact.cost_s <= annealed.cost_s <= 1.15 * exact.cost_s
+
+
+def test_annealing_puts_pipelines_into_racks() -> None:
+    """Eight hosts in two interleaved racks, pipelines of four: no hop leaves a rack."""
+    layout, cluster = Layout(pp=4, dp=2), tiny_cluster(8, 1)
+    distances = tuple(tuple(0.0 if i == j else 1.0 + 9.0 * ((i ^ j) & 1) for j in range(8)) for i in range(8))
+    found = list(
+        improvements(
+            layout,
+            cluster,
+            objective=link_cost(layout, distances),
+            bound_s=4.0,
+            rng=random.Random(0),
+            clock=Ticks(),
+            deadline_s=1e9,
+        )
+    )[-1]
+
+    assert found.cost_s == 3.0 + 10.0 + 0.0
+
+
+def test_a_met_bound_ends_the_search() -> None:
+    """Nothing is tried once a start is as good as the bound."""
+    cluster = tiny_cluster(4, 2)
+    found = list(
+        improvements(
+            Layout(dp=8),
+            cluster,
+            objective=OneByOne(lambda placement: 1.0),
+            bound_s=1.0,
+            rng=random.Random(0),
+            clock=Ticks(),
+            deadline_s=1e9,
+        )
+    )
+
+    assert [Placed(placement=tuple(range(8)), cost_s=1.0, is_optimal=True)] == found
+
+
+@given(st.permutations(range(6)), st.sampled_from(LAYOUTS_OF_6))
+def test_renaming_equal_slots_changes_nothing(names: list[int], layout: Layout) -> None:
+    """Where all links are equal, a placement costs what any other does."""
+    equal = tuple(tuple(float(i != j) for j in range(6)) for i in range(6))
+    cost = link_cost(layout, equal)
+
+    assert cost.cost(range(6)) == cost.cost(names)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_starts_are_legal_and_begin_with_host_order(kind: str) -> None:
+    """Host order is always tried, and no start breaks the rules."""
+    cluster = tiny_cluster(4, 2)
+    cluster = on_gpus(cluster) if kind == "cuda" else cluster
+    seats = Seats.of(cluster)
+    found = starts(Layout(pp=4, dp=2), cluster, most=20)
+
+    assert tuple(range(8)) == found[0]
+    assert all(seats.allows(placement) and sorted(placement) == list(range(8)) for placement in found)
+
+
+def test_one_slot_has_one_placement() -> None:
+    """A job of one process is placed at once."""
+    assert Placed(placement=(0,), cost_s=0.0, is_optimal=True) == best_placement(Layout(), tiny_cluster(1, 1))

@@ -40,7 +40,8 @@ SUB_FLOORS = {
     "pipette_patches": [
         {"errors", "imports"},
         {"registry", "replacements"},
-        {"cpu", "spawn", "workload"},
+        {"without_cuda"},
+        {"cpu", "workload"},
         {"abstract", "run"},
         {"whole_stage"},
     ],

@@ -1,14 +1,16 @@
-"""Find a patch by name, apply it once, take it back; refuse a megatron-core that it does not know."""
+"""Find a patch by name, apply it once, take it back, carry it into spawned processes; refuse unknown megatron-core."""
 
 import ast
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.metadata
+import multiprocessing.spawn
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from packaging.specifiers import SpecifierSet
 
@@ -126,3 +128,34 @@ def _version_in(file: Path) -> str:
     if not {"MAJOR", "MINOR", "PATCH"} <= values.keys():
         raise PatchError(f"{file} names no MAJOR, MINOR and PATCH; is this megatron-core?")
     return f"{values['MAJOR']}.{values['MINOR']}.{values['PATCH']}{values.get('PRE_RELEASE', '')}"
+
+
+class _Patches:
+    """Applies patches where it is unpickled: first thing in a spawned process."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _enter, (self.names,)
+
+
+def _enter(names: tuple[str, ...]) -> None:
+    """Apply patches in a spawned process, and see to those that it spawns."""
+    for name in names:
+        apply(name)
+    patch_children()
+
+
+def patch_children() -> None:
+    """From now on, spawned processes start with the patches then in force here."""
+    original = multiprocessing.spawn.get_preparation_data
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def with_patches(name: str) -> dict[str, Any]:
+        # The data is the first thing that a spawned process unpickles; keys it does not know, it ignores.
+        return {**original(name), "pipette_patches": _Patches(applied())}
+
+    multiprocessing.spawn.get_preparation_data = with_patches

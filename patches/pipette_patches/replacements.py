@@ -46,6 +46,21 @@ def owner_of(module: ModuleType, path: str, *, may_be_absent: bool = False) -> t
     return owner, name
 
 
+def instead(successor: Any) -> Callable[[object], Any]:
+    """Make a successor of an object that is there already."""
+    return lambda _original: successor
+
+
+def answer(value: Any) -> Callable[[object], Callable[..., Any]]:
+    """Make a successor of a function that always returns a value."""
+    return lambda _original: lambda *_args, **_kwargs: value
+
+
+def nothing(_original: object) -> Callable[..., None]:
+    """Make a function that does nothing."""
+    return lambda *_args, **_kwargs: None
+
+
 class Replacements:
     """A set of replacements that is in force as a whole or not at all."""
 

@@ -15,23 +15,23 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from pipette_launch.errors import PipetteError, UsageError
-from pipette_patches import registry, spawn
+from pipette_patches import registry
 
 USAGE = "usage: python -m pipette_patches.run --patch NAME [--patch NAME ...] -- [-m MODULE | SCRIPT] [ARGUMENT ...]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class Program:
     """The patches to apply and the program to run under them."""
 
     patches: tuple[str, ...]
-    program: str
-    """A file, or a module's dotted name."""
+    name: str
+    """A script's file, or a module's dotted name."""
     is_module: bool
     arguments: tuple[str, ...]
 
 
-def read(argv: Sequence[str]) -> Command:
+def read(argv: Sequence[str]) -> Program:
     """Read our own command line, which ends where the program's begins."""
     rest = list(argv)
     patches = []
@@ -47,39 +47,37 @@ def read(argv: Sequence[str]) -> Command:
         rest.pop(0)
     if not rest or (rest[0].startswith("-") and not is_module):
         raise UsageError(f"expected a script, or -m and a module, got {rest[0] if rest else 'nothing'!r}\n{USAGE}")
-    return Command(patches=tuple(patches), program=rest[0], is_module=is_module, arguments=tuple(rest[1:]))
+    return Program(patches=tuple(patches), name=rest[0], is_module=is_module, arguments=tuple(rest[1:]))
 
 
-def load(command: Command) -> tuple[CodeType, ModuleType]:
+def load(program: Program) -> tuple[CodeType, ModuleType]:
     """Make the program's `__main__` and compile its code; set the path and argv that python would set."""
-    return _load_module(command) if command.is_module else _load_script(command)
+    return _load_module(program) if program.is_module else _load_script(program)
 
 
-def _load_script(command: Command) -> tuple[CodeType, ModuleType]:
-    script = Path(command.program)
-    sys.argv[:] = [command.program, *command.arguments]
+def _load_script(program: Program) -> tuple[CodeType, ModuleType]:
+    script = Path(program.name)
+    sys.argv[:] = [program.name, *program.arguments]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(script.resolve().parent)
     try:
         code = compile(script.read_bytes(), str(script.absolute()), "exec", dont_inherit=True)
     except OSError as error:
-        raise UsageError(f"cannot read the script {command.program!r}: {error.strerror}") from None
+        raise UsageError(f"cannot read the script {program.name!r}: {error.strerror}") from None
     main = ModuleType("__main__")
     main.__file__ = str(script.absolute())
     vars(main).update(__cached__=None, __annotations__={}, __builtins__=__builtins__)
     return code, main
 
 
-def _load_module(command: Command) -> tuple[CodeType, ModuleType]:
-    sys.argv[:] = ["-m", *command.arguments]
-    spec = _find(command.program)
+def _load_module(program: Program) -> tuple[CodeType, ModuleType]:
+    sys.argv[:] = ["-m", *program.arguments]
+    spec = _find(program.name)
     if spec is not None and spec.submodule_search_locations is not None:
-        spec = _find(f"{command.program}.__main__")
+        spec = _find(f"{program.name}.__main__")
     code = spec.loader.get_code(spec.name) if spec is not None and hasattr(spec.loader, "get_code") else None  # type: ignore[union-attr]
     if spec is None or code is None:
-        raise UsageError(
-            f"no module named {command.program!r} that python could run; looked in {sys.path[0]} and beyond"
-        )
+        raise UsageError(f"no module named {program.name!r} that python could run; looked in {sys.path[0]} and beyond")
     sys.argv[0] = str(spec.origin)
     main = ModuleType("__main__")
     main.__file__ = spec.origin
@@ -120,14 +118,14 @@ def main(argv: Sequence[str]) -> None:
     """Apply the patches, then become the program."""
     hide_our_frames()
     try:
-        command = read(argv)
-        code, module = load(command)
-        for name in command.patches:
+        program = read(argv)
+        code, module = load(program)
+        for name in program.patches:
             registry.apply(name)
     except PipetteError as error:
         sys.stderr.write(f"pipette_patches.run: {error}\n")
         sys.exit(error.exit_code)
-    spawn.patch_children()
+    registry.patch_children()
     sys.modules["__main__"] = module
     exec(code, vars(module))  # noqa: S102
 

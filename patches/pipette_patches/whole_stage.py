@@ -24,8 +24,7 @@ from pipette_patches.abstract.process_groups import one_rank
 from pipette_patches.abstract.scale_up import enough_microbatches, full_size
 from pipette_patches.abstract.torch_replacements import no_coalescing
 from pipette_patches.abstract.trainer import Trainer, inner_optimizers
-from pipette_patches.cpu.torch_replacements import instead
-from pipette_patches.replacements import Replacement, Replacements
+from pipette_patches.replacements import Replacement, Replacements, instead
 from pipette_patches.workload.layers import REFUSALS, WorkloadError, is_out_of_memory
 
 

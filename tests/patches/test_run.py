@@ -44,18 +44,18 @@ PATCHED = ("-m", "pipette_patches.run", "--")
 
 def test_patches_and_program_are_told_apart() -> None:
     """Our flags end where the program begins; the program's own are left alone."""
-    command = read(["--patch", "a", "--patch=b", "--", "train.py", "--patch", "c", "-m", "x"])
+    program = read(["--patch", "a", "--patch=b", "--", "train.py", "--patch", "c", "-m", "x"])
 
-    assert command.patches == ("a", "b")
-    assert (command.program, command.is_module) == ("train.py", False)
-    assert command.arguments == ("--patch", "c", "-m", "x")
+    assert program.patches == ("a", "b")
+    assert (program.name, program.is_module) == ("train.py", False)
+    assert program.arguments == ("--patch", "c", "-m", "x")
 
 
 def test_the_two_dashes_may_be_missing() -> None:
     """A launcher that eats `--` does no harm."""
-    command = read(["--patch", "a", "-m", "my.train", "--lr", "1"])
+    program = read(["--patch", "a", "-m", "my.train", "--lr", "1"])
 
-    assert (command.program, command.is_module, command.arguments) == ("my.train", True, ("--lr", "1"))
+    assert (program.name, program.is_module, program.arguments) == ("my.train", True, ("--lr", "1"))
 
 
 @pytest.mark.parametrize("argv", [[], ["--patch"], ["--patch", "a"], ["--", "-m"], ["--patches", "a", "x.py"], ["-x"]])

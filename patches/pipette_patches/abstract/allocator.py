@@ -1,8 +1,8 @@
 """Count the bytes of tensors as a caching allocator would: each storage once, from its birth to its death.
 
 Abstract tensors live on torch's `meta` device: they have a shape, a storage with a size, and an autograd graph, and no
-data. So what autograd keeps, what a buffer shares and when a tensor dies is torch's own doing, and is seen here. Real
-tensors of a CPU are counted in the same way.
+data. torch itself decides what autograd keeps, which tensors share a buffer and when a tensor dies; this file counts.
+Real tensors of a CPU are counted in the same way.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in this process, so there is no compiler to be kept away from each operation."""
+        """Keep torch from disabling its compiler around each operation: nothing is compiled in this process."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,12 +79,9 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = None if quick is None else quick(args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
-        if isinstance(out, torch.Tensor):
-            self._note(out)
-        elif isinstance(out, (tuple, list)):
-            for item in out:
-                if isinstance(item, torch.Tensor):
-                    self._note(item)
+        for item in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(item, torch.Tensor):
+                self._note(item)
         return out
 
     @contextlib.contextmanager
@@ -204,27 +201,23 @@ def current() -> StorageMeter | None:
 
 def as_one_kernel(function: Callable[..., T]) -> Callable[..., T]:
     """Make a function hold no intermediates, as the compiled or hand-written kernel in whose place it stands."""
-
-    def kernel(*args: Any, **kwargs: Any) -> T:
-        meter = current()
-        if meter is None:
-            return function(*args, **kwargs)
-        with meter.one_kernel():
-            return function(*args, **kwargs)
-
-    kernel.__wrapped__ = function  # type: ignore[attr-defined]
-    return kernel
+    return _metered_within(function, StorageMeter.one_kernel)
 
 
 def under(label: str, function: Callable[..., T]) -> Callable[..., T]:
     """Count what a function makes under a label."""
+    return _metered_within(function, lambda meter: meter.labelled(label))
 
-    def labelled(*args: Any, **kwargs: Any) -> T:
+
+def _metered_within(
+    function: Callable[..., T], block: Callable[[StorageMeter], contextlib.AbstractContextManager[None]]
+) -> Callable[..., T]:
+    """Run a function within a block of the meter in force, if there is one."""
+
+    def run(*args: Any, **kwargs: Any) -> T:
         meter = current()
-        if meter is None:
-            return function(*args, **kwargs)
-        with meter.labelled(label):
+        with contextlib.nullcontext() if meter is None else block(meter):
             return function(*args, **kwargs)
 
-    labelled.__wrapped__ = function  # type: ignore[attr-defined]
-    return labelled
+    run.__wrapped__ = function  # type: ignore[attr-defined]
+    return run

@@ -1,17 +1,18 @@
-"""megatron-core with abstract tensors: what its own code does differently from how it runs on a GPU, put right."""
+"""megatron-core with abstract tensors: replacements of what runs there otherwise than on a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from pipette_patches.abstract.allocator import as_one_kernel, current, under
 from pipette_patches.abstract.transformer_engine.linear import LayerNorm, RMSNorm
-from pipette_patches.cpu.torch_replacements import instead
-from pipette_patches.replacements import Replacement
+from pipette_patches.cpu.core_replacements import without_fp8
+from pipette_patches.replacements import Replacement, instead, nothing
 
 
 class _OfDtype(type):
@@ -21,22 +22,9 @@ class _OfDtype(type):
         return isinstance(instance, torch.Tensor) and instance.dtype is cls.dtype
 
 
-class Fp32Tensor(metaclass=_OfDtype):
-    """Any tensor of fp32, as `isinstance` sees it."""
-
-    dtype = torch.float32
-
-
-class Fp16Tensor(metaclass=_OfDtype):
-    """Any tensor of fp16, as `isinstance` sees it."""
-
-    dtype = torch.float16
-
-
-class Bf16Tensor(metaclass=_OfDtype):
-    """Any tensor of bf16, as `isinstance` sees it."""
-
-    dtype = torch.bfloat16
+def _tensors_of(dtype: torch.dtype) -> Callable[[object], Any]:
+    """Put in the place of a tuple of tensor types one class: the tensors of a dtype, as `isinstance` sees them."""
+    return instead((_OfDtype(f"Tensor of {dtype}", (), {"dtype": dtype}),))
 
 
 def _one_kernel(_original: object) -> Callable[[Any], Any]:
@@ -64,10 +52,6 @@ def _pass(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return make
 
 
-def _labelled(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return lambda original: under(label, original)
-
-
 @contextlib.contextmanager
 def _fork_nothing(_tracker: Any, _name: str = "") -> Iterator[None]:
     yield
@@ -83,31 +67,21 @@ def _local_norm(_original: object) -> Any:
     return staticmethod(make)
 
 
-def _without_fp8(original: Callable[..., None]) -> Callable[..., None]:
-    """Recompute without asking for an fp8 state: the original asks whenever it is told `False`."""
-
-    def make(checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        original(checkpoint, *args, **kwargs)
-        checkpoint.fp8 = False
-
-    return make
-
-
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _RANDOM = "megatron.core.tensor_parallel.random"
 CORE = (
-    Replacement(module="megatron.core.transformer.module", path="_FLOAT_TYPES", make=instead((Fp32Tensor,))),
-    Replacement(module="megatron.core.transformer.module", path="_HALF_TYPES", make=instead((Fp16Tensor,))),
-    Replacement(module="megatron.core.transformer.module", path="_BF16_TYPES", make=instead((Bf16Tensor,))),
+    Replacement(module="megatron.core.transformer.module", path="_FLOAT_TYPES", make=_tensors_of(torch.float32)),
+    Replacement(module="megatron.core.transformer.module", path="_HALF_TYPES", make=_tensors_of(torch.float16)),
+    Replacement(module="megatron.core.transformer.module", path="_BF16_TYPES", make=_tensors_of(torch.bfloat16)),
     Replacement(module="megatron.core.jit", path="jit_fuser", make=_one_kernel),
     Replacement(module="megatron.core.transformer.torch_norm", path="WrappedTorchNorm.__new__", make=_local_norm),
     Replacement(module=_RANDOM, path="CudaRNGStatesTracker.fork", make=instead(_fork_nothing)),
-    Replacement(module=_RANDOM, path="_get_cuda_rng_state", make=lambda _: lambda *_a, **_k: torch.zeros(16)),
-    Replacement(module=_RANDOM, path="_set_cuda_rng_state", make=lambda _: lambda *_a, **_k: None),
-    Replacement(module=_RANDOM, path="CheckpointWithoutOutput.__init__", make=_without_fp8),
+    Replacement(module=_RANDOM, path="_get_cuda_rng_state", make=instead(lambda *_args, **_kwargs: torch.zeros(16))),
+    Replacement(module=_RANDOM, path="_set_cuda_rng_state", make=nothing),
+    Replacement(module=_RANDOM, path="CheckpointWithoutOutput.__init__", make=without_fp8),
     Replacement(module=_SCHEDULES, path="backward_step", make=_pass("backward")),
-    Replacement(module=_P2P, path="P2PCommunicator._communicate", make=_labelled("buffers")),
-    Replacement(module="megatron.core.utils", path="GlobalMemoryBuffer.get_tensor", make=_labelled("buffers")),
+    Replacement(module=_P2P, path="P2PCommunicator._communicate", make=partial(under, "buffers")),
+    Replacement(module="megatron.core.utils", path="GlobalMemoryBuffer.get_tensor", make=partial(under, "buffers")),
 )
 """What stands for megatron-core's own in abstract execution."""

@@ -15,51 +15,84 @@ import torch
 
 from pipette_launch.facts import Job, Layout
 from pipette_patches.abstract import moe
-from pipette_patches.abstract.errors import NotModelledError
-from pipette_patches.workload.config import DTYPES, model_fields
+from pipette_patches.errors import NotModelledError
+from pipette_patches.workload.config import DTYPES, flags, fuses_activation, model_fields
 
 _STATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
-
-
-def _words(value: str) -> list[str]:
-    return value.split()
+Convert = Callable[[str], Any]
 
 
 def _window(value: str) -> tuple[int, ...]:
     return tuple(int(word) for word in value.replace(",", " ").strip("()").split())
 
 
-Convert = Callable[[str], Any]
+def _one_or_all(convert: Convert) -> Convert:
+    """Read one value as itself, several as a list."""
+
+    def read(value: str) -> Any:
+        values = [convert(word) for word in value.split()]
+        return values[0] if len(values) == 1 else values
+
+    return read
+
+
+def _on(_value: str) -> bool:
+    return True
+
+
+def _off(_value: str) -> bool:
+    return False
+
+
+def _same_name(convert: Convert, flags_read_so: str) -> dict[str, tuple[str, Convert]]:
+    """Read each flag by `convert` into the field of the same name: `--qk-layernorm` into `qk_layernorm`."""
+    return {flag: (flag[2:].replace("-", "_"), convert) for flag in flags_read_so.split()}
+
+
 CONFIG_FLAGS: dict[str, tuple[str, Convert]] = {
-    "--apply-query-key-layer-scaling": ("apply_query_key_layer_scaling", lambda _: True),
-    "--attention-output-gate": ("attention_output_gate", lambda _: True),
-    "--attention-softmax-in-fp32": ("attention_softmax_in_fp32", lambda _: True),
-    "--calculate-per-token-loss": ("calculate_per_token_loss", lambda _: True),
-    "--cp-comm-type": ("cp_comm_type", lambda value: value.split()[0]),
-    "--cross-entropy-fusion-impl": ("cross_entropy_fusion_impl", str),
-    "--cross-entropy-loss-fusion": ("cross_entropy_loss_fusion", lambda _: True),
-    "--defer-embedding-wgrad-compute": ("defer_embedding_wgrad_compute", lambda _: True),
-    "--distribute-saved-activations": ("distribute_saved_activations", lambda _: True),
-    "--fp32-residual-connection": ("fp32_residual_connection", lambda _: True),
-    "--no-bias-dropout-fusion": ("bias_dropout_fusion", lambda _: False),
-    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", lambda _: False),
-    "--no-masked-softmax-fusion": ("masked_softmax_fusion", lambda _: False),
-    "--no-persist-layer-norm": ("persist_layer_norm", lambda _: False),
-    "--no-rope-fusion": ("apply_rope_fusion", lambda _: False),
-    "--overlap-p2p-communication-warmup-flush": ("overlap_p2p_comm_warmup_flush", lambda _: True),
-    "--qk-layernorm": ("qk_layernorm", lambda _: True),
-    "--softmax-type": ("softmax_type", str),
-    "--wgrad-deferral-limit": ("wgrad_deferral_limit", int),
-    "--window-size": ("window_size", _window),
+    **_same_name(
+        _on,
+        """
+        --apply-query-key-layer-scaling --attention-output-gate --attention-softmax-in-fp32
+        --calculate-per-token-loss --cross-entropy-loss-fusion --defer-embedding-wgrad-compute
+        --distribute-saved-activations --fp32-residual-connection --qk-layernorm
+        --moe-apply-probs-on-input --moe-grouped-gemm --moe-pad-expert-input-to-capacity --moe-permute-fusion
+        --moe-router-enable-expert-bias --moe-router-padding-for-quantization --moe-router-pre-softmax
+        --moe-shared-expert-gate --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
+        """,
+    ),
+    **_same_name(
+        str,
+        """
+        --cross-entropy-fusion-impl --softmax-type
+        --moe-router-dtype --moe-router-score-function --moe-token-drop-policy
+        """,
+    ),
+    **_same_name(int, "--wgrad-deferral-limit --moe-router-group-topk --moe-router-num-groups"),
+    **_same_name(
+        float,
+        """
+        --moe-expert-capacity-factor --moe-input-jitter-eps --moe-router-topk-scaling-factor --moe-z-loss-coeff
+        """,
+    ),
+    **_same_name(_window, "--window-size"),
+    **_same_name(lambda value: value.split()[0], "--cp-comm-type"),
+    **_same_name(_one_or_all(float), "--moe-aux-loss-coeff"),
+    **_same_name(_one_or_all(str), "--moe-router-load-balancing-type"),
+    "--moe-router-padding-for-fp8": ("moe_router_padding_for_quantization", _on),
+    "--no-bias-dropout-fusion": ("bias_dropout_fusion", _off),
+    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", _off),
+    "--no-masked-softmax-fusion": ("masked_softmax_fusion", _off),
+    "--no-persist-layer-norm": ("persist_layer_norm", _off),
+    "--no-rope-fusion": ("apply_rope_fusion", _off),
+    "--overlap-p2p-communication-warmup-flush": ("overlap_p2p_comm_warmup_flush", _on),
 }
 """Flags beyond a job's own fields: the field of TransformerConfig that each sets, and how its value is read."""
 OPTIMIZER_FLAGS: dict[str, tuple[str, Convert]] = {
-    "--use-precision-aware-optimizer": ("use_precision_aware_optimizer", lambda _: True),
-    "--main-grads-dtype": ("main_grads_dtype", _STATE_DTYPES.__getitem__),
-    "--main-params-dtype": ("main_params_dtype", _STATE_DTYPES.__getitem__),
-    "--exp-avg-dtype": ("exp_avg_dtype", _STATE_DTYPES.__getitem__),
-    "--exp-avg-sq-dtype": ("exp_avg_sq_dtype", _STATE_DTYPES.__getitem__),
-    "--overlap-param-gather-with-optimizer-step": ("overlap_param_gather_with_optimizer_step", lambda _: True),
+    **_same_name(_on, "--use-precision-aware-optimizer --overlap-param-gather-with-optimizer-step"),
+    **_same_name(
+        _STATE_DTYPES.__getitem__, "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype"
+    ),
 }
 """The same for OptimizerConfig."""
 NOT_MODELLED = (
@@ -77,11 +110,6 @@ NOT_MODELLED = (
 """Beginnings of flags that change the bytes, and are left out with a note."""
 
 
-def flags(job: Job) -> dict[str, str]:
-    """The job's other flags by name, as `{"--window-size": "128 0"}`."""
-    return dict(flag.partition(" ")[::2] for flag in job.performance_flags)
-
-
 def left_out(job: Job) -> str:
     """The user's flags that change the bytes and are not taken up, as `--nccl-ub, --fp8 hybrid`."""
     return ", ".join(flag for flag in job.performance_flags if flag.startswith(NOT_MODELLED))
@@ -94,26 +122,22 @@ def notes(job: Job) -> tuple[str, ...]:
     return (*found, *moe.notes(job))
 
 
-def config_class(job: Job) -> Any:
-    """Megatron's class for this model."""
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    return MLATransformerConfig if job.model.latent_attention else TransformerConfig
-
-
 def transformer_config(
     job: Job, layout: Layout, *, chunks: tuple[int, ...], changes: Mapping[str, Any] | None = None
 ) -> Any:
     """Make the configuration of a model with so many layers in each chunk, in model order, and change fields of it."""
-    made = config_class(job)
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    made = MLATransformerConfig if job.model.latent_attention else TransformerConfig
     fields = {
-        **_shape(job, sum(chunks)),
+        **model_fields(job.model, sum(chunks)),
+        "transformer_impl": job.model.transformer_impl,
+        "perform_initialization": False,
         **_cuts(job, layout),
         **_chunks(chunks, job.model.mtp_num_layers),
         **_fusions(job),
         **_recompute(layout),
         **_taken(job, CONFIG_FLAGS),
-        **_taken(job, moe.FLAGS),
         **moe.fields(job),
         **(changes or {}),
     }
@@ -187,14 +211,6 @@ def _taken(job: Job, table: dict[str, tuple[str, Convert]]) -> dict[str, Any]:
     return found
 
 
-def _shape(job: Job, num_layers: int) -> dict[str, Any]:
-    return {
-        **model_fields(job.model, num_layers),
-        "transformer_impl": job.model.transformer_impl,
-        "perform_initialization": False,
-    }
-
-
 def _cuts(job: Job, layout: Layout) -> dict[str, Any]:
     interleaved = layout.vpp > 1
     overlaps_p2p = interleaved and "--no-overlap-p2p-communication" not in flags(job)
@@ -224,16 +240,14 @@ def _chunks(chunks: tuple[int, ...], depths: int) -> dict[str, Any]:
 
 
 def _fusions(job: Job) -> dict[str, Any]:
-    given, model = flags(job), job.model
-    with_te = model.transformer_impl == "transformer_engine"
-    unfused = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
+    model = job.model
     return {
-        "bias_activation_fusion": unfused not in given and (model.gated_linear_unit or model.add_bias_linear),
+        "bias_activation_fusion": fuses_activation(job),
         "bias_dropout_fusion": True,
         "masked_softmax_fusion": True,
         "gradient_accumulation_fusion": True,
         "persist_layer_norm": True,
-        "apply_rope_fusion": with_te and model.position_embedding_type == "rope",
+        "apply_rope_fusion": model.transformer_impl == "transformer_engine" and model.position_embedding_type == "rope",
         "attention_softmax_in_fp32": False,
     }
 

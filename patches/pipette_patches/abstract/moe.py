@@ -1,4 +1,4 @@
-"""Experts with abstract tensors: routing is balanced, since no tensor has values to route by, and every shape is fixed.
+"""Experts with abstract tensors, which have no values to route by: routing is balanced, and every shape is fixed.
 
 Megatron's own router, dispatchers and experts run; only what asks for a value is answered with the balanced one: which
 entries of a mask are set, how many tokens each expert gets, how many rows go to each rank.
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job
-from pipette_patches.cpu.torch_replacements import instead
-from pipette_patches.replacements import Replacement
+from pipette_patches.replacements import Replacement, instead
+from pipette_patches.workload.config import expert_fields, flags
 
 _FP8_ROWS = 16
 
@@ -60,14 +60,9 @@ def choose(job: Job) -> None:
     )
 
 
-def current_routing() -> Routing:
+def routing() -> Routing:
     """The routing in force."""
     return _routing[0]
-
-
-def flags(job: Job) -> dict[str, str]:
-    """The job's other flags by name."""
-    return dict(flag.partition(" ")[::2] for flag in job.performance_flags)
 
 
 def balanced(rows: int, parts: int) -> list[int]:
@@ -76,57 +71,20 @@ def balanced(rows: int, parts: int) -> list[int]:
     return [each + (part < more) for part in range(parts)]
 
 
-def _one_or_all(value: str) -> Any:
-    words = value.split()
-    return words[0] if len(words) == 1 else words
-
-
-def _coefficients(value: str) -> Any:
-    numbers = [float(word) for word in value.split()]
-    return numbers[0] if len(numbers) == 1 else numbers
-
-
-FLAGS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "--moe-aux-loss-coeff": ("moe_aux_loss_coeff", _coefficients),
-    "--moe-apply-probs-on-input": ("moe_apply_probs_on_input", lambda _: True),
-    "--moe-expert-capacity-factor": ("moe_expert_capacity_factor", float),
-    "--moe-grouped-gemm": ("moe_grouped_gemm", lambda _: True),
-    "--moe-input-jitter-eps": ("moe_input_jitter_eps", float),
-    "--moe-pad-expert-input-to-capacity": ("moe_pad_expert_input_to_capacity", lambda _: True),
-    "--moe-permute-fusion": ("moe_permute_fusion", lambda _: True),
-    "--moe-router-dtype": ("moe_router_dtype", str),
-    "--moe-router-enable-expert-bias": ("moe_router_enable_expert_bias", lambda _: True),
-    "--moe-router-group-topk": ("moe_router_group_topk", int),
-    "--moe-router-load-balancing-type": ("moe_router_load_balancing_type", _one_or_all),
-    "--moe-router-num-groups": ("moe_router_num_groups", int),
-    "--moe-router-padding-for-fp8": ("moe_router_padding_for_quantization", lambda _: True),
-    "--moe-router-padding-for-quantization": ("moe_router_padding_for_quantization", lambda _: True),
-    "--moe-router-pre-softmax": ("moe_router_pre_softmax", lambda _: True),
-    "--moe-router-score-function": ("moe_router_score_function", str),
-    "--moe-router-topk-scaling-factor": ("moe_router_topk_scaling_factor", float),
-    "--moe-shared-expert-gate": ("moe_shared_expert_gate", lambda _: True),
-    "--moe-shared-expert-overlap": ("moe_shared_expert_overlap", lambda _: True),
-    "--moe-token-drop-policy": ("moe_token_drop_policy", str),
-    "--moe-z-loss-coeff": ("moe_z_loss_coeff", float),
-    "--overlap-moe-expert-parallel-comm": ("overlap_moe_expert_parallel_comm", lambda _: True),
-}
-"""Flags of experts: the field of TransformerConfig that each sets, and how its value is read."""
 NOT_MODELLED = ("--moe-router-fusion", "--moe-use-legacy-grouped-gemm")
 """Flags that change a few bytes, and are left out with a note."""
 
 
 def fields(job: Job) -> dict[str, Any]:
-    """Fields of the configuration for experts, latent attention and token prediction, beside those of `FLAGS`."""
+    """Fields of the configuration for experts, latent attention and token prediction, beside those that flags set."""
     model = job.model
     found: dict[str, Any] = {}
     if model.num_experts:
         dispatcher = flags(job).get("--moe-token-dispatcher-type", "allgather")
         found |= {
+            **expert_fields(model),
             "num_moe_experts": model.num_experts,
             "moe_layer_freq": list(model.moe_layer_freq),
-            "moe_router_topk": model.moe_router_topk,
-            "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
-            "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
             "moe_token_dispatcher_type": dispatcher if dispatcher == "allgather" else "alltoall",
         }
         if dispatcher == "flex":
@@ -195,41 +153,25 @@ def _all_to_all(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda group, rows, *_splits, **_more: original(group, rows)
 
 
-def _gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather as many rows from each rank."""
+def _in_equal_parts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather from, or scatter to, each rank as many rows: leave out the sizes of the parts."""
 
-    def gather(rows: torch.Tensor, *args: Any, output_split_sizes: object = None, **kwargs: Any) -> Any:
-        del output_split_sizes
-        return original(rows, *args, **kwargs)
+    def exchange(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes = ("input_split_sizes", "output_split_sizes")
+        return original(rows, *args, **{name: value for name, value in kwargs.items() if name not in sizes})
 
-    return gather
-
-
-def _scatter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Give as many rows to each rank."""
-
-    def scatter(rows: torch.Tensor, *args: Any, input_split_sizes: object = None, **kwargs: Any) -> Any:
-        del input_split_sizes
-        return original(rows, *args, **kwargs)
-
-    return scatter
+    return exchange
 
 
 def _sort_chunks(original: Callable[..., Any]) -> Callable[..., Any]:
     """Sort equal chunks."""
 
-    def sort(rows: torch.Tensor, sizes: Any, order: Any, *args: Any, **kwargs: Any) -> Any:
-        del sizes
+    def sort(rows: torch.Tensor, _sizes: Any, order: Any, *args: Any, **kwargs: Any) -> Any:
         return original(
             rows, torch.tensor(balanced(rows.shape[0], len(order))), torch.arange(len(order)), *args, **kwargs
         )
 
     return sort
-
-
-def _rope_for_query(_original: object) -> Callable[..., Any]:
-    """Rotate queries in place, as the kernel does."""
-    return lambda query, *_angles, **_options: query
 
 
 class _KeyValueFunction(torch.autograd.Function):
@@ -265,11 +207,14 @@ MOE = (
     Replacement(module=_EXPERTS, path="SequentialMLP.forward", make=_with_balanced_counts),
     Replacement(module=_EXPERTS, path="TEGroupedMLP.forward", make=_with_balanced_counts),
     Replacement(module=_DISPATCHER, path="all_to_all", make=_all_to_all),
-    Replacement(module=_DISPATCHER, path="gather_from_sequence_parallel_region", make=_gather),
-    Replacement(module=_DISPATCHER, path="reduce_scatter_to_sequence_parallel_region", make=_scatter),
+    Replacement(module=_DISPATCHER, path="gather_from_sequence_parallel_region", make=_in_equal_parts),
+    Replacement(module=_DISPATCHER, path="reduce_scatter_to_sequence_parallel_region", make=_in_equal_parts),
     Replacement(module=_DISPATCHER, path="sort_chunks_by_idxs", make=_sort_chunks),
     Replacement(module=_DISPATCHER, path="pad_routing_map", make=instead(lambda mapped, _multiple: mapped)),
-    Replacement(module=_LATENT, path="fused_apply_mla_rope_for_q", make=_rope_for_query),
+    Replacement(
+        module=_LATENT, path="fused_apply_mla_rope_for_q", make=instead(lambda query, *_angles, **_options: query)
+    ),
+    # The kernel rotates queries in place.
     Replacement(module=_LATENT, path="fused_apply_mla_rope_for_kv", make=_rope_for_key_value),
 )
 """What stands for megatron-core's own, and one of torch's, where a value is asked for."""

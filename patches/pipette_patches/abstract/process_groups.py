@@ -10,9 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from pipette_launch.facts import Cell, Job, Layout
-from pipette_patches.abstract.megatron_config import flags
-
-SEED = 1234
+from pipette_patches.workload.config import flags
+from pipette_patches.workload.layers import SEED
 
 
 def rank_of_stage(layout: Layout, pp_rank: int) -> int:

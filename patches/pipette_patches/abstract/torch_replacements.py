@@ -14,43 +14,17 @@ import torch.distributed.distributed_c10d
 import torch.nn.functional
 
 from pipette_patches.abstract import allocator
-from pipette_patches.cpu.torch_replacements import Event, Stream, instead
-from pipette_patches.replacements import Replacement
+from pipette_patches.replacements import Replacement, answer, instead, nothing
+from pipette_patches.without_cuda import cuda_calls, elsewhere, factories, type_as_on_cuda
 
 DEVICE = torch.device("meta")
 # fmt: off
-_FACTORIES = (
-    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace",
-    "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
-    "scalar_tensor", "tensor", "zeros", "zeros_like",
-    "Tensor.new_empty", "Tensor.new_full", "Tensor.new_ones", "Tensor.new_tensor", "Tensor.new_zeros",
-)
 _MESSAGES = (
     "_all_gather_base", "_reduce_scatter_base", "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all",
     "all_to_all_single", "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter",
     "reduce_scatter_tensor", "scatter", "send",
 )
 # fmt: on
-_TYPE_NAMES = {
-    torch.float32: "FloatTensor",
-    torch.float16: "HalfTensor",
-    torch.bfloat16: "BFloat16Tensor",
-    torch.float64: "DoubleTensor",
-    torch.int64: "LongTensor",
-    torch.int32: "IntTensor",
-    torch.int16: "ShortTensor",
-    torch.uint8: "ByteTensor",
-    torch.bool: "BoolTensor",
-}
-
-
-def on_meta(device: Any) -> Any:
-    """The abstract device for whatever names a GPU (`cuda`, `cuda:1`, 1), the device itself otherwise."""
-    if isinstance(device, bool):
-        return device
-    if isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda")):
-        return DEVICE
-    return DEVICE if isinstance(device, torch.device) and device.type == "cuda" else device
 
 
 class Work:
@@ -80,27 +54,14 @@ class DropOut(torch.autograd.Function):
         return torch.empty_like(gradients[0])
 
 
-def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make abstract tensors where tensors on a GPU were asked for."""
-
-    @functools.wraps(original)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = on_meta(kwargs["device"])
-        kwargs.pop("pin_memory", None)
-        return original(*args, **kwargs)
-
-    return make
-
-
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:
     """Move tensors to the abstract device, and from there to a CPU where their values are zeros."""
 
     @functools.wraps(original)
     def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            kwargs["device"] = on_meta(kwargs["device"])
-        args = (*(on_meta(arg) for arg in args[:1]), *args[1:])
+            kwargs["device"] = elsewhere(kwargs["device"], DEVICE)
+        args = (*(elsewhere(arg, DEVICE) for arg in args[:1]), *args[1:])
         target = kwargs.get("device", args[0] if args else None)
         if tensor.device.type == "meta" and str(target) == "cpu":
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
@@ -138,19 +99,6 @@ def _cpu_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Name an abstract tensor's type as the optimizers compare it: `torch.cuda.FloatTensor`; take such a name back."""
-
-    @functools.wraps(original)
-    def type_of(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None:
-            return f"torch.cuda.{_TYPE_NAMES[tensor.dtype]}"
-        by_name = {f"torch.cuda.{name}": known for known, name in _TYPE_NAMES.items()}
-        return original(tensor, by_name.get(dtype, dtype), *args, **kwargs)
-
-    return type_of
-
-
 def _value(answer: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Answer a question about an abstract tensor's value, which it has not."""
 
@@ -173,14 +121,6 @@ def _scalar(tensor: Any) -> Any:
 
 def _nested(tensor: Any) -> Any:
     return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
-
-
-def _nothing(_original: object) -> Callable[..., None]:
-    return lambda *_args, **_kwargs: None
-
-
-def _answer(value: Any) -> Callable[[object], Callable[..., Any]]:
-    return lambda _original: lambda *_args, **_kwargs: value
 
 
 def _message(original: Callable[..., Any]) -> Callable[..., Work]:
@@ -241,15 +181,10 @@ def _foreach(original: Callable[..., Any]) -> Callable[..., Any]:
     return default
 
 
-_ONLY_STREAM = Stream()
 _PROPERTIES = SimpleNamespace(
     name="abstract", major=9, minor=0, multi_processor_count=132, total_memory=1 << 40, gcnArchName=""
 )
 _RNG_STATE = torch.zeros(16, dtype=torch.uint8)
-
-
-def _cuda(path: str, make: Callable[[Any], Any]) -> Replacement:
-    return Replacement(module="torch.cuda", path=path, make=make)
 
 
 def _distributed(path: str, make: Callable[[Any], Any]) -> tuple[Replacement, ...]:
@@ -264,30 +199,22 @@ def _tensor(path: str, make: Callable[[Any], Any]) -> Replacement:
 
 
 TORCH = (
-    _cuda("is_available", _answer(False)),
-    _cuda("current_device", _answer(DEVICE)),
-    _cuda("device_count", _answer(1)),
-    _cuda("get_device_properties", _answer(_PROPERTIES)),
-    _cuda("get_device_capability", _answer((9, 0))),
-    *(_cuda(path, _nothing) for path in ("set_device", "synchronize", "empty_cache", "ipc_collect", "set_stream")),
-    *(_cuda(path, _nothing) for path in ("reset_peak_memory_stats", "nvtx.range_push", "nvtx.range_pop", "nvtx.mark")),
-    _cuda("is_current_stream_capturing", _answer(False)),
-    _cuda("Stream", instead(Stream)),
-    _cuda("Event", instead(Event)),
-    _cuda("stream", _answer(_ONLY_STREAM)),
-    _cuda("current_stream", _answer(_ONLY_STREAM)),
-    _cuda("default_stream", _answer(_ONLY_STREAM)),
-    _cuda("manual_seed", _nothing),
-    _cuda("get_rng_state", _answer(_RNG_STATE)),
-    _cuda("set_rng_state", _nothing),
-    _cuda("random.get_rng_state", _answer(_RNG_STATE)),
-    *(Replacement(module="torch", path=path, make=_factory) for path in _FACTORIES),
+    *cuda_calls(
+        current_device=lambda: DEVICE,
+        device_count=lambda: 1,
+        properties=_PROPERTIES,
+        manual_seed=lambda _seed: None,
+        get_rng_state=lambda *_args, **_kwargs: _RNG_STATE,
+        set_rng_state=lambda *_args, **_kwargs: None,
+    ),
+    Replacement(module="torch.cuda", path="is_current_stream_capturing", make=answer(False)),
+    *factories(DEVICE),
     _tensor("to", _to),
-    _tensor("type", _type),
+    _tensor("type", type_as_on_cuda),
     _tensor("cuda", _cuda_tensor),
     _tensor("cpu", _cpu_tensor),
     _tensor("pin_memory", lambda _original: lambda tensor, *_args, **_kwargs: tensor),
-    _tensor("record_stream", _nothing),
+    _tensor("record_stream", nothing),
     _tensor("item", _value(_scalar)),
     _tensor("tolist", _value(_nested)),
     _tensor("__bool__", _value(lambda _: False)),
@@ -305,7 +232,7 @@ TORCH = (
     *(replacement for path in _MESSAGES for replacement in _distributed(path, _message)),
     *_distributed("P2POp", lambda _original: lambda _operation, tensor, *_peer, **_group: tensor),
     *_distributed("batch_isend_irecv", lambda _original: lambda _ops: []),
-    *_distributed("barrier", _nothing),
+    *_distributed("barrier", nothing),
     *_distributed("all_gather_object", _own_object),
     *_distributed("_coalescing_manager", instead(no_coalescing)),
 )

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pipette_patches.cpu.torch_replacements import instead, rng_state, say_once, set_rng_state
-from pipette_patches.replacements import Replacement
+from pipette_patches.cpu.torch_replacements import rng_state, say_once, set_rng_state
+from pipette_patches.replacements import Replacement, instead
 
 # What needs a CUDA kernel or Transformer Engine, and how to do without. Only fp8 and fp4 change what is computed.
 _WITHOUT_CUDA = {
@@ -65,7 +65,7 @@ def _uncompiled(_original: object) -> Callable[[Any], Any]:
     return lambda function=None, **_options: function if function is not None else _uncompiled(None)
 
 
-def _without_fp8(original: Callable[..., None]) -> Callable[..., None]:
+def without_fp8(original: Callable[..., None]) -> Callable[..., None]:
     """Recompute without asking Transformer Engine for its fp8 state: the original asks whenever it is told `False`."""
 
     @functools.wraps(original)
@@ -116,7 +116,7 @@ CORE = (
     Replacement(module="megatron.core.tensor_parallel.random", path="_get_cuda_rng_state", make=instead(rng_state)),
     Replacement(module="megatron.core.tensor_parallel.random", path="_set_cuda_rng_state", make=instead(set_rng_state)),
     Replacement(
-        module="megatron.core.tensor_parallel.random", path="CheckpointWithoutOutput.__init__", make=_without_fp8
+        module="megatron.core.tensor_parallel.random", path="CheckpointWithoutOutput.__init__", make=without_fp8
     ),
     Replacement(
         module="megatron.core.transformer.moe.token_dispatcher",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipette_patches.cpu.torch_replacements import say_once
-from pipette_patches.replacements import Replacement
+from pipette_patches.replacements import Replacement, nothing
 
 # dest of a flag -> the value with which it runs on a CPU. Other kernels compute the same, except where fp8, fp4 or a
 # reduced optimizer precision was asked for.
@@ -89,15 +89,11 @@ def _compile_for_this_python(original: Callable[[], None]) -> Callable[[], None]
     return compile_helpers
 
 
-def _build_no_kernels(_original: object) -> Callable[..., None]:
-    return lambda *_args, **_kwargs: None
-
-
 TRAINING = (
     Replacement(module="megatron.training.arguments", path="validate_args", make=_for_cpu),
     Replacement(module="megatron.training.initialize", path="validate_args", make=_for_cpu, versions="<0.18"),
     Replacement(module="megatron.training.initialize", path="initialize_megatron", make=_allow_no_cuda),
     Replacement(module="megatron.training.training", path="initialize_megatron", make=_allow_no_cuda),
     Replacement(module="megatron.core.datasets.utils", path="compile_helpers", make=_compile_for_this_python),
-    Replacement(module="megatron.legacy.fused_kernels", path="load", make=_build_no_kernels, versions="<0.17"),
+    Replacement(module="megatron.legacy.fused_kernels", path="load", make=nothing, versions="<0.17"),
 )

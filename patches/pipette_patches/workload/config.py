@@ -26,6 +26,11 @@ UNHEEDED = ("--fp8", "--fp4", "--cuda-graph", "--enable-cuda-graph", "--external
 """Beginnings of flags that change how long a layer takes, and are not measured."""
 
 
+def flags(job: Job) -> dict[str, str]:
+    """The job's other flags by name, as `{"--window-size": "128 0"}`."""
+    return dict(flag.partition(" ")[::2] for flag in job.performance_flags)
+
+
 def layer_kinds(model: ModelSpec) -> tuple[PartName, ...]:
     """The kinds of layers that the model has; one of each is built."""
     dense: tuple[PartName, ...] = ("layer",) if 0 in model.moe_layer_freq or not model.num_experts else ()
@@ -45,7 +50,7 @@ def transformer_config(
     # torch's norms, which stand where neither Transformer Engine nor Apex is, refuse sequence parallelism.
     splits_sequence = on_cuda and (uses_te or bool(getattr(gpt_layer_specs, "HAVE_APEX", False)))
     experts, notes = _expert_fields(job, kinds, uses_te=uses_te)
-    switched, unheeded = _flagged(job.performance_flags)
+    switched, unheeded = _flagged(job)
     fields: dict[str, Any] = {
         **model_fields(model, len(kinds)),
         "tensor_model_parallel_size": case.tp,
@@ -86,28 +91,42 @@ def model_fields(model: ModelSpec, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _flagged(flags: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def fuses_activation(job: Job) -> bool:
+    """Whether Megatron fuses the activation function: by default, where it has a gate or a bias to fuse."""
+    model = job.model
+    unfused = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
+    return unfused not in flags(job) and (model.gated_linear_unit or model.add_bias_linear)
+
+
+def expert_fields(model: ModelSpec) -> dict[str, Any]:
+    """Fields that say what the experts are, however many of them are built."""
+    return {
+        "moe_router_topk": model.moe_router_topk,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
+    }
+
+
+def _flagged(job: Job) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Fields that the user's performance flags set, and a note on the flags that are not measured."""
-    words = dict(flag.partition(" ")[::2] for flag in flags)
+    words = flags(job)
     switched: dict[str, Any] = {field: True for flag, field in SWITCHES.items() if flag in words}
     switched |= {field: words[flag] for flag, field in VALUES.items() if flag in words}
-    unheeded = [flag for flag in flags if flag.startswith(UNHEEDED)]
+    unheeded = [flag for flag in job.performance_flags if flag.startswith(UNHEEDED)]
     return switched, (f"compute was measured without {', '.join(unheeded)}",) if unheeded else ()
 
 
 def _fusions(job: Job, *, on_cuda: bool, uses_te: bool) -> dict[str, bool]:
     """Megatron's own defaults, unless the user's flags say no."""
-    flags = {flag.split()[0] for flag in job.performance_flags}
-    model = job.model
-    activation_flag = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
+    given = flags(job)
     return {
         # On CPUs, too: where nothing compiles them they are slower than the unfused ones, by a third.
-        "bias_activation_fusion": activation_flag not in flags and (model.gated_linear_unit or model.add_bias_linear),
-        "bias_dropout_fusion": "--no-bias-dropout-fusion" not in flags,
-        "masked_softmax_fusion": on_cuda and "--no-masked-softmax-fusion" not in flags,
-        "apply_rope_fusion": uses_te and "--no-rope-fusion" not in flags,
-        "gradient_accumulation_fusion": uses_te and "--no-gradient-accumulation-fusion" not in flags,
-        "persist_layer_norm": on_cuda and "--no-persist-layer-norm" not in flags,
+        "bias_activation_fusion": fuses_activation(job),
+        "bias_dropout_fusion": "--no-bias-dropout-fusion" not in given,
+        "masked_softmax_fusion": on_cuda and "--no-masked-softmax-fusion" not in given,
+        "apply_rope_fusion": uses_te and "--no-rope-fusion" not in given,
+        "gradient_accumulation_fusion": uses_te and "--no-gradient-accumulation-fusion" not in given,
+        "persist_layer_norm": on_cuda and "--no-persist-layer-norm" not in given,
     }
 
 
@@ -130,9 +149,7 @@ def _expert_fields(job: Job, kinds: tuple[PartName, ...], *, uses_te: bool) -> t
     return {
         "num_moe_experts": local,
         "moe_layer_freq": [int(kind == "moe_layer") for kind in kinds],
-        "moe_router_topk": model.moe_router_topk,
-        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
+        **expert_fields(model),
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": uses_te and "--moe-grouped-gemm" in job.performance_flags,
         "expert_model_parallel_size": 1,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipette_patches.abstract.errors import NotModelledError
+from pipette_patches.errors import NotModelledError
 
 SCORES = ("flash", "fused", "unfused")
 _backend = ["fused"]

@@ -1,4 +1,7 @@
-"""Fused kernels of Transformer Engine and Apex as functions that make what the kernels make, and nothing else."""
+"""Fused kernels of Transformer Engine and Apex as functions that make what the kernels make, and nothing else.
+
+The permutation of tokens for experts was read in TransformerEngine 2.8, permutation.py.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from typing import Any
 
 import torch
 
-from pipette_patches.abstract.errors import NotModelledError
+from pipette_patches.abstract import moe
+from pipette_patches.errors import NotModelledError
+
+_ROW_MAP_DTYPE = torch.int32
 
 
 def nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Write into what was given."""
+    """Do nothing: the kernel writes into tensors that it was given."""
 
 
 class RotaryFunction(torch.autograd.Function):
@@ -124,10 +130,6 @@ def multi_tensor_l2norm(_chunk: int, _overflow: Any, lists: Any, per_tensor: boo
     return lists[0][0].new_empty(1, dtype=torch.float32), lists[0][0].new_empty(count, dtype=torch.float32)
 
 
-def multi_tensor_scale(*_args: Any) -> None:
-    """Scale in place."""
-
-
 def get_batch_per_block(_rows: int, columns: int, _batch: int, _heads: int) -> int:
     """Rows of scores that one block of the softmax kernel takes (fused_kernels/scaled_masked_softmax.h)."""
     power = 1 << math.ceil(math.log2(columns))
@@ -142,3 +144,78 @@ def softmax_forward(scores: torch.Tensor, *_args: Any) -> torch.Tensor:
 def softmax_backward(gradient: torch.Tensor, *_args: Any) -> torch.Tensor:
     """Overwrite the gradient."""
     return gradient
+
+
+class PermuteFunction(torch.autograd.Function):
+    """Rows of tokens put in the order of experts; keeps a map of two entries for each token and expert, and one."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, routing_map: torch.Tensor, probabilities: Any) -> Any:
+        """Make permuted tokens, the map, and permuted probabilities."""
+        num_tokens, experts = routing_map.shape
+        rows = moe.routing().rows(num_tokens, experts)
+        row_map = routing_map.new_empty((num_tokens, 2 * experts + 1), dtype=_ROW_MAP_DTYPE)
+        ctx.save_for_backward(row_map)
+        ctx.mark_non_differentiable(row_map)
+        permuted = None if probabilities is None else probabilities.new_empty(rows)
+        ctx.probabilities = None if probabilities is None else (probabilities.shape, probabilities.dtype)
+        ctx.shapes = (tokens.shape, tokens.dtype)
+        return tokens.new_empty((rows, tokens.shape[1])), row_map, permuted
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Add the gradients of a token's rows up."""
+        shape, dtype = ctx.shapes
+        back = None
+        if ctx.probabilities is not None:
+            back = gradients[0].new_empty(ctx.probabilities[0], dtype=ctx.probabilities[1])
+        return gradients[0].new_empty(shape, dtype=dtype), None, back
+
+
+class ReorderFunction(torch.autograd.Function):
+    """As many rows in another order, or added up into fewer; keeps a map."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, row_map: torch.Tensor, shape: Any) -> torch.Tensor:
+        """Make the rows."""
+        ctx.save_for_backward(row_map)
+        ctx.shape = given.shape
+        return given.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Put the gradients back in the order they came from."""
+        return gradients[0].new_empty(ctx.shape), None, None
+
+
+def moe_permute(tokens: torch.Tensor, routing_map: torch.Tensor, **_options: Any) -> Any:
+    """Permute tokens: returns them and the map that leads back."""
+    permuted, row_map, _ = PermuteFunction.apply(tokens, routing_map, None)  # type: ignore[no-untyped-call]
+    return permuted, row_map
+
+
+def moe_permute_with_probs(
+    tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **_options: Any
+) -> Any:
+    """Permute tokens and their probabilities."""
+    permuted, row_map, probabilities = PermuteFunction.apply(tokens, routing_map, probs)  # type: ignore[no-untyped-call]
+    return permuted, probabilities, row_map
+
+
+def moe_unpermute(
+    permuted: torch.Tensor, row_map: torch.Tensor, *_probs: Any, restore_shape: Any, **_options: Any
+) -> Any:
+    """Add each token's rows up."""
+    return ReorderFunction.apply(permuted, row_map, tuple(restore_shape))  # type: ignore[no-untyped-call]
+
+
+def moe_sort_chunks_by_index(rows: torch.Tensor, _sizes: Any, _order: Any) -> Any:
+    """Sort chunks of rows."""
+    return ReorderFunction.apply(rows, rows.new_empty(rows.shape[0], dtype=_ROW_MAP_DTYPE), rows.shape)  # type: ignore[no-untyped-call]
+
+
+def moe_sort_chunks_by_index_with_probs(rows: torch.Tensor, probs: torch.Tensor, _sizes: Any, _order: Any) -> Any:
+    """Sort chunks of rows and of their probabilities."""
+    row_map = rows.new_empty(rows.shape[0], dtype=_ROW_MAP_DTYPE)
+    sorted_rows = ReorderFunction.apply(rows, row_map, rows.shape)  # type: ignore[no-untyped-call]
+    return sorted_rows, ReorderFunction.apply(probs, row_map, probs.shape)  # type: ignore[no-untyped-call]

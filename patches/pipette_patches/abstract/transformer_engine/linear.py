@@ -1,14 +1,13 @@
 """Transformer Engine's linear layers and norms: their parameters, what they keep for backward, and their temporaries.
 
-Read in TransformerEngine 2.8, module/linear.py, module/layernorm_linear.py: both keep their own input (the norm's
-input, statistics and output too) before any gather, gather it again for the weight gradient, and give the gathered
-copy back at once. With fused accumulation the weight gradient goes into `main_grad`, and one empty gradient for each
-shape is handed out in its place, made once and kept (module/base.py, get_dummy_wgrad).
+Read in TransformerEngine 2.8, module/{linear,layernorm_linear,grouped_linear}.py: the first two keep their own input
+(the norm's input, statistics and output too) before any gather, gather it again for the weight gradient, and free the
+gathered copy at once. With fused accumulation the weight gradient goes into `main_grad`; the layer returns an empty
+gradient in its place, which is made once for each shape and kept (module/base.py, get_dummy_wgrad).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 
 from pipette_patches.abstract.allocator import under
 
-_FP32_BYTES_DTYPE = torch.float32
 _dummy_gradients: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
 
@@ -48,7 +46,7 @@ def forget_gradients() -> None:
 def norm_output(given: torch.Tensor, *, rms: bool) -> tuple[torch.Tensor, ...]:
     """Make a norm's output and its fp32 statistics: one or two numbers for each row."""
     rows = given.numel() // given.shape[-1]
-    statistics = (given.new_empty(rows, dtype=_FP32_BYTES_DTYPE) for _ in range(1 if rms else 2))
+    statistics = (given.new_empty(rows, dtype=torch.float32) for _ in range(1 if rms else 2))
     return (torch.empty_like(given, memory_format=torch.contiguous_format), *statistics)
 
 
@@ -147,8 +145,22 @@ class LinearFunction(torch.autograd.Function):
         return input_gradient, own, bias_gradient, *norm_gradients, None
 
 
-class Linear(torch.nn.Module):
+class _Product(torch.nn.Module):
+    """What a linear layer and a grouped one share: fused accumulation, and a bias that the caller may add."""
+
+    def __init__(self, *, return_bias: bool, fuse_wgrad_accumulation: bool) -> None:
+        super().__init__()
+        self.fuses_accumulation = fuse_wgrad_accumulation
+        self.returns_bias = return_bias
+
+    def backward_dw(self) -> None:
+        """Do nothing: no weight gradient is deferred here."""
+
+
+class Linear(_Product):
     """Transformer Engine's `Linear`."""
+
+    rms = False
 
     def __init__(
         self,
@@ -165,19 +177,12 @@ class Linear(torch.nn.Module):
         device: Any = "cuda",
         **_kernel_options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         self.parallel_mode = parallel_mode
         self._ranks, self._sequence_parallel = tp_size, sequence_parallel
-        self.rms = False
-        self.fuses_accumulation = fuse_wgrad_accumulation
-        self.returns_bias = return_bias
-        out_features //= tp_size if parallel_mode == "column" else 1
-        in_features //= tp_size if parallel_mode == "row" else 1
-        make: Callable[..., torch.Tensor] = torch.empty
-        self.weight = torch.nn.Parameter(make(out_features, in_features, dtype=params_dtype, device=device))
-        self.register_parameter(
-            "bias", torch.nn.Parameter(make(out_features, dtype=params_dtype, device=device)) if bias else None
-        )
+        shape = _own_shape(in_features, out_features, parallel_mode, tp_size)
+        self.weight = _parameter(shape, params_dtype, device)
+        self.register_parameter("bias", _parameter(shape[:1], params_dtype, device) if bias else None)
         _mark(self.weight, split=parallel_mode is not None, dimension=1 if parallel_mode == "row" else 0)
         if self.bias is not None and parallel_mode == "column":
             _mark(self.bias, split=True, dimension=0)
@@ -190,13 +195,11 @@ class Linear(torch.nn.Module):
         return Cut(mode=self.parallel_mode, ranks=self._ranks, sequence_parallel=self._sequence_parallel)
 
     def forward(self, inp: torch.Tensor, **_options: Any) -> Any:
-        """Multiply; hand the bias out where the caller adds it."""
+        """Normalise where there is a norm, and multiply; return the bias too where the caller adds it."""
         added = None if self.returns_bias else self.bias
-        out = LinearFunction.apply(inp, self.weight, added, None, None, self)  # type: ignore[no-untyped-call]
+        norm = (getattr(self, name, None) for name in ("layer_norm_weight", "layer_norm_bias"))
+        out = LinearFunction.apply(inp, self.weight, added, *norm, self)  # type: ignore[no-untyped-call]
         return (out, self.bias) if self.returns_bias else out
-
-    def backward_dw(self) -> None:
-        """Weight gradients are never put off here."""
 
 
 class LayerNormLinear(Linear):
@@ -209,59 +212,22 @@ class LayerNormLinear(Linear):
         *,
         normalization: str = "LayerNorm",
         return_layernorm_output: bool = False,
-        params_dtype: torch.dtype = torch.float32,
-        device: Any = "cuda",
-        sequence_parallel: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(
-            in_features,
-            out_features,
-            params_dtype=params_dtype,
-            device=device,
-            sequence_parallel=sequence_parallel,
-            **options,
-        )
+        super().__init__(in_features, out_features, **options)
         if return_layernorm_output:
             raise NotImplementedError("LayerNormLinear that returns its norm's output is not modelled")
         self.rms = normalization == "RMSNorm"
-        for name, wanted in (("layer_norm_weight", True), ("layer_norm_bias", not self.rms)):
-            empty = torch.empty(in_features, dtype=params_dtype, device=device) if wanted else None
-            parameter = None if empty is None else torch.nn.Parameter(empty)
-            if parameter is not None:
-                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-            self.register_parameter(name, parameter)
-
-    def forward(self, inp: torch.Tensor, **_options: Any) -> Any:
-        """Normalise and multiply."""
-        added = None if self.returns_bias else self.bias
-        out = LinearFunction.apply(  # type: ignore[no-untyped-call]
-            inp, self.weight, added, self.layer_norm_weight, self.layer_norm_bias, self
-        )
-        return (out, self.bias) if self.returns_bias else out
+        _add_norm(self, in_features, prefix="layer_norm_", **options)
 
 
 class _Norm(torch.nn.Module):
     rms = False
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        *,
-        sequence_parallel: bool = False,
-        params_dtype: torch.dtype = torch.float32,
-        device: Any = "cuda",
-        **_kernel_options: Any,
-    ) -> None:
+    def __init__(self, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
         super().__init__()
         self.eps = eps
-        for name, wanted in (("weight", True), ("bias", not self.rms)):
-            empty = torch.empty(hidden_size, dtype=params_dtype, device=device) if wanted else None
-            parameter = None if empty is None else torch.nn.Parameter(empty)
-            if parameter is not None:
-                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-            self.register_parameter(name, parameter)
+        _add_norm(self, hidden_size, **options)
 
     def forward(self, inp: torch.Tensor) -> Any:
         """Normalise."""
@@ -276,6 +242,94 @@ class RMSNorm(_Norm):
     """Transformer Engine's `RMSNorm`."""
 
     rms = True
+
+
+class GroupedLinearFunction(torch.autograd.Function):
+    """One matrix product for each expert, in one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, layer: GroupedLinear, *weights_and_biases: Any) -> torch.Tensor:
+        """Make the output of all experts; the input is kept."""
+        weights = weights_and_biases[: layer.num_gemms]
+        ctx.save_for_backward(given, *weights)
+        ctx.layer, ctx.biases = layer, weights_and_biases[layer.num_gemms :]
+        return matmul(given, weights[0].shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Make the gradients of input, weights and biases."""
+        given, *weights = ctx.saved_tensors
+        gradients[0].contiguous()
+        input_gradient = torch.empty_like(given)
+        own = [weight_gradient(weight, fused=ctx.layer.fuses_accumulation) for weight in weights]
+        return input_gradient, None, *own, *(torch.empty_like(bias) for bias in ctx.biases)
+
+
+class GroupedLinear(_Product):
+    """Transformer Engine's `GroupedLinear`."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype = torch.float32,
+        parallel_mode: str | None = None,
+        tp_size: int = 1,
+        device: Any = "cuda",
+        **_kernel_options: Any,
+    ) -> None:
+        super().__init__(return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
+        self.num_gemms, self.use_bias = num_gemms, bias
+        shape = _own_shape(in_features, out_features, parallel_mode, tp_size)
+        for index in range(num_gemms):
+            self.register_parameter(f"weight{index}", _parameter(shape, params_dtype, device))
+            if bias:
+                self.register_parameter(f"bias{index}", _parameter(shape[:1], params_dtype, device))
+
+    def forward(self, inp: torch.Tensor, m_splits: list[int], **_options: Any) -> Any:
+        """Multiply each expert's rows; return the biases too where the caller adds them."""
+        if sum(m_splits) != inp.shape[0]:
+            raise ValueError(f"{sum(m_splits)} rows of experts for {inp.shape[0]} rows given")
+        weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)] if self.use_bias else []
+        added = [] if self.returns_bias else biases
+        out = GroupedLinearFunction.apply(inp, self, *weights, *added)  # type: ignore[no-untyped-call]
+        return (out, biases) if self.returns_bias else out
+
+
+def _own_shape(in_features: int, out_features: int, parallel_mode: str | None, tp_size: int) -> tuple[int, int]:
+    """The shape (outputs, inputs) of this rank's slice of a weight."""
+    return (
+        out_features // (tp_size if parallel_mode == "column" else 1),
+        in_features // (tp_size if parallel_mode == "row" else 1),
+    )
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+def _add_norm(
+    layer: Any,
+    width: int,
+    *,
+    prefix: str = "",
+    sequence_parallel: bool = False,
+    params_dtype: torch.dtype = torch.float32,
+    device: Any = "cuda",
+    **_kernel_options: Any,
+) -> None:
+    """Give a layer the weight of a norm and, unless it is an RMSNorm, the bias."""
+    for name in ("weight", "bias"):
+        parameter = None if name == "bias" and layer.rms else _parameter((width,), params_dtype, device)
+        if parameter is not None:
+            vars(parameter)["sequence_parallel"] = sequence_parallel
+        layer.register_parameter(f"{prefix}{name}", parameter)
 
 
 def _mark(parameter: Any, *, split: bool, dimension: int) -> None:

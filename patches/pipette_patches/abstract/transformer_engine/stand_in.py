@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from pipette_patches.abstract.errors import NotModelledError
-from pipette_patches.abstract.transformer_engine import attention, fused_adam, fused_kernels, grouped_linear, linear
+from pipette_patches.abstract.transformer_engine import attention, fused_adam, fused_kernels, linear
+from pipette_patches.errors import NotModelledError
 
 VERSION = "2.8.0"
 """The Transformer Engine whose code was read."""
@@ -42,7 +42,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "LayerNorm": linear.LayerNorm,
         "RMSNorm": linear.RMSNorm,
         "DotProductAttention": attention.DotProductAttention,
-        "GroupedLinear": grouped_linear.GroupedLinear,
+        "GroupedLinear": linear.GroupedLinear,
         "Fp8Padding": not_modelled("Fp8Padding"),
         "Fp8Unpadding": not_modelled("Fp8Unpadding"),
         "ops": SimpleNamespace(
@@ -71,10 +71,10 @@ STAND_INS: dict[str, dict[str, Any]] = {
         "FusedSGD": fused_adam.FusedSGD,
         "multi_tensor_applier": fused_kernels.multi_tensor_applier,
         "multi_tensor_l2norm": fused_kernels.multi_tensor_l2norm,
-        "multi_tensor_scale": fused_kernels.multi_tensor_scale,
+        "multi_tensor_scale": fused_kernels.nothing,
     },
     "transformer_engine.pytorch.permutation": {
-        name: getattr(grouped_linear, name)
+        name: getattr(fused_kernels, name)
         for name in (
             "moe_permute",
             "moe_permute_with_probs",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from benchmarks.netlab.compare import train
 from benchmarks.netlab.lab import PORT, Lab
 from benchmarks.netlab.system import LabError
 from pipette_launch import megatron
@@ -17,7 +18,7 @@ from pipette_launch.baselines.planners import PLANNERS
 from pipette_launch.cost.compute.extrapolated import filled
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan
+from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan, files
 
 OWN = "torchrun"
 """The user's own words in torchrun's order."""
@@ -128,6 +129,28 @@ def new_plan(cache: Path, before: Collection[Path] = ()) -> Path:
     if len(made) != 1:
         raise LabError(f"pipette-launch left {len(made)} new plans in {cache}, not one")
     return made[0].parent
+
+
+def first_plan(
+    lab: Lab, start: Sequence[str], words: Sequence[str], *, cache: Path, python: str
+) -> tuple[Plan, Measurements]:
+    """Start pipette-launch where it has no plan of a job, and read the plan and the measurements that it leaves.
+
+    Args:
+        lab: where.
+        start: pipette-launch and its flags.
+        words: the script and its arguments; one iteration is enough, as their number is no part of a plan's key.
+        cache: the folder of pipette-launch's plans, of other jobs too.
+        python: the interpreter of launchers and workers.
+
+    Raises:
+        LabError: it failed, or left no plan.
+
+    """
+    before = [*cache.glob("*/plan.json")]
+    train(lab, [*start, *words], python=python)
+    folder = new_plan(cache, before)
+    return files.read(folder / "plan.json", Plan), files.read(folder / "cluster.json", Measurements)
 
 
 def in_order(lab: Lab, placement: Sequence[int]) -> Callable[[str], Mapping[str, str]]:

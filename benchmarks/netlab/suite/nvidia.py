@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 
-from benchmarks.netlab.compare import launched, train
+from benchmarks.netlab.compare import launched
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.suite.cases import NUM_HOSTS, NVIDIA, TOPOLOGIES, megatron_lm, nvidia_training
-from benchmarks.netlab.suite.contenders import Case, Contender, new_plan, ours
+from benchmarks.netlab.suite.contenders import Case, Contender, first_plan, ours
 from benchmarks.netlab.suite.direct import trained
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.suite.prediction import mean_error, pairs_of, spearman
@@ -18,7 +18,7 @@ from benchmarks.netlab.suite.regret import HEADS, Found, Makes, Meter, chosen_an
 from benchmarks.netlab.system import LabError
 from benchmarks.stolen import processor_time
 from pipette_launch.baselines.pick import torchrun_order
-from pipette_launch.facts import Layout, Measurements, Plan, files
+from pipette_launch.facts import Layout
 
 FIXED = tuple(
     Layout(tp=tp, pp=pp, dp=dp, etp=tp, vpp=vpp, micro_batch_size=size, use_distributed_optimizer=True)
@@ -79,10 +79,9 @@ def _found(name: str, checkout: Path, setting: Setting, say: Say) -> Found:
         say(f"nvidia: {name}, warm-up")
         cache = lab.folder / "plans"
         start = launched(cache, setting.budget_s(BUDGET_S))
-        train(lab, [*start, *nvidia_training(checkout, iterations=1)], python=python)
-        folder = new_plan(cache)
-        choice = ours(files.read(folder / "plan.json", Plan))
-        measurements = files.read(folder / "cluster.json", Measurements)
+        once = nvidia_training(checkout, iterations=1)
+        plan, measurements = first_plan(lab, start, once, cache=cache, python=python)
+        choice = ours(plan)
         case = Case.of(nvidia_training(checkout, iterations=ITERATIONS), measurements)
         meter = Meter(case, 1, lambda words, order: trained(lab, words, order, python=python).step_s, skip=SKIP)
         before = processor_time()

@@ -10,18 +10,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.netlab.compare import launched, train
+from benchmarks.netlab.compare import launched
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.suite import space
 from benchmarks.netlab.suite.cases import MODELS, TOPOLOGIES, training
-from benchmarks.netlab.suite.contenders import Case, Contender, new_plan, ours
+from benchmarks.netlab.suite.contenders import Case, Contender, first_plan, ours
 from benchmarks.netlab.suite.direct import trained
 from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.system import LabError
 from benchmarks.netlab.topology import Topology
 from benchmarks.stolen import processor_time
 from pipette_launch.baselines.pick import Placement, torchrun_order
-from pipette_launch.facts import Choice, Layout, Measurements, Plan, files
+from pipette_launch.facts import Choice, Layout
 from pipette_launch.search.layouts.enumerate import cuts
 
 MODEL = "communication-heavy"
@@ -207,12 +207,10 @@ def planned(lab: Lab, python: str, budget_s: float) -> tuple[Case, Choice]:
     cache = Path(lab.folder) / "plans"
     start = launched(cache, budget_s, f"--pipette-fix={','.join(FIXED)}")
     slots = sum(host.slots for host in lab.topology.hosts)
-    train(lab, [*start, *training(MODEL, iterations=1, num_slots=slots)], python=python)
-    folder = new_plan(cache)
-    measurements = files.read(folder / "cluster.json", Measurements)
-    choice = ours(files.read(folder / "plan.json", Plan))
+    once = training(MODEL, iterations=1, num_slots=slots)
+    plan, measurements = first_plan(lab, start, once, cache=cache, python=python)
     words = training(MODEL, iterations=ITERATIONS, num_slots=slots)
-    return Case.of(words, measurements, fix=FIXED), choice
+    return Case.of(words, measurements, fix=FIXED), ours(plan)
 
 
 def promising_first(runs: Sequence[space.Run], case: Makes) -> list[space.Run]:

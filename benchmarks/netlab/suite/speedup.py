@@ -16,7 +16,6 @@ from benchmarks.netlab.suite.parts import PartResult, Say, Setting
 from benchmarks.netlab.suite.standings import Cell, Entrant
 from benchmarks.netlab.system import LabError
 from pipette_launch import megatron
-from pipette_launch.facts import Measurements, Plan, files
 
 ROUNDS = 2
 ITERATIONS = 4
@@ -90,7 +89,8 @@ class _Runner:
     def cell(self, network: str, model: str, rounds: int) -> Cell:
         """Measure and plan once, then train in turns."""
         words = training(model, iterations=ITERATIONS)
-        plan, measurements = self._planned(model)
+        once = training(model, iterations=1)
+        plan, measurements = contenders.first_plan(self._lab, self._ours, once, cache=self._cache, python=self._python)
         case = Case.of(words, measurements)
         others, refused = contenders.rivals(case, time.monotonic)
         choice = contenders.ours(plan)
@@ -99,14 +99,6 @@ class _Runner:
         starts.append((own, self._checked(own, [*self._ours, *words], lambda _host: contenders.EVENTS)))
         done = self._rounds(starts, rounds)
         return Cell(topology=network, model=model, ours=done[-1], others=tuple(done[:-1]), refused=refused)
-
-    def _planned(self, model: str) -> tuple[Plan, Measurements]:
-        """Start pipette-launch where it has no plan, and read what it leaves."""
-        before = [*self._cache.glob("*/plan.json")]
-        # The number of iterations is no part of a plan's key.
-        train(self._lab, [*self._ours, *training(model, iterations=1)], python=self._python)
-        folder = contenders.new_plan(self._cache, before)
-        return files.read(folder / "plan.json", Plan), files.read(folder / "cluster.json", Measurements)
 
     def _stock(self, one: Contender) -> Start:
         return self._checked(one, [*TORCHRUN, *one.words], contenders.in_order(self._lab, one.placement))

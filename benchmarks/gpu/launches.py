@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from pipette_launch import megatron
-from pipette_launch.facts import Device
+from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Device, files
 from pipette_launch.megatron import Iteration
 from pipette_launch.probe.health import inventory
 
@@ -24,6 +25,8 @@ OURS = "pipette_launch"
 LOOK_S = 0.05
 GRACE_S = 5.0
 """Between asking a launcher that took too long to end and killing it."""
+
+Fact = TypeVar("Fact")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +55,14 @@ class Run:
         return {one.iteration: one.loss or "" for one in self.iterations}
 
     @property
-    def last_words(self) -> str:
+    def stderr_end(self) -> str:
         """The end of stderr in one line."""
         return " / ".join(self.err.strip().splitlines()[-3:])[-400:]
+
+    def failure(self, launcher: str) -> PipetteError:
+        """An error that says how the launcher ended, and after how long."""
+        how = "had to be ended" if self.code is None else f"ended with {self.code}"
+        return PipetteError(f"{launcher} {how} after {self.seconds:.0f} s: {self.stderr_end}")
 
 
 @dataclass(kw_only=True)
@@ -121,6 +129,14 @@ class Launch:
 
     def _used_bytes(self) -> int:
         return inventory.device_used_bytes(self.device.uuid) if self.device.kind == "cuda" else 0
+
+
+def newest_cached(folder: Path, kind: type[Fact], name: str) -> Fact:
+    """Read the file that a launcher left last in its cache; raises PipetteError where there is none."""
+    found = sorted((folder / "cache").glob(f"pipette-launch/*/{name}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise PipetteError(f"the launcher left no {name}")
+    return files.read(found[-1], kind)
 
 
 def environment(folder: Path, device_kind: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.launches import GRACE_S, OURS, TORCHRUN, TRAINER, Launch, Run
+from benchmarks.gpu.launches import GRACE_S, OURS, TORCHRUN, TRAINER, Launch, Run, newest_cached
 from benchmarks.gpu.memory import FULL
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import DeviceKind
@@ -75,16 +75,8 @@ class Job:
         )
         done = launch.finish(min(max(self.book.left_s() - GRACE_S, 1.0), MOST_S[self.book.kind]))
         if done.code != 0 or not done.iterations:
-            why = "had to be ended" if done.code is None else f"ended with {done.code}"
-            raise PipetteError(f"{launcher} {why} after {done.seconds:.0f} s: {done.last_words}")
+            raise done.failure(launcher)
         return done
-
-    def cached(self, kind: type, name: str) -> object:
-        """A file that the launcher left in its cache; raises PipetteError where there is none."""
-        found = sorted((self.folder / "cache").glob(f"pipette-launch/*/{name}"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise PipetteError(f"the launcher left no {name}")
-        return files.read(found[-1], kind)
 
 
 def measure(book: Notebook) -> None:
@@ -94,8 +86,7 @@ def measure(book: Notebook) -> None:
         if not book.attempt("pipette-launch from nothing", partial(_cold, job)):
             book.attempt("torchrun with the user's own flags", partial(_torchrun, job, None))
             return
-        plan = job.cached(Plan, "plan.json")
-        assert isinstance(plan, Plan)
+        plan = newest_cached(job.folder, Plan, "plan.json")
         needed_s = NEEDED_S[book.kind]
         book.attempt("torchrun with the plan's flags", partial(_torchrun, job, plan), needs_s=needed_s)
         book.attempt("pipette-launch from the cache", partial(_from_cache, job), needs_s=needed_s)
@@ -108,11 +99,9 @@ def _cold(job: Job) -> None:
     """Measure, plan and train; keep what was foretold and what came."""
     done = job.run(["--pipette-budget", BUDGET_S[job.book.kind]])
     _keep(job, "cold", done)
-    cluster, plan = job.cached(Measurements, "cluster.json"), job.cached(Plan, "plan.json")
-    outcome = job.cached(Outcome, "outcome.json")
-    assert isinstance(cluster, Measurements)
-    assert isinstance(plan, Plan)
-    assert isinstance(outcome, Outcome)
+    cluster = newest_cached(job.folder, Measurements, "cluster.json")
+    plan = newest_cached(job.folder, Plan, "plan.json")
+    outcome = newest_cached(job.folder, Outcome, "outcome.json")
     job.book.add(
         "warm-up",
         phase_s=cluster.phase_s,
@@ -178,7 +167,7 @@ def _out_of_memory(job: Job, plan: Plan) -> None:
     said = [line for line in done.err.splitlines() if "out of memory" in line or "that plan cannot start" in line]
     said = [line for line in said if line.startswith("pipette-launch")]
     if not any("out of memory" in line for line in said) or not any("cannot start" in line for line in said):
-        raise PipetteError(f"with {left / MIB:.0f} MiB left nothing gave way: {done.last_words}")
+        raise PipetteError(f"with {left / MIB:.0f} MiB left nothing gave way: {done.stderr_end}")
     _keep(job, "tight memory", done, said=said, left_bytes=left, chosen_bytes=chosen, least_bytes=least)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.launches import GRACE_S, OURS, ROOT, TORCHRUN, TRAINER, Launch, Run
+from benchmarks.gpu.launches import GRACE_S, OURS, ROOT, TORCHRUN, TRAINER, Launch, Run, newest_cached
 from benchmarks.gpu.main_job import COMMON, step_s
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import DeviceKind
@@ -82,8 +82,7 @@ class Nodes:
         done = [launch.finish(max(ends_s - time.monotonic(), 0.0)) for launch in launches]
         failed = [one for one in done if one.code != 0]
         if failed:
-            why = "had to be ended" if failed[0].code is None else f"ended with {failed[0].code}"
-            raise PipetteError(f"{launcher} of {count} nodes {why}: {failed[0].last_words}")
+            raise failed[0].failure(f"{launcher} of {count} nodes")
         return done
 
 
@@ -145,9 +144,8 @@ def _job(nodes: Nodes, count: int) -> None:
     """Measure, plan and train, then the same layout under torchrun: the losses must be the same."""
     words = _words(nodes)
     ours = nodes.run(count, ["--pipette-budget", BUDGET_S[nodes.book.kind], TRAINER, *words])
-    plan, cluster = (_newest(nodes.folder, *of) for of in ((Plan, "plan.json"), (Measurements, "cluster.json")))
-    assert isinstance(plan, Plan)
-    assert isinstance(cluster, Measurements)
+    plan = newest_cached(nodes.folder, Plan, "plan.json")
+    cluster = newest_cached(nodes.folder, Measurements, "cluster.json")
     links = cluster.cluster.between_hosts
     rates = [rate for row in links.bandwidth_bytes_per_s for rate in row if 0 < rate < float("inf")]
     latencies = [latency for row in links.latency_s for latency in row if latency > 0]
@@ -168,8 +166,7 @@ def _job(nodes: Nodes, count: int) -> None:
 
 def _placed(nodes: Nodes) -> None:
     """Run a plan that was written by hand and gives every slot another rank."""
-    first = _newest(nodes.folder, Plan, "plan.json")
-    assert isinstance(first, Plan)
+    first = newest_cached(nodes.folder, Plan, "plan.json")
     size = PLACED.world_size
     name = first.hosts[0].rpartition("#")[0] or first.hosts[0]
     chosen = Choice(
@@ -194,7 +191,7 @@ def _placed(nodes: Nodes) -> None:
     files.write(path, plan)
     ours = nodes.run(size, ["--pipette-plan", path, TRAINER, *_words(nodes)])
     if any("training with your own configuration" in one.err for one in ours):
-        raise PipetteError(f"the plan was not taken: {ours[0].last_words}")
+        raise PipetteError(f"the plan was not taken: {ours[0].stderr_end}")
     nodes.book.add(
         "placed",
         ranks=size,
@@ -219,13 +216,6 @@ def _beside_torchrun(nodes: Nodes, count: int, layout: Layout, ours: Sequence[Ru
         "torchrun_steps_s": [one.step_time_s for one in theirs.iterations],
         "seconds": max(run.seconds for run in ours),
     }
-
-
-def _newest(folder: Path, kind: type, name: str) -> object:
-    found = sorted((folder / "cache").glob(f"pipette-launch/*/{name}"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise PipetteError(f"the launcher left no {name}")
-    return files.read(found[-1], kind)
 
 
 def lines(records: Sequence[Record]) -> Iterator[str]:

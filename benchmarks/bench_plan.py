@@ -141,7 +141,7 @@ def _row(hosts: int, plan: Plan, **seconds: Any) -> Row:
         gap=chosen.step_time_s / chosen.bound_s - 1,
         floor_gap=chosen.step_time_s / plan.floor_s - 1 if plan.floor_s else float("inf"),
         own_s=plan.own.step_time_s,
-        is_cut_short=any("cut short" in note or "budget" in note for note in plan.notes),
+        is_cut_short=any("stopped at its budget" in reason for reason in plan.reasons),
         **seconds,
     )
 

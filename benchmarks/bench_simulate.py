@@ -132,7 +132,7 @@ def rates() -> Iterator[str]:
 
 
 def bubbles() -> Iterator[str]:
-    """Makespan bubble @ peak relative to p micro-batches, and what was simulated earlier (facts/schedules.md 4)."""
+    """Makespan bubble @ peak relative to p micro-batches, and what an earlier simulation gave."""
     heads = " | ".join(f"p{p} n{n}, {f:g}/{i:g}/{w:g}, {c:g}" for p, n, f, i, w, c in SETTINGS)
     yield "Makespan bubble @ peak relative to 1F1B (bubble of an earlier simulation with other generators)"
     yield ""

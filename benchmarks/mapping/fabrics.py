@@ -1,6 +1,6 @@
 """Synthetic fabrics in tiers, and the flows of a grid of pipelines and data-parallel rings on them.
 
-Source: facts mapping_and_probing.md section 2. Leaves of 16 hosts at 1.0, pods of 8 leaves at 0.8, the core at 0.6;
+Leaves of 16 hosts at 1.0, pods of 8 leaves at 0.8, the core at 0.6;
 each link slower by |N(0, 8 %)|, both ways alike; 2 % of the hosts at 0.6 of all that; hosts in shuffled order.
 """
 

@@ -1,6 +1,6 @@
 """Pipette's cost of a mapping of hosts, priced directly and as `Flows`, and the exact optimum of one pipeline.
 
-Conditions and sources: facts pipette.md section 4 (SA:117-151 of yimjinkyu1/date2024_pipette@a2b0683).
+Conditions and source: SA:117-151 of yimjinkyu1/date2024_pipette@a2b0683.
 """
 
 # H = hosts, K = states, P = pipelines, S = stages. Milliseconds, MB and GB/s, as Pipette has them.

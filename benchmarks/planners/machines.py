@@ -30,7 +30,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One of Pipette's clusters (facts pipette.md section 6); compute and NVLink as in our table of devices."""
+    """One of Pipette's clusters; compute and NVLink as in our table of devices."""
 
     device: str
     nominal_bytes_per_s: float

@@ -1,4 +1,4 @@
-"""The GPT models of Pipette's scripts (facts pipette.md section 6), as jobs."""
+"""The GPT models of Pipette's scripts, as jobs."""
 
 from __future__ import annotations
 

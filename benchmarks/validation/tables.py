@@ -163,11 +163,6 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
-def digest_of(path: Path) -> str:
-    """Digest of a file."""
-    return digest(_bytes_of(path))
-
-
 def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()

@@ -11,7 +11,7 @@ Action = Callable[[ModuleType], None]
 
 
 class _LoadThenAct(Loader):
-    """A module's own loader, followed by what waits for the module."""
+    """A module's own loader, followed by the actions that wait for the module."""
 
     def __init__(self, loader: Loader, finish: Action) -> None:
         self._loader = loader
@@ -73,7 +73,7 @@ def when_imported(module: str, action: Action) -> None:
 
 
 def forget(module: str, action: Action) -> None:
-    """Let an action that still waits for its module wait no longer."""
+    """Drop an action whose module was not imported yet."""
     actions = _waiting.actions.get(module, [])
     if action in actions:
         actions.remove(action)

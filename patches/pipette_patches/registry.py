@@ -131,7 +131,7 @@ def _version_in(file: Path) -> str:
 
 
 class _Patches:
-    """Applies patches where it is unpickled: first thing in a spawned process."""
+    """Applies patches in the process that unpickles it, which a spawned process does before anything else."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -141,7 +141,7 @@ class _Patches:
 
 
 def _enter(names: tuple[str, ...]) -> None:
-    """Apply patches in a spawned process, and see to those that it spawns."""
+    """Apply patches in a spawned process, and let the processes that it spawns have them too."""
     for name in names:
         apply(name)
     patch_children()
@@ -155,7 +155,7 @@ def patch_children() -> None:
 
     @functools.wraps(original)
     def with_patches(name: str) -> dict[str, Any]:
-        # The data is the first thing that a spawned process unpickles; keys it does not know, it ignores.
+        # A spawned process unpickles this data first, and ignores keys that it does not know.
         return {**original(name), "pipette_patches": _Patches(applied())}
 
     multiprocessing.spawn.get_preparation_data = with_patches

@@ -15,7 +15,7 @@ _INHERITED = object()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replacement:
-    """One attribute, where it lives, and how its successor is made from it."""
+    """One attribute: its module, its path, and how its successor is made from it."""
 
     module: str
     path: str
@@ -34,7 +34,7 @@ class Replacement:
 
 
 def owner_of(module: ModuleType, path: str, *, may_be_absent: bool = False) -> tuple[Any, str]:
-    """Find the object that bears the last name of a dotted path, and that name."""
+    """Find the object whose attribute the last name of a dotted path is, and that name."""
     owner: Any = module
     *outer, name = path.split(".")
     for part in outer:
@@ -79,7 +79,7 @@ class Replacements:
             raise
 
     def revert(self) -> None:
-        """Put every original object back, in the reverse order, and wait for nothing more."""
+        """Put every original object back, in the reverse order; modules imported later stay as they are."""
         for module, put in self._actions:
             forget(module, put)
         while self._replaced:
@@ -89,6 +89,12 @@ class Replacements:
             else:
                 setattr(owner, name, original)
         self._original_of.clear()
+
+    def __enter__(self) -> None:
+        self.apply()
+
+    def __exit__(self, *_error: object) -> None:
+        self.revert()
 
     def _putter(self, replacement: Replacement) -> Callable[[ModuleType], None]:
         def put(module: ModuleType) -> None:
@@ -105,5 +111,5 @@ class Replacements:
 
 
 def _bound(owner: Any, raw: Any) -> Any:
-    """What a class gives out for an object that it keeps."""
+    """What an attribute of a class gives when it is read: the function of a static method, the bound class method."""
     return raw.__get__(None, owner) if isinstance(raw, (staticmethod, classmethod)) else raw

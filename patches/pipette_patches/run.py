@@ -32,7 +32,7 @@ class Program:
 
 
 def read(argv: Sequence[str]) -> Program:
-    """Read our own command line, which ends where the program's begins."""
+    """Read the command line up to the program, and the program with its arguments."""
     rest = list(argv)
     patches = []
     while rest and rest[0].startswith("--patch"):
@@ -98,7 +98,7 @@ def _find(name: str) -> "importlib.machinery.ModuleSpec | None":
 
 
 def hide_our_frames() -> None:
-    """Let an uncaught exception's traceback begin where the program's own does."""
+    """Leave the frames of this file out of the traceback of an uncaught exception."""
     show = sys.excepthook
 
     def show_program(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -3,7 +3,7 @@
 The model, its gradient buffers, optimizer and schedule are set up as in abstract execution, by the same code, but with
 real tensors: warm-up, steady state and cooldown run with as many micro-batches in flight as the rank has in the job,
 and then the optimizer steps. A fake process group of the full world size cuts weights, activations and optimizer.
-Messages go nowhere; what they would have brought is noise of the right shape.
+Messages are not sent; each tensor that one would have brought is noise of the same shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipette_patches.abstract.scale_up import enough_microbatches, full_size
 from pipette_patches.abstract.torch_replacements import no_coalescing
 from pipette_patches.abstract.trainer import Trainer, inner_optimizers
 from pipette_patches.replacements import Replacement, Replacements, instead
-from pipette_patches.workload.layers import REFUSALS, WorkloadError, is_out_of_memory
+from pipette_patches.workload.layers import refusals_named
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +63,14 @@ def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> St
     """
     real, changes, notes = as_run_here(job, device_kind)
     try:
-        with _alone(), one_rank(real, layout, pp_rank), _tally(device_kind) as meter:
+        with (
+            refusals_named(stage_words(layout, pp_rank)),
+            Replacements(_WITHOUT_PEERS),
+            one_rank(real, layout, pp_rank),
+            _tally(device_kind) as meter,
+        ):
             _train(real, layout, pp_rank, meter=meter, changes=changes, whole=device_kind == "cuda")
             peak = max(meter.stretches, key=lambda stretch: stretch.total)
-    except REFUSALS as error:
-        if is_out_of_memory(error):
-            raise
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise WorkloadError(f"megatron-core refuses {stage_words(layout, pp_rank)}: {reason[0]}") from error
     finally:
         gc.collect()
     parts = {name: size for name, size in peak.at_peak.items() if size}
@@ -126,7 +126,7 @@ def _never_skips(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def _tally(device_kind: str) -> Iterator[StorageMeter]:
-    """Count on a CPU; a GPU has its own account, which also knows what kernels hold for themselves."""
+    """Count tensors on a CPU; on a GPU torch's allocator counts, and what kernels allocate for themselves too."""
     if device_kind == "cpu":
         with metered("cpu") as meter:
             yield meter
@@ -135,7 +135,7 @@ def _tally(device_kind: str) -> Iterator[StorageMeter]:
 
 
 def _noise(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Fill what a message would have brought: by zeros all tokens would choose the same experts."""
+    """Fill received tensors with noise: zeros would make all tokens choose the same experts."""
 
     def communicate(*args: Any, **kwargs: Any) -> Any:
         received = original(*args, **kwargs)
@@ -148,25 +148,10 @@ def _noise(original: Callable[..., Any]) -> Callable[..., Any]:
     return communicate
 
 
-def _alone() -> contextlib.AbstractContextManager[None]:
-    return _in_force(
-        Replacement(
-            module="megatron.core.pipeline_parallel.p2p_communication", path="P2PCommunicator._communicate", make=_noise
-        ),
-        # A fake group knows no coalesced collectives.
-        Replacement(
-            module="megatron.core.distributed.param_and_grad_buffer",
-            path="_coalescing_manager",
-            make=instead(no_coalescing),
-        ),
-    )
-
-
-@contextlib.contextmanager
-def _in_force(*wanted: Replacement) -> Iterator[None]:
-    replacements = Replacements(wanted)
-    replacements.apply()
-    try:
-        yield
-    finally:
-        replacements.revert()
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
+_BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+_WITHOUT_PEERS = (
+    Replacement(module=_P2P, path="P2PCommunicator._communicate", make=_noise),
+    # A fake group knows no coalesced collectives.
+    Replacement(module=_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),
+)

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from dataclasses import asdict
 from typing import Any
 
 from facts_for_tests import tiny_job, tiny_model
@@ -68,9 +69,8 @@ def main() -> None:
         found[name] = []
         for whole in (False, True):
             operations[0] = 0
-            counted = run.run_rank(job, layout, pp_rank, whole=whole)
-            parts = {label: size for label, size in sorted(counted["parts"].items()) if size}
-            found[name].append({**counted, "parts": parts, "operations": operations[0]})
+            counted = asdict(run.run_rank(job, layout, pp_rank, whole=whole))
+            found[name].append({**counted, "operations": operations[0]})
     print(json.dumps(found))
 
 

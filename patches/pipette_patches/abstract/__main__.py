@@ -16,13 +16,9 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.facts.files import from_plain, to_plain
 from pipette_launch.facts.messages.abstract_execution import (
     ExecutedMemory,
-    ExecutedParts,
     ExecutionAnswer,
     ExecutionRequest,
 )
-
-_LABELS = {"backward": "working", "head": "logits"}
-"""Labels of the meter that have another name outside."""
 
 
 def main() -> int:
@@ -60,19 +56,10 @@ def answer(line: str) -> ExecutionAnswer:
 
 def executed(request: ExecutionRequest) -> tuple[ExecutedMemory, ...]:
     """Execute each rank of a request."""
-    from pipette_patches.abstract import megatron_config, run
+    from pipette_patches.abstract import run
 
     run.load()
-    ranks = []
-    for pp_rank in request.pp_ranks:
-        found = run.run_rank(request.job, request.layout, pp_rank)
-        parts = {_LABELS.get(name, name): size for name, size in found.pop("parts").items()}
-        ranks.append(
-            ExecutedMemory(
-                pp_rank=pp_rank, parts=ExecutedParts(**parts), notes=megatron_config.notes(request.job), **found
-            )
-        )
-    return tuple(ranks)
+    return tuple(run.run_rank(request.job, request.layout, pp_rank) for pp_rank in request.pp_ranks)
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipette_patches.abstract.shapes import QUICK
 
 ALIGNMENT_BYTES = 512
-"""CUDA's caching allocator hands out multiples of this (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
+"""CUDA's caching allocator allocates multiples of this (c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
 
 WRITES_INTO_PARTS = frozenset({torch.ops.aten.index_put_.default})
 """Operations that a compiled function cannot fuse with what comes before: it copies, then writes (torch's inductor)."""
@@ -95,7 +95,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def one_kernel(self) -> Iterator[None]:
-        """Count only what outlives the block: one fused kernel holds its intermediates in registers."""
+        """Count only tensors that outlive the block: one fused kernel holds its intermediates in registers."""
         self._pending.append([])
         self._held.append([])
         try:

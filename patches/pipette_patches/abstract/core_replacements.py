@@ -33,7 +33,7 @@ def _one_kernel(_original: object) -> Callable[[Any], Any]:
 
 
 def _pass(label: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Count a pass under its label, as a stretch of its own."""
+    """Count a forward or backward pass under its label, and mark its beginning and its end."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         labelled = under(label, original)
@@ -84,4 +84,4 @@ CORE = (
     Replacement(module=_P2P, path="P2PCommunicator._communicate", make=partial(under, "buffers")),
     Replacement(module="megatron.core.utils", path="GlobalMemoryBuffer.get_tensor", make=partial(under, "buffers")),
 )
-"""What stands for megatron-core's own in abstract execution."""
+"""Replacements in megatron-core for abstract execution."""

@@ -230,7 +230,7 @@ def _cuts(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _chunks(chunks: tuple[int, ...], depths: int) -> dict[str, Any]:
-    """Name what lies in each chunk, where not all are alike."""
+    """Name the layers of each chunk, where chunks differ in their number of layers."""
     if len(set(chunks)) == 1:
         return {}
     stages = [["decoder"] * count for count in chunks]

@@ -44,7 +44,7 @@ _routing = [Routing()]
 
 
 def choose(job: Job) -> None:
-    """Route as this job does from now on, and forget the losses that Megatron keeps of an earlier one."""
+    """Route as this job does from now on, and drop the losses that Megatron keeps of an earlier job."""
     from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_utils
 
@@ -211,10 +211,8 @@ MOE = (
     Replacement(module=_DISPATCHER, path="reduce_scatter_to_sequence_parallel_region", make=_in_equal_parts),
     Replacement(module=_DISPATCHER, path="sort_chunks_by_idxs", make=_sort_chunks),
     Replacement(module=_DISPATCHER, path="pad_routing_map", make=instead(lambda mapped, _multiple: mapped)),
-    Replacement(
-        module=_LATENT, path="fused_apply_mla_rope_for_q", make=instead(lambda query, *_angles, **_options: query)
-    ),
     # The kernel rotates queries in place.
+    Replacement(module=_LATENT, path="fused_apply_mla_rope_for_q", make=instead(lambda query, *_, **_options: query)),
     Replacement(module=_LATENT, path="fused_apply_mla_rope_for_kv", make=_rope_for_key_value),
 )
-"""What stands for megatron-core's own, and one of torch's, where a value is asked for."""
+"""Replacements in megatron-core, and one in torch, where the value of a tensor is asked for."""

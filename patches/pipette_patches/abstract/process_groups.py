@@ -21,7 +21,7 @@ def rank_of_stage(layout: Layout, pp_rank: int) -> int:
 
 @contextlib.contextmanager
 def one_rank(job: Job, layout: Layout, pp_rank: int) -> Iterator[None]:
-    """Stand in the place of one rank until the block ends; no process group may exist before."""
+    """Be one rank of the job until the block ends; no process group may exist before."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -52,7 +52,7 @@ def one_rank(job: Job, layout: Layout, pp_rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _only_own_groups(rank: int) -> Iterator[None]:
-    """Make the groups that the rank belongs to; of the others a job has thousands, and nobody looks at them."""
+    """Make only the groups that the rank belongs to: a job has thousands of others, which no code here uses."""
     original = dist.new_group
 
     @functools.wraps(original)

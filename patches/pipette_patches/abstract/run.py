@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import Any
 
 from pipette_launch.facts import Job, Layout
-from pipette_patches.abstract import moe
+from pipette_launch.facts.messages.abstract_execution import ExecutedMemory, ExecutedParts
+from pipette_patches.abstract import megatron_config, moe
 from pipette_patches.abstract.allocator import metered
 from pipette_patches.abstract.core_replacements import CORE
 from pipette_patches.abstract.process_groups import one_rank
@@ -19,7 +19,9 @@ from pipette_patches.replacements import Replacements
 
 _loaded: list[Replacements] = []
 FIRST = ("setup", "first", "first step")
-"""Phases up to the end of the first iteration's backward."""
+"""Phases of the first iteration, its optimizer step included."""
+_PART_OF = {"backward": "working", "head": "logits"}
+"""Labels of the meter that ExecutedParts names otherwise."""
 
 
 def load() -> None:
@@ -41,7 +43,7 @@ def load() -> None:
     gc.freeze()
 
 
-def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> dict[str, Any]:
+def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> ExecutedMemory:
     """Train one rank for two steps.
 
     Args:
@@ -50,16 +52,13 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
         pp_rank: the pipeline rank; the first of its ranks is executed.
         whole: run every layer and micro-batch, even where fewer tell the same.
 
-    Returns:
-        bytes: `weights`, `gradients`, `optimizer`, `allocated_after_step`, `first_peak` (of the first iteration,
-        its optimizer step too), `peak`, and `parts`: the peak by label.
-
     """
 
     def run(size: Size, forward_and_backward: bool) -> Trace:
         linear.forget_gradients()
-        attention.choose(_backend(job))
-        # Whoever runs Megatron's own layers has no Transformer Engine, and so no fused optimizer (memory.md 4).
+        backend = job.model.attention_backend
+        attention.choose("fused" if backend in ("auto", "local") else backend)
+        # A job with Megatron's own layers is taken to have no Transformer Engine, and so no fused optimizer.
         fused_adam.choose(fused=job.model.transformer_impl == "transformer_engine")
         moe.choose(job)
         with metered() as meter:
@@ -71,20 +70,19 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
     with one_rank(job, layout, pp_rank):
         trace = run(full_size(job, layout), True) if whole else scaled(job, layout, pp_rank, run)
     gc.collect()
-    return _result(trace)
+    return _memory(trace, job, pp_rank)
 
 
-def _result(trace: Trace) -> dict[str, Any]:
-    peak = max(trace.stretches, key=lambda stretch: stretch.total).at_peak
-    return {
-        **{name: trace.left.get(name, 0) for name in ("weights", "gradients", "optimizer")},
-        "allocated_after_step": sum(trace.left.values()),
-        "first_peak": max(stretch.total for stretch in trace.stretches if stretch.phase in FIRST),
-        "peak": sum(peak.values()),
-        "parts": peak,
-    }
-
-
-def _backend(job: Job) -> str:
-    backend = job.model.attention_backend
-    return "fused" if backend in ("auto", "local") else backend
+def _memory(trace: Trace, job: Job, pp_rank: int) -> ExecutedMemory:
+    peak = max(trace.stretches, key=lambda stretch: stretch.total)
+    return ExecutedMemory(
+        pp_rank=pp_rank,
+        weights=trace.left.get("weights", 0),
+        gradients=trace.left.get("gradients", 0),
+        optimizer=trace.left.get("optimizer", 0),
+        allocated_after_step=sum(trace.left.values()),
+        first_peak=max(stretch.total for stretch in trace.stretches if stretch.phase in FIRST),
+        peak=peak.total,
+        parts=ExecutedParts(**{_PART_OF.get(label, label): size for label, size in peak.at_peak.items()}),
+        notes=megatron_config.notes(job),
+    )

@@ -15,15 +15,15 @@ from dataclasses import replace
 
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.schedules import num_warmup
-from pipette_patches.abstract import megatron_config
 from pipette_patches.abstract.allocator import Stretch
 from pipette_patches.abstract.trainer import Size, Trace
+from pipette_patches.workload.config import flags
 
 Run = Callable[[Size, bool], Trace]
 """Runs a size, with or without forward and backward."""
 STATIC = ("weights", "gradients", "optimizer")
 FEW_PASSES = 48
-"""Layers times micro-batches of one rank: so few are run as they are."""
+"""A rank with at most so many layers times micro-batches is run as it is."""
 
 
 def full_size(job: Job, layout: Layout) -> Size:
@@ -38,7 +38,7 @@ def scaled(job: Job, layout: Layout, pp_rank: int, run: Run) -> Trace:
     """Trace a rank at full size, from as small runs as are exact."""
     full = full_size(job, layout)
     # Deferred weight gradients of the output layer keep something of every micro-batch.
-    repeats = "--defer-embedding-wgrad-compute" not in megatron_config.flags(job)
+    repeats = "--defer-embedding-wgrad-compute" not in flags(job)
     enough = enough_microbatches(layout, pp_rank, full.num_microbatches) if repeats else full.num_microbatches
     size = replace(full, num_microbatches=enough)
     own = size.chunks[pp_rank :: layout.pp]
@@ -74,7 +74,7 @@ def layer_period(job: Job, layout: Layout) -> int:
     recompute = layout.recompute
     if recompute.granularity == "full":
         return recompute.num_layers if recompute.method == "uniform" else 1
-    if len(set(job.model.moe_layer_freq)) > 1 or "--window-attn-skip-freq" in megatron_config.flags(job):
+    if len(set(job.model.moe_layer_freq)) > 1 or "--window-attn-skip-freq" in flags(job):
         return 0
     return 1
 

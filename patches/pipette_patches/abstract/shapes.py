@@ -65,18 +65,21 @@ def _in_place(args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     return args[0] if isinstance(args[0], torch.Tensor) and args[0].device.type == "meta" else None
 
 
-def _new(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _stays(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    """Whether an abstract tensor's successor is abstract too."""
     device = kwargs.get("device")
-    if args[0].device.type != "meta" or (device is not None and torch.device(device).type != "meta"):
+    return tensor.device.type == "meta" and (device is None or torch.device(device).type == "meta")
+
+
+def _new(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _stays(args[0], kwargs):
         return None
     return _made(args[1], kwargs.get("dtype") or args[0].dtype)
 
 
 def _like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    device, layout = kwargs.get("device"), kwargs.get("memory_format")
-    if args[0].device.type != "meta" or (device is not None and torch.device(device).type != "meta"):
-        return None
-    if layout is not torch.contiguous_format and not args[0].is_contiguous():
+    is_contiguous = kwargs.get("memory_format") is torch.contiguous_format or args[0].is_contiguous()
+    if not is_contiguous or not _stays(args[0], kwargs):
         return None
     return _made(args[0].shape, kwargs.get("dtype") or args[0].dtype)
 
@@ -103,56 +106,21 @@ def _product_added(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _product(args[:3], kwargs)
 
 
+_OF_ONE_TENSOR = ("neg", "exp", "sigmoid", "silu", "tanh", "gelu", "cos", "sin", "reciprocal", "sqrt")
 _QUICK: dict[str, Quick] = {
-    **dict.fromkeys(
-        (
-            "add.Tensor",
-            "add.Scalar",
-            "sub.Tensor",
-            "mul.Tensor",
-            "mul.Scalar",
-            "div.Tensor",
-            "rsub.Scalar",
-            "neg.default",
-            "exp.default",
-            "sigmoid.default",
-            "silu.default",
-            "tanh.default",
-            "gelu.default",
-            "cos.default",
-            "sin.default",
-            "reciprocal.default",
-            "sqrt.default",
-        ),
-        _pointwise,
-    ),
+    **dict.fromkeys((f"{name}.Tensor" for name in ("add", "sub", "mul", "div")), _pointwise),
+    **dict.fromkeys((f"{name}.Scalar" for name in ("add", "mul", "rsub")), _pointwise),
+    **dict.fromkeys((f"{name}.default" for name in _OF_ONE_TENSOR), _pointwise),
     **dict.fromkeys(
         (f"{name}.{kind}" for name in ("lt", "le", "gt", "ge", "eq", "ne") for kind in ("Tensor", "Scalar")),
         _comparison,
     ),
-    **dict.fromkeys(
-        (
-            "add_.Tensor",
-            "sub_.Tensor",
-            "mul_.Tensor",
-            "mul_.Scalar",
-            "div_.Tensor",
-            "copy_.default",
-            "fill_.Scalar",
-            "zero_.default",
-            "masked_fill_.Scalar",
-            "normal_.default",
-            "uniform_.default",
-        ),
-        _in_place,
-    ),
-    "new_empty.default": _new,
-    "new_zeros.default": _new,
-    "empty_like.default": _like,
-    "zeros_like.default": _like,
-    "ones_like.default": _like,
-    "clone.default": _like,
-    "_to_copy.default": _like,
+    **dict.fromkeys((f"{name}_.Tensor" for name in ("add", "sub", "mul", "div")), _in_place),
+    **dict.fromkeys((f"{name}_.Scalar" for name in ("mul", "fill", "masked_fill")), _in_place),
+    **dict.fromkeys((f"{name}_.default" for name in ("copy", "zero", "normal", "uniform")), _in_place),
+    **dict.fromkeys((f"{name}.default" for name in ("new_empty", "new_zeros")), _new),
+    **dict.fromkeys((f"{name}_like.default" for name in ("empty", "zeros", "ones")), _like),
+    **dict.fromkeys((f"{name}.default" for name in ("clone", "_to_copy")), _like),
     "cat.default": _joined,
     "mm.default": _product,
     "bmm.default": _product,

@@ -31,7 +31,7 @@ class Work:
     """A collective that is done as soon as it is issued."""
 
     def wait(self, _timeout: object = None) -> bool:
-        """Nothing is under way."""
+        """Return at once: nothing is under way."""
         return True
 
     def is_completed(self) -> bool:
@@ -100,7 +100,7 @@ def _cpu_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _value(answer: Callable[[Any], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Answer a question about an abstract tensor's value, which it has not."""
+    """Return a fixed answer where the value of an abstract tensor is asked for: it has none."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -236,4 +236,4 @@ TORCH = (
     *_distributed("all_gather_object", _own_object),
     *_distributed("_coalescing_manager", instead(no_coalescing)),
 )
-"""What stands for torch's own, in a process that does nothing but execute abstractly."""
+"""Replacements in torch, for a process that only executes abstractly."""

@@ -17,6 +17,7 @@ import torch
 from pipette_launch.facts import Job, Layout
 from pipette_patches.abstract import megatron_config
 from pipette_patches.abstract.allocator import StorageMeter, Stretch, current, under
+from pipette_patches.workload.config import flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +58,7 @@ class Trainer:
         from megatron.core.optimizer import get_megatron_optimizer
 
         self.job, self.layout, self.pp_rank, self.meter = job, layout, pp_rank, meter
+        self.uses_te = job.model.transformer_impl == "transformer_engine"
         self.num_microbatches, self.report_bytes = size.num_microbatches, 0
         self.config = megatron_config.transformer_config(job, layout, chunks=size.chunks, changes=changes)
         with meter.labelled("weights"):
@@ -97,10 +99,9 @@ class Trainer:
     def _spec(self, vp_stage: int | None) -> Any:
         from megatron.core.models.gpt import gpt_layer_specs
 
-        uses_te = self.job.model.transformer_impl == "transformer_engine"
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             self.config,
-            use_transformer_engine=uses_te,
+            use_transformer_engine=self.uses_te,
             normalization=self.job.model.normalization,
             vp_stage=vp_stage,
         )
@@ -111,19 +112,17 @@ class Trainer:
 
         if not self.job.model.mtp_num_layers:
             return None
-        uses_te = self.job.model.transformer_impl == "transformer_engine"
         last = spec.layer_specs[-1] if spec.layer_specs else self._decoder_specs()[-1]
         return gpt_layer_specs.get_gpt_mtp_block_spec(
-            self.config, last, use_transformer_engine=uses_te, vp_stage=vp_stage
+            self.config, last, use_transformer_engine=self.uses_te, vp_stage=vp_stage
         )
 
     def _decoder_specs(self) -> Any:
-        """Describe every layer of the decoder, for a chunk that has none of its own."""
+        """Describe every layer of the decoder, for a chunk that has no layer."""
         from megatron.core.models.gpt import gpt_layer_specs
 
         model = self.job.model
-        uses_te = model.transformer_impl == "transformer_engine"
-        return gpt_layer_specs.get_gpt_decoder_layer_specs(self.config, uses_te, normalization=model.normalization)
+        return gpt_layer_specs.get_gpt_decoder_layer_specs(self.config, self.uses_te, normalization=model.normalization)
 
     def _wrapped(self, chunks: Sequence[Any]) -> list[Any]:
         """Convert to the training type and give each chunk its gradient buffers."""
@@ -140,7 +139,7 @@ class Trainer:
             with self.meter.labelled("weights"):
                 chunks = [Float16Module(self.config, chunk) for chunk in chunks]
         ddp = megatron_config.ddp_config(self.job, self.layout, num_parameters=count)
-        no_buckets = "--overlap-param-gather-with-optimizer-step" in megatron_config.flags(self.job)
+        no_buckets = "--overlap-param-gather-with-optimizer-step" in flags(self.job)
         wrapped = []
         with self.meter.labelled("gradients"):
             for index, chunk in enumerate(chunks):
@@ -214,7 +213,7 @@ class Trainer:
             "loss_mask": torch.ones(size, length, dtype=torch.float32, device="cuda"),
             "position_ids": torch.zeros(size, length, dtype=torch.int64, device="cuda"),
         }
-        if "--no-create-attention-mask-in-dataloader" not in megatron_config.flags(self.job):
+        if "--no-create-attention-mask-in-dataloader" not in flags(self.job):
             batch["attention_mask"] = torch.zeros(size, 1, length, length, dtype=torch.bool, device="cuda")
         if self.layout.cp == 1:
             return batch

@@ -6,8 +6,7 @@ and refused by Megatron itself: context parallelism, fp8 and fp4, CUDA graphs, a
 
 from packaging.specifiers import SpecifierSet
 
-from pipette_patches.cpu.core_replacements import CORE, RANDOM_LOGGER, is_news
-from pipette_patches.cpu.optimizer import OPTIMIZER
+from pipette_patches.cpu.core_replacements import CORE, RANDOM_LOGGER, hide_rng_warning
 from pipette_patches.cpu.torch_replacements import TORCH
 from pipette_patches.cpu.training_programs import TRAINING
 from pipette_patches.registry import megatron_core_version
@@ -26,14 +25,14 @@ class CpuBackend:
     def apply(self) -> None:
         """Replace torch's CUDA calls now, and Megatron's own as its modules are imported."""
         version = megatron_core_version()
-        self._replacements = Replacements([r for r in (*TORCH, *CORE, *OPTIMIZER, *TRAINING) if r.fits(version)])
+        self._replacements = Replacements([r for r in (*TORCH, *CORE, *TRAINING) if r.fits(version)])
         self._replacements.apply()
-        RANDOM_LOGGER.addFilter(is_news)
+        RANDOM_LOGGER.addFilter(hide_rng_warning)
 
     def revert(self) -> None:
         """Put every original object back."""
         self._replacements.revert()
-        RANDOM_LOGGER.removeFilter(is_news)
+        RANDOM_LOGGER.removeFilter(hide_rng_warning)
 
 
 PATCH = CpuBackend()

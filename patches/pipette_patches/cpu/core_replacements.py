@@ -1,10 +1,15 @@
-"""megatron-core without CUDA kernels: its settings, norms, random states and compiled functions."""
+"""megatron-core without CUDA kernels: its settings, norms, random states, compiled functions, and Adam's state.
+
+torch's Adam stands where a fused Adam stands on a GPU; the distributed optimizer saves and loads its state otherwise.
+"""
 
 import copy
 import functools
 import logging
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from pipette_patches.cpu.torch_replacements import rng_state, say_once, set_rng_state
 from pipette_patches.replacements import Replacement, instead
@@ -87,20 +92,64 @@ def _split_sizes_as_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
     return move
 
 
-def is_news(record: logging.LogRecord) -> bool:
-    """Drop one warning: with one generator for both, the CPU's state does change where CUDA's does."""
+def _with_first_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give Adam its state before the first step: the original counts the steps in it, even to load a checkpoint."""
+
+    @functools.wraps(original)
+    def state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        adam = optimizer.optimizer
+        if isinstance(adam, (torch.optim.Adam, torch.optim.AdamW)):
+            for parameter in (each for group in adam.param_groups for each in group["params"]):
+                if not adam.state[parameter]:
+                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        return original(optimizer, *args, **kwargs)
+
+    return state_dict
+
+
+def _with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Give each parameter a step counter of its own: the original makes one for all, and each advances it."""
+
+    @functools.wraps(original)
+    def load_state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        done = original(optimizer, *args, **kwargs)
+        for state in optimizer.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].detach().clone()
+        return done
+
+    return load_state_dict
+
+
+def _keeping_steps(original: Callable[..., None]) -> Callable[..., None]:
+    """Keep the step counter that was loaded with the parameter groups: a shard's state has none, or a stale one."""
+
+    @functools.wraps(original)
+    def set_states(optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        group, order = optimizer.model_param_group_index_map[model_param]
+        state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][order]]
+        original(optimizer, model_param, tensors | {"step": state["step"]} if "step" in state else tensors)
+
+    return set_states
+
+
+def hide_rng_warning(record: logging.LogRecord) -> bool:
+    """Keep every log record but one warning: CPU and CUDA share a generator here, so the CPU's state does change."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
-RANDOM_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
+_TRANSFORMER = "megatron.core.transformer"
+_RANDOM = "megatron.core.tensor_parallel.random"
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+_STATES = "DistributedOptimizer._set_main_param_and_optimizer_states"
+RANDOM_LOGGER = logging.getLogger(_RANDOM)
 
 WITHOUT_ENGINE = (
-    Replacement(
-        module="megatron.core.transformer.torch_norm", path="WrappedTorchNorm.__new__", make=_norm_for_sequence_parallel
-    ),
+    Replacement(module=f"{_TRANSFORMER}.torch_norm", path="WrappedTorchNorm.__new__", make=_norm_for_sequence_parallel),
     # Without Transformer Engine the name is used and not defined.
     Replacement(
-        module="megatron.core.transformer.moe.moe_utils",
+        module=f"{_TRANSFORMER}.moe.moe_utils",
         path="te_general_gemm",
         make=instead(None),
         may_be_absent=True,
@@ -113,15 +162,14 @@ CORE = (
     Replacement(
         module="megatron.core.model_parallel_config", path="ModelParallelConfig.__post_init__", make=_without_kernels
     ),
-    Replacement(module="megatron.core.tensor_parallel.random", path="_get_cuda_rng_state", make=instead(rng_state)),
-    Replacement(module="megatron.core.tensor_parallel.random", path="_set_cuda_rng_state", make=instead(set_rng_state)),
+    Replacement(module=_RANDOM, path="_get_cuda_rng_state", make=instead(rng_state)),
+    Replacement(module=_RANDOM, path="_set_cuda_rng_state", make=instead(set_rng_state)),
+    Replacement(module=_RANDOM, path="CheckpointWithoutOutput.__init__", make=without_fp8),
     Replacement(
-        module="megatron.core.tensor_parallel.random", path="CheckpointWithoutOutput.__init__", make=without_fp8
-    ),
-    Replacement(
-        module="megatron.core.transformer.moe.token_dispatcher",
-        path="maybe_move_tensor_to_cpu",
-        make=_split_sizes_as_numbers,
+        module=f"{_TRANSFORMER}.moe.token_dispatcher", path="maybe_move_tensor_to_cpu", make=_split_sizes_as_numbers
     ),
     Replacement(module="megatron.core.jit", path="jit_fuser", make=_uncompiled),
+    Replacement(module=_OPTIMIZER, path="DistributedOptimizer.state_dict", make=_with_first_state),
+    Replacement(module=_OPTIMIZER, path="DistributedOptimizer.load_state_dict", make=_with_own_steps),
+    Replacement(module=_OPTIMIZER, path=_STATES, make=_keeping_steps),
 )

@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 
 @functools.cache
 def say_once(sentence: str) -> None:
-    """Warn once for the whole job: in the process of rank 0, the first time only."""
+    """Warn once for the whole job: only rank 0 warns, and only the first time."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning("cpu_backend: %s", sentence)
 
@@ -53,12 +53,12 @@ def _num_local_processes(*_args: object) -> int:
 
 
 def rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
-    """The state of the one generator, which stands for the CUDA generator too."""
+    """The state of the CPU's generator, which CUDA's random numbers come from too."""
     return torch.default_generator.get_state()
 
 
 def set_rng_state(state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
-    """Put the one generator into a state that it had."""
+    """Set the state of the CPU's generator."""
     torch.default_generator.set_state(state)
 
 

@@ -43,6 +43,7 @@ def transformer_config(
 ) -> tuple[Any, tuple[str, ...]]:
     """Make the configuration of a model with one layer of each kind, and say in what it differs from the job's."""
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     model = job.model
@@ -59,7 +60,7 @@ def transformer_config(
         "sequence_parallel": case.tp > 1 and (splits_sequence or job.own.sequence_parallel or "moe_layer" in kinds),
         "use_cpu_initialization": not on_cuda,
         **_fusions(job, on_cuda=on_cuda, uses_te=uses_te),
-        **_attention_backend(model, on_cuda=on_cuda),
+        **({"attention_backend": AttnBackend[model.attention_backend]} if on_cuda else {}),
         **experts,
         **switched,
     }
@@ -128,14 +129,6 @@ def _fusions(job: Job, *, on_cuda: bool, uses_te: bool) -> dict[str, bool]:
         "gradient_accumulation_fusion": uses_te and "--no-gradient-accumulation-fusion" not in given,
         "persist_layer_norm": on_cuda and "--no-persist-layer-norm" not in given,
     }
-
-
-def _attention_backend(model: ModelSpec, *, on_cuda: bool) -> dict[str, Any]:
-    if not on_cuda:
-        return {}
-    from megatron.core.transformer.enums import AttnBackend
-
-    return {"attention_backend": AttnBackend[model.attention_backend]}
 
 
 def _expert_fields(job: Job, kinds: tuple[PartName, ...], *, uses_te: bool) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -20,7 +20,6 @@ from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Job
 from pipette_patches import registry
 from pipette_patches.workload.config import DTYPES, PartName, layer_kinds, transformer_config
-from pipette_patches.workload.recompute import Core, recomputed
 
 SEED = 1234
 REFUSALS = (AssertionError, AttributeError, ImportError, NameError, RuntimeError, TypeError, ValueError)
@@ -105,14 +104,21 @@ def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workl
 
     """
     with _fake_group(case):
-        try:
+        with refusals_named(case_words(case)):
             built = _build(job, case, device_kind)
-        except REFUSALS as error:
-            if is_out_of_memory(error):
-                raise
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            raise WorkloadError(f"megatron-core refuses {case_words(case)}: {reason[0]}") from error
         yield built
+
+
+@contextlib.contextmanager
+def refusals_named(what: str) -> Iterator[None]:
+    """Raise WorkloadError with megatron-core's reason where it refuses `what`; keep an out-of-memory error."""
+    try:
+        yield
+    except REFUSALS as error:
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise WorkloadError(f"megatron-core refuses {what}: {reason[0]}") from error
 
 
 def case_words(case: ComputeCase) -> str:
@@ -246,11 +252,11 @@ def _parts(
         return Part(name=name, parameters=parameters, forward=forward, main_grad_dtype=main_grad_dtype, **options)
 
     layers = [
-        part(kind, layer, run_layer(layer), source=hidden, chains=True, recomputed=recomputed(once(layer), hidden))
+        part(kind, layer, run_layer(layer), source=hidden, chains=True, recomputed=_recomputed(once(layer), hidden))
         for kind, layer in zip(kinds, gpt.decoder.layers, strict=True)
     ]
     first = gpt.decoder.layers[0]
-    core = Core(first, lambda: once(first)(hidden))
+    core = AttentionCore(first, lambda: once(first)(hidden))
     output = torch.nn.ModuleList([gpt.decoder.final_layernorm, gpt.embedding if tied is not None else gpt.output_layer])
     return (
         *layers,
@@ -258,3 +264,57 @@ def _parts(
         part("head", output, head, source=hidden, chains=False),
         part("core_attention", core.module, core.forward, source=core.query, chains=core.chains),
     )
+
+
+def _recomputed(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) -> Callable[[int], torch.Tensor]:
+    """Chain layers as Megatron's full recompute does with one layer a unit: each keeps its input and nothing else.
+
+    `TransformerBlock._checkpointed_forward` calls the same function of megatron-core, for method uniform of one layer
+    and for the first layers of method block.
+    """
+    from megatron.core import tensor_parallel
+
+    def forward(times: int) -> torch.Tensor:
+        flow = source
+        for _ in range(times):
+            flow = tensor_parallel.checkpoint(run, False, flow)
+        return flow
+
+    return forward
+
+
+class AttentionCore:
+    """The attention core of a layer on the queries, keys and values that the layer itself gives it."""
+
+    def __init__(self, layer: Any, run: Callable[[], object]) -> None:
+        """Run the layer once and catch what its core is called with."""
+        self.module: Any = layer.self_attention.core_attention
+        caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def catch(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            caught.append((args, kwargs))
+
+        hook = self.module.register_forward_pre_hook(catch, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                run()
+        finally:
+            hook.remove()
+        (query, key, value, *rest), self._options = caught[0]
+        self.query, self._key, self._value = (each.detach().clone().requires_grad_() for each in (query, key, value))
+        self._rest = rest
+        with torch.no_grad():
+            output = self._call(self.query)
+        # Under latent attention values are narrower than queries.
+        self.chains = bool(output.numel() == self.query.numel())
+
+    def forward(self, times: int) -> torch.Tensor:
+        """Run the core so many times in a row, each on the output of the one before."""
+        flow = self._call(self.query)
+        for _ in range(times - 1 if self.chains else 0):
+            flow = self._call(flow.view_as(self.query))
+        return flow
+
+    def _call(self, query: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.module(query, self._key, self._value, *self._rest, **self._options)
+        return output

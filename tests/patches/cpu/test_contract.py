@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from pipette_patches.cpu.core_replacements import CORE
-from pipette_patches.cpu.optimizer import OPTIMIZER
 from pipette_patches.cpu.training_programs import TRAINING
 from pipette_patches.registry import _version_in, megatron_core_version
 from pipette_patches.replacements import Replacement
@@ -80,7 +79,7 @@ def label(replacement: Replacement) -> str:
     return f"{replacement.module}.{replacement.path}"
 
 
-@pytest.mark.parametrize("replacement", [*CORE, *OPTIMIZER], ids=label)
+@pytest.mark.parametrize("replacement", CORE, ids=label)
 def test_the_installed_megatron_core_has_what_is_replaced(replacement: Replacement) -> None:
     """Each replaced attribute of megatron-core exists with its parameters."""
     if not replacement.fits(megatron_core_version()):

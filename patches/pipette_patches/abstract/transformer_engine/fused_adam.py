@@ -77,7 +77,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def choose(*, fused: bool) -> None:
-    """Let megatron-core build fused optimizers from now on, or torch's own, as it does where neither TE nor Apex is."""
+    """Let megatron-core build fused optimizers from now on, or torch's, as it does without TE and Apex."""
     from megatron.core import optimizer
 
     optimizer.USING_PYTORCH_OPTIMIZER = not fused

@@ -48,7 +48,7 @@ def apply_fused_qkv_rotary_pos_emb(*_args: Any, **_kwargs: Any) -> Any:
 
 
 class SplitAlongDim(torch.autograd.Function):
-    """Views of one tensor, whose gradients are one tensor again (copied together unless they lie so already)."""
+    """Split a tensor into views; the backward copies their gradients into one tensor."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, dim: int, sections: Any, _squeeze: bool = False) -> Any:
@@ -147,7 +147,7 @@ def softmax_backward(gradient: torch.Tensor, *_args: Any) -> torch.Tensor:
 
 
 class PermuteFunction(torch.autograd.Function):
-    """Rows of tokens put in the order of experts; keeps a map of two entries for each token and expert, and one."""
+    """Put rows of tokens into the order of experts; keeps a map of 2 * experts + 1 entries for each token."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, routing_map: torch.Tensor, probabilities: Any) -> Any:
@@ -173,7 +173,7 @@ class PermuteFunction(torch.autograd.Function):
 
 
 class ReorderFunction(torch.autograd.Function):
-    """As many rows in another order, or added up into fewer; keeps a map."""
+    """Put rows into another order, or add them up into fewer; keeps a map."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, row_map: torch.Tensor, shape: Any) -> torch.Tensor:
@@ -189,7 +189,7 @@ class ReorderFunction(torch.autograd.Function):
 
 
 def moe_permute(tokens: torch.Tensor, routing_map: torch.Tensor, **_options: Any) -> Any:
-    """Permute tokens: returns them and the map that leads back."""
+    """Permute tokens: returns them and the map for the way back."""
     permuted, row_map, _ = PermuteFunction.apply(tokens, routing_map, None)  # type: ignore[no-untyped-call]
     return permuted, row_map
 

@@ -81,7 +81,7 @@ def gathered(given: torch.Tensor, cut: Cut) -> torch.Tensor:
 
 
 def weight_gradient(weight: Any, *, fused: bool) -> torch.Tensor:
-    """Make a weight's gradient, or find the empty one that stands for it."""
+    """Make a weight's gradient, or, where it goes into `main_grad`, find the empty one of its shape."""
     if not (fused and hasattr(weight, "grad_added_to_main_grad")):
         return torch.empty_like(weight)
     weight.grad_added_to_main_grad = True

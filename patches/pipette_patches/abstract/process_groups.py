@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipette_launch.facts import Cell, Job, Layout
+from pipette_patches.replacements import Replacement, Replacements
 from pipette_patches.workload.config import flags
 from pipette_patches.workload.layers import SEED
 
@@ -50,23 +51,16 @@ def one_rank(job: Job, layout: Layout, pp_rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def _only_own_groups(rank: int) -> Iterator[None]:
+def _only_own_groups(rank: int) -> Replacements:
     """Make only the groups that the rank belongs to: a job has thousands of others, which no code here uses."""
-    original = dist.new_group
 
-    @functools.wraps(original)
-    def make(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if ranks is not None and rank not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
-        return original(ranks, *args, **kwargs)
+    def only_own(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def make(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if ranks is not None and rank not in ranks:
+                return dist.GroupMember.NON_GROUP_MEMBER
+            return original(ranks, *args, **kwargs)
 
-    _set_new_group(make)
-    try:
-        yield
-    finally:
-        _set_new_group(original)
+        return make
 
-
-def _set_new_group(make: Callable[..., Any]) -> None:
-    dist.new_group = make
+    return Replacements([Replacement(module="torch.distributed", path="new_group", make=only_own)])

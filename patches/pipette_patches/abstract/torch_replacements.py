@@ -27,7 +27,7 @@ _MESSAGES = (
 # fmt: on
 
 
-class Work:
+class FinishedWork:
     """A collective that is done as soon as it is issued."""
 
     def wait(self, _timeout: object = None) -> bool:
@@ -123,8 +123,8 @@ def _nested(tensor: Any) -> Any:
     return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
 
 
-def _message(original: Callable[..., Any]) -> Callable[..., Work]:
-    return functools.wraps(original)(lambda *_args, **_kwargs: Work())
+def _message(original: Callable[..., Any]) -> Callable[..., FinishedWork]:
+    return functools.wraps(original)(lambda *_args, **_kwargs: FinishedWork())
 
 
 def _own_object(_original: object) -> Callable[..., None]:
@@ -135,9 +135,9 @@ def _own_object(_original: object) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def no_coalescing(*_args: Any, **_kwargs: Any) -> Iterator[Work]:
+def no_coalescing(*_args: Any, **_kwargs: Any) -> Iterator[FinishedWork]:
     """Let each message go by itself."""
-    yield Work()
+    yield FinishedWork()
 
 
 def _dropout(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,7 +203,7 @@ TORCH = (
         current_device=lambda: DEVICE,
         device_count=lambda: 1,
         properties=_PROPERTIES,
-        manual_seed=lambda _seed: None,
+        manual_seed=lambda *_args, **_kwargs: None,
         get_rng_state=lambda *_args, **_kwargs: _RNG_STATE,
         set_rng_state=lambda *_args, **_kwargs: None,
     ),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from benchmarks.estimators import fujii, pipette_mlp
+from benchmarks.estimators.megatron_formula import megatron_formula_bytes
 from benchmarks.validation import golden
 from benchmarks.validation.folds import folds
 from benchmarks.validation.golden_score import Estimate, Scored, score_peak_only
 from benchmarks.validation.lines import Found
-from pipette_launch.baselines import fujii, pipette_mlp
-from pipette_launch.baselines.megatron_formula import megatron_formula_bytes
 from pipette_launch.facts import Job
 
 MLP_FOLDS = 5

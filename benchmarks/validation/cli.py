@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from benchmarks.estimators import fujii
+from benchmarks.estimators.megatron_formula import megatron_formula_bytes
 from benchmarks.validation import (
     baselines,
     golden,
@@ -22,8 +24,6 @@ from benchmarks.validation.conditions import conditions
 from benchmarks.validation.lines import Found, Section
 from benchmarks.validation.options import DEFAULT_FILES, GOLDEN_ARGS, GOLDEN_ROWS, Options, parse
 from benchmarks.validation.show import Report, as_json, markdown, print_report
-from pipette_launch.baselines import fujii
-from pipette_launch.baselines.megatron_formula import megatron_formula_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
 from pipette_launch.facts.machines.known_devices import device_named

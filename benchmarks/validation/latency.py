@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipette_launch.baselines import amp, pipette_latency, varuna
+from benchmarks.estimators import step_times
 from pipette_launch.cost import Predictor
 from pipette_launch.cost.compute.device_case import CaseFactor
 from pipette_launch.cost.compute.imagined_device import imagined
@@ -50,22 +50,22 @@ def pipette(job: Job, machines: Machines) -> float:
 
 def amp_arm(job: Job, machines: Machines) -> float:
     """Seconds by the AMP of Pipette's code."""
-    return pipette_latency.amp_arm_s(job, job.own, measurements(job, machines))
+    return step_times.amp_arm_s(job, job.own, measurements(job, machines))
 
 
 def pipette_paper(job: Job, machines: Machines) -> float:
     """Seconds by the latency model of the Pipette paper."""
-    return pipette_latency.step_time_s(job, job.own, measurements(job, machines))
+    return step_times.pipette_s(job, job.own, measurements(job, machines))
 
 
 def amp_original(job: Job, machines: Machines) -> float:
     """Seconds by AMP's own cost model."""
-    return amp.step_time_s(job, job.own, measurements(job, machines))
+    return step_times.amp_s(job, job.own, measurements(job, machines))
 
 
 def varuna_simulator(job: Job, machines: Machines) -> float:
     """Seconds by Varuna's simulator."""
-    return varuna.step_time_s(job, job.own, measurements(job, machines))
+    return step_times.varuna_s(job, job.own, measurements(job, machines))
 
 
 OURS: StepTime = pipette

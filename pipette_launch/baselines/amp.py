@@ -1,13 +1,15 @@
 """AMP (Li et al., NeurIPS 2022, arXiv 2210.07297): latency model T = T_pipe + T_dp, cut of the layers, and search.
 
-Re-derived from facts pipette.md section 9. Kept as it is: backward is twice the forward, a node has one bandwidth to
-others and one within, the pipeline's communication is charged once and one way, no latency, no recompute, no optimizer,
-and no notion of memory at all: every layout fits. Two faults of its code are not kept, as they are not its model: the
-slowest link of a ring is the slowest of all, not the last; and elements are as wide as the model's, not 4 bytes.
+Re-derived from the authors' code (DachengLi1/AMP@72eeea4: src/pipe.py, src/cost_homo.py, src/sa.py). Kept as it is:
+backward is twice the forward, a node has one bandwidth to others and one within, the pipeline's communication is
+charged once and one way, no latency, no recompute, no optimizer, and no notion of memory at all: every layout fits. Two
+faults of its code are not kept, as they are not its model: the slowest link of a ring is the slowest of all, not the
+last; and elements are as wide as the model's, not 4 bytes.
+
 Its search tries every tp that divides a host's devices, every dp that divides the rest and every micro-batch that
 divides a replica's samples; pp is what remains, and the stages come from its dynamic program. RANKs are as torchrun
 gives them: its annealing of the placement exists in its code but is unused.
-`pipette_latency.amp_arm_s` is the other AMP, the one in Pipette's code.
+`pipette_planner.amp_ranking` is the other AMP, the one in Pipette's code.
 """
 
 # U = units of AMP's layer list, E = ends of parts in it, N = hosts, S = slots, D = replicas, T = tensor-parallel ranks.
@@ -21,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.baselines.inputs import Array, UnitPrices, Units, refuse, slot_of_rank, units
+from pipette_launch.baselines.inputs import Array, UnitPrices, Units, slot_of_rank
 from pipette_launch.baselines.pick import (
     Pick,
     PlannerOptions,
@@ -46,26 +48,6 @@ _LAYER_WEIGHTS = 12
 """Parameters of a layer over h^2."""
 
 
-def step_time_s(job: Job, layout: Layout, measurements: Measurements, placement: Sequence[int] | None = None) -> float:
-    """Predict seconds per step as AMP does, for the stages that the layout says (`own_partition` gives AMP's own).
-
-    Args:
-        job: the model and batch.
-        layout: degrees; distributed optimizer, sequence parallelism, recompute and overlap make no difference.
-        measurements: compute times and links.
-        placement: RANK of each slot; None = torchrun's own.
-
-    Raises:
-        PlanError: something that AMP has no notion of, or that was not measured.
-        LayoutError: the batch or the layers do not divide.
-
-    """
-    refuse("AMP", layout, cp=1, ep=1, vpp=1)
-    slot_W = slot_of_rank(layout, measurements, placement)
-    priced = units(job, layout, measurements, slot_W)
-    return priced_s(job, layout, priced, node_seconds_per_byte(measurements.cluster), slot_W)
-
-
 def priced_s(job: Job, layout: Layout, priced: Units, seconds_per_byte_SS: Array, slot_W: NDArray[np.int64]) -> float:
     """T = T_pipe + T_dp, of units and links that are priced already; arguments as of the functions below."""
     forward, _ = priced.stages_s(layout.stage_layers(job.model.num_layers))
@@ -77,24 +59,12 @@ def priced_s(job: Job, layout: Layout, priced: Units, seconds_per_byte_SS: Array
     ) + data_parallel_s(job.model, layout, seconds_per_byte_SS, slots_PDT)
 
 
-def own_partition(job: Job, layout: Layout, measurements: Measurements) -> Layout:
-    """Cut the layers as AMP's dynamic program would, which makes the slowest stage as fast as can be.
-
-    Every cut costs the same wherever between layers it lies, so the program's sum is least where its largest stage is.
-    One micro-batch gives an even split. The embedding goes with the first layer and the head with the last.
-
-    Raises:
-        PlanError: something that AMP has no notion of, or that was not measured.
-        LayoutError: the batch does not divide.
-
-    """
-    refuse("AMP", layout, cp=1, ep=1, vpp=1)
-    forward = units(job, layout, measurements, slot_of_rank(layout, measurements, None))
-    return replace(layout, layers_per_chunk=own_cut(job, layout, forward))
-
-
 def own_cut(job: Job, layout: Layout, priced: Units) -> tuple[int, ...]:
-    """Return the layers of each stage as AMP would cut them, empty where that is evenly.
+    """Return the layers of each stage as AMP's dynamic program would cut them, empty where that is evenly.
+
+    The program makes the slowest stage as fast as can be: every cut costs the same wherever between layers it lies, so
+    its sum is least where its largest stage is. One micro-batch gives an even split. The embedding goes with the first
+    layer and the head with the last.
 
     Raises:
         LayoutError: the batch does not divide.

@@ -84,7 +84,9 @@ class UnitPrices:
         return self._known[key]
 
     def of(self, layout: Layout, slot_W: NDArray[np.int64]) -> Units:
-        """Price the units of a layout on given slots; tensor parallelism at its slowest group.
+        """Price every unit of the model for one micro-batch on given slots; tensor parallelism at its slowest group.
+
+        What passes behind compute in our own model is no part of a timer's figure either.
 
         Raises:
             PlanError: nothing with this tp was measured.
@@ -113,28 +115,3 @@ class UnitPrices:
                 exchanged_2U += np.array([item.forward, item.backward]) * max(seconds - item.hidden_s, 0.0)
         forward, backward = compute_2U + np.maximum(exchanged_2U - idle_2U, 0.0)
         return Units(forward_s_U=forward, backward_s_U=backward)
-
-
-def units(job: Job, layout: Layout, measurements: Measurements, slot_W: NDArray[np.int64]) -> Units:
-    """Price every unit of the model for one micro-batch; tensor parallelism at its slowest group.
-
-    What passes behind compute in our own model is no part of a timer's figure either.
-
-    Raises:
-        PlanError: nothing with this tp was measured.
-
-    """
-    return UnitPrices(job, measurements).of(layout, slot_W)
-
-
-def refuse(model_name: str, layout: Layout, **largest: int) -> None:
-    """Raise PlanError where a degree is above what a published model knows."""
-    words = {
-        "tp": "tensor parallelism",
-        "cp": "context parallelism",
-        "ep": "expert parallelism",
-        "vpp": "interleaved schedule",
-    }
-    for name, limit in largest.items():
-        if getattr(layout, name) > limit:
-            raise PlanError(f"{model_name} has no {words[name]}; take {name}={limit}")

@@ -58,16 +58,6 @@ class Pick:
 
 Ranking = Callable[[Job, Measurements, PlannerOptions], tuple[Pick, ...]]
 """All that a rival considers, best first by its own lights; raises PlanError where that is nothing."""
-Planner = Callable[[Job, Measurements, PlannerOptions], Pick]
-
-
-def first_of(ranking: Ranking) -> Planner:
-    """Make a planner of a ranking: its first pick."""
-
-    def planner(job: Job, measurements: Measurements, options: PlannerOptions) -> Pick:
-        return ranking(job, measurements, options)[0]
-
-    return planner
 
 
 def ranked(name: str, picks: Iterator[Pick], *, nothing: str) -> tuple[Pick, ...]:

@@ -1,6 +1,7 @@
-"""Pipette's simulated annealing of a mapping of hosts (DATE 2024), re-derived from facts pipette.md section 4.
+"""Pipette's simulated annealing of a mapping of hosts (DATE 2024, arXiv 2405.18093).
 
-The state is a permutation of hosts as a matrix of pipelines by stages. Kept: the five moves with equal chances, the
+Re-derived from its code: strategy/merge4/mh_simulated_annealing_opt.py of yimjinkyu1/date2024_pipette@a2b0683. The
+state is a permutation of hosts as a matrix of pipelines by stages. Kept: the five moves with equal chances, the
 acceptance that throws away how large a loss is (0.11 and 110 look alike), a cooling that turns it into greed after some
 9,200 iterations, one start at random, the wall clock as the only end. Not kept: its second pricing of a state whose
 cost is known, which only made it slower.
@@ -33,7 +34,7 @@ _COLDEST = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Annealed:
+class AnnealedMapping:
     """What an annealing came back with."""
 
     state_PS: State
@@ -44,7 +45,7 @@ class Annealed:
 
 def anneal(
     cost: Callable[[State], float], *, pipelines: int, stages: int, seed: int, budget_s: float, clock: Clock
-) -> Annealed:
+) -> AnnealedMapping:
     """Anneal as Pipette does, until the time is up.
 
     Args:
@@ -80,7 +81,7 @@ def anneal(
             if now < least:
                 best, least = hosts, now
         temperature *= _COOLING
-    return Annealed(
+    return AnnealedMapping(
         state_PS=np.array(best, dtype=np.int64).reshape(pipelines, stages), cost=least, iterations=iterations
     )
 

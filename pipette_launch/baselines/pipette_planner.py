@@ -1,9 +1,14 @@
-"""Pipette's search (DATE 2024), and that of the AMP in its code: the loops that are commented out there, as intended.
+"""Pipette's latency model and search (DATE 2024, arXiv 2405.18093), and those of the AMP in its code.
 
-Re-derived from facts pipette.md sections 2 to 4. pp divides the hosts and the layers, tp is a power of two within a
-host, the micro-batch is 1, 2, 4 or 8. Pipette drops what its memory estimate puts over 85 % of the device (61 % on
-V100), anneals the order of the hosts for every candidate and takes the least of its latency model. Its network ships
-without weights, so the estimate is our own closed form; the AMP arm asks nothing of memory and maps nothing.
+Re-derived from strategy/merge4/llm_train_strategy_assignment_total_v3.py of yimjinkyu1/date2024_pipette@a2b0683. f and
+b are one forward and backward of one micro-batch on one stage, with the tensor-parallel collectives inside; here those
+of the slowest stage, priced as ours are. Kept as they are: messages not divided by tp, 16 h^2 parameters a layer,
+leftover micro-batches that vanish, no latency, no overlap, no optimizer.
+
+The search is that of the loops which are commented out there. pp divides the hosts and the layers, tp is a power of two
+within a host, the micro-batch is 1, 2, 4 or 8. Pipette drops what its memory estimate puts over 85 % of the device (61
+% on V100), anneals the order of the hosts for every candidate and takes the least of its latency model. Its network
+ships without weights, so the estimate is our own closed form; the AMP arm asks nothing of memory and maps nothing.
 """
 
 # R = pipelines of hosts, S = stages, N = hosts.
@@ -28,12 +33,12 @@ from pipette_launch.baselines.pick import (
     variant,
 )
 from pipette_launch.baselines.pipette_annealer import State, anneal
-from pipette_launch.baselines.pipette_latency import Messages, amp_arm, nominal_seconds_per_byte, pipette_s
 from pipette_launch.baselines.placers import in_host_order
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import Measurements
+from pipette_launch.facts.model import ModelSpec
 
 AMP_NOTE = "AMP as in Pipette's code: tp, pp and micro-batch on nominal links; memory is not asked for."
 NOTE = "Pipette: tp, pp, micro-batch and an annealed order of hosts; memory by our closed form with its limits."
@@ -43,7 +48,55 @@ MEMORY_SHARES = {"V100": 20000 / 32768}
 MEMORY_SHARE = 70000 / 81920
 """On A100-80GB, and here on everything else."""
 
+_GPT_WEIGHTS = 16
+"""Parameters of a layer over h^2 in Pipette's code; a GPT has about 12."""
 _MS = 1e3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Messages:
+    """Bytes that Pipette counts."""
+
+    pipeline: float
+    """mbs*s*h*e, not divided by tp."""
+    data_parallel: float
+    """e*(h*V + L_s*16*h^2)/tp: an embedding on every stage."""
+
+    @classmethod
+    def of(cls, model: ModelSpec, layout: Layout) -> Messages:
+        """Count them for a layout of even stages."""
+        h, element = model.hidden_size, model.dtype_bytes
+        stage_layers = model.num_layers // layout.pp
+        parameters = h * model.padded_vocab_size(layout.tp) + stage_layers * _GPT_WEIGHTS * h * h
+        return cls(
+            pipeline=layout.micro_batch_size * model.seq_length * h * element,
+            data_parallel=element * parameters / layout.tp,
+        )
+
+
+def pipette_s(
+    *, stages: int, microbatches: int, pass_s: float, transfer_s: float, data_parallel_s: float = 0.0
+) -> float:
+    """q*(p*F + T_PP) + (p - 1)*F + T_DP with q = n // p, or (p*F + T_PP) + (n - 1)*F + T_DP where q = 0.
+
+    T_PP, a round trip over all links, is the hidden critical path: every p micro-batches expose one.
+    """
+    rounds = microbatches // stages
+    if rounds == 0:
+        return stages * pass_s + transfer_s + (microbatches - 1) * pass_s + data_parallel_s
+    return rounds * (stages * pass_s + transfer_s) + (stages - 1) * pass_s + data_parallel_s
+
+
+def amp_arm(*, stages: int, microbatches: int, forward_s: float, hop_s: float, data_parallel_s: float = 0.0) -> float:
+    """(n - 1)*3f + p*3f + 2(p - 1)*hop + T_DP: the pipeline's communication once."""
+    return (microbatches + stages - 1) * 3 * forward_s + 2 * (stages - 1) * hop_s + data_parallel_s
+
+
+def nominal_seconds_per_byte(cluster: Cluster) -> tuple[float, float]:
+    """1 / bandwidth of the best link within a host and between hosts: what a data sheet would say; 0 for no link."""
+    within = max(float(links.bandwidth_bytes_per_s.max()) for links in cluster.within_host)
+    between = float(cluster.between_hosts.bandwidth_bytes_per_s.max())
+    return 1 / within if within else 0.0, 1 / between if between else 0.0
 
 
 def amp_ranking(job: Job, measurements: Measurements, options: PlannerOptions) -> tuple[Pick, ...]:
@@ -92,27 +145,39 @@ def placement_of(state_RS: State, devices_per_host: int) -> Placement:
     return in_host_order(state_RS.T.ravel().tolist(), devices_per_host)
 
 
-def _amp_picks(job: Job, measurements: Measurements) -> Iterator[Pick]:
-    cluster = measurements.cluster
-    prices = UnitPrices(job, measurements)
+def amp_arm_of(job: Job, layout: Layout, cluster: Cluster, forward_s: float) -> float:
+    """Seconds per step by the AMP in Pipette's code: backward = 2f, nominal links, one flat ring.
+
+    Args:
+        job: the model and batch.
+        layout: even stages.
+        cluster: the nominal bandwidths are those of its best link between hosts and of the best within one.
+        forward_s: of one micro-batch on the slowest stage.
+
+    """
+    messages = Messages.of(job.model, layout)
     within, between = nominal_seconds_per_byte(cluster)
     is_one_host = len(cluster.hosts) == 1
+    ring = 2 * (layout.dp - 1) / layout.dp * messages.data_parallel
+    return amp_arm(
+        stages=layout.pp,
+        microbatches=layout.num_microbatches(job.batch.global_batch_size),
+        forward_s=forward_s,
+        hop_s=messages.pipeline * (within if is_one_host else between),
+        data_parallel_s=ring * (within if is_one_host else max(within, between)),
+    )
+
+
+def _amp_picks(job: Job, measurements: Measurements) -> Iterator[Pick]:
+    prices = UnitPrices(job, measurements)
     for layout in space(job, measurements):
         forward, _ = prices.in_torchrun_order(layout).stages_s(layout.stage_layers(job.model.num_layers))
-        messages = Messages.of(job.model, layout)
-        ring = 2 * (layout.dp - 1) / layout.dp * messages.data_parallel
-        seconds = amp_arm(
-            stages=layout.pp,
-            microbatches=layout.num_microbatches(job.batch.global_batch_size),
-            forward_s=float(forward.max()),
-            hop_s=messages.pipeline * (within if is_one_host else between),
-            data_parallel_s=ring * (within if is_one_host else max(within, between)),
-        )
+        seconds = amp_arm_of(job, layout, measurements.cluster, float(forward.max()))
         yield Pick(layout=layout, placement=torchrun_order(layout.world_size), claimed_s=seconds, note=AMP_NOTE)
 
 
 def _picks(job: Job, measurements: Measurements, options: PlannerOptions) -> Iterator[Pick]:
-    prices, links = UnitPrices(job, measurements), HostLinks.of(measurements.cluster)
+    prices, links = UnitPrices(job, measurements), MeasuredRates.of(measurements.cluster)
     name = measurements.cluster.hosts[0].devices[0].name
     share = next((share for start, share in MEMORY_SHARES.items() if start in name), MEMORY_SHARE)
     models = [
@@ -140,7 +205,7 @@ def _picks(job: Job, measurements: Measurements, options: PlannerOptions) -> Ite
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HostLinks:
+class MeasuredRates:
     """1 / bandwidth as Pipette measures it: one figure for each pair of hosts, and one within each."""
 
     byte_s_NN: Array
@@ -149,7 +214,7 @@ class HostLinks:
     """Of the slowest link within any host."""
 
     @classmethod
-    def of(cls, cluster: Cluster) -> HostLinks:
+    def of(cls, cluster: Cluster) -> MeasuredRates:
         """Read them off a cluster."""
         between = cluster.between_hosts.seconds_per_byte()
         outside = between[~np.eye(len(between), dtype=bool)]
@@ -165,7 +230,7 @@ class _Model:
     """Pipette's latency model of one candidate as a function of its state."""
 
     layout: Layout
-    links: HostLinks
+    links: MeasuredRates
     microbatches: int
     pass_s: float
     hop_bytes: float
@@ -176,7 +241,7 @@ class _Model:
     """T_in, which no state changes."""
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, prices: UnitPrices, links: HostLinks) -> _Model:
+    def of(cls, job: Job, layout: Layout, prices: UnitPrices, links: MeasuredRates) -> _Model:
         """Price what the state does not change."""
         forward, backward = prices.in_torchrun_order(layout).stages_s(layout.stage_layers(job.model.num_layers))
         again = forward if layout.recompute.granularity == "full" else 0.0

@@ -34,8 +34,8 @@ def by_torchrun(layout: Layout, measurements: Measurements, options: PlannerOpti
 def by_switches(layout: Layout, measurements: Measurements, options: PlannerOptions) -> Placement:
     """Sort the hosts by their declared switches, as DLRover does, so that neighbours in RANK share a switch.
 
-    DLRover (facts mapping_and_probing.md section 1) reads a map of access and pod switches and measures nothing. Hosts
-    of one switch stay in torchrun's order; without a map that is the whole order.
+    DLRover (intelligent-machine-learning/dlrover, pull requests 1740 and 1741) reads a map of access and pod switches
+    and measures nothing. Hosts of one switch stay in torchrun's order; without a map that is the whole order.
 
     Raises:
         PlanError: the layout does not fill the cluster, or switches are declared for another number of hosts.

@@ -1,9 +1,10 @@
 """Varuna: step time, micro-batch rule, feasibility and search (Athlur et al., EuroSys 2022, arXiv 2111.04007).
 
-Re-derived from facts pipette.md section 9. It knows pipelines and replicas only, always runs a stage's forward again
-before its backward (but for the last stage), takes the largest micro-batch that it thinks fits, and prices every send
-at one of two figures, within a machine or between machines. T = simulated pipeline + all-reduce. Kept: activations of
-micro-batches in flight are not counted. Left out: jitter, which is drawn anew for every price.
+Re-derived from the authors' code (microsoft/varuna@a2145cc: varuna/auto_config.py, tools/simulator). It knows pipelines
+and replicas only, always runs a stage's forward again before its backward (but for the last stage), takes the largest
+micro-batch that it thinks fits, and prices every send at one of two figures, within a machine or between machines.
+T = simulated pipeline + all-reduce. Kept: activations of micro-batches in flight are not counted. Left out: jitter,
+which is drawn anew for every price.
 
 Its search tries each PP that divides the layers: no tensor parallelism, full recompute always, and consecutive ranks
 are consecutive stages, so pipelines are packed into hosts. Two things differ on Megatron: replicas must fill the
@@ -22,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.baselines.inputs import UnitPrices, refuse, slot_of_rank
+from pipette_launch.baselines.inputs import UnitPrices, slot_of_rank
 from pipette_launch.baselines.pick import Pick, Placement, PlannerOptions, Ranking, divisors, ranked, variant
 from pipette_launch.baselines.varuna_schedule import PipelineTimes, makespan_s
 from pipette_launch.cost.communication.collectives import Fabric
@@ -42,31 +43,6 @@ NOTE = "Varuna: pp and the largest micro-batch that its check lets in, with full
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
-def step_time_s(
-    job: Job,
-    layout: Layout,
-    measurements: Measurements,
-    placement: Sequence[int] | None = None,
-    *,
-    priority: Priority = "varuna",
-) -> float:
-    """Predict seconds per step as Varuna does.
-
-    Args:
-        job: the model and batch.
-        layout: pp, dp and micro-batch; recompute is always on, whatever it says.
-        measurements: compute times and links.
-        placement: RANK of each slot; None = Varuna's own: consecutive slots are consecutive stages.
-        priority: Varuna's order, backward > recompute > forward, or Megatron's 1F1B with full recompute.
-
-    Raises:
-        PlanError: something that Varuna has no notion of, or that was not measured.
-        LayoutError: the batch or the layers do not divide.
-
-    """
-    return VarunaPrices(job, measurements).step_time_s(layout, placement, priority=priority)
-
-
 class VarunaPrices:
     """Varuna's step times of one job on one allocation; what layouts share is priced once."""
 
@@ -77,13 +53,16 @@ class VarunaPrices:
         self._fabric = Fabric(measurements.cluster, measurements.collectives)
         self._sends = _mean_sends(measurements.cluster)
 
-    def step_time_s(
-        self, layout: Layout, placement: Sequence[int] | None = None, *, priority: Priority = "varuna"
-    ) -> float:
-        """Predict seconds per step; see the function of this name."""
-        refuse("Varuna", layout, tp=1, cp=1, ep=1, vpp=1)
+    def step_time_s(self, layout: Layout, placement: Sequence[int] | None, *, priority: Priority = "varuna") -> float:
+        """Predict seconds per step as Varuna does.
+
+        Args:
+            layout: pp, dp and micro-batch; recompute is always on, whatever it says.
+            placement: RANK of each slot; None = torchrun's own.
+            priority: of passes: Varuna's own order, or Megatron's 1F1B with full recompute.
+
+        """
         job = self._job
-        layout = layout if placement is not None else replace(layout, use_tp_pp_dp_mapping=True)
         slot_W = slot_of_rank(layout, self._measurements, placement)
         forward, backward = self._units.in_torchrun_order(layout).stages_s(layout.stage_layers(job.model.num_layers))
         groups = Groups.of(layout)
@@ -112,12 +91,7 @@ def memory_bytes(job: Job, layout: Layout) -> int:
 
     Its profile gives each cut-point's peak and activations; a stage is the sum of peaks without the inputs, and one
     input. Priced from our own parts: unsharded states and all that the stage's layers keep.
-
-    Raises:
-        PlanError: something that Varuna has no notion of.
-
     """
-    refuse("Varuna", layout, tp=1, cp=1, ep=1, vpp=1)
     plain = replace(layout, recompute=NO_RECOMPUTE)
     per_parameter = job.model.dtype_bytes + gradient_bytes_per_parameter(job)
     unsharded = replace(plain, use_distributed_optimizer=False)

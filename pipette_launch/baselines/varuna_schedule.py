@@ -1,9 +1,9 @@
 """Varuna's pipeline schedule and its simulator: what each stage does in which order, and when the last pass ends.
 
-Re-derived from facts pipette.md section 9 and from the behaviour of `tools/simulator` in microsoft/varuna. A list for
-each stage is made in equal units of time: backward (two units) before recompute before forward; a stage recomputes once
-the next one has begun its backward. In real time the list is followed but for one rule: where the next recompute has
-no gradient yet, the next forward of the list is pulled ahead.
+Re-derived from tools/simulator of microsoft/varuna@a2145cc (generate_schedule.cc, simulate-varuna.cc). A list for each
+stage is made in equal units of time: backward (two units) before recompute before forward; a stage recomputes once the
+next one has begun its backward. In real time the list is followed but for one rule: where the next recompute has no
+gradient yet, the next forward of the list is pulled ahead.
 """
 
 # P = stages.

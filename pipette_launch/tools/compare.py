@@ -69,7 +69,7 @@ def _paths(args: Namespace) -> list[Path]:
 def _of_planners(args: Namespace) -> Comparison:
     import time
 
-    from pipette_launch.baselines.planners import PlannerOptions
+    from pipette_launch.baselines.pick import PlannerOptions
     from pipette_launch.errors import PlanError
     from pipette_launch.tools import comparing
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipette_launch.baselines.planners import RANKINGS, Pick, PlannerOptions
+from pipette_launch.baselines.pick import Pick, PlannerOptions
+from pipette_launch.baselines.planners import RANKINGS
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor
 from pipette_launch.errors import PipetteError, PlanError, UsageError

@@ -1,4 +1,4 @@
-"""The runs of others that the facts give figures for: two Megatron logs, and Pipette's sixteen hosts."""
+"""Published runs of others: two Megatron logs, and the sixteen hosts of the Pipette paper."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.baselines.inputs import refuse, slot_of_rank, units
+from pipette_launch.baselines.inputs import UnitPrices, slot_of_rank
 from pipette_launch.cost import Predictor
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.errors import PlanError
@@ -23,7 +23,7 @@ MEASURED = tiny_measurements(CLUSTER)
 def test_stages_add_up_as_ours_do(pp: int, micro_batch_size: int) -> None:
     """Without tensor parallelism a stage takes what `ComputeTable` says of its chunk."""
     job, layout = tiny_job(4), Layout(pp=pp, dp=4 // pp, micro_batch_size=micro_batch_size)
-    found = units(job, layout, MEASURED, slot_of_rank(layout, MEASURED, None))
+    found = UnitPrices(job, MEASURED).in_torchrun_order(layout)
     forward, backward = found.stages_s(layout.stage_layers(4))
     passes = ComputeTable(job, MEASURED).chunk_passes(layout)
 
@@ -34,7 +34,7 @@ def test_stages_add_up_as_ours_do(pp: int, micro_batch_size: int) -> None:
 def test_tensor_parallel_collectives_are_inside() -> None:
     """Over all units they are what our own prediction spends on them."""
     job, layout = tiny_job(4), Layout(tp=2, dp=2)
-    found = units(job, layout, MEASURED, slot_of_rank(layout, MEASURED, None))
+    found = UnitPrices(job, MEASURED).in_torchrun_order(layout)
     compute = ComputeTable(job, MEASURED).chunk_passes(layout)[0]
     ours = Predictor(job, MEASURED).step_time(layout, range(4)).breakdown_s["tensor_parallel"]
     inside = found.forward_s_U.sum() + found.backward_s_U.sum() - compute.forward_s - compute.backward_s
@@ -49,10 +49,9 @@ def test_recompute_is_nobodys_forward() -> None:
     plain = Layout(pp=4, dp=2)
     full = replace(plain, recompute=replace(plain.recompute, granularity="full", method="uniform", num_layers=1))
     slots = slot_of_rank(plain, measured, None)
+    one, other = (UnitPrices(job, measured).of(layout, slots).backward_s_U for layout in (plain, full))
 
-    assert units(job, plain, measured, slots).backward_s_U == pytest.approx(
-        units(job, full, measured, slots).backward_s_U
-    )
+    assert one == pytest.approx(other)
 
 
 def test_a_placement_is_turned_around() -> None:
@@ -72,10 +71,3 @@ def test_a_layout_of_another_size_is_refused() -> None:
     """Two ranks do not fill four slots."""
     with pytest.raises(PlanError, match="2 ranks for the 4 slots"):
         slot_of_rank(Layout(dp=2), MEASURED, None)
-
-
-def test_what_a_model_does_not_know_is_named() -> None:
-    """The error says whose model, which dimension, and what to do."""
-    with pytest.raises(PlanError, match="Varuna has no tensor parallelism; take tp=1"):
-        refuse("Varuna", Layout(tp=2), tp=1)
-    refuse("Varuna", Layout(dp=2), tp=1, cp=1)

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 
-from pipette_launch.baselines import amp, pipette_latency, varuna
+from benchmarks.estimators import step_times
+from pipette_launch.baselines import varuna
 from pipette_launch.baselines.pick import Pick, PlannerOptions
 from pipette_launch.baselines.placers import PLACERS
-from pipette_launch.baselines.planners import PLANNERS, RANKINGS
+from pipette_launch.baselines.planners import RANKINGS
 from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Links, Measurements
 from pipette_launch.search.layouts.rules import Rules
@@ -49,10 +50,10 @@ def unequal(hosts: int = 4) -> Measurements:
 
 def picked(name: str, job: Job, measurements: Measurements, **changes: object) -> Pick:
     """The pick of one rival."""
-    return PLANNERS[name](job, measurements, options(**changes))
+    return RANKINGS[name](job, measurements, options(**changes))[0]
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", RANKINGS)
 def test_every_pick_is_legal_and_fills_every_slot(name: str) -> None:
     """Megatron takes each layout of a ranking, every RANK is used once, and the order is by the rival's own claims."""
     job = tiny_job(8)
@@ -72,13 +73,13 @@ def test_claims_are_those_of_the_published_models() -> None:
     job, measured = tiny_job(8), unequal()
 
     for pick in RANKINGS["amp"](job, measured, options()):
-        assert pick.claimed_s == pytest.approx(amp.step_time_s(job, pick.layout, measured))
+        assert pick.claimed_s == pytest.approx(step_times.amp_s(job, pick.layout, measured))
     for pick in RANKINGS["amp-pipette"](job, measured, options()):
-        assert pick.claimed_s == pytest.approx(pipette_latency.amp_arm_s(job, pick.layout, measured))
+        assert pick.claimed_s == pytest.approx(step_times.amp_arm_s(job, pick.layout, measured))
     for pick in RANKINGS["varuna"](job, measured, options()):
-        assert pick.claimed_s == pytest.approx(varuna.step_time_s(job, pick.layout, measured, pick.placement))
+        assert pick.claimed_s == pytest.approx(step_times.varuna_s(job, pick.layout, measured, pick.placement))
     for pick in RANKINGS["pipette"](job, measured, options()):
-        claim = pipette_latency.step_time_s(job, pick.layout, measured, pick.placement)
+        claim = step_times.pipette_s(job, pick.layout, measured, pick.placement)
         assert pick.claimed_s == pytest.approx(claim)
 
 
@@ -93,7 +94,7 @@ def test_amp_takes_the_least_of_its_own_model() -> None:
         for cut in itertools.product(range(1, 5), repeat=pp):
             if sum(cut) == 4:
                 layout = Layout(tp=tp, etp=tp, pp=pp, dp=dp, micro_batch_size=size, layers_per_chunk=cut)
-                claims[layout] = amp.step_time_s(job, layout, measured)
+                claims[layout] = step_times.amp_s(job, layout, measured)
 
     assert min(claims.values()) == pytest.approx(picked("amp", job, measured).claimed_s)
 
@@ -152,7 +153,7 @@ def test_pipette_moves_its_hosts_off_the_slow_links() -> None:
 
     assert 4 == pick.layout.pp
     assert pick.claimed_s is not None
-    assert pick.claimed_s < pipette_latency.step_time_s(job, pick.layout, measured)
+    assert pick.claimed_s < step_times.pipette_s(job, pick.layout, measured)
     assert pick == picked("pipette", job, measured)
 
 

@@ -14,7 +14,7 @@ from benchmarks.netlab.lab import PORT, Lab
 from benchmarks.netlab.system import LabError
 from pipette_launch import megatron
 from pipette_launch.baselines.pick import Clock, Placement, PlannerOptions, torchrun_order
-from pipette_launch.baselines.planners import PLANNERS
+from pipette_launch.baselines.planners import RANKINGS
 from pipette_launch.cost.compute.extrapolated import filled
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError
@@ -97,7 +97,7 @@ def rivals(case: Case, clock: Clock) -> tuple[tuple[Contender, ...], dict[str, s
         # Varuna always recomputes, whatever the user does.
         pinned = [pin for pin in case.job.pinned if planner != "varuna" or pin != "recompute"]
         try:
-            pick = PLANNERS[planner](replace(case.job, pinned=tuple(pinned)), case.measurements, options)
+            pick = RANKINGS[planner](replace(case.job, pinned=tuple(pinned)), case.measurements, options)[0]
             found.append(case.contender(name, pick.layout, pick.placement))
         except PipetteError as error:
             refused[name] = str(error)

@@ -1,8 +1,10 @@
 """Pipette's neural memory estimator (DATE 2024): eleven features of a configuration to used GPU memory.
 
-Re-derived from facts pipette.md section 3: an MLP 11-64-48-24-12-1 with ReLU on standard-scaled features, Adam at 0.1
-with a tenth of it after every 1000 of 5000 epochs, batches of 32, mean squared error on MiB. Here in numpy, every draw
-from one seed. Sequence length, vocabulary, recompute, optimizer, interleaving and the rest are not among the features.
+Re-derived from predict_model/predict_gpu_mem_a100_real_result_torch.py and from
+strategy/merge4/llm_train_strategy_assignment_total_v3.py of yimjinkyu1/date2024_pipette@a2b0683: an MLP
+11-64-48-24-12-1 with ReLU on standard-scaled features, Adam at 0.1 with a tenth of it after every 1000 of 5000 epochs,
+batches of 32, mean squared error on MiB. Here in numpy, every draw from one seed. Sequence length, vocabulary,
+recompute, optimizer, interleaving and the rest are not among the features.
 """
 
 # N = rows, F = the eleven features, I = these and a one for the bias.

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from facts_for_tests import tiny_job
 
-from pipette_launch.baselines import pipette_mlp
-from pipette_launch.baselines.pipette_mlp import FEATURES, features, train
+from benchmarks.estimators import pipette_mlp
+from benchmarks.estimators.pipette_mlp import FEATURES, features, train
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Layout
 from pipette_launch.units import GIB

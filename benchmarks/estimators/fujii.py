@@ -1,10 +1,10 @@
 """The memory estimator for 4D parallel training of Fujii, Watanabe and Yokota 2024 (arXiv 2411.06465).
 
-Re-derived from facts memory.md section 2: the equations as a third party numbers them, checked against the author's
-own script. Kept as it is: every model is a Llama with bf16 weights, sequence parallelism and flash attention; recompute
-is unknown; the optimizer is sharded over dp alone; p micro-batches are live however few there are. Differs from the
-script in one thing, as the paper's stages do: the embedding is on the first stage and the head on the last, not both
-on every GPU.
+Re-derived from the equations as a third party numbers them, checked against the author's own script
+(okoge-kaz/okoge-kaz.github.io@72832da6). Kept as it is: every model is a Llama with bf16 weights, sequence parallelism
+and flash attention; recompute is unknown; the optimizer is sharded over dp alone; p micro-batches are live however few
+there are. Differs from the script in one thing, as the paper's stages do: the embedding is on the first stage and the
+head on the last, not both on every GPU.
 """
 
 from __future__ import annotations

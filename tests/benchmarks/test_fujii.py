@@ -8,7 +8,7 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.baselines import fujii
+from benchmarks.estimators import fujii
 from pipette_launch.errors import FactError, LayoutError, PlanError
 from pipette_launch.facts import Job, LatentAttention, Layout
 from pipette_launch.units import MIB
@@ -20,7 +20,7 @@ def job(**changes: object) -> Job:
 
 
 def test_the_published_check_on_7b() -> None:
-    """Stage 0 comes to 39,229 MiB (facts memory.md section 2)."""
+    """Stage 0 comes to 39,229 MiB."""
     stages = fujii.estimate(llama_7b(), LLAMA_LAYOUT)
 
     assert 39229 == round(stages[0].total / MIB)

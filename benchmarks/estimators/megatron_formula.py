@@ -1,7 +1,16 @@
 """Megatron-LM's own memory estimate, `theoretical_memory_usage`, as it prints it before training.
 
-Re-derived from facts memory.md section 3 and megatron.md section 8.1 (main of 2026-08, which Korthikanti et al. 2022,
-table 2, underlies). Kept as it is, so that it can be compared with: known gaps are in `KNOWN_GAPS`.
+Re-derived from megatron/training/theoretical_memory_usage.py of NVIDIA/Megatron-LM@d98e8a64, which table 2 of
+Korthikanti et al. 2022 (arXiv 2205.05198) underlies. Kept as it is, so that it can be compared with. What it leaves
+out:
+
+- Context parallelism divides nothing, and the optimizer shard is 1/dp, not 1/(dp*cp).
+- Unfused attention's scores (5as/h), grouped queries and SwiGLU are not in the activations.
+- Without sequence parallelism the MLP counts as 4h wide.
+- Full recompute is ignored: whatever is not selective counts as no recompute at all.
+- First stage only: no logits where pp > 1; uneven stages count as even ones.
+- Experts' activations count as a dense MLP's.
+- Every precision counts as bf16 with fp32 gradients; biases, positions, padding and buffers are missing.
 """
 
 from __future__ import annotations
@@ -12,17 +21,6 @@ from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
-
-KNOWN_GAPS = (
-    "Context parallelism divides nothing, and the optimizer shard is 1/dp, not 1/(dp*cp).",
-    "Unfused attention's scores (5as/h), grouped queries and SwiGLU are not in the activations.",
-    "Without sequence parallelism the MLP counts as 4h wide.",
-    "Full recompute is ignored: whatever is not selective counts as no recompute at all.",
-    "First stage only: no logits where pp > 1; uneven stages count as even ones.",
-    "Experts' activations count as a dense MLP's.",
-    "Every precision counts as bf16 with fp32 gradients; biases, positions, padding and buffers are missing.",
-)
-"""What the formula leaves out, one sentence each (memory.md section 3)."""
 
 _BYTES_PER_PARAMETER = 18
 """bf16 weight, fp32 gradient, fp32 copy and two Adam moments."""
@@ -72,7 +70,7 @@ def megatron_formula_bytes(job: Job, layout: Layout) -> int:
 
 
 def _bytes_per_parameter(layout: Layout, replicas: int) -> float:
-    """18, or 6 + 12/d with the distributed optimizer, d without cp (memory.md section 3)."""
+    """18, or 6 + 12/d with the distributed optimizer, d without cp."""
     return 6 + 12 / replicas if layout.use_distributed_optimizer else _BYTES_PER_PARAMETER
 
 
@@ -111,7 +109,7 @@ def _fullest_shard(model: ModelSpec, layout: Layout) -> tuple[float, float]:
 
 
 def _fullest_shard_before_v18(model: ModelSpec, layout: Layout) -> tuple[float, float]:
-    """Everything over tp, ep ignored, no router (megatron.md section 8.1)."""
+    """Everything over tp, ep ignored, no router."""
     held = _transformer(model, layout)
     return (held.split + held.norms + held.expert + _vocabulary(model, layout)) / layout.tp, 0.0
 
@@ -155,7 +153,7 @@ def _attention(model: ModelSpec) -> float:
 
 
 def _with_sequence_parallel(model: ModelSpec, layout: Layout, microbatches: int) -> float:
-    """[s*b*h*(18 + 4f/h)*L + embedding] x F + (p = 1: 4*s*b*h*(1 + V/h)), over t (memory.md section 3)."""
+    """[s*b*h*(18 + 4f/h)*L + embedding] x F + (p = 1: 4*s*b*h*(1 + V/h)), over t."""
     tokens, h = model.seq_length * layout.micro_batch_size, model.hidden_size
     layers = tokens * h * (18 + 4 * model.ffn_hidden_size / h) * model.num_layers
     kept = (layers + _embedding_input(model, layout)) * _in_flight(layout, microbatches)
@@ -165,7 +163,7 @@ def _with_sequence_parallel(model: ModelSpec, layout: Layout, microbatches: int)
 
 
 def _without_sequence_parallel(model: ModelSpec, layout: Layout, microbatches: int) -> float:
-    """{[s*b*h*(10 + 24/t)*L + embedding] x F + (p = 1: 2*(s*b*V/t + s*b*h))} x 1.05 (memory.md section 3)."""
+    """{[s*b*h*(10 + 24/t)*L + embedding] x F + (p = 1: 2*(s*b*V/t + s*b*h))} x 1.05."""
     tokens, h = model.seq_length * layout.micro_batch_size, model.hidden_size
     layers = tokens * h * (10 + 24 / layout.tp) * model.num_layers
     kept = (layers + _embedding_input(model, layout)) * _in_flight(layout, microbatches)

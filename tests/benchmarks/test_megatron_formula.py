@@ -8,7 +8,7 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.baselines.megatron_formula import megatron_formula, megatron_formula_bytes
+from benchmarks.estimators.megatron_formula import megatron_formula, megatron_formula_bytes
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, LatentAttention, Layout, Recompute
 from pipette_launch.units import MIB

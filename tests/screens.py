@@ -27,7 +27,7 @@ from pipette_launch.facts.results.comparison import Comparison, Entry
 from pipette_launch.facts.results.prediction import PARTS, Prediction, StageMemory
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.facts.results.trials import Trial, Trials
-from pipette_launch.report import comparison_screen, measured_screen, plan_screen, planned_screen, prediction_screen
+from pipette_launch.report import comparison_screen, measured_screen, plan_file_screen, plan_screen, prediction_screen
 from pipette_launch.units import GIB
 
 OLD = (
@@ -220,7 +220,7 @@ def planned(width: int) -> str:
         dropped={f"reason number {number}": 10 - number for number in range(7)},
         provenance=Provenance(key="8f14e45fceea167a", made_at="2026-11-21T09:30:00Z", versions={}, source="imagined"),
     )
-    return planned_screen(made, title="pipette plan", saved_to=SAVED_TO, width=width, colour=False)
+    return plan_file_screen(made, title="pipette plan", saved_to=SAVED_TO, width=width, colour=False)
 
 
 def compared(width: int) -> str:

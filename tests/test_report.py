@@ -15,7 +15,9 @@ from screens import NEW, OLD, SCREENS, choice, plan, shown
 from pipette_launch.facts import Layout, Samples
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.facts.results.rate import Rate
-from pipette_launch.report import arguments_diff, outcome_line, rank_ranges
+from pipette_launch.report import outcome_line
+from pipette_launch.report.flag_changes import arguments_diff
+from pipette_launch.report.plan import rank_ranges
 
 GOLDEN = Path(__file__).parent / "data" / "screens"
 WIDTHS = (80, 120)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from pipette_launch.facts import Choice
 from pipette_launch.facts.results.comparison import Comparison
-from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
-from pipette_launch.report.parts import NOT_MODELLED, rate_words
+from pipette_launch.report.draw import Section, bullet, render, sheet, text
+from pipette_launch.report.figures import rate_words, without_gaps
 from pipette_launch.units import seconds_text
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def comparison_screen(
         ("Places", _places(comparison)),
         ("Faults", map(bullet, _sentences(comparison, faults=True))),
         ("Remarks", map(bullet, _sentences(comparison, faults=False))),
-        ("Notes", map(bullet, _notes(comparison))),
+        ("Notes", map(bullet, without_gaps(comparison.notes, what=" on the steps' time", listed="--json lists them"))),
     )
     return render("pipette compare", sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)
 
@@ -116,14 +116,6 @@ def _sentences(comparison: Comparison, *, faults: bool) -> Iterator[str]:
     for number, entry in enumerate(comparison.entries, 1):
         for sentence in entry.faults if faults else entry.remarks:
             yield f"{number}: {sentence}"
-
-
-def _notes(comparison: Comparison) -> Iterator[str]:
-    left_out = sum(note.startswith(NOT_MODELLED) for note in comparison.notes)
-    yield from (note for note in comparison.notes if not note.startswith(NOT_MODELLED))
-    if left_out:
-        are = "are" if left_out > 1 else "is"
-        yield f"{left_out} {plural('effect', left_out)} on the steps' time {are} not modelled; --json lists them."
 
 
 def _table(heads: tuple[str, ...], *, right: tuple[int, ...] | range, folds: bool = False) -> Table:

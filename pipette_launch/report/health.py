@@ -1,17 +1,21 @@
-"""Shows what is amiss with machines and links, in a line or two each, the sick ones first."""
+"""Shows what is amiss with machines: the verdicts of a warm-up, and what `pipette doctor` found on one machine."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
+from pipette_launch.facts.health.checkup import Checkup
 from pipette_launch.facts.health.verdict import Verdict
-from pipette_launch.report.draw import plural, text
+from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 MOST_VERDICTS = 5
+HEADINGS = {"stops": "Stops", "slows": "Slows", "fine": "Fine"}
+UNSEEN = "not looked at, because one machine cannot tell: clocks that differ between nodes, links, firewalls"
 
 
 def health(verdicts: Sequence[Verdict], *, where: str = "cluster.json") -> Iterator[RenderableType]:
@@ -38,3 +42,24 @@ def health(verdicts: Sequence[Verdict], *, where: str = "cluster.json") -> Itera
         sick = sum(key[0] for key in [*groups][MOST_VERDICTS:])
         of_them = f", {sick} of them sick" if sick else ""
         yield text(f"… and {rest} more {plural('finding', rest)}{of_them}, in {where}", "dim")
+
+
+def checkup_screen(
+    checkup: Checkup, *, width: int | None = None, colour: bool | None = None, stream: TextIO | None = None
+) -> str:
+    """Show the findings, what would stop a job first.
+
+    Args:
+        checkup: of one machine.
+        width: columns; None for the terminal's, 80 without one.
+        colour: None for yes on a terminal only.
+        stream: where it will be shown; None for stdout.
+
+    """
+    sections: list[Section] = [
+        (heading, [bullet(one.words()) for one in checkup.findings if one.severity == severity])
+        for severity, heading in HEADINGS.items()
+    ]
+    answer = "nothing here would stop a job" if checkup.is_fit else "a job would stop here"
+    sections.append(("Answer", [text(f"{checkup.host}: {answer}"), text(UNSEEN, "dim")]))
+    return render("pipette doctor", sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)

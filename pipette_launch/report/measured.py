@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from pipette_launch.facts import Cluster, ComputeTime, Links, Measurements
+from pipette_launch.facts import Cluster, ComputeTime, Links, Measurements, Plan
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
 from pipette_launch.report.health import health
@@ -58,6 +58,40 @@ def measured_screen(
         ("File", [] if saved_to is None else [text(str(saved_to), overflow="fold")]),
     )
     return render(title, sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)
+
+
+def what_the_plan_rests_on(plan: Plan, measurements: Measurements | None) -> Iterator[Text]:
+    """What was measured for a plan, or where a plan that was not measured now comes from."""
+    if measurements is None:
+        origin = {
+            "cached": "kept from an earlier start",
+            "file": "given by file",
+            "imagined": "made for imagined machines",
+            "measured": "measured before",
+        }
+        yield text(f"nothing now: the plan was {origin[plan.provenance.source]}, made at {plan.provenance.made_at}")
+        return
+    remark = ""
+    if plan.provenance.source != "measured":
+        remark = f"; kept from {plan.provenance.made_at}, not measured now"
+    yield machines(measurements, remark=remark)
+    yield from link_lines(measurements.cluster)
+    yield from _chosen_layer(plan, measurements)
+
+
+def _chosen_layer(plan: Plan, measurements: Measurements) -> Iterator[Text]:
+    layout = plan.chosen.layout
+    wanted = (layout.tp, layout.cp, layout.micro_batch_size)
+    layers = [time for time in measurements.compute if time.part in LAYERS]
+    for time in layers:
+        if (time.case.tp, time.case.cp, time.case.micro_batch_size) == wanted:
+            backward_s = time.input_grad.median_s + time.weight_grad.median_s
+            yield text(
+                f"one layer: {seconds_text(time.forward.median_s)} forward, {seconds_text(backward_s)} backward "
+                f"(tp{time.case.tp} mbs{time.case.micro_batch_size})"
+            )
+            break
+    yield from slow_slots(measurements.cluster)
 
 
 def machines(measurements: Measurements, *, remark: str = "") -> Text:

@@ -20,7 +20,7 @@ from pipette_launch.report.draw import (
     stages_shown,
     text,
 )
-from pipette_launch.report.parts import NOT_MODELLED, limit_words, memory_bars, rate_words
+from pipette_launch.report.figures import limit_words, memory_bars, rate_words, without_gaps
 from pipette_launch.units import GIB, MIB, bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def prediction_screen(
         ("Memory", _memory(prediction)),
         ("Split", _split(prediction, wide)),
         ("Step time", _step(prediction)),
-        ("Notes", map(bullet, _notes(prediction))),
+        ("Notes", map(bullet, without_gaps(prediction.notes, what=" on the step's time", listed="--json lists them"))),
     )
     return render("pipette predict", sheet(sections), width=wide, colour=colour, stream=target)
 
@@ -170,10 +170,3 @@ def _step(prediction: Prediction) -> Iterator[Text]:
     yield line
     yield text(rate_words(prediction.rate, prediction.world_size))
     yield breakdown(prediction.breakdown_s, prediction.step_time_s)
-
-
-def _notes(prediction: Prediction) -> Iterator[str]:
-    left_out = sum(note.startswith(NOT_MODELLED) for note in prediction.notes)
-    yield from (note for note in prediction.notes if not note.startswith(NOT_MODELLED))
-    if left_out:
-        yield f"{left_out} effects on the step's time are not modelled; --json lists them."

@@ -26,7 +26,7 @@ def run(args: Namespace) -> int:
     """Print the plan and write its file; returns 0 for every plan, the user's own configuration included."""
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import files
-    from pipette_launch.report import planned_screen
+    from pipette_launch.report import plan_file_screen
 
     asked = question.question_of(args)
     if args.out is not None:
@@ -37,7 +37,7 @@ def run(args: Namespace) -> int:
     if args.out is not None:
         with _naming(args.out):
             files.write(args.out, plan, shared=True)
-    screen = files.dumps(plan) + "\n" if args.json else planned_screen(plan, title="pipette plan", saved_to=args.out)
+    screen = files.dumps(plan) + "\n" if args.json else plan_file_screen(plan, title="pipette plan", saved_to=args.out)
     sys.stdout.write(screen)
     return 0
 

@@ -19,14 +19,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the screen; returns 0."""
     from pipette_launch.facts import Measurements, Plan, files
-    from pipette_launch.report import measured_screen, planned_screen
+    from pipette_launch.report import measured_screen, plan_file_screen
 
     if files.kind_of(args.file) == Measurements.KIND:
         found = files.read(args.file, Measurements)
         sys.stdout.write(measured_screen(found, title="pipette report", saved_to=args.file))
     else:
         plan = files.read(args.file, Plan)
-        sys.stdout.write(planned_screen(plan, title="pipette report", saved_to=args.file))
+        sys.stdout.write(plan_file_screen(plan, title="pipette report", saved_to=args.file))
     return 0
 
 

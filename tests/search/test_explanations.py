@@ -9,7 +9,7 @@ from search.worlds import on_gpus, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.facts import Layout
-from pipette_launch.report import NOT_MODELLED as PREFIX
+from pipette_launch.report.figures import NOT_MODELLED as PREFIX
 
 
 def test_all_is_said_in_sentences() -> None:

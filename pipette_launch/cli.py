@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipette_launch import defaults
 from pipette_launch.errors import PipetteError, UsageError
 
 if TYPE_CHECKING:
@@ -66,31 +67,37 @@ def _add_courses(add: Callable[..., object]) -> None:
 def _add_measures(add: Callable[..., object]) -> None:
     """Add devices, amounts and places."""
     add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job trains on")
-    add("--pipette-budget", metavar="SECONDS", default="60", help="seconds that the warm-up may measure (default 60)")
+    add(
+        "--pipette-budget",
+        metavar="SECONDS",
+        default=defaults.WARMUP_BUDGET_S,
+        help=f"seconds that the warm-up may measure (default {defaults.WARMUP_BUDGET_S:g})",
+    )
     add(
         "--pipette-margin",
         metavar="FRACTION",
-        default="0.02",
-        help="predicted gain over the user's own configuration that another plan must pass (default 0.02)",
+        default=defaults.MARGIN,
+        help="predicted gain over the user's own configuration that another plan must pass "
+        f"(default {defaults.MARGIN:g})",
     )
     add(
         "--pipette-memory-margin",
         metavar="FRACTION",
-        default="0.08",
-        help="part of the device memory that a plan must leave free (default 0.08)",
+        default=defaults.MEMORY_MARGIN,
+        help=f"part of the device memory that a plan must leave free (default {defaults.MEMORY_MARGIN:g})",
     )
     add(
         "--pipette-trials",
         metavar="K",
-        default="0",
+        default=defaults.TRIALS,
         help="run the best K plans and the user's own configuration for some iterations, and train with the measured "
         "best (default 0: none)",
     )
     add(
         "--pipette-trial-iters",
         metavar="N",
-        default="5",
-        help="iterations of each trial that count, behind those that warm up (default 5)",
+        default=defaults.TRIAL_ITERS,
+        help=f"iterations of each trial that count, behind those that warm up (default {defaults.TRIAL_ITERS})",
     )
     add(
         "--pipette-cache",

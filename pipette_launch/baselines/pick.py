@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.defaults import MEMORY_MARGIN, SEED
 from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout, Recompute
@@ -31,8 +32,8 @@ class PlannerOptions:
     """Seconds that only grow, such as `time.monotonic`."""
     budget_s: float = 10.0
     """For each candidate of a rival that anneals; Pipette's scripts give 10 s."""
-    seed: int = 0
-    memory_margin: float = 0.08
+    seed: int = SEED
+    memory_margin: float = MEMORY_MARGIN
     """Part of the device's memory that stays free, for rules that say no more than that it must fit."""
     switches_H: tuple[tuple[int, ...], ...] = ()
     """Declared switches above each host, topmost first, such as (pod, leaf); empty where nobody declared any."""

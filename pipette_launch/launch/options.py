@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from pipette_launch import defaults
 from pipette_launch.errors import UsageError
 
 OnSick: TypeAlias = Literal["warn", "exclude", "fail"]
@@ -31,19 +32,19 @@ class Options:
     on_sick: OnSick = "warn"
     """What becomes of nodes with which something is amiss."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    budget_s: float = 60.0
-    margin: float = 0.02
-    memory_margin: float = 0.08
+    budget_s: float = defaults.WARMUP_BUDGET_S
+    margin: float = defaults.MARGIN
+    memory_margin: float = defaults.MEMORY_MARGIN
     cache: Path | None = None
     """Where plans are kept; None keeps none."""
     dry_run: bool = False
-    trials: int = 0
+    trials: int = defaults.TRIALS
     """How many plans to try beside the user's own configuration before the training; 0 = none."""
-    trial_iters: int = 5
+    trial_iters: int = defaults.TRIAL_ITERS
     """How many step times of each trial count."""
     is_function: bool = False
     """Whether torchrun runs the script as a function (`--run-path`)."""
-    seed: int = 0
+    seed: int = defaults.SEED
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.probe_to is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, Corrections
+from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEED
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import explanations, no_plan
@@ -28,12 +29,12 @@ MakeCrew = Callable[[Field], Crew]
 class SolveOptions:
     """How hard to look, and what counts as better."""
 
-    margin: float = 0.02
+    margin: float = MARGIN
     """Another plan than the user's own must be faster by this part of the step."""
-    memory_margin: float = 0.08
+    memory_margin: float = MEMORY_MARGIN
     """Part of the device's memory that stays free."""
     budget_s: float = 5.0
-    seed: int = 0
+    seed: int = SEED
     num_alternatives: int = 3
 
     def __post_init__(self) -> None:

@@ -1,0 +1,18 @@
+"""The defaults of our flags; everything that needs one imports it from here."""
+
+MARGIN = 0.02
+"""`--pipette-margin` and `--margin`: the part of the step that another plan than the user's own must save."""
+MEMORY_MARGIN = 0.08
+"""`--pipette-memory-margin` and `--memory-margin`: the part of the device's memory that a plan leaves free."""
+WARMUP_BUDGET_S = 60.0
+"""`--pipette-budget`: seconds that a warm-up may measure."""
+SEARCH_BUDGET_S = 10.0
+"""`--budget` of `pipette plan` and `pipette compare`: processor seconds of the search."""
+RIVAL_BUDGET_S = 1.0
+"""`--rival-budget` of `pipette compare`: seconds for each candidate of a rival that anneals."""
+TRIALS = 0
+"""`--pipette-trials`: how many plans run briefly beside the user's own configuration before the training."""
+TRIAL_ITERS = 5
+"""`--pipette-trial-iters`: how many step times of each trial count."""
+SEED = 0
+"""`--seed` of `pipette plan` and `pipette compare`, and of the launcher's own search."""

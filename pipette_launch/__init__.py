@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import typing
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from pipette_launch.forecast import predict
 
 __version__ = "0.1.0"
@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "predict"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     """Import the Python API where it is used, so that the commands start without it."""
     if name == "predict":
         from pipette_launch.forecast import predict
@@ -22,5 +22,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Name also what is imported only where it is used, for help()."""
-    return sorted({*globals(), *__all__})
+    """Name also what is imported only where it is used, for help(), and nothing that is no part of the API."""
+    return sorted({name for name in globals() if name.startswith("__")} | {*__all__})

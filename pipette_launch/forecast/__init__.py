@@ -1,7 +1,6 @@
-"""Foretell exactly one configuration: does it fit, and how long is its step."""
+"""Predicts exactly one configuration: does it fit, and how long is its step."""
 
-from pipette_launch.forecast.api import predict
-from pipette_launch.forecast.machines import Machines, machines_of
-from pipette_launch.forecast.story import FP8_AS_16_BIT, foretell, megatron_version_of
+from pipette_launch.forecast.machines import TargetMachines, machines_of
+from pipette_launch.forecast.prediction import FP8_AS_16_BIT, megatron_version_of, predict, predict_configuration
 
-__all__ = ["FP8_AS_16_BIT", "Machines", "foretell", "machines_of", "megatron_version_of", "predict"]
+__all__ = ["FP8_AS_16_BIT", "TargetMachines", "machines_of", "megatron_version_of", "predict", "predict_configuration"]

@@ -27,7 +27,7 @@ Kind = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machines:
+class TargetMachines:
     """How many hosts of how many devices, and what is known of them."""
 
     num_hosts: int
@@ -116,7 +116,7 @@ def machines_of(
     cluster: Path | Measurements | None = None,
     fabric: str | Path | FabricSpec | None = None,
     device_kind: Kind = "cuda",
-) -> Machines:
+) -> TargetMachines:
     """Find out which machines are meant.
 
     Args:
@@ -150,7 +150,7 @@ def machines_of(
         return _measured(cluster, world_size, num_hosts, devices_per_host)
     if gpu is None:
         hosts, devices, _ = _sizes(world_size, num_hosts, devices_per_host)
-        return Machines(num_hosts=hosts, devices_per_host=devices, kind=device_kind)
+        return TargetMachines(num_hosts=hosts, devices_per_host=devices, kind=device_kind)
     if device_kind == "cpu":
         raise UsageError("--gpu and --device cpu exclude each other")
     with _naming("--gpu:"):
@@ -164,7 +164,7 @@ def _imagined(
     world_size: int | None,
     num_hosts: int | None,
     devices_per_host: int | None,
-) -> Machines:
+) -> TargetMachines:
     fabric = source if isinstance(source, FabricSpec) else _fabric(source)
     if world_size is None and fabric.hosts:
         num_hosts = num_hosts or len(fabric.hosts)
@@ -179,7 +179,7 @@ def _imagined(
     except FactError as error:
         name = "the fabric" if isinstance(source, FabricSpec) else str(source)
         raise FileFormatError(f"{name}: {error}") from error
-    return Machines(
+    return TargetMachines(
         num_hosts=hosts, devices_per_host=devices, kind="cuda", spec=spec, fabric=fabric, notes=(*notes, *more)
     )
 
@@ -208,7 +208,7 @@ def _naming(flag: str) -> Iterator[None]:
 
 def _measured(
     source: Path | Measurements, world_size: int | None, num_hosts: int | None, devices_per_host: int | None
-) -> Machines:
+) -> TargetMachines:
     with _naming("--cluster"):
         measured = source if isinstance(source, Measurements) else files.read(source, Measurements)
     name = "the measured cluster" if isinstance(source, Measurements) else str(source)
@@ -223,7 +223,7 @@ def _measured(
                 f"{name} has {len(found.hosts)} hosts x {found.devices_per_host} devices = {found.num_slots} ranks, "
                 f"but {flag} says {said}; leave the sizes out, or name a device type with --gpu to imagine others"
             )
-    return Machines(
+    return TargetMachines(
         num_hosts=len(found.hosts),
         devices_per_host=found.devices_per_host,
         kind=found.device_kind,

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pipette_launch.errors import PipetteError, UsageError
-from pipette_launch.tools.command import Command
+from pipette_launch.tools.flags import Subcommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -144,5 +144,5 @@ def _conditions(host: Host, told: Sequence[DeviceCondition]) -> Iterator[Finding
         yield Finding(severity="slows", what="persistence mode", value=value, advice="nvidia-smi -pm 1")
 
 
-COMMAND = Command(summary="Say what on this machine would stop or slow a job.", add_arguments=add_arguments, run=run)
+COMMAND = Subcommand(summary="Say what on this machine would stop or slow a job.", add_arguments=add_arguments, run=run)
 """For `main.COMMANDS`."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
 from pipette_launch.tools import compare, doctor, plan, predict, probe, report
-from pipette_launch.tools.command import Command
+from pipette_launch.tools.flags import Subcommand
 
-COMMANDS: Mapping[str, Command] = {
+COMMANDS: Mapping[str, Subcommand] = {
     "predict": predict.COMMAND,
     "plan": plan.COMMAND,
     "compare": compare.COMMAND,

@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipette_launch.errors import UsageError
-from pipette_launch.tools import question
-from pipette_launch.tools.command import Command
+from pipette_launch.tools import flags, planning
+from pipette_launch.tools.flags import Subcommand
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of `pipette plan`; what stands behind the script belongs to the script."""
-    question.add_machine_flags(parser)
-    question.add_search_flags(parser)
+    flags.add_machine_flags(parser)
+    flags.add_search_flags(parser)
+    flags.add_reading_flags(parser)
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the plan there, for --pipette-plan and compare")
     parser.add_argument("--json", action="store_true", help="print the plan's document instead of a screen")
-    question.add_script(parser)
+    flags.add_script(parser)
 
 
 def run(args: Namespace) -> int:
@@ -28,12 +29,12 @@ def run(args: Namespace) -> int:
     from pipette_launch.facts import files
     from pipette_launch.report import plan_file_screen
 
-    asked = question.question_of(args)
+    problem = planning.problem_of(args)
     if args.out is not None:
         # Before the search, whose plan would be lost.
         with _naming(args.out):
             files.check_writable(args.out)
-    plan = question.planned(asked, args)
+    plan = planning.planned(problem, args)
     if args.out is not None:
         with _naming(args.out):
             files.write(args.out, plan, shared=True)
@@ -51,7 +52,7 @@ def _naming(out: Path) -> Iterator[None]:
         raise UsageError(f"--out {out}: cannot be written ({error.strerror})") from error
 
 
-COMMAND = Command(
+COMMAND = Subcommand(
     summary="Which layout and which order of ranks is fastest on these machines, and how sure is that?",
     add_arguments=add_arguments,
     run=run,

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from pipette_launch.errors import UsageError
-from pipette_launch.tools.command import Command
+from pipette_launch.tools.flags import Subcommand
 
 OUT = "--out"
 DEFAULT = "cluster.json"
@@ -46,7 +46,7 @@ def pass_on(words: Sequence[str]) -> None:
     )
 
 
-COMMAND = Command(
+COMMAND = Subcommand(
     summary="Measure the machines of a job, write cluster.json, and train nothing.",
     add_arguments=add_arguments,
     run=run,

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from pipette_launch.tools.command import Command
+from pipette_launch.tools.flags import Subcommand
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -30,5 +30,5 @@ def run(args: Namespace) -> int:
     return 0
 
 
-COMMAND = Command(summary="Show a plan file, or what a warm-up measured.", add_arguments=add_arguments, run=run)
+COMMAND = Subcommand(summary="Show a plan file, or what a warm-up measured.", add_arguments=add_arguments, run=run)
 """For `main.COMMANDS`."""

@@ -12,8 +12,9 @@ from screens import choice, plan
 
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.results.comparison import Comparison
-from pipette_launch.tools.comparing import NAMES, num_moved
+from pipette_launch.tools.compare import num_moved
 from pipette_launch.tools.main import main
+from pipette_launch.tools.rivals import NAMES
 
 JOB = f"--megatron-version 0.16.1 pretrain_gpt.py {TEXT}"
 ON = "--gpu h100 --nodes 2 --nproc-per-node 4 --rival-budget 0.01 --budget 0.5 --fix cp,vpp,order,overlap,recompute,ep"

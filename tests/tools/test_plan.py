@@ -20,7 +20,7 @@ from pipette_launch.facts import Plan, files
 from pipette_launch.facts.machines.device_memory import StageReading, memory_digest
 from pipette_launch.launch.cache.reuse import check_belongs, on_real_hosts
 from pipette_launch.report.flag_changes import paste_words
-from pipette_launch.tools import question
+from pipette_launch.tools import planning
 from pipette_launch.tools.main import main, parser
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -155,7 +155,7 @@ def test_no_search_for_a_plan_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The complaint about --out comes before the search."""
-    monkeypatch.setattr(question, "planned", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(planning, "planned", lambda *_: pytest.fail("searched"))
     code, out, err = answer(f"plan --gpu h100 --nodes 1 --out /dev/null/x {FEW} {JOB}", capsys)
 
     assert (2, "") == (code, out)

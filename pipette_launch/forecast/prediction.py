@@ -1,35 +1,54 @@
-"""From a Megatron command line and the machines to one prediction, with a note on every assumption."""
+"""Predicts one configuration, from a Megatron command line and the machines, with a note on every assumption."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, ParamSpec, TypeVar, get_args
 
 from pipette_launch import megatron
 from pipette_launch.cost.layers.activations import computes_in_fp8
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.overhead import allowed_bytes, overhead_of
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
-from pipette_launch.errors import FactError, MegatronError, PlanError, UsageError
+from pipette_launch.defaults import MEMORY_MARGIN
+from pipette_launch.errors import FactError, MegatronError, PipetteError, PlanError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements
 from pipette_launch.facts.machines.fabric import FabricSpec
 from pipette_launch.facts.results.prediction import Prediction, StageMemory, Verdict
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.forecast import stages
-from pipette_launch.forecast.machines import Kind, Machines, machines_of
+from pipette_launch.forecast.machines import Kind, TargetMachines, machines_of
 
-MEMORY_MARGIN = 0.08
-"""The launcher's own default: part of the device's memory that stays free."""
 FP8_AS_16_BIT = (
     "FP8 counts in the memory alone: matrix products are priced at the 16-bit peak, so the step is too long."
 )
 
 Method = Literal["closed", "abstract"]
+P = ParamSpec("P")
+T = TypeVar("T")
+ARGUMENTS = {
+    "--cluster": "cluster",
+    "--device": "device_kind",
+    "--fabric": "fabric",
+    "--gpu": "gpu",
+    "--megatron-version": "megatron_version",
+    "--memory-margin": "memory_margin",
+    "--method": "method",
+    "--nnodes": "num_hosts",
+    "--nodes": "num_hosts",
+    "--nproc-per-node": "devices_per_host",
+    "--rank": "rank",
+    "--stage": "stage",
+    "--world-size": "world_size",
+}
+"""What the flags of `pipette predict` and of torchrun are called in Python; all others are Megatron's own."""
 
 
-def foretell(
+def predict_configuration(
     arguments: Sequence[str],
     *,
     world_size: int | None = None,
@@ -86,10 +105,10 @@ def foretell(
     job = _job(arguments, machines, version, variables)
     memory, notes = _memory(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method, variables, cache)
     first = (*version_note, *_rank_note(job.own, rank), *machines.notes, *job.notes)
-    return _foretold(job, machines, _Memory(method, memory, margin), script, (*first, *notes))
+    return _prediction(job, machines, _Memory(method, memory, margin), script, (*first, *notes))
 
 
-def _job(arguments: Sequence[str], machines: Machines, version: str, environment: Mapping[str, str]) -> Job:
+def _job(arguments: Sequence[str], machines: TargetMachines, version: str, environment: Mapping[str, str]) -> Job:
     return megatron.read_job(
         _words(arguments),
         world_size=machines.world_size,
@@ -103,7 +122,7 @@ def _job(arguments: Sequence[str], machines: Machines, version: str, environment
 
 def _memory(
     job: Job,
-    machines: Machines,
+    machines: TargetMachines,
     pp_ranks: Sequence[int],
     method: Method,
     environment: Mapping[str, str],
@@ -151,7 +170,7 @@ class _Memory:
     margin: float
 
 
-def _foretold(job: Job, machines: Machines, memory: _Memory, script: str, notes: tuple[str, ...]) -> Prediction:
+def _prediction(job: Job, machines: TargetMachines, memory: _Memory, script: str, notes: tuple[str, ...]) -> Prediction:
     layout = job.own
     capacity = machines.capacity_bytes
     verdict = _verdict([one.peak_bytes for one in memory.stages], capacity, memory.margin)
@@ -242,7 +261,7 @@ def _memory_notes(job: Job, counted: stages.Counted) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _step(job: Job, machines: Machines) -> tuple[StepTime | None, Rate | None, tuple[str, ...]]:
+def _step(job: Job, machines: TargetMachines) -> tuple[StepTime | None, Rate | None, tuple[str, ...]]:
     """Price the step in torchrun's own order of ranks; without a price, the note says why."""
     try:
         measurements = machines.measurements(job)
@@ -260,3 +279,23 @@ def _step(job: Job, machines: Machines) -> tuple[StepTime | None, Rate | None, t
     eight_bit = (FP8_AS_16_BIT,) if machines.spec is not None and computes_in_fp8(job) else ()
     rate = Rate.of(job, job.own, step.total_s, measurements.cluster)
     return step, rate, (*measurements.notes, *eight_bit, *predictor.notes(job.own), *left_out)
+
+
+def _for_python(function: Callable[P, T]) -> Callable[P, T]:
+    """Make errors name arguments where those of a command name flags."""
+
+    @functools.wraps(function)
+    def predict(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except PipetteError as error:
+            error.args = (re.sub(r"--[\w-]+", lambda flag: ARGUMENTS.get(flag[0], flag[0]), str(error)),)
+            raise
+
+    # What help() shows.
+    predict.__name__ = predict.__qualname__ = "predict"
+    return predict
+
+
+predict = _for_python(predict_configuration)
+"""`pipette_launch.predict`: the same for Python."""

@@ -1,4 +1,4 @@
-"""Plans side by side: those of files as they are, those of planners priced by the same models."""
+"""Asks several planners for one job, and prices the choice of each by our step time and our memory model."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import difflib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pipette_launch.baselines.pick import Pick, PlannerOptions
 from pipette_launch.baselines.planners import RANKINGS
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor
 from pipette_launch.errors import PipetteError, PlanError, UsageError
-from pipette_launch.facts import Choice, Layout, Plan, files
+from pipette_launch.facts import Choice, Layout, Plan
 from pipette_launch.facts.results.comparison import Comparison, Entry
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.search.candidates import measured_overhead, memory_limit_bytes
 from pipette_launch.search.layouts.rules import Rules
-from pipette_launch.tools.question import Question
+from pipette_launch.tools.planning import PlanningProblem
 from pipette_launch.units import bytes_text, seconds_text
 
 OURS = "ours"
@@ -26,48 +25,6 @@ YOURS = "yours"
 NAMES = (OURS, *RANKINGS, YOURS)
 MOST_TRIED = 200
 """Of a planner whose first choice cannot run, so many further ones are looked at for one that can."""
-
-
-def of_files(paths: Sequence[Path]) -> Comparison:
-    """Set plan files side by side; raises FileFormatError for one that is none, UsageError for fewer than two."""
-    if len(paths) < 2:
-        raise UsageError(
-            f"what is {paths[0] if paths else 'it'} compared with? Name two plan files or more, or planners with "
-            f"--planners"
-        )
-    plans = [files.read(path, Plan) for path in paths]
-    entries = [
-        Entry(
-            name=name,
-            choice=plan.chosen,
-            gap=plan.gap,
-            num_moved=num_moved(plans[0], plan),
-            faults=tuple(_memory_fault(plan.chosen)),
-            remarks=("It is the user's own configuration.",) if plan.keeps_own else (),
-        )
-        for name, plan in zip(_short(paths), plans, strict=True)
-    ]
-    return Comparison(entries=tuple(entries), notes=tuple(_unlike(plans)))
-
-
-def _short(paths: Sequence[Path]) -> list[str]:
-    """The names of the files, with their folders where two are alike."""
-    names = [path.name.removesuffix(".json").removesuffix(".plan") for path in paths]
-    return names if len(set(names)) == len(names) else [str(path) for path in paths]
-
-
-def num_moved(one: Plan, other: Plan) -> int | None:
-    """Count the ranks that sit on another device; None where hosts or devices are others."""
-    if sorted(one.hosts) != sorted(other.hosts) or one.devices_per_host != other.devices_per_host:
-        return None
-    size = one.devices_per_host
-    moved = 0
-    for index, name in enumerate(one.hosts):
-        there = other.hosts.index(name)
-        mine = one.chosen.placement[index * size : (index + 1) * size]
-        others = other.chosen.placement[there * size : (there + 1) * size]
-        moved += sum(a != b for a, b in zip(mine, others, strict=True))
-    return moved
 
 
 def checked_names(text: str) -> tuple[str, ...]:
@@ -84,31 +41,31 @@ def checked_names(text: str) -> tuple[str, ...]:
 
 
 def of_planners(
-    question: Question, names: Sequence[str], plan: Plan | PlanError, options: PlannerOptions
+    problem: PlanningProblem, names: Sequence[str], plan: Plan | PlanError, options: PlannerOptions
 ) -> Comparison:
     """Ask each planner, and price its choice by our predictor and our memory model.
 
     Args:
-        question: job and machines, the same for all.
+        problem: job and machines, the same for all.
         names: of `NAMES`; the first is what the others are measured by.
         plan: our own, or why there is none.
         options: what the rivals may use.
 
     """
-    judge = Judge(question, options.memory_margin)
+    judge = Judge(problem, options.memory_margin)
     lead: Choice | None = None
     entries: list[Entry] = []
     for name in names:
         entry = _ours(plan, name) if name == OURS else _rival(judge, name, options)
         lead = lead if entries else entry.choice
         entries.append(_moved(entry, lead))
-    assumed = (*question.job.notes, *question.measurements.notes)
+    assumed = (*problem.job.notes, *problem.measurements.notes)
     notes = (*assumed, *(f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED))
     return Comparison(entries=tuple(entries), notes=tuple(dict.fromkeys(notes)))
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PricedChoice:
     """What our models say of a configuration."""
 
     choice: Choice | None
@@ -118,25 +75,25 @@ class Verdict:
 class Judge:
     """Prices any configuration of a job on its machines, and says what keeps it from running."""
 
-    def __init__(self, question: Question, memory_margin: float) -> None:
-        self.job = question.job
-        self.measured = question.measurements
+    def __init__(self, problem: PlanningProblem, memory_margin: float) -> None:
+        self.job = problem.job
+        self.measured = problem.measurements
         self._margin = memory_margin
         self._predictor = Predictor(self.job, self.measured)
-        self._rules = Rules.of(self.job, device_kind=question.machines.kind)
+        self._rules = Rules.of(self.job, device_kind=problem.machines.kind)
 
-    def verdict(self, layout: Layout, placement: Sequence[int]) -> Verdict:
+    def priced(self, layout: Layout, placement: Sequence[int]) -> PricedChoice:
         """Price a configuration where it can be priced, and list what is wrong with it."""
         fault = self._rules.fault(layout)
         refused = (f"Megatron refuses {layout.words()}: {fault}.",) if fault else ()
         try:
             choice = self._choice(layout, placement)
         except PipetteError as error:
-            return Verdict(None, refused or (f"{layout.words()} cannot be priced: {error}.",))
-        return Verdict(choice, (*refused, *_memory_fault(choice)))
+            return PricedChoice(None, refused or (f"{layout.words()} cannot be priced: {error}.",))
+        return PricedChoice(choice, (*refused, *memory_fault(choice)))
 
     def can_run(self, layout: Layout) -> bool:
-        """Whether Megatron takes it and it fits; cheaper than a verdict."""
+        """Whether Megatron takes it and it fits; cheaper than `priced`."""
         if self._rules.fault(layout):
             return False
         try:
@@ -177,7 +134,7 @@ def _ours(plan: Plan | PlanError, name: str) -> Entry:
 def _rival(judge: Judge, name: str, options: PlannerOptions) -> Entry:
     """Judge a planner's choice; where it cannot run, tell the first of its further choices that can."""
     if name == YOURS:
-        own = judge.verdict(judge.job.own, range(judge.job.own.world_size))
+        own = judge.priced(judge.job.own, range(judge.job.own.world_size))
         return _entry(name, own.choice, faults=own.faults, remarks=("In torchrun's order.",))
     started_s = time.monotonic()
     try:
@@ -185,7 +142,7 @@ def _rival(judge: Judge, name: str, options: PlannerOptions) -> Entry:
     except PipetteError as error:
         return _entry(name, None, faults=(f"{error}.",))
     took_s = time.monotonic() - started_s
-    found = judge.verdict(ranking[0].layout, ranking[0].placement)
+    found = judge.priced(ranking[0].layout, ranking[0].placement)
     remarks = [f"{ranking[0].note.rstrip('.')}; {seconds_text(took_s)}."]
     if found.faults:
         remarks.append(_further(judge, ranking))
@@ -195,7 +152,7 @@ def _rival(judge: Judge, name: str, options: PlannerOptions) -> Entry:
 def _further(judge: Judge, ranking: Sequence[Pick]) -> str:
     for number, pick in enumerate(ranking[1 : 1 + MOST_TRIED], 2):
         if judge.can_run(pick.layout):
-            choice = judge.verdict(pick.layout, pick.placement).choice
+            choice = judge.priced(pick.layout, pick.placement).choice
             takes = f", {seconds_text(choice.step_time_s)} a step" if choice else ""
             return f"Its first choice that can run is number {number}, {pick.layout.words()}{takes}."
     return f"None of its first {min(len(ranking), 1 + MOST_TRIED)} choices can run."
@@ -219,31 +176,11 @@ def _moved(entry: Entry, lead: Choice | None) -> Entry:
     return replace(entry, num_moved=sum(a != b for a, b in zip(entry.choice.placement, lead.placement, strict=True)))
 
 
-def _memory_fault(choice: Choice) -> Iterator[str]:
+def memory_fault(choice: Choice) -> Iterator[str]:
+    """Say where a choice does not fit; nothing where it does."""
     if not choice.fits:
         shown = choice.memory_shown
         peak = max(shown.need_bytes)
         stage = shown.need_bytes.index(peak)
         limit = bytes_text(shown.limit_bytes)
         yield f"{choice.layout.words()} does not fit: stage {stage} needs {bytes_text(peak)} of {limit}."
-
-
-def _unlike(plans: Sequence[Plan]) -> Iterator[str]:
-    """Say where plans are for other jobs or machines than the first, so that their steps mean something else."""
-    first = plans[0]
-    for number, plan in enumerate(plans[1:], 2):
-        if first.setting is None or plan.setting is None:
-            yield f"{number}: whether it is for the same job as 1 cannot be told; a file does not say what it is for."
-            continue
-        for what, name in (
-            ("parameters", "num_parameters"),
-            ("sequences a step", "global_batch_size"),
-            ("tokens a sequence", "seq_length"),
-            ("devices", "device_name"),
-            ("network", "network"),
-        ):
-            mine, others = getattr(plan.setting, name), getattr(first.setting, name)
-            if mine != others:
-                yield f"{number}: other {what} than 1: {mine or 'measured'}, not {others or 'measured'}."
-        if len(plan.hosts) != len(first.hosts):
-            yield f"{number}: {len(plan.hosts)} hosts, not {len(first.hosts)}."

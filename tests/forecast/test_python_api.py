@@ -12,20 +12,20 @@ from megatron_lines import SMALL
 import pipette_launch
 from pipette_launch.errors import PipetteError
 from pipette_launch.forecast import predict
-from pipette_launch.forecast.api import ARGUMENTS
+from pipette_launch.forecast.prediction import ARGUMENTS
 from pipette_launch.tools.main import parser
 
 
 def test_the_python_api_is_the_same_function() -> None:
     """`pipette_launch.predict` is found where it is used."""
     assert predict is pipette_launch.predict
-    with pytest.raises(AttributeError, match="no attribute 'foretell'"):
-        _ = pipette_launch.foretell
+    with pytest.raises(AttributeError, match="no attribute 'plan'"):
+        _ = pipette_launch.plan
 
 
 def test_help_and_dir_show_it() -> None:
-    """In a fresh interpreter, before anyone has used it."""
-    code = "import pipette_launch; assert 'predict' in dir(pipette_launch); help(pipette_launch)"
+    """In a fresh interpreter, before anyone has used it; and dir() shows nothing that is only imported."""
+    code = "import pipette_launch; assert dir(pipette_launch)[-1] == 'predict'; help(pipette_launch)"
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
     assert "predict(arguments:" in shown

@@ -1,115 +1,36 @@
-"""What a planning command is asked: its shared flags, and the job, machines and prices that they mean."""
+"""A job on machines as a planning problem, and its best plan: what `pipette plan` and `pipette compare` ask."""
 
 from __future__ import annotations
 
-import math
 import os
-from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Namespace
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import Job, Layout, Measurements, Plan
-    from pipette_launch.forecast import Machines
+    from pipette_launch.forecast import TargetMachines
     from pipette_launch.search.layouts.enumerate import Cuts
 
-MARGIN = 0.02
-MEMORY_MARGIN = 0.08
 ONE_EXPERT_SIZE = "Layers with experts are timed at one ep for each tp, cp and micro-batch: the nearest to your own."
 LAUNCHERS_FIX = "--pipette-fix"
 """What the launcher calls our --fix; sentences about it come from where both are read."""
 
 
-def seconds(text: str) -> float:
-    """Read a budget for argparse, which names the flag of one that is none."""
-    value = _number(text)
-    if not 0 <= value < math.inf:
-        raise ArgumentTypeError(f"needs seconds, at least 0 and finite, got {text}")
-    return value
-
-
-def fraction(text: str) -> float:
-    """Read a part of a whole for argparse, which names the flag of one that is none."""
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise ArgumentTypeError(f"must be at least 0 and below 1 (0.08 is 8 %), got {text}")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"needs a number, got {text!r}") from None
-
-
-def add_machine_flags(parser: ArgumentParser) -> None:
-    """Add the flags that say on which machines."""
-    add = parser.add_argument
-    machines = parser.add_mutually_exclusive_group()
-    machines.add_argument("--cluster", metavar="FILE", type=Path, help="cluster.json that a warm-up measured")
-    machines.add_argument("--gpu", metavar="NAME", help="imagine hosts with this device, e.g. h100-sxm or gb200-nvl72")
-    add("--nodes", "--nnodes", "--hosts", metavar="N", type=int, help="hosts of the job")
-    add(
-        "--nproc-per-node", "--nproc_per_node", metavar="N", type=int, help="ranks on each (default: as usual for NAME)"
-    )
-    add("--world-size", metavar="N", type=int, help="ranks of the job, in place of one of the two")
-    add(
-        "--fabric", metavar="FILE|NAME", help="network between the hosts of --gpu: a file, uniform, or fat-tree-2:1 ..."
-    )
-
-
-def add_search_flags(parser: ArgumentParser, *, margin: float = MARGIN) -> None:
-    """Add the flags that say how to look and what counts as better; `margin` is the default of --margin."""
-    add = parser.add_argument
-    add(
-        "--budget", metavar="SECONDS", type=seconds, default=10.0, help="most processor time of the search (default 10)"
-    )
-    add("--seed", metavar="N", type=int, default=0, help="of the search's chance (default 0)")
-    add(
-        "--margin",
-        metavar="FRACTION",
-        type=fraction,
-        default=margin,
-        help=f"part of the step that another plan than your own must save (default {margin:g})",
-    )
-    add(
-        "--memory-margin",
-        metavar="FRACTION",
-        type=fraction,
-        default=MEMORY_MARGIN,
-        help=f"part of the device memory that must stay free (default {MEMORY_MARGIN})",
-    )
-    add(
-        "--fix", metavar="NAMES", default="", help="parts of the layout that stay: tp,pp,dp,cp,ep,vpp,mbs,recompute,..."
-    )
-    add("--megatron-version", metavar="V", help="whose flags are read, e.g. 0.16.1 (default: what SCRIPT would import)")
-
-
-def add_script(parser: ArgumentParser, *, what: str = "SCRIPT") -> None:
-    """Add the script and its own flags."""
-    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for torchrun")
-    parser.add_argument("script", metavar=what, help="as in the job's own command; it need not be here")
-    parser.add_argument(
-        "arguments", metavar="ARGS", nargs=REMAINDER, help="the script's own flags, exactly as in the job"
-    )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class PlanningProblem:
     """A job on machines, with everything that a search prices it by."""
 
-    machines: Machines
+    machines: TargetMachines
     job: Job
     measurements: Measurements
     script: str
     arguments: tuple[str, ...]
 
 
-def question_of(args: Namespace) -> Question:
-    """Find out what is asked.
+def problem_of(args: Namespace) -> PlanningProblem:
+    """Read the flags of a planning command.
 
     Raises:
         PipetteError: the flags or sizes make no sense, a name is unknown, or the job cannot be planned.
@@ -151,7 +72,7 @@ def question_of(args: Namespace) -> Question:
     eight_bit = (FP8_AS_16_BIT,) if machines.spec is not None and computes_in_fp8(job) else ()
     notes = (note.replace(LAUNCHERS_FIX, "--fix") for note in job.notes)
     job = replace(job, notes=(*guess, *machines.notes, *notes, *moe, *eight_bit))
-    return Question(
+    return PlanningProblem(
         machines=machines,
         job=job,
         measurements=_measurements(machines, job),
@@ -160,7 +81,7 @@ def question_of(args: Namespace) -> Question:
     )
 
 
-def planned(question: Question, args: Namespace) -> Plan:
+def planned(problem: PlanningProblem, args: Namespace) -> Plan:
     """Search for the best plan; raises PlanError where there is none, with what binds and what would help."""
     import time
     from datetime import datetime, timezone
@@ -170,12 +91,12 @@ def planned(question: Question, args: Namespace) -> Plan:
     from pipette_launch.launch.setting import with_setting
     from pipette_launch.search.solve import SolveOptions, solve
 
-    measured = question.measurements
+    measured = problem.measurements
     key = key_of(
-        measured.cluster.hosts, question.job, measured.versions, (args.margin, args.memory_margin), environ=os.environ
+        measured.cluster.hosts, problem.job, measured.versions, (args.margin, args.memory_margin), environ=os.environ
     )
     plan = solve(
-        question.job,
+        problem.job,
         measured,
         options=SolveOptions(
             margin=args.margin, memory_margin=args.memory_margin, budget_s=args.budget, seed=args.seed
@@ -186,21 +107,21 @@ def planned(question: Question, args: Namespace) -> Plan:
             key=key,
             made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             versions=measured.versions,
-            source="imagined" if question.machines.measured is None else "file",
+            source="imagined" if problem.machines.measured is None else "file",
         ),
     )
     return with_setting(
         plan,
-        question.job,
+        problem.job,
         measured,
-        script=question.script,
-        arguments=question.arguments,
-        machines=question.machines.origin,
-        network=question.machines.network,
+        script=problem.script,
+        arguments=problem.arguments,
+        machines=problem.machines.origin,
+        network=problem.machines.network,
     )
 
 
-def _measurements(machines: Machines, job: Job) -> Measurements:
+def _measurements(machines: TargetMachines, job: Job) -> Measurements:
     """What was measured, or imagined times of every shape of computation and every group that a layout may have."""
     from pipette_launch.search.layouts.enumerate import cuts
 

@@ -22,7 +22,7 @@ from pipette_launch.facts.measurements import layers_digest
 from pipette_launch.facts.results.prediction import PARTS, Prediction
 from pipette_launch.forecast import predict
 from pipette_launch.forecast.machines import ITS_OWN_MODEL
-from pipette_launch.forecast.story import FP8_AS_16_BIT
+from pipette_launch.forecast.prediction import FP8_AS_16_BIT
 from pipette_launch.megatron import read_job
 from pipette_launch.search.candidates import memory_limit_bytes
 

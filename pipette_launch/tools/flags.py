@@ -1,0 +1,114 @@
+"""What subcommands of `pipette` are made of: their shape, and the flags that several of them share."""
+
+from __future__ import annotations
+
+import math
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
+
+
+class Subcommand(NamedTuple):
+    """A new subcommand is a module with one of these, and a line in `main.COMMANDS`."""
+
+    summary: str
+    """For the list of all commands; one line."""
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+    """Do it, print the answer to stdout, and return the exit code; raises PipetteError for what the user can mend."""
+    pass_on: Callable[[Sequence[str]], None] | None = None
+    """Takes the words behind the command as they are, where they are another program's, and exits."""
+
+
+def seconds(text: str) -> float:
+    """Read a budget for argparse, which names the flag of one that is none."""
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"needs seconds, at least 0 and finite, got {text}")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Read a part of a whole for argparse, which names the flag of one that is none."""
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise ArgumentTypeError(f"must be at least 0 and below 1 (0.08 is 8 %), got {text}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"needs a number, got {text!r}") from None
+
+
+def add_machine_flags(parser: ArgumentParser, *, num_hosts: Sequence[str] = ("--nodes", "--nnodes", "--hosts")) -> None:
+    """Add the flags that say on which machines; `num_hosts` names the one that counts hosts."""
+    add = parser.add_argument
+    machines = parser.add_mutually_exclusive_group()
+    machines.add_argument("--cluster", metavar="FILE", type=Path, help="cluster.json that a warm-up measured")
+    machines.add_argument("--gpu", metavar="NAME", help="imagine hosts with this device, e.g. h100-sxm or gb200-nvl72")
+    add(*num_hosts, metavar="N", type=int, help="hosts of the job")
+    add(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        metavar="N",
+        type=int,
+        help="ranks on each (default: as usual for NAME, else 8)",
+    )
+    add("--world-size", metavar="N", type=int, help="ranks of the job, in place of one of the two")
+    add(
+        "--fabric", metavar="FILE|NAME", help="network between the hosts of --gpu: a file, uniform, or fat-tree-2:1 ..."
+    )
+
+
+def add_search_flags(parser: ArgumentParser, *, margin: float = MARGIN) -> None:
+    """Add the flags that say how to look and what counts as better; `margin` is the default of --margin."""
+    add = parser.add_argument
+    add(
+        "--budget",
+        metavar="SECONDS",
+        type=seconds,
+        default=SEARCH_BUDGET_S,
+        help=f"most processor time of the search (default {SEARCH_BUDGET_S:g})",
+    )
+    add("--seed", metavar="N", type=int, default=SEED, help=f"of the search's random numbers (default {SEED})")
+    add(
+        "--margin",
+        metavar="FRACTION",
+        type=fraction,
+        default=margin,
+        help=f"part of the step that another plan than your own must save (default {margin:g})",
+    )
+    add(
+        "--fix", metavar="NAMES", default="", help="parts of the layout that stay: tp,pp,dp,cp,ep,vpp,mbs,recompute,..."
+    )
+
+
+def add_reading_flags(parser: ArgumentParser) -> None:
+    """Add the flags that say when a configuration fits, and which Megatron reads the script's flags."""
+    parser.add_argument(
+        "--memory-margin",
+        metavar="FRACTION",
+        type=fraction,
+        default=MEMORY_MARGIN,
+        help=f"part of the device memory that must stay free (default {MEMORY_MARGIN})",
+    )
+    parser.add_argument(
+        "--megatron-version",
+        metavar="V",
+        help="the Megatron release that reads the flags, e.g. 0.16.1 (default: what SCRIPT would import)",
+    )
+
+
+def add_script(parser: ArgumentParser, *, what: str = "SCRIPT") -> None:
+    """Add the script and its own flags."""
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for torchrun")
+    parser.add_argument("script", metavar=what, help="as in the job's own command; it need not be here")
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=REMAINDER, help="the script's own flags, exactly as in the job"
+    )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.model import ADDED_LATER, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +40,8 @@ class Job:
     train_iters: int | None
     performance_flags: tuple[str, ...]
     """Flags that change time or memory and have no field of their own here, sorted, as `--flag value`."""
+    cublas_workspace_config: str = field(default="", metadata=ADDED_LATER)
+    """CUBLAS_WORKSPACE_CONFIG of the workers, which sizes cuBLAS's buffers; empty where it is not set."""
 
     def has_flag(self, option: str) -> bool:
         """Whether a performance flag was given, such as `--deterministic-mode`."""

@@ -103,7 +103,7 @@ def predict_configuration(
     margin, variables = _checked(memory_margin, method), environment or {}
     version, version_note = megatron_version_of(megatron_version, script, variables)
     job = _job(arguments, machines, version, variables)
-    memory, notes = _memory(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method, variables, cache)
+    memory, notes = _memory(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method, cache)
     first = (*version_note, *_rank_note(job.own, rank), *machines.notes, *job.notes)
     return _prediction(job, machines, _Memory(method, memory, margin), script, (*first, *notes))
 
@@ -125,7 +125,6 @@ def _memory(
     machines: TargetMachines,
     pp_ranks: Sequence[int],
     method: Method,
-    environment: Mapping[str, str],
     cache: Path | None,
 ) -> tuple[tuple[StageMemory, ...], tuple[str, ...]]:
     """Count the stages, and say what that rests on."""
@@ -136,7 +135,6 @@ def _memory(
         device_name=machines.device_name,
         measured_bytes=machines.overhead_bytes,
         apart=machines.measured.overhead if machines.measured else None,
-        environment=environment,
     )
     counted = (
         stages.closed_form(job, pp_ranks, overhead, measured=machines.measured)

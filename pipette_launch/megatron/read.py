@@ -42,7 +42,7 @@ def read_job(
         for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
         without_probes: read also models that a warm-up cannot time, for plans that rest on none.
         for_planning: read also an own layout that Megatron refuses, without sizes that do not suit the ranks.
-        environment: of the workers, for the variables that choose an attention backend; None for none of them.
+        environment: of the workers, for the variables that choose an attention backend or size buffers; None for none.
         device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
 
     Raises:
@@ -74,6 +74,7 @@ def read_job(
         own=own,
         pinned=_pinned(fixed, held, refusal, device_kind),
         notes=tuple(dict.fromkeys(note for note in notes if note)),
+        cublas_workspace_config=(environment or {}).get("CUBLAS_WORKSPACE_CONFIG", ""),
         **_training(given, batch),
     )
 

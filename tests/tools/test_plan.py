@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -261,6 +262,24 @@ def test_a_prediction_and_a_plan_show_the_same_memory(
 
     assert predicted.startswith(f"{planned}\n")
     assert ("6.00 GiB of 7.36 GiB" in planned) == ("--cluster" in machines)
+
+
+def test_the_environments_workspaces_count_in_plans_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CUBLAS_WORKSPACE_CONFIG, which the job's workers inherit, makes every stage larger, in both alike."""
+    asked = f"--gpu h100 --nodes 1 --json --megatron-version 0.16.1 pretrain_gpt.py {TEXT}"
+
+    def peaks() -> list[int]:
+        predicted, planned = (json.loads(answer(f"{one} {asked}", capsys)[1]) for one in ("predict", "plan --fix all"))
+        return [predicted["stages"][0]["peak_bytes"], planned["chosen"]["memory"]["need_bytes"][0]]
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    usual = peaks()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":65536:1")
+    larger = peaks()
+
+    assert usual[0] == usual[1] < larger[0] == larger[1]
 
 
 @pytest.mark.parametrize(

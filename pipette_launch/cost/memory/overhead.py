@@ -130,7 +130,7 @@ def overhead_of(
             them. None for machines that were not measured; 0 on a GPU counts as None, for no context is that small.
         apart: `Measurements.overhead`, the same told apart: then the layout has as many communicators as it needs, each
             as large as one of the warm-up's was on average.
-        environment: of the worker, for the variables that size workspaces; None for none.
+        environment: of the worker, for the variables that size workspaces; None for what the job was read with.
 
     """
     if device_kind == "cpu":
@@ -156,8 +156,10 @@ def overhead_of(
     else:
         context = Figure(value=CONTEXT_BYTES, source=CONTEXT_SOURCE)
         communicators = Figure(value=COMMUNICATOR_BYTES * num_communicators(layout), source=COMMUNICATOR_SOURCE)
+    if environment is None:
+        environment = {"CUBLAS_WORKSPACE_CONFIG": job.cublas_workspace_config}
     return Overhead(
-        workspace=_workspace(job, device_name, environment or {}),
+        workspace=_workspace(job, device_name, environment),
         context=context,
         communicators=communicators,
         reserve=Figure(value=reserve, source=RESERVE_SOURCE),

@@ -140,7 +140,10 @@ def test_the_workers_environment_sizes_the_workspaces() -> None:
         local, Layout(), device_kind="cuda", device_name="V100", environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     )
 
+    read_with = replace(local, cublas_workspace_config=":4096:8")
+
     assert 64 * MIB == one.workspace.value
+    assert one == overhead_of(read_with, Layout(), device_kind="cuda", device_name="V100")
 
 
 def test_experts_make_the_allocator_reserve_more() -> None:

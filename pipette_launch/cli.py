@@ -59,8 +59,8 @@ def _add_courses(add: Callable[..., object]) -> None:
         "--pipette-on-sick",
         choices=("warn", "exclude", "fail"),
         default="warn",
-        help="when a node is slow or damaged: say so (default), train without it as far as --nnodes MIN:MAX allows, or "
-        "stop",
+        help="when a node is slow or damaged: print a warning (default), train without it as far as --nnodes MIN:MAX "
+        "allows, or stop",
     )
 
 

@@ -1,4 +1,4 @@
-"""Shows plans side by side: step, parts of the step, memory, proof, and how many ranks sit elsewhere."""
+"""Shows plans side by side: step, parts of the step, memory, proof, and how many ranks are on another device."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def _plans(comparison: Comparison) -> Iterator[RenderableType]:
         table.add_row(str(number), text(entry.name, style), *(text(cell, style) for cell in cells))
     yield table
     yield text(
-        "memory: a device of the fullest stage, of what the margin leaves; gap: to what was proven for all",
+        "memory: what a device of the fullest stage holds, in percent of the limit; gap: how far the step is above the "
+        "lower bound of all plans",
         "dim",
     )
 
@@ -99,17 +100,17 @@ def _parts(comparison: Comparison) -> Iterator[RenderableType]:
 
 
 def _places(comparison: Comparison) -> Iterator[RenderableType]:
-    """How many ranks sit elsewhere than under the first."""
+    """How many ranks are on another device than in the first plan."""
     first, *others = comparison.entries
     counts = [(number, entry) for number, entry in enumerate(others, 2) if entry.choice and first.choice]
-    moved = [f"{number}: {entry.num_moved}" for number, entry in counts if entry.num_moved]
+    moved = [f"plan {number}: {entry.num_moved}" for number, entry in counts if entry.num_moved]
     if moved and first.choice:
-        yield text(f"ranks that sit elsewhere than under 1, of {len(first.choice.placement)}: {', '.join(moved)}")
+        yield text(f"ranks on another device than in plan 1, of {len(first.choice.placement)}: {', '.join(moved)}")
     elif any(entry.num_moved == 0 for _, entry in counts):
-        yield text("every rank sits where it does under 1")
+        yield text("every rank is on the same device as in plan 1")
     strange = [str(number) for number, entry in counts if entry.num_moved is None]
     if strange:
-        yield text(f"on other machines than 1: {', '.join(strange)}")
+        yield text(f"for other machines than plan 1: {', '.join(strange)}")
 
 
 def _sentences(comparison: Comparison, *, faults: bool) -> Iterator[str]:

@@ -43,10 +43,10 @@ def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> T
 def limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
     """Say what the figures hold and what the limit is; the same words on every screen."""
     if not free_bytes:
-        return "the model's tensors alone, as this file of an earlier release has them"
+        return "the model's tensors alone: this file of an earlier release has no overhead"
     return (
-        f"of a whole device, overhead included; the limit of {bytes_text(limit_bytes)} is the {bytes_text(free_bytes)} "
-        f"that are free on the fullest device, less the margin of {margin:.0%}"
+        f"what one device holds, overhead included; the limit of {bytes_text(limit_bytes)} is what is free on the "
+        f"fullest device ({bytes_text(free_bytes)}), less the margin of {margin:.0%}"
     )
 
 

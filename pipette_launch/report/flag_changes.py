@@ -16,7 +16,7 @@ def flag_lines(arguments: Sequence[str], new_arguments: Sequence[str] | None) ->
     """What changes for the script."""
     changes = [] if new_arguments is None else arguments_diff(arguments, new_arguments)
     if not changes:
-        yield text("your own, untouched")
+        yield text("your own, unchanged")
     styles = {"+": "green", "-": "red", "~": "yellow"}
     for sign, what in changes:
         line = text(f"{sign} ", styles[sign])
@@ -46,7 +46,7 @@ def paste_text(old: Sequence[str], new: Sequence[str]) -> str:
         lines[-1].append(word)
     told = " \\\n".join(f"  {shlex.join(line)}" for line in lines)
     append = f"Append to the script's flags:\n{told}\n" if lines else ""
-    return append + (f"And delete: {' '.join(deleted)}\n" if deleted else "")
+    return append + (f"And delete these: {' '.join(deleted)}\n" if deleted else "")
 
 
 def paste_words(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:

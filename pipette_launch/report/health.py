@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MOST_VERDICTS = 5
 HEADINGS = {"stops": "Stops", "slows": "Slows", "fine": "Fine"}
-UNSEEN = "not looked at, because one machine cannot tell: clocks that differ between nodes, links, firewalls"
+UNSEEN = "not checked, because one machine alone cannot: clocks that differ between nodes, links, firewalls"
 
 
 def health(verdicts: Sequence[Verdict], *, where: str = "cluster.json") -> Iterator[RenderableType]:

@@ -65,11 +65,12 @@ def what_the_plan_rests_on(plan: Plan, measurements: Measurements | None) -> Ite
     if measurements is None:
         origin = {
             "cached": "kept from an earlier start",
-            "file": "given by file",
+            "file": "read from a file",
             "imagined": "made for imagined machines",
             "measured": "measured before",
         }
-        yield text(f"nothing now: the plan was {origin[plan.provenance.source]}, made at {plan.provenance.made_at}")
+        source, made_at = origin[plan.provenance.source], plan.provenance.made_at
+        yield text(f"nothing in this start: the plan was {source}; it was made at {made_at}")
         return
     remark = ""
     if plan.provenance.source != "measured":

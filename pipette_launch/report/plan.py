@@ -247,7 +247,10 @@ def _trials(plan: Plan) -> Iterator[RenderableType]:
         words = f"{run.layout.words()}{whose}  {figures}"
         table.add_row(text(seconds_text(run.step.median_s), style), bar(part, style), text(words, style))
     yield table
-    yield text(f"{plan.trials.iterations} iterations of each count; {plan.trials.took_s:.0f} s in all", "dim")
+    yield text(
+        f"{plan.trials.iterations} iterations of each trial were timed; all trials took {plan.trials.took_s:.0f} s",
+        "dim",
+    )
 
 
 def _memory(choice: Choice) -> Iterator[RenderableType]:
@@ -257,7 +260,7 @@ def _memory(choice: Choice) -> Iterator[RenderableType]:
     yield memory_bars([(stage, shown.need_bytes[stage]) for stage in stages], shown.limit_bytes)
     hidden = len(shown.need_bytes) - len(stages)
     if hidden:
-        yield text(f"… {hidden} more stages, none fuller", "dim")
+        yield text(f"… {hidden} more stages, none of them fuller", "dim")
     yield text(limit_words(shown.limit_bytes, shown.free_bytes, shown.margin), "dim")
 
 
@@ -267,7 +270,7 @@ def _dropped(plan: Plan) -> Iterator[RenderableType]:
 
     if not plan.dropped:
         return
-    yield text(f"of {plan.num_layouts:,} legal layouts, and of combinations that Megatron refuses:")
+    yield text(f"from {plan.num_layouts:,} legal layouts, and from combinations that Megatron refuses:")
     most = sorted(plan.dropped.items(), key=lambda item: -item[1])
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(justify="right", no_wrap=True)

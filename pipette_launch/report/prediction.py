@@ -101,7 +101,7 @@ def _machines(prediction: Prediction) -> Iterator[Text]:
 def _verdict(prediction: Prediction) -> Text:
     """One sentence; the stage that decides it is named."""
     fullest, capacity, limit = prediction.fullest, prediction.capacity_bytes, prediction.limit_bytes
-    where = "the stage shown" if len(prediction.stages) == 1 else f"the fullest, stage {fullest.pp_rank},"
+    where = "the stage shown" if len(prediction.stages) == 1 else f"stage {fullest.pp_rank}, the fullest,"
     need = f"{where} needs {bytes_text(fullest.peak_bytes)}"
     if capacity is None or limit is None:
         return text(f"Memory only: {need} on each rank.", STYLES["unknown"])
@@ -121,7 +121,7 @@ def _memory(prediction: Prediction) -> Iterator[RenderableType]:
     yield memory_bars([(stage.pp_rank, stage.peak_bytes) for stage in shown], limit)
     hidden = len(prediction.stages) - len(shown)
     if hidden:
-        yield text(f"… {hidden} more stages, none fuller; --stage S and --json show them", "dim")
+        yield text(f"… {hidden} more stages, none of them fuller; --stage S and --json show them", "dim")
     if prediction.capacity_bytes is not None and limit is not None:
         yield text(limit_words(limit, prediction.capacity_bytes, prediction.memory_margin), "dim")
     yield text(METHODS[prediction.method], "dim")

@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--planners",
         metavar="NAMES",
-        help="ask these planners, the first is what the others are measured by: ours,yours,amp,varuna,pipette,"
+        help="planners to compare, the others with the first: ours,yours,amp,varuna,pipette,"
         "megatron-rules,topology-sorted,torchrun-order,random ...",
     )
     parser.add_argument(
@@ -32,14 +32,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="SECONDS",
         type=flags.seconds,
         default=RIVAL_BUDGET_S,
-        help=f"for each candidate of a planner that anneals (default {RIVAL_BUDGET_S:g}; Pipette's own scripts: 10)",
+        help=f"time for each candidate of a planner that anneals (default {RIVAL_BUDGET_S:g}; Pipette's scripts: 10)",
     )
     flags.add_machine_flags(parser)
     # Nothing is going to run: what another plan saves counts, however little.
     flags.add_search_flags(parser, margin=0.0)
     flags.add_reading_flags(parser)
     parser.add_argument("--json", action="store_true", help="print a document of kind `comparison` instead of a screen")
-    flags.add_script(parser, what="PLAN|SCRIPT")
+    flags.add_script(parser, what="PLAN|SCRIPT", about="plan files; or with --planners the script of the job")
 
 
 def run(args: Namespace) -> int:

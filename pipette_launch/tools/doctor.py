@@ -35,14 +35,14 @@ OWN_PACKAGES = {
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of `pipette doctor`."""
     parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job would run on (default: auto)"
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job would run on (default auto)"
     )
     parser.add_argument(
         "--nproc-per-node", metavar="N", type=int, help="workers of this node (default: all GPUs, or one on CPU)"
     )
     parser.add_argument("--nnodes", metavar="N", type=int, default=1, help="nodes of the job (default 1)")
     parser.add_argument(
-        "--port", metavar="N", type=int, default=DEFAULT_PORT, help=f"of --rdzv-endpoint (default {DEFAULT_PORT})"
+        "--port", metavar="N", type=int, default=DEFAULT_PORT, help=f"port of --rdzv-endpoint (default {DEFAULT_PORT})"
     )
     parser.add_argument("--json", action="store_true", help="print a document of kind `checkup` instead of a screen")
 
@@ -144,5 +144,7 @@ def _conditions(host: Host, told: Sequence[DeviceCondition]) -> Iterator[Finding
         yield Finding(severity="slows", what="persistence mode", value=value, advice="nvidia-smi -pm 1")
 
 
-COMMAND = Subcommand(summary="Say what on this machine would stop or slow a job.", add_arguments=add_arguments, run=run)
+COMMAND = Subcommand(
+    summary="Check what on this machine would stop or slow a job.", add_arguments=add_arguments, run=run
+)
 """For `main.COMMANDS`."""

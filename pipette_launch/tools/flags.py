@@ -60,7 +60,12 @@ def add_machine_flags(parser: ArgumentParser, *, num_hosts: Sequence[str] = ("--
         type=int,
         help="ranks on each (default: as usual for NAME, else 8)",
     )
-    add("--world-size", metavar="N", type=int, help="ranks of the job, in place of one of the two")
+    add(
+        "--world-size",
+        metavar="N",
+        type=int,
+        help="ranks of the job; may take the place of --nodes or --nproc-per-node",
+    )
     add(
         "--fabric", metavar="FILE|NAME", help="network between the hosts of --gpu: a file, uniform, or fat-tree-2:1 ..."
     )
@@ -74,18 +79,21 @@ def add_search_flags(parser: ArgumentParser, *, margin: float = MARGIN) -> None:
         metavar="SECONDS",
         type=seconds,
         default=SEARCH_BUDGET_S,
-        help=f"most processor time of the search (default {SEARCH_BUDGET_S:g})",
+        help=f"processor time that the search may take (default {SEARCH_BUDGET_S:g})",
     )
-    add("--seed", metavar="N", type=int, default=SEED, help=f"of the search's random numbers (default {SEED})")
+    add("--seed", metavar="N", type=int, default=SEED, help=f"seed of the search's random numbers (default {SEED})")
     add(
         "--margin",
         metavar="FRACTION",
         type=fraction,
         default=margin,
-        help=f"part of the step that another plan than your own must save (default {margin:g})",
+        help=f"another plan replaces your own only if it saves more than this part of the step (default {margin:g})",
     )
     add(
-        "--fix", metavar="NAMES", default="", help="parts of the layout that stay: tp,pp,dp,cp,ep,vpp,mbs,recompute,..."
+        "--fix",
+        metavar="NAMES",
+        default="",
+        help="parts of the layout that must stay as they are: tp,pp,dp,cp,ep,vpp,mbs,recompute,...",
     )
 
 
@@ -105,10 +113,15 @@ def add_reading_flags(parser: ArgumentParser) -> None:
     )
 
 
-def add_script(parser: ArgumentParser, *, what: str = "SCRIPT") -> None:
-    """Add the script and its own flags."""
+def add_script(
+    parser: ArgumentParser,
+    *,
+    what: str = "SCRIPT",
+    about: str = "as in the job's own command; the file need not exist here",
+) -> None:
+    """Add the script, shown as `what` and told as `about`, and its own flags."""
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for torchrun")
-    parser.add_argument("script", metavar=what, help="as in the job's own command; it need not be here")
+    parser.add_argument("script", metavar=what, help=about)
     parser.add_argument(
         "arguments", metavar="ARGS", nargs=REMAINDER, help="the script's own flags, exactly as in the job"
     )

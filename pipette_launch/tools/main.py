@@ -19,7 +19,6 @@ COMMANDS: Mapping[str, Subcommand] = {
     "doctor": doctor.COMMAND,
     "probe": probe.COMMAND,
 }
-BEHIND = "and mind that the script's own flags stand behind its name"
 BAD_INPUT = (UsageError, MegatronError, FactError, FileFormatError, ClusterError)
 """Errors of what was typed or of a file that was named: they exit with 2, as argparse's own do."""
 
@@ -58,5 +57,8 @@ def _run(words: Sequence[str]) -> int:
         return 0
     args, strange = parser().parse_known_args(words)
     if strange:
-        raise UsageError(f"unknown flag {strange[0]}; see pipette {args.command} --help, {BEHIND}")
+        raise UsageError(
+            f"unknown flag {strange[0]}; see pipette {args.command} --help; the script's own flags stand behind its "
+            f"name"
+        )
     return COMMANDS[args.command].run(args)

@@ -18,7 +18,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_machine_flags(parser)
     flags.add_search_flags(parser)
     flags.add_reading_flags(parser)
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the plan there, for --pipette-plan and compare")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the plan to this file, for --pipette-plan and `pipette compare`"
+    )
     parser.add_argument("--json", action="store_true", help="print the plan's document instead of a screen")
     flags.add_script(parser)
 
@@ -53,7 +55,7 @@ def _naming(out: Path) -> Iterator[None]:
 
 
 COMMAND = Subcommand(
-    summary="Which layout and which order of ranks is fastest on these machines, and how sure is that?",
+    summary="Choose the fastest layout and order of ranks on these machines, and say how sure that is.",
     add_arguments=add_arguments,
     run=run,
 )

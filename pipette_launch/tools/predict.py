@@ -14,8 +14,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of `pipette predict`; what stands behind the script belongs to the script."""
     flags.add_machine_flags(parser, num_hosts=("--nodes", "--nnodes"))
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--rank", metavar="R", type=int, help="tell only the stage of this RANK")
-    shown.add_argument("--stage", metavar="S", type=int, help="tell only this pipeline rank, from 0")
+    shown.add_argument("--rank", metavar="R", type=int, help="show only the stage of this RANK")
+    shown.add_argument("--stage", metavar="S", type=int, help="show only this pipeline rank, from 0")
     parser.add_argument(
         "--method",
         choices=("closed", "abstract"),
@@ -24,7 +24,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     flags.add_reading_flags(parser)
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="what it runs on, without --cluster and --gpu"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="what the job runs on, where neither --cluster nor --gpu is given",
     )
     parser.add_argument("--json", action="store_true", help="print a document of kind `prediction` instead of a screen")
     flags.add_script(parser)
@@ -61,7 +64,7 @@ def run(args: Namespace) -> int:
 
 
 COMMAND = Subcommand(
-    summary="Does exactly this configuration fit in memory, and how long is its step?",
+    summary="Predict whether exactly this configuration fits in memory, and how long its step is.",
     add_arguments=add_arguments,
     run=run,
 )

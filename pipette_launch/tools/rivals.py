@@ -170,7 +170,7 @@ def _entry(
 
 
 def _moved(entry: Entry, lead: Choice | None) -> Entry:
-    """Count the ranks that sit elsewhere than under the first entry; all are on the same machines."""
+    """Count the ranks that are on another device than under the first entry; all are on the same machines."""
     if entry.choice is None or lead is None:
         return entry
     return replace(entry, num_moved=sum(a != b for a, b in zip(entry.choice.placement, lead.placement, strict=True)))

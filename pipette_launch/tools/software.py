@@ -36,7 +36,9 @@ def python(version: str | None = None) -> Iterator[Finding]:
     if Version(here) in PYTHON:
         yield Finding(severity="fine", what="Python", value=here)
     else:
-        yield Finding(severity="slows", what="Python", value=f"{here}, tested is {PYTHON}", advice="expect surprises")
+        yield Finding(
+            severity="slows", what="Python", value=f"{here}, tested is {PYTHON}", advice="use a tested release"
+        )
 
 
 def packages(version_of: VersionOf = installed) -> Iterator[Finding]:
@@ -85,7 +87,9 @@ def _compared(name: str, found: str) -> Finding:
     try:
         version = Version(found)
     except InvalidVersion:
-        return Finding(severity="slows", what=name, value=f"{found}, which is no version", advice="expect surprises")
+        return Finding(
+            severity="slows", what=name, value=f"{found}, which is not a version number", advice="install a release"
+        )
     if not NEEDED[name].contains(version, prereleases=True):
         advice = f"pip install '{name}{NEEDED[name]}'"
         return Finding(severity="stops", what=name, value=f"{found}, needed is {NEEDED[name]}", advice=advice)

@@ -41,14 +41,14 @@ def folder_of_plans(tmp_path: Path) -> Path:
 
 
 def test_files_stand_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Step, ratio, gap, parts, and how many ranks sit elsewhere."""
+    """Step, ratio, gap, parts, and how many ranks are on another device."""
     code, out, err = answer(f"{folder / 'a.plan.json'} {folder / 'b.plan.json'} {folder / 'c.plan.json'}", capsys)
     text = " ".join(out.split())
 
     assert (0, "") == (code, err)
     assert "1 a 1.00 s 1.000 86% 25.0% tp1 pp1 dp4 mbs1 2 b 900 ms 0.900 86% 12.5% tp1 pp2 dp2 mbs1" in text
-    assert "ranks that sit elsewhere than under 1, of 4: 2: 2" in text
-    assert "on other machines than 1: 3" in text
+    assert "ranks on another device than in plan 1, of 4: plan 2: 2" in text
+    assert "for other machines than plan 1: 3" in text
     assert "whether it is for the same job as 1 cannot be told" in text
 
 

@@ -27,10 +27,10 @@ def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (f"--gpu H100 --world-size 8 {JOB}", "It fits: the fullest, stage 0,"),
+        (f"--gpu H100 --world-size 8 {JOB}", "It fits: stage 0, the fullest,"),
         (f"--gpu H100 --nodes 1 --nproc-per-node 8 {JOB}", "8 ranks on 1 host x 8 H100-SXM"),
         (f"--gpu H100 --nnodes=1 --nproc_per_node=8 {JOB}", "8 ranks on 1 host x 8 H100-SXM"),
-        (f"--world-size 8 {JOB}", "Memory only: the fullest, stage 0, needs"),
+        (f"--world-size 8 {JOB}", "Memory only: stage 0, the fullest, needs"),
         (f"--world-size 8 --stage 3 {JOB}", "Memory only: the stage shown needs"),
         (f"--world-size 8 --rank 7 {JOB}", "Rank 7 is pp 3, dp 1, cp 0, tp 0."),
         (f"--world-size 8 --device cpu {JOB}", "8 ranks on CPUs of unknown type"),
@@ -67,7 +67,7 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
         (f"--world-size 8 --method oracle {JOB}", "invalid choice: 'oracle'"),
         (
             f"--world-size 8 --num-layers 2 {JOB}",
-            "unknown flag --num-layers; see pipette predict --help, and mind that",
+            "unknown flag --num-layers; see pipette predict --help; the script's own flags stand",
         ),
         ("--world-size 8", "the following arguments are required: SCRIPT"),
         ("--world-size 8 pretrain_gpt.py", "the command line lacks --num-layers"),

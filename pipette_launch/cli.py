@@ -37,14 +37,14 @@ def parser() -> ArgumentParser:
         "placement of ranks, and starts the unmodified script with them."
     )
     group = whole.add_argument_group("pipette")
-    _add_courses(group.add_argument)
-    _add_measures(group.add_argument)
+    _add_choices(group.add_argument)
+    _add_amounts(group.add_argument)
     group.add_argument("--pipette-version", action="version", version=f"pipette-launch {__version__}")
     return whole
 
 
-def _add_courses(add: Callable[..., object]) -> None:
-    """Add what chooses between courses of a job: which plan, how far to go, and what to do where something is amiss."""
+def _add_choices(add: Callable[..., object]) -> None:
+    """Add the flags that choose what the launcher does: which plan, how far to go, and what to do after a failure."""
     add("--pipette-plan", metavar="FILE", help="use this plan.json instead of measuring and planning")
     add("--pipette-probe", metavar="FILE", help="measure only: write what was measured to FILE, show it, and stop")
     add("--pipette-dry-run", action="store_true", help="measure and plan, show the plan, and stop before training")
@@ -64,7 +64,7 @@ def _add_courses(add: Callable[..., object]) -> None:
     )
 
 
-def _add_measures(add: Callable[..., object]) -> None:
+def _add_amounts(add: Callable[..., object]) -> None:
     """Add devices, amounts and places."""
     add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job trains on")
     add(
@@ -175,11 +175,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.write(f"pipette-launch: error: {error}\n")
         sys.exit(error.exit_code)
     except SignalException as signalled:
-        # Where torch's loop stood by then is nobody's question; the exit code is that of torchrun.
+        # Where torch's loop stood by then does not matter to the user; the exit code is that of torchrun.
         sys.stderr.write(f"pipette-launch: ended by {signalled.sigval.name}, and its workers with it\n")
         sys.exit(1)
     except KeyboardInterrupt:
-        # Before there are workers nobody has asked for signals.
+        # Before it starts workers, torchrun has no handler for signals.
         sys.stderr.write("pipette-launch: ended by SIGINT, before there were workers\n")
         sys.exit(INTERRUPTED)
 
@@ -210,7 +210,7 @@ def _launch(words: Sequence[str]) -> None:
 
 
 def _before_script(whole: ArgumentParser, words: Sequence[str]) -> Sequence[str]:
-    """Return the words before the script's name, as far as they can be told before parsing."""
+    """Return the words before the script's name, as far as they can be recognised before parsing."""
     actions = whole._option_string_actions  # noqa: SLF001
     index = 0
     while index < len(words) and words[index].startswith("-"):

@@ -49,7 +49,16 @@ _LAYER_WEIGHTS = 12
 
 
 def priced_s(job: Job, layout: Layout, priced: Units, seconds_per_byte_SS: Array, slot_W: NDArray[np.int64]) -> float:
-    """T = T_pipe + T_dp, of units and links that are priced already; arguments as of the functions below."""
+    """T = T_pipe + T_dp, of units and links that are priced already.
+
+    Args:
+        job: the model and batch.
+        layout: degrees and stages.
+        priced: seconds of each unit of the model.
+        seconds_per_byte_SS: of the links as AMP knows them.
+        slot_W: the slot of each RANK.
+
+    """
     forward, _ = priced.stages_s(layout.stage_layers(job.model.num_layers))
     slots_PDT = slot_W[rank_grid(layout)][:, :, 0, :]
     return pipeline_s(
@@ -119,7 +128,18 @@ def pipeline_s(*, microbatches: int, stage_s: Sequence[float], cut_s: Sequence[f
 
 
 def cuts_s(model: ModelSpec, layout: Layout, seconds_per_byte_SS: Array, slots_PDT: NDArray[np.int64]) -> list[float]:
-    """c: an activation, mbs*s*h elements, over the slowest tensor-parallel lane, averaged over the replicas."""
+    """c: an activation, mbs*s*h elements, over the slowest tensor-parallel lane, averaged over the replicas.
+
+    Args:
+        model: its sequence and width make the activation.
+        layout: its micro-batch.
+        seconds_per_byte_SS: of the links, from the slot of the row.
+        slots_PDT: the slot of each stage, replica and tensor-parallel rank.
+
+    Returns:
+        Seconds of each cut between neighbouring stages.
+
+    """
     size = layout.micro_batch_size * model.seq_length * model.hidden_size * model.dtype_bytes
     hops_PDT = seconds_per_byte_SS[slots_PDT[:-1], slots_PDT[1:]]
     means: list[float] = (size * hops_PDT.max(axis=2).mean(axis=1)).tolist()
@@ -132,6 +152,13 @@ def data_parallel_s(
     """T_dp: the slowest over stages and lanes of 2(d - 1)/d * P over the slowest link of the ring.
 
     P = h*V/t where there is an embedding (once, both at one stage or not) + 12*h^2/t for each layer.
+
+    Args:
+        model: its parameters.
+        layout: degrees and stages.
+        seconds_per_byte_SS: of the links, from the slot of the row.
+        slots_PDT: the slot of each stage, replica and tensor-parallel rank.
+
     """
     if layout.dp == 1:
         return 0.0

@@ -36,7 +36,7 @@ class PlannerOptions:
     memory_margin: float = MEMORY_MARGIN
     """Part of the device's memory that stays free, for rules that say no more than that it must fit."""
     switches_H: tuple[tuple[int, ...], ...] = ()
-    """Declared switches above each host, topmost first, such as (pod, leaf); empty where nobody declared any."""
+    """Declared switches above each host, topmost first, such as (pod, leaf); empty where none are declared."""
 
     def __post_init__(self) -> None:
         if self.capacity_bytes < 1 or not self.budget_s >= 0:
@@ -58,7 +58,7 @@ class Pick:
 
 
 Ranking = Callable[[Job, Measurements, PlannerOptions], tuple[Pick, ...]]
-"""All that a rival considers, best first by its own lights; raises PlanError where that is nothing."""
+"""All that a rival considers, best first by its own model; raises PlanError where there is none."""
 
 
 def ranked(name: str, picks: Iterator[Pick], *, nothing: str) -> tuple[Pick, ...]:
@@ -106,6 +106,17 @@ def variant(
     """Return the user's own layout with other degrees, or None where a pin or Megatron forbids them.
 
     Sequence parallelism comes with TP, as Megatron's guide asks for, unless the user runs TP without it.
+
+    Args:
+        job: its own layout, pins and model.
+        measurements: GPUs and CPUs differ in what they allow.
+        tp: tensor-parallel ranks.
+        pp: stages.
+        dp: replicas.
+        micro_batch_size: samples of one micro-batch.
+        layers_per_chunk: uneven stages; empty = even ones.
+        recompute: None = the user's own.
+
     """
     own = job.own
     is_open = own.tp == 1 and "sequence_parallel" not in job.pinned

@@ -80,6 +80,14 @@ def pipette_s(
     """q*(p*F + T_PP) + (p - 1)*F + T_DP with q = n // p, or (p*F + T_PP) + (n - 1)*F + T_DP where q = 0.
 
     T_PP, a round trip over all links, is the hidden critical path: every p micro-batches expose one.
+
+    Args:
+        stages: p.
+        microbatches: n.
+        pass_s: F, forward and backward of one micro-batch on one stage.
+        transfer_s: T_PP.
+        data_parallel_s: T_DP.
+
     """
     rounds = microbatches // stages
     if rounds == 0:
@@ -88,7 +96,16 @@ def pipette_s(
 
 
 def amp_arm(*, stages: int, microbatches: int, forward_s: float, hop_s: float, data_parallel_s: float = 0.0) -> float:
-    """(n - 1)*3f + p*3f + 2(p - 1)*hop + T_DP: the pipeline's communication once."""
+    """(n - 1)*3f + p*3f + 2(p - 1)*hop + T_DP: the pipeline's communication once.
+
+    Args:
+        stages: p.
+        microbatches: n.
+        forward_s: f, of one micro-batch on one stage.
+        hop_s: of one micro-batch's message between neighbours, one way.
+        data_parallel_s: T_DP.
+
+    """
     return (microbatches + stages - 1) * 3 * forward_s + 2 * (stages - 1) * hop_s + data_parallel_s
 
 

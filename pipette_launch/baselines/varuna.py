@@ -110,7 +110,7 @@ def memory_bytes(job: Job, layout: Layout) -> int:
 
 
 def largest_micro_batch(job: Job, layout: Layout, capacity_bytes: float) -> int:
-    """Find the largest micro-batch that `memory_bytes` lets in, by bisection; Varuna tries no smaller one.
+    """Find the largest micro-batch that fits by `memory_bytes`, by bisection; Varuna tries no smaller one.
 
     Raises:
         PlanError: a micro-batch of one does not fit: Varuna has no tensor parallelism to fall back on.

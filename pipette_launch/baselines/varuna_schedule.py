@@ -82,7 +82,7 @@ def makespan_s(times: PipelineTimes, microbatches: int) -> float:
 
 
 class _Stage:
-    """What one stage has in hand."""
+    """The tasks of one stage that are left, and what has arrived for them."""
 
     def __init__(self, tasks: tuple[Task, ...]) -> None:
         self.tasks = list(tasks)

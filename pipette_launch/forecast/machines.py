@@ -21,7 +21,7 @@ DEVICES_PER_HOST = 8
 ITS_OWN_MODEL = (
     "Layer times are those of the model that the warm-up timed; for layers of another kind or size they are wrong."
 )
-"""Said of files that do not tell which model that was."""
+"""A note for files that do not name the model that was timed."""
 
 Kind = Literal["cuda", "cpu"]
 
@@ -77,7 +77,7 @@ class TargetMachines:
 
     @property
     def switches_H(self) -> tuple[tuple[int, ...], ...]:
-        """Declared groups above each imagined host, outermost first; empty where nobody declared any."""
+        """Declared groups above each imagined host, outermost first; empty where none are declared."""
         return () if self.spec is None else self.fabric.switches_H(self.num_hosts, self.spec)
 
     def measurements(self, job: Job, layouts: Sequence[Layout] = ()) -> Measurements | None:

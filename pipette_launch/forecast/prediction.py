@@ -225,7 +225,7 @@ def megatron_version_of(given: str | None, script: str, environment: Mapping[str
 
 
 def _pp_ranks(layout: Layout, *, rank: int | None, stage: int | None) -> tuple[int, ...]:
-    """Return the pipeline ranks to tell of."""
+    """Return the pipeline ranks that the prediction shows."""
     if rank is not None and stage is not None:
         raise UsageError("--rank and --stage exclude each other: a rank has one stage")
     if rank is not None:

@@ -34,6 +34,13 @@ def closed_form(
     """Count the tensors of these pipeline ranks by formula; a stage that the warm-up ran has the peak that it had.
 
     That is the figure which the planner takes. The split by kind stays the formula's, scaled to the measured peak.
+
+    Args:
+        job: its own layout is counted.
+        pp_ranks: the pipeline ranks to count.
+        overhead: what a rank holds beside the model.
+        measured: peaks of stages that a warm-up ran; None = none.
+
     """
     parts = peak_memory_bytes(job, job.own)
     predicted = [one.total for one in parts]
@@ -56,6 +63,12 @@ def _scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
 
 def executed(job: Job, pp_ranks: Sequence[int], overhead: Overhead, *, cache: Path | None) -> Counted:
     """Count them by running megatron-core's own code under fake tensors, in a process of its own.
+
+    Args:
+        job: its own layout is counted.
+        pp_ranks: the pipeline ranks to count.
+        overhead: what a rank holds beside the model.
+        cache: a folder that keeps what was found; None keeps nothing.
 
     Raises:
         PlanError: megatron-core or torch is missing, refuses the layout, or does something that is not modelled.

@@ -81,7 +81,7 @@ def _memory(choice: Choice) -> str:
 def _parts(comparison: Comparison) -> Iterator[RenderableType]:
     """What each step consists of: a column for each of the longest parts, and one for what is left."""
     shown = [(number, entry.choice) for number, entry in enumerate(comparison.entries, 1) if entry.choice is not None]
-    # What cannot run must not choose the columns: its longest part may be nobody else's.
+    # A plan that cannot run must not choose the columns: its longest part may be in no other plan.
     weighed = [entry.choice for entry in comparison.entries if entry.runs and entry.choice] or [one for _, one in shown]
     longest_s = {
         name: max(choice.breakdown_s.get(name, 0.0) for choice in weighed)

@@ -1,4 +1,4 @@
-"""Shows what is amiss with machines: the verdicts of a warm-up, and what `pipette doctor` found on one machine."""
+"""Shows faults of machines: the verdicts of a warm-up, and what `pipette doctor` found on one machine."""
 
 from __future__ import annotations
 

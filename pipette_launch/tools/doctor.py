@@ -102,7 +102,7 @@ def examine(args: Namespace) -> Checkup:
 
 
 def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
-    """Take stock as an agent would, and judge the devices beside each other."""
+    """List the devices as an agent would, and compare them with each other."""
     from pipette_launch.facts.health.checkup import Finding
     from pipette_launch.probe.health import condition, inventory
 
@@ -126,7 +126,7 @@ def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
 
 
 def _conditions(host: Host, told: Sequence[DeviceCondition]) -> Iterator[Finding]:
-    """Say what is amiss with the devices, and whether the driver forgets them between jobs."""
+    """Report faults of the devices, and whether the driver unloads their state between jobs."""
     from pipette_launch.facts.health.checkup import Finding
     from pipette_launch.probe.health.verdicts import judge
 

@@ -119,7 +119,7 @@ def add_script(
     what: str = "SCRIPT",
     about: str = "as in the job's own command; the file need not exist here",
 ) -> None:
-    """Add the script, shown as `what` and told as `about`, and its own flags."""
+    """Add the script and its own flags; --help shows the script as `what` with the sentence `about`."""
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as for torchrun")
     parser.add_argument("script", metavar=what, help=about)
     parser.add_argument(

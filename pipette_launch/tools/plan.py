@@ -1,4 +1,4 @@
-"""`pipette plan` chooses layout and placement for machines that were measured before, or that nobody has yet."""
+"""`pipette plan` chooses layout and placement for machines that were measured before, or for imagined ones."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ OURS = "ours"
 YOURS = "yours"
 NAMES = (OURS, *RANKINGS, YOURS)
 MOST_TRIED = 200
-"""Of a planner whose first choice cannot run, so many further ones are looked at for one that can."""
+"""Where a planner's first choice cannot run, this many of its next choices are checked for one that can."""
 
 
 def checked_names(text: str) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def _ours(plan: Plan | PlanError, name: str) -> Entry:
 
 
 def _rival(judge: Judge, name: str, options: PlannerOptions) -> Entry:
-    """Judge a planner's choice; where it cannot run, tell the first of its further choices that can."""
+    """Price a planner's choice; where that cannot run, add a remark on its next choice that can."""
     if name == YOURS:
         own = judge.priced(judge.job.own, range(judge.job.own.world_size))
         return _entry(name, own.choice, faults=own.faults, remarks=("In torchrun's order.",))

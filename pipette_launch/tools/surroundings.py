@@ -62,7 +62,7 @@ def limits(*, has_infiniband: bool | None = None) -> Iterator[Finding]:
 def host_name(
     *, name: str | None = None, addresses: Collection[str] | None = None, environ: Mapping[str, str], num_nodes: int
 ) -> Iterator[Finding]:
-    """Look at what this host's name means to itself: gloo tells its peers that address.
+    """Check which address this host's name resolves to: gloo sends that address to its peers.
 
     Args:
         name: of this host; None asks the system.

@@ -24,9 +24,6 @@ from pipette_launch.errors import FactError
 Clock = Callable[[], float]
 State = NDArray[np.int64]
 
-BUDGET_S = 10.0
-"""What Pipette's scripts give each (pp, tp, micro-batch); its default is 500 s."""
-
 _START = 1.0
 _COOLING = 0.999
 _COLDEST = 1e-4

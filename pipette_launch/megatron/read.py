@@ -74,8 +74,7 @@ def read_job(
         own=own,
         pinned=_pinned(fixed, held, refusal, device_kind),
         notes=tuple(dict.fromkeys(note for note in notes if note)),
-        cublas_workspace_config=(environment or {}).get("CUBLAS_WORKSPACE_CONFIG", ""),
-        **_training(given, batch),
+        **_training(given, batch, environment or {}),
     )
 
 
@@ -101,7 +100,7 @@ def _pinned(
     return tuple(sorted(pinned))
 
 
-def _training(given: Arguments, batch: Batch) -> dict[str, Any]:
+def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) -> dict[str, Any]:
     """What a step does beside the model's passes, how many there are, which are printed, and by which release."""
     return {
         "megatron_version": given.version,
@@ -110,6 +109,7 @@ def _training(given: Arguments, batch: Batch) -> dict[str, Any]:
         "performance_flags": performance_flags(given),
         "log_interval": given.size("log_interval"),
         "train_iters": _train_iters(given, batch),
+        "cublas_workspace_config": environment.get("CUBLAS_WORKSPACE_CONFIG", ""),
     }
 
 

@@ -54,7 +54,7 @@ SUB_FLOORS = {
         {"learned"},
     ],
     "probe": [
-        {"health", "options", "parent_death", "plan_hints", "progress"},
+        {"health", "options", "plan_hints", "progress"},
         {"harness"},
         {"compute", "links"},
         {"assemble"},

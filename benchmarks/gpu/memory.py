@@ -28,7 +28,7 @@ from pipette_launch.facts import ComputeCase, Host, Job, Layout, Recompute
 from pipette_launch.facts.messages.measuring_advice import StageCase
 from pipette_launch.probe.compute.peak_memory import MemoryMeter, meter
 from pipette_launch.probe.compute.whole_stages import StageBench
-from pipette_launch.probe.harness import Budget, Conductor
+from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.units import MIB
 from pipette_patches import whole_stage
@@ -126,13 +126,14 @@ def _measure(book: Notebook, reads: MemoryMeter, index: int, case: Case, job: Jo
         job=job,
         hosts=(here,),
         cases=(ComputeCase(tp=1, cp=1, micro_batch_size=1),),
+        message_sizes_bytes=(8, 1 << 20, 16 << 20),
         output=gettempdir(),
         progress_dir=gettempdir(),
     )
     bench = StageBench(options=options, slot=0, meter=reads)
-    conductor = Conductor(store=HashStore(), rank=0, world_size=1, timeout_s=60.0)
+    lockstep = Lockstep(store=HashStore(), rank=0, world_size=1, timeout_s=60.0)
     budget = Budget(started_s=0.0, budget_s=1.0, clock=lambda: 0.0)
-    bench.measure([StageCase(layout=case.layout, pp_rank=case.pp_rank)], conductor, budget)
+    bench.measure([StageCase(layout=case.layout, pp_rank=case.pp_rank)], lockstep, budget)
     if not bench.readings:
         raise PipetteError("; ".join(bench.notes))
     (reading,) = bench.readings

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import files
-from pipette_launch.probe.options import ProbeOptions
+from pipette_launch.probe.options import TINY_BYTES, ProbeOptions
 
 if TYPE_CHECKING:
     from pipette_launch.facts import ComputeCase, Host, Job
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pipette_launch.launch.options import Options
 
 CLUSTER = "cluster.json"
-TINY_BYTES = 8
-"""A message without contents, for the latency."""
 SIZE_LIMITS_BYTES = {"cpu": (64 << 10, 2 << 20), "cuda": (1 << 20, 64 << 20)}
 """Below the first a message is mostly latency; one beyond the second says no more about bandwidth."""
 LEAST_REACH = 32

@@ -23,8 +23,7 @@ from pipette_launch.facts.measurements import LAYERS, layers_digest
 from pipette_launch.facts.messages.measuring_advice import Dimension
 from pipette_launch.probe.compute.slot_speeds import Speeds, factors, on_the_wall, speeds
 from pipette_launch.probe.health.verdicts import device_verdicts, judge, link_verdicts, sick_first
-from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, found_links
-from pipette_launch.probe.links.group_fits import group_times
+from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, found_links, group_times
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
 
 PHASES = ("start", "compute", "memory", "links", "advice", "collectives", "stages")

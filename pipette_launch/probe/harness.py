@@ -1,28 +1,38 @@
-"""What all phases share: the budget, the straight line through timings, and how the workers stay in step."""
+"""What all phases share: the budget, the straight line through timings, and how the workers stay in step.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import accumulate, combinations
-from typing import NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.probe.progress import START, Progress
+from pipette_launch.probe.progress import Progress
 
-__all__ = ["START", "Budget", "Conductor", "Line", "Progress", "Seat", "Store", "fit_line", "seat_of"]
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 Clock = Callable[[], float]
 LATER_S = 5.0
-"""How much longer than rank 0 the others wait: it gives up first, and tells them who is missing."""
-PORTION = 64
+"""The other ranks wait so much longer than rank 0: it gives up first, and tells them who is missing."""
+KEYS_PER_READ = 64
+"""Rank 0 reads the gathered results in portions: one answer of the store must not hold those of ten thousand ranks."""
 MOST_NAMED = 4
 ARRIVAL = "all workers to arrive"
+PR_SET_PDEATHSIG = 1
 
 
 class MissingError(ProbeError):
-    """Others were waited for in vain."""
+    """Some ranks did not come before the deadline."""
 
     def __init__(self, text: str, ranks: Sequence[int]) -> None:
         super().__init__(text)
@@ -37,19 +47,21 @@ class Line(NamedTuple):
 
 
 def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
-    """Fit a line through (bytes, seconds) that one disturbed size does not bend (Theil and Sen's estimator).
+    """Fit a line through (bytes, seconds) that one disturbed size does not bend (the estimator of Theil and Sen).
 
-    The slope is the median over all pairs of sizes, each weighted by how far it reaches; the latency is what the
-    smallest message takes beyond its bytes. (Least squares of the relative error, tried first,
-    made 755 Mbit/s of a 300 Mbit/s link whose middle size was disturbed.) Where time does not grow with size, the line
-    is the pessimistic one: the smallest time as latency, and what the largest message took as its transfer time.
+    The slope is the median over all pairs of sizes, weighted by the distance between the two sizes. The latency is what
+    the smallest message takes beyond the time of its bytes. Least squares of the relative error, tried first, gave
+    755 Mbit/s for a 300 Mbit/s link whose middle size was disturbed. Where time does not grow with size, the line is
+    the pessimistic one: the smallest time is the latency, and the largest message's whole time is its transfer time.
     """
-    # A smaller message takes no longer than a larger one: what a disturbance says otherwise is put right first, or it
-    # would pass for latency, and the link would look as fast as can be.
+    # A smaller message takes no longer than a larger one. A disturbance that says otherwise is corrected first:
+    # it would count as latency, and the link would look infinitely fast.
     steady = reversed(list(accumulate(reversed(seconds), min)))
     points = list(zip(sizes_bytes, (max(value, 1e-9) for value in steady), strict=True))
     slopes = sorted(((b_s - a_s) / (b - a), b - a) for (a, a_s), (b, b_s) in combinations(points, 2))
-    seconds_per_byte = _weighted_median(slopes)
+    half = sum(weight for _, weight in slopes) / 2
+    reached = accumulate(weight for _, weight in slopes)
+    seconds_per_byte = next(slope for (slope, _), total in zip(slopes, reached, strict=True) if total >= half)
     if seconds_per_byte <= 0:
         size, value = points[-1]
         return Line(min(seconds), value / size)
@@ -57,16 +69,9 @@ def fit_line(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> Line:
     return Line(max(value - size * seconds_per_byte, 0.0), seconds_per_byte)
 
 
-def _weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
-    """The value at which half of the weight is reached; values ascending."""
-    half = sum(weight for _, weight in weighted) / 2
-    reached = accumulate(weight for _, weight in weighted)
-    return next(value for (value, _), total in zip(weighted, reached, strict=True) if total >= half)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """When to stop taking new cases; time comes from outside."""
+    """When the phases stop to begin new cases."""
 
     started_s: float
     budget_s: float
@@ -77,7 +82,7 @@ class Budget:
         return self.started_s + share * self.budget_s - self.clock()
 
     def with_room(self, share: float, least: float) -> Budget:
-        """The same budget, begun so much later that `least` of it is left until this share is spent."""
+        """Return a budget that begins later, so that at least the part `least` is left until this share is spent."""
         return replace(self, started_s=self.started_s + max(least * self.budget_s - self.left_s(share), 0.0))
 
     def allows(self, share: float, needs_s: float = 0.0) -> bool:
@@ -85,34 +90,13 @@ class Budget:
         return self.left_s(share) > needs_s
 
 
-class Store(Protocol):
-    """The part of torch's Store that the workers use."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Publish a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Wait for a value."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Wait for several values."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter and return it."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there; never waits."""
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Wait for all keys, at most so long."""
-
-
 @dataclass(kw_only=True)
-class Conductor:
+class Lockstep:
     """Keeps all workers in step through the store: rank 0 decides, the others follow; every wait has a deadline.
 
-    A step costs every rank a fixed number of store operations, so the traffic grows linearly with ranks; only when a
-    deadline has passed rank 0 looks for each rank, to name who is missing, and tells the others.
+    A step costs every rank a fixed number of store operations, so the traffic grows linearly with the ranks. Only after
+    a deadline rank 0 asks the store for each rank, to name the missing ones, and tells the others. All ranks must make
+    the same calls in the same order.
     """
 
     store: Store
@@ -120,9 +104,9 @@ class Conductor:
     world_size: int
     timeout_s: float
     progress: Progress | None = None
-    """Where this worker shows what it waits for."""
+    """Where this worker reports what it waits for."""
     name_of: Callable[[int], str] = "rank {}".format
-    """A rank as people know it: `node17:3`."""
+    """The name of a rank in messages, for example `node17:3`."""
     _step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -130,12 +114,12 @@ class Conductor:
             self.progress.limit_s = self.timeout_s
 
     def step(self, done: int, total: int, words: str = "", *, peers: Iterable[int] = (), limit_s: float = 0.0) -> None:
-        """Give a sign of life from within a phase; see `Progress.step`."""
+        """Report progress within a phase; arguments as for `Progress.step`."""
         if self.progress is not None:
             self.progress.step(done, total, words, peers=peers, limit_s=limit_s)
 
     def agree(self, decide: Callable[[], bool]) -> bool:
-        """Let rank 0 decide for all. Every rank must make the same calls in the same order."""
+        """Let rank 0 decide for all ranks."""
         self._step += 1
         key = f"decision/{self._step}"
         if self.rank == 0:
@@ -144,17 +128,17 @@ class Conductor:
             return answer
         return self._get(key, "decision", self.timeout_s) == b"yes"
 
-    def tell(self, text: str, extra_s: float = 0.0) -> str:
-        """Bring rank 0's text to all, whatever the others pass; `extra_s` is how much later rank 0 may rightly be."""
+    def broadcast(self, text: str, extra_s: float = 0.0) -> str:
+        """Return rank 0's text on every rank; rank 0 may be `extra_s` seconds later than the usual deadline."""
         self._step += 1
-        key = f"told/{self._step}"
+        key = f"text/{self._step}"
         if self.rank == 0:
             self.store.set(key, text)
             return text
-        return self._get(key, "word", self.timeout_s + extra_s).decode()
+        return self._get(key, "text", self.timeout_s + extra_s).decode()
 
-    def meet(self, extra_s: float = 0.0) -> None:
-        """Return once every rank has come here; `extra_s` is how much later than this one another may rightly be."""
+    def barrier(self, extra_s: float = 0.0) -> None:
+        """Return once every rank has called this; a rank may be `extra_s` seconds later than the usual deadline."""
         self._step += 1
         timeout_s, go = self.timeout_s + extra_s, f"go/{self._step}"
         # One key for each rank however many steps there are, and a counter for each step.
@@ -163,20 +147,23 @@ class Conductor:
             self.store.set(go, "")
         if self.rank == 0:
             try:
-                self._wait([go], ARRIVAL, timeout_s, missing=self._not_here)
+                self._wait([go], ARRIVAL, timeout_s, missing=self._absent)
             except MissingError as error:
                 self.store.set(go, f"{timeout_s} {len(error.ranks)} {','.join(map(str, error.ranks[:MOST_NAMED]))}")
                 raise
         else:
-            # Rank 0 gives up first, and tells who is missing.
-            self._wait([go], f"{self.name_of(0)}'s go", timeout_s + LATER_S, missing=self._rank_0)
-        trouble = self.store.get(go).decode()
-        if trouble:
-            waited_s, count, ranks = trouble.split()
-            self._blame([int(rank) for rank in ranks.split(",")], int(count), ARRIVAL, float(waited_s))
+            # Rank 0 gives up first, and writes who is missing.
+            self._wait([go], f"{self.name_of(0)}'s go", timeout_s + LATER_S, missing=lambda: [0])
+        failure = self.store.get(go).decode()
+        if failure:
+            waited_s, count, ranks = failure.split()
+            self._raise_missing([int(rank) for rank in ranks.split(",")], int(count), ARRIVAL, float(waited_s))
 
     def gather(self, text: str, extra_s: float) -> list[str] | None:
-        """Bring every rank's text to rank 0, in rank order; the others get None."""
+        """Return every rank's text on rank 0, in rank order, and None on the others.
+
+        A rank may be `extra_s` seconds later than the usual deadline.
+        """
         self._step += 1
         self.store.set(f"gather/{self._step}/{self.rank}", text)
         if self.rank:
@@ -187,28 +174,35 @@ class Conductor:
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
         self._wait(keys, "all workers' results", self.timeout_s + extra_s, missing=missing)
-        # In portions: one answer of the store should not hold what ten thousand workers found.
-        portions = [keys[first : first + PORTION] for first in range(0, len(keys), PORTION)]
+        portions = [keys[first : first + KEYS_PER_READ] for first in range(0, len(keys), KEYS_PER_READ)]
         return [value.decode() for portion in portions for value in self.store.multi_get(portion)]
 
-    def _not_here(self) -> list[int]:
-        """Which ranks did not come to this step; called when it is too late."""
-        there = [f"at/{rank}" for rank in range(self.world_size)]
+    def _absent(self) -> list[int]:
+        """Name the ranks that have not come to this step, after the deadline."""
         return [
             rank
-            for rank, key in enumerate(there)
-            if not self.store.check([key]) or int(self.store.get(key)) < self._step
+            for rank in range(self.world_size)
+            if not self.store.check([f"at/{rank}"]) or int(self.store.get(f"at/{rank}")) < self._step
         ]
 
-    def _rank_0(self) -> list[int]:
-        return [0]
-
     def _get(self, key: str, what: str, timeout_s: float) -> bytes:
-        self._wait([key], f"{self.name_of(0)}'s {what}", timeout_s, missing=self._rank_0)
+        self._wait([key], f"{self.name_of(0)}'s {what}", timeout_s, missing=lambda: [0])
         return self.store.get(key)
 
     def _wait(self, keys: list[str], what: str, timeout_s: float, *, missing: Callable[[], list[int]]) -> None:
-        """Wait for keys; `missing` says whose are not there when it is too late."""
+        """Wait for keys of the store.
+
+        Args:
+            keys: all of them must be there.
+            what: what they stand for, in words.
+            timeout_s: the longest wait.
+            missing: names the ranks whose keys are not there; called after the deadline.
+
+        Raises:
+            MissingError: some rank did not set its key before the deadline.
+            ProbeError: the store is gone.
+
+        """
         if self.progress is not None:
             self.progress.waits(what, limit_s=timeout_s + 2 * LATER_S)
         try:
@@ -220,14 +214,14 @@ class Conductor:
                     f"lost the store beside {self.name_of(0)} while waiting for {what}: {first_line}"
                 ) from error
             ranks = missing()
-            # Else the last of them came just now.
+            # None is missing where the last of them came just now.
             if ranks:
-                self._blame(ranks, len(ranks), what, timeout_s)
+                self._raise_missing(ranks, len(ranks), what, timeout_s)
         if self.progress is not None:
             self.progress.goes_on()
 
-    def _blame(self, ranks: Sequence[int], count: int, what: str, timeout_s: float) -> NoReturn:
-        """Say who was waited for in vain: `count` ranks, of which the first are known."""
+    def _raise_missing(self, ranks: Sequence[int], count: int, what: str, timeout_s: float) -> NoReturn:
+        """Raise the error that names the missing ranks: `count` ranks, of which the first few are in `ranks`."""
         if self.progress is not None:
             self.progress.waits(what, limit_s=timeout_s, peers=ranks[:MOST_NAMED])
         names = ", ".join(self.name_of(rank) for rank in ranks[:MOST_NAMED])
@@ -236,8 +230,8 @@ class Conductor:
         raise MissingError(f"waited {timeout_s:.0f} s in vain for {what}{missing}", ranks)
 
 
-class Seat(NamedTuple):
-    """Where this worker sits, in torchrun's words; its RANK is its slot, as the warm-up runs in host order."""
+class WorkerPlace(NamedTuple):
+    """Where this worker runs, by torchrun's environment; its RANK is its slot, as the warm-up runs in host order."""
 
     rank: int
     world_size: int
@@ -246,7 +240,7 @@ class Seat(NamedTuple):
     agent_hosts_store: bool
 
 
-def seat_of(environ: Mapping[str, str]) -> Seat:
+def worker_place(environ: Mapping[str, str]) -> WorkerPlace:
     """Read torchrun's environment; raises ProbeError naming the variable that is missing or bad."""
 
     def number(name: str) -> int:
@@ -258,10 +252,24 @@ def seat_of(environ: Mapping[str, str]) -> Seat:
                 f"through pipette-launch, which sets it"
             ) from error
 
-    return Seat(
+    return WorkerPlace(
         rank=number("RANK"),
         world_size=number("WORLD_SIZE"),
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
         master_port=number("MASTER_PORT"),
         agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent dies; does nothing where the system is not Linux.
+
+    A launcher that is killed by SIGKILL cannot end its workers, and they would keep devices, ports and memory.
+    """
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        # The parent died before the call.
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What one warm-up worker is asked to measure, and what it sends to rank 0."""
+"""The order of a warm-up worker, and the result that it sends to rank 0."""
 
 from __future__ import annotations
 
@@ -21,49 +21,13 @@ from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
 
 FULL_HOSTS = 64
-"""Up to so many hosts every pair is measured, in one round less."""
+"""Up to so many hosts every pair is measured, in one round less than there are hosts."""
 BLIND_ROUNDS = 8
-"""Of more, a sample is measured in so many rounds before the first plans."""
+"""Where hosts are more, a sample is measured in so many rounds before the first plans."""
+TINY_BYTES = 8
+"""A message that tells the latency; as large as an acknowledgement."""
 MIN_SIZES = 3
-DEFAULT_SIZES_BYTES = {"cpu": (8, 64 << 10, 512 << 10, 2 << 20), "cuda": (8, 1 << 20, 16 << 20, 64 << 20)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class GroupShape:
-    """Equal groups that cover all slots: each holds `size` slots, `stride` apart."""
-
-    size: int
-    stride: int
-
-    def __post_init__(self) -> None:
-        if self.size < 2 or self.stride < 1:
-            raise FactError(f"a group needs size >= 2 and stride >= 1, got size={self.size}, stride={self.stride}")
-
-    def groups(self, num_slots: int) -> tuple[tuple[int, ...], ...]:
-        """Cut the slots into groups of this shape; each slot is in exactly one."""
-        block = self.size * self.stride
-        if num_slots % block:
-            raise FactError(f"groups of {self.size} slots, {self.stride} apart, do not divide {num_slots} slots")
-        return tuple(
-            tuple(range(start + offset, start + block, self.stride))
-            for start in range(0, num_slots, block)
-            for offset in range(self.stride)
-        )
-
-
-def group_shapes(*, num_hosts: int, devices_per_host: int) -> tuple[GroupShape, ...]:
-    """Shapes that plans use: neighbours within a host, one device of each of several hosts, and everyone."""
-    within = [GroupShape(size=size, stride=1) for size in divisors(devices_per_host) if size > 1]
-    across = [GroupShape(size=size, stride=devices_per_host) for size in divisors(num_hosts) if size > 1]
-    world = num_hosts * devices_per_host
-    everyone = [GroupShape(size=world, stride=1)] if world > 1 else []
-    # Largest first: they carry the gradients, and a budget that runs out must not cost them.
-    return tuple(sorted({*within, *across, *everyone}, key=lambda shape: (-shape.size, shape.stride)))
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, ascending."""
-    return tuple(candidate for candidate in range(1, number + 1) if number % candidate == 0)
+"""A line needs so many message sizes at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,26 +46,28 @@ class ProbeOptions:
     """Where rank 0 writes its Measurements."""
     progress_dir: str
     """Each worker keeps the name of its phase in the file `<progress_dir>/<local rank>`."""
+    message_sizes_bytes: tuple[int, ...]
+    """Sizes of the messages and collectives that are timed; at least three, ascending."""
     full_hosts: int = FULL_HOSTS
-    """Up to so many hosts the links of all pairs are measured, of more those that plans would use."""
+    """Up to so many hosts the links of all pairs are measured; of more hosts those links that plans would use."""
     blind_rounds: int = BLIND_ROUNDS
     """In so many rounds a sample of links is measured before the first plans."""
     known: str = ""
-    """The file of an earlier warm-up of these hosts, where rank 0 can read it: its links are believed until those that
-    plans use are measured again; empty = there is none."""
+    """The file of an earlier warm-up of these hosts, where rank 0 can read it; empty = there is none. Its links are
+    believed until those that plans use are measured again."""
     adviser: tuple[str, ...] = ()
-    """The words of a command that reads what was measured so far and writes an Advice; empty = nobody is asked."""
-    message_sizes_bytes: tuple[int, ...] = ()
-    """At least three, ascending; empty = the device kind's own."""
+    """The words of a command that reads what was measured so far and writes an Advice; empty = there is none."""
     budget_s: float = 60.0
-    """No phase begins another case once this has passed since all workers had met; the least is measured anyway."""
+    """Once so many seconds have passed since all workers were ready, no phase begins another case; the least is
+    measured anyway."""
     timeout_s: float = 60.0
-    """Longest wait for another worker beyond what the budget explains."""
+    """Longest wait for another worker, in seconds, beyond what the budget explains."""
     repeats: int = 5
-    """Timed messages or collectives of each size."""
+    """Number of timed messages or collectives of each size."""
     warmups: int = 1
+    """Number of messages or collectives of each size before those that are timed."""
     conditions: tuple[DeviceCondition, ...] = ()
-    """What the driver told of each slot's device, in slot order; empty = nobody asked."""
+    """What the driver reports of each slot's device, in slot order; empty = not known."""
     python_path: tuple[str, ...] = ()
     """Folders that the script's own interpreter would search first: a megatron checkout beside the script counts."""
 
@@ -114,7 +80,7 @@ class ProbeOptions:
         if not self.cases:
             raise FactError("the warm-up needs at least one compute case, its reference")
         sizes = self.message_sizes_bytes
-        if sizes and (len(set(sizes)) < MIN_SIZES or list(sizes) != sorted(sizes) or sizes[0] < 1):
+        if len(set(sizes)) < MIN_SIZES or list(sizes) != sorted(sizes) or sizes[0] < 1:
             raise FactError(f"message_sizes_bytes needs at least {MIN_SIZES} sizes, ascending, got {sizes}")
         if not (self.budget_s > 0 and self.timeout_s > 0 and self.repeats > 0 and self.warmups >= 0):
             raise FactError(
@@ -124,12 +90,12 @@ class ProbeOptions:
 
     @property
     def devices_per_host(self) -> int:
-        """D: how many devices each host lends."""
+        """D: the number of devices that each host lends."""
         return len(self.hosts[0].devices)
 
     @property
     def num_slots(self) -> int:
-        """S: one worker each."""
+        """S: the number of devices, and of workers."""
         return len(self.hosts) * self.devices_per_host
 
     @property
@@ -142,20 +108,29 @@ class ProbeOptions:
         size = self.devices_per_host
         return tuple(self.conditions[host * size : (host + 1) * size] for host in range(len(self.hosts)))
 
-    def sizes_bytes(self) -> tuple[int, ...]:
-        """Message sizes to time."""
-        return self.message_sizes_bytes or DEFAULT_SIZES_BYTES[self.device_kind]
-
     def dimensions(self) -> tuple[Dimension, ...]:
-        """Groups whose collectives are timed where nobody advises better ones."""
+        """Groups of slots whose collectives are timed where no adviser names others.
+
+        Neighbours within a host, one device of each of several hosts, and all slots; groups of one dimension are
+        equally large and cover all slots.
+        """
+        num_hosts, devices = len(self.hosts), self.devices_per_host
+        within = {(size, 1) for size in range(2, devices + 1) if devices % size == 0}
+        across = {(size, devices) for size in range(2, num_hosts + 1) if num_hosts % size == 0}
+        world = {(self.num_slots, 1)} if self.num_slots > 1 else set()
         kinds: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
         return tuple(
             Dimension(
-                name=f"{shape.size} x stride {shape.stride}",
+                name=f"{size} x stride {stride}",
                 kinds=(*kinds, "all_to_all") if self.job.model.num_experts else kinds,
-                groups=shape.groups(self.num_slots),
+                groups=tuple(
+                    tuple(range(first, first + size * stride, stride))
+                    for block in range(0, self.num_slots, size * stride)
+                    for first in range(block, block + stride)
+                ),
             )
-            for shape in group_shapes(num_hosts=len(self.hosts), devices_per_host=self.devices_per_host)
+            # Largest first: they carry the gradients, and must be timed even if the budget runs out.
+            for size, stride in sorted(within | across | world, key=lambda shape: (-shape[0], shape[1]))
         )
 
     def slot_name(self, slot: int) -> str:
@@ -173,7 +148,7 @@ class LinkSamples:
     sizes_bytes: tuple[int, ...]
     samples: tuple[Samples, ...]
     together: tuple[Samples, ...] = ()
-    """Between hosts of several devices, which all send at once: until the last of them was through."""
+    """Between hosts of several devices, which all send at once: times until the last of them had finished."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,42 +167,32 @@ class Pace:
     """How long one slot took for a chain of layers while others worked beside it."""
 
     turn: int
-    """0 = with all others, then beside a few."""
+    """0 = while all other slots worked, later turns = while a few others did."""
     seconds: float
-    """On the wall, forward and backward; the mean over a window."""
-
-    def words(self) -> str:
-        """Two numbers; see `of`."""
-        return f"{self.turn} {self.seconds!r}"
-
-    @classmethod
-    def of(cls, words: str) -> Pace:
-        """Read what `words` wrote."""
-        turn, seconds = words.split()
-        return cls(turn=int(turn), seconds=float(seconds))
+    """Wall time of forward and backward; the mean over a window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerResult:
-    """What one worker found out, all of it or since it last told."""
+    """What one worker measured: everything, or what is new since it last sent its results."""
 
     KIND: ClassVar[str] = "probe-result"
     SCHEMA_VERSION: ClassVar[int] = 1
 
     slot: int
     links: tuple[LinkSamples, ...] = ()
-    """What it sent; first measurements before second ones."""
+    """Links from this slot; first measurements before second ones."""
     link_rounds: tuple[int, ...] = ()
-    """Rounds between hosts, an entry for each time that links were looked for."""
+    """Number of rounds between hosts, an entry for each time that links were measured."""
     link_rounds_again: tuple[int, ...] = ()
-    """Rounds in which suspects were measured a second time, likewise."""
+    """Number of rounds in which suspects were measured a second time, likewise."""
     collectives: tuple[GroupSamples, ...] = ()
     compute: tuple[ComputeTime, ...] = ()
-    """On CPU without the time that others took from this worker; `stretch` says how much that was."""
+    """On CPU without the time that other processes took from this worker; `stretch` says how much that was."""
     stretch: float = 1.0
     """Wall time over computing time while all slots worked; 1 on CUDA."""
     paces: tuple[Pace, ...] = ()
-    """Turn after turn, as far as this slot was asked to."""
+    """One for each turn in which this slot took part."""
     refused: tuple[ComputeCase, ...] = ()
     """Cases that megatron-core refused here, or that ran out of memory."""
     memory: tuple[MemoryReading, ...] = ()

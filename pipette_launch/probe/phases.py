@@ -22,13 +22,14 @@ from pipette_launch.probe import plan_hints
 from pipette_launch.probe.assemble import assemble
 from pipette_launch.probe.compute import layers, whole_stages
 from pipette_launch.probe.compute.peak_memory import MemoryMeter
-from pipette_launch.probe.harness import Budget, Conductor, Progress
+from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.links import collectives, pairs, passes
 from pipette_launch.probe.links.fits import EarlierLinks
 from pipette_launch.probe.links.passes import Passed
 from pipette_launch.probe.links.sampling import blind_rounds
 from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
+from pipette_launch.probe.progress import Progress
 from pipette_launch.units import rate_text
 from pipette_patches import registry
 
@@ -48,7 +49,7 @@ class Phases:
 
     options: ProbeOptions
     rank: int
-    conductor: Conductor
+    lockstep: Lockstep
     progress: Progress
     budget: Budget
     meter: MemoryMeter
@@ -66,7 +67,7 @@ class Phases:
         """Measure what needs no peer, under a fake communicator."""
         with self.progress.during("compute"):
             bench = layers.Bench(options=self.options, slot=self.rank, progress=self.progress, meter=self.meter)
-            bench.measure(self.conductor, self.budget)
+            bench.measure(self.lockstep, self.budget)
             cases = len({one.case for one in bench.times})
             self.progress.sum_up(f"{len(bench.times)} parts of {cases} of {len(self.options.cases)} cases")
         self._add(
@@ -88,7 +89,7 @@ class Phases:
         self._stages = advice.stages
         num_groups = self._collectives(advice.dimensions or self.options.dimensions())
         # What was measured may make other plans the best ones, of whose groups nothing is known yet.
-        if self._asks and self.conductor.agree(lambda: self.budget.allows(collectives.COLLECTIVES_SHARE)):
+        if self._asks and self.lockstep.agree(lambda: self.budget.allows(collectives.COLLECTIVES_SHARE)):
             with self.progress.during("advice"):
                 advice = self._heard()
             self._stages = advice.stages or self._stages
@@ -106,7 +107,7 @@ class Phases:
                 dimensions,
                 first=before,
                 rank=self.rank,
-                conductor=self.conductor,
+                lockstep=self.lockstep,
                 budget=self.budget.with_room(collectives.COLLECTIVES_SHARE, COLLECTIVES_LEAST),
             )
             self.progress.sum_up(f"{len(grouped.groups)} collectives of {len(dimensions)} dimensions")
@@ -117,7 +118,7 @@ class Phases:
         """Run whole stages under a fake communicator; the world's is closed."""
         with self.progress.during("stages"):
             bench = whole_stages.StageBench(options=self.options, slot=self.rank, meter=self.meter)
-            bench.measure(self._stages, self.conductor, self.budget)
+            bench.measure(self._stages, self.lockstep, self.budget)
         self._add(stages=tuple(bench.readings), notes=tuple(bench.notes))
 
     def report(self) -> Measurements | None:
@@ -130,12 +131,12 @@ class Phases:
         """All links where hosts are few; else a sample of them, and then those that plans would use."""
         hosts = self.options.hosts
         earlier = _earlier(self.options) if self.rank == 0 and self._asks else None
-        if self._asks and self.conductor.agree(lambda: earlier is not None and bool(earlier.between)):
+        if self._asks and self.lockstep.agree(lambda: earlier is not None and bool(earlier.between)):
             self._earlier = earlier
             with self.progress.during("advice"):
                 passed = self._pass(is_cached=True)
             are_few = len(hosts) <= self.options.full_hosts
-            if not self.conductor.agree(lambda: passed.is_stale(are_few=are_few)):
+            if not self.lockstep.agree(lambda: passed.is_stale(are_few=are_few)):
                 return self._shared(passed.advice)
             self._earlier = None
         sample = None
@@ -144,7 +145,7 @@ class Phases:
             sample = blind_rounds(len(hosts), places, self.options.blind_rounds, np.random.default_rng(0))
         with self.progress.during("links"):
             linked = pairs.measure(
-                self.options, rank=self.rank, conductor=self.conductor, budget=self._for_links(), between=sample
+                self.options, rank=self.rank, lockstep=self.lockstep, budget=self._for_links(), between=sample
             )
             self.progress.sum_up(_links_words(linked, len(hosts)))
         self._add_links(linked)
@@ -181,7 +182,7 @@ class Phases:
         passed = passes.go(
             self.options,
             rank=self.rank,
-            conductor=self.conductor,
+            lockstep=self.lockstep,
             budget=self._for_links(),
             known=known,
             is_cached=is_cached,
@@ -219,7 +220,7 @@ class Phases:
         if advice is not None and advice.words:
             self._add(notes=(f"advice: {advice.words}",))
         # A peer's deadline in a collective is short, and rank 0 was away.
-        self.conductor.meet(ADVICE_S[1] + plan_hints.START_S)
+        self.lockstep.barrier(ADVICE_S[1] + plan_hints.START_S)
         heard = (advice or Advice()) if self.rank == 0 else None
         return plan_hints.share(heard, self.options.device_kind)
 
@@ -259,7 +260,7 @@ class Phases:
 
     def _tell(self) -> None:
         """Bring what was found since the last time to rank 0."""
-        texts = self.conductor.gather(files.dumps(self._mine), extra_s=max(self.budget.left_s(), 0.0))
+        texts = self.lockstep.gather(files.dumps(self._mine), extra_s=max(self.budget.left_s(), 0.0))
         self._mine = WorkerResult(**self._same())  # type: ignore[arg-type]
         if texts is not None:
             told = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]

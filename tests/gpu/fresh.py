@@ -104,7 +104,7 @@ def stages() -> dict[str, Any]:
     from pipette_launch.facts.messages.measuring_advice import StageCase
     from pipette_launch.probe.compute.peak_memory import CudaMeter
     from pipette_launch.probe.compute.whole_stages import StageBench
-    from pipette_launch.probe.harness import Budget, Conductor
+    from pipette_launch.probe.harness import Budget, Lockstep
     from pipette_launch.probe.health import inventory
     from pipette_launch.probe.options import ProbeOptions
     from pipette_patches.workload import layers
@@ -122,13 +122,14 @@ def stages() -> dict[str, Any]:
         job=replace(job, batch=replace(job.batch, global_batch_size=16 * 8 << 18)),
         hosts=(host,),
         cases=(ComputeCase(tp=1, cp=1, micro_batch_size=1),),
+        message_sizes_bytes=(8, 1 << 20, 16 << 20),
         output="",
         progress_dir="",
     )
     bench = StageBench(options=options, slot=0, meter=meter)
     bench.measure(
         [StageCase(layout=one, pp_rank=0) for one in (small, huge, small)],
-        Conductor(store=HashStore(), rank=0, world_size=1, timeout_s=60.0),
+        Lockstep(store=HashStore(), rank=0, world_size=1, timeout_s=60.0),
         Budget(started_s=0.0, budget_s=1.0, clock=lambda: 0.0),
     )
     from pipette_launch.cost.memory.abstract_execution import Executor

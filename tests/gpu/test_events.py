@@ -5,7 +5,7 @@ import time
 import pytest
 
 from pipette_launch.probe.compute.timing import HABITS, CudaStopwatch, time_calls
-from pipette_launch.probe.links.pairs import await_device
+from pipette_launch.probe.links.meter import await_device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 CYCLES = 20_000_000

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipette_launch.facts import files
-from pipette_launch.probe.harness import Budget, Conductor
+from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.links import pairs
 from pipette_launch.probe.links.fits import fit_link
 from pipette_launch.probe.options import ProbeOptions
@@ -38,9 +38,9 @@ def main(order: str, found: str) -> None:
     """Measure all links together with the other hosts' workers; leave Mbit/s by sender and receiver."""
     options = files.read(Path(order), ProbeOptions)
     store, rank = meet(options.num_slots)
-    conductor = Conductor(store=store, rank=rank, world_size=options.num_slots, timeout_s=LIMIT_S)
+    lockstep = Lockstep(store=store, rank=rank, world_size=options.num_slots, timeout_s=LIMIT_S)
     budget = Budget(started_s=time.perf_counter(), budget_s=options.budget_s, clock=time.perf_counter)
-    measured = pairs.measure(options, rank=rank, conductor=conductor, budget=budget)
+    measured = pairs.measure(options, rank=rank, lockstep=lockstep, budget=budget)
     rates = [(link.source, link.target, fit_link(link).bytes_per_s * 8e-6) for link in measured.links]
     Path(found, str(rank)).write_text(json.dumps({"rates": rates, "rounds": measured.rounds}))
     dist.barrier()

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
-from pipette_launch.probe.links.pairs import LinkMeter, shared_bandwidth_HH
-from pipette_launch.probe.links.rounds import matching_rounds
+from pipette_launch.probe.links.meter import LinkMeter
+from pipette_launch.probe.links.pairs import shared_bandwidth_HH
+from pipette_launch.probe.links.sampling import all_pairs
 from pipette_launch.probe.options import ProbeOptions
 
 HANG_S = 60.0
@@ -28,7 +29,7 @@ def main(order: str, port: str, rank_text: str, silent: str) -> None:
     store = dist.TCPStore("127.0.0.1", int(port), wait_for_workers=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_slots)
     meter = LinkMeter(options=options, rank=rank, bound_s=0.1)
-    links = meter.measure(matching_rounds(len(options.hosts)))
+    links = meter.measure(all_pairs(range(len(options.hosts))))
     rates_HH = shared_bandwidth_HH(options, rank, links)
     found = {"links": [files.to_plain(link) for link in links], "rates": rates_HH.tolist()}
     folder = Path(options.output).parent

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipette_launch.facts import files
 from pipette_launch.probe.compute.slot_pace import PaceTest
-from pipette_launch.probe.harness import Conductor
+from pipette_launch.probe.harness import Lockstep
 from pipette_launch.probe.options import ProbeOptions
 
 LIMIT_S = 120.0
@@ -79,13 +79,13 @@ def main(folder: Path, slot: int, runs: int) -> None:
     for run in range(runs):
         store = folder / f"store{run}"
         store.mkdir(exist_ok=True)
-        conductor = Conductor(store=FolderStore(store), rank=slot, world_size=options.num_slots, timeout_s=LIMIT_S)
+        lockstep = Lockstep(store=FolderStore(store), rank=slot, world_size=options.num_slots, timeout_s=LIMIT_S)
         test = PaceTest(options=options, slot=slot)
-        test.first(work, conductor, 0.0)
+        test.first(work, lockstep, 0.0)
         # What a warm-up times in between.
         for _ in range(100):
             work()
-        test.again(work, conductor, 0.0)
+        test.again(work, lockstep, 0.0)
         found.append([[pace.turn, pace.seconds] for pace in test.paces])
     (folder / f"{slot}.json").write_text(json.dumps(found))
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from probe.workers import OneRankStore
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.probe.harness import Budget, Conductor, Line, Progress, Seat, fit_line, seat_of
-from pipette_launch.probe.progress import last_sign
+from pipette_launch.probe.harness import Budget, Line, Lockstep, WorkerPlace, fit_line, worker_place
+from pipette_launch.probe.progress import Progress, last_sign
 
 SIZES = (8, 65536, 1 << 20)
 
 
-def conductor(store: OneRankStore, rank: int, world_size: int = 2) -> Conductor:
-    """A conductor over the fake store."""
-    return Conductor(store=store, rank=rank, world_size=world_size, timeout_s=7)
+def lockstep(store: OneRankStore, rank: int, world_size: int = 2) -> Lockstep:
+    """One rank over the fake store."""
+    return Lockstep(store=store, rank=rank, world_size=world_size, timeout_s=7)
 
 
 @given(latency_s=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e6, 1e11))
@@ -83,11 +87,11 @@ def test_the_budget_counts_shares_from_the_start() -> None:
 def test_everyone_follows_rank_0() -> None:
     """Rank 1 takes rank 0's answers in order, whatever it would have said itself."""
     store = OneRankStore()
-    answers = [conductor(store, 0).agree(lambda: True)]
-    first = conductor(store, 0)
+    answers = [lockstep(store, 0).agree(lambda: True)]
+    first = lockstep(store, 0)
     assert [first.agree(lambda: True), first.agree(lambda: False)] == [True, False]
 
-    second = conductor(store, 1)
+    second = lockstep(store, 1)
 
     assert [*answers, False] == [second.agree(lambda: False), second.agree(lambda: True)]
 
@@ -95,17 +99,17 @@ def test_everyone_follows_rank_0() -> None:
 def test_rank_0_tells_all() -> None:
     """Every rank gets rank 0's text, empty ones and long ones too."""
     store = OneRankStore()
-    first, second = conductor(store, 0), conductor(store, 1)
+    first, second = lockstep(store, 0), lockstep(store, 1)
     texts = ["", "plan", "x" * 100_000]
 
-    assert texts == [first.tell(text) for text in texts]
-    assert texts == [second.tell("mine") for _ in texts]
+    assert texts == [first.broadcast(text) for text in texts]
+    assert texts == [second.broadcast("mine") for _ in texts]
 
 
 def test_a_missing_decision_has_a_deadline() -> None:
     """When rank 0 is gone, the others say for what they waited, and how long."""
     with pytest.raises(ProbeError, match="waited 7 s in vain for rank 0's decision"):
-        conductor(OneRankStore(), 1).agree(lambda: True)
+        lockstep(OneRankStore(), 1).agree(lambda: True)
 
 
 @pytest.mark.parametrize("steps", [0, 2])
@@ -113,8 +117,8 @@ def test_those_who_are_missing_are_named_to_all(steps: int, tmp_path: Path) -> N
     """Rank 0 waits as long as all may rightly take, names whom it misses by slot, and the others hear it from it."""
     store = OneRankStore()
     progress = Progress(folder=tmp_path, local_rank=1)
-    crew = [
-        Conductor(
+    ranks_of_job = [
+        Lockstep(
             store=store,
             rank=rank,
             world_size=6,
@@ -124,15 +128,15 @@ def test_those_who_are_missing_are_named_to_all(steps: int, tmp_path: Path) -> N
         )
         for rank in range(6)
     ]
-    for one in crew[:0:-1] * steps:
+    for one in ranks_of_job[:0:-1] * steps:
         one._step += 1
         store.set(f"at/{one.rank}", str(one._step))
-    crew[0]._step = steps
+    ranks_of_job[0]._step = steps
 
     with pytest.raises(ProbeError, match=r"waited 10 s in vain for all workers to arrive \(missing: node1:0, ") as told:
-        crew[0].meet(extra_s=3)
+        ranks_of_job[0].barrier(extra_s=3)
     with pytest.raises(ProbeError, match=r"node4:0 and 1 more\)") as heard:
-        crew[1].meet()
+        ranks_of_job[1].barrier()
 
     assert str(told.value) == str(heard.value)
     sign = last_sign(tmp_path, 1)
@@ -148,7 +152,7 @@ def test_whoever_comes_in_the_last_moment_is_not_missed() -> None:
             self.values.update({"at/1": "1", **dict.fromkeys(keys, "")})
             raise RuntimeError(f"wait timeout after {timeout}")
 
-    conductor(LateStore(), 0).meet()
+    lockstep(LateStore(), 0).barrier()
 
 
 def test_a_lost_store_is_no_deadline() -> None:
@@ -159,7 +163,7 @@ def test_a_lost_store_is_no_deadline() -> None:
             raise RuntimeError("failed to recv, got 0 bytes\nConnection was likely closed.")
 
     with pytest.raises(ProbeError, match=r"lost the store beside rank 0 while waiting for .*: failed to recv, got"):
-        conductor(LostStore(), 0).meet()
+        lockstep(LostStore(), 0).barrier()
 
 
 class CountingStore(OneRankStore):
@@ -201,36 +205,36 @@ class CountingStore(OneRankStore):
 
 
 def test_store_traffic_is_linear_in_ranks() -> None:
-    """Whatever the number of ranks, a rank costs 4 operations to meet, 2 a decision or a word, 1 a result."""
+    """A rank costs 4 operations for a barrier, 2 for a decision or a text, 1 for a result, however many there are."""
     counts: dict[int, dict[str, tuple[float, float]]] = {}
     for ranks in (2, 4, 8, 32, 128, 512):
         found = counts[ranks] = {}
         for what, act in (
-            ("meet", lambda one: one.meet()),
+            ("barrier", lambda one: one.barrier()),
             ("agree", lambda one: one.agree(lambda: True)),
-            ("tell", lambda one: one.tell("x" * 100)),
+            ("broadcast", lambda one: one.broadcast("x" * 100)),
             ("gather", lambda one: one.gather("x" * 100, extra_s=0)),
         ):
             store = CountingStore()
-            first, *others = (conductor(store, rank, ranks) for rank in range(ranks))
-            for one in (first, *others) if what in ("agree", "tell") else (*others, first):
+            first, *others = (lockstep(store, rank, ranks) for rank in range(ranks))
+            for one in (first, *others) if what in ("agree", "broadcast") else (*others, first):
                 act(one)
             found[what] = store.operations / ranks, store.bytes / ranks
 
     for found in counts.values():
-        assert 5 >= found["meet"][0]
-        assert 2 >= max(found["agree"][0], found["tell"][0], found["gather"][0])
+        assert 5 >= found["barrier"][0]
+        assert 2 >= max(found["agree"][0], found["broadcast"][0], found["gather"][0])
         # Keys get longer with the digits of a rank, and rank 0 sees each key of a gathering three times.
-        assert 90 >= found["meet"][1]
-        assert 300 >= max(found["tell"][1], found["gather"][1])
+        assert 90 >= found["barrier"][1]
+        assert 300 >= max(found["broadcast"][1], found["gather"][1])
 
 
 def test_results_come_home_in_rank_order() -> None:
     """Rank 0 gets everyone's text, the others nothing."""
     store = OneRankStore()
 
-    assert conductor(store, 1).gather("b", extra_s=0) is None
-    assert ["a", "b"] == conductor(store, 0).gather("a", extra_s=0)
+    assert lockstep(store, 1).gather("b", extra_s=0) is None
+    assert ["a", "b"] == lockstep(store, 0).gather("a", extra_s=0)
 
 
 ENVIRON = {
@@ -242,9 +246,9 @@ ENVIRON = {
 }
 
 
-def test_the_seat_is_read_from_torchruns_environment() -> None:
+def test_the_place_is_read_from_torchruns_environment() -> None:
     """The values of torchrun's contract."""
-    assert Seat(3, 4, "10.0.0.1", 29500, agent_hosts_store=True) == seat_of(ENVIRON)
+    assert WorkerPlace(3, 4, "10.0.0.1", 29500, agent_hosts_store=True) == worker_place(ENVIRON)
 
 
 @pytest.mark.parametrize(("name", "value"), [("RANK", None), ("WORLD_SIZE", "four"), ("MASTER_PORT", "")])
@@ -253,4 +257,29 @@ def test_a_bad_environment_is_named(name: str, value: str | None) -> None:
     environ = {key: text for key, text in {**ENVIRON, name: value}.items() if text is not None}
 
     with pytest.raises(ProbeError, match=f"{name}={value!r}"):
-        seat_of(environ)
+        worker_place(environ)
+
+
+WORKER = (
+    "import time; from pipette_launch.probe.harness import end_with_parent; "
+    "end_with_parent(); print('up', flush=True); time.sleep(600)"
+)
+PARENT = (
+    f"import subprocess, sys; worker = subprocess.Popen([sys.executable, '-c', {WORKER!r}], start_new_session=True); "
+    "print(worker.pid, flush=True); worker.wait()"
+)
+
+
+def test_a_worker_ends_with_a_parent_that_is_killed() -> None:
+    """SIGKILL leaves the parent no time to end anyone; the kernel does it."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))
+        assert "up\n" == parent.stdout.readline()
+
+        parent.kill()
+        ends_s = time.monotonic() + 20
+        while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < ends_s:
+            time.sleep(0.02)
+
+        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE

@@ -10,46 +10,29 @@ from probe.workers import REFERENCE, tiny_options
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
-from pipette_launch.probe.options import GroupShape, ProbeOptions, WorkerResult, group_shapes, joined
+from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
 
 
-def test_groups_by_hand() -> None:
-    """Four slots in pairs two apart: the first and third, the second and fourth."""
-    assert ((0, 2), (1, 3)) == GroupShape(size=2, stride=2).groups(4)
+def test_groups_of_two_hosts_by_hand(tmp_path: Path) -> None:
+    """Two hosts of two: everyone, each host, and one device of each host."""
+    groups = {one.name: one.groups for one in tiny_options(tmp_path, hosts=2, devices=2).dimensions()}
 
-
-@given(size=st.integers(2, 6), stride=st.integers(1, 6), blocks=st.integers(1, 4))
-def test_groups_cover_every_slot_once(size: int, stride: int, blocks: int) -> None:
-    """Groups of one shape are a partition of the slots, so all of them can be measured at the same time."""
-    slots = size * stride * blocks
-    groups = GroupShape(size=size, stride=stride).groups(slots)
-
-    assert list(range(slots)) == sorted(slot for group in groups for slot in group)
-
-
-def test_groups_that_do_not_divide_are_refused() -> None:
-    """The error names the shape and the slots."""
-    with pytest.raises(FactError, match="groups of 3 slots, 1 apart, do not divide 4 slots"):
-        GroupShape(size=3, stride=1).groups(4)
-
-
-def test_shapes_of_two_hosts_by_hand() -> None:
-    """Two hosts of four: everyone, half and whole hosts, and one device of each host."""
-    assert (
-        GroupShape(size=8, stride=1),
-        GroupShape(size=4, stride=1),
-        GroupShape(size=2, stride=1),
-        GroupShape(size=2, stride=4),
-    ) == group_shapes(num_hosts=2, devices_per_host=4)
+    assert {
+        "4 x stride 1": ((0, 1, 2, 3),),
+        "2 x stride 1": ((0, 1), (2, 3)),
+        "2 x stride 2": ((0, 2), (1, 3)),
+    } == groups
+    assert "4 x stride 1" == next(iter(groups))
 
 
 @given(hosts=st.integers(1, 12), devices=st.integers(1, 8))
-def test_every_shape_fits_the_cluster(hosts: int, devices: int) -> None:
-    """Default shapes always divide the slots, and a single slot has none."""
-    shapes = group_shapes(num_hosts=hosts, devices_per_host=devices)
+def test_groups_of_a_dimension_cover_every_slot_once(hosts: int, devices: int) -> None:
+    """All groups of a dimension can be timed at the same time; a single slot has no dimension."""
+    dimensions = tiny_options(Path("unused"), hosts=hosts, devices=devices).dimensions()
 
-    assert all(shape.groups(hosts * devices) for shape in shapes)
-    assert (hosts * devices == 1) == (shapes == ())
+    for dimension in dimensions:
+        assert list(range(hosts * devices)) == sorted(slot for group in dimension.groups for slot in group)
+    assert (hosts * devices == 1) == (dimensions == ())
 
 
 def test_options_survive_their_file(tmp_path: Path) -> None:
@@ -66,6 +49,7 @@ def test_options_survive_their_file(tmp_path: Path) -> None:
         ({"hosts": ()}, "equally many devices, got no hosts"),
         ({"hosts": (tiny_cluster(1, 1).hosts[0], tiny_cluster(1, 2).hosts[0])}, "node0: 1, node0: 2"),
         ({"cases": ()}, "at least one compute case"),
+        ({"message_sizes_bytes": ()}, "at least 3 sizes, ascending"),
         ({"message_sizes_bytes": (8, 8, 64)}, "at least 3 sizes, ascending"),
         ({"message_sizes_bytes": (64, 8, 1)}, "at least 3 sizes, ascending"),
         ({"timeout_s": 0.0}, "timeout_s=0.0"),
@@ -79,6 +63,7 @@ def test_bad_options_are_refused(changes: dict[str, object], message: str) -> No
         "cases": (REFERENCE,),
         "output": "out",
         "progress_dir": "progress",
+        "message_sizes_bytes": (8, 64, 512),
     }
 
     with pytest.raises(FactError, match=message):

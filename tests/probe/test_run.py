@@ -9,7 +9,6 @@ from facts_for_tests import tiny_job, tiny_model
 from probe.workers import REFERENCE, run_workers, tiny_options
 
 from pipette_launch.facts import ComputeCase, Layout, Measurements, files
-from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.run import main
 
 # Eight seconds on two idle cores, most of it imports; more than ten times that on a busy machine.
@@ -105,8 +104,8 @@ ADVISER = """
 import sys
 from pathlib import Path
 from pipette_launch.facts import files
-from pipette_launch.facts.advice import Advice
-from pipette_launch.facts.question import Question
+from pipette_launch.facts.messages.measuring_advice import Advice
+from pipette_launch.facts.messages.measuring_question import Question
 
 # One after the other, as if each plan led to the next; then the same again.
 turns = Path(sys.argv[1])
@@ -196,10 +195,3 @@ def test_a_damaged_order_is_named(
     line = capsys.readouterr().err
     assert f"{order}: not JSON" in line
     assert 1 == len(line.splitlines())
-
-
-def test_the_front_door_gives_the_options() -> None:
-    """The agent finds ProbeOptions where the worker's main is."""
-    from pipette_launch.probe import run
-
-    assert ProbeOptions is run.ProbeOptions

@@ -19,8 +19,9 @@ from pipette_launch.probe.compute.peak_memory import MemoryMeter
 from pipette_launch.probe.compute.processor_speed import Yardstick
 from pipette_launch.probe.compute.slot_pace import PaceTest
 from pipette_launch.probe.compute.timing import HABITS, Stopwatch, stopwatch_for, time_calls, time_part
-from pipette_launch.probe.harness import Budget, Conductor, Progress
+from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import Pace, ProbeOptions
+from pipette_launch.probe.progress import Progress
 from pipette_launch.units import bytes_text
 from pipette_patches.workload import layers as patches_workload
 from pipette_patches.workload.layers import Part, Workload, WorkloadError
@@ -78,12 +79,12 @@ class Bench:
         self._habits = HABITS[self.options.device_kind]
         self._stopwatch: Stopwatch = stopwatch_for(self.options.device_kind, Yardstick())
 
-    def measure(self, conductor: Conductor, budget: Budget) -> None:
+    def measure(self, lockstep: Lockstep, budget: Budget) -> None:
         """Go through this slot's cases until rank 0 finds the budget spent."""
-        self._rounds(conductor, budget)
+        self._rounds(lockstep, budget)
         self.stretch = self._stopwatch.stretch()
 
-    def _rounds(self, conductor: Conductor, budget: Budget) -> None:
+    def _rounds(self, lockstep: Lockstep, budget: Budget) -> None:
         # Whatever was imported stays: collections between the cases need not walk through it.
         gc.freeze()
         longest_s = 0.0
@@ -93,17 +94,17 @@ class Bench:
 
         mine = cases_of(self.options.cases, self.slot, self.options.num_slots)
         for index, case in enumerate(mine):
-            if index and not conductor.agree(goes_on):
+            if index and not lockstep.agree(goes_on):
                 return
-            conductor.step(index, len(mine), patches_workload.case_words(case))
+            lockstep.step(index, len(mine), patches_workload.case_words(case))
             before_s = budget.clock()
-            self._round(case, conductor, budget)
+            self._round(case, lockstep, budget)
             longest_s = max(longest_s, budget.clock() - before_s)
             if not index:
                 self._wake(case)
                 self._loading(case)
 
-    def _round(self, case: ComputeCase, conductor: Conductor, budget: Budget) -> None:
+    def _round(self, case: ComputeCase, lockstep: Lockstep, budget: Budget) -> None:
         with ExitStack() as stack:
             work: Workload | None = None
             with self._noting(case):
@@ -112,10 +113,10 @@ class Bench:
                     patches_workload.workload(self.options.job, case, device_kind=self.options.device_kind)
                 )
             if case == self.options.cases[0]:
-                self._reference(work, conductor, budget)
+                self._reference(work, lockstep, budget)
                 return
             # Also without work of its own: times compare only if all slots are busy at the same time.
-            conductor.meet(max(budget.left_s(), 0.0))
+            lockstep.barrier(max(budget.left_s(), 0.0))
             if work is not None:
                 with self._noting(case):
                     self._run(work, case, again=budget.allows(AGAIN_SHARE))
@@ -132,18 +133,18 @@ class Bench:
             with self._noting(case, refuses=False):
                 self.loading = loading_time(self.options.job, case)
 
-    def _reference(self, work: Workload | None, conductor: Conductor, budget: Budget) -> None:
+    def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
         """Measure what all slots do: paces too, at the beginning and at another moment; the optimizer last."""
         case, left_s = self.options.cases[0], max(budget.left_s(), 0.0)
         lap = self._lap(work, case) if work is not None else None
         test = PaceTest(options=self.options, slot=self.slot)
-        test.first(lap, conductor, left_s)
+        test.first(lap, lockstep, left_s)
         if work is not None and lap is not None:
             with self._noting(case):
                 self._run(work, case, again=True)
                 # All slots have timed the same; on other cases some are done before others.
                 self._stopwatch.keep_share()
-        test.again(lap, conductor, left_s)
+        test.again(lap, lockstep, left_s)
         self.paces += test.paces
         if work is not None and lap is not None:
             with self._noting(case, refuses=False):

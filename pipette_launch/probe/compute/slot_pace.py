@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipette_launch.probe.compute.slot_speeds import to_measure
-from pipette_launch.probe.harness import Conductor
+from pipette_launch.probe.harness import Lockstep
 from pipette_launch.probe.options import Pace, ProbeOptions
 
 WINDOW_S = {"cpu": 0.5, "cuda": 0.3}
@@ -32,35 +32,36 @@ class PaceTest:
     clock: Callable[[], float] = time.perf_counter
     paces: list[Pace] = field(default_factory=list)
 
-    def first(self, work: Callable[[], None] | None, conductor: Conductor, extra_s: float) -> None:
+    def first(self, work: Callable[[], None] | None, lockstep: Lockstep, extra_s: float) -> None:
         """Meet all others, then work beside them; a slot without work leaves its core to the others."""
-        late_s = self._meet(conductor, extra_s)
+        late_s = self._meet(lockstep, extra_s)
         if work is not None:
             self._work(work, late_s, turn=0)
 
-    def again(self, work: Callable[[], None] | None, conductor: Conductor, extra_s: float) -> None:
+    def again(self, work: Callable[[], None] | None, lockstep: Lockstep, extra_s: float) -> None:
         """Repeat it for whoever rank 0 finds odd, beside a few others, until nobody is or it was repeated enough."""
         everyone: list[tuple[Pace, ...]] = [()] * self.options.num_slots
         for turn in range(1, RETESTS + 1):
-            last = [pace.words() for pace in self.paces if pace.turn == turn - 1]
-            texts = conductor.gather(last[0] if last else "", extra_s)
+            last = next((repr(pace.seconds) for pace in self.paces if pace.turn == turn - 1), "")
+            texts = lockstep.gather(last, extra_s)
             if texts is not None:
                 everyone = [
-                    (*before, Pace.of(text)) if text else before for before, text in zip(everyone, texts, strict=True)
+                    (*before, Pace(turn=turn - 1, seconds=float(text))) if text else before
+                    for before, text in zip(everyone, texts, strict=True)
                 ]
-            told = conductor.tell(" ".join(map(str, to_measure(self.options, everyone))), extra_s)
+            told = lockstep.broadcast(" ".join(map(str, to_measure(self.options, everyone))), extra_s)
             if not told:
                 return
-            late_s = self._meet(conductor, extra_s)
+            late_s = self._meet(lockstep, extra_s)
             if work is not None and str(self.slot) in told.split():
                 self._work(work, late_s, turn=turn)
         # Whoever was done with it would disturb the last of the others.
-        conductor.meet(extra_s)
+        lockstep.barrier(extra_s)
 
-    def _meet(self, conductor: Conductor, extra_s: float) -> float:
+    def _meet(self, lockstep: Lockstep, extra_s: float) -> float:
         """Return how long this worker waited for a core meanwhile: so much later than the others does it begin."""
         before_s = queued_s()
-        conductor.meet(extra_s)
+        lockstep.barrier(extra_s)
         return queued_s() - before_s
 
     def _work(self, work: Callable[[], None], late_s: float, *, turn: int) -> None:

@@ -13,7 +13,7 @@ from pipette_launch.facts import Job, Layout, StageReading
 from pipette_launch.facts.machines.device_memory import memory_digest
 from pipette_launch.facts.messages.measuring_advice import StageCase
 from pipette_launch.probe.compute.peak_memory import MemoryMeter, Peak
-from pipette_launch.probe.harness import Budget, Conductor
+from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.units import bytes_text
 from pipette_patches import whole_stage
@@ -71,7 +71,7 @@ class StageBench:
     readings: list[StageReading] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def measure(self, cases: Sequence[StageCase], conductor: Conductor, budget: Budget) -> None:
+    def measure(self, cases: Sequence[StageCase], lockstep: Lockstep, budget: Budget) -> None:
         """Go through this slot's cases until rank 0 finds the budget spent; every rank makes this call.
 
         No process group may be open. All slots end a turn together, so that rank 0 knows how long the slowest takes.
@@ -85,16 +85,16 @@ class StageBench:
             return budget.allows(STAGES_SHARE, needs_s=longest_s)
 
         for turn, case in enumerate(cases_of(cases, self.slot, self.options.num_slots)):
-            if not conductor.agree(goes_on):
+            if not lockstep.agree(goes_on):
                 left = len(cases) - turn * self.options.num_slots
                 if self.slot == 0:
                     self.notes.append(f"stages: {left} of {len(cases)} were not measured for want of time")
                 return
             before_s = budget.clock()
-            conductor.step(turn, -(-len(cases) // self.options.num_slots))
+            lockstep.step(turn, -(-len(cases) // self.options.num_slots))
             if case is not None:
                 self._measure(case)
-            conductor.meet(max(budget.left_s(), 0.0))
+            lockstep.barrier(max(budget.left_s(), 0.0))
             longest_s = max(longest_s, budget.clock() - before_s)
 
     def _measure(self, case: StageCase) -> None:

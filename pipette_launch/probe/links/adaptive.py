@@ -1,59 +1,56 @@
 """Measure the links that plans would use, plan again, and so on: about 30 rounds, however many hosts there are. Pure.
 
-Links that nobody measured are estimated (`estimate`). At first planners are shown them as good as they may well be, so
-that a plan tries what looks promising, and what it tried is known afterwards. The last pass shows what is likely, so
-that the plan that is made in the end rests on links that were measured.
+Links that were not measured are estimated (`estimate`). The first passes show the planner hopeful estimates, so that a
+plan tries links that may be fast, and they are known afterwards. The last pass shows likely estimates, so that the
+final plan rests on links that were measured.
 """
 
 # H = hosts, row sends to column.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 
-from pipette_launch.facts import Links, files
-from pipette_launch.probe.harness import Conductor, Line
+from pipette_launch.facts import Links
+from pipette_launch.probe.harness import Line
 from pipette_launch.probe.links.estimate import Estimate, estimate
 from pipette_launch.probe.links.sampling import Pair, Place, Round, nested_groups, rounds_of
 from pipette_launch.probe.links.switches import scouting_round
-from pipette_launch.probe.options import FULL_HOSTS, LinkSamples
+from pipette_launch.probe.options import FULL_HOSTS
 
-T = TypeVar("T")
 Lines = Mapping[Pair, Line]
 Measure = Callable[[Sequence[Round]], Lines]
-"""Measures rounds of pairs of hosts; returns both ways of each pair that could be measured."""
+"""Measures rounds of pairs of hosts; returns both directions of each pair that could be measured."""
 Advise = Callable[[Links], Sequence[Pair]]
-"""Plans with such links, and says which pairs of hosts the plans would use, most important first."""
+"""Plans with such links, and returns the pairs of hosts that the plans would use, most important first."""
 MOST_ROUNDS = 30
-"""Blind ones included."""
+"""Of all passes together with the blind rounds before them."""
 PASS_ROUNDS = 5
-"""A ring and a path through every host are four links of it, which take so many rounds at most."""
+"""A ring and a path through every host are four links of each host, which take so many rounds at most."""
 LEAST_ROUNDS = 2
-"""With fewer left no pass begins: one round is the proof's."""
-SCOUTING = 0.8
-"""Of the rounds of all passes, at most, where switches are not known."""
-SCOUTS = 0.05
-"""Scouting ends when fewer of the hosts than this have a pair that would tell anything."""
-BLIND_SCOUTS = 4
-"""As long as no tiers are seen, scouting goes so many rounds on blindly."""
+"""With fewer rounds left no pass begins, as `rounds_of` may need one more than a host has pairs."""
+SCOUTING_SHARE = 0.8
+"""Largest part of the rounds that may go into finding out which hosts are near, where switches are not known."""
+LEAST_SCOUTS = 0.05
+"""Scouting ends when a smaller part of the hosts than this has a pair that would tell anything."""
+BLIND_SCOUTING_ROUNDS = 4
+"""So many scouting rounds measure random pairs while no groups of hosts are seen."""
 CHANGED = 0.10
-"""A cached link that is off by more than this has changed."""
+"""A cached link whose time for a byte is off by more than this has changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """One turn of planning and measuring, or one round of scouting."""
+    """One pass of planning and measuring, or one round of scouting."""
 
     asked: int
-    """Pairs that the plans would use, or that tell who is near to whom."""
+    """Number of pairs that the plans would use, or that tell which hosts are near to each other."""
     new: int
-    """Of them measured now: the others were known, or did not fit into the rounds."""
+    """Number of those that were measured now; the others were known, or did not fit into the rounds."""
     rounds: int
     is_scouting: bool = False
 
@@ -64,16 +61,16 @@ class Adapted:
 
     estimate: Estimate
     lines: Lines
-    """All that was measured, now or before, both ways."""
+    """All that was measured, now or before, in both directions."""
     passes: tuple[Pass, ...]
     changed: tuple[Pair, ...]
-    """Pairs from an earlier warm-up that are no longer what they were, most important first."""
+    """Pairs from an earlier warm-up whose links have changed, most important first."""
     is_settled: bool
-    """The plans use no link any more that was not measured in this warm-up."""
+    """The plans use only links that were measured in this warm-up."""
 
     @property
     def rounds(self) -> int:
-        """Of all passes."""
+        """Number of rounds of all passes."""
         return sum(one.rounds for one in self.passes)
 
 
@@ -93,79 +90,95 @@ def adapt(
 
     Args:
         num_hosts: H.
-        known: what was measured before; not empty.
+        known: links that were measured before, in both directions; not empty.
         measure: see `Measure`.
         advise: see `Advise`.
-        most_rounds: together with those that `known` took, unless it is cached.
+        most_rounds: the largest number of rounds, together with those that `known` took, unless it is cached.
         places: the switches above each host; where they are not known, rounds go into finding out who is near to whom.
-        is_cached: `known` is from an earlier warm-up. It is believed until measured again, and nothing is tried for
-            the mere hope of it.
+        is_cached: `known` is from an earlier warm-up. It is believed until measured again, and links are not shown
+            as hopeful.
         allows: whether the budget has room for another pass.
-        seed: of the choice among pairs that tell as much.
+        seed: of the random choice among pairs that tell as much.
 
     """
-    course, left = _Course(known, is_cached=is_cached), most_rounds
+    survey, left = _Survey(known, is_cached=is_cached), most_rounds
     if not is_cached:
-        left -= _rounds_behind(known)
+        # As many rounds as the busiest host has pairs.
+        left -= max(Counter(host for pair in {_ordered(pair) for pair in known} for host in pair).values(), default=0)
         if num_hosts > FULL_HOSTS and len(nested_groups(num_hosts, places)) == 1:
-            left -= course.scout(num_hosts, measure, most=round(SCOUTING * left), allows=allows, seed=seed)
-    found = estimate(num_hosts, course.lines, places)
+            left -= survey.scout(num_hosts, measure, most=round(SCOUTING_SHARE * left), allows=allows, seed=seed)
+    found = estimate(num_hosts, survey.lines, places)
     hopes, is_settled = not is_cached, False
     while left >= LEAST_ROUNDS and not is_settled and allows():
-        # The last pass confirms, the others explore.
+        # The last pass confirms links that the plan uses, the others explore.
         hopes = hopes and left > PASS_ROUNDS
         asked = advise(found.hopeful if hopes else found.links)
-        rounds = course.go(asked, measure, most=min(PASS_ROUNDS, left), hope=None if is_cached else found.hopeful)
+        rounds = survey.go(asked, measure, most=min(PASS_ROUNDS, left), hope=None if is_cached else found.hopeful)
         left -= rounds
         if rounds:
-            found = estimate(num_hosts, course.lines, places)
+            found = estimate(num_hosts, survey.lines, places)
         else:
             hopes, is_settled = False, not hopes
     return Adapted(
         estimate=found,
-        lines=course.lines,
-        passes=tuple(course.passes),
-        changed=tuple(course.changed),
+        lines=survey.lines,
+        passes=tuple(survey.passes),
+        changed=tuple(survey.changed),
         is_settled=is_settled,
     )
 
 
-class _Course:
-    """What is known by now, and what was done for it."""
+class _Survey:
+    """The links that are known so far, and the passes that measured them."""
 
     def __init__(self, known: Lines, *, is_cached: bool) -> None:
         self.lines = dict(known)
         self.passes: list[Pass] = []
         self.changed: list[Pair] = []
         self._done: set[Pair] = set() if is_cached else {_ordered(pair) for pair in known}
-        """Measured in this warm-up, or tried in vain: not to be asked for again."""
+        """Pairs that were measured in this warm-up, or could not be: they are not measured again."""
 
     def scout(self, num_hosts: int, measure: Measure, *, most: int, allows: Callable[[], bool], seed: int) -> int:
-        """Find out who is near to whom, round by round, until few hosts can still learn; returns how many rounds."""
+        """Find out which hosts are near to each other, round by round, until few pairs would tell more.
+
+        Args:
+            num_hosts: H.
+            measure: see `Measure`.
+            most: the largest number of rounds.
+            allows: whether the budget has room for another round.
+            seed: of the random choice of pairs.
+
+        Returns:
+            The number of rounds.
+
+        """
         rng = np.random.default_rng(seed)
         for taken in range(most):
             pairs = scouting_round(num_hosts, self.lines, rng)
-            if not pairs and taken < BLIND_SCOUTS:
-                pairs = self._blind(num_hosts, rng)
-            if 2 * len(pairs) < SCOUTS * num_hosts or not allows():
+            if not pairs and taken < BLIND_SCOUTING_ROUNDS:
+                order = rng.permutation(num_hosts).tolist()
+                drawn = (_ordered(pair) for pair in zip(order[::2], order[1::2], strict=False))
+                pairs = tuple(sorted(pair for pair in drawn if pair not in self._done))
+            if 2 * len(pairs) < LEAST_SCOUTS * num_hosts or not allows():
                 return taken
             is_sparse = 4 * len(pairs) < num_hosts
             hope = estimate(num_hosts, self.lines).hopeful if is_sparse else None
             self.go(pairs, measure, most=1, hope=hope, is_scouting=True)
         return most
 
-    def _blind(self, num_hosts: int, rng: np.random.Generator) -> Round:
-        """Any pairs that were not measured yet."""
-        order = rng.permutation(num_hosts).tolist()
-        pairs = (_ordered(pair) for pair in zip(order[::2], order[1::2], strict=False))
-        return tuple(sorted(pair for pair in pairs if pair not in self._done))
-
     def go(
         self, asked: Sequence[Pair], measure: Measure, *, most: int, hope: Links | None, is_scouting: bool = False
     ) -> int:
-        """Measure what is new among the pairs asked for; returns in how many rounds.
+        """Measure what is new among the pairs asked for; returns the number of rounds.
 
-        Hosts that would be idle in a round measure the best that they may hope for, as it costs nothing.
+        Args:
+            asked: most important first.
+            measure: see `Measure`.
+            most: the largest number of rounds.
+            hope: hosts that would be idle in a round measure the partner that may be the fastest by these links, as
+                that costs nothing; None = they stay idle.
+            is_scouting: the pairs were asked for to find out which hosts are near.
+
         """
         pairs = list(dict.fromkeys(_ordered(pair) for pair in asked))
         rounds = rounds_of((pair for pair in pairs if pair not in self._done), most=most)
@@ -182,7 +195,7 @@ class _Course:
         return len(rounds)
 
     def _is_changed(self, pair: Pair, measured: Lines) -> bool:
-        """Whether either way was known, and is another now."""
+        """Whether the time of either direction was known and differs now."""
         return any(
             way in self.lines
             and way in measured
@@ -191,13 +204,8 @@ class _Course:
         )
 
 
-def _rounds_behind(known: Lines) -> int:
-    """In how many rounds so much could be measured: as often as the busiest host was busy."""
-    return max(Counter(host for pair in {_ordered(pair) for pair in known} for host in pair).values(), default=0)
-
-
 def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tuple[Round, ...]:
-    """Give idle hosts of each round the best partners that they have not been measured with, by their hopes."""
+    """Give idle hosts of each round the fastest partners, by `hope`, that they have not been measured with."""
     rates_HH = np.minimum(hope.bandwidth_bytes_per_s, hope.bandwidth_bytes_per_s.T)
     taken = [*done, *(pair for one in rounds for pair in one)]
     if taken:
@@ -221,60 +229,3 @@ def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tup
 
 def _ordered(pair: Pair) -> Pair:
     return (pair[0], pair[1]) if pair[0] < pair[1] else (pair[1], pair[0])
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class InStep(Generic[T]):
-    """What came of rounds that rank 0 chose and all ranks measured."""
-
-    links: tuple[LinkSamples, ...]
-    """What this rank sent."""
-    found: T | None
-    """What rank 0 made of it; None on the others."""
-
-
-def in_step(
-    conductor: Conductor,
-    meter: Callable[[Sequence[Round]], Sequence[LinkSamples]],
-    merge: Callable[[Sequence[LinkSamples]], Lines],
-    course: Callable[[Measure], T],
-    *,
-    patience_s: float,
-) -> InStep[T]:
-    """Let rank 0 go a course whose rounds all ranks measure with it; every rank calls this.
-
-    Args:
-        conductor: keeps the ranks in step.
-        meter: measures rounds of pairs of hosts on this rank, as all ranks do at the same time.
-        merge: makes links between hosts of what all slots sent.
-        course: rank 0 alone goes it: it may call the `Measure` that it gets as often as it likes.
-        patience_s: the longest that rank 0 may take between two of these calls.
-
-    """
-    mine: list[LinkSamples] = []
-
-    def take(rounds: Sequence[Round]) -> list[str] | None:
-        taken = meter(rounds)
-        mine.extend(taken)
-        return conductor.gather(json.dumps([files.to_plain(link) for link in taken]), extra_s=patience_s)
-
-    def measure(rounds: Sequence[Round]) -> Lines:
-        conductor.tell(json.dumps(rounds))
-        texts = take(rounds) or []
-        return merge([link for rank, text in enumerate(texts) for link in _read(text, rank)])
-
-    found = None
-    if conductor.rank == 0:
-        found = course(measure)
-        conductor.tell("[]")
-    else:
-        while rounds := json.loads(conductor.tell("", extra_s=patience_s)):
-            take([tuple((one, other) for one, other in pairs) for pairs in rounds])
-    return InStep(links=tuple(mine), found=found)
-
-
-def _read(text: str, rank: int) -> tuple[LinkSamples, ...]:
-    links: tuple[LinkSamples, ...] = files.from_plain(
-        tuple[LinkSamples, ...], json.loads(text), f"links of rank {rank}"
-    )
-    return links

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from pipette_launch.facts import Samples
 from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
-from pipette_launch.probe.harness import Budget, Conductor
-from pipette_launch.probe.links.pairs import align
+from pipette_launch.probe.harness import Budget, Lockstep
+from pipette_launch.probe.links.meter import align
 from pipette_launch.probe.options import GroupSamples, ProbeOptions
 
 COLLECTIVES_SHARE = 0.9
@@ -62,7 +62,7 @@ def measure(
     *,
     first: int = 0,
     rank: int,
-    conductor: Conductor,
+    lockstep: Lockstep,
     budget: Budget,
 ) -> CollectiveResult:
     """Time each kind of each dimension; every rank calls this, whether or not it is in a group.
@@ -73,21 +73,21 @@ def measure(
     notes: list[str] = []
     num_groups = 0
     for index, dimension in enumerate(dimensions):
-        if index and not conductor.agree(lambda: budget.allows(COLLECTIVES_SHARE)):
+        if index and not lockstep.agree(lambda: budget.allows(COLLECTIVES_SHARE)):
             skipped = ", ".join(skipped.name for skipped in dimensions[index:])
             notes.append(f"collectives: groups of {skipped} were skipped, the budget was spent")
             break
         members = next((group for group in dimension.groups if rank in group), ())
-        conductor.step(index, len(dimensions), f"opening the groups of {dimension.name}")
+        lockstep.step(index, len(dimensions), f"opening the groups of {dimension.name}")
         opened = _open(members or (rank,), options)
         group = opened if members else None
         num_groups += group is not None and group is not dist.group.WORLD
         for kind in dimension.kinds:
-            conductor.step(index, len(dimensions), f"{kind} of {dimension.name}")
+            lockstep.step(index, len(dimensions), f"{kind} of {dimension.name}")
             timer = _Timer(options, kind, size=len(members), group=group)
-            for asked_bytes in options.sizes_bytes():
+            for asked_bytes in options.message_sizes_bytes:
                 timer.time(asked_bytes)
-            reach_bytes = int(conductor.tell(str(timer.reach_bytes(dimension.most_bytes, budget))))
+            reach_bytes = int(lockstep.broadcast(str(timer.reach_bytes(dimension.most_bytes, budget))))
             if reach_bytes:
                 timer.time(reach_bytes, repeats=REACH_REPEATS)
             if timer.refused:

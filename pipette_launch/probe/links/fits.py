@@ -1,4 +1,4 @@
-"""From timed messages to links: a line for each, one figure for all rails of two hosts, and the matrices. Pure."""
+"""From timed messages and collectives to lines (latency and seconds per byte), and to matrices of links. Pure."""
 
 # H = hosts, D = devices of one host (rails), row sends to column.
 
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import CollectiveTime, Links, Measurements, Samples
 from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD, LinkSurvey, RailRates
+from pipette_launch.facts.messages.measuring_advice import Dimension
 from pipette_launch.probe.harness import Line, fit_line
 from pipette_launch.probe.links.estimate import estimate
-from pipette_launch.probe.links.sampling import Place
-from pipette_launch.probe.options import LinkSamples, ProbeOptions
+from pipette_launch.probe.links.sampling import Pair, Place
+from pipette_launch.probe.options import GroupSamples, LinkSamples, ProbeOptions, WorkerResult
 from pipette_launch.units import rate_text
 
-Pair = tuple[int, int]
 MAX_SEND_ENTRIES = 4096
 """Above this many pairs only the unstable ones get an entry of their own beside the matrices."""
 UNEVEN_RAILS = 0.10
@@ -298,3 +298,36 @@ def _unstable(fits: Mapping[Pair, LinkFit], options: ProbeOptions) -> tuple[str,
     rate = rate_text(fits[source, target].bytes_per_s)
     worst = f"{options.slot_name(source)} -> {options.slot_name(target)} ({rate} +- {spread:.0%})"
     return (f"links: {len(unstable)} of {len(fits)} scatter by more than {UNSTABLE_SPREAD:.0%}, most of all {worst}",)
+
+
+def group_times(dimensions: Sequence[Dimension], results: Sequence[WorkerResult]) -> tuple[CollectiveTime, ...]:
+    """One line for each kind of collective and dimension, from what the members timed.
+
+    Of the groups of a dimension the median one counts, by the time of its largest message.
+    """
+    seen: dict[tuple[str, int], dict[int, GroupSamples]] = {}
+    for result in results:
+        for samples in result.collectives:
+            seen.setdefault((samples.kind, samples.dimension), {})[result.slot] = samples
+    return tuple(_group_time(dimensions[index], by_slot) for (_, index), by_slot in seen.items())
+
+
+def _group_time(dimension: Dimension, by_slot: Mapping[int, GroupSamples]) -> CollectiveTime:
+    timed = []
+    for group in dimension.groups:
+        if all(slot in by_slot for slot in group):
+            # A collective has finished when its last member has: of each size the largest of the members' medians.
+            sizes = zip(*([each.median_s for each in by_slot[slot].samples] for slot in group), strict=True)
+            timed.append((tuple(map(max, sizes)), group))
+    timed.sort(key=lambda entry: (entry[0][-1], entry))
+    seconds, slots = timed[(len(timed) - 1) // 2]
+    sample = by_slot[slots[0]]
+    line = fit_line(sample.sizes_bytes, seconds)
+    return CollectiveTime(
+        kind=sample.kind,
+        slots=slots,
+        latency_s=line.latency_s,
+        seconds_per_byte=line.seconds_per_byte,
+        spread=max(by_slot[slot].samples[-1].spread for slot in slots),
+        sizes_bytes=sample.sizes_bytes,
+    )

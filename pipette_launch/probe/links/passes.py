@@ -1,43 +1,47 @@
-"""Links that plans would use, measured in passes by all workers together: of many hosts, and to check earlier ones."""
+"""All workers measure the links that plans would use, in passes: where hosts are many, or to check cached links."""
 
 # H = hosts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from pipette_launch.facts import Links
+from pipette_launch.facts import Links, files
 from pipette_launch.facts.messages.measuring_advice import Advice
-from pipette_launch.probe.harness import Budget, Conductor, Line
-from pipette_launch.probe.links.adaptive import MOST_ROUNDS, Adapted, Lines, Measure, adapt, in_step
+from pipette_launch.probe.harness import Budget, Line, Lockstep
+from pipette_launch.probe.links.adaptive import MOST_ROUNDS, Adapted, Lines, Measure, adapt
 from pipette_launch.probe.links.fits import LinkBook, host_fits
-from pipette_launch.probe.links.pairs import LINKS_SHARE, LinkMeter, LinkResult, direction_s
-from pipette_launch.probe.links.sampling import Pair
+from pipette_launch.probe.links.meter import LinkMeter
+from pipette_launch.probe.links.pairs import LINKS_SHARE, LinkResult, direction_s
+from pipette_launch.probe.links.sampling import Pair, Round
 from pipette_launch.probe.options import LinkSamples, ProbeOptions
 
+T = TypeVar("T")
 STALE = 0.25
-"""If more than this part of the earlier links that were measured again have changed, none of them is believed."""
+"""If more than this part of the cached links that were measured again have changed, none of them is believed."""
 STALE_LEAST = 2
-"""A single changed link is one link's matter."""
+"""A single changed link says nothing of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """What came of the passes."""
+    """The result of the passes."""
 
     linked: LinkResult
     """What this rank measured as a sender."""
     adapted: Adapted | None
     """What rank 0 knows of all links; None on the others."""
     advice: Advice | None
-    """The last that rank 0 heard; None on the others."""
+    """The last advice of the planner, on rank 0; None on the others."""
 
     def is_stale(self, *, are_few: bool) -> bool:
-        """Whether earlier links had better be measured anew, all of them; asked on rank 0.
+        """Whether all cached links ought to be measured anew; asked on rank 0.
 
-        Of few hosts all links are quickly measured, and only then a slow one can be told from its peers: there a single
-        changed link is enough, and so is that nothing could be checked.
+        The links of few hosts are quickly measured, and only all of them together show which one is slower than its
+        peers. So among few hosts one changed link is enough, and also if nothing could be checked.
         """
         if self.adapted is None:
             return False
@@ -51,7 +55,7 @@ def go(
     options: ProbeOptions,
     *,
     rank: int,
-    conductor: Conductor,
+    lockstep: Lockstep,
     budget: Budget,
     known: Lines,
     is_cached: bool,
@@ -61,12 +65,12 @@ def go(
     """Go through the passes; every rank calls this.
 
     Args:
-        options: the warm-up's orders.
-        rank: this one.
-        conductor: keeps the ranks in step.
-        budget: no pass begins when the links' share of it is spent.
+        options: the order of the warm-up.
+        rank: the rank of this worker.
+        lockstep: keeps the ranks in step.
+        budget: no pass begins when the share of links is spent.
         known: links between hosts so far, on rank 0; the others need none.
-        is_cached: they are from an earlier warm-up.
+        is_cached: `known` is from an earlier warm-up.
         advise: asks, on rank 0, what plans would use.
         patience_s: the longest that an answer may take.
 
@@ -74,7 +78,7 @@ def go(
     meter = LinkMeter(
         options=options,
         rank=rank,
-        conductor=conductor,
+        lockstep=lockstep,
         bound_s=direction_s(budget.left_s(LINKS_SHARE), MOST_ROUNDS, options.device_kind),
     )
     heard: list[Advice] = []
@@ -83,7 +87,7 @@ def go(
         heard.append(advise(links))
         return [(one, other) for one, other in heard[-1].host_pairs]
 
-    def course(measure: Measure) -> Adapted:
+    def decide(measure: Measure) -> Adapted:
         return adapt(
             len(options.hosts),
             known,
@@ -92,23 +96,69 @@ def go(
             most_rounds=MOST_ROUNDS,
             places=[host.place for host in options.hosts],
             is_cached=is_cached,
-            # What is believed is looked at once, however late it is.
+            # Cached links are checked once, however little time is left.
             allows=lambda: not heard or budget.allows(LINKS_SHARE),
         )
 
-    stepped = in_step(conductor, meter.measure, lambda links: lines_of(links, options), course, patience_s=patience_s)
-    linked = LinkResult(links=stepped.links, rounds=meter.num_rounds, rounds_again=0, notes=notes_of(stepped.found))
-    return Passed(linked=linked, adapted=stepped.found, advice=heard[-1] if heard else None)
+    sent, adapted = in_step(
+        lockstep, meter.measure, lambda links: lines_of(links, options), decide, patience_s=patience_s
+    )
+    linked = LinkResult(links=sent, rounds=meter.num_rounds, rounds_again=0, notes=notes_of(adapted))
+    return Passed(linked=linked, adapted=adapted, advice=heard[-1] if heard else None)
+
+
+def in_step(
+    lockstep: Lockstep,
+    meter: Callable[[Sequence[Round]], Sequence[LinkSamples]],
+    merge: Callable[[Sequence[LinkSamples]], Lines],
+    decide: Callable[[Measure], T],
+    *,
+    patience_s: float,
+) -> tuple[tuple[LinkSamples, ...], T | None]:
+    """Let rank 0 choose rounds that all ranks measure; every rank calls this.
+
+    Args:
+        lockstep: keeps the ranks in step.
+        meter: measures rounds of pairs of hosts on this rank, as all ranks do at the same time.
+        merge: turns what all slots sent into links between hosts.
+        decide: runs on rank 0 alone, and may call the `Measure` that it gets as often as it likes.
+        patience_s: the longest that rank 0 may take between two of these calls.
+
+    Returns:
+        What this rank sent, and on rank 0 what `decide` returned.
+
+    """
+    mine: list[LinkSamples] = []
+
+    def take(rounds: Sequence[Round]) -> list[str]:
+        taken = meter(rounds)
+        mine.extend(taken)
+        return lockstep.gather(json.dumps([files.to_plain(link) for link in taken]), extra_s=patience_s) or []
+
+    def measure(rounds: Sequence[Round]) -> Lines:
+        lockstep.broadcast(json.dumps(rounds))
+        links: list[LinkSamples] = []
+        for rank, text in enumerate(take(rounds)):
+            links += files.from_plain(tuple[LinkSamples, ...], json.loads(text), f"links of rank {rank}")
+        return merge(links)
+
+    if lockstep.rank == 0:
+        found = decide(measure)
+        lockstep.broadcast("[]")
+        return tuple(mine), found
+    while rounds := json.loads(lockstep.broadcast("", extra_s=patience_s)):
+        take([tuple((one, other) for one, other in pairs) for pairs in rounds])
+    return tuple(mine), None
 
 
 def lines_of(links: Sequence[LinkSamples], options: ProbeOptions) -> dict[Pair, Line]:
-    """What everyone's samples say of the pairs of hosts."""
+    """The line of each pair of hosts, by the samples of all slots."""
     fits = host_fits(LinkBook.of(links).best(), options.devices_per_host)
     return {pair: fit.line for pair, fit in fits.items()}
 
 
 def notes_of(adapted: Adapted | None) -> tuple[str, ...]:
-    """What the passes did, in a sentence; nothing where there were none."""
+    """Describe the passes in a sentence; empty where there were none."""
     if adapted is None or not adapted.passes:
         return ()
     passes = [one for one in adapted.passes if not one.is_scouting]

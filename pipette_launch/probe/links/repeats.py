@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from pipette_launch.facts import Samples
+from pipette_launch.probe.options import MIN_SIZES, TINY_BYTES
 
-TINY_BYTES = 8
-"""Tells the latency; as large as an acknowledgement."""
 FIRST_BYTES = 64 << 10
 """The first size whose time says how long a larger one may take."""
 GROWTH = 16
@@ -24,7 +23,6 @@ TINY_REPEATS = 4
 """A tiny message costs little and scatters most, so it goes so many times as often."""
 WARM_BYTES = 256 << 10
 MAX_WARMUPS = 4
-MIN_SIZES = 3
 MIN_VALUES = 3
 MAX_VALUES = 24
 TARGET_SPREAD = 0.04

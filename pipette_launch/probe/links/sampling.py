@@ -1,4 +1,4 @@
-"""Which pairs of hosts to measure when all are too many, and in how few rounds. Pure.
+"""Which pairs of hosts are measured in which round: all of them, or a sample where they are too many. Pure.
 
 A clean measurement occupies both ends, so a round is a matching: disjoint pairs of hosts, the lower host first.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, pairwise, zip_longest
 from itertools import count as counted
-from itertools import islice, pairwise, zip_longest
 
 import numpy as np
 
@@ -22,10 +22,10 @@ Tier = list[list[int]]
 """Hosts by the switch above them."""
 
 
-def circle_rounds(hosts: Sequence[int]) -> tuple[Round, ...]:
+def all_pairs(hosts: Sequence[int]) -> tuple[Round, ...]:
     """Split all pairs of these hosts into the fewest rounds, by the circle method: N-1, or N where N is odd.
 
-    One host stands still and the others turn; with an odd count the still one is a ghost, whose partner rests.
+    The first host keeps its position and the others turn. An odd number is filled up by -1, whose partner rests.
     """
     if len(hosts) < 2:
         return ()
@@ -33,26 +33,30 @@ def circle_rounds(hosts: Sequence[int]) -> tuple[Round, ...]:
     rounds = []
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
-        couples = zip(ring[:half], reversed(ring[half:]), strict=True)
-        rounds.append(tuple(sorted((min(a, b), max(a, b)) for a, b in couples if -1 not in (a, b))))
+        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
+        rounds.append(tuple(sorted((min(a, b), max(a, b)) for a, b in pairs if -1 not in (a, b))))
         ring = [ring[0], ring[-1], *ring[1:-1]]
     return tuple(rounds)
 
 
 def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round, ...]:
-    """Split any pairs into rounds: at most one more than the pairs of the busiest host.
+    """Split any pairs into rounds: at most one round more than the busiest host has pairs.
 
     Args:
         pairs: most important first, in either direction; a pair that comes twice is measured once.
-        most: no more rounds than that; of the pairs of a host that has too many, the last are left out.
+        most: the largest number of rounds; a host that has too many pairs loses the last of them.
 
     """
     wanted = list(dict.fromkeys((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]))
-    if most is not None:
-        # One colour less than rounds: the proof may need one more. A single round is a matching either way.
-        wanted = list(_thinned(wanted, max(most - 1, 1)))
-    colouring = _Colouring(max(Counter(host for pair in wanted for host in pair).values(), default=0))
+    degree: Counter[int] = Counter()
+    kept: list[Pair] = []
     for pair in wanted:
+        # One pair of a host less than rounds: the colouring may need one round more. A single round is a matching.
+        if most is None or max(degree[host] for host in pair) < max(most - 1, 1):
+            kept.append(pair)
+            degree.update(pair)
+    colouring = _Colouring(max(degree.values(), default=0))
+    for pair in kept:
         colouring.add(*pair)
     return colouring.rounds()
 
@@ -60,16 +64,16 @@ def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round,
 def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.random.Generator) -> tuple[Round, ...]:
     """Draw rounds before anything is measured; no pair comes twice.
 
-    Where the switches are known, every other round stays under the innermost ones: near links are the ones that plans
-    use, and the fewer; the rest are for the tiers above, in turn. Else half as many rounds are drawn, as whoever finds
-    out who is near knows better where to look: of all pairs alike, and in turn of neighbours in the order of the hosts,
-    since names often follow the racks.
+    Where the switches are known, every other round stays under the innermost ones, because plans use near links most,
+    and the other rounds go to the tiers above in turn. Where they are not known, half as many rounds are drawn, because
+    the rounds that find out which hosts are near choose better (`switches`): pairs at random, and in turn neighbours in
+    the order of the hosts, because host names often follow the racks.
 
     Args:
         num_hosts: N.
-        places: of each host; empty, or with empty places, where switches are not known.
-        count: how many rounds; fewer where there are not so many.
-        rng: the only source of chance.
+        places: the switches above each host; empty, or with empty entries, where they are not known.
+        count: how many rounds to draw; among few hosts there may be fewer.
+        rng: the source of randomness.
 
     """
     inner, *outer = nested_groups(num_hosts, places)
@@ -77,10 +81,10 @@ def blind_rounds(num_hosts: int, places: Sequence[Place], count: int, rng: np.ra
     far = [_across(tier, switches, rng) for switches, tier in zip([inner, *outer], outer, strict=False)]
     if not far and num_hosts > FULL_HOSTS:
         count = -(-count // 2)
-    turns = zip_longest(near, _in_turn(far) if far else _along(num_hosts))
+    turns = zip_longest(near, chain.from_iterable(zip(*far, strict=True)) if far else _along(num_hosts))
     seen: set[Pair] = set()
     rounds = []
-    # Drawing ends some time: among few hosts all pairs are soon taken.
+    # The draws are limited: among few hosts all pairs are soon taken.
     for drawn in islice((one for turn in turns for one in turn if one is not None), 4 * count):
         fresh = tuple(pair for pair in drawn if pair not in seen)
         seen.update(fresh)
@@ -96,7 +100,7 @@ def nested_groups(num_hosts: int, places: Sequence[Place]) -> list[Tier]:
         under: dict[Place, list[int]] = {}
         for host, place in enumerate(places):
             under.setdefault(place[:level], []).append(host)
-        # A tier that splits nothing, or leaves everyone alone, tells nothing.
+        # A tier that splits nothing, or leaves every host alone, has no information.
         if len(tiers[0]) < len(under) < num_hosts:
             tiers.insert(0, list(under.values()))
     return tiers
@@ -105,17 +109,17 @@ def nested_groups(num_hosts: int, places: Sequence[Place]) -> list[Tier]:
 def _within(tier: Tier, rng: np.random.Generator) -> Iterator[Round]:
     """All pairs under each switch, all switches at once."""
     shuffled = [[int(host) for host in rng.permutation(hosts)] for hosts in tier]
-    for parts in zip_longest(*(circle_rounds(hosts) for hosts in shuffled), fillvalue=()):
+    for parts in zip_longest(*(all_pairs(hosts) for hosts in shuffled), fillvalue=()):
         yield tuple(sorted(pair for part in parts for pair in part))
 
 
 def _across(tier: Tier, switches: Tier, rng: np.random.Generator) -> Iterator[Round]:
-    """Pairs under one switch of a tier, each of two switches of the tier below; without end."""
+    """Pairs under one switch of a tier, each between two switches of the tier below; without end."""
     below = {host: number for number, hosts in enumerate(switches) for host in hosts}
     for _ in counted():
         pairs = []
         for hosts in tier:
-            # Host by host of one switch, then of the next: half way round the list is mostly another switch.
+            # The list holds the hosts switch by switch, so hosts half a list apart mostly have different switches.
             rank = rng.permutation(len(switches))
             order = sorted((int(host) for host in rng.permutation(hosts)), key=lambda host: int(rank[below[host]]))
             half = len(order) // 2
@@ -129,20 +133,6 @@ def _along(num_hosts: int) -> Iterator[Round]:
         for first in (0, apart):
             starts = (start + step for start in range(first, num_hosts - apart, 2 * apart) for step in range(apart))
             yield tuple((start, start + apart) for start in starts if start + apart < num_hosts)
-
-
-def _in_turn(tiers: Sequence[Iterator[Round]]) -> Iterator[Round]:
-    for turn in zip(*tiers, strict=True):
-        yield from turn
-
-
-def _thinned(pairs: Iterable[Pair], most: int) -> Iterator[Pair]:
-    """The pairs, in order, as long as both hosts have fewer than so many."""
-    degree: dict[int, int] = {}
-    for one, other in pairs:
-        if degree.get(one, 0) < most and degree.get(other, 0) < most:
-            degree[one], degree[other] = degree.get(one, 0) + 1, degree.get(other, 0) + 1
-            yield one, other
 
 
 class _Colouring:

@@ -19,7 +19,8 @@ from pipette_launch.facts import ComputeCase
 from pipette_launch.probe.compute import layers
 from pipette_launch.probe.compute.layers import Bench, cases_of, weight_bytes
 from pipette_launch.probe.compute.peak_memory import CpuMeter
-from pipette_launch.probe.harness import Budget, Conductor, Progress
+from pipette_launch.probe.harness import Budget, Lockstep
+from pipette_launch.probe.progress import Progress
 from pipette_patches.workload.layers import Part, Workload, WorkloadError
 from pipette_patches.workload.optimizer import OptimizerStep
 
@@ -52,8 +53,8 @@ def bench(folder: Path, **changes: object) -> Bench:
 
 def measure(slot: Bench, now_s: float = 0.0) -> None:
     """Run it, with ten seconds to spare unless told otherwise."""
-    conductor = Conductor(store=OneRankStore(), rank=0, world_size=1, timeout_s=1)
-    slot.measure(conductor, Budget(started_s=0, budget_s=10, clock=lambda: now_s))
+    lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1)
+    slot.measure(lockstep, Budget(started_s=0, budget_s=10, clock=lambda: now_s))
 
 
 def failing_workload(error: Exception, times: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from pipette_launch.facts import files
 from pipette_launch.probe.compute import slot_pace
 from pipette_launch.probe.compute.slot_pace import PaceTest, queued_s
 from pipette_launch.probe.compute.slot_speeds import Speeds, speeds
-from pipette_launch.probe.harness import Conductor
+from pipette_launch.probe.harness import Lockstep
 from pipette_launch.probe.options import Pace, ProbeOptions
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ SLOTS = 4
 VICTIM = 2
 
 
-def alone(tmp_path: Path) -> tuple[PaceTest, Conductor, list[float], Callable[[], None]]:
+def alone(tmp_path: Path) -> tuple[PaceTest, Lockstep, list[float], Callable[[], None]]:
     """A slot that is alone, on a clock that its work moves by an eighth of a second."""
     now = [0.0]
 
@@ -41,15 +41,15 @@ def alone(tmp_path: Path) -> tuple[PaceTest, Conductor, list[float], Callable[[]
 
     options = tiny_options(tmp_path, hosts=1, devices=1)
     test = PaceTest(options=options, slot=0, clock=lambda: now[0])
-    return test, Conductor(store=OneRankStore(), rank=0, world_size=1, timeout_s=1), now, work
+    return test, Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1), now, work
 
 
 def test_a_window_counts_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second of work in eighths is four runs; a slot that is alone differs from nobody."""
     monkeypatch.setattr(slot_pace, "queued_s", lambda: 0.0)
-    test, conductor, now, work = alone(tmp_path)
-    test.first(work, conductor, 0.0)
-    test.again(work, conductor, 0.0)
+    test, lockstep, now, work = alone(tmp_path)
+    test.first(work, lockstep, 0.0)
+    test.again(work, lockstep, 0.0)
 
     assert [Pace(turn=0, seconds=0.125)] == test.paces
     assert 0.5 == now[0]
@@ -59,26 +59,20 @@ def test_who_had_to_wait_for_a_core_began_late(tmp_path: Path, monkeypatch: pyte
     """All had begun three eighths of a second before; so of the window one run is left, which took all of it."""
     waited = iter((1.0, 1.375))
     monkeypatch.setattr(slot_pace, "queued_s", lambda: next(waited))
-    test, conductor, _, work = alone(tmp_path)
-    test.first(work, conductor, 0.0)
+    test, lockstep, _, work = alone(tmp_path)
+    test.first(work, lockstep, 0.0)
 
     assert [Pace(turn=0, seconds=0.5)] == test.paces
 
 
 def test_a_slot_without_work_stays_in_step(tmp_path: Path) -> None:
     """It has no pace, and goes through the same meetings."""
-    test, conductor, _, _ = alone(tmp_path)
-    test.first(None, conductor, 0.0)
-    test.again(None, conductor, 0.0)
+    test, lockstep, _, _ = alone(tmp_path)
+    test.first(None, lockstep, 0.0)
+    test.again(None, lockstep, 0.0)
 
     assert [] == test.paces
 
-
-def test_a_pace_survives_the_store() -> None:
-    """To the last digit."""
-    one = Pace(turn=2, seconds=0.1 + 0.2)
-
-    assert one == Pace.of(one.words())
 
 
 def test_waiting_for_a_core_is_counted() -> None:

@@ -18,7 +18,7 @@ from pipette_launch.facts.messages.measuring_advice import StageCase
 from pipette_launch.probe.compute import whole_stages
 from pipette_launch.probe.compute.peak_memory import Peak
 from pipette_launch.probe.compute.whole_stages import StageBench, cases_of, state_bytes
-from pipette_launch.probe.harness import Budget, Conductor
+from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import ProbeOptions
 from pipette_patches.whole_stage import StageRun
 from pipette_patches.workload.layers import WorkloadError
@@ -87,8 +87,8 @@ def found(
 ) -> tuple[list[StageReading], list[str]]:
     """What a slot alone finds."""
     bench = StageBench(options=options, slot=0, meter=Meter())
-    conductor = Conductor(store=OneRankStore(), rank=0, world_size=1, timeout_s=1.0)
-    bench.measure(cases, conductor, Budget(started_s=0.0, budget_s=60.0, clock=clock))
+    lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1.0)
+    bench.measure(cases, lockstep, Budget(started_s=0.0, budget_s=60.0, clock=clock))
     return bench.readings, bench.notes
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch.distributed import HashStore
 
-from pipette_launch.facts import Links, Samples
-from pipette_launch.probe.harness import Conductor, Line
-from pipette_launch.probe.links.adaptive import Adapted, Lines, Measure, adapt, in_step
+from pipette_launch.facts import Links
+from pipette_launch.probe.harness import Line
+from pipette_launch.probe.links.adaptive import Adapted, Lines, Measure, adapt
 from pipette_launch.probe.links.sampling import Pair, Round, blind_rounds
-from pipette_launch.probe.options import LinkSamples
 
 Floats = NDArray[np.float64]
 
@@ -151,53 +147,3 @@ def test_a_spent_budget_ends_the_passes() -> None:
     found = adapt(8, known, measure=meter(rates_HH, taken), advise=ring, most_rounds=9, allows=lambda: False)
 
     assert ([], (), False) == (taken, found.passes, found.is_settled)
-
-
-def sent(rank: int, rounds: Sequence[Round]) -> list[LinkSamples]:
-    """What a rank sends in these rounds, with times that name it."""
-    peers = [other for one in rounds for pair in one for other in pair if rank in pair and other != rank]
-    samples = Samples(values_s=(1.0 + rank,))
-    return [LinkSamples(source=rank, target=peer, sizes_bytes=(8,), samples=(samples,)) for peer in peers]
-
-
-def merged(links: Sequence[LinkSamples]) -> Lines:
-    """One device on each host: slots are hosts."""
-    return {(link.source, link.target): Line(0.0, link.samples[0].median_s) for link in links}
-
-
-@pytest.mark.parametrize("turns", [0, 1, 3])
-def test_all_ranks_measure_what_rank_0_chooses(turns: int) -> None:
-    """Every rank goes through the same rounds, rank 0 gets everybody's links, and all of them come back at its end."""
-    store = HashStore()
-    rounds: tuple[Round, ...] = (((0, 1), (2, 3)), ((0, 2),))
-    heard: dict[int, list[Sequence[Round]]] = {rank: [] for rank in range(4)}
-    ends: dict[int, object] = {}
-
-    def course(measure: Measure) -> list[Lines]:
-        return [measure(rounds) for _ in range(turns)]
-
-    def work(rank: int) -> None:
-        def take(some: Sequence[Round]) -> list[LinkSamples]:
-            heard[rank].append(tuple(some))
-            return sent(rank, some)
-
-        conductor = Conductor(store=store, rank=rank, world_size=4, timeout_s=10)
-        ends[rank] = in_step(conductor, take, merged, course, patience_s=1.0)
-
-    run_all([lambda rank=rank: work(rank) for rank in range(4)])  # type: ignore[misc]
-
-    expected = {(0, 1): 1.0, (1, 0): 2.0, (2, 3): 3.0, (3, 2): 4.0, (0, 2): 1.0, (2, 0): 3.0}
-    assert [[rounds] * turns] * 4 == list(heard.values())
-    assert [{pair: Line(0.0, value) for pair, value in expected.items()}] * turns == ends[0].found  # type: ignore[attr-defined]
-    assert [2 * turns, turns, 2 * turns, turns] == [len(ends[rank].links) for rank in range(4)]  # type: ignore[attr-defined]
-    assert all(ends[rank].found is None for rank in (1, 2, 3))  # type: ignore[attr-defined]
-
-
-def run_all(works: Sequence[Callable[[], None]]) -> None:
-    """Run everything at the same time, and to its end."""
-    threads = [threading.Thread(target=work, daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-        assert not thread.is_alive()

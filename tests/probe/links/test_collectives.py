@@ -8,7 +8,7 @@ from facts_for_tests import tiny_job, tiny_model
 from probe.workers import OneRankStore, tiny_options
 
 from pipette_launch.facts import Samples
-from pipette_launch.probe.harness import Budget, Conductor
+from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.links import collectives
 from pipette_launch.probe.links.collectives import padded_bytes
 
@@ -43,7 +43,7 @@ def test_a_spent_budget_keeps_the_first_dimension(tmp_path: Path, monkeypatch: p
         options,
         options.dimensions(),
         rank=0,
-        conductor=Conductor(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
+        lockstep=Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
         budget=Budget(started_s=0, budget_s=10, clock=lambda: 10.0),
     )
 

@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from probe.test_assemble import result
 from probe.workers import tiny_options
 
 from pipette_launch.facts import Samples
+from pipette_launch.facts.messages.measuring_advice import Dimension
 from pipette_launch.probe.harness import Line
-from pipette_launch.probe.links.fits import LinkFit, fit_link, found_links, host_fits
+from pipette_launch.probe.links.fits import LinkFit, fit_link, found_links, group_times, host_fits
 from pipette_launch.probe.links.repeats import ladder
-from pipette_launch.probe.options import LinkSamples
+from pipette_launch.probe.options import GroupSamples, LinkSamples
 
 SIZES = (8, 4096, 65536)
+PAIRS = Dimension(name="pairs", kinds=("all_reduce",), groups=((0, 1), (2, 3)))
 
 
 def link(source: int, target: int, rate: float, jitter: float = 0.0) -> LinkSamples:
@@ -138,3 +141,26 @@ def test_pairs_of_slots_that_take_turns_on_cores_are_alike(tmp_path: Path, cores
 
     assert pytest.approx(expected) == within.bandwidth_bytes_per_s[0, 1]
     assert (cores == 2) == bool(np.ptp(within.bandwidth_bytes_per_s[~np.eye(3, dtype=bool)]) < 1)
+
+
+def collective(bandwidth: float) -> tuple[GroupSamples, ...]:
+    """What a member saw of an all-reduce with 1 ms latency."""
+    samples = tuple(Samples(values_s=(1e-3 + size / bandwidth,)) for size in SIZES)
+    return (GroupSamples(kind="all_reduce", dimension=0, sizes_bytes=SIZES, samples=samples),)
+
+
+def test_a_collective_is_done_when_its_last_member_is() -> None:
+    """Of two groups the middle one by time stands for the dimension; in it the slower member counts."""
+    results = [result(slot, collectives=collective(bandwidth)) for slot, bandwidth in enumerate((4e6, 3e6, 9e5, 1e6))]
+    (found,) = group_times((PAIRS,), results)
+
+    assert (0, 1) == found.slots
+    assert pytest.approx(1 / 3e6) == found.seconds_per_byte
+
+
+def test_a_group_that_lacks_a_member_does_not_count() -> None:
+    """What only one of two members timed is no time of the group."""
+    results = [result(slot, collectives=collective(1e6) if slot != 1 else ()) for slot in range(4)]
+    (found,) = group_times((PAIRS,), results)
+
+    assert (2, 3) == found.slots

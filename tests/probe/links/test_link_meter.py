@@ -15,7 +15,7 @@ import torch.distributed as dist
 from probe.workers import LIMIT_S, ROOT, tiny_options
 
 from pipette_launch.facts import files
-from pipette_launch.probe.links.pairs import LinkMeter, await_device
+from pipette_launch.probe.links.meter import LinkMeter, await_device
 from pipette_launch.probe.options import LinkSamples, ProbeOptions
 
 WORKER = Path(__file__).parents[1] / "link_worker.py"
@@ -36,7 +36,7 @@ def test_three_hosts_measure_each_other_and_name_who_falls_silent(tmp_path: Path
     rates_HH = np.array(found[0]["rates"])
 
     assert sorted(permutations(range(3), 2)) == sorted((link.source, link.target) for link in links)
-    assert all(options.sizes_bytes() == link.sizes_bytes for link in links)
+    assert all(options.message_sizes_bytes == link.sizes_bytes for link in links)
     assert all(samples.median_s > 0 for link in links for samples in link.samples)
     # Not-a-number on the diagonal; the same numbers everywhere, or ranks would decide differently.
     assert np.array_equal(np.eye(3, dtype=bool), np.isnan(rates_HH))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.probe.links.sampling import Pair, Round, blind_rounds, circle_rounds, nested_groups, rounds_of
+from pipette_launch.probe.links.sampling import Pair, Round, all_pairs, blind_rounds, nested_groups, rounds_of
 
 PAIRS = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 13)), max_size=90)
 
@@ -60,7 +60,7 @@ def test_a_plan_of_many_hosts_takes_few_rounds() -> None:
 @pytest.mark.parametrize(("hosts", "rounds"), [(0, 0), (1, 0), (2, 1), (3, 3), (4, 3), (5, 5), (8, 7), (9, 9)])
 def test_all_pairs_take_the_fewest_rounds(hosts: int, rounds: int) -> None:
     """The circle method needs N-1 rounds, N where N is odd, and meets every pair once."""
-    found = circle_rounds(range(hosts))
+    found = all_pairs(range(hosts))
 
     assert rounds == len(found)
     assert are_matchings(found)

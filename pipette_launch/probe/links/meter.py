@@ -1,0 +1,260 @@
+"""Sends messages between pairs of slots and times them.
+
+Both ends of a pair, and all pairs of a round, must agree on what is sent next. A round is a row of steps. Before each
+step every sender says how many messages of which sizes it would like to send (`repeats.Tally`), and one small
+all-reduce takes the largest wish of each pair's rails. So both ends know what follows, all begin together, and a round
+ends when no sender wants more.
+
+All rails of a pair of hosts are measured at the same time: every message begins on all of them at once, and the time of
+the hosts is when the last rail has finished. Tensor-parallel ranks of one pipeline stage send to those of the next like
+that. All messages use the communicator of all ranks: one for each pair would cost far more than the measurement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from pipette_launch.errors import ProbeError
+from pipette_launch.facts import Samples
+from pipette_launch.probe.harness import Clock, Lockstep
+from pipette_launch.probe.links.repeats import Tally, condensed, in_passes, in_step, ladder
+from pipette_launch.probe.links.sampling import Pair
+from pipette_launch.probe.options import TINY_BYTES, LinkSamples, ProbeOptions
+
+Group: TypeAlias = tuple[Pair, ...]
+"""Pairs of slots that are measured together: the rails of a pair of hosts, or one pair of local devices."""
+Mine: TypeAlias = tuple[int, Pair]
+"""The index of the group that this rank is in, and its pair in it."""
+PARTNER_SHARE = 0.8
+"""Part of the deadline within which the own partner must answer: a rank that knows the name must fail first."""
+
+
+def rail_groups(pairs: Sequence[Pair], devices_per_host: int) -> tuple[Group, ...]:
+    """All rails of each pair of hosts: device i of one talks to device i of the other, for all i at once."""
+    size = devices_per_host
+    return tuple(tuple((a * size + rail, b * size + rail) for rail in range(size)) for a, b in pairs)
+
+
+def local_groups(pairs: Sequence[Pair], num_hosts: int, devices_per_host: int) -> tuple[Group, ...]:
+    """The same pairs of local devices in every host at once, each a group of its own."""
+    bases = range(0, num_hosts * devices_per_host, devices_per_host)
+    return tuple(((base + a, base + b),) for base in bases for a, b in pairs)
+
+
+def one_way(round_trips: Sequence[Samples]) -> tuple[Samples, ...]:
+    """Turn times of message plus tiny acknowledgement into one-way times.
+
+    The first entry is the tiny message itself, so half of its median is what the acknowledgement took.
+    """
+    back_s = round_trips[0].median_s / 2
+    return tuple(
+        Samples(
+            values_s=tuple(max(value - back_s, min(value, back_s)) for value in samples.values_s),
+            warmup_s=samples.warmup_s,
+        )
+        for samples in round_trips
+    )
+
+
+@dataclass(kw_only=True)
+class LinkMeter:
+    """Measures pairs of hosts, or of local devices; every rank calls the same methods in the same order.
+
+    Each rank returns what it sent. The caller decides whether there is time for another round.
+    """
+
+    options: ProbeOptions
+    rank: int
+    bound_s: float
+    """Seconds that one direction of a pair may take."""
+    lockstep: Lockstep | None = None
+    """Where this worker reports its progress."""
+    clock: Clock = time.perf_counter
+    num_rounds: int = field(default=0, init=False)
+    """How many rounds have been measured."""
+
+    def __post_init__(self) -> None:
+        self.sizes = ladder(self.options.message_sizes_bytes)
+        self._buffer = torch.zeros(self.sizes[-1], dtype=torch.uint8, device=self.options.device_kind)
+        self._ack = torch.zeros(TINY_BYTES, dtype=torch.uint8, device=self.options.device_kind)
+        self._place = ""
+
+    def measure(self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0) -> tuple[LinkSamples, ...]:
+        """Measure pairs of hosts, all rails at once.
+
+        Args:
+            rounds: in each, pairs of hosts; no host appears twice in a round.
+            first: the number of the first round in error messages.
+            of: the number of all rounds in error messages; 0 = as many as `rounds`.
+
+        Raises:
+            ProbeError: a partner did not answer by the deadline; the message names its slot and the round.
+
+        """
+        size = self.options.devices_per_host
+        groups = [rail_groups(pairs, size) for pairs in rounds]
+        return self._measure(groups, "between hosts", first=first, of=of)
+
+    def measure_within(
+        self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0
+    ) -> tuple[LinkSamples, ...]:
+        """Measure pairs of local devices, in every host at once; arguments and errors as `measure`."""
+        num_hosts, size = len(self.options.hosts), self.options.devices_per_host
+        groups = [local_groups(pairs, num_hosts, size) for pairs in rounds]
+        return self._measure(groups, "within hosts", first=first, of=of)
+
+    def _measure(
+        self, rounds: Sequence[Sequence[Group]], where: str, *, first: int, of: int
+    ) -> tuple[LinkSamples, ...]:
+        found = []
+        for number, groups in enumerate(rounds, start=first):
+            self._place = f"round {number} of {of or len(rounds)} {where}"
+            if self.lockstep is not None:
+                peers = [slot for group in groups for pair in group if self.rank in pair for slot in pair]
+                self.lockstep.step(number - 1, of or len(rounds), self._place, peers=set(peers) - {self.rank})
+            found.append(self._round(groups))
+            self.num_rounds += 1
+        return tuple(link for link in found if link is not None)
+
+    def _round(self, groups: Sequence[Group]) -> LinkSamples | None:
+        """Measure both directions of all pairs, low ends first; returns what this rank sent, if it had a partner."""
+        mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self.rank in pair), None)
+        with self._deadline("the others"):
+            align(self.options.device_kind)
+        if mine is not None:
+            # The first contact opens connections, which training does once; no timed message should pay for it.
+            self._swap(self._ack, self._ack.clone(), mine[1], sends_first=self.rank == mine[1][0])
+        found = None
+        for end in (0, 1):
+            tally = None
+            if mine is not None and self.rank == mine[1][end]:
+                options = self.options
+                tally = Tally(sizes=self.sizes, repeats=options.repeats, warmups=options.warmups, bound_s=self.bound_s)
+            self._direction(groups, mine, tally)
+            if tally is not None and mine is not None:
+                sizes, own = tally.samples(own=True)
+                _, together = tally.samples()
+                has_rails = len(groups[mine[0]]) > 1
+                found = LinkSamples(
+                    source=self.rank,
+                    target=mine[1][1 - end],
+                    sizes_bytes=sizes,
+                    samples=tuple(map(condensed, one_way(own))),
+                    together=tuple(map(condensed, one_way(together))) if has_rails else (),
+                )
+        return found
+
+    def _direction(self, groups: Sequence[Group], mine: Mine | None, tally: Tally | None) -> None:
+        """Let all senders of one direction send, step by step, until none wants more; only a sender has a tally."""
+        while True:
+            wishes = torch.zeros((len(groups), len(self.sizes)), dtype=torch.float64)
+            if mine is not None and tally is not None:
+                wishes[mine[0]] = torch.tensor(tally.wish(), dtype=torch.float64)
+            counts = [list(map(int, wish)) for wish in self._largest(wishes)]
+            if not any(map(any, counts)):
+                return
+            if any(len(group) > 1 for group in groups):
+                self._together(counts, mine, tally)
+            elif mine is not None:
+                for index in in_passes(counts[mine[0]]):
+                    seconds = self._message(index, mine[1], is_sender=tally is not None)
+                    if tally is not None:
+                        tally.add(index, seconds)
+
+    def _together(self, counts: Sequence[Sequence[int]], mine: Mine | None, tally: Tally | None) -> None:
+        """Begin every message on all rails at once, and record when the last of them has finished.
+
+        Without that, rails that share a wire drift apart, and each finds the wire free while the others pause.
+        """
+        orders = [in_step(each) for each in counts]
+        for step in range(max(map(len, orders))):
+            times = torch.zeros((len(orders), 1), dtype=torch.float64)
+            own: list[float] = []
+            index = 0
+            if mine is not None and step < len(orders[mine[0]]):
+                index, count = orders[mine[0]][step]
+                own = [self._message(index, mine[1], is_sender=tally is not None) for _ in range(count)]
+                times[mine[0]] = max(own) if tally is not None else 0.0
+            slowest = self._largest(times)
+            if mine is not None and tally is not None:
+                for seconds in own:
+                    # A tiny message is all latency: it does not share the wire with other rails.
+                    tally.add(index, seconds, slowest[mine[0]][0] if index else seconds)
+
+    def _largest(self, wishes: torch.Tensor) -> list[list[float]]:
+        """For each group the largest numbers of its rails; all ranks leave this call at the same time."""
+        shared = wishes.to(self.options.device_kind)
+        with self._deadline("the others"):
+            self._finish([dist.all_reduce(shared, op=dist.ReduceOp.MAX, async_op=True)], self.options.timeout_s)
+        largest: list[list[float]] = shared.tolist()
+        return largest
+
+    def largest(self, number: float) -> float:
+        """Return the largest of all ranks' numbers; every rank calls this."""
+        return self._largest(torch.tensor([[number]], dtype=torch.float64))[0][0]
+
+    def _message(self, index: int, pair: Pair, *, is_sender: bool) -> float:
+        """Send or answer one message of this size; returns the seconds until the answer was there."""
+        message = self._buffer[: self.sizes[index]]
+        before_s = self.clock()
+        if is_sender:
+            self._swap(message, self._ack, pair, sends_first=True)
+        else:
+            self._swap(self._ack, message, pair, sends_first=False)
+        return self.clock() - before_s
+
+    def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, pair: Pair, *, sends_first: bool) -> None:
+        """Send one message and receive one, in this order or the other, and wait until the device has done both."""
+        peer = pair[0] + pair[1] - self.rank
+        send = dist.P2POp(dist.isend, outgoing, peer)
+        receive = dist.P2POp(dist.irecv, incoming, peer)
+        with self._deadline(self.options.slot_name(peer)):
+            # batch_isend_irecv uses the world communicator; NCCL's plain send would open one for each pair.
+            for operation in (send, receive) if sends_first else (receive, send):
+                self._finish(dist.batch_isend_irecv([operation]), PARTNER_SHARE * self.options.timeout_s)
+
+    def _finish(self, works: Iterable[dist.Work | None], timeout_s: float) -> None:
+        """Wait until transfers are done, on the device too; raises RuntimeError or TimeoutError at the deadline."""
+        for work in works:
+            assert work is not None, "every rank is in the world's communicator"
+            # NCCL's wait only queues the work on the device, and its deadline does not reach the device.
+            work.wait() if self._is_cuda else work.wait(timedelta(seconds=timeout_s))
+        if self._is_cuda:
+            await_device(timeout_s, self.clock)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.options.device_kind == "cuda"
+
+    @contextmanager
+    def _deadline(self, whom: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ProbeError(f"links: no answer from {whom} in {self._place} ({said})") from error
+
+
+def align(device_kind: str) -> None:
+    """Wait until all ranks are here, by the smallest all-reduce."""
+    dist.all_reduce(torch.zeros(1, device=device_kind))
+    if device_kind == "cuda":
+        torch.cuda.synchronize()
+
+
+def await_device(timeout_s: float, clock: Clock) -> None:
+    """Wait for all that was launched on this device; raises TimeoutError, where synchronize would wait for ever."""
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    deadline_s = clock() + timeout_s
+    while not done.query():  # type: ignore[no-untyped-call]
+        if clock() > deadline_s:
+            raise TimeoutError(f"waited {timeout_s:.0f} s for the device")

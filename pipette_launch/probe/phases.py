@@ -1,16 +1,17 @@
 """The phases of a warm-up as one worker goes through them: alone, then together, then alone again, then the report.
 
-Compute and layer memory need no peer and come first; then links over one world communicator; what is known by then says
-which groups the plans that may win would form, and their collectives are timed, and once more, as other plans may win
-then. Once the communicator is closed, whole stages of those plans are run on single devices.
+1. Each worker times layers and their memory, without peers.
+2. All workers time links over one communicator. By what is known then, the adviser names the groups that the plans that
+   may win would form, and their collectives are timed. This is done twice, as other plans may win after the first time.
+3. The communicator is closed, and whole stages of those plans run on single devices.
+4. Rank 0 joins all results.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,16 +37,18 @@ from pipette_patches import registry
 logger = logging.getLogger(__name__)
 
 LINKS_LEAST, COLLECTIVES_LEAST = 0.25, 0.1
-"""Parts of the budget that these get in any case: a plan without links is a guess, and a round is short."""
+"""Parts of the budget that links and collectives get in any case: without measured links a plan is a guess."""
 ADVICE_SHARE = 0.8
-"""Of the budget: the adviser may search until then."""
+"""The adviser may search until this part of the budget is spent."""
 ADVICE_S = (1.0, 5.0)
-"""It gets at least and at most so long."""
+"""The least and the longest time of its search, in seconds."""
+ADVICE_PATIENCE_S = ADVICE_S[1] + plan_hints.START_S
+"""The longest time that an answer of the adviser takes."""
 
 
 @dataclass(kw_only=True)
 class Phases:
-    """One worker, what it found, and on rank 0 what the others have told so far."""
+    """One worker: what it has measured, and on rank 0 what all workers have sent so far."""
 
     options: ProbeOptions
     rank: int
@@ -54,11 +57,13 @@ class Phases:
     budget: Budget
     meter: MemoryMeter
     _mine: WorkerResult = field(init=False)
-    _told: list[WorkerResult] = field(default_factory=list, init=False)
+    """What is new since this worker last sent its results, and all single figures."""
+    _gathered: list[WorkerResult] = field(default_factory=list, init=False)
+    """The results of all workers, on rank 0."""
     _dimensions: tuple[Dimension, ...] = field(default=(), init=False)
     _stages: tuple[StageCase, ...] = field(default=(), init=False)
     _earlier: EarlierLinks | None = field(default=None, init=False)
-    """Links of an earlier warm-up that are believed, on rank 0."""
+    """Links of an earlier warm-up that are still believed, on rank 0."""
 
     def __post_init__(self) -> None:
         self._mine = WorkerResult(slot=self.rank)
@@ -88,18 +93,18 @@ class Phases:
         advice = self._links_and_advice()
         self._stages = advice.stages
         num_groups = self._collectives(advice.dimensions or self.options.dimensions())
-        # What was measured may make other plans the best ones, of whose groups nothing is known yet.
+        # By what was measured other plans may be the best, whose groups have not been timed yet.
         if self._asks and self.lockstep.agree(lambda: self.budget.allows(collectives.COLLECTIVES_SHARE)):
             with self.progress.during("advice"):
-                advice = self._heard()
+                advice = self._advice()
             self._stages = advice.stages or self._stages
             more = plan_hints.untold(advice.dimensions, self._dimensions, self.options.devices_per_host)
             num_groups += self._collectives(more) if more else 0
-        # With the communicators still open: they are most of what NVML sees beyond the allocator.
+        # While the communicators are open: they are most of the device memory outside the allocator.
         self._add(overhead=self._overhead_together(num_groups))
 
     def _collectives(self, dimensions: tuple[Dimension, ...]) -> int:
-        """Time the collectives of these, beside those of before; returns in how many groups this slot is for it."""
+        """Time the collectives of more dimensions; returns the number of groups that this slot opened for that."""
         before, self._dimensions = len(self._dimensions), (*self._dimensions, *dimensions)
         with self.progress.during("collectives"):
             grouped = collectives.measure(
@@ -122,13 +127,13 @@ class Phases:
         self._add(stages=tuple(bench.readings), notes=tuple(bench.notes))
 
     def report(self) -> Measurements | None:
-        """Bring all results to rank 0 and join them there; the others get None and may leave."""
+        """Send all results to rank 0, which joins and returns them; the others return None and may exit."""
         self._add(phase_s=self.progress.phase_s)
-        self._tell()
+        self._send()
         return self._measurements() if self.rank == 0 else None
 
     def _links_and_advice(self) -> Advice:
-        """All links where hosts are few; else a sample of them, and then those that plans would use."""
+        """Measure all links where hosts are few; else a sample of them, and then those that plans would use."""
         hosts = self.options.hosts
         earlier = _earlier(self.options) if self.rank == 0 and self._asks else None
         if self._asks and self.lockstep.agree(lambda: earlier is not None and bool(earlier.between)):
@@ -154,26 +159,26 @@ class Phases:
         with self.progress.during("advice"):
             if sample is not None:
                 return self._shared(self._pass(is_cached=False).advice)
-            return self._heard()
+            return self._advice()
 
     @property
     def _asks(self) -> bool:
-        """Whether there is an adviser, and anything between slots that it may ask for."""
+        """Whether there is an adviser, and more than one slot."""
         return bool(self.options.adviser) and self.options.num_slots > 1
 
-    def _heard(self) -> Advice:
-        """What the adviser says to all that was measured so far."""
-        self._tell()
+    def _advice(self) -> Advice:
+        """Ask the adviser, by all that was measured so far, and bring its answer to all ranks."""
+        self._send()
         return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
 
     def _pass(self, *, is_cached: bool) -> Passed:
-        """Measure what plans would use, in passes."""
-        self._tell()
+        """Measure the links that plans would use, in passes."""
+        self._send()
         base = self._measurements() if self.rank == 0 else None
         known = {}
         if self.rank == 0:
-            told = [link for result in self._told for link in result.links]
-            known = dict(self._earlier.between) if is_cached and self._earlier else passes.lines_of(told, self.options)
+            links = [link for result in self._gathered for link in result.links]
+            known = dict(self._earlier.between) if is_cached and self._earlier else passes.lines_of(links, self.options)
 
         def advise(between: Links) -> Advice:
             assert base is not None
@@ -187,13 +192,13 @@ class Phases:
             known=known,
             is_cached=is_cached,
             advise=advise,
-            patience_s=ADVICE_S[1] + plan_hints.START_S,
+            patience_s=ADVICE_PATIENCE_S,
         )
         self._add_links(passed.linked)
         return passed
 
     def _for_links(self) -> Budget:
-        """Links get their part, even if the least of compute took longer than its own."""
+        """Links get their part, even if compute took longer than its share."""
         return self.budget.with_room(pairs.LINKS_SHARE, LINKS_LEAST)
 
     def _add_links(self, linked: pairs.LinkResult) -> None:
@@ -205,7 +210,7 @@ class Phases:
         )
 
     def _ask(self, measurements: Measurements) -> Advice:
-        """Ask what plans would use; on rank 0."""
+        """Ask, on rank 0, what plans would use."""
         least_s, most_s = ADVICE_S
         return plan_hints.ask(
             self.options.adviser,
@@ -216,16 +221,15 @@ class Phases:
         )
 
     def _shared(self, advice: Advice | None) -> Advice:
-        """Bring what rank 0 heard to all."""
+        """Bring rank 0's advice to all ranks."""
         if advice is not None and advice.words:
             self._add(notes=(f"advice: {advice.words}",))
-        # A peer's deadline in a collective is short, and rank 0 was away.
-        self.lockstep.barrier(ADVICE_S[1] + plan_hints.START_S)
-        heard = (advice or Advice()) if self.rank == 0 else None
-        return plan_hints.share(heard, self.options.device_kind)
+        # The deadline of a collective is short, and rank 0 may have waited for the adviser.
+        self.lockstep.barrier(ADVICE_PATIENCE_S)
+        return plan_hints.share((advice or Advice()) if self.rank == 0 else None, self.options.device_kind)
 
     def _overhead_alone(self) -> DeviceOverhead:
-        """What the device holds outside of the model before any communicator exists."""
+        """The memory that the device holds outside of the model before any communicator exists."""
         bytes_now = self.meter.overhead_bytes()
         return DeviceOverhead(
             alone_bytes=bytes_now,
@@ -235,7 +239,7 @@ class Phases:
         )
 
     def _overhead_together(self, num_groups: int) -> DeviceOverhead:
-        """The same with the communicators that this slot is in: the world's, and one for each of its groups."""
+        """The same with the communicators of this slot: that of all ranks, and one for each of its groups."""
         return replace(
             self._mine.overhead or self._overhead_alone(),
             together_bytes=self.meter.overhead_bytes(),
@@ -243,46 +247,34 @@ class Phases:
         )
 
     def _add(self, **found: object) -> None:
-        """Put what was just found to what was found before."""
-        self._mine = joined(self._mine, WorkerResult(**{**self._same(), **found}))  # type: ignore[arg-type]
+        """Add to the results of this worker: lists grow, other figures are replaced."""
+        kept = {name: getattr(self._mine, name) for name in found}
+        grown = {name: (*kept[name], *value) if isinstance(value, tuple) else value for name, value in found.items()}
+        self._mine = replace(self._mine, **grown)  # type: ignore[arg-type]
 
-    def _same(self) -> dict[str, object]:
-        """What a next part repeats, where it has nothing new to say."""
-        mine = self._mine
-        return {
-            "slot": self.rank,
-            "stretch": mine.stretch,
-            "overhead": mine.overhead,
-            "optimizer_s_per_parameter": mine.optimizer_s_per_parameter,
-            "wake_s": mine.wake_s,
-            "loading": mine.loading,
-        }
-
-    def _tell(self) -> None:
-        """Bring what was found since the last time to rank 0."""
+    def _send(self) -> None:
+        """Send to rank 0 what was measured since the last time."""
         texts = self.lockstep.gather(files.dumps(self._mine), extra_s=max(self.budget.left_s(), 0.0))
-        self._mine = WorkerResult(**self._same())  # type: ignore[arg-type]
+        lists = [each.name for each in fields(WorkerResult) if isinstance(getattr(self._mine, each.name), tuple)]
+        self._mine = replace(self._mine, **dict.fromkeys(lists, ()))  # type: ignore[arg-type]
         if texts is not None:
-            told = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
-            self._told = [joined(*pair) for pair in zip(self._told, told, strict=True)] if self._told else told
+            new = [files.loads(WorkerResult, text, f"result of rank {rank}") for rank, text in enumerate(texts)]
+            self._gathered = list(map(joined, self._gathered, new)) if self._gathered else new
 
     def _measurements(self) -> Measurements:
-        # Of the megatron-core that was measured, which may lie beside the script instead of being installed.
-        versions = {**inventory.versions(), "megatron-core": registry.megatron_core_version()}
-        now = dt.datetime.now(dt.timezone.utc)
-        told: Sequence[WorkerResult] = self._told
         return assemble(
             self.options,
-            told,
+            self._gathered,
             dimensions=self._dimensions,
             earlier=self._earlier,
-            versions=versions,
-            taken_at=now.isoformat(timespec="seconds"),
+            # The megatron-core that was measured may lie beside the script instead of being installed.
+            versions={**inventory.versions(), "megatron-core": registry.megatron_core_version()},
+            taken_at=dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
         )
 
 
 def _links_words(linked: pairs.LinkResult, num_hosts: int) -> str:
-    """What the links of one rank were like: `8 hosts in 7 rounds, 98.1 to 118 MB/s from the first slot`."""
+    """Describe the links of one rank: `8 hosts in 7 rounds, 98.1 to 118 MB/s from the first slot`."""
     rates = sorted(one.sizes_bytes[-1] / one.samples[-1].median_s for one in linked.links)
     spread = f", {rate_text(rates[0])} to {rate_text(rates[-1])} from the first slot" if rates else ""
     if num_hosts == 1:

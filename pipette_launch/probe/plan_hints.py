@@ -1,6 +1,6 @@
-"""Asking which links, groups and stages the plans that may win would use; the answer comes from a process of its own.
+"""Asks which links, groups and stages the plans that may win would use; a process of its own answers.
 
-The probe knows no planner: the orders name a command that reads a Question and writes an Advice.
+The probe imports no planner: its orders name a command that reads a Question and writes an Advice, the adviser.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from pipette_launch.facts.messages.measuring_advice import Advice, CollectiveKin
 from pipette_launch.facts.messages.measuring_question import Question
 
 START_S = 30.0
-"""How much longer than its search the adviser may take to start, to read and to write; cores may be busy."""
+"""Seconds that the adviser may take beside its search: to start, to read and to write, on cores that may be busy."""
 QUESTION, ANSWER = "question.json", "advice.json"
 
 
 def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder: Path, budget_s: float) -> Advice:
-    """Start the adviser and wait for its answer; whatever goes wrong is an empty Advice that says so.
+    """Start the adviser and wait for its answer; if it fails, the Advice is empty and has the reason.
 
     Args:
-        command: its words, but for the two files.
-        job: what is to be planned.
+        command: the words of the command, without the two files.
+        job: the job that is to be planned.
         measurements: what is known so far.
-        folder: where both files go.
-        budget_s: seconds that it may search.
+        folder: where both files are written.
+        budget_s: seconds that the adviser may search.
 
     """
     question, answer = folder / QUESTION, folder / ANSWER
@@ -58,9 +58,9 @@ def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder:
 
 
 def untold(advised: Sequence[Dimension], measured: Sequence[Dimension], devices_per_host: int) -> tuple[Dimension, ...]:
-    """Return what of the advised dimensions would tell something new.
+    """Return the advised dimensions, with those kinds of collectives that were not measured yet.
 
-    Of each kind of collective one group tells for all that have as many slots on as many hosts.
+    A measured group of a kind stands for all groups with as many slots on as many hosts.
     """
     told = {shape for dimension in measured for shape in _shapes(dimension, devices_per_host)}
     found: list[Dimension] = []
@@ -74,7 +74,7 @@ def untold(advised: Sequence[Dimension], measured: Sequence[Dimension], devices_
 
 
 def _shapes(dimension: Dimension, devices_per_host: int) -> set[tuple[CollectiveKind, int, int]]:
-    """Each kind with each size that groups have and the number of hosts that they lie on."""
+    """Each kind, with the size of each group and the number of its hosts."""
     return {
         (kind, len(group), len({slot // devices_per_host for slot in group}))
         for kind in dimension.kinds
@@ -83,15 +83,10 @@ def _shapes(dimension: Dimension, devices_per_host: int) -> set[tuple[Collective
 
 
 def share(advice: Advice | None, device_kind: str) -> Advice:
-    """Bring rank 0's advice to all ranks over the world communicator; the others pass None.
+    """Return rank 0's advice on all ranks, over the communicator of all; the others pass None.
 
     Not through the store: groups of thousands of ranks times thousands of readers would be its traffic.
     """
-    text = b"" if advice is None else files.dumps(advice).encode()
-    size = torch.tensor([len(text)], device=device_kind)
-    dist.broadcast(size, src=0)
-    buffer = torch.zeros(int(size), dtype=torch.uint8, device=device_kind)
-    if advice is not None:
-        buffer.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    dist.broadcast(buffer, src=0)
-    return files.loads(Advice, bytes(buffer.cpu().tolist()).decode(), "rank 0's advice")
+    texts = [None if advice is None else files.dumps(advice)]
+    dist.broadcast_object_list(texts, src=0, device=torch.device(device_kind))
+    return files.loads(Advice, str(texts[0]), "rank 0's advice")

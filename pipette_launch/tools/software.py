@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from pipette_launch.facts.health.checkup import Finding, Severity
-from pipette_launch.probe.health.nvml import session, told
+from pipette_launch.probe.health.nvml import query, session
 
 PYTHON = SpecifierSet(">=3.10,<3.14")
 NEEDED = {"torch": SpecifierSet(">=2.6"), "megatron-core": SpecifierSet(">=0.14")}
@@ -59,7 +59,7 @@ def driver_for_torch(cuda_of_torch: Callable[[], str | None] | None = None) -> I
     """Compare the CUDA that torch is built for with what the driver supports."""
     built = (cuda_of_torch or _cuda_of_torch)()
     with session() as nvml:
-        supported = told(nvml, "nvmlSystemGetCudaDriverVersion") if nvml is not None else None
+        supported = query(nvml, "nvmlSystemGetCudaDriverVersion") if nvml is not None else None
     if supported is None:
         return
     at_most = f"{supported // 1000}.{supported % 1000 // 10}"

@@ -35,7 +35,7 @@ def test_the_search_for_names_finds_them() -> None:
 @pytest.mark.parametrize("reason", driver.CLOCK_REASONS)
 def test_reasons_have_nvmls_bits(reason: str) -> None:
     """A bit under another name would accuse healthy devices."""
-    assert driver.CLOCK_REASONS[reason] == getattr(pynvml, f"nvmlClocksEventReason{reason}")
+    assert 1 << driver.CLOCK_REASONS.index(reason) == getattr(pynvml, f"nvmlClocksEventReason{reason}")
 
 
 @pytest.mark.parametrize(

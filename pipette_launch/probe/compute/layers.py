@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 
 from pipette_launch.facts import ComputeCase, ComputeTime, LoadingTime, MemoryReading, ModelSpec
 from pipette_launch.facts.measurements import LAYERS
-from pipette_launch.probe.compute.cold_start import wake_s
-from pipette_launch.probe.compute.data_loading import loading_time, loads_as_megatron_lm
+from pipette_launch.probe.compute.cpu_overheads import loading_time, loads_as_megatron_lm, short_layer, time_wake
 from pipette_launch.probe.compute.peak_memory import MemoryMeter
-from pipette_launch.probe.compute.processor_speed import Yardstick
 from pipette_launch.probe.compute.slot_pace import PaceTest
-from pipette_launch.probe.compute.timing import HABITS, Stopwatch, stopwatch_for, time_calls, time_part
+from pipette_launch.probe.compute.timing import HABITS, CoreSpeed, stopwatch_for, time_calls, time_part
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import Pace, ProbeOptions
 from pipette_launch.probe.progress import Progress
@@ -77,7 +75,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self._habits = HABITS[self.options.device_kind]
-        self._stopwatch: Stopwatch = stopwatch_for(self.options.device_kind, Yardstick())
+        self._stopwatch = stopwatch_for(self.options.device_kind, CoreSpeed())
 
     def measure(self, lockstep: Lockstep, budget: Budget) -> None:
         """Go through this slot's cases until rank 0 finds the budget spent."""
@@ -101,8 +99,7 @@ class Bench:
             self._round(case, lockstep, budget)
             longest_s = max(longest_s, budget.clock() - before_s)
             if not index:
-                self._wake(case)
-                self._loading(case)
+                self._overheads(case)
 
     def _round(self, case: ComputeCase, lockstep: Lockstep, budget: Budget) -> None:
         with ExitStack() as stack:
@@ -121,17 +118,17 @@ class Bench:
                 with self._noting(case):
                     self._run(work, case, again=budget.allows(AGAIN_SHARE))
 
-    def _wake(self, case: ComputeCase) -> None:
-        """Measure what waking costs, where a processor computes and there may be pipelines."""
-        if self.times and self.options.device_kind == "cpu" and self.options.num_slots > 1:
-            with self._noting(case, refuses=False):
-                self.wake_s = wake_s(self.options.job, case, self._stopwatch)
-
-    def _loading(self, case: ComputeCase) -> None:
-        """Measure what loading costs where the loader's processes and the model share a processor."""
-        if self.times and self.options.device_kind == "cpu" and loads_as_megatron_lm(self.options.job):
-            with self._noting(case, refuses=False):
-                self.loading = loading_time(self.options.job, case)
+    def _overheads(self, case: ComputeCase) -> None:
+        """Measure what a stage on a CPU takes beside its layers."""
+        job, wakes = self.options.job, self.options.num_slots > 1
+        loads = loads_as_megatron_lm(job)
+        if self.options.device_kind == "cuda" or not self.times or not (wakes or loads):
+            return
+        with self._noting(case, refuses=False), short_layer(job, case) as layer:
+            if wakes:
+                self.wake_s = time_wake(layer, self._stopwatch)
+            if loads:
+                self.loading = loading_time(job, layer, case.micro_batch_size)
 
     def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
         """Measure what all slots do: paces too, at the beginning and at another moment; the optimizer last."""

@@ -1,58 +1,100 @@
 """How long one part of a model takes: forward, backward to the input, and what the weight gradients and recompute add.
 
-A layer's times are slopes: two chains of layers are run in turns, and what the longer takes more is divided by the
-layers that it has more. So what it costs to enter and to leave (the first launch on an idle device, making the
-gradient that comes in) is nobody's. The weight gradients and recompute are differences of chains of equal length.
+A layer's times are slopes: a short and a long chain of layers run in turns, and the difference of their times is
+divided by the difference of their lengths. So the costs of entering and leaving a chain (the first launch on an idle
+device, making the incoming gradient) do not count. The weight gradients and recompute are differences of chains of
+equal length.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from pipette_launch.facts import ComputeCase, ComputeTime, Samples
-from pipette_launch.probe.compute.processor_speed import Yardstick
 from pipette_patches.workload.layers import Part
 
 MAX_VALUES = 20
+USUAL_CORE_S = 1.5e-3
+"""Time of `CoreSpeed`'s fixed computation on a core of usual speed, to which all slots' times are converted."""
+CHECK_EVERY_S = 0.1
+"""Wall time for which a check of the core's speed holds."""
+CHECK_REPEATS = 3
+"""A check is the median of so many: the first comes behind a layer and finds cold caches."""
 
 
-class Stopwatch(Protocol):
-    """Marks moments in a device's work and tells the seconds between two of them."""
+class CoreSpeed:
+    """How fast a core computes at the moment, by the processor time of a fixed computation that is repeated.
 
-    def mark(self) -> Any:
-        """Note a moment."""
+    A virtual core shares a real one with others, which no counter shows: a layer took 37 ms of processor time, and 58
+    some seconds later. The layers of three models on four hosts scattered by 4 to 17 % from one 0.4 s to the next, and
+    by 3 to 8 % once divided by the time of the fixed computation (correlation 0.6 to 0.96).
+    """
 
-    def seconds(self, before: Any, after: Any) -> float:
-        """The time between two moments."""
+    def __init__(
+        self,
+        work: Callable[[], object] | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        computed: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._work = work or _fixed_work()
+        self._clock = clock
+        self._computed = computed
+        self._checked_s = -CHECK_EVERY_S
+        self._checks_s: list[float] = []
 
-    def look(self) -> None:
-        """See how fast the device is at the moment; what is timed from now on counts at that pace."""
+    def check(self) -> None:
+        """Time the fixed computation, unless the last check is recent."""
+        now_s = self._clock()
+        if now_s - self._checked_s >= CHECK_EVERY_S:
+            self._checked_s = now_s
+            self._checks_s.append(statistics.median(self._once() for _ in range(CHECK_REPEATS)))
 
-    def settle(self) -> None:
-        """Return once the device has done all its work."""
+    @property
+    def now(self) -> float:
+        """Seconds of the last check over those of a usual core; 1 before the first check."""
+        return self._checks_s[-1] / USUAL_CORE_S if self._checks_s else 1.0
 
-    def keep_share(self) -> None:
-        """Say that all slots worked until now: what others take from here on does not count in the stretch."""
+    @property
+    def usual(self) -> float:
+        """The same of the median check."""
+        return statistics.median(self._checks_s) / USUAL_CORE_S if self._checks_s else 1.0
 
-    def stretch(self) -> float:
-        """The factor by which all times have to be multiplied to be times on the wall, while all slots work."""
+    def _once(self) -> float:
+        before_s = self._computed()
+        self._work()
+        return self._computed() - before_s
+
+
+def _fixed_work() -> Callable[[], object]:
+    """Some matrix products, and some passes over memory."""
+    left, right, span = torch.ones(192, 192), torch.ones(192, 192), torch.ones(1 << 19)
+
+    def work() -> None:
+        for _ in range(4):
+            torch.mm(left, right)
+        for _ in range(2):
+            span.mul_(0.5).add_(0.5)
+
+    return work
 
 
 class CpuStopwatch:
     """Counts the time that this thread computed, and apart from it how much longer that took on the wall.
 
     A layer of a few milliseconds is either preempted or not, so wall times of single runs scatter by the length of a
-    time slice. What the others take away is a steady factor over many runs. With a yardstick, times are those of a core
-    of usual speed, and how this one was beside it is in the stretch.
+    time slice. What other processes take away is a steady factor over many runs. With a `CoreSpeed`, times are those of
+    a core of usual speed, and the speed of this core is a part of the stretch.
     """
 
-    def __init__(self, yardstick: Yardstick | None = None) -> None:
-        self._yardstick = yardstick
+    def __init__(self, core_speed: CoreSpeed | None = None) -> None:
+        self._core_speed = core_speed
         self._wall_s = 0.0
         self._computed_s = 0.0
         self._kept: float | None = None
@@ -62,27 +104,27 @@ class CpuStopwatch:
         return time.perf_counter(), time.thread_time()
 
     def seconds(self, before: tuple[float, float], after: tuple[float, float]) -> float:
-        """The time computed between two moments."""
+        """The time computed between two marks."""
         computed_s = after[1] - before[1]
         self._wall_s += after[0] - before[0]
         self._computed_s += computed_s
-        return computed_s / self._yardstick.now if self._yardstick else computed_s
+        return computed_s / self._core_speed.now if self._core_speed else computed_s
 
-    def look(self) -> None:
-        """Ask the yardstick."""
-        if self._yardstick:
-            self._yardstick.look()
+    def check_speed(self) -> None:
+        """Check how fast the core is; what is timed from now on is converted by that."""
+        if self._core_speed:
+            self._core_speed.check()
 
     def settle(self) -> None:
-        """What this thread does is done when it returns."""
+        """Return once the device has done all its work: on a CPU that is now."""
 
     def keep_share(self) -> None:
-        """Whoever is done leaves the core to the others: they took their share of what was timed until now, no more."""
+        """Fix the share of the core: all slots worked until now, and later some may be done before others."""
         self._kept = self._share()
 
     def stretch(self) -> float:
-        """Wall time over computing time while all worked, on a core that is as fast as it usually was."""
-        pace = self._yardstick.usual if self._yardstick else 1.0
+        """The factor that turns times into wall times while all slots work, on a core of its usual speed."""
+        pace = self._core_speed.usual if self._core_speed else 1.0
         return pace * (self._kept or self._share())
 
     def _share(self) -> float:
@@ -91,7 +133,7 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """Events in the stream, so that launching ahead is not counted as work."""
+    """Records events in the stream, so that time in which the host only launches kernels does not count."""
 
     def mark(self) -> Any:
         """Record an event behind all work launched so far."""
@@ -104,19 +146,22 @@ class CudaStopwatch:
         after.synchronize()
         return float(before.elapsed_time(after)) / 1e3
 
-    def look(self) -> None:
-        """A GPU is nobody else's, and its clocks are looked at elsewhere."""
+    def check_speed(self) -> None:
+        """Do nothing: no other process uses the GPU, and verdicts compare its clocks."""
 
     def settle(self) -> None:
         """Wait for the whole device."""
         torch.cuda.synchronize()
 
     def keep_share(self) -> None:
-        """Nobody takes any."""
+        """Do nothing: no other process takes a share."""
 
     def stretch(self) -> float:
-        """A GPU's events already tell the time on the wall."""
+        """Return 1: events measure wall time."""
         return 1.0
+
+
+Stopwatch: TypeAlias = CpuStopwatch | CudaStopwatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,8 +171,8 @@ class Habits:
     warmups: int
     """Compilers, autotuners and allocators settle in these."""
     chains: tuple[int, int]
-    """Layers in a row, few and more. A GPU needs some even in the short chain: behind its first layers the host is
-    ahead, or is not, as it would be in a real stage."""
+    """Lengths of the short and the long chain. A GPU needs two layers even in the short one: behind the first layers
+    the host has launched ahead, or has not, as in a real stage."""
     value_s: float
     """Time to spend on the timed turns of one part, if they are short."""
     min_values: int
@@ -169,15 +214,25 @@ def num_values(seconds: float, habits: Habits) -> int:
     return max(habits.min_values, int(habits.value_s / seconds))
 
 
-def stopwatch_for(device_kind: str, yardstick: Yardstick | None = None) -> Stopwatch:
-    """The stopwatch of a device kind; a CPU's may have a yardstick."""
-    return CudaStopwatch() if device_kind == "cuda" else CpuStopwatch(yardstick)
+def stopwatch_for(device_kind: str, core_speed: CoreSpeed | None = None) -> Stopwatch:
+    """The stopwatch of a device kind; a CPU's may follow the speed of its core."""
+    return CudaStopwatch() if device_kind == "cuda" else CpuStopwatch(core_speed)
 
 
 def time_part(
     part: Part, case: ComputeCase, *, slot: int, stopwatch: Stopwatch, habits: Habits, again: bool = True
 ) -> ComputeTime:
-    """Time one part of a case on this slot; `again` asks for recompute too, where the part knows how."""
+    """Time one part of a case on this slot.
+
+    Args:
+        part: a layer, or what comes before or after the layers.
+        case: the tensor and context parallel sizes and the micro-batch.
+        slot: the slot of this worker.
+        stopwatch: that of the slot's device.
+        habits: how often, and in which chains.
+        again: time recompute too, where Megatron recomputes the part.
+
+    """
     timed_again = again and part.recomputed is not None
     with part.accumulating():
 
@@ -198,7 +253,7 @@ def time_calls(action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habi
     """Time something that has no backward."""
 
     def once() -> float:
-        stopwatch.look()
+        stopwatch.check_speed()
         start = stopwatch.mark()
         action()
         return stopwatch.seconds(start, stopwatch.mark())
@@ -221,11 +276,11 @@ def slope(lengths: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bool) -> Turn:
-    """Run all that is timed one after the other, so that whatever else slows the machine down falls on all alike."""
+    """Run all that is timed one after the other, so that a disturbance of the machine affects all of it alike."""
     part.freeze(False)
-    stopwatch.look()
+    stopwatch.check_speed()
     runs = [run_part(part, part.forward, length, stopwatch) for length in lengths]
-    # What is a difference of two equal chains needs no slope: what entering costs is in both.
+    # A difference of two equal chains needs no slope: both contain the cost of entering.
     few, whole = lengths[0], runs[0]
     again_s = 0.0
     if again:

@@ -19,7 +19,7 @@ SYSFS = Path("/sys")
 
 
 def conditions(host: Host, *, sysfs: Path = SYSFS) -> tuple[DeviceCondition, ...]:
-    """Tell the condition of every device of this machine, in the order of the local ranks.
+    """Return the condition of every device of this machine, in the order of the local ranks.
 
     Raises:
         ClusterError: the host has GPUs, and NVML no longer answers.
@@ -37,11 +37,15 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def ask(question: str, *arguments: Any) -> Any | None:
-        return driver.told(nvml, f"nvmlDeviceGet{question}", handle, *arguments)
+        return driver.query(nvml, f"nvmlDeviceGet{question}", handle, *arguments)
 
     memory, rates = ask("MemoryInfo"), ask("UtilizationRates")
     rows = ask("RemappedRows") or (None,) * 4
-    links_up, links_total = _nvlinks(nvml, handle)
+    reasons = ask("CurrentClocksEventReasons")
+    if reasons is None:
+        reasons = ask("CurrentClocksThrottleReasons")
+    links = [ask("NvLinkState", link) for link in range(driver.MAX_NVLINKS)]
+    links = [state for state in links if state is not None]
     address = _pci_address(ask("PciInfo"))
     nic, nic_distance = nearest_nic(address, sysfs)
     return DeviceCondition(
@@ -51,15 +55,18 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
         utilisation=None if rates is None else rates.gpu / 100,
         sm_clock_hz=_hertz(ask("ClockInfo", driver.CLOCK_SM)),
         sm_clock_max_hz=_hertz(ask("MaxClockInfo", driver.CLOCK_SM)),
-        clock_reasons=_reasons(_first(ask("CurrentClocksEventReasons"), ask("CurrentClocksThrottleReasons"))),
+        clock_reasons=None
+        if reasons is None
+        else tuple(name for bit, name in enumerate(driver.CLOCK_REASONS) if reasons >> bit & 1),
         ecc_volatile=ask("TotalEccErrors", driver.ERRORS_UNCORRECTED, driver.ECC_VOLATILE),
         ecc_aggregate=ask("TotalEccErrors", driver.ERRORS_UNCORRECTED, driver.ECC_AGGREGATE),
         rows_correctable=rows[0],
         rows_uncorrectable=rows[1],
         rows_pending=_flag(rows[2]),
         rows_failed=_flag(rows[3]),
-        nvlinks_up=links_up,
-        nvlinks_total=links_total,
+        # A link that sleeps counts as up.
+        nvlinks_up=sum(state != driver.NVLINK_DOWN for state in links) if links else None,
+        nvlinks_total=len(links) or None,
         pcie_width=ask("CurrPcieLinkWidth"),
         pcie_width_max=ask("MaxPcieLinkWidth"),
         pcie_generation=ask("CurrPcieLinkGeneration"),
@@ -109,13 +116,12 @@ def _nics(sysfs: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _nearness(one: Path, other: Path) -> Nearness | None:
-    """Compare the ways of two PCI devices to the processor.
+    """Compare the paths of two PCI devices to the processor.
 
-    A root port has one link: what lies below the same one shares a switch.
+    A root port has one link, so devices below the same root port share a switch.
     """
-    common = sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(_bridges(one), _bridges(other), strict=False))
-    )
+    pairs = zip(_bridges(one), _bridges(other), strict=False)
+    common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     if common:
         return "switch" if common > 1 else "root"
     nodes = _numa_node(one), _numa_node(other)
@@ -132,7 +138,7 @@ def _bridges(device: Path) -> list[str]:
 
 
 def _numa_node(device: Path) -> int | None:
-    """Sysfs writes -1 where the firmware does not tell."""
+    """Read a device's NUMA node; sysfs writes -1 where the firmware does not name it."""
     text = _read(device / "numa_node")
     return int(text) if text.isdecimal() else None
 
@@ -162,21 +168,6 @@ def _process_name(pid: int) -> str:
         return psutil.Process(pid).name()
     except psutil.Error:
         return "name unknown"
-
-
-def _nvlinks(nvml: Any, handle: Any) -> tuple[int | None, int | None]:
-    """How many links are up, asleep ones included, and how many there are; None where the device has none."""
-    states = [driver.told(nvml, "nvmlDeviceGetNvLinkState", handle, link) for link in range(driver.MAX_NVLINKS)]
-    known = [state for state in states if state is not None]
-    return (sum(state != driver.NVLINK_DOWN for state in known), len(known)) if known else (None, None)
-
-
-def _reasons(bits: int | None) -> tuple[str, ...] | None:
-    return None if bits is None else tuple(name for name, bit in driver.CLOCK_REASONS.items() if bits & bit)
-
-
-def _first(*answers: Any) -> Any | None:
-    return next((answer for answer in answers if answer is not None), None)
 
 
 def _hertz(megahertz: int | None) -> int | None:

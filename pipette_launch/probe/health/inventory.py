@@ -1,4 +1,4 @@
-"""What a host brings to the job: devices, memory, cores, versions. Imports no torch.
+"""What a host has for the job: devices, memory, cores, versions. Imports no torch.
 
 NVML sees every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so the variable is applied here by hand.
 NVML counts in PCI bus order; CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters where a host has
@@ -28,12 +28,12 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "cuda", "cpu"] = "auto") -> Host:
-    """Describe this machine and the devices that it lends to the job, in the order of the local ranks.
+    """Describe this machine and the devices that the job uses, in the order of the local ranks.
 
     Args:
-        name: how the job calls this node.
-        address: where its peers reach it.
-        num_devices: workers on this node.
+        name: the name of this node in the job.
+        address: the address at which its peers reach it.
+        num_devices: the number of workers on this node.
         device: `auto` is `cuda` where NVML shows a GPU to this process, else `cpu`.
 
     Raises:
@@ -67,7 +67,7 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
 def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
     """Switches above this node as Slurm names them in SLURM_TOPOLOGY_ADDR, `spine.leaf3.node17`, outermost first.
 
-    Empty where the address is not this host's: whoever starts the nodes by ssh may hand one node's environment to all.
+    Empty where the address is not this host's: a user who starts the nodes by ssh may give all the same environment.
     """
     levels = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     address = environ.get("SLURM_TOPOLOGY_ADDR", "")
@@ -149,22 +149,17 @@ def _device(nvml: Any, handle: Any) -> Device:
 def _cpu_shares(num_devices: int) -> tuple[Device, ...]:
     """One device per worker, each with an equal share of the memory that this process may use."""
     memory = psutil.virtual_memory()
-    total = min(memory.total, _cgroup_limit_bytes(memory.total)) // num_devices
+    limit = ""
+    with suppress(OSError):
+        limit = CGROUP_LIMIT.read_text(encoding="ascii").strip()
+    # `max`, or an absent file, means that the container has no limit.
+    total = min(memory.total, int(limit) if limit.isdecimal() else memory.total) // num_devices
     free = min(memory.available // num_devices, total)
     name = _cpu_name()
     return tuple(
         Device(kind="cpu", uuid=f"cpu-{index}", name=name, memory_total_bytes=total, memory_free_bytes=free)
         for index in range(num_devices)
     )
-
-
-def _cgroup_limit_bytes(otherwise: int) -> int:
-    """What the container may use: `max` and an absent file mean no limit."""
-    try:
-        limit = CGROUP_LIMIT.read_text(encoding="ascii").strip()
-    except OSError:
-        return otherwise
-    return int(limit) if limit.isdecimal() else otherwise
 
 
 def _cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""NVIDIA's management library, which not every machine has and not every version of which knows every question."""
+"""Access to NVML, NVIDIA's management library, which some machines and some of whose functions old drivers lack."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ECC_VOLATILE = 0
 ECC_AGGREGATE = 1
 MAX_NVLINKS = 36
 NVLINK_DOWN = 0
-CLOCK_REASONS = {
-    "GpuIdle": 0x1,
-    "ApplicationsClocksSetting": 0x2,
-    "SwPowerCap": 0x4,
-    "HwSlowdown": 0x8,
-    "SyncBoost": 0x10,
-    "SwThermalSlowdown": 0x20,
-    "HwThermalSlowdown": 0x40,
-    "HwPowerBrakeSlowdown": 0x80,
-    "DisplayClockSetting": 0x100,
-}
-"""Bits of why the clocks are where they are: `nvmlClocksEventReason...`, before 2023 `nvmlClocksThrottleReason...`."""
+CLOCK_REASONS = (
+    "GpuIdle",
+    "ApplicationsClocksSetting",
+    "SwPowerCap",
+    "HwSlowdown",
+    "SyncBoost",
+    "SwThermalSlowdown",
+    "HwThermalSlowdown",
+    "HwPowerBrakeSlowdown",
+    "DisplayClockSetting",
+)
+"""Why a clock has its frequency, bit 0 first: `nvmlClocksEventReason...`, before 2023 `nvmlClocksThrottleReason...`."""
 
 
 @contextmanager
@@ -43,9 +43,9 @@ def session() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def told(nvml: Any, question: str, *arguments: Any) -> Any | None:
-    """Ask NVML; None where the binding or the driver lacks the function, or the device does not support it."""
-    function = getattr(nvml, question, None)
+def query(nvml: Any, function_name: str, *arguments: Any) -> Any | None:
+    """Call a function of NVML; None where the binding, the driver or the device does not support it."""
+    function = getattr(nvml, function_name, None)
     if function is None:
         return None
     try:

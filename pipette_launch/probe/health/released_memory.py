@@ -1,6 +1,7 @@
-"""Whether the devices are free again once the warm-up's workers have ended: the training needs every byte. No torch.
+"""Whether the devices' memory is free again after the warm-up's workers have ended. Imports no torch.
 
-A driver takes memory back some time after a process has died, and a worker's stray child may hold it for ever.
+The training needs all of it. A driver frees the memory of a process some time after the process has died, and a child
+that a worker left behind may hold memory for ever.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from pipette_launch.errors import ClusterError
-from pipette_launch.facts import Device, Host
+from pipette_launch.facts import Host
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.condition import conditions
 from pipette_launch.probe.health.verdicts import BUSY_TOLERANCE_BYTES as TOLERANCE_BYTES
@@ -20,7 +21,7 @@ POLL_S = 0.5
 
 
 def holders_of(host: Host) -> Iterator[str]:
-    """Who holds memory of a host's devices, one sentence each; raises ClusterError where NVML no longer answers."""
+    """Name the processes that hold memory of a host's devices, a sentence each; raises ClusterError without NVML."""
     for told in conditions(host):
         for one in told.holders:
             size = "memory" if one.used_bytes is None else bytes_text(one.used_bytes)
@@ -39,11 +40,11 @@ def await_memory(
     """Wait until no GPU of a host holds noticeably more than before the warm-up; ends at once where it is so already.
 
     Args:
-        host: this machine as it was before the warm-up; what its devices held then is no one's fault.
+        host: this machine as it was before the warm-up; what its devices held then does not count.
         deadline_s: the longest wait, in seconds.
-        used_bytes: memory in use on the GPU of a UUID.
-        holders: who holds memory on a host's devices, a sentence each.
-        clock: seconds.
+        used_bytes: returns the memory in use on the GPU of a UUID.
+        holders: names the processes that hold memory of a host's devices, a sentence each.
+        clock: returns seconds.
         sleep: waits so many seconds.
 
     Returns:
@@ -55,7 +56,11 @@ def await_memory(
     full = [device for device in host.devices if device.kind == "cuda"]
     try:
         while True:
-            excess = {device: _excess_bytes(device, used_bytes) for device in full}
+            # Beyond what a device held before the warm-up.
+            excess = {
+                device: used_bytes(device.uuid) - (device.memory_total_bytes - device.memory_free_bytes)
+                for device in full
+            }
             full = [device for device in full if excess[device] > TOLERANCE_BYTES]
             if not full:
                 return ()
@@ -66,16 +71,9 @@ def await_memory(
     except ClusterError as error:
         # A driver that no longer answers: the training will say more about it.
         return (str(error),)
-    return (*(_words(host, device, excess[device], deadline_s) for device in full), *named)
-
-
-def _excess_bytes(device: Device, used_bytes: Callable[[str], int]) -> int:
-    """What a device holds beyond what it held before."""
-    return used_bytes(device.uuid) - (device.memory_total_bytes - device.memory_free_bytes)
-
-
-def _words(host: Host, device: Device, excess_bytes: int, waited_s: float) -> str:
-    return (
-        f"{host.name}: {device.name} {device.uuid} still holds {bytes_text(excess_bytes)} more than before the "
-        f"warm-up, {waited_s:.0f} s after it"
+    stayed_full = (
+        f"{host.name}: {device.name} {device.uuid} still holds {bytes_text(excess[device])} more than before the "
+        f"warm-up, {deadline_s:.0f} s after it"
+        for device in full
     )
+    return (*stayed_full, *named)

@@ -6,11 +6,11 @@ faster than the direct link: b[i, j] >= min(b[i, k], b[k, j]) (an ultrametric). 
 best detour therefore has a fault of its own. Where many links are, rates differ at random (links of the internet
 kind), nothing explains any of them, and none is suspected.
 
-A slow host obeys the same law, so hosts are compared by their best links instead. What cannot be told: a slow tier
-(all links between two racks) from a network built so, a host that is alone behind a narrow uplink from a sick one, and
-with two hosts anything but one direction against the other.
+A slow host obeys the same law, so hosts are compared by their best links instead. Some cases cannot be told apart: a
+slow tier (all links between two racks) and a network built like that; a host alone behind a narrow uplink and a faulty
+host. With two hosts only the two directions can be compared.
 
-Everything found is a suspicion: the caller measures it again, and `confirmed_links` says what is left.
+Everything found is a suspicion: the caller measures it again, and `confirmed_links` returns what is left.
 """
 
 # H = hosts, S = slots; row sends to column; nan = not measured; logarithms are natural.
@@ -32,22 +32,22 @@ Pair = tuple[int, int]
 
 SUSPECT_RATIO = 0.8
 """A link below this part of what its peers explain is worth a second measurement."""
-SICK_RATIO = 0.75
+FAULT_RATIO = 0.75
 """Both measurements together must be below this."""
 RANDOM_SCALE = 0.2
 """Where links scatter by more than this (logarithm) about what explains them, they differ at random."""
 MOST_SHARE = 0.25
 """More than this share of the hosts or slots is no outlier but another kind."""
 SUSPECT_SCALES = 2.0
-"""A suspicion is cheap: twice the usual scatter."""
+"""A link that is lower by twice the usual scatter is measured again, which is cheap."""
 FALSE_ALARMS = 2e-4
-"""Chance that two measurements together condemn any of a healthy cluster's links."""
+"""Chance that two measurements together name any of a healthy cluster's links as faulty."""
 MIN_SCALE = 0.02
 FEW = 12
-"""Fewer links, or hosts, than this do not tell their own scatter; it is then taken to be `FEW_SCALE`."""
+"""The scatter of fewer links, or hosts, than this cannot be estimated from them; then it is `FEW_SCALE`."""
 FEW_SCALE = 0.12
 DETOUR_SHARE = 0.15
-"""Of the variance of a link against its detours, the part that is theirs: measuring the link again leaves it."""
+"""The detours' part of the variance of a link against its detours; it remains if only the link is measured again."""
 MOST_LINKS = 4
 MOST_LINKS_SHARE = 1 / 16
 """More slow links than `MOST_LINKS` and than this share are how the network is, not faults."""
@@ -58,7 +58,7 @@ MAX_DETOURS = 64
 RETRIED_LINKS = 3
 """A slow host is measured again on so many of its links each way."""
 SUSPECT_SPEED = {"cuda": 0.92, "cpu": 0.75}
-SICK_SPEED = {"cuda": 0.9, "cpu": 0.7}
+FAULT_SPEED = {"cuda": 0.9, "cpu": 0.7}
 MIN_SLOT_SCALE = {"cuda": 0.01, "cpu": 0.05}
 
 
@@ -91,16 +91,13 @@ class SlowSlot:
     peers_seconds: float
 
 
-def suspect_links(bandwidth_HH: Matrix, *, expected_HH: Matrix | None = None) -> tuple[Pair, ...]:
+def suspect_links(bandwidth_HH: Matrix) -> tuple[Pair, ...]:
     """Name the directed links that ought to be measured again, worst first; for a slow host some of its links.
 
-    Args:
-        bandwidth_HH: bytes/s from row to column, nan = not measured; the diagonal is ignored.
-        expected_HH: what a link ought to reach, used where no detour was measured.
-
+    `bandwidth_HH` is in bytes/s from row to column, nan = not measured; the diagonal is ignored.
     """
     known = _links(bandwidth_HH)
-    excess, scale = _excess(known, expected_HH)
+    excess, scale = _excess(known)
     if scale > RANDOM_SCALE:
         return ()
     low = (excess < math.log(SUSPECT_RATIO)) & (excess < -SUSPECT_SCALES * scale)
@@ -114,79 +111,72 @@ def suspect_links(bandwidth_HH: Matrix, *, expected_HH: Matrix | None = None) ->
     return tuple(dict.fromkeys(again))
 
 
-def confirmed_links(
-    bandwidth_HH: Matrix, again_HH: Matrix, *, times: int = 1, expected_HH: Matrix | None = None
-) -> tuple[SlowLink, ...]:
+def confirmed_links(bandwidth_HH: Matrix, again_HH: Matrix, *, times: int = 1) -> tuple[SlowLink, ...]:
     """Return the links that all measurements together find slow, worst first; a slow host's links do not count.
 
     Args:
         bandwidth_HH: the first measurement, as for `suspect_links`.
         again_HH: the second, nan where there was none.
-        times: how many measurements each entry of `again_HH` is the geometric mean of. Where measurements scatter by
+        times: each entry of `again_HH` is the geometric mean of so many measurements. Where measurements scatter by
             10 %, one finds half of the links of 0.6 of their peers, and three find four of five (bench_health).
-        expected_HH: as for `suspect_links`.
 
     """
     known, second = _links(bandwidth_HH), _links(again_HH)
-    excess, scale = _excess(known, expected_HH)
+    excess, scale = _excess(known)
     again = excess + np.log(second) - np.log(known)
     together = (excess + times * again) / (1 + times)
-    limit = min(math.log(SICK_RATIO), -_needed(excess, times) * scale)
-    sick = (together < limit) & (again < math.log(SUSPECT_RATIO)) & (scale <= RANDOM_SCALE)
+    limit = min(math.log(FAULT_RATIO), -_needed(excess, times) * scale)
+    faulty = (together < limit) & (again < math.log(SUSPECT_RATIO)) & (scale <= RANDOM_SCALE)
     for slow in confirmed_hosts(bandwidth_HH, again_HH):
-        sick[(slow.host, slice(None)) if slow.direction == "sends" else (slice(None), slow.host)] = False
-    if sick.sum() > max(MOST_LINKS, MOST_LINKS_SHARE * np.isfinite(excess).sum()):
+        faulty[(slow.host, slice(None)) if slow.direction == "sends" else (slice(None), slow.host)] = False
+    if faulty.sum() > max(MOST_LINKS, MOST_LINKS_SHARE * np.isfinite(excess).sum()):
         return ()
     rate = np.exp(np.log(known) - excess + together)
     return tuple(
         SlowLink(source=i, target=j, bytes_per_s=float(rate[i, j]), peers_bytes_per_s=float(rate[i, j] / math.exp(x)))
-        for x, i, j in sorted((float(together[i, j]), int(i), int(j)) for i, j in np.argwhere(sick))
+        for x, i, j in sorted((float(together[i, j]), int(i), int(j)) for i, j in np.argwhere(faulty))
     )
 
 
 def confirmed_hosts(bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[SlowHost, ...]:
     """Return the hosts whose best links are slow in both measurements; one entry for each slow direction."""
     known, second = _links(bandwidth_HH), _links(again_HH)
-    if _excess(known, None)[1] > RANDOM_SCALE:
+    if _excess(known)[1] > RANDOM_SCALE:
         return ()
     found = []
-    for direction, first, again in _directions(known, second):
+    directions: tuple[tuple[Literal["sends", "receives"], Matrix, Matrix], ...]
+    directions = ("sends", known, second), ("receives", known.T, second.T)
+    for direction, first, again in directions:
         best, best_again = _best(first), _best(again)
         usual = _centre(best)
         for host in _slow_hosts(first):
             together = (best[host] + best_again[host]) / 2
-            # A nan is below nothing.
-            if best_again[host] - usual < math.log(SUSPECT_RATIO) and together - usual < math.log(SICK_RATIO):
+            # Comparisons with nan are false.
+            if best_again[host] - usual < math.log(SUSPECT_RATIO) and together - usual < math.log(FAULT_RATIO):
                 rates = math.exp(together), math.exp(usual)
                 found.append(SlowHost(host=host, direction=direction, bytes_per_s=rates[0], peers_bytes_per_s=rates[1]))
     return tuple(found)
 
 
 def suspect_slots(
-    seconds_S: Vector,
-    spread_S: Vector | None = None,
-    *,
-    device_kind: Literal["cuda", "cpu"] = "cuda",
-    alike_S: Sequence[str] = (),
+    seconds_S: Vector, *, device_kind: Literal["cuda", "cpu"] = "cuda", alike_S: Sequence[str] = ()
 ) -> tuple[int, ...]:
     """Name the slots that ought to be timed again, slowest first.
 
     Args:
         seconds_S: the same work on every slot, nan = not measured.
-        spread_S: relative spread of each measurement.
         device_kind: CPUs share cores and so differ more.
         alike_S: names of the devices: only slots of one name are peers; empty = all are.
 
     """
     seconds = np.asarray(seconds_S, dtype=np.float64)
-    spread = np.zeros(len(seconds)) if spread_S is None else np.nan_to_num(np.asarray(spread_S, dtype=np.float64))
     found: list[tuple[float, int]] = []
     for members in _alike(len(seconds), alike_S):
         lag = np.log(seconds[members]) - _of_others(np.log(seconds[members]))
-        scale = np.maximum(max(MIN_SLOT_SCALE[device_kind], _scatter(lag, 0.0)), spread[members])
-        if np.isfinite(lag).sum() < FEW:
-            # So few tell no scatter of their own: one slow slot of two would be half of it.
-            scale = np.maximum(MIN_SLOT_SCALE[device_kind], spread[members])
+        scale = MIN_SLOT_SCALE[device_kind]
+        # The scatter of few slots cannot be estimated from them: one slow slot of two would be half of it.
+        if np.isfinite(lag).sum() >= FEW:
+            scale = max(scale, _scatter(lag, 0.0))
         slow = (lag > -math.log(SUSPECT_SPEED[device_kind])) & (lag > SUSPECT_SCALES * scale)
         if _is_exception(int(slow.sum()), int(np.isfinite(lag).sum())):
             found += [(float(-lag[at]), int(members[at])) for at in np.flatnonzero(slow)]
@@ -194,13 +184,17 @@ def suspect_slots(
 
 
 def confirmed_slots(
-    seconds_S: Vector,
-    again_S: Vector,
-    *,
-    device_kind: Literal["cuda", "cpu"] = "cuda",
-    alike_S: Sequence[str] = (),
+    seconds_S: Vector, again_S: Vector, *, device_kind: Literal["cuda", "cpu"] = "cuda", alike_S: Sequence[str] = ()
 ) -> tuple[SlowSlot, ...]:
-    """Return the slots that two measurements find slow, slowest first; `again_S` is nan where there was none."""
+    """Return the slots that two measurements find slow, slowest first.
+
+    Args:
+        seconds_S: the first measurement, as for `suspect_slots`.
+        again_S: the second, nan where there was none.
+        device_kind: as for `suspect_slots`.
+        alike_S: as for `suspect_slots`.
+
+    """
     first, again = (np.asarray(values, dtype=np.float64) for values in (seconds_S, again_S))
     suspects = set(suspect_slots(first, device_kind=device_kind, alike_S=alike_S))
     found = []
@@ -209,7 +203,7 @@ def confirmed_slots(
         for at, slot in enumerate(members.tolist()):
             together_s = math.sqrt(first[slot] * again[slot])
             slow_again = usual_s[at] / again[slot] < SUSPECT_SPEED[device_kind]
-            if slot in suspects and slow_again and usual_s[at] / together_s < SICK_SPEED[device_kind]:
+            if slot in suspects and slow_again and usual_s[at] / together_s < FAULT_SPEED[device_kind]:
                 found.append(SlowSlot(slot=slot, seconds=together_s, peers_seconds=float(usual_s[at])))
     return tuple(sorted(found, key=lambda slow: (slow.peers_seconds / slow.seconds, slow.slot)))
 
@@ -225,8 +219,8 @@ def _links(bandwidth_HH: Matrix) -> Matrix:
 def _detours(known_HH: Matrix, scatter: float) -> Matrix:
     """The usual rate of the best detours over one other host; nan where no way was measured.
 
-    The very best of many noisy detours is a stroke of luck, so the middle one of those that `scatter` does not tell
-    from it is taken. With two hosts there is only the way back.
+    The best of many noisy detours is the best by chance, so the median of those counts that `scatter` does not
+    distinguish from it. With two hosts the only other link is the opposite direction.
     """
     if len(known_HH) == 2:
         return np.array(known_HH.T)
@@ -246,29 +240,26 @@ def _detours(known_HH: Matrix, scatter: float) -> Matrix:
     return usual
 
 
-def _excess(known_HH: Matrix, expected_HH: Matrix | None) -> tuple[Matrix, float]:
-    """Logarithm of each rate over what explains it, centred, and how much that scatters."""
+def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
+    """Logarithm of each rate over that of its detours, centred, and how much that scatters."""
     scale = 0.0
-    # How alike detours must be depends on how much they scatter, which the best ones tell well enough.
+    # The first turn, with the best detours, estimates the scatter that the second turn needs to choose detours.
     for _ in range(2):
-        explained = _detours(known_HH, scale)
-        if expected_HH is not None:
-            explained = np.where(np.isnan(explained), expected_HH, explained)
-        excess: Matrix = np.log(known_HH) - np.log(explained)
+        excess: Matrix = np.log(known_HH) - np.log(_detours(known_HH, scale))
         told = excess[np.isfinite(excess)]
         if told.size < FEW:
             # Of two hosts' links each is compared with a single measurement, which scatters as much.
             return excess, FEW_SCALE * (math.sqrt(2) if len(known_HH) == 2 else 1)
-        # A detour that is really worse than the link moves nothing.
+        # Detours that are slower than their links must not shift the centre.
         centre = min(0.0, float(np.median(told)))
         scale = max(MIN_SCALE, _scatter(told, centre))
     return excess - centre, scale
 
 
 def _needed(excess_HH: Matrix, times: int) -> float:
-    """How many scales a mean must lie below its peers so that chance condemns no link of a healthy cluster."""
+    """How many scales a mean must lie below its peers so that chance makes no healthy link look faulty."""
     count = max(1, int(np.isfinite(excess_HH).sum()))
-    # The scale itself is an estimate; of few links it may be too small.
+    # The scale is an estimate, and that of few links may be too small.
     doubt = 1 + 1.5 / math.sqrt(count) if count >= FEW else 1.0
     left = math.sqrt((1 - DETOUR_SHARE) / (1 + times) + DETOUR_SHARE)
     return -NormalDist().inv_cdf(FALSE_ALARMS / count) * left * doubt
@@ -277,7 +268,7 @@ def _needed(excess_HH: Matrix, times: int) -> float:
 def _best(rates_HH: Matrix) -> Vector:
     """Logarithm of the usual rate among each row's best links; nan for a row without any."""
     logs = np.log(rates_HH)
-    # The very best of many is a stroke of luck, which a host with few good links has less often.
+    # The best of many rates is higher by chance than the best of few, so the median of the good ones counts.
     floor = np.nan_to_num(rates_HH).max(axis=1, keepdims=True) * SUSPECT_RATIO
     logs[~(rates_HH >= floor)] = np.nan
     return np.array([_centre(row) for row in logs])
@@ -293,11 +284,6 @@ def _slow_hosts(rates_HH: Matrix) -> list[int]:
     scale = max(MIN_SCALE, _scatter(best, usual))
     slow = np.flatnonzero((best - usual < math.log(SUSPECT_RATIO)) & (best - usual < -SUSPECT_SCALES * scale))
     return [int(host) for host in slow] if _is_exception(len(slow), told) else []
-
-
-def _directions(first_HH: Matrix, again_HH: Matrix) -> Iterator[tuple[Literal["sends", "receives"], Matrix, Matrix]]:
-    yield "sends", first_HH, again_HH
-    yield "receives", first_HH.T, again_HH.T
 
 
 def _is_exception(few: int, count: int) -> bool:
@@ -320,7 +306,7 @@ def _of_others(values: Vector) -> Vector:
 
 
 def _centre(values: Vector) -> float:
-    """The median of what is told; nan where nothing is."""
+    """The median of the known values; nan where there are none."""
     told = values[np.isfinite(values)]
     return float(np.median(told)) if told.size else math.nan
 

@@ -1,8 +1,8 @@
-"""What is amiss with an allocation, by what drivers tell of devices beside their peers and by what was measured. Pure.
+"""Which hosts, devices and links of an allocation have a fault, by driver figures and by measurements. Pure.
 
-Two rules keep idle machines quiet. An idle device saves power, so its PCIe generation and its clock are never held
-against it; of NVML's reasons for a clock only those count that say that something holds it down. And what all peers
-share is how the machines are built or run: a note, not a sickness.
+Two rules avoid false alarms on idle machines. An idle device saves power, so its PCIe generation and its clock are
+ignored; of NVML's reasons for a clock only those count that say that something holds it down. And what all peers have
+in common is how the machines are built or run: it is a note, not a fault (`is_sick` of a Verdict is False).
 """
 
 # H = hosts, S = slots, host by host.
@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from pipette_launch.facts import Host
 from pipette_launch.facts.health.condition import NEARNESS, DeviceCondition
 from pipette_launch.facts.health.verdict import Verdict
-from pipette_launch.probe.health.suspects import Matrix, SlowHost, SlowLink, SlowSlot, confirmed_hosts, confirmed_links
+from pipette_launch.probe.health.suspects import Matrix, SlowSlot, confirmed_hosts, confirmed_links
 from pipette_launch.units import bytes_text, hertz_text, rate_text, seconds_text
 
 BUSY_TOLERANCE_BYTES = 512 << 20
-"""Less than this is a display server or a monitoring agent, and no reason to hesitate."""
+"""Less memory than this is held by a display server or a monitoring agent, and is ignored."""
 BUSY_SHARE = 0.05
-"""Others that hold more than this part of the memory, or of the time, make a device sick; less is a note."""
+"""Other processes that use more than this part of the memory, or of the time, are a fault; less is a note."""
 HELD_DOWN = {
     "HwSlowdown": "hardware slowdown",
     "HwThermalSlowdown": "too hot, by the hardware",
     "HwPowerBrakeSlowdown": "power brake, by the power supply",
     "SwThermalSlowdown": "too hot, by the driver",
 }
-"""Reasons that say that a clock is held down. GpuIdle, ApplicationsClocksSetting, SyncBoost and DisplayClockSetting
-are somebody's wish; SwPowerCap is the daily bread of a GPU under load."""
+"""Reasons that say that a clock is held down. Users set ApplicationsClocksSetting, SyncBoost and DisplayClockSetting,
+and an idle GPU reports GpuIdle. A GPU under load reports SwPowerCap all the time, so it is not a fault."""
 WAYS = {
     "switch": "by a PCIe switch",
     "root": "by the PCIe root",
@@ -40,8 +40,8 @@ WAYS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Seat:
-    """One device in its place."""
+class _PlacedDevice:
+    """One device, with its host and its position there."""
 
     host: str
     index: int
@@ -51,49 +51,72 @@ class _Seat:
     told: DeviceCondition
 
     def verdict(self, kind: str, figure: str, **more: object) -> Verdict:
-        """Say something of this device."""
+        """Return a verdict on this device."""
         facts: dict[str, object] = {"advice": exclude(self.host), **more}
         return Verdict(kind=kind, host=self.host, device=self.told.uuid, figure=figure, **facts)  # type: ignore[arg-type]
 
 
 def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]) -> tuple[Verdict, ...]:
-    """Compare all devices by what their drivers told before the job, and return what is amiss, sick ones first.
+    """Compare all devices by what their drivers reported before the job, and return the verdicts, faults first.
 
     Args:
         hosts: under their unique names.
-        conditions: for each host, its devices' in the order of the local ranks; empty where nobody asked.
+        conditions: for each host, its devices' in the order of the local ranks; empty where they are not known.
 
     """
-    seats = [
-        _Seat(host=host.name, index=index, name=device.name, memory_bytes=device.memory_total_bytes, told=told)
+    devices = [
+        _PlacedDevice(host=host.name, index=index, name=device.name, memory_bytes=device.memory_total_bytes, told=told)
         for host, of_host in zip(hosts, conditions, strict=True)
         for index, (device, told) in enumerate(zip(host.devices, of_host, strict=False))
     ]
     found: list[Verdict] = []
-    for name in dict.fromkeys(seat.name for seat in seats):
-        peers = [seat for seat in seats if seat.name == name]
+    for name in dict.fromkeys(device.name for device in devices):
+        peers = [device for device in devices if device.name == name]
         for rule in (_throttled, _ecc, _rows, _nvlinks, _pcie, _nics):
             found += rule(peers)
-        found += [verdict for seat in peers for verdict in _busy(seat)]
-    return sick_first(found)
+        found += [verdict for device in peers for verdict in _busy(device)]
+    return faults_first(found)
 
 
-def link_verdicts(
-    names: Sequence[str],
-    bandwidth_HH: Matrix,
-    again_HH: Matrix,
-    *,
-    times: int = 1,
-    expected_HH: Matrix | None = None,
-) -> tuple[Verdict, ...]:
-    """Say which hosts and links two measurements found slow; arguments as for `suspects.confirmed_links`."""
-    hosts = confirmed_hosts(bandwidth_HH, again_HH)
-    links = confirmed_links(bandwidth_HH, again_HH, times=times, expected_HH=expected_HH)
-    return (*_host_verdicts(names, hosts), *_pair_verdicts(names, links))
+def link_verdicts(names: Sequence[str], bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[Verdict, ...]:
+    """Return the hosts and links that two measurements found slow; matrices as for `suspects.confirmed_links`."""
+    slow_hosts = confirmed_hosts(bandwidth_HH, again_HH)
+    found = []
+    for host in dict.fromkeys(one.host for one in slow_hosts):
+        ways = [one for one in slow_hosts if one.host == host]
+        found.append(
+            Verdict(
+                kind="slow-host",
+                host=names[host],
+                figure=" and ".join(f"{one.direction} at most {rate_text(one.bytes_per_s)}" for one in ways),
+                peers=" and ".join(dict.fromkeys(rate_text(one.peers_bytes_per_s) for one in ways)),
+                advice=f"check its NICs and where it is plugged in, or {exclude(names[host])}",
+            )
+        )
+    slow_links = confirmed_links(bandwidth_HH, again_HH)
+    by_pair = {(link.source, link.target): link for link in slow_links}
+    for link in slow_links:
+        # Both directions of a pair make one verdict, that of the slower one.
+        back = by_pair.get((link.target, link.source))
+        if back is not None and (back.bytes_per_s, back.source) < (link.bytes_per_s, link.source):
+            continue
+        other = f", and {rate_text(back.bytes_per_s)} the other way" if back else " this way only"
+        source, target = names[link.source], names[link.target]
+        found.append(
+            Verdict(
+                kind="slow-link",
+                host=source,
+                other_host=target,
+                figure=f"sends {rate_text(link.bytes_per_s)}{other}",
+                peers=rate_text(link.peers_bytes_per_s),
+                advice=f"check cable and port, or {exclude(source, target)}",
+            )
+        )
+    return tuple(found)
 
 
 def device_verdicts(hosts: Sequence[Host], slow: Sequence[SlowSlot]) -> tuple[Verdict, ...]:
-    """Say which devices compute slowly; a host all of whose devices do is one verdict."""
+    """Return which devices compute slowly; a host all of whose devices do is one verdict."""
     devices = [(host, device) for host in hosts for device in host.devices]
     found = []
     for host in hosts:
@@ -117,8 +140,8 @@ def device_verdicts(hosts: Sequence[Host], slow: Sequence[SlowSlot]) -> tuple[Ve
     return tuple(found)
 
 
-def sick_first(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """Put the sick ones first, each kind of thing in the order in which it was found."""
+def faults_first(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """Put faults before notes, and keep the order among each."""
     return tuple(sorted(dict.fromkeys(verdicts), key=lambda verdict: not verdict.is_sick))
 
 
@@ -127,177 +150,144 @@ def exclude(*hosts: str) -> str:
     return f"start without it (sbatch --exclude={' or --exclude='.join(hosts)})"
 
 
-def _busy(seat: _Seat) -> Iterator[Verdict]:
-    """Others who hold memory or compute."""
-    told = seat.told
+def _busy(device: _PlacedDevice) -> Iterator[Verdict]:
+    """Other processes that hold memory or compute."""
+    told = device.told
     used = told.used_bytes or 0
-    # In a container NVML hides the size, or the whole process; then the device's own count has to do.
+    # In a container NVML hides the size, or the whole process; then the device's own count is used.
     held = [(one, used if one.used_bytes is None else one.used_bytes) for one in told.holders]
-    advice = f"end it, take the device out of CUDA_VISIBLE_DEVICES, or {exclude(seat.host)}"
+    advice = f"end it, take the device out of CUDA_VISIBLE_DEVICES, or {exclude(device.host)}"
     named = [(one, size) for one, size in held if size > BUSY_TOLERANCE_BYTES]
     for one, size in named:
-        sick = size > BUSY_SHARE * seat.memory_bytes
-        yield seat.verdict(
-            "busy", f"process {one.pid} ({one.name}) holds {bytes_text(size)}", advice=advice, is_sick=sick
-        )
+        figure = f"process {one.pid} ({one.name}) holds {bytes_text(size)}"
+        yield device.verdict("busy", figure, advice=advice, is_sick=size > BUSY_SHARE * device.memory_bytes)
     if not told.holders and used > BUSY_TOLERANCE_BYTES:
         figure = f"{bytes_text(used)} are held by a process that NVML does not name (another container?)"
-        yield seat.verdict("busy", figure, advice=advice, is_sick=used > BUSY_SHARE * seat.memory_bytes)
+        yield device.verdict("busy", figure, advice=advice, is_sick=used > BUSY_SHARE * device.memory_bytes)
     if not named and (told.utilisation or 0) > BUSY_SHARE:
-        yield seat.verdict("busy", f"others keep it busy {told.utilisation:.0%} of the time", advice=advice)
+        yield device.verdict("busy", f"others keep it busy {told.utilisation:.0%} of the time", advice=advice)
 
 
-def _throttled(peers: Sequence[_Seat]) -> Iterator[Verdict]:
+def _throttled(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     held = [
-        (seat, [HELD_DOWN[reason] for reason in seat.told.clock_reasons or () if reason in HELD_DOWN]) for seat in peers
+        (device, [HELD_DOWN[reason] for reason in device.told.clock_reasons or () if reason in HELD_DOWN])
+        for device in peers
     ]
     common = _is_common(sum(bool(reasons) for _, reasons in held), len(peers))
-    for seat, reasons in held:
+    for device, reasons in held:
         if not reasons:
             continue
         clock = ""
-        if seat.told.sm_clock_hz and seat.told.sm_clock_max_hz:
-            clock = f" at {hertz_text(seat.told.sm_clock_hz)} of {hertz_text(seat.told.sm_clock_max_hz)}"
-        heat = f", {seat.told.temperature_c} °C" if seat.told.temperature_c is not None else ""
-        yield seat.verdict(
+        if device.told.sm_clock_hz and device.told.sm_clock_max_hz:
+            clock = f" at {hertz_text(device.told.sm_clock_hz)} of {hertz_text(device.told.sm_clock_max_hz)}"
+        heat = f", {device.told.temperature_c} °C" if device.told.temperature_c is not None else ""
+        yield device.verdict(
             "throttled",
             f"its clock is held down{clock} ({', '.join(reasons)}{heat})",
             peers="are held down too" if common else "" if len(peers) == 1 else "run freely",
-            advice=f"check its cooling and power supply, or {exclude(seat.host)}",
+            advice=f"check its cooling and power supply, or {exclude(device.host)}",
             is_sick=not common,
         )
 
 
-def _ecc(peers: Sequence[_Seat]) -> Iterator[Verdict]:
-    for seat in peers:
-        if seat.told.ecc_volatile:
-            yield seat.verdict(
+def _ecc(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
+    for device in peers:
+        if device.told.ecc_volatile:
+            yield device.verdict(
                 "ecc",
-                f"{seat.told.ecc_volatile} uncorrected memory errors since its driver was loaded",
+                f"{device.told.ecc_volatile} uncorrected memory errors since its driver was loaded",
                 peers=_usual_text(peers, lambda told: told.ecc_volatile),
-                advice=f"drain the node and reset the device, or {exclude(seat.host)}",
+                advice=f"drain the node and reset the device, or {exclude(device.host)}",
             )
-        elif seat.told.ecc_aggregate:
-            yield seat.verdict(
+        elif device.told.ecc_aggregate:
+            yield device.verdict(
                 "ecc",
-                f"{seat.told.ecc_aggregate} uncorrected memory errors in its life, none since its driver was loaded",
+                f"{device.told.ecc_aggregate} uncorrected memory errors in its life, none since its driver was loaded",
                 peers=_usual_text(peers, lambda told: told.ecc_aggregate),
                 advice="keep an eye on it",
                 is_sick=False,
             )
 
 
-def _rows(peers: Sequence[_Seat]) -> Iterator[Verdict]:
+def _rows(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     """Rows of memory that wait to be replaced, or cannot be."""
-    for seat in peers:
-        if seat.told.rows_failed:
-            yield seat.verdict(
+    for device in peers:
+        if device.told.rows_failed:
+            yield device.verdict(
                 "remapped-rows",
                 "a faulty row of its memory could not be replaced",
-                advice=f"have the device replaced, and {exclude(seat.host)}",
+                advice=f"have the device replaced, and {exclude(device.host)}",
             )
-        elif seat.told.rows_pending:
-            yield seat.verdict(
+        elif device.told.rows_pending:
+            yield device.verdict(
                 "remapped-rows",
                 "a faulty row of its memory waits to be replaced",
-                advice=f"drain the node and reset the device (nvidia-smi --gpu-reset), or {exclude(seat.host)}",
+                advice=f"drain the node and reset the device (nvidia-smi --gpu-reset), or {exclude(device.host)}",
             )
 
 
-def _nvlinks(peers: Sequence[_Seat]) -> Iterator[Verdict]:
+def _nvlinks(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     usual = _usual(peers, lambda told: told.nvlinks_up)
-    for seat in peers:
-        up = seat.told.nvlinks_up
+    for device in peers:
+        up = device.told.nvlinks_up
         if usual is not None and up is not None and up < usual:
-            of_all = f" of {seat.told.nvlinks_total}" if seat.told.nvlinks_total else ""
-            yield seat.verdict("nvlink", f"{up}{of_all} NVLinks are up", peers=f"have {usual:g}")
+            of_all = f" of {device.told.nvlinks_total}" if device.told.nvlinks_total else ""
+            yield device.verdict("nvlink", f"{up}{of_all} NVLinks are up", peers=f"have {usual:g}")
 
 
-def _pcie(peers: Sequence[_Seat]) -> Iterator[Verdict]:
+def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     """Fewer lanes than the slot allows, or a slot that allows less than others': both stay when the device idles."""
     lanes = _usual(peers, lambda told: told.pcie_width)
     best = _usual(peers, lambda told: told.pcie_generation_max)
-    for seat in peers:
-        told = seat.told
+    for device in peers:
+        told = device.told
         width, at_most = told.pcie_width, told.pcie_width_max
         if width is not None and lanes is not None and (width < lanes or (at_most is not None and width < at_most)):
             of_all = f" of {at_most}" if at_most is not None and at_most > width else ""
-            yield seat.verdict(
+            yield device.verdict(
                 "pcie",
                 f"uses {width}{of_all} PCIe lanes",
                 peers=f"use {lanes:g}" if len(peers) > 1 else "",
-                advice=f"reseat or reset it, or {exclude(seat.host)}",
+                advice=f"reseat or reset it, or {exclude(device.host)}",
                 is_sick=width < lanes or len(peers) == 1,
             )
         if best is not None and told.pcie_generation_max is not None and told.pcie_generation_max < best:
-            yield seat.verdict(
+            yield device.verdict(
                 "pcie",
                 f"its slot allows PCIe generation {told.pcie_generation_max} at most",
                 peers=f"generation {best:g}",
-                advice=f"check the slot and the BIOS, or {exclude(seat.host)}",
+                advice=f"check the slot and the BIOS, or {exclude(device.host)}",
             )
 
 
-def _nics(peers: Sequence[_Seat]) -> Iterator[Verdict]:
-    """NICs farther away than those of the same device of other hosts; a host's own devices may differ by design."""
-    for index in dict.fromkeys(seat.index for seat in peers):
-        same = [seat for seat in peers if seat.index == index and seat.told.nic_distance is not None]
-        ranks = [NEARNESS.index(seat.told.nic_distance) for seat in same if seat.told.nic_distance]
+def _nics(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
+    """NICs farther away than that of the same device of other hosts; devices of one host may differ by design."""
+    for index in dict.fromkeys(device.index for device in peers):
+        same = [device for device in peers if device.index == index and device.told.nic_distance is not None]
+        ranks = [NEARNESS.index(device.told.nic_distance) for device in same if device.told.nic_distance]
         usual = statistics.median_low(ranks) if ranks else 0
-        for seat, rank in zip(same, ranks, strict=True):
+        for device, rank in zip(same, ranks, strict=True):
             if rank > usual:
-                yield seat.verdict(
+                yield device.verdict(
                     "nic",
-                    f"reaches its nearest NIC ({seat.told.nic}) {WAYS[NEARNESS[rank]]}",
+                    f"reaches its nearest NIC ({device.told.nic}) {WAYS[NEARNESS[rank]]}",
                     peers=f"theirs {WAYS[NEARNESS[usual]]}",
                     advice="check that its own NIC is up (ibstat, ip link)",
                     is_sick=False,
                 )
 
 
-def _host_verdicts(names: Sequence[str], slow: Sequence[SlowHost]) -> Iterator[Verdict]:
-    for host in dict.fromkeys(one.host for one in slow):
-        ways = [one for one in slow if one.host == host]
-        figure = " and ".join(f"{one.direction} at most {rate_text(one.bytes_per_s)}" for one in ways)
-        yield Verdict(
-            kind="slow-host",
-            host=names[host],
-            figure=figure,
-            peers=" and ".join(dict.fromkeys(rate_text(one.peers_bytes_per_s) for one in ways)),
-            advice=f"check its NICs and where it is plugged in, or {exclude(names[host])}",
-        )
-
-
-def _pair_verdicts(names: Sequence[str], slow: Sequence[SlowLink]) -> Iterator[Verdict]:
-    """Both directions of a pair make one verdict; a single one says that the way back is well."""
-    by_pair = {(link.source, link.target): link for link in slow}
-    for link in slow:
-        back = by_pair.get((link.target, link.source))
-        if back is not None and (back.bytes_per_s, back.source) < (link.bytes_per_s, link.source):
-            continue
-        other = f", and {rate_text(back.bytes_per_s)} the other way" if back else " this way only"
-        source, target = names[link.source], names[link.target]
-        yield Verdict(
-            kind="slow-link",
-            host=source,
-            other_host=target,
-            figure=f"sends {rate_text(link.bytes_per_s)}{other}",
-            peers=rate_text(link.peers_bytes_per_s),
-            advice=f"check cable and port, or {exclude(source, target)}",
-        )
-
-
-def _usual(peers: Sequence[_Seat], figure: Callable[[DeviceCondition], int | None]) -> float | None:
-    """The median of what the peers tell, of two middle ones the higher; None where nobody tells."""
-    values = [value for value in (figure(seat.told) for seat in peers) if value is not None]
+def _usual(peers: Sequence[_PlacedDevice], figure: Callable[[DeviceCondition], int | None]) -> float | None:
+    """The median of the peers' known figures, of two middle ones the higher; None where no figure is known."""
+    values = [value for value in (figure(device.told) for device in peers) if value is not None]
     return statistics.median_high(values) if values else None
 
 
-def _usual_text(peers: Sequence[_Seat], figure: Callable[[DeviceCondition], int | None]) -> str:
+def _usual_text(peers: Sequence[_PlacedDevice], figure: Callable[[DeviceCondition], int | None]) -> str:
     usual = _usual(peers, figure)
     return f"usually {usual:g}" if len(peers) > 1 and usual is not None else ""
 
 
 def _is_common(count: int, total: int) -> bool:
-    """Whether most of several peers share it."""
+    """Whether most of several peers have it."""
     return total > 2 and 2 * count > total

@@ -1,14 +1,14 @@
-"""What links that nobody measured are like, by what was measured: tiers of switches, and fast and slow hosts. Pure.
+"""Estimates links that were not measured from those that were, by tiers of switches and by fast and slow hosts. Pure.
 
-A link is its tier's, times what its ends make of it: bandwidth_ij = tier_ij * f(sender_i, receiver_j). Links are known
-by few samples for each host, some of them disturbed, so everything is a quantile of logarithms.
+The model is bandwidth_ij = tier_ij * f(sender_i, receiver_j). Each host has few measured links, some of them disturbed,
+so all parameters are quantiles of logarithms.
 """
 
 # H = hosts (or devices of one), row sends to column; nan = not measured. All bandwidths as logarithms (log_HH).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,14 +22,13 @@ from pipette_launch.probe.links.switches import inferred_places
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Ends = Callable[[Floats, Floats], Floats]
-ABLE = 0.75
-"""What a host can do is seen on the better of its links: the others may be slow for the sake of their other ends."""
-DOUBT = 2.0
-"""A host counts as unlike others as much as (links measured) / (links measured + this) says."""
+HOST_QUANTILE = 0.75
+"""A host's own rate shows on the better of its links: the others may be slow because of their other ends."""
+SHRINKAGE = 2.0
+"""The factor of a host with n measured links is its estimate times n / (n + this)."""
 SWEEPS = 3
-HOPE = 0.9
-"""What an unmeasured link may be hoped to be: as good as this part of the measured ones of its kind."""
+HOPEFUL_QUANTILE = 0.9
+"""A hopeful estimate is as good as this quantile of the measured links of the tier."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,9 +37,9 @@ class Estimate:
 
     links: Links
     hopeful: Links
-    """The same, but those that were not measured as good as they may well be."""
+    """The same, but with hopeful estimates for those that were not measured."""
     measured_HH: NDArray[np.bool_]
-    """Which are as measured; the others are estimated."""
+    """Which were measured; the others are estimated."""
 
 
 def estimate(num_hosts: int, lines: Mapping[Pair, Line], places: Sequence[Place] = ()) -> Estimate:
@@ -48,7 +47,7 @@ def estimate(num_hosts: int, lines: Mapping[Pair, Line], places: Sequence[Place]
 
     Args:
         num_hosts: H, two or more.
-        lines: what was measured from a sender to a receiver, for both ways of a pair or for one.
+        lines: measured lines by (sender, receiver), for both directions of a pair or for one.
         places: the switches above each host; where they are not known, they are inferred.
 
     Raises:
@@ -66,11 +65,15 @@ def estimate(num_hosts: int, lines: Mapping[Pair, Line], places: Sequence[Place]
     tier_HH = tiers_between(num_hosts, places)
     log_HH = -np.log(seconds_HH)
     likely_HH = _fitted(log_HH, tier_HH)
-    hope_HH = likely_HH + _by_tier(log_HH - likely_HH, tier_HH, HOPE)
+    hope_HH = likely_HH + _by_tier(log_HH - likely_HH, tier_HH, HOPEFUL_QUANTILE)
     filled_HH = np.where(measured_HH, latency_HH, _by_tier(latency_HH, tier_HH, 0.5))
     np.fill_diagonal(filled_HH, 0.0)
+    off_diagonal_HH = ~np.eye(num_hosts, dtype=bool)
     links, hopeful = (
-        Links(latency_s=filled_HH, bandwidth_bytes_per_s=_rates(np.where(measured_HH, log_HH, guess_HH)))
+        Links(
+            latency_s=filled_HH,
+            bandwidth_bytes_per_s=np.exp(np.where(measured_HH, log_HH, guess_HH)) * off_diagonal_HH,
+        )
         for guess_HH in (likely_HH, hope_HH)
     )
     return Estimate(links=links, hopeful=hopeful, measured_HH=measured_HH)
@@ -87,22 +90,16 @@ def tiers_between(num_hosts: int, places: Sequence[Place]) -> Ints:
     return tier_HH
 
 
-def _rates(log_HH: Floats) -> Floats:
-    rates_HH = np.exp(log_HH)
-    np.fill_diagonal(rates_HH, 0.0)
-    return rates_HH
-
-
 def _fitted(log_HH: Floats, tier_HH: Ints) -> Floats:
-    """The model of all links that explains the measured ones best: the slower end decides, or both have a share."""
+    """Fit the two models, minimum and product of the ends, and return the one with the smaller median error."""
     fits = [_as_slower_end(log_HH, tier_HH), _as_product(log_HH, tier_HH)]
     return min(fits, key=lambda fit_HH: float(np.nanmedian(np.abs(log_HH - fit_HH))))
 
 
 def _as_slower_end(log_HH: Floats, tier_HH: Ints) -> Floats:
-    """Each host has a rate of its own, and a link that of the slower end."""
+    """Each host has a rate of its own, and a link has the rate of its slower end."""
     left_HH = log_HH - _by_tier(log_HH, tier_HH, 0.5)
-    sender_H, receiver_H = _host_factors(left_HH, ABLE), _host_factors(left_HH.T, ABLE)
+    sender_H, receiver_H = _host_factors(left_HH, HOST_QUANTILE), _host_factors(left_HH.T, HOST_QUANTILE)
     ends_HH = np.minimum(sender_H[:, None], receiver_H)
     return ends_HH + _by_tier(log_HH - ends_HH, tier_HH, 0.5)
 
@@ -120,18 +117,18 @@ def _as_product(log_HH: Floats, tier_HH: Ints) -> Floats:
 
 
 def _host_factors(left_HH: Floats, share: float) -> Floats:
-    """What sets each host (row) apart from the middle one: a quantile of its links, trusted as far as there are any."""
+    """The factor of each host (row) against the median host: a quantile of its links, shrunk where it has few."""
     ranked_HH = np.sort(left_HH, axis=1)
     count_H = (~np.isnan(ranked_HH)).sum(axis=1)
     at_H = np.floor(share * np.maximum(count_H - 1, 0)).astype(np.int64)
     value_H = np.where(count_H > 0, ranked_HH[np.arange(len(at_H)), at_H], np.nan)
     middle = np.median(value_H[count_H > 0])
-    factor_H: Floats = np.where(count_H > 0, value_H - middle, 0.0) * count_H / (count_H + DOUBT)
+    factor_H: Floats = np.where(count_H > 0, value_H - middle, 0.0) * count_H / (count_H + SHRINKAGE)
     return factor_H
 
 
 def _by_tier(value_HH: Floats, tier_HH: Ints, share: float) -> Floats:
-    """A quantile of each tier's measured values, for all pairs of the tier; a tier without any has its neighbour's."""
+    """A quantile of each tier's measured values, for all pairs of the tier; a tier without any takes the nearest's."""
     known_HH = ~np.isnan(value_HH)
     found = {
         tier: float(np.quantile(value_HH[known_HH & (tier_HH == tier)], share))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import CollectiveTime, Links, Measurements, Samples
+from pipette_launch.facts import CollectiveTime, Links, Measurements
 from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD, LinkSurvey, RailRates
 from pipette_launch.facts.messages.measuring_advice import Dimension
 from pipette_launch.probe.harness import Line, fit_line
@@ -24,9 +24,9 @@ from pipette_launch.probe.options import GroupSamples, LinkSamples, ProbeOptions
 from pipette_launch.units import rate_text
 
 MAX_SEND_ENTRIES = 4096
-"""Above this many pairs only the unstable ones get an entry of their own beside the matrices."""
+"""Where more pairs than this were measured, only the unstable ones get an entry of their own beside the matrices."""
 UNEVEN_RAILS = 0.10
-"""Among very many pairs only those whose rails differ by more than this get their rails on file."""
+"""Where pairs are that many, the rails are stored only of those whose rails differ by more than this."""
 
 
 class LinkFit(NamedTuple):
@@ -37,38 +37,35 @@ class LinkFit(NamedTuple):
     """Of the largest message."""
     sizes_bytes: tuple[int, ...]
     together: Line | None = None
-    """Until the last of all rails was through; None where there is one."""
+    """Until the last of all rails had finished; None where there is one rail."""
 
     @property
     def bytes_per_s(self) -> float:
-        """How fast a large message goes."""
+        """The rate of a large message."""
         return 1 / self.line.seconds_per_byte
 
     @property
     def hosts(self) -> LinkFit:
-        """What this says of the link between the hosts, for each of their devices."""
+        """The link between the hosts: the line until the last rail had finished, where there are several."""
         return self._replace(line=self.together, together=None) if self.together else self
 
 
 def fit_link(link: LinkSamples) -> LinkFit:
-    """The line through one link's medians, and the spread of its largest message."""
-    counted = link.together or link.samples
-    return LinkFit(
-        _line_through(link.sizes_bytes, link.samples),
-        counted[-1].spread,
-        link.sizes_bytes,
-        _line_through(link.sizes_bytes, link.together) if link.together else None,
+    """Fit lines through one link's medians, and take the spread of its largest message.
+
+    The slope is that of all sizes: that of the large ones alone scatters more, as it is a difference of long times.
+    """
+    own, together = (
+        fit_line(link.sizes_bytes, [each.median_s for each in samples]) if samples else None
+        for samples in (link.samples, link.together)
     )
-
-
-def _line_through(sizes_bytes: Sequence[int], samples: Sequence[Samples]) -> Line:
-    """The slope of all sizes: that of the large ones alone scatters more, as it rests on differences of long times."""
-    return fit_line(sizes_bytes, [each.median_s for each in samples])
+    assert own is not None
+    return LinkFit(own, (link.together or link.samples)[-1].spread, link.sizes_bytes, together)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkBook:
-    """What is known of every pair of slots that was measured, and of how."""
+    """The fits of every pair of slots that was measured."""
 
     first: Mapping[Pair, LinkFit]
     again: Mapping[Pair, LinkFit]
@@ -85,7 +82,7 @@ class LinkBook:
         return cls(first=first, again=again)
 
     def best(self) -> dict[Pair, LinkFit]:
-        """The faster of the two measurements of each pair: a disturbance only ever slows a link down."""
+        """The faster of the two measurements of each pair: a disturbance only slows a link down."""
         return {
             pair: max(fit, self.again.get(pair, fit), key=lambda one: one.hosts.bytes_per_s)
             for pair, fit in self.first.items()
@@ -93,11 +90,11 @@ class LinkBook:
 
 
 def host_fits(fits: Mapping[Pair, LinkFit], devices_per_host: int) -> dict[Pair, LinkFit]:
-    """One figure for all rails of each pair of hosts that were measured: until the last of them was through.
+    """One line for all rails of each pair of hosts that were measured: until the last of them had finished.
 
-    It is measured, not chosen: rails that share a wire get uneven parts of it, so their median would be too fast, and
-    the slowest by chance too slow. Every transfer between two stages, and every ring that spans hosts, has a part on
-    each rail and ends with the last. Rails that were measured together say the same; of others the slowest counts.
+    Every transfer between two stages, and every ring that spans hosts, has a part on each rail and ends with the last.
+    Rails that share a wire get uneven parts of it, so the median of their own lines would be too fast, and the slowest
+    of them too slow by chance. Rails that were measured together have the same line; of others the slowest counts.
     """
     found: dict[Pair, LinkFit] = {}
     for (source, target), fit in fits.items():
@@ -107,17 +104,9 @@ def host_fits(fits: Mapping[Pair, LinkFit], devices_per_host: int) -> dict[Pair,
     return found
 
 
-def bandwidth_HH(fits: Mapping[Pair, LinkFit], num_hosts: int) -> NDArray[np.float64]:
-    """Bytes/s of pairs of hosts; nan where none was measured, and on the diagonal."""
-    rates = np.full((num_hosts, num_hosts), np.nan)
-    for (source, target), fit in fits.items():
-        rates[source, target] = fit.bytes_per_s
-    return rates
-
-
 @dataclass(frozen=True, kw_only=True)
 class FoundLinks:
-    """The part of the measurements that is about links."""
+    """The part of the measurements that describes links."""
 
     between: Links
     within: tuple[Links, ...]
@@ -132,7 +121,7 @@ class FoundLinks:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierLinks:
-    """What an earlier warm-up of the same hosts measured."""
+    """Links that an earlier warm-up of the same hosts measured."""
 
     between: Mapping[Pair, Line]
     """By hosts."""
@@ -141,7 +130,7 @@ class EarlierLinks:
 
     @classmethod
     def of(cls, earlier: Measurements, options: ProbeOptions) -> EarlierLinks | None:
-        """Find today's hosts in an earlier file, in whatever order; None where one of them is not in it."""
+        """Find the hosts of this job in an earlier file, in any order; None where one of them is not in it."""
         then = {host.name: index for index, host in enumerate(earlier.cluster.hosts)}
         size = options.devices_per_host
         if earlier.cluster.devices_per_host != size or any(host.name not in then for host in options.hosts):
@@ -174,9 +163,14 @@ def found_links(
     rounds_again: int,
     earlier: EarlierLinks | None = None,
 ) -> FoundLinks:
-    """Lay out everything that the workers measured; `links` with first measurements before second ones.
+    """Turn the samples of all workers into matrices of links.
 
-    What was not measured is taken from an earlier warm-up, and else estimated from what was.
+    Args:
+        options: the order of the warm-up.
+        links: first measurements before second ones.
+        rounds: number of rounds between hosts.
+        rounds_again: number of rounds in which suspects were measured a second time.
+        earlier: links of an earlier warm-up; they are used where none was measured now. The rest is estimated.
 
     Raises:
         ProbeError: no link between hosts, or none within a host, was measured.
@@ -199,7 +193,7 @@ def found_links(
     survey = None
     if num_hosts > 1:
         survey = LinkSurvey(
-            spread_HH=_spread_HH(hosts, num_hosts),
+            spread_HH=_by_pair({pair: fit.spread for pair, fit in hosts.items()}, num_hosts, 0.0),
             origin_HH=_origin_HH(num_hosts, cached=earlier.between if earlier else (), measured=hosts, again=again),
             rails=_rails(best, hosts, size) if size > 1 else (),
             rounds=rounds,
@@ -210,23 +204,24 @@ def found_links(
         within=tuple(links for links, _ in filled),
         survey=survey,
         sends=_sends(best),
-        first_HH=bandwidth_HH(first, num_hosts),
-        again_HH=bandwidth_HH(again, num_hosts),
+        first_HH=_by_pair({pair: fit.bytes_per_s for pair, fit in first.items()}, num_hosts, np.nan),
+        again_HH=_by_pair({pair: fit.bytes_per_s for pair, fit in again.items()}, num_hosts, np.nan),
         notes=(*notes, *(note for _, said in filled for note in said), *_unstable(best, options)),
     )
 
 
-def _spread_HH(hosts: Mapping[Pair, LinkFit], num_hosts: int) -> NDArray[np.float64]:
-    spread = np.zeros((num_hosts, num_hosts))
-    for pair, fit in hosts.items():
-        spread[pair] = fit.spread
-    return spread
+def _by_pair(values: Mapping[Pair, float], num_hosts: int, missing: float) -> NDArray[np.float64]:
+    """Values by (source, target) as a matrix."""
+    matrix_HH = np.full((num_hosts, num_hosts), missing)
+    for pair, value in values.items():
+        matrix_HH[pair] = value
+    return matrix_HH
 
 
 def _origin_HH(
     num_hosts: int, *, cached: Iterable[Pair], measured: Iterable[Pair], again: Iterable[Pair]
 ) -> tuple[str, ...]:
-    """What each link rests on, the strongest last."""
+    """The origin of each link: estimated, cached, measured or measured again; later ones override earlier ones."""
     origin = np.full((num_hosts, num_hosts), "e")
     for letter, pairs in (("c", cached), ("m", measured), ("a", again)):
         for pair in pairs:
@@ -236,7 +231,7 @@ def _origin_HH(
 
 
 def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: int) -> tuple[RailRates, ...]:
-    """The rails of every pair of hosts; of many pairs only those whose rails are uneven."""
+    """The rails of every pair of hosts; where pairs are many, only of those whose rails are uneven."""
     found = []
     for a, b in sorted(hosts):
         slots = [(a * size + rail, b * size + rail) for rail in range(size)]
@@ -249,7 +244,7 @@ def _rails(fits: Mapping[Pair, LinkFit], hosts: Mapping[Pair, LinkFit], size: in
 def _matrices(
     lines: Mapping[Pair, Line], members: Sequence[int], where: str, places: Sequence[Place] = ()
 ) -> tuple[Links, tuple[str, ...]]:
-    """Lay the lines between these members out as matrices; pairs without one are estimated from the others."""
+    """Put the lines between these members into matrices; pairs without a line are estimated from the others."""
     if len(members) == 1:
         return Links(latency_s=((0.0,),), bandwidth_bytes_per_s=((0.0,),)), ()
     at = {member: index for index, member in enumerate(members)}
@@ -263,10 +258,10 @@ def _matrices(
 
 
 def _alike(lines: Mapping[Pair, Line], members: Iterable[int]) -> dict[Pair, Line]:
-    """Give all pairs of slots that take turns on the same cores the usual line of them.
+    """Give all pairs of slots that share the same cores their median line.
 
-    No slot is bound to a core, so no pair is nearer than another: what was measured differs by who had to wait for a
-    core. Left apart, a ring that goes round one slow pair looked nine times as fast as the ring that had been timed.
+    No slot is bound to a core, so no pair is nearer than another: the measured lines differ by which slot had to wait
+    for a core. With separate lines a ring that avoids one slow pair looked nine times as fast as the timed ring.
     """
     pairs = list(permutations(members, 2))
     known = [lines[pair] for pair in pairs if pair in lines]
@@ -275,7 +270,7 @@ def _alike(lines: Mapping[Pair, Line], members: Iterable[int]) -> dict[Pair, Lin
 
 
 def _sends(fits: Mapping[Pair, LinkFit]) -> tuple[CollectiveTime, ...]:
-    """One entry for each measured pair of slots, so that each link's spread is on file."""
+    """One entry for each measured pair of slots, with its spread."""
     return tuple(
         CollectiveTime(
             kind="send",

@@ -1,8 +1,8 @@
-"""How often each message is sent: few times over a quiet link, more over a noisy one, never past its time. Pure.
+"""How often each message is sent: few times over a quiet link, more over a noisy one, within a given time. Pure.
 
-Shaped links and clouds let a burst pass at line speed before their rate holds (tc's token bucket: 128 kB, say). So
-every size is warmed up by several times a burst, messages follow each other without a pause, and the slope of the fit
-comes from messages that are large against a burst.
+Shaped links and clouds let a burst pass at line speed before they limit the rate (tc's token bucket: 128 kB, say). So
+every size begins with untimed messages of several bursts, messages follow each other without a pause, and the slope of
+the fit comes from messages that are large against a burst.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pipette_launch.facts import Samples
 from pipette_launch.probe.options import MIN_SIZES, TINY_BYTES
 
 FIRST_BYTES = 64 << 10
-"""The first size whose time says how long a larger one may take."""
+"""Larger messages wait until the time of this size is known."""
 GROWTH = 16
-"""A size that is more than so many times the largest that was tried waits until that one's time is known."""
+"""A size that is more than so many times the largest tried one waits until the time of that one is known."""
 TINY_REPEATS = 4
-"""A tiny message costs little and scatters most, so it goes so many times as often."""
+"""A tiny message costs little and scatters most, so it is sent so many times as often."""
 WARM_BYTES = 256 << 10
 MAX_WARMUPS = 4
 MIN_VALUES = 3
@@ -36,9 +36,9 @@ def ladder(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_passes(counts: Sequence[int]) -> Iterator[int]:
-    """The order in which so many messages of each size follow: passes over all sizes, the largest first.
+    """The order of so many messages of each size: passes over all sizes, the largest first.
 
-    In passes, so that a disturbance of a second falls on a value or two of every size, and not on all of one.
+    With passes a disturbance of a second affects a value or two of every size, and not all values of one.
     """
     regular = counts[1:] if any(counts[1:]) else counts
     passes = max(regular, default=0)
@@ -49,7 +49,7 @@ def in_passes(counts: Sequence[int]) -> Iterator[int]:
 
 
 def in_step(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """The same order as (size, how many), for rails that begin every message together: only tiny ones go in rows."""
+    """The same order as (size, count), for rails that begin every message together; only tiny ones have counts."""
     found: list[tuple[int, int]] = []
     for index, run in groupby(in_passes(counts)):
         count = len(list(run))
@@ -67,20 +67,20 @@ def quartile_spread(values: Sequence[float]) -> float:
 
 
 def undisturbed(values: Sequence[float]) -> list[float]:
-    """The fastest quarter: what a tiny message takes when nobody keeps it waiting.
+    """The fastest quarter of the times of a tiny message.
 
-    Where processes wait for a processor, the median is theirs and not the link's, and a large message, whose bytes
-    travel meanwhile, does not wait as long: taken off its time, it made links look up to a fifth too fast.
+    Where processes wait for a processor, the median contains that wait. A large message does not wait as long, as its
+    bytes travel meanwhile; so subtracting the median from its time made links look up to a fifth too fast.
     """
     return sorted(values)[: max(1, len(values) // 4)]
 
 
 def condensed(samples: Samples) -> Samples:
-    """Three values around the lower quartile, as far apart as all values scatter, and the last warm-up.
+    """Three values around the lower quartile, with the spread of all values, and the last warm-up.
 
-    The lower quartile, since a disturbance only ever slows a message down: medians of the same messages were up to a
-    half further off the rates set on a laboratory's links, and the fastest value flatters a link whose queue was empty.
-    Three, as this has to travel to rank 0: with 64 hosts of 8 devices all values of all links would be 50 MB of text.
+    The lower quartile counts, because a disturbance only slows a message down: medians of the same messages were up to
+    a half further off the rates set on a laboratory's links, and the fastest value is too fast where a queue was empty.
+    Rank 0 gets three values only: with 64 hosts of 8 devices all values of all links would be 50 MB of text.
     """
     values = samples.values_s
     quartile = statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
@@ -97,19 +97,19 @@ def _rounded(seconds: float) -> float:
 
 @dataclass(kw_only=True)
 class Tally:
-    """What the sender of one direction has seen, and how much more it wants to see."""
+    """The times that the sender of one direction has measured, and the messages that it still wants to send."""
 
     sizes: tuple[int, ...]
     """From `ladder`."""
     repeats: int
-    """Values of each size before their spread is looked at."""
+    """Number of values of each size before their spread is computed."""
     warmups: int
     bound_s: float
-    """Seconds that this direction may take; the least is measured whatever it takes."""
+    """Seconds that this direction may take; the least number of messages is sent in any case."""
     warm_s: list[list[float]] = field(init=False)
     values_s: list[list[float]] = field(init=False)
     own_s: list[list[float]] = field(init=False)
-    """Of the same messages as `values_s`, what this rail took by itself."""
+    """The times of this rail alone, of the same messages as `values_s`."""
 
     def __post_init__(self) -> None:
         self.warm_s = [[] for _ in self.sizes]
@@ -117,9 +117,9 @@ class Tally:
         self.own_s = [[] for _ in self.sizes]
 
     def add(self, index: int, own_s: float, all_s: float | None = None) -> None:
-        """Book one message of size `index`: first its warm-ups, then its values.
+        """Record one message of size `index`: first its warm-ups, then its values.
 
-        `own_s` is when it was through, `all_s` when those of all rails were; None = there is one rail.
+        `own_s` is the time of this rail, `all_s` that until all rails had finished; None = there is one rail.
         """
         seconds = own_s if all_s is None else all_s
         if len(self.warm_s[index]) < self._num_warmups(index):
@@ -137,7 +137,7 @@ class Tally:
         return self._next_warmups() or self._next_values() or (0,) * len(self.sizes)
 
     def samples(self, *, own: bool = False) -> tuple[tuple[int, ...], tuple[Samples, ...]]:
-        """The sizes that have values, and these: when all rails were through, or only this one."""
+        """The sizes that have values, and the values: until all rails had finished, or only this one."""
         values_s = self.own_s if own else self.values_s
         kept = [index for index, values in enumerate(values_s) if values]
         counted = (undisturbed(values_s[i]) if self.sizes[i] == TINY_BYTES else values_s[i] for i in kept)
@@ -173,7 +173,7 @@ class Tally:
             return self._more(lacking, max(MIN_VALUES, self._affordable(lacking, self.repeats)))
         unsure = [index for index in kept if quartile_spread(self.values_s[index]) > TARGET_SPREAD]
         if any(self.sizes[index] != TINY_BYTES for index in unsure):
-            # What disturbed one size may have been as long with another, which shows no scatter then.
+            # The same disturbance may have affected all values of another size, which then show no scatter.
             unsure = kept
         had = max((self._rounds_of(index) for index in unsure), default=MAX_VALUES)
         count = self._affordable(unsure, min(had, MAX_VALUES - had))

@@ -74,7 +74,6 @@ def test_a_slot_without_work_stays_in_step(tmp_path: Path) -> None:
     assert [] == test.paces
 
 
-
 def test_waiting_for_a_core_is_counted() -> None:
     """The kernel tells, or says nothing; it never runs backwards."""
     before_s = queued_s()

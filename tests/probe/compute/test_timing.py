@@ -11,14 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from probe.compute.test_processor_speed import Core
 
 from pipette_launch.facts import ComputeCase, ComputeTime
 from pipette_launch.probe.compute import timing
-from pipette_launch.probe.compute.processor_speed import EVERY_S, YARD_S
 from pipette_launch.probe.compute.timing import (
+    CHECK_EVERY_S,
+    CHECK_REPEATS,
     HABITS,
     MAX_VALUES,
+    USUAL_CORE_S,
+    CoreSpeed,
     CpuStopwatch,
     CudaStopwatch,
     num_values,
@@ -29,6 +31,21 @@ from pipette_patches.workload.layers import Part
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=1)
 ENTRY_S, FORWARD_S, INPUT_S, WEIGHT_S, AGAIN_S = 0.5, 1.0, 1.25, 0.75, 1.5
+
+
+class Core:
+    """Takes the next of these times for all computations of a check, and waits on request."""
+
+    def __init__(self, *checks_s: float, first_s: float = 0.0) -> None:
+        self.times_s = iter(
+            [first_s or check_s if not turn else check_s for check_s in checks_s for turn in range(CHECK_REPEATS)]
+        )
+        self.computed_s = self.now_s = 0.0
+        self.speed = CoreSpeed(self.work, clock=lambda: self.now_s, computed=lambda: self.computed_s)
+
+    def work(self) -> None:
+        """Compute."""
+        self.computed_s += next(self.times_s)
 
 
 @dataclass
@@ -46,7 +63,7 @@ class FakeClock:
         """The time between two."""
         return after - before
 
-    def look(self) -> None:
+    def check_speed(self) -> None:
         """It is always equally fast."""
 
     def keep_share(self) -> None:
@@ -222,12 +239,12 @@ def test_others_share_counts_while_all_work() -> None:
 
 def test_times_are_those_of_a_usual_core() -> None:
     """A core that is half as fast for a while makes no run dearer; how it usually was is in the stretch."""
-    core = Core(YARD_S, 2 * YARD_S, 2 * YARD_S)
-    stopwatch = CpuStopwatch(core.yardstick)
+    core = Core(USUAL_CORE_S, 2 * USUAL_CORE_S, 2 * USUAL_CORE_S)
+    stopwatch = CpuStopwatch(core.speed)
     found = []
     for _ in range(3):
-        core.now_s += EVERY_S
-        stopwatch.look()
+        core.now_s += CHECK_EVERY_S
+        stopwatch.check_speed()
         found.append(stopwatch.seconds((0.0, 0.0), (6.0, 3.0)))
 
     assert pytest.approx([3.0, 1.5, 1.5]) == found
@@ -283,3 +300,34 @@ def test_the_slope_is_the_layer(lengths: tuple[int, int], entry_s: float, layer_
 def test_noise_makes_no_layer_negative() -> None:
     """A longer chain that took less time says nothing."""
     assert 0.0 == slope((1, 3), (2.0, 1.0))
+
+
+def test_a_check_is_the_median_of_a_few() -> None:
+    """The first finds cold caches."""
+    core = Core(2 * USUAL_CORE_S, first_s=9.0)
+    assert 1.0 == core.speed.now == core.speed.usual
+    core.speed.check()
+
+    assert pytest.approx(2.0) == core.speed.now
+
+
+def test_a_check_holds_for_a_while() -> None:
+    """A check costs time, so a recent one counts; the usual pace is the median of all checks."""
+    core = Core(USUAL_CORE_S, 3 * USUAL_CORE_S, 2 * USUAL_CORE_S)
+    for now_s in (0.0, CHECK_EVERY_S / 2, CHECK_EVERY_S, 1.5 * CHECK_EVERY_S):
+        core.now_s = now_s
+        core.speed.check()
+    assert pytest.approx(3.0) == core.speed.now
+    core.now_s = 2 * CHECK_EVERY_S
+    core.speed.check()
+
+    assert pytest.approx(2.0) == core.speed.now
+    assert pytest.approx(2.0) == core.speed.usual
+
+
+def test_a_real_core_takes_some_milliseconds() -> None:
+    """Neither nothing nor a tenth of a second, whatever else runs."""
+    speed = CoreSpeed()
+    speed.check()
+
+    assert 0.05 < speed.now < 60

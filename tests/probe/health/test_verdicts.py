@@ -13,7 +13,7 @@ from pipette_launch.facts import Device, Host
 from pipette_launch.facts.health.condition import DeviceCondition, Holder
 from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.probe.health.suspects import SlowSlot
-from pipette_launch.probe.health.verdicts import device_verdicts, judge, link_verdicts, sick_first
+from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, judge, link_verdicts
 
 
 def hosts(count: int = 3, devices: int = 2) -> tuple[Host, ...]:
@@ -278,4 +278,4 @@ def test_the_sick_come_first_and_once() -> None:
     sick = Verdict(kind="ecc", host="a", figure="x")
     note = Verdict(kind="nic", host="b", figure="y", is_sick=False)
 
-    assert (sick, note) == sick_first([note, sick, note])
+    assert (sick, note) == faults_first([note, sick, note])

@@ -1,19 +1,21 @@
-"""What loading a micro-batch takes, on a clock that layer, loader and pauses move."""
+"""What waking and loading cost, on a clock that layer, loader and pauses move."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
 from facts_for_tests import tiny_job
 from probe.compute.test_timing import FakeClock
 
-from pipette_launch.probe.compute import data_loading
-from pipette_launch.probe.compute.data_loading import GptSamples, loads_as_megatron_lm, time_loading
+from pipette_launch.probe.compute import cpu_overheads
+from pipette_launch.probe.compute.cpu_overheads import GptSamples, loads_as_megatron_lm, time_loading, time_wake
 
 LAYER_S = 3.0
+FORWARD_S, BACKWARD_S = 1.0, 2.0
 
 
 class Stage:
@@ -86,10 +88,60 @@ def test_samples_are_those_of_megatrons_gpt_dataset() -> None:
 def test_only_the_loader_of_megatron_lms_own_trainer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout beside the script has `megatron.training`, megatron-core alone has not; `external` is the user's."""
     found = {"megatron.training": object()}
-    monkeypatch.setattr(data_loading.importlib.util, "find_spec", found.get)
+    monkeypatch.setattr(cpu_overheads.importlib.util, "find_spec", found.get)
     external = tiny_job(performance_flags=("--dataloader-type external",))
 
     assert loads_as_megatron_lm(tiny_job())
     assert not loads_as_megatron_lm(external)
     found.clear()
     assert not loads_as_megatron_lm(tiny_job())
+
+
+@dataclass
+class Layer:
+    """Takes exact times, each direction `cold_s` more after a wait, and `entry_s` to enter a row of layers."""
+
+    clock: FakeClock
+    cold_s: float
+    entry_s: float = 0.0
+    has_slept: bool = False
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        self.clock.now_s += seconds
+        self.has_slept = True
+
+    def forward(self, times: int) -> int:
+        """Run a row of layers."""
+        self._take(times * FORWARD_S + self.entry_s)
+        return times
+
+    def backward(self, times: int) -> None:
+        """Run it backward."""
+        self._take(times * BACKWARD_S)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Add up no gradients."""
+        yield
+
+    def _take(self, seconds: float) -> None:
+        self.clock.now_s += seconds + (self.cold_s if self.has_slept else 0.0)
+        self.has_slept = False
+
+
+def wake_s(cold_s: float, entry_s: float = 0.0) -> float:
+    """What is found."""
+    layer = Layer(FakeClock(), cold_s, entry_s)
+    return time_wake(layer, layer.clock, layer.sleep)  # type: ignore[arg-type]
+
+
+def test_both_directions_wake_and_sleep_does_not_count() -> None:
+    """Beside a layer behind another, so that what entering costs is in it too."""
+    assert pytest.approx(0.25) == wake_s(0.125)
+    assert pytest.approx(0.5) == wake_s(0.125, entry_s=0.25)
+
+
+def test_noise_does_not_make_it_negative() -> None:
+    """A layer that is faster after waits costs nothing for them."""
+    assert 0.0 == wake_s(-0.5)

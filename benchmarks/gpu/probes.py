@@ -169,7 +169,7 @@ def _sample(book: Notebook) -> Record:
         if library is None:
             return {}
         handle = library.nvmlDeviceGetHandleByUUID(book.device.uuid)
-        ask: Callable[..., Any] = partial(nvml.told, library)
+        ask: Callable[..., Any] = partial(nvml.query, library)
         (told,) = condition.conditions(Host(name="here", address="", cores=1, devices=(book.device,)))
         return {
             "sm_clock_hz": told.sm_clock_hz,

@@ -98,7 +98,7 @@ class Phases:
             with self.progress.during("advice"):
                 advice = self._advice()
             self._stages = advice.stages or self._stages
-            more = plan_hints.untold(advice.dimensions, self._dimensions, self.options.devices_per_host)
+            more = plan_hints.not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
             num_groups += self._collectives(more) if more else 0
         # While the communicators are open: they are most of the device memory outside the allocator.
         self._add(overhead=self._overhead_together(num_groups))

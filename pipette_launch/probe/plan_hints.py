@@ -57,19 +57,21 @@ def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder:
         return Advice(words=f"nobody could be asked: {error}")
 
 
-def untold(advised: Sequence[Dimension], measured: Sequence[Dimension], devices_per_host: int) -> tuple[Dimension, ...]:
+def not_measured(
+    advised: Sequence[Dimension], measured: Sequence[Dimension], devices_per_host: int
+) -> tuple[Dimension, ...]:
     """Return the advised dimensions, with those kinds of collectives that were not measured yet.
 
     A measured group of a kind stands for all groups with as many slots on as many hosts.
     """
-    told = {shape for dimension in measured for shape in _shapes(dimension, devices_per_host)}
+    covered = {shape for dimension in measured for shape in _shapes(dimension, devices_per_host)}
     found: list[Dimension] = []
     for dimension in advised:
         alone = [replace(dimension, kinds=(kind,)) for kind in dimension.kinds]
-        kinds = tuple(one.kinds[0] for one in alone if not _shapes(one, devices_per_host) <= told)
+        kinds = tuple(one.kinds[0] for one in alone if not _shapes(one, devices_per_host) <= covered)
         if kinds:
             found.append(replace(dimension, kinds=kinds))
-            told |= _shapes(dimension, devices_per_host)
+            covered |= _shapes(dimension, devices_per_host)
     return tuple(found)
 
 

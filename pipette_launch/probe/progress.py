@@ -1,7 +1,8 @@
-"""What a warm-up worker tells of itself while it works: a sign of life in a file, which the agent of its node reads.
+"""Progress messages of a warm-up worker: it writes a small file, and the agent of its node reads it.
 
-A sign says what the worker does, since when, on whom it waits, and by when the next sign is due. So a hung worker is
-found by its age, long before the whole warm-up is overdue, and one that only waits for another is not taken for it.
+A message says what the worker does, since when, for which ranks it waits, and when the next message is due. So the
+agent finds a hung worker by the age of its message, long before the whole warm-up is overdue, and does not blame a
+worker that only waits for another.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from pipette_launch.facts import files
 START = "start"
 """The phase before and between the others: imports, rendezvous, gathering."""
 SIGN_S = 60.0
-"""How long a worker may be silent while it knows no limit of its own."""
+"""A worker writes a message at least so often while no phase has set another limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseEnd:
-    """A phase that is over."""
+    """A phase that has ended."""
 
     phase: str
     seconds: float
     words: str
-    """What it says of itself in the end, as `8 hosts in 7 rounds`."""
+    """Its summary, for example `8 hosts in 7 rounds`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sign:
-    """What a worker was doing when it last said so."""
+    """The last progress message of a worker."""
 
     KIND: ClassVar[str] = "sign"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -44,17 +45,17 @@ class Sign:
     at_s: float
     """By this machine's monotonic clock, which its processes share."""
     limit_s: float
-    """The next sign is due after so long."""
+    """The next message is due after so many seconds."""
     done: int = 0
     total: int = 0
-    """Steps of the phase; 0 where they are not counted."""
+    """Number of steps of the phase; 0 where they are not counted."""
     words: str = ""
     waits_for: str = ""
-    """What it waits for, in words; empty while it works itself."""
+    """What the worker waits for, in words; empty while it works."""
     peers: tuple[int, ...] = ()
     """Slots that it waits for, or exchanges messages with."""
     ended: tuple[PhaseEnd, ...] = ()
-    """The phases that are over, in order."""
+    """The phases that have ended, in order."""
 
     def where(self) -> str:
         """Phase and position: `links, 3 of 7`."""
@@ -64,7 +65,7 @@ class Sign:
 
 @dataclass(kw_only=True)
 class Progress:
-    """Says which phase this worker is in and how far, to the agent by files, and how long each phase took."""
+    """Writes for the agent which phase this worker is in and how far, and measures how long each phase takes."""
 
     folder: Path
     local_rank: int
@@ -77,7 +78,7 @@ class Progress:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Announce a phase and add its duration to `phase_s`; a phase within a phase takes its time from the outer."""
+        """Announce a phase and add its duration to `phase_s`; an inner phase does not count in the outer."""
         outer = self.phase
         self.announce(phase)
         before = self.clock()
@@ -85,14 +86,17 @@ class Progress:
         elapsed_s = self.clock() - before
         self.phase_s[phase] = self.phase_s.get(phase, 0.0) + elapsed_s
         if outer == START:
-            self._end(phase, elapsed_s)
+            first = PhaseEnd(phase=START, seconds=self.phase_s.get(START, 0.0), words="")
+            ended = PhaseEnd(phase=phase, seconds=elapsed_s, words=self._summary)
+            self._sign = replace(self._sign, ended=(*(self._sign.ended or (first,)), ended), words="")
+            self._summary = ""
         else:
             self.phase_s[outer] = self.phase_s.get(outer, 0.0) - elapsed_s
-        # Not on failure: then the phase at fault stays on display.
+        # Not after a failure: the message must keep the phase that failed.
         self.announce(outer)
 
     def announce(self, phase: str) -> None:
-        """Say which phase begins, or goes on."""
+        """Write which phase begins, or continues."""
         self.phase = phase
         self._write(str(self.local_rank), phase)
         # A phase within a phase keeps the count of the outer one.
@@ -100,14 +104,14 @@ class Progress:
         self._show(replace(kept, phase=phase, limit_s=self.limit_s, waits_for="", peers=()))
 
     def step(self, done: int, total: int, words: str = "", *, peers: Iterable[int] = (), limit_s: float = 0.0) -> None:
-        """Give a sign of life.
+        """Write a progress message.
 
         Args:
-            done: steps of the phase that are over.
-            total: of so many.
+            done: number of steps of the phase that have ended.
+            total: number of all its steps.
             words: what is being done.
             peers: slots without which this step cannot end.
-            limit_s: how long this step may rightly take without another sign; at least the usual time is granted.
+            limit_s: longest time of this step, in seconds, if it is more than the usual limit.
 
         """
         self._show(
@@ -123,25 +127,20 @@ class Progress:
         )
 
     def sum_up(self, words: str) -> None:
-        """Say what came of the phase, for the log."""
+        """Set the summary of the phase, for the log."""
         self._summary = words
 
     def waits(self, what: str, *, limit_s: float, peers: Iterable[int] = ()) -> None:
-        """Say that all that is left to do is to wait, for what, and how long at most."""
+        """Write that the worker waits: for what, at most how many seconds, and for which slots."""
         self._show(replace(self._sign, waits_for=what, peers=tuple(peers), limit_s=limit_s))
 
     def goes_on(self) -> None:
-        """Say that a wait is over."""
+        """Write that a wait has ended."""
         self._show(replace(self._sign, waits_for="", peers=(), limit_s=self.limit_s))
 
     def fail(self, reason: str) -> None:
-        """Leave the reason of a failure, one line."""
+        """Write the reason of a failure, one line."""
         self._write(f"{self.local_rank}.error", reason)
-
-    def _end(self, phase: str, seconds: float) -> None:
-        first = () if self._sign.ended else (PhaseEnd(phase=START, seconds=self.phase_s.get(START, 0.0), words=""),)
-        ended = PhaseEnd(phase=phase, seconds=seconds, words=self._summary)
-        self._sign, self._summary = replace(self._sign, ended=(*self._sign.ended, *first, ended), words=""), ""
 
     def _show(self, sign: Sign) -> None:
         self._sign = replace(sign, at_s=time.monotonic())
@@ -155,7 +154,7 @@ class Progress:
 
 
 def last_sign(folder: Path, local_rank: int) -> Sign | None:
-    """Read what a worker of this node last said of itself; None while it has said nothing."""
+    """Read the last progress message of a worker of this node; None while there is none."""
     try:
         return files.read(folder / f"{local_rank}.sign", Sign)
     except PipetteError:
@@ -163,7 +162,7 @@ def last_sign(folder: Path, local_rank: int) -> Sign | None:
 
 
 def last_error(folder: Path, local_rank: int) -> str:
-    """Read why a worker failed, by its own words; empty where it left none."""
+    """Read the reason that a failed worker wrote; empty where it wrote none."""
     try:
         return (folder / f"{local_rank}.error").read_text(encoding="utf-8").strip()
     except OSError:

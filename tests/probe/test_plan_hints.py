@@ -73,7 +73,7 @@ def test_one_group_tells_for_all_of_its_shape() -> None:
     within = Dimension(name="dp", kinds=("all_reduce", "all_gather"), groups=((4, 5),))
     larger = Dimension(name="dp", kinds=("all_reduce",), groups=((0, 1, 2, 3),))
 
-    found = plan_hints.untold((measured, across, within, larger, across), (measured,), 2)
+    found = plan_hints.not_measured((measured, across, within, larger, across), (measured,), 2)
 
     assert (across, dataclasses.replace(within, kinds=("all_gather",)), larger) == found
-    assert () == plan_hints.untold(found, (measured, across, within, larger), 2)
+    assert () == plan_hints.not_measured(found, (measured, across, within, larger), 2)

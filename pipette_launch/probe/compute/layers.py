@@ -1,7 +1,7 @@
-"""The user's own layers on every slot: how long each part takes, what a layer holds, what an optimizer step costs.
+"""Measures the user's own layers on every slot: the time of each part, the memory of a layer, the optimizer's step.
 
-Every slot measures alone, under a fake process group. The reference case is measured by all (it tells slow slots from
-fast ones); the other cases are dealt out, so that as many shapes are measured at a time as there are slots.
+Every slot measures alone, under a fake process group. All slots measure the reference case, which shows slow slots. The
+other cases are distributed, so that as many shapes are measured at a time as there are slots.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pipette_launch.probe.options import Pace, ProbeOptions
 from pipette_launch.probe.progress import Progress
 from pipette_launch.units import bytes_text
 from pipette_patches.workload import layers as patches_workload
-from pipette_patches.workload.layers import Part, Workload, WorkloadError
+from pipette_patches.workload.layers import Workload, WorkloadError
 from pipette_patches.workload.optimizer import optimizer_step
 
 COMPUTE_SHARE = 0.45
-"""Of the budget: what is left belongs to links and collectives."""
+"""Part of the budget for compute; the rest belongs to links and collectives."""
 AGAIN_SHARE = 0.25
-"""Of the budget: once it is spent, recompute is timed no more; it always is in the reference case."""
+"""Once this part of the budget is spent, recompute is timed only in the reference case."""
 HASTE = 4.0
-"""Cases other than the reference, and parts other than layers, are timed in so many times less."""
+"""Cases other than the reference, and parts other than layers, are timed for so many times less time."""
 MAIN_GRADIENT_BYTES = 4
 
 
 def cases_of(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple[ComputeCase, ...]:
-    """One case for each round: first the reference for everyone, then the others dealt out in order of promise.
+    """One case for each round: first the reference on all slots, then the others, the most promising first.
 
     In the last round slots without a case of their own repeat one, so that no case is measured on a quieter machine.
     """
@@ -45,7 +45,7 @@ def cases_of(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple
 
 
 def weight_bytes(model: ModelSpec, case: ComputeCase) -> int:
-    """What one layer, embedding and head take at least: weights, their gradients, and main gradients in fp32."""
+    """Least memory of one layer, embedding and head: weights, their gradients, and main gradients in fp32."""
     if model.num_experts:
         layer = model.num_experts * model.mlp_parameters(model.moe_ffn_hidden_size)
     else:
@@ -57,7 +57,7 @@ def weight_bytes(model: ModelSpec, case: ComputeCase) -> int:
 
 @dataclass(kw_only=True)
 class Bench:
-    """One slot, and what it has found so far."""
+    """One slot, and what it has measured so far."""
 
     options: ProbeOptions
     slot: int
@@ -79,11 +79,7 @@ class Bench:
 
     def measure(self, lockstep: Lockstep, budget: Budget) -> None:
         """Go through this slot's cases until rank 0 finds the budget spent."""
-        self._rounds(lockstep, budget)
-        self.stretch = self._stopwatch.stretch()
-
-    def _rounds(self, lockstep: Lockstep, budget: Budget) -> None:
-        # Whatever was imported stays: collections between the cases need not walk through it.
+        # Imported objects stay, so garbage collections between the cases need not visit them.
         gc.freeze()
         longest_s = 0.0
 
@@ -93,13 +89,14 @@ class Bench:
         mine = cases_of(self.options.cases, self.slot, self.options.num_slots)
         for index, case in enumerate(mine):
             if index and not lockstep.agree(goes_on):
-                return
+                break
             lockstep.step(index, len(mine), patches_workload.case_words(case))
             before_s = budget.clock()
             self._round(case, lockstep, budget)
             longest_s = max(longest_s, budget.clock() - before_s)
             if not index:
                 self._overheads(case)
+        self.stretch = self._stopwatch.stretch()
 
     def _round(self, case: ComputeCase, lockstep: Lockstep, budget: Budget) -> None:
         with ExitStack() as stack:
@@ -112,7 +109,7 @@ class Bench:
             if case == self.options.cases[0]:
                 self._reference(work, lockstep, budget)
                 return
-            # Also without work of its own: times compare only if all slots are busy at the same time.
+            # Also without work of its own: times are comparable only if all slots are busy at the same time.
             lockstep.barrier(max(budget.left_s(), 0.0))
             if work is not None:
                 with self._noting(case):
@@ -131,7 +128,7 @@ class Bench:
                 self.loading = loading_time(job, layer, case.micro_batch_size)
 
     def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
-        """Measure what all slots do: paces too, at the beginning and at another moment; the optimizer last."""
+        """Measure the reference case, which all slots do: with paces before and after it, and the optimizer last."""
         case, left_s = self.options.cases[0], max(budget.left_s(), 0.0)
         lap = self._lap(work, case) if work is not None else None
         test = PaceTest(options=self.options, slot=self.slot)
@@ -139,7 +136,7 @@ class Bench:
         if work is not None and lap is not None:
             with self._noting(case):
                 self._run(work, case, again=True)
-                # All slots have timed the same; on other cases some are done before others.
+                # Until here all slots timed the same; in other cases some finish before others.
                 self._stopwatch.keep_share()
         test.again(lap, lockstep, left_s)
         self.paces += test.paces
@@ -150,7 +147,7 @@ class Bench:
                 self.optimizer_s_per_parameter = samples.median_s / step.num_parameters
 
     def _lap(self, work: Workload, case: ComputeCase) -> Callable[[], None] | None:
-        """One layer of each kind, forward and backward, that has run once; None where it cannot."""
+        """Return a function that runs one layer of each kind forward and backward; None where that fails."""
 
         def lap() -> None:
             for part in work.parts:
@@ -166,14 +163,14 @@ class Bench:
 
     def _run(self, work: Workload, case: ComputeCase, *, again: bool) -> None:
         self.notes += work.notes
-        self.times += [self._time(part, case, again=again) for part in work.parts]
+        for part in work.parts:
+            haste = (1.0 if case == self.options.cases[0] else HASTE) * (1.0 if part.name in LAYERS else HASTE)
+            habits = self._habits.hastier(haste) if haste > 1 else self._habits
+            self.times.append(
+                time_part(part, case, slot=self.slot, stopwatch=self._stopwatch, habits=habits, again=again)
+            )
         with self.progress.during("memory"):
             self.memory.append(self._memory(work, case))
-
-    def _time(self, part: Part, case: ComputeCase, *, again: bool) -> ComputeTime:
-        haste = (1.0 if case == self.options.cases[0] else HASTE) * (1.0 if part.name in LAYERS else HASTE)
-        habits = self._habits.hastier(haste) if haste > 1 else self._habits
-        return time_part(part, case, slot=self.slot, stopwatch=self._stopwatch, habits=habits, again=again)
 
     def _memory(self, work: Workload, case: ComputeCase) -> MemoryReading:
         """The peak of one layer, the MoE one where there is one: it holds more."""
@@ -188,7 +185,7 @@ class Bench:
         )
 
     def _check_room(self, case: ComputeCase) -> None:
-        """Refuse what cannot fit: on CPU the kernel would end this process, or another, without a word."""
+        """Refuse a case that cannot fit: on CPU the kernel would kill this process, or another."""
         host, local = divmod(self.slot, self.options.devices_per_host)
         free = self.options.hosts[host].devices[local].memory_free_bytes
         needed = weight_bytes(self.options.job.model, case)
@@ -200,7 +197,7 @@ class Bench:
 
     @contextmanager
     def _noting(self, case: ComputeCase, *, refuses: bool = True) -> Iterator[None]:
-        """Turn what this case cannot have into a note: the other cases may fare better."""
+        """Turn a failure of this case into a note: the other cases may work."""
         refused = [case] if refuses else []
         try:
             yield

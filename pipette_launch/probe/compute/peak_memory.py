@@ -1,4 +1,4 @@
-"""How much memory a piece of work holds at its peak: by allocator and NVML on CUDA, by resident set on CPU.
+"""Measures the peak memory of a piece of work: by allocator and NVML on CUDA, by resident set on CPU.
 
 Linux keeps the peak of the resident set (VmHWM) and lets a process reset its own through /proc/self/clear_refs.
 """
@@ -9,7 +9,7 @@ import ctypes
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import psutil
 import torch
@@ -23,36 +23,24 @@ RESET_PEAK = "5"
 
 
 class Peak(NamedTuple):
-    """What one run of a piece of work held at most."""
+    """The largest memory of one run of a piece of work, in bytes."""
 
     allocator_bytes: int
     """Growth of torch's allocations on CUDA, of the resident set on CPU."""
     device_bytes: int
-    """NVML's used bytes on CUDA, less what others held; the resident set on CPU."""
+    """NVML's used bytes on CUDA, less those of other processes; the resident set on CPU."""
     idle_bytes: int = 0
-    """On CUDA, what torch's allocations held before: workspaces that libraries keep."""
+    """On CUDA, torch's allocations before the run: workspaces that libraries keep."""
     reserved_bytes: int = 0
-    """On CUDA, what torch's allocator took from the device at most."""
-
-
-class MemoryMeter(Protocol):
-    """Measures one device kind."""
-
-    def peak(self, work: Callable[[], None]) -> Peak:
-        """Run the work and return its peak."""
-
-    def overhead_bytes(self) -> int:
-        """Device memory of this process outside the allocator, now."""
-
-    def workspace_bytes(self) -> int:
-        """Bytes inside the allocator, now: while nothing of the model is there, those are workspaces."""
+    """On CUDA, the largest memory that torch's allocator took from the device."""
 
 
 class CpuMeter:
     """Reads the resident set."""
 
     def peak(self, work: Callable[[], None]) -> Peak:
-        """Give unused heap back first, or old garbage would hide the growth."""
+        """Run the work and return its peak."""
+        # Unused heap goes back to the system first, or it would hide the growth.
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         try:
@@ -65,18 +53,18 @@ class CpuMeter:
         return Peak(max(peak - before, 0), peak)
 
     def overhead_bytes(self) -> int:
-        """A host has no context and no communicators on a device."""
+        """Return 0: a host has no context and no communicators on a device."""
         return 0
 
     def workspace_bytes(self) -> int:
-        """A host's libraries keep their workspaces on the heap."""
+        """Return 0: a host's libraries keep their workspaces on the heap."""
         return 0
 
 
 class CudaMeter:
     """Reads torch's allocator and NVML.
 
-    Built before this process touches CUDA, so that what others hold on the device is known.
+    Made before this process uses CUDA, so that the memory of other processes on the device is known.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -84,7 +72,7 @@ class CudaMeter:
         self._others_bytes = device_used_bytes(uuid)
 
     def peak(self, work: Callable[[], None]) -> Peak:
-        """The allocator keeps what it once reserved, so NVML's count after the work is its peak."""
+        """Run the work and return its peak; the allocator keeps what it reserved, so NVML's count afterwards is it."""
         before = self.workspace_bytes()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -98,11 +86,11 @@ class CudaMeter:
         )
 
     def overhead_bytes(self) -> int:
-        """NVML's count less the allocator's reserve: context, communicators, libraries' code."""
+        """Device memory of this process outside the allocator, now: context, communicators, libraries' code."""
         return max(self._used_bytes() - torch.cuda.memory_reserved(), 0)
 
     def workspace_bytes(self) -> int:
-        """What is allocated once garbage is gone."""
+        """Bytes inside the allocator, now; while nothing of the model is there, those are workspaces."""
         gc.collect()
         return int(torch.cuda.memory_allocated())
 
@@ -116,6 +104,9 @@ def peak_resident_bytes(status: str) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise ProbeError(f"{STATUS} has no VmHWM line; this kernel does not tell the peak resident set")
+
+
+MemoryMeter: TypeAlias = CpuMeter | CudaMeter
 
 
 def meter(device_kind: str, uuid: str) -> MemoryMeter:

@@ -1,9 +1,9 @@
-"""How long a layer takes on each slot while all slots work, and once more where that differs from its peers.
+"""Times a layer on each slot while all slots work, and again where that differs from its peers.
 
-On a CPU a slot is slowed by what takes its core away: a quota, a neighbour, a signal that stops it. Its own clock of
-computing does not see that; the layers that it gets done in a second on the wall do. But workers that share cores never
-share them evenly, so a second in which one got less says little. Whoever differs works again at another moment, beside
-a few that do not, as many as have a core each, and then a third time; chance does not favour the same slot thrice.
+On a CPU a quota, another process or a stop signal takes the core away from a slot. The processor time of a layer does
+not show that, but its wall time does. Workers that share cores never share them evenly, so one window in which a slot
+got less says little. A slot that differs works again at another moment, beside a few that do not, as many as have a
+core each, and then a third time: chance does not slow the same slot three times.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pipette_launch.probe.harness import Lockstep
 from pipette_launch.probe.options import Pace, ProbeOptions
 
 WINDOW_S = {"cpu": 0.5, "cuda": 0.3}
-"""All work for so long; a CPU deals out its time in pieces of a few milliseconds."""
+"""Length of a window, in seconds; a CPU deals out its time in slices of a few milliseconds."""
 RETESTS = 2
 SCHEDULE = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(kw_only=True)
 class PaceTest:
-    """One slot's part in it."""
+    """The part of one slot in the test."""
 
     options: ProbeOptions
     slot: int
@@ -33,13 +33,20 @@ class PaceTest:
     paces: list[Pace] = field(default_factory=list)
 
     def first(self, work: Callable[[], None] | None, lockstep: Lockstep, extra_s: float) -> None:
-        """Meet all others, then work beside them; a slot without work leaves its core to the others."""
+        """Work for a window while all others do; a slot without work (None) leaves its core to the others."""
         late_s = self._meet(lockstep, extra_s)
         if work is not None:
             self._work(work, late_s, turn=0)
 
     def again(self, work: Callable[[], None] | None, lockstep: Lockstep, extra_s: float) -> None:
-        """Repeat it for whoever rank 0 finds odd, beside a few others, until nobody is or it was repeated enough."""
+        """Repeat it for the slots that differ, beside a few others, until none differs or it was repeated enough.
+
+        Args:
+            work: one layer of each kind, forward and backward; None where this slot cannot run it.
+            lockstep: keeps the ranks in step.
+            extra_s: seconds that another rank may be late beyond the usual deadline.
+
+        """
         everyone: list[tuple[Pace, ...]] = [()] * self.options.num_slots
         for turn in range(1, RETESTS + 1):
             last = next((repr(pace.seconds) for pace in self.paces if pace.turn == turn - 1), "")
@@ -49,17 +56,17 @@ class PaceTest:
                     (*before, Pace(turn=turn - 1, seconds=float(text))) if text else before
                     for before, text in zip(everyone, texts, strict=True)
                 ]
-            told = lockstep.broadcast(" ".join(map(str, to_measure(self.options, everyone))), extra_s)
-            if not told:
+            chosen = lockstep.broadcast(" ".join(map(str, to_measure(self.options, everyone))), extra_s)
+            if not chosen:
                 return
             late_s = self._meet(lockstep, extra_s)
-            if work is not None and str(self.slot) in told.split():
+            if work is not None and str(self.slot) in chosen.split():
                 self._work(work, late_s, turn=turn)
-        # Whoever was done with it would disturb the last of the others.
+        # A slot that went on already would disturb those that still work.
         lockstep.barrier(extra_s)
 
     def _meet(self, lockstep: Lockstep, extra_s: float) -> float:
-        """Return how long this worker waited for a core meanwhile: so much later than the others does it begin."""
+        """Wait for all ranks; returns how long this one waited for a core meanwhile, and so begins too late."""
         before_s = queued_s()
         lockstep.barrier(extra_s)
         return queued_s() - before_s
@@ -76,7 +83,7 @@ class PaceTest:
 
 
 def queued_s() -> float:
-    """How long this thread has been ready to run without a core, in its life; 0 where the kernel does not tell."""
+    """Seconds that this thread has waited for a core in its life; 0 where the kernel does not count them."""
     try:
         return int(SCHEDULE.read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""How fast each slot computes beside the others, who is slow, and who ought to be measured again to be sure. Pure."""
+"""How fast each slot computes beside the others, which are slow, and which have to be measured again. Pure."""
 
 # S = slots, host by host; nan = not measured.
 
@@ -20,29 +20,29 @@ from pipette_launch.probe.options import Pace, ProbeOptions, WorkerResult
 SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}
 """Slots whose times differ by less count as equally fast: workers that share cores do not share them evenly."""
 NUM_CONTROLS = 3
-"""So many others are measured beside those that differ, of each kind of device."""
+"""So many slots that do not differ are measured beside those that do, of each kind of device."""
 
 Paces = Sequence[Sequence[Pace]]
-"""What each slot was measured to take, turn after turn."""
+"""The times of each slot, turn by turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """What comes of the slots' paces."""
+    """The speeds of all slots."""
 
     speed_S: tuple[float, ...]
     """Relative to the median slot with its `straggle`."""
     straggle: float
-    """By how much the slowest of the slots that count as equal is slower than they usually are: steps wait for it."""
+    """The time of the slowest of the slots that count as equal, over their usual time: steps wait for it."""
     slow: tuple[SlowSlot, ...]
-    """Those that nothing but a fault explains."""
+    """Slots that have a fault."""
     notes: tuple[str, ...]
 
 
 def speeds(options: ProbeOptions, paces_S: Paces) -> Speeds:
     """Compare all slots; one differs from its peers (the slots of equal devices) if it does in every turn.
 
-    By how much, the median of its turns says.
+    The median of its turns is its difference.
     """
     first_S = _of_turn(paces_S, 0)
     names = device_names(options)
@@ -56,7 +56,7 @@ def speeds(options: ProbeOptions, paces_S: Paces) -> Speeds:
     straggle = _straggle(options, first_S, ratio_S)
     speed_S, again_S = [], []
     for usual_s, ratio, paces in zip(usual_S, ratio_S, paces_S, strict=True):
-        # A kind of device that nobody could measure counts as usual.
+        # A kind of device without any measurement counts as usual.
         kind = usual_s / median_s if abs(math.log(usual_s / median_s)) > math.log(same) else 1.0
         speed_S.append((1.0 if ratio == 1 else straggle) / (kind * ratio))
         again_S.append(usual_s * ratio if len(paces) > 1 else math.nan)
@@ -73,9 +73,9 @@ def speeds(options: ProbeOptions, paces_S: Paces) -> Speeds:
 
 
 def to_measure(options: ProbeOptions, paces_S: Paces) -> tuple[int, ...]:
-    """Name the slots that ought to work again: those that have differed so far, and some that have not.
+    """Name the slots that have to work again: those that have differed so far, and some that have not.
 
-    No more others than have a core each on their hosts: where all have one, healthy slots are equally fast.
+    On each host only as many slots work as have a core each: then healthy slots are equally fast.
     """
     odd = [slot for slot, ratios in enumerate(_ratios(options, paces_S)) if _difference(ratios) != 1]
     names, first_S = device_names(options), _of_turn(paces_S, 0)
@@ -83,7 +83,7 @@ def to_measure(options: ProbeOptions, paces_S: Paces) -> tuple[int, ...]:
     busy = Counter(slot // options.devices_per_host for slot in odd)
 
     def preference(slot: int) -> tuple[int, float]:
-        # On hosts where few work yet, and as usual as can be.
+        # On hosts where few slots work so far, and with times as usual as possible.
         return busy[slot // options.devices_per_host], abs(math.log(first_S[slot] / usual_S[slot]))
 
     chosen = set(odd)
@@ -105,10 +105,11 @@ def to_measure(options: ProbeOptions, paces_S: Paces) -> tuple[int, ...]:
 
 
 def factors(options: ProbeOptions, results: Sequence[WorkerResult], found: Speeds) -> tuple[float, ...]:
-    """By what each slot's times have to be multiplied so that, times its speed, they are what steps wait for.
+    """Return each slot's factor: its times, multiplied by that and by its speed, are those that steps wait for.
 
-    Uneven sharing of cores is chance, and must not make the case that one slot measured dearer than another's: what
-    others took is the same for all. Where a slot does differ, its reference case says how much of that its times show.
+    How unevenly slots share cores is chance, and must not make the case that one slot measured slower than that of
+    another: the time that other processes took is the same for all. Where a slot does differ, its reference case says
+    how much of the difference its times contain.
     """
     wall = on_the_wall(results, found)
     layer_s_S = [_reference_s(options, result.compute) for result in results]
@@ -120,12 +121,12 @@ def factors(options: ProbeOptions, results: Sequence[WorkerResult], found: Speed
 
 
 def on_the_wall(results: Sequence[WorkerResult], found: Speeds) -> float:
-    """Return how much longer than it computes a slot with its usual share of cores takes, stragglers included."""
+    """Return wall time over computing time of a slot with the usual share of cores, stragglers included."""
     return statistics.median(result.stretch for result in results) * found.straggle
 
 
 def device_names(options: ProbeOptions) -> tuple[str, ...]:
-    """The device of each slot, by its type: only slots of one type are peers."""
+    """The device type of each slot: only slots of one type are peers."""
     return tuple(device.name for host in options.hosts for device in host.devices)
 
 
@@ -139,7 +140,8 @@ def _ratios(options: ProbeOptions, paces_S: Paces) -> list[list[float]]:
     usual_TS: list[list[float]] = []
 
     def ratios(slot: int) -> list[float]:
-        return [_ratio(pace, usual_TS[pace.turn][slot], same) for pace in paces_S[slot] if pace.turn < len(usual_TS)]
+        found = [pace.seconds / usual_TS[pace.turn][slot] for pace in paces_S[slot] if pace.turn < len(usual_TS)]
+        return [ratio if ratio > same or ratio < 1 / same else 1.0 for ratio in found]
 
     usual_TS.append(_usual_of_each(_of_turn(paces_S, 0), names))
     usual = {slot for slot, paces in enumerate(paces_S) if paces and ratios(slot)[0] == 1}
@@ -149,11 +151,6 @@ def _ratios(options: ProbeOptions, paces_S: Paces) -> list[list[float]]:
         pairs = zip(_usual_of_each(of_usual, names), _usual_of_each(seconds_S, names), strict=True)
         usual_TS.append([of_all if math.isnan(of_them) else of_them for of_them, of_all in pairs])
     return [ratios(slot) for slot in range(len(paces_S))]
-
-
-def _ratio(pace: Pace, usual_s: float, same: float) -> float:
-    ratio = pace.seconds / usual_s
-    return ratio if ratio > same or ratio < 1 / same else 1.0
 
 
 def _difference(ratios: Sequence[float]) -> float:
@@ -168,7 +165,7 @@ def _straggle(options: ProbeOptions, first_S: Sequence[float], ratio_S: Sequence
     seconds_S = _of_hosts(options, first_S)
     usual_S = _usual_of_each(seconds_S, device_names(options))
     same = SAME_SPEED[options.device_kind]
-    # One that looked slow at first and was like the others later says nothing of those that are always equal.
+    # A slot that was slow at first and like the others later does not count among those that are always equal.
     equal = (
         seconds / usual_s
         for seconds, ratio, usual_s in zip(seconds_S, ratio_S, usual_S, strict=True)
@@ -178,13 +175,13 @@ def _straggle(options: ProbeOptions, first_S: Sequence[float], ratio_S: Sequence
 
 
 def _of_hosts(options: ProbeOptions, seconds_S: Sequence[float]) -> list[float]:
-    """The same, but what slots that share their host's cores take together: each is slow by turns, by chance."""
+    """The same, but with the harmonic mean of slots that share their host's cores: each of them is slow by chance."""
     found = list(seconds_S)
     size = options.devices_per_host
     for first in range(0, options.num_slots, size):
-        told = [seconds for seconds in seconds_S[first : first + size] if seconds > 0]
-        if told and _room(options, first) < size:
-            found[first : first + size] = [statistics.harmonic_mean(told)] * size
+        known = [seconds for seconds in seconds_S[first : first + size] if seconds > 0]
+        if known and _room(options, first) < size:
+            found[first : first + size] = [statistics.harmonic_mean(known)] * size
     return found
 
 
@@ -193,7 +190,7 @@ def _of_turn(paces_S: Paces, turn: int) -> list[float]:
 
 
 def _usual_of_each(seconds_S: Sequence[float], names: Sequence[str]) -> list[float]:
-    """What slots of the same device usually take."""
+    """For each slot the median time of the slots of the same device."""
     usual = {
         name: _centre([seconds for seconds, other in zip(seconds_S, names, strict=True) if other == name])
         for name in dict.fromkeys(names)
@@ -202,7 +199,7 @@ def _usual_of_each(seconds_S: Sequence[float], names: Sequence[str]) -> list[flo
 
 
 def _room(options: ProbeOptions, slot: int) -> int:
-    """How many slots of a host compute without taking turns."""
+    """How many slots of a host can compute at the same time."""
     host = options.hosts[slot // options.devices_per_host]
     return len(host.devices) if options.device_kind == "cuda" else max(host.cores, 1)
 
@@ -219,6 +216,6 @@ def _reference_s(options: ProbeOptions, compute: Sequence[ComputeTime]) -> float
 
 
 def _centre(values: Sequence[float]) -> float:
-    """The median of what is told, of an even number the geometric mean of the middle two; nan where nothing is."""
-    told = [math.log(value) for value in values if value > 0]
-    return math.exp(statistics.median(told)) if told else math.nan
+    """The median of the known values, of an even number the geometric mean of the middle two; nan without any."""
+    known = [math.log(value) for value in values if value > 0]
+    return math.exp(statistics.median(known)) if known else math.nan

@@ -240,7 +240,8 @@ def time_part(
             return [_turn(part, lengths, stopwatch, again=timed_again) for _ in range(number)]
 
         warmups = turns(habits.warmups, habits.chains[:1])
-        lengths = habits.chains if part.chains and _seconds(warmups[-1]) < habits.long_layer_s else habits.chains[:1]
+        layer_s = warmups[-1].forward_s + warmups[-1].backward_s
+        lengths = habits.chains if part.chains and layer_s < habits.long_layer_s else habits.chains[:1]
         before = stopwatch.mark()
         warmups += turns(1, lengths)
         turn_s = stopwatch.seconds(before, stopwatch.mark())
@@ -305,10 +306,6 @@ def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, st
     part.backward(output)
     end = stopwatch.mark()
     return Run(stopwatch.seconds(start, middle), stopwatch.seconds(middle, end))
-
-
-def _seconds(turn: Turn) -> float:
-    return turn.forward_s + turn.backward_s
 
 
 def _joined(

@@ -1,6 +1,6 @@
-"""Whole stages of the layouts that may win, one rank of any world size on each device: what a step really holds.
+"""Runs whole pipeline stages of the layouts that may win, one rank on each device, and measures their peak memory.
 
-Every slot runs stages of its own at the same time, under a fake process group, after the communicators were closed.
+Every slot runs other stages at the same time, under a fake process group, after the communicators were closed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ HEAP_FACTOR = 1.6
 
 
 def cases_of(cases: Sequence[StageCase], slot: int, num_slots: int) -> tuple[StageCase | None, ...]:
-    """One case or none for each turn: dealt out in order of promise, so that the best are measured first."""
+    """One case or none of this slot for each turn; the most promising cases are measured first."""
     turns = -(-len(cases) // num_slots)
     mine = (turn * num_slots + slot for turn in range(turns))
     return tuple(cases[index] if index < len(cases) else None for index in mine)
 
 
 def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
-    """What a stage's rank holds at least: the matrices of its layers, their gradients and the optimizer's states.
+    """Least memory of a stage's rank: the matrices of its layers, their gradients and the optimizer's states.
 
     Raises:
         LayoutError: the layout cuts the layers unevenly.
@@ -63,7 +63,7 @@ def state_bytes(job: Job, layout: Layout, pp_rank: int) -> int:
 
 @dataclass(kw_only=True)
 class StageBench:
-    """One slot, and what it has found so far."""
+    """One slot, and what it has measured so far."""
 
     options: ProbeOptions
     slot: int
@@ -109,14 +109,14 @@ class StageBench:
             self.readings.append(self._reading(case, peak, runs))
 
     def _run(self, case: StageCase, runs: list[StageRun], failures: list[BaseException]) -> None:
-        """Run a stage; running out of memory is an answer too, and the meter still tells how far it came."""
+        """Run a stage; running out of memory is a result too, and the meter still reads the peak."""
         job, kind = self.options.job, self.options.device_kind
         try:
             runs.append(whole_stage.run_stage(job, case.layout, case.pp_rank, device_kind=kind))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            # Without its frames, which hold the tensors.
+            # The frames of the error would keep the tensors.
             failures.append(error.with_traceback(None))
 
     def _reading(self, case: StageCase, peak: Peak, runs: list[StageRun]) -> StageReading:
@@ -133,14 +133,14 @@ class StageBench:
         )
 
     def _check_room(self, case: StageCase) -> None:
-        """Refuse what cannot fit: on CPU the kernel would end this process, or another, without a word."""
+        """Refuse a stage that cannot fit: on CPU the kernel would kill this process, or another."""
         host, local = divmod(self.slot, self.options.devices_per_host)
         free = self.options.hosts[host].devices[local].memory_free_bytes
         least = state_bytes(self.options.job, case.layout, case.pp_rank)
         if self.options.device_kind == "cpu":
             needed = int(HEAP_FACTOR * max(least, case.predicted_bytes))
         else:
-            # A GPU says itself when it is full, and that is worth knowing: only what cannot begin is left out.
+            # On a GPU running out of memory is a result; only a stage that cannot begin is left out.
             needed = least + self.meter.overhead_bytes()
         if needed > free:
             raise WorkloadError(
@@ -154,7 +154,7 @@ class StageBench:
 
     @contextmanager
     def _noting(self, case: StageCase) -> Iterator[None]:
-        """Turn what a stage cannot have into a note: the others may fare better."""
+        """Turn a failure of a stage into a note: the others may work."""
         try:
             yield
         except WorkloadError as error:

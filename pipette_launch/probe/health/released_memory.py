@@ -22,10 +22,10 @@ POLL_S = 0.5
 
 def holders_of(host: Host) -> Iterator[str]:
     """Name the processes that hold memory of a host's devices, a sentence each; raises ClusterError without NVML."""
-    for told in conditions(host):
-        for one in told.holders:
+    for condition in conditions(host):
+        for one in condition.holders:
             size = "memory" if one.used_bytes is None else bytes_text(one.used_bytes)
-            yield f"{host.name}: process {one.pid} ({one.name}) holds {size} of {told.uuid}"
+            yield f"{host.name}: process {one.pid} ({one.name}) holds {size} of {condition.uuid}"
 
 
 def await_memory(

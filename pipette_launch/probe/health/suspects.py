@@ -246,13 +246,13 @@ def _excess(known_HH: Matrix) -> tuple[Matrix, float]:
     # The first turn, with the best detours, estimates the scatter that the second turn needs to choose detours.
     for _ in range(2):
         excess: Matrix = np.log(known_HH) - np.log(_detours(known_HH, scale))
-        told = excess[np.isfinite(excess)]
-        if told.size < FEW:
+        finite = excess[np.isfinite(excess)]
+        if finite.size < FEW:
             # Of two hosts' links each is compared with a single measurement, which scatters as much.
             return excess, FEW_SCALE * (math.sqrt(2) if len(known_HH) == 2 else 1)
         # Detours that are slower than their links must not shift the centre.
-        centre = min(0.0, float(np.median(told)))
-        scale = max(MIN_SCALE, _scatter(told, centre))
+        centre = min(0.0, float(np.median(finite)))
+        scale = max(MIN_SCALE, _scatter(finite, centre))
     return excess - centre, scale
 
 
@@ -277,13 +277,13 @@ def _best(rates_HH: Matrix) -> Vector:
 def _slow_hosts(rates_HH: Matrix) -> list[int]:
     """Rows whose best rate is far below the others' best; none where many are."""
     best = _best(rates_HH)
-    told = int(np.isfinite(best).sum())
-    if told < 3:
+    count = int(np.isfinite(best).sum())
+    if count < 3:
         return []
     usual = _centre(best)
     scale = max(MIN_SCALE, _scatter(best, usual))
     slow = np.flatnonzero((best - usual < math.log(SUSPECT_RATIO)) & (best - usual < -SUSPECT_SCALES * scale))
-    return [int(host) for host in slow] if _is_exception(len(slow), told) else []
+    return [int(host) for host in slow] if _is_exception(len(slow), count) else []
 
 
 def _is_exception(few: int, count: int) -> bool:
@@ -307,11 +307,11 @@ def _of_others(values: Vector) -> Vector:
 
 def _centre(values: Vector) -> float:
     """The median of the known values; nan where there are none."""
-    told = values[np.isfinite(values)]
-    return float(np.median(told)) if told.size else math.nan
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else math.nan
 
 
 def _scatter(values: Vector, centre: float) -> float:
     """A robust standard deviation: the median distance from the centre, scaled to a normal distribution's."""
-    told = values[np.isfinite(values)]
-    return 1.4826 * float(np.median(np.abs(told - centre))) if told.size else 0.0
+    finite = values[np.isfinite(values)]
+    return 1.4826 * float(np.median(np.abs(finite - centre))) if finite.size else 0.0

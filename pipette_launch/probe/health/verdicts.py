@@ -48,12 +48,12 @@ class _PlacedDevice:
     """Among its host's devices."""
     name: str
     memory_bytes: int
-    told: DeviceCondition
+    condition: DeviceCondition
 
     def verdict(self, kind: str, figure: str, **more: object) -> Verdict:
         """Return a verdict on this device."""
         facts: dict[str, object] = {"advice": exclude(self.host), **more}
-        return Verdict(kind=kind, host=self.host, device=self.told.uuid, figure=figure, **facts)  # type: ignore[arg-type]
+        return Verdict(kind=kind, host=self.host, device=self.condition.uuid, figure=figure, **facts)  # type: ignore[arg-type]
 
 
 def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]) -> tuple[Verdict, ...]:
@@ -65,9 +65,11 @@ def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]
 
     """
     devices = [
-        _PlacedDevice(host=host.name, index=index, name=device.name, memory_bytes=device.memory_total_bytes, told=told)
+        _PlacedDevice(
+            host=host.name, index=index, name=device.name, memory_bytes=device.memory_total_bytes, condition=condition
+        )
         for host, of_host in zip(hosts, conditions, strict=True)
-        for index, (device, told) in enumerate(zip(host.devices, of_host, strict=False))
+        for index, (device, condition) in enumerate(zip(host.devices, of_host, strict=False))
     ]
     found: list[Verdict] = []
     for name in dict.fromkeys(device.name for device in devices):
@@ -152,25 +154,25 @@ def exclude(*hosts: str) -> str:
 
 def _busy(device: _PlacedDevice) -> Iterator[Verdict]:
     """Other processes that hold memory or compute."""
-    told = device.told
-    used = told.used_bytes or 0
+    condition = device.condition
+    used = condition.used_bytes or 0
     # In a container NVML hides the size, or the whole process; then the device's own count is used.
-    held = [(one, used if one.used_bytes is None else one.used_bytes) for one in told.holders]
+    held = [(one, used if one.used_bytes is None else one.used_bytes) for one in condition.holders]
     advice = f"end it, take the device out of CUDA_VISIBLE_DEVICES, or {exclude(device.host)}"
     named = [(one, size) for one, size in held if size > BUSY_TOLERANCE_BYTES]
     for one, size in named:
         figure = f"process {one.pid} ({one.name}) holds {bytes_text(size)}"
         yield device.verdict("busy", figure, advice=advice, is_sick=size > BUSY_SHARE * device.memory_bytes)
-    if not told.holders and used > BUSY_TOLERANCE_BYTES:
+    if not condition.holders and used > BUSY_TOLERANCE_BYTES:
         figure = f"{bytes_text(used)} are held by a process that NVML does not name (another container?)"
         yield device.verdict("busy", figure, advice=advice, is_sick=used > BUSY_SHARE * device.memory_bytes)
-    if not named and (told.utilisation or 0) > BUSY_SHARE:
-        yield device.verdict("busy", f"others keep it busy {told.utilisation:.0%} of the time", advice=advice)
+    if not named and (condition.utilisation or 0) > BUSY_SHARE:
+        yield device.verdict("busy", f"others keep it busy {condition.utilisation:.0%} of the time", advice=advice)
 
 
 def _throttled(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     held = [
-        (device, [HELD_DOWN[reason] for reason in device.told.clock_reasons or () if reason in HELD_DOWN])
+        (device, [HELD_DOWN[reason] for reason in device.condition.clock_reasons or () if reason in HELD_DOWN])
         for device in peers
     ]
     common = _is_common(sum(bool(reasons) for _, reasons in held), len(peers))
@@ -178,9 +180,9 @@ def _throttled(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
         if not reasons:
             continue
         clock = ""
-        if device.told.sm_clock_hz and device.told.sm_clock_max_hz:
-            clock = f" at {hertz_text(device.told.sm_clock_hz)} of {hertz_text(device.told.sm_clock_max_hz)}"
-        heat = f", {device.told.temperature_c} °C" if device.told.temperature_c is not None else ""
+        if device.condition.sm_clock_hz and device.condition.sm_clock_max_hz:
+            clock = f" at {hertz_text(device.condition.sm_clock_hz)} of {hertz_text(device.condition.sm_clock_max_hz)}"
+        heat = f", {device.condition.temperature_c} °C" if device.condition.temperature_c is not None else ""
         yield device.verdict(
             "throttled",
             f"its clock is held down{clock} ({', '.join(reasons)}{heat})",
@@ -192,18 +194,19 @@ def _throttled(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 def _ecc(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     for device in peers:
-        if device.told.ecc_volatile:
+        if device.condition.ecc_volatile:
             yield device.verdict(
                 "ecc",
-                f"{device.told.ecc_volatile} uncorrected memory errors since its driver was loaded",
-                peers=_usual_text(peers, lambda told: told.ecc_volatile),
+                f"{device.condition.ecc_volatile} uncorrected memory errors since its driver was loaded",
+                peers=_usual_text(peers, lambda condition: condition.ecc_volatile),
                 advice=f"drain the node and reset the device, or {exclude(device.host)}",
             )
-        elif device.told.ecc_aggregate:
+        elif device.condition.ecc_aggregate:
             yield device.verdict(
                 "ecc",
-                f"{device.told.ecc_aggregate} uncorrected memory errors in its life, none since its driver was loaded",
-                peers=_usual_text(peers, lambda told: told.ecc_aggregate),
+                f"{device.condition.ecc_aggregate} uncorrected memory errors in its life, "
+                f"none since its driver was loaded",
+                peers=_usual_text(peers, lambda condition: condition.ecc_aggregate),
                 advice="keep an eye on it",
                 is_sick=False,
             )
@@ -212,13 +215,13 @@ def _ecc(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 def _rows(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     """Rows of memory that wait to be replaced, or cannot be."""
     for device in peers:
-        if device.told.rows_failed:
+        if device.condition.rows_failed:
             yield device.verdict(
                 "remapped-rows",
                 "a faulty row of its memory could not be replaced",
                 advice=f"have the device replaced, and {exclude(device.host)}",
             )
-        elif device.told.rows_pending:
+        elif device.condition.rows_pending:
             yield device.verdict(
                 "remapped-rows",
                 "a faulty row of its memory waits to be replaced",
@@ -227,21 +230,21 @@ def _rows(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 
 def _nvlinks(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
-    usual = _usual(peers, lambda told: told.nvlinks_up)
+    usual = _usual(peers, lambda condition: condition.nvlinks_up)
     for device in peers:
-        up = device.told.nvlinks_up
+        up = device.condition.nvlinks_up
         if usual is not None and up is not None and up < usual:
-            of_all = f" of {device.told.nvlinks_total}" if device.told.nvlinks_total else ""
+            of_all = f" of {device.condition.nvlinks_total}" if device.condition.nvlinks_total else ""
             yield device.verdict("nvlink", f"{up}{of_all} NVLinks are up", peers=f"have {usual:g}")
 
 
 def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     """Fewer lanes than the slot allows, or a slot that allows less than others': both stay when the device idles."""
-    lanes = _usual(peers, lambda told: told.pcie_width)
-    best = _usual(peers, lambda told: told.pcie_generation_max)
+    lanes = _usual(peers, lambda condition: condition.pcie_width)
+    best = _usual(peers, lambda condition: condition.pcie_generation_max)
     for device in peers:
-        told = device.told
-        width, at_most = told.pcie_width, told.pcie_width_max
+        condition = device.condition
+        width, at_most = condition.pcie_width, condition.pcie_width_max
         if width is not None and lanes is not None and (width < lanes or (at_most is not None and width < at_most)):
             of_all = f" of {at_most}" if at_most is not None and at_most > width else ""
             yield device.verdict(
@@ -251,10 +254,10 @@ def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
                 advice=f"reseat or reset it, or {exclude(device.host)}",
                 is_sick=width < lanes or len(peers) == 1,
             )
-        if best is not None and told.pcie_generation_max is not None and told.pcie_generation_max < best:
+        if best is not None and condition.pcie_generation_max is not None and condition.pcie_generation_max < best:
             yield device.verdict(
                 "pcie",
-                f"its slot allows PCIe generation {told.pcie_generation_max} at most",
+                f"its slot allows PCIe generation {condition.pcie_generation_max} at most",
                 peers=f"generation {best:g}",
                 advice=f"check the slot and the BIOS, or {exclude(device.host)}",
             )
@@ -263,14 +266,14 @@ def _pcie(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 def _nics(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
     """NICs farther away than that of the same device of other hosts; devices of one host may differ by design."""
     for index in dict.fromkeys(device.index for device in peers):
-        same = [device for device in peers if device.index == index and device.told.nic_distance is not None]
-        ranks = [NEARNESS.index(device.told.nic_distance) for device in same if device.told.nic_distance]
+        same = [device for device in peers if device.index == index and device.condition.nic_distance is not None]
+        ranks = [NEARNESS.index(device.condition.nic_distance) for device in same if device.condition.nic_distance]
         usual = statistics.median_low(ranks) if ranks else 0
         for device, rank in zip(same, ranks, strict=True):
             if rank > usual:
                 yield device.verdict(
                     "nic",
-                    f"reaches its nearest NIC ({device.told.nic}) {WAYS[NEARNESS[rank]]}",
+                    f"reaches its nearest NIC ({device.condition.nic}) {WAYS[NEARNESS[rank]]}",
                     peers=f"theirs {WAYS[NEARNESS[usual]]}",
                     advice="check that its own NIC is up (ibstat, ip link)",
                     is_sick=False,
@@ -279,7 +282,7 @@ def _nics(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
 
 def _usual(peers: Sequence[_PlacedDevice], figure: Callable[[DeviceCondition], int | None]) -> float | None:
     """The median of the peers' known figures, of two middle ones the higher; None where no figure is known."""
-    values = [value for value in (figure(device.told) for device in peers) if value is not None]
+    values = [value for value in (figure(device.condition) for device in peers) if value is not None]
     return statistics.median_high(values) if values else None
 
 

@@ -1,8 +1,8 @@
-"""How long collectives take on the groups that plans use.
+"""Times collectives on the groups of ranks that plans use.
 
-All groups of a dimension run at the same time, as they do in training, so contention between them is in the figures.
-On CPUs every collective comes right after some computing, as in training, too: there the processor that sends and adds
-is the one that computes, so a rank that was busy waits for its turn and then for its peers.
+All groups of a dimension run at the same time, as they do in training, so the times contain contention between them.
+On CPUs every collective comes right after some computing, as in training: there the same processor sends, adds and
+computes, so a rank that was busy waits for the processor and then for its peers.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from pipette_launch.probe.links.meter import align
 from pipette_launch.probe.options import GroupSamples, ProbeOptions
 
 COLLECTIVES_SHARE = 0.9
-"""Of the budget, counted from the meeting of all workers."""
+"""No further dimension begins once this part of the budget is spent."""
 ELEMENT_BYTES = 4
 COMPUTED_S = 2e-3
-"""Of processor time before each collective on CPUs. Hosts of 0.45 cores, 164 kB between two of them: 1.7 ms with none,
-4.3 to 5.1 ms after 2, 5 or 15 ms; in training about 6."""
+"""Processor time before each collective on CPUs. On hosts of 0.45 cores 164 kB between two of them took 1.7 ms without
+it, 4.3 to 5.1 ms after 2, 5 or 15 ms, and about 6 ms in training."""
 SMALL_BYTES, MORE_REPEATS = 256 << 10, 2
-"""Up to this size collectives on CPUs are repeated so many times more often: they cost little and scatter most."""
+"""Up to this size collectives on CPUs are repeated so many times as often: they cost little and scatter most."""
 REACH_REPEATS = 3
 REACH_S, REACH_SHARE = 1.5, 0.5
-"""What plans send in one piece, gradients above all, may be many times the largest message between stages. It is timed,
-too: as much of it as passes in so many seconds, or this share of the time that is left, with all repeats. (On links of
-100 MB/s the times up to 2 MB gave 110 to 171 ms for an all-gather of 20 MB that takes 157 at the least, and took 169.)
-"""
+"""The largest tensors of plans, gradients above all, may be many times the largest message between stages. A size near
+them is timed too: as large as passes in so many seconds, or in this share of the time that is left, with all repeats.
+(On links of 100 MB/s the times up to 2 MB gave 110 to 171 ms for an all-gather of 20 MB, which needs 157 at least and
+took 169.)"""
 REACH_LIMIT_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 REACH_LEAST = 2
-"""Less than so many times the largest message says nothing new."""
+"""A size below so many times the largest message says nothing new."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveResult:
-    """What one worker saw, and what could not be measured."""
+    """What one worker measured, and notes on what could not be measured."""
 
     groups: tuple[GroupSamples, ...]
     notes: tuple[str, ...]
     num_groups: int
-    """How many groups this worker is in, beside the world; they stay open until the world is closed."""
+    """Number of groups of this worker beside that of all ranks; they stay open until that one is closed."""
 
 
 def padded_bytes(size_bytes: int, group_size: int) -> int:
@@ -67,7 +67,14 @@ def measure(
 ) -> CollectiveResult:
     """Time each kind of each dimension; every rank calls this, whether or not it is in a group.
 
-    Samples name their dimension by its index, counted from `first`.
+    Args:
+        options: the order of the warm-up.
+        dimensions: groups of slots, most important first.
+        first: the index of the first of these dimensions in the samples.
+        rank: the rank of this worker.
+        lockstep: keeps the ranks in step.
+        budget: the first dimension is timed in any case.
+
     """
     found: list[GroupSamples] = []
     notes: list[str] = []
@@ -99,11 +106,11 @@ def measure(
 
 
 def _open(members: tuple[int, ...], options: ProbeOptions) -> dist.ProcessGroup:
-    """Open a group of its own for a dimension; every rank opens one, alone where it has no peers, and closes none.
+    """Open a group for a dimension; every rank opens one, alone where it has no peers, and closes none.
 
-    With local synchronisation torch names a group by its members and by how many groups this process has open. So all
-    must have opened equally many, or members would wait under different names; and a group that was closed would leave
-    its name, and in the store the addresses where nobody listens any more, to the next one of the same members.
+    With local synchronisation torch names a group by its members and by the number of groups that this process has
+    open. So all ranks must have opened equally many, or members would wait under different names. A group that was
+    closed would leave its name, and stale addresses in the store, to the next one of the same members.
     """
     if len(members) == options.num_slots:
         world = dist.group.WORLD
@@ -116,9 +123,9 @@ def _open(members: tuple[int, ...], options: ProbeOptions) -> dist.ProcessGroup:
 
 
 class _Timer:
-    """Times one kind on the group of this rank, size by size; a rank without a group only keeps step with the others.
+    """Times one kind on the group of this rank, size by size; a rank without a group only waits for the others.
 
-    Where the backend has no such collective, which every member finds alike, `refused` says so.
+    `refused` is the reason where the backend has no such collective, which is the same on all members.
     """
 
     def __init__(
@@ -142,7 +149,7 @@ class _Timer:
         if self._group is not None and not self.refused:
             action = _action(self._kind, size_bytes // ELEMENT_BYTES, self._size, group=self._group, device=device)
             self.refused = _try_once(action) or ""
-        # Also after a refusal and without a group: the dimension's other groups count on everyone.
+        # Also after a refusal and without a group: the dimension's other groups wait for all ranks here.
         align(device)
         if action is not None and not self.refused:
             warmups = 0 if repeats else self._options.warmups
@@ -152,7 +159,7 @@ class _Timer:
             self.timed[size_bytes] = Samples(values_s=tuple(times[warmups:]), warmup_s=tuple(times[:warmups]))
 
     def reach_bytes(self, most_bytes: int, budget: Budget) -> int:
-        """Return how much of the largest tensor there is time for, judged by the largest size so far; 0 = none."""
+        """Return the bytes of the largest tensor that there is time for, by the largest size so far; 0 = none."""
         if not self.timed:
             return 0
         known_bytes, samples = list(self.timed.items())[-1]
@@ -193,16 +200,12 @@ def _try_once(action: Callable[[], object]) -> str | None:
 
 def _timed(action: Callable[[], object], device_kind: str) -> float:
     if device_kind == "cpu":
-        _compute(COMPUTED_S)
+        # Keep this thread's processor busy, however long that takes on the wall.
+        end_s = time.thread_time() + COMPUTED_S
+        while time.thread_time() < end_s:
+            pass
     before = time.perf_counter()
     action()
     if device_kind == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - before
-
-
-def _compute(seconds: float) -> None:
-    """Keep this thread's processor busy for so long, however long that takes on the wall."""
-    end_s = time.thread_time() + seconds
-    while time.thread_time() < end_s:
-        pass

@@ -64,7 +64,9 @@ def estimate(num_hosts: int, lines: Mapping[Pair, Line], places: Sequence[Place]
         places = inferred_places(num_hosts, lines)
     tier_HH = tiers_between(num_hosts, places)
     log_HH = -np.log(seconds_HH)
-    likely_HH = _fitted(log_HH, tier_HH)
+    # Two models: the slower end decides, or both ends have a share. The one with the smaller median error counts.
+    fits = [_as_slower_end(log_HH, tier_HH), _as_product(log_HH, tier_HH)]
+    likely_HH = min(fits, key=lambda fit_HH: float(np.nanmedian(np.abs(log_HH - fit_HH))))
     hope_HH = likely_HH + _by_tier(log_HH - likely_HH, tier_HH, HOPEFUL_QUANTILE)
     filled_HH = np.where(measured_HH, latency_HH, _by_tier(latency_HH, tier_HH, 0.5))
     np.fill_diagonal(filled_HH, 0.0)
@@ -88,12 +90,6 @@ def tiers_between(num_hosts: int, places: Sequence[Place]) -> Ints:
             group_H[hosts] = number
         tier_HH += group_H[:, None] != group_H
     return tier_HH
-
-
-def _fitted(log_HH: Floats, tier_HH: Ints) -> Floats:
-    """Fit the two models, minimum and product of the ends, and return the one with the smaller median error."""
-    fits = [_as_slower_end(log_HH, tier_HH), _as_product(log_HH, tier_HH)]
-    return min(fits, key=lambda fit_HH: float(np.nanmedian(np.abs(log_HH - fit_HH))))
 
 
 def _as_slower_end(log_HH: Floats, tier_HH: Ints) -> Floats:

@@ -175,12 +175,9 @@ class Tally:
         if any(self.sizes[index] != TINY_BYTES for index in unsure):
             # The same disturbance may have affected all values of another size, which then show no scatter.
             unsure = kept
-        had = max((self._rounds_of(index) for index in unsure), default=MAX_VALUES)
+        had = max((len(self.values_s[index]) // self._factor(index) for index in unsure), default=MAX_VALUES)
         count = self._affordable(unsure, min(had, MAX_VALUES - had))
         return self._more(unsure, count) if count > 0 else None
-
-    def _rounds_of(self, index: int) -> int:
-        return len(self.values_s[index]) // self._factor(index)
 
     def _factor(self, index: int) -> int:
         return TINY_REPEATS if self.sizes[index] == TINY_BYTES else 1

@@ -159,7 +159,9 @@ class _Colouring:
         fan = self._fan(one, other)
         ours, theirs = self._free(one), self._free(fan[-1])
         self._invert(one, theirs, ours)
-        self._rotate(one, self._cut(fan, theirs), theirs)
+        # The fan up to the first host at which the colour is free.
+        size = next(at for at, host in enumerate(fan) if theirs not in self._at[host]) + 1
+        self._rotate(one, fan[:size], theirs)
 
     def rounds(self) -> tuple[Round, ...]:
         """Edges by colour, ascending."""
@@ -178,7 +180,7 @@ class _Colouring:
         self._at[one][colour], self._at[other][colour] = other, one
 
     def _fan(self, hub: int, first: int) -> list[int]:
-        """Neighbours of the hub, each by a colour that is free at the one before; as many as there are."""
+        """Neighbours of the hub, each by a colour that is free at the one before; the longest such list."""
         left = {other: colour for colour, other in self._at[hub].items()}
         fan = [first]
         while True:
@@ -199,10 +201,6 @@ class _Colouring:
             del self._at[one][colour], self._at[other][colour]
         for one, other, colour in edges:
             self._paint(one, other, first + second - colour)
-
-    def _cut(self, fan: list[int], colour: int) -> list[int]:
-        """The fan up to the first host at which the colour is free."""
-        return fan[: next(at for at, host in enumerate(fan) if colour not in self._at[host]) + 1]
 
     def _rotate(self, hub: int, fan: list[int], last: int) -> None:
         """Give every edge of the fan the colour of the next, and the last one the given colour."""

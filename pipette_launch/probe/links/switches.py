@@ -1,8 +1,8 @@
-"""Which switches hosts share, where nobody says it: found in the links that were measured, and which to measure for it.
+"""Infers from measured links which hosts share switches, and chooses the links to measure for that.
 
-A link tells how far apart two hosts are, and being near is transitive: whoever is near to a host is as far as that host
-is from everyone else. So few links place every host: each tests one of the groups that it may belong to, all hosts at
-the same time, and what one of a group learns holds for all of it.
+A link tells how far apart two hosts are, and being near is transitive: hosts that are near to each other have the same
+distance to every other host. So few links place every host: each host tests one of the groups that it may belong to,
+all hosts at the same time, and the result for one member of a group holds for all of it.
 """
 
 # H = hosts, C = groups (clusters) of one tier, N = measured pairs, L = levels between tiers, outermost first.
@@ -21,19 +21,19 @@ from pipette_launch.probe.links.sampling import Pair, Place, Round
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 GRID, BLUR = 0.005, 0.01
-"""Logarithms of bandwidths are counted in such steps, and each over such a width: noise of some percent is no tier."""
+"""Step of the histogram of log bandwidths, and width of its kernel: noise of some percent must not look like a tier."""
 VALLEY = 0.5
-"""Two tiers are told apart where between them are fewer links than this part of what the rarer one has for certain."""
+"""Two tiers are distinct where the density between them is below this part of the lower peak, less its uncertainty."""
 LEAST_LINKS, LEAST_SEEN = 6, 200
-"""A tier of fewer links is chance, and of fewer in all nothing is told."""
+"""A tier of fewer links may be chance, and with fewer links in all no tier is inferred."""
 FAR_SHARE = 0.1
-"""Of the links within groups: fewer far ones do not split the groups."""
+"""Groups are split only if more than this part of the links within them is far."""
 MOST_LEVELS = 3
 SMALL = 0.3
 """A group smaller than this part of what most hosts are in is left over."""
 SEVERAL = 3
 SURE = 2
-"""So many more far links than near ones and two groups are apart: one alone may be disturbed."""
+"""Two groups are apart if so many more links between them are far than near: a single one may be disturbed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,13 +42,13 @@ class Grouping:
 
     group_H: Ints
     home_H: Ints
-    """The same, but whoever is left over is taken in by the group to which its links are best."""
+    """The same, but hosts of small groups are put into the group to which their links are best."""
     tests_CC: Ints
-    """How many more links between two groups are far than near; `SURE` on the diagonal."""
+    """Number of far links less near links between two groups; `SURE` on the diagonal."""
 
 
 def inferred_places(num_hosts: int, lines: Mapping[Pair, Line]) -> tuple[Place, ...]:
-    """Names of groups of near hosts, the widest first, as if they were switches; of no length where all are alike."""
+    """Names of groups of near hosts, the widest first, in place of switches; empty where all links are alike."""
     groupings = groupings_of(num_hosts, lines)
     return tuple(
         tuple(f"{level}.{grouping.home_H[host]}" for level, grouping in enumerate(groupings))
@@ -57,12 +57,12 @@ def inferred_places(num_hosts: int, lines: Mapping[Pair, Line]) -> tuple[Place, 
 
 
 def groupings_of(num_hosts: int, lines: Mapping[Pair, Line]) -> tuple[Grouping, ...]:
-    """Hosts by what was measured, in groups within groups, the widest first."""
+    """Groups of near hosts, the widest first; each further grouping divides the groups before it."""
     one_N, other_N, log_N = _pairs(lines)
     outer_H = np.zeros(num_hosts, dtype=np.int64)
     found: list[Grouping] = []
     while len(found) < MOST_LEVELS:
-        # What lies between the groups is known by now, and would outnumber what is rare.
+        # Links between the groups are known to be far by now, and would outnumber the rarer ones.
         inside_N = outer_H[one_N] == outer_H[other_N]
         level = lowest_level(log_N[inside_N])
         if level is None:
@@ -79,10 +79,10 @@ def groupings_of(num_hosts: int, lines: Mapping[Pair, Line]) -> tuple[Grouping, 
 
 
 def scouting_round(num_hosts: int, lines: Mapping[Pair, Line], rng: np.random.Generator) -> Round:
-    """Pairs that tell most about who is near to whom; empty where nothing is left to find out, or nothing to go by.
+    """Choose pairs that tell most about which hosts are near; empty where all is known, or no groups are seen.
 
-    Each host tests a group that may be its own, at the widest level where it is not known to be in all others; no two
-    hosts test the same two groups.
+    Each host tests a group that may be its own, at the widest level where it is not known to be apart from all others;
+    no two hosts test the same two groups.
     """
     pairs: list[Pair] = []
     idle_H = np.ones(num_hosts, dtype=bool)
@@ -103,7 +103,7 @@ def scouting_round(num_hosts: int, lines: Mapping[Pair, Line], rng: np.random.Ge
 
 
 def lowest_level(log_N: Floats) -> float | None:
-    """Where bandwidths (logarithms) fall apart into far and near: the lowest valley between heaps; None = one heap."""
+    """The log bandwidth that separates far from near links: the lowest valley between two peaks; None = one peak."""
     if len(log_N) < LEAST_SEEN:
         return None
     grid = np.arange(log_N.min() - 4 * BLUR, log_N.max() + 4 * BLUR, GRID)
@@ -114,10 +114,10 @@ def lowest_level(log_N: Floats) -> float | None:
     for peak in (np.flatnonzero((density[1:-1] > density[:-2]) & (density[1:-1] >= density[2:])) + 1).tolist():
         valley = top + int(density[top : peak + 1].argmin())
         below = int((log_N < grid[valley]).sum())
-        # A heap of few far links are the links of slow hosts.
+        # A peak of few far links are the links of slow hosts.
         enough = below >= max(FAR_SHARE * len(log_N), LEAST_LINKS) and len(log_N) - below >= LEAST_LINKS
         rare = min(density[top], density[peak])
-        # How many fall into a stretch is chance: a standard deviation fewer are as likely.
+        # The count at a peak is random: one standard deviation fewer is as likely.
         if enough and density[valley] < VALLEY * (rare - np.sqrt(rare)):
             return float(grid[valley])
         if density[peak] > density[top]:
@@ -126,7 +126,7 @@ def lowest_level(log_N: Floats) -> float | None:
 
 
 def _pairs(lines: Mapping[Pair, Line]) -> tuple[Ints, Ints, Floats]:
-    """Measured pairs, each once, with the better of both ways."""
+    """Measured pairs, each once, with the better of both directions."""
     rates: dict[Pair, float] = {}
     for (one, other), line in lines.items():
         pair = (min(one, other), max(one, other))
@@ -137,9 +137,9 @@ def _pairs(lines: Mapping[Pair, Line]) -> tuple[Ints, Ints, Floats]:
 
 
 def _taken_in(group_H: Ints, outer_H: Ints, one_N: Ints, other_N: Ints, log_N: Floats) -> Ints:
-    """Let the largest groups take in what is left over, each to where its links are best.
+    """Put the hosts of small groups into the large group to which their links are best.
 
-    Whoever found no group is a slow host, all of whose links seem far, or was unlucky with its links.
+    A host without a group is slow, so that all of its links seem far, or only far ones of its links were measured.
     """
     count = int(group_H.max()) + 1
     size_C = np.bincount(group_H, minlength=count)
@@ -158,7 +158,7 @@ def _taken_in(group_H: Ints, outer_H: Ints, one_N: Ints, other_N: Ints, log_N: F
 
 
 def _grouped(num_hosts: int, one_N: Ints, other_N: Ints, near_N: NDArray[np.bool_], log_N: Floats) -> Ints:
-    """Join hosts along near links, best first, unless more links between two groups speak against it.
+    """Join hosts along near links, best first, unless as many links between the two groups are far.
 
     Two groups of several hosts each are not joined by a single link, which may be disturbed.
     """

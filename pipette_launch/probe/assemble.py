@@ -12,6 +12,7 @@ from pipette_launch.facts import (
     Cluster,
     ComputeCase,
     ComputeTime,
+    DeviceOverhead,
     LoadingTime,
     Measurements,
 )
@@ -56,19 +57,14 @@ def assemble(
         rounds_again=sum(results[0].link_rounds_again),
         earlier=earlier,
     )
-    said = tuple(dict.fromkeys(note for result in results for note in result.notes))
+    notes = tuple(dict.fromkeys(note for result in results for note in result.notes))
     if not any(result.compute for result in results):
-        raise ProbeError(f"no slot could measure a layer: {'; '.join(said) or 'no reason was given'}")
+        raise ProbeError(f"no slot could measure a layer: {'; '.join(notes) or 'no reason was given'}")
     found = speeds(options, [result.paces for result in results])
-    # All slots' times become wall times.
-    of_slots = zip(results, factors(options, results, found), strict=True)
-    compute = tuple(time.times(factor) for result, factor in of_slots for time in result.compute)
-    measured = {time.case for time in compute}
-    missing = tuple(case for case in options.cases if case not in measured)
+    compute = _wall_times(options, results, found)
+    missing = _missing(options, compute)
     refused = tuple(sorted({case for result in results for case in result.refused}))
-    overhead = max(
-        (one.overhead for one in results if one.overhead), key=lambda overhead: overhead.total_bytes, default=None
-    )
+    overhead = _largest([one.overhead for one in results if one.overhead])
     wall = on_the_wall(results, found)
     return Measurements(
         cluster=Cluster(
@@ -89,11 +85,27 @@ def assemble(
         versions=versions,
         taken_at=taken_at,
         phase_s={phase: max(result.phase_s.get(phase, 0.0) for result in results) for phase in PHASES},
-        notes=(*said, *links.notes, *_compute_notes(options, compute, missing), *found.notes),
+        notes=(*notes, *links.notes, *_compute_notes(options, compute, missing), *found.notes),
         survey=links.survey,
         conditions=options.conditions,
         verdicts=_verdicts(options, links, found),
     )
+
+
+def _wall_times(options: ProbeOptions, results: Sequence[WorkerResult], found: Speeds) -> tuple[ComputeTime, ...]:
+    """All slots' times, turned into wall times."""
+    of_slots = zip(results, factors(options, results, found), strict=True)
+    return tuple(time.times(factor) for result, factor in of_slots for time in result.compute)
+
+
+def _missing(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[ComputeCase, ...]:
+    """The cases that no slot measured."""
+    measured = {time.case for time in compute}
+    return tuple(case for case in options.cases if case not in measured)
+
+
+def _largest(overheads: Sequence[DeviceOverhead]) -> DeviceOverhead | None:
+    return max(overheads, key=lambda one: one.total_bytes, default=None)
 
 
 def _verdicts(options: ProbeOptions, links: FoundLinks, found: Speeds) -> tuple[Verdict, ...]:

@@ -89,7 +89,7 @@ class Phases:
         )
 
     def together(self) -> None:
-        """Measure what lies between the slots; the world communicator is open."""
+        """Measure links and collectives; the communicator of all ranks is open."""
         advice = self._links_and_advice()
         self._stages = advice.stages
         num_groups = self._collectives(advice.dimensions or self.options.dimensions())
@@ -120,7 +120,7 @@ class Phases:
         return grouped.num_groups
 
     def alone_again(self) -> None:
-        """Run whole stages under a fake communicator; the world's is closed."""
+        """Run whole stages under a fake communicator; that of all ranks is closed."""
         with self.progress.during("stages"):
             bench = whole_stages.StageBench(options=self.options, slot=self.rank, meter=self.meter)
             bench.measure(self._stages, self.lockstep, self.budget)

@@ -169,19 +169,19 @@ class Habits:
     """How a device kind is measured."""
 
     warmups: int
-    """Compilers, autotuners and allocators settle in these."""
+    """Number of untimed turns, in which compilers, autotuners and allocators adapt."""
     chains: tuple[int, int]
     """Lengths of the short and the long chain. A GPU needs two layers even in the short one: behind the first layers
     the host has launched ahead, or has not, as in a real stage."""
     value_s: float
-    """Time to spend on the timed turns of one part, if they are short."""
+    """Seconds to spend on the timed turns of one part, if they are short."""
     min_values: int
-    """Timed turns of a part, however long they take."""
+    """Least number of timed turns of a part, however long they take."""
     long_layer_s: float
-    """A layer that takes longer, forward and backward, is timed in short chains alone: entering costs it under 1 %."""
+    """A layer that takes longer, forward and backward, is timed in short chains only: entering is under 1 % of it."""
 
     def hastier(self, factor: float) -> Habits:
-        """Spend so many times less on the timed turns, and take three if need be."""
+        """Spend so many times less time on the timed turns, with three of them at least."""
         return replace(self, value_s=self.value_s / factor, min_values=min(self.min_values, 3))
 
 
@@ -199,7 +199,7 @@ class Run(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Seconds of one layer, or of another part, once through all that is timed of it."""
+    """Seconds of one layer, or of another part, from one run of each of its chains."""
 
     forward_s: float
     backward_s: float
@@ -299,7 +299,15 @@ def _turn(part: Part, lengths: Sequence[int], stopwatch: Stopwatch, *, again: bo
 
 
 def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, stopwatch: Stopwatch) -> Run:
-    """Run a part forward so many times in a row, and backward."""
+    """Time a chain of a part, forward and backward.
+
+    Args:
+        part: runs the backward.
+        forward: runs the part as often in a row as it is told.
+        length: number of times.
+        stopwatch: that of the part's device.
+
+    """
     start = stopwatch.mark()
     output = forward(length)
     middle = stopwatch.mark()

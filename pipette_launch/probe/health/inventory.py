@@ -1,6 +1,6 @@
 """What a host has for the job: devices, memory, cores, versions. Imports no torch.
 
-NVML sees every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so the variable is applied here by hand.
+NVML sees every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so this file applies the variable itself.
 NVML counts in PCI bus order; CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters where a host has
 unlike GPUs. Devices are therefore named by UUID everywhere else.
 """
@@ -77,12 +77,12 @@ def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
 
 
 def num_gpus() -> int:
-    """How many GPUs this process may use."""
+    """Number of GPUs that this process may use."""
     return len(_gpus(os.environ))
 
 
 def versions() -> dict[str, str]:
-    """Versions of whatever changes a measurement, by package name; what is not installed is left out."""
+    """Versions of the packages and the driver that influence a measurement; those not installed are left out."""
     found = {"pipette-launch": pipette_launch.__version__}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -94,7 +94,7 @@ def versions() -> dict[str, str]:
 
 
 def device_used_bytes(uuid: str) -> int:
-    """Memory in use on a GPU by anyone, as NVML counts it: context, communicators and allocator together."""
+    """Memory of all processes on a GPU by NVML, in bytes: contexts, communicators and allocators together."""
     with session() as nvml:
         if nvml is None:
             raise ClusterError(f"NVML no longer answers for {uuid}; check the driver with nvidia-smi")

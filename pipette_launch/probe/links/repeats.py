@@ -26,7 +26,7 @@ MAX_WARMUPS = 4
 MIN_VALUES = 3
 MAX_VALUES = 24
 TARGET_SPREAD = 0.04
-"""The spread is known, and small: three of five values may then be too slow together, but by no more than 9 %."""
+"""Values with a smaller spread suffice: even if three of five are disturbed, they are at most 9 % too slow."""
 
 
 def ladder(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class Tally:
         return tuple(counts) if any(counts) else None
 
     def _affords(self, index: int, tried: int) -> bool:
-        """Whether the least of a size fits the time, judged by the largest one that was tried."""
+        """Whether the least number of messages of a size fits into the time, by the largest size that was tried."""
         seconds = self.warm_s[tried][-1] * self.sizes[index] / self.sizes[tried]
         return seconds * (self._num_warmups(index) + MIN_VALUES) <= self.bound_s
 

@@ -22,7 +22,6 @@ from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
 from pipette_launch.search.layouts.enumerate import Cuts
-from pipette_launch.search.layouts.neighbours import neighbours
 
 BEATEN = "its bound shows that no placement of it can win"
 CUTS_AT_ONCE = 1024
@@ -143,7 +142,7 @@ class Frontier:
 
     def neighbours(self, layout: Layout, *, below_s: float) -> list[Promising]:
         """Return what differs from a layout in one choice, fits, and has a bound below a step time; by rising bound."""
-        columns = neighbours(self._cuts, layout)
+        columns = self._cuts.neighbours(layout)
         if not len(columns):
             return []
         least_M = self._bounds.of_columns(columns) * self._field.predictor.least_factor

@@ -104,7 +104,9 @@ def emitted(kind: str, version: str) -> tuple[list[str], Job, list[Layout]]:
     rows = np.array(sorted(rng.sample(range(len(found)), SAMPLES)), dtype=np.int64)
     _, columns = found.spread(rows)
     layouts = [columns.layout(row) for row in rng.sample(range(len(columns)), SAMPLES)]
-    uneven = [found.layout(row) for row in np.flatnonzero(found.columns.layers_per_chunk)[:: max(1, len(found) // 40)]]
+    uneven = [
+        found.columns.layout(row) for row in np.flatnonzero(found.columns.layers_per_chunk)[:: max(1, len(found) // 40)]
+    ]
     return argv, job, [*layouts, *uneven]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
 from launch.worlds import ARGUMENTS, chief, choice, nobody, options, plan, records, value
+from search.legal import legal_layouts
 
 from pipette_launch import megatron
 from pipette_launch.cost.learned.residual import features_of
@@ -19,7 +20,6 @@ from pipette_launch.launch.coordinator import Chief
 from pipette_launch.launch.outcome import OutcomeTracker
 from pipette_launch.megatron import Iteration
 from pipette_launch.probe.options import ProbeOptions
-from pipette_launch.search.layouts.enumerate import layouts
 
 PP = Layout(pp=2, dp=2)
 
@@ -97,7 +97,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
         orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
         files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
         plans.append(one.after_warmup(warmup, "", nobody).plan)
-        legal = layouts(orders.job, world_size=4, devices_per_host=2, device_kind="cpu").layouts
+        legal = legal_layouts(orders.job, world_size=4, devices_per_host=2, device_kind="cpu")
         for layout in legal[:: len(legal) // 32][:32]:
             made = replace(
                 choice(layout), features=features_of(orders.job, layout, devices_per_host=2), step_time_s=2.0

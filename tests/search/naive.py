@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pipette_launch.facts import Batch, Job, Layout, ModelSpec, Recompute
 from pipette_launch.facts.model import LatentAttention
+from pipette_launch.search.layouts.layout_parts import MemoryOptions
 from pipette_launch.search.layouts.partition import balanced_chunks, by_flops, stage_seconds
-from pipette_launch.search.layouts.terms import Saver
 
 POWERS = (1, 2, 4, 8)
 Case = tuple[Job, int, str]
@@ -136,17 +136,17 @@ def groups(layout: Layout, many: int) -> list[int]:
     return [size for size in range(layout.pp, many + 1) if many % size in (0, *range(layout.pp, size))]
 
 
-def savers(case: Case, cut: Layout) -> Iterator[Saver]:
+def savers(case: Case, cut: Layout) -> Iterator[MemoryOptions]:
     """Every legal saver of a cut."""
     job, _, kind = case
     for flags in product((True, False), repeat=4):
         for recompute in recomputes(job, cut):
-            saver = Saver(*flags, recompute)
+            saver = MemoryOptions(*flags, recompute)
             if all(saver_holds(job, cut, saver, kind=kind)):
                 yield saver
 
 
-def saver_holds(job: Job, cut: Layout, saver: Saver, *, kind: str) -> Iterator[bool]:
+def saver_holds(job: Job, cut: Layout, saver: MemoryOptions, *, kind: str) -> Iterator[bool]:
     """Sequence parallelism, optimizer and overlap are possible, and of use where they are on."""
     model, sharded = job.model, saver.use_distributed_optimizer
     replicas = max(cut.dp * cut.cp, cut.tp * cut.cp * cut.dp // (cut.ep * cut.etp))

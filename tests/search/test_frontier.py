@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+from search.legal import legal_layouts
 
 from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.facts import ComputeCase, Job, Layout, Measurements, Recompute
@@ -16,7 +17,7 @@ from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search import frontier as frontier_module
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
 from pipette_launch.search.frontier import Frontier, recomputes_no_more
-from pipette_launch.search.layouts.enumerate import Cuts, cuts, layouts
+from pipette_launch.search.layouts.enumerate import Cuts, cuts
 
 MANY = 10_000
 
@@ -33,7 +34,7 @@ def opened(
 
 def every_layout(job: Job, field: Field) -> list[Layout]:
     """All legal layouts but the user's own that fit and can be priced."""
-    listed = layouts(job, world_size=4, devices_per_host=2, device_kind="cpu").layouts[1:]
+    listed = legal_layouts(job, world_size=4, devices_per_host=2, device_kind="cpu")[1:]
     return [
         layout
         for layout in listed

@@ -11,13 +11,13 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from search.legal import legal_layouts
 from search.toys import Ticks
 from search.worlds import ALL_FIELDS, PROVENANCE, on_gpus, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Batch, ComputeCase, ComputeTime, Layout, Links, Measurements, Plan, Samples, files
-from pipette_launch.search.layouts.enumerate import layouts
 from pipette_launch.search.solve import SolveOptions, solve
 
 
@@ -209,7 +209,7 @@ def test_no_layout_in_any_placement_is_faster_than_the_floor(seed: int) -> None:
     job, measurements = tiny_job(4, pinned=("recompute", "micro_batch_size")), tiny_measurements(cluster)
     plan = planned(job, measurements, margin=0.0)
     predictor = Predictor(job, measurements)
-    found = layouts(job, world_size=4, devices_per_host=1, device_kind="cpu").layouts
+    found = legal_layouts(job, world_size=4, devices_per_host=1, device_kind="cpu")
     fastest_s = min(predictor.objective(layout)(order) for layout in found for order in permutations(range(4)))
 
     assert 0 < plan.floor_s <= fastest_s * (1 + 1e-12)

@@ -24,14 +24,12 @@ from functools import lru_cache
 from typing import TypeVar
 
 from pipette_launch.facts import Job, ModelSpec, Recompute
+from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.search.layouts.layout_parts import JobConstraints, MemoryOptions
 from pipette_launch.search.layouts.partition import SLACK, LayerSeconds, balanced_chunks, stage_seconds
-from pipette_launch.search.layouts.terms import Saver, Terms
 
 T = TypeVar("T")
 
-NO_RECOMPUTE = Recompute(granularity="none")
-SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
-FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 BLOCK_STEPS = 8
 """Recompute of a chunk's first layers grows in so many steps."""
 
@@ -121,17 +119,17 @@ def chunk_cuts(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[tuple[int, 
             yield vpp, balanced
 
 
-def states(terms: Terms, tp: int, *, has_replicas: bool) -> Iterator[Saver]:
+def states(terms: JobConstraints, tp: int, *, has_replicas: bool) -> Iterator[MemoryOptions]:
     """Sequence parallelism, distributed optimizer and overlap, the quickest first; without recompute."""
     job = terms.job
     shardings = (True, False) if has_replicas else (job.own.use_distributed_optimizer,)
     for sequence_parallel in values(job, "sequence_parallel", (True, False)) if tp > 1 else (False,):
         for sharded in values(job, "use_distributed_optimizer", shardings):
             for overlap in _overlaps(terms, sharded=sharded, has_replicas=has_replicas):
-                yield Saver(sequence_parallel, sharded, *overlap, NO_RECOMPUTE)
+                yield MemoryOptions(sequence_parallel, sharded, *overlap, NO_RECOMPUTE)
 
 
-def _overlaps(terms: Terms, *, sharded: bool, has_replicas: bool) -> Iterator[tuple[bool, bool]]:
+def _overlaps(terms: JobConstraints, *, sharded: bool, has_replicas: bool) -> Iterator[tuple[bool, bool]]:
     """Overlap of the gradients' reduction and of the parameters' gathering.
 
     Where nothing is reduced, or no stream of its own hides it, as on CPU, only what the user has.

@@ -12,18 +12,20 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from pipette_launch.cost.columns.layouts import Ints, LayoutColumns
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Job, Layout
+from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search.layouts import axes
-from pipette_launch.search.layouts.memory_options import SaverTables, drops
+from pipette_launch.search.layouts.layout_parts import Degrees, MemoryOptions
+from pipette_launch.search.layouts.memory_options import MemoryOptionTables, drops
 from pipette_launch.search.layouts.partition import LayerSeconds, by_flops, by_parts
-from pipette_launch.search.layouts.ragged import Lists
 from pipette_launch.search.layouts.rules import Rules
-from pipette_launch.search.layouts.terms import Degrees, Saver
+from pipette_launch.search.layouts.shared_lists import SharedLists
 
 MOST = 1 << 17
 """More cuts than these are thinned out, by what is least likely to be quick."""
@@ -35,7 +37,7 @@ FEWEST_TOKENS = 512
 class Cuts:
     """The legal cuts as columns, each with the first of its savers: those that keep TP in a host first."""
 
-    tables: SaverTables
+    tables: MemoryOptionTables
     columns: LayoutColumns
     dropped: dict[str, int]
     """Combinations by the first constraint they break; what breaks one early counts once, whatever could follow."""
@@ -48,10 +50,6 @@ class Cuts:
         """N."""
         return len(self.columns)
 
-    def layout(self, row: int) -> Layout:
-        """One cut with the first of its savers."""
-        return self.columns.layout(row)
-
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """All cuts with the first of their savers; some microseconds each."""
@@ -63,24 +61,29 @@ class Cuts:
         columns = self.tables.leanest(self.columns)
         return tuple(columns.layout(row) for row in range(len(columns)))
 
-    def savers(self, row: int) -> tuple[Layout, ...]:
-        """All legal variants of a cut, the cheapest recompute first, and the quickest kinds of each."""
-        return self.tables.of(self.columns.layout(row))
-
     def spread(self, rows: Ints) -> tuple[Ints, LayoutColumns]:
-        """The same for many cuts: for each layout the place of its cut in `rows` (M), and the layouts, cut by cut."""
+        """List all legal variants of some cuts: for each the place of its cut in `rows` (M), and the layouts by cut.
+
+        The cheapest recompute comes first, and the quickest kinds of each.
+        """
         return self.tables.spread(self.columns.take(rows))
 
+    def neighbours(self, layout: Layout) -> LayoutColumns:
+        """List the legal layouts with the same degrees that differ in one choice.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Enumeration:
-    """The layouts to look at, the user's own first, and the combinations that Megatron refuses."""
-
-    layouts: tuple[Layout, ...]
-    dropped: dict[str, int]
-    """As in `Cuts`."""
-    own_fault: str | None
-    """The constraint that the user's own layout breaks, if any."""
+        A choice is the micro-batch, how the layers are cut into chunks, the group of micro-batches, sequence
+        parallelism, the distributed optimizer, the overlaps, or recompute. What has to follow a choice may differ with
+        it: the group follows micro-batch and chunks, the gathers' overlap follows the optimizer. Other degrees move
+        ranks to other cells, so that the placement says nothing: that is no neighbour.
+        """
+        same_N = np.ones(len(self), dtype=bool)
+        for name in Degrees._fields:
+            same_N &= getattr(self.columns, name) == getattr(layout, name)
+        rows = np.flatnonzero(same_N)
+        rows = rows[_num_cut_choices(self.columns.take(rows), layout) <= 1]
+        _, found = self.spread(rows)
+        num_M = _num_cut_choices(found, layout) + _num_option_choices(found, layout)
+        return found.take(np.flatnonzero(num_M == 1))
 
 
 def cuts(
@@ -114,22 +117,11 @@ def cuts(
     columns = LayoutColumns(
         **dict(zip(Degrees._fields, degrees_D7[row_N].T, strict=True)),
         **dict(zip(("vpp", "microbatch_group_size", "layers_per_chunk", "micro_batch_size"), tail_N4.T, strict=True)),
-        **dict.fromkeys(Saver._fields, none),
-        recomputes=(axes.NO_RECOMPUTE,),
+        **dict.fromkeys(MemoryOptions._fields, none),
+        recomputes=(NO_RECOMPUTE,),
         cuts=tuple(tails.cuts),
     )
     return _with_savers(rules, columns.take(np.argsort(columns.tp > devices_per_host, kind="stable")), dropped)
-
-
-def layouts(
-    job: Job, *, world_size: int, devices_per_host: int, device_kind: str, table: ComputeTable | None = None
-) -> Enumeration:
-    """List every legal layout of a job, the user's own first: all cuts with all their savers (see `cuts`)."""
-    found = cuts(job, world_size=world_size, devices_per_host=devices_per_host, device_kind=device_kind, table=table)
-    every = (layout for row in range(len(found)) for layout in found.savers(row))
-    return Enumeration(
-        layouts=tuple(dict.fromkeys((job.own, *every))), dropped=found.dropped, own_fault=found.own_fault
-    )
 
 
 def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
@@ -157,16 +149,16 @@ def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iter
     """Yield the legal TP, PP, DP and CP; each is checked before the next is looked at."""
     job = rules.job
     for tp in axes.values(job, "tp", axes.divisors(world_size)):
-        if world_size % tp or drops(rules.tensor_fault(tp), dropped):
+        if world_size % tp or drops(rules.tensor_faults(tp), dropped):
             continue
         for pp in axes.values(job, "pp", axes.divisors(world_size // tp)):
-            if world_size % (tp * pp) or drops(rules.pipeline_fault(pp), dropped):
+            if world_size % (tp * pp) or drops(rules.pipeline_faults(pp), dropped):
                 continue
             for cp in axes.values(job, "cp", axes.divisors(world_size // (tp * pp))):
                 dp, rest = divmod(world_size, tp * pp * cp)
                 if rest or dp not in axes.values(job, "dp", (dp,)):
                     continue
-                if not drops(rules.context_fault(tp, cp) or rules.replicas_fault(dp, cp), dropped):
+                if not drops(chain(rules.context_faults(tp, cp), rules.replicas_faults(dp, cp)), dropped):
                     yield tp, pp, dp, cp
 
 
@@ -175,7 +167,7 @@ class _Grids:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._lists: Lists[tuple[int, int, int]] = Lists(self._rows, width=3)
+        self._lists: SharedLists[tuple[int, int, int]] = SharedLists(self._rows, width=3)
 
     def spread(self, dense_D4: Ints, dropped: Counter[str]) -> tuple[Ints, Ints]:
         """Repeat dense degrees for each of their grids."""
@@ -196,7 +188,7 @@ class _Grids:
             for etp in axes.expert_tensor_sizes(job, tp):
                 for swapped in axes.rank_orders(job):
                     degrees = Degrees(tp, pp, dp, ranks // (tp * dp), ep, etp, swapped)
-                    if not drops(self._rules.expert_fault(degrees), dropped):
+                    if not drops(self._rules.expert_faults(degrees), dropped):
                         yield ep, etp, int(swapped)
                         break
 
@@ -206,7 +198,7 @@ class _Tails:
 
     def __init__(self, rules: Rules, table: ComputeTable | None) -> None:
         self.cuts: dict[tuple[int, ...], int] = {(): 0}
-        self.lists: Lists[tuple[int, int, tuple[tuple[int, int], ...]]] = Lists(self._rows, width=4)
+        self.lists: SharedLists[tuple[int, int, tuple[tuple[int, int], ...]]] = SharedLists(self._rows, width=4)
         """Rows of vpp, group size, place in `cuts`, micro-batch size."""
         self._rules = rules
         self._table = table
@@ -242,16 +234,16 @@ class _Tails:
         rules, job = self._rules, self._rules.job
         samples = job.batch.global_batch_size // dp
         sizes = axes.values(job, "micro_batch_size", axes.micro_batch_sizes(samples, own=job.own.micro_batch_size))
-        legal = [size for size in sizes if not drops(rules.batch_fault(dp, size), dropped)]
+        legal = [size for size in sizes if not drops(rules.batch_faults(dp, size), dropped)]
         if not chunks:
             dropped[f"more pipeline ranks than num_layers={job.model.num_layers}"] += 1
         layers_of = list(self.cuts)
         for vpp, cut in chunks:
-            if drops(rules.chunks_fault(pp, vpp, layers_of[cut]), dropped):
+            if drops(rules.chunks_faults(pp, vpp, layers_of[cut]), dropped):
                 continue
             for size in legal:
                 for group in axes.group_sizes(job, pp, vpp, samples // size):
-                    if not drops(rules.schedule_fault(pp, vpp, group, samples // size), dropped):
+                    if not drops(rules.schedule_faults(pp, vpp, group, samples // size), dropped):
                         yield vpp, group, cut, size
 
 
@@ -282,7 +274,7 @@ def _thinned(
 
 def _with_savers(rules: Rules, columns: LayoutColumns, dropped: Counter[str]) -> Cuts:
     """Give each cut the first of its savers, drop those without any, and count all."""
-    tables = SaverTables(rules)
+    tables = MemoryOptionTables(rules)
     columns, count_N, refused = tables.first(columns)
     own_fault = rules.fault(rules.job.own)
     return Cuts(
@@ -292,3 +284,22 @@ def _with_savers(rules: Rules, columns: LayoutColumns, dropped: Counter[str]) ->
         own_fault=own_fault,
         num_layouts=int(count_N.sum()) + (own_fault is not None),
     )
+
+
+def _num_cut_choices(columns: LayoutColumns, layout: Layout) -> Ints:
+    size_N = columns.micro_batch_size != layout.micro_batch_size
+    cut = np.array([each == layout.layers_per_chunk for each in columns.cuts])
+    chunks_N = (columns.vpp != layout.vpp) | ~cut[columns.layers_per_chunk]
+    group_N = (columns.microbatch_group_size != layout.microbatch_group_size) & ~size_N & ~chunks_N
+    num_N: Ints = size_N.astype(np.int64) + chunks_N + group_N
+    return num_N
+
+
+def _num_option_choices(columns: LayoutColumns, layout: Layout) -> Ints:
+    again = np.array([each == layout.recompute for each in columns.recomputes])
+    optimizer_N = columns.use_distributed_optimizer != layout.use_distributed_optimizer
+    overlap_N = columns.overlap_grad_reduce != layout.overlap_grad_reduce
+    overlap_N |= (columns.overlap_param_gather != layout.overlap_param_gather) & ~optimizer_N
+    parallel_N = columns.sequence_parallel != layout.sequence_parallel
+    num_N: Ints = parallel_N.astype(np.int64) + optimizer_N + overlap_N + ~again[columns.recompute]
+    return num_N

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from pipette_launch.facts import Recompute
 from pipette_launch.megatron.layout import OWN_MODULES_OF_TE
-from pipette_launch.search.layouts.terms import Saver, Terms
+from pipette_launch.search.layouts.layout_parts import JobConstraints, MemoryOptions
 
 ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
 NEEDS_DISTRIBUTED_OPTIMIZER = (
@@ -18,7 +18,7 @@ NEEDS_DISTRIBUTED_OPTIMIZER = (
 )
 
 
-def sequence_faults(terms: Terms, tp: int, cp: int, saver: Saver) -> Iterator[str]:
+def sequence_faults(terms: JobConstraints, tp: int, cp: int, saver: MemoryOptions) -> Iterator[str]:
     """Check sequence parallelism against the sequence and what needs it."""
     model = terms.job.model
     if not saver.sequence_parallel:
@@ -35,7 +35,7 @@ def sequence_faults(terms: Terms, tp: int, cp: int, saver: Saver) -> Iterator[st
         yield f"tp does not divide seq_length={model.seq_length}/cp for sequence parallelism"
 
 
-def optimizer_faults(terms: Terms, saver: Saver) -> Iterator[str]:
+def optimizer_faults(terms: JobConstraints, saver: MemoryOptions) -> Iterator[str]:
     """Check the distributed optimizer and the overlap of its communication."""
     sharded = saver.use_distributed_optimizer
     needs_sharding = [name for name in NEEDS_DISTRIBUTED_OPTIMIZER if name in terms.flags]
@@ -49,7 +49,7 @@ def optimizer_faults(terms: Terms, saver: Saver) -> Iterator[str]:
         yield "--overlap-param-gather-with-optimizer-step needs overlap_param_gather"
 
 
-def recompute_faults(terms: Terms, tp: int, layers: frozenset[int], saver: Saver) -> Iterator[str]:
+def recompute_faults(terms: JobConstraints, tp: int, layers: frozenset[int], saver: MemoryOptions) -> Iterator[str]:
     """Check recompute against the chunks' layers and the flags that exclude it or ask for it."""
     recompute = saver.recompute
     full = recompute.granularity == "full"
@@ -66,7 +66,7 @@ def recompute_faults(terms: Terms, tp: int, layers: frozenset[int], saver: Saver
         yield "--distribute-saved-activations needs full recompute and tp > 1 without sequence parallelism"
 
 
-def _unit_faults(terms: Terms, recompute: Recompute, layers: frozenset[int]) -> Iterator[str]:
+def _unit_faults(terms: JobConstraints, recompute: Recompute, layers: frozenset[int]) -> Iterator[str]:
     if recompute.method != "uniform":
         return
     # transformer_block.py:536-547 runs whole units, past the end of the chunk; from 0.17 on the last is cut short.
@@ -76,7 +76,7 @@ def _unit_faults(terms: Terms, recompute: Recompute, layers: frozenset[int]) -> 
         yield "uniform recompute with multi-token prediction takes units of one layer"
 
 
-def _module_faults(terms: Terms, recompute: Recompute) -> Iterator[str]:
+def _module_faults(terms: JobConstraints, recompute: Recompute) -> Iterator[str]:
     """Check the modules of selective recompute (TC:1198-1253)."""
     if recompute.granularity != "selective":
         return

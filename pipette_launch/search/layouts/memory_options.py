@@ -12,14 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from pipette_launch.cost.columns.layouts import Ints, LayoutColumns, codes_of
-from pipette_launch.facts import Layout, Recompute
+from pipette_launch.facts import Recompute
+from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search.layouts import axes
-from pipette_launch.search.layouts.ragged import Lists
+from pipette_launch.search.layouts.layout_parts import MemoryOptions
 from pipette_launch.search.layouts.rules import Rules
-from pipette_launch.search.layouts.terms import Degrees, Saver
+from pipette_launch.search.layouts.shared_lists import SharedLists
 
 UNTIMED = "compute is timed with sequence parallelism wherever that is possible"
-_FLAGS = Saver._fields[:-1]
+_FLAGS = MemoryOptions._fields[:-1]
 
 
 class _Where(NamedTuple):
@@ -39,40 +40,23 @@ class _Depth(NamedTuple):
     """1, or 2 for more."""
 
 
-class SaverTables:
+class MemoryOptionTables:
     """The savers of many cuts, each list built once."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._numbers: dict[Recompute, int] = {axes.NO_RECOMPUTE: 0}
-        self._states: Lists[_Where] = Lists(self._build_states, width=len(_FLAGS))
-        self._depths: Lists[tuple[_Depth, bool]] = Lists(self._build_depths, width=1)
-        self._pairs: Lists[tuple[_Where, _Depth]] = Lists(self._build_pairs, width=len(Saver._fields))
-        self._lean: Lists[tuple[_Where, _Depth]] = Lists(self._build_lean, width=len(Saver._fields))
+        self._numbers: dict[Recompute, int] = {NO_RECOMPUTE: 0}
+        self._states: SharedLists[_Where] = SharedLists(self._build_states, width=len(_FLAGS))
+        self._depths: SharedLists[tuple[_Depth, bool]] = SharedLists(self._build_depths, width=1)
+        self._pairs: SharedLists[tuple[_Where, _Depth]] = SharedLists(
+            self._build_pairs, width=len(MemoryOptions._fields)
+        )
+        self._lean: SharedLists[tuple[_Where, _Depth]] = SharedLists(self._build_lean, width=len(MemoryOptions._fields))
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
         """The kinds of recompute that rows of numbers name by their place."""
         return tuple(self._numbers)
-
-    def of(self, cut: Layout) -> tuple[Layout, ...]:
-        """All legal variants of a cut, the cheapest recompute first, and the quickest kinds of each."""
-        degrees = Degrees(*(getattr(cut, name) for name in Degrees._fields))
-        where = _Where(cut.tp, cut.cp, degrees.has_replicas)
-        rows = list(self._build_pairs((where, _Depth(self._rules.layers_of_chunks(cut), min(cut.tp, 2))), Counter()))
-        recomputes = self.recomputes
-        kinds = (Saver(bool(sp), bool(do), bool(gr), bool(pg), recomputes[number]) for sp, do, gr, pg, number in rows)
-        return tuple(
-            replace(
-                cut,
-                sequence_parallel=kind.sequence_parallel,
-                use_distributed_optimizer=kind.use_distributed_optimizer,
-                overlap_grad_reduce=kind.overlap_grad_reduce,
-                overlap_param_gather=kind.overlap_param_gather,
-                recompute=kind.recompute,
-            )
-            for kind in kinds
-        )
 
     def first(self, columns: LayoutColumns) -> tuple[LayoutColumns, Ints, Counter[str]]:
         """Give each cut the first of its savers; return also how many each has (N), and what was refused."""
@@ -110,13 +94,13 @@ class SaverTables:
         """Give each of some cuts the saver that should need the least memory."""
         return self._spread(columns, self._lean)[1]
 
-    def _spread(self, columns: LayoutColumns, lists: Lists[tuple[_Where, _Depth]]) -> tuple[Ints, LayoutColumns]:
+    def _spread(self, columns: LayoutColumns, lists: SharedLists[tuple[_Where, _Depth]]) -> tuple[Ints, LayoutColumns]:
         where_G, group_N = self._wheres(columns)
         depth_H, depth_N = self._depths_of(columns)
         first, pair_N = _grouped(group_N, depth_N)
         keys = ((where_G[group_N[row]], depth_H[depth_N[row]]) for row in first.tolist())
         row_M, saver_M5 = lists.spread(lists.places(keys)[pair_N])
-        kinds = dict(zip(Saver._fields, saver_M5.T, strict=True))
+        kinds = dict(zip(MemoryOptions._fields, saver_M5.T, strict=True))
         return row_M, replace(columns.take(row_M), **kinds, recomputes=self.recomputes)
 
     def _wheres(self, columns: LayoutColumns) -> tuple[list[_Where], Ints]:
@@ -137,7 +121,7 @@ class SaverTables:
     def _build_states(self, where: _Where, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         """Flags of the legal states."""
         states = axes.states(self._rules, where.tp, has_replicas=where.has_replicas)
-        legal = [state for state in states if not drops(self._rules.state_fault(where.tp, where.cp, state), dropped)]
+        legal = [state for state in states if not drops(self._rules.state_faults(where.tp, where.cp, state), dropped)]
         is_timed = any(state.sequence_parallel for state in legal) and not self._must_not_split_sequences
         for state in legal:
             if is_timed and not state.sequence_parallel:
@@ -154,8 +138,8 @@ class SaverTables:
         """Numbers of the legal recomputes."""
         depth, parallel = key
         for recompute in axes.recomputes(self._rules.job, depth.layers):
-            saver = Saver(parallel, False, False, False, recompute)
-            if not drops(self._rules.recompute_fault(depth.tp, depth.layers, saver), dropped):
+            saver = MemoryOptions(parallel, False, False, False, recompute)
+            if not drops(self._rules.recompute_faults(depth.tp, depth.layers, saver), dropped):
                 yield (self._numbers.setdefault(recompute, len(self._numbers)),)
 
     def _build_pairs(self, key: tuple[_Where, _Depth], _dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
@@ -185,8 +169,9 @@ class SaverTables:
         yield max(rows, key=leanness)
 
 
-def drops(fault: str | None, dropped: Counter[str]) -> bool:
-    """Count a fault; whether there is one."""
+def drops(faults: Iterator[str], dropped: Counter[str]) -> bool:
+    """Count the first fault; whether there is one."""
+    fault = next(faults, "")
     if fault:
         dropped[fault] += 1
     return bool(fault)

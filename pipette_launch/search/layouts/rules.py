@@ -8,18 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from pipette_launch.facts import Job, Layout
 from pipette_launch.search.layouts import memory_option_rules
-from pipette_launch.search.layouts.terms import Degrees, Saver, Terms
+from pipette_launch.search.layouts.layout_parts import Degrees, JobConstraints, MemoryOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules(Terms):
+class Rules(JobConstraints):
     """What Megatron allows for one job on one kind of device.
 
     There is a check for each axis, which sees that axis and those before it only: TP, PP, CP, DP, EP with ETP, chunks,
-    micro-batches, savers.
+    micro-batches, memory options. Each yields a sentence for every constraint that is broken.
     """
 
     @classmethod
@@ -39,73 +40,45 @@ class Rules(Terms):
             etp=layout.etp,
             use_tp_pp_dp_mapping=layout.use_tp_pp_dp_mapping,
         )
-        saver = Saver(*(getattr(layout, name) for name in Saver._fields))
-        return (
-            self.degrees_fault(degrees)
-            or self.chunks_fault(layout.pp, layout.vpp, layout.layers_per_chunk)
-            or self.batch_fault(layout.dp, layout.micro_batch_size)
-            or self.schedule_fault(layout.pp, layout.vpp, layout.microbatch_group_size, self.num_microbatches(layout))
-            or self.state_fault(layout.tp, layout.cp, saver)
-            or self.recompute_fault(layout.tp, self.layers_of_chunks(layout), saver)
+        options = MemoryOptions(*(getattr(layout, name) for name in MemoryOptions._fields))
+        faults = chain(
+            self.tensor_faults(layout.tp),
+            self.pipeline_faults(layout.pp),
+            self.context_faults(layout.tp, layout.cp),
+            self.replicas_faults(layout.dp, layout.cp),
+            self.expert_faults(degrees),
+            self.chunks_faults(layout.pp, layout.vpp, layout.layers_per_chunk),
+            self.batch_faults(layout.dp, layout.micro_batch_size),
+            self.schedule_faults(layout.pp, layout.vpp, layout.microbatch_group_size, self.num_microbatches(layout)),
+            self.state_faults(layout.tp, layout.cp, options),
+            self.recompute_faults(layout.tp, self.layers_of_chunks(layout), options),
         )
+        return next(faults, None)
 
-    def degrees_fault(self, degrees: Degrees) -> str | None:
-        """Check what depends on TP, PP, DP, CP, EP and ETP alone."""
-        return (
-            self.tensor_fault(degrees.tp)
-            or self.pipeline_fault(degrees.pp)
-            or self.context_fault(degrees.tp, degrees.cp)
-            or self.replicas_fault(degrees.dp, degrees.cp)
-            or self.expert_fault(degrees)
-        )
+    def schedule_faults(self, pp: int, vpp: int, group_size: int, num_microbatches: int) -> Iterator[str]:
+        """Check that there are enough micro-batches for interleaving (schedules.py:996-1019).
 
-    def tensor_fault(self, tp: int) -> str | None:
-        """Check the widths that tensor parallelism cuts."""
-        return next(self._tensor_faults(tp), None)
+        Args:
+            pp: pipeline ranks.
+            vpp: chunks of each.
+            group_size: micro-batches that run through a chunk at a time; 0 = one for each pipeline rank.
+            num_microbatches: of one step.
 
-    def pipeline_fault(self, pp: int) -> str | None:
-        """Check flags that ask for a pipeline, or for none."""
-        return next(self._pipeline_faults(pp), None)
-
-    def context_fault(self, tp: int, cp: int) -> str | None:
-        """Check the sequence that context parallelism cuts, and how it exchanges keys and values."""
-        return next(self._context_faults(tp, cp), None)
-
-    def replicas_fault(self, dp: int, cp: int) -> str | None:
-        """Check the replicas of the dense weights against the global batch and the optimizer's instances."""
-        return next(self._replicas_faults(dp, cp), None)
-
-    def expert_fault(self, degrees: Degrees) -> str | None:
-        """Check the grid of the experts."""
-        return next(self._expert_faults(degrees), None)
-
-    def chunks_fault(self, pp: int, vpp: int, layers_per_chunk: tuple[int, ...]) -> str | None:
-        """Check how the layers are cut into stages and virtual stages."""
-        return next(self._chunks_faults(pp, vpp, layers_per_chunk), None)
-
-    def batch_fault(self, dp: int, micro_batch_size: int) -> str | None:
-        """Check the micro-batches of one step against the global batch and its ramp-up."""
-        return next(self._batch_faults(dp, micro_batch_size), None)
-
-    def schedule_fault(self, pp: int, vpp: int, group_size: int, num_microbatches: int) -> str | None:
-        """Check that there are enough micro-batches for interleaving (schedules.py:996-1019)."""
-        if vpp == 1:
-            return None
+        """
         group = group_size or pp
-        if not pp <= group <= num_microbatches:
-            return "interleaving needs at least pp micro-batches"
-        if 0 < num_microbatches % group < pp:
-            return "interleaving needs micro-batches in multiples of pp"
-        return None
+        if vpp > 1 and not pp <= group <= num_microbatches:
+            yield "interleaving needs at least pp micro-batches"
+        elif vpp > 1 and 0 < num_microbatches % group < pp:
+            yield "interleaving needs micro-batches in multiples of pp"
 
-    def state_fault(self, tp: int, cp: int, saver: Saver) -> str | None:
+    def state_faults(self, tp: int, cp: int, options: MemoryOptions) -> Iterator[str]:
         """Check sequence parallelism, the distributed optimizer and the overlap of its communication."""
-        sequence = next(memory_option_rules.sequence_faults(self, tp, cp, saver), None)
-        return sequence or next(memory_option_rules.optimizer_faults(self, saver), None)
+        yield from memory_option_rules.sequence_faults(self, tp, cp, options)
+        yield from memory_option_rules.optimizer_faults(self, options)
 
-    def recompute_fault(self, tp: int, layers: frozenset[int], saver: Saver) -> str | None:
+    def recompute_faults(self, tp: int, layers: frozenset[int], options: MemoryOptions) -> Iterator[str]:
         """Check recompute against the chunks' layers and the flags that exclude it or ask for it."""
-        return next(memory_option_rules.recompute_faults(self, tp, layers, saver), None)
+        return memory_option_rules.recompute_faults(self, tp, layers, options)
 
     def layers_of_chunks(self, layout: Layout) -> frozenset[int]:
         """The different numbers of layers that chunks have."""
@@ -115,7 +88,8 @@ class Rules(Terms):
         """Micro-batches of one step, rounded down where they do not divide."""
         return self.job.batch.global_batch_size // (layout.micro_batch_size * layout.dp)
 
-    def _tensor_faults(self, tp: int) -> Iterator[str]:
+    def tensor_faults(self, tp: int) -> Iterator[str]:
+        """Check the widths that tensor parallelism cuts."""
         model = self.job.model
         groups = model.num_query_groups
         # megatron-core 0.16 learned to replicate query groups over more tensor ranks than there are groups.
@@ -132,7 +106,8 @@ class Rules(Terms):
         if model.moe_shared_expert_intermediate_size % tp:
             yield "tp does not divide moe_shared_expert_intermediate_size"
 
-    def _pipeline_faults(self, pp: int) -> Iterator[str]:
+    def pipeline_faults(self, pp: int) -> Iterator[str]:
+        """Check flags that ask for a pipeline, or for none."""
         if pp == 1 and self.job.model.mtp_num_layers and "--overlap-moe-expert-parallel-comm" in self.flags:
             yield "--overlap-moe-expert-parallel-comm with multi-token prediction needs pp > 1"
         if pp > 1 and "--cpu-offloading-num-layers" in self.flags:
@@ -140,7 +115,8 @@ class Rules(Terms):
         if pp == 1 and "--defer-embedding-wgrad-compute" in self.flags:
             yield "--defer-embedding-wgrad-compute needs pp > 1"
 
-    def _context_faults(self, tp: int, cp: int) -> Iterator[str]:
+    def context_faults(self, tp: int, cp: int) -> Iterator[str]:
+        """Check the sequence that context parallelism cuts, and how it exchanges keys and values."""
         model = self.job.model
         if math.prod(int(size) for size in self.flags.get("--hierarchical-context-parallel-sizes", (str(cp),))) != cp:
             yield "cp is not the product of --hierarchical-context-parallel-sizes"
@@ -156,7 +132,8 @@ class Rules(Terms):
         if "a2a" in self.flags.get("--cp-comm-type", ()) and (model.num_attention_heads // tp % cp or groups % cp):
             yield "--cp-comm-type a2a needs heads/tp and query groups/tp divisible by cp"
 
-    def _replicas_faults(self, dp: int, cp: int) -> Iterator[str]:
+    def replicas_faults(self, dp: int, cp: int) -> Iterator[str]:
+        """Check the replicas of the dense weights against the global batch and the optimizer's instances."""
         batch_size = self.job.batch.global_batch_size
         instances = int(self.flags.get("--num-distributed-optimizer-instances", ("1",))[0])
         if batch_size % dp:
@@ -164,7 +141,8 @@ class Rules(Terms):
         if dp * cp % instances:
             yield "--num-distributed-optimizer-instances does not divide dp*cp"
 
-    def _expert_faults(self, degrees: Degrees) -> Iterator[str]:
+    def expert_faults(self, degrees: Degrees) -> Iterator[str]:
+        """Check the grid of the experts."""
         instances = int(self.flags.get("--num-distributed-optimizer-instances", ("1",))[0])
         if degrees.world_size % (degrees.etp * degrees.ep * degrees.pp):
             yield "etp*ep*pp does not divide the ranks"
@@ -196,7 +174,8 @@ class Rules(Terms):
         if degrees.ep > 1 and self.job.own.ep == 1 and self.flags.get("--cuda-graph-impl", ("",))[0] == "local":
             yield "--cuda-graph-impl local with ep > 1 needs --moe-pad-experts-for-cuda-graph-inference"
 
-    def _chunks_faults(self, pp: int, vpp: int, layers_per_chunk: tuple[int, ...]) -> Iterator[str]:
+    def chunks_faults(self, pp: int, vpp: int, layers_per_chunk: tuple[int, ...]) -> Iterator[str]:
+        """Check how the layers are cut into stages and virtual stages."""
         layers = self.job.model.num_layers
         if vpp > 1 and pp == 1:
             yield "virtual stages need pp > 1"
@@ -213,7 +192,8 @@ class Rules(Terms):
         if vpp == 1 and "--overlap-param-gather-with-optimizer-step" in self.flags:
             yield "--overlap-param-gather-with-optimizer-step needs virtual stages"
 
-    def _batch_faults(self, dp: int, micro_batch_size: int) -> Iterator[str]:
+    def batch_faults(self, dp: int, micro_batch_size: int) -> Iterator[str]:
+        """Check the micro-batches of one step against the global batch and its ramp-up."""
         batch_size, samples = self.job.batch.global_batch_size, micro_batch_size * dp
         if batch_size % samples:
             yield f"micro_batch_size*dp does not divide global_batch_size={batch_size}"

@@ -12,18 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_lines import SMALL
 from search import naive
+from search.legal import legal_layouts, variants
 
 from pipette_launch.cost.columns.layouts import LayoutColumns
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import ComputeCase, Layout, Samples
+from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.megatron import read_job, write_arguments
-from pipette_launch.search.layouts.axes import NO_RECOMPUTE, micro_batch_sizes
-from pipette_launch.search.layouts.enumerate import Cuts, compute_cases, cuts, layouts
+from pipette_launch.search.layouts.axes import micro_batch_sizes
+from pipette_launch.search.layouts.enumerate import Cuts, compute_cases, cuts
+from pipette_launch.search.layouts.layout_parts import MemoryOptions
 from pipette_launch.search.layouts.rules import Rules
-from pipette_launch.search.layouts.terms import Saver
 
-NO_SAVERS: dict[str, Any] = {name: getattr(Layout(), name) for name in Saver._fields}
+NO_SAVERS: dict[str, Any] = {name: getattr(Layout(), name) for name in MemoryOptions._fields}
 
 
 def found_in(case: naive.Case) -> Cuts:
@@ -48,7 +50,7 @@ def test_cuts_agree_with_trying_everything(case: naive.Case) -> None:
 def test_savers_agree_with_trying_everything(case: naive.Case) -> None:
     """Every cut has exactly its legal savers, the first of them in its row; all are counted."""
     found = found_in(case)
-    every = [found.savers(row) for row in range(len(found))]
+    every = [variants(found, row) for row in range(len(found))]
     expected = [{replace(cut, **saver._asdict()) for saver in naive.savers(case, cut)} for cut in found.layouts]
     row_M, columns = found.spread(np.arange(len(found)))
 
@@ -77,12 +79,12 @@ def test_rules_see_the_same_faults(case: naive.Case) -> None:
 def test_layouts_are_all_savers_of_all_cuts(case: naive.Case) -> None:
     """The flat list holds the user's own layout first and each other once; all of them are legal."""
     job, world_size, kind = case
-    found = layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    found = legal_layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
     rules = Rules.of(job, device_kind=kind)
 
-    assert job.own == found.layouts[0]
-    assert len(found.layouts) == len(set(found.layouts)) == found_in(case).num_layouts
-    assert {None} >= {rules.fault(layout) for layout in found.layouts[1:]}
+    assert job.own == found[0]
+    assert len(found) == len(set(found)) == found_in(case).num_layouts
+    assert {None} >= {rules.fault(layout) for layout in found[1:]}
 
 
 @settings(max_examples=20, deadline=None)
@@ -90,7 +92,7 @@ def test_layouts_are_all_savers_of_all_cuts(case: naive.Case) -> None:
 def test_pins_hold(case: naive.Case, data: st.DataObject) -> None:
     """A pinned field keeps the user's value in every layout, and the rest stays legal."""
     job, world_size, kind = case
-    legal = layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind).layouts
+    legal = legal_layouts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
     # Without experts ETP means nothing, and a pinned one only changes how it is written.
     names = [field.name for field in fields(Layout) if job.model.num_experts or field.name != "etp"]
     pinned = data.draw(st.lists(st.sampled_from(names), unique=True).map(lambda chosen: tuple(sorted(chosen))))
@@ -98,7 +100,7 @@ def test_pins_hold(case: naive.Case, data: st.DataObject) -> None:
     job = replace(job, own=own)
     rules = Rules.of(job, device_kind=kind)
 
-    found = layouts(replace(job, pinned=pinned), world_size=world_size, devices_per_host=2, device_kind=kind).layouts
+    found = legal_layouts(replace(job, pinned=pinned), world_size=world_size, devices_per_host=2, device_kind=kind)
 
     assert own == found[0]
     # Megatron itself switches sequence parallelism off where tp = 1.
@@ -116,9 +118,9 @@ def test_everything_pinned_leaves_the_own_layout() -> None:
     """Where the user fixed all, there is nothing to search."""
     job = tiny_job(4, pinned=tuple(field.name for field in fields(Layout)))
 
-    found = layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
+    found = legal_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
 
-    assert (job.own,) == found.layouts
+    assert (job.own,) == found
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_everything_pinned_leaves_the_own_layout() -> None:
 )
 def test_a_dropped_layout_has_a_reason(changes: dict[str, object], reason: str) -> None:
     """What falls out is counted under the constraint that it breaks."""
-    found = layouts(tiny_job(4, model=tiny_model(**changes)), world_size=4, devices_per_host=4, device_kind="cpu")
+    found = cuts(tiny_job(4, model=tiny_model(**changes)), world_size=4, devices_per_host=4, device_kind="cpu")
 
     assert found.dropped[reason] > 0
 
@@ -142,7 +144,7 @@ def test_query_groups_were_never_replicated_before_016() -> None:
 
     def widest(version: str) -> int:
         job = tiny_job(4, model=tiny_model(num_query_groups=1), megatron_version=version)
-        return max(layout.tp for layout in layouts(job, world_size=4, devices_per_host=4, device_kind="cpu").layouts)
+        return max(layout.tp for layout in legal_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu"))
 
     assert (widest("0.15.3"), widest("0.16.1")) == (1, 4)
 
@@ -173,7 +175,7 @@ def test_the_users_own_flags_bind(flag: str, holds: object) -> None:
     model = tiny_model(transformer_impl="transformer_engine")
     job = tiny_job(4, model=model, performance_flags=(flag,))
 
-    found = layouts(job, world_size=4, devices_per_host=4, device_kind="cuda").layouts[1:]
+    found = legal_layouts(job, world_size=4, devices_per_host=4, device_kind="cuda")[1:]
 
     assert found
     assert [layout for layout in found if not holds(layout)] == []  # type: ignore[operator]
@@ -187,7 +189,7 @@ def test_the_users_uneven_cut_stays(pinned: tuple[str, ...], expected: set[tuple
     own = Layout(pp=2, dp=2, layers_per_chunk=(3, 2))
     job = tiny_job(4, model=tiny_model(num_layers=5, vocab_size=1), own=own, pinned=pinned)
 
-    found = layouts(job, world_size=4, devices_per_host=4, device_kind="cpu").layouts
+    found = legal_layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
 
     assert expected == {(layout.pp, layout.layers_per_chunk) for layout in found if layout.vpp == 1} - {(2, (2, 3))}
 
@@ -213,15 +215,14 @@ def test_an_illegal_own_layout_is_marked() -> None:
     """The user's own layout is never dropped, even where Megatron would refuse it."""
     job = tiny_job(4, own=Layout(tp=4), model=tiny_model(num_attention_heads=2, num_query_groups=2))
 
-    found = layouts(job, world_size=4, devices_per_host=4, device_kind="cpu")
+    found = cuts(job, world_size=4, devices_per_host=4, device_kind="cpu")
 
-    assert job.own == found.layouts[0]
     assert found.own_fault == "tp does not divide num_attention_heads=2"
 
 
 def test_tensor_parallel_groups_over_hosts_come_last() -> None:
     """They are legal and stay in, after all that keep tensor parallelism inside a host."""
-    found = layouts(tiny_job(4), world_size=4, devices_per_host=2, device_kind="cpu").layouts
+    found = legal_layouts(tiny_job(4), world_size=4, devices_per_host=2, device_kind="cpu")
     wide = [layout.tp > 2 for layout in found[1:]]
 
     assert any(wide)
@@ -269,10 +270,10 @@ def test_every_layout_can_be_written_and_read_back(kind: str, flags: str) -> Non
     """Megatron's command line can say each of them, and means the same layout by it."""
     arguments = f"{GPT} {flags}".split()
     job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
-    found = layouts(job, world_size=8, devices_per_host=8, device_kind=kind)
+    found = legal_layouts(job, world_size=8, devices_per_host=8, device_kind=kind)
 
-    assert found.own_fault is None
-    for layout in found.layouts[:: max(1, len(found.layouts) // 25)]:
+    assert Rules.of(job, device_kind=kind).fault(job.own) is None
+    for layout in found[:: max(1, len(found) // 25)]:
         words = write_arguments(arguments, job=job, layout=layout)
         read = read_job(words, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
 

@@ -15,7 +15,6 @@ from pipette_launch.facts.job import Batch
 from pipette_launch.search.candidates import Field
 from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
-from pipette_launch.search.layouts.neighbours import neighbours
 from pipette_launch.search.solve import SolveOptions, solve
 
 JOB = tiny_job(4, own=Layout(pp=2, dp=2), batch=Batch(global_batch_size=16))
@@ -53,7 +52,7 @@ def test_neighbours_differ_in_one_choice(place: int) -> None:
         for other in layouts
         if other != layout and any(without(other, *names) == without(layout, *names) for names in choices)
     }
-    columns = neighbours(found, layout)
+    columns = found.neighbours(layout)
 
     assert expected == {columns.layout(row) for row in range(len(columns))}
 
@@ -67,7 +66,7 @@ def test_a_plan_does_not_lose_to_itself_with_one_choice_changed(monkeypatch: pyt
     field = Field.of(JOB, measurements, memory_margin=0.08)
     best = plan.chosen
     found = cuts(JOB, world_size=4, devices_per_host=2, device_kind="cpu", table=field.predictor.compute)
-    columns = neighbours(found, best.layout)
+    columns = found.neighbours(best.layout)
     near = [columns.layout(row) for row in range(len(columns))]
 
     assert near

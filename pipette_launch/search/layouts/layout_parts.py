@@ -36,7 +36,7 @@ class Degrees(NamedTuple):
         return self.dp * self.cp > 1 or self.expert_dp > 1
 
 
-class Saver(NamedTuple):
+class MemoryOptions(NamedTuple):
     """What a layout does to save memory or to hide communication, beside its degrees and its cut."""
 
     sequence_parallel: bool
@@ -47,7 +47,7 @@ class Saver(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class JobConstraints:
     """A job, where it runs, and the flags of its own that bind a layout."""
 
     job: Job

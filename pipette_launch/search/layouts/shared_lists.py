@@ -1,4 +1,4 @@
-"""Lists of values that many combinations share: built once each, and spread over the combinations by numpy."""
+"""SharedLists of values that many combinations share: built once each, and spread over the combinations by numpy."""
 
 # D = combinations, N = combinations with each value of their list.
 
@@ -15,10 +15,10 @@ from pipette_launch.cost.columns.layouts import Ints
 K = TypeVar("K", bound=Hashable)
 
 Build = Callable[[K, "Counter[str]"], Iterable[tuple[int, ...]]]
-"""Lists what follows a key, and counts what is refused."""
+"""SharedLists what follows a key, and counts what is refused."""
 
 
-class Lists(Generic[K]):
+class SharedLists(Generic[K]):
     """A list of rows of numbers for each key, with the reasons why others are not in it."""
 
     def __init__(self, build: Build[K], *, width: int) -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from benchmarks.mapping.fabrics import BAD_SHARE, BAD_SPEED, LEAF, NOISE, POD, TIERS, Fabric, grid_flows
 from benchmarks.mapping.pipette_cost import measured_ms_per_mb
+from benchmarks.mapping.swap_annealing import annealed
 from benchmarks.mapping.tiles import best_tiled
 from benchmarks.telling import processor, shown
 from pipette_launch.facts import Links
@@ -32,7 +33,6 @@ from pipette_launch.probe.links.estimate import estimate
 from pipette_launch.probe.links.sampling import Pair, Place, Round, blind_rounds
 from pipette_launch.probe.options import BLIND_ROUNDS
 from pipette_launch.search.assignment.problem import Flows
-from pipette_launch.search.assignment.settle import settle
 from pipette_launch.search.placement.tiers import tiers_of
 
 Floats = NDArray[np.float64]
@@ -130,8 +130,7 @@ class World:
         columns = flows.num_seats // STAGES
         start_Q = best_tiled(flows, tiers_of(links), rows=STAGES, columns=columns)
         rng = np.random.default_rng([self.seed, self.plans])
-        done = settle(flows, start_Q, moves=moves, rng=rng, clock=time.process_time, deadline_s=np.inf)
-        return flows, done.place_Q
+        return flows, annealed(flows, start_Q, moves=moves, rng=rng).place_Q
 
     def cost(self, place_Q: Ints) -> float:
         """What the placement costs on the links as they are."""

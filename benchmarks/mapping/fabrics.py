@@ -71,7 +71,4 @@ def grid_flows(seconds_HH: Floats, stages: int) -> Flows:
         group_F=np.zeros(ring + path, dtype=np.int64),
         offset_G=np.zeros(1),
         family_G=np.zeros(1, dtype=np.int64),
-        seat_type_Q=np.zeros(seat_PR.size, dtype=np.int64),
-        seat_seconds_UH=np.zeros((0, seat_PR.size)),
-        seat_group_Q=np.full(seat_PR.size, -1),
     )

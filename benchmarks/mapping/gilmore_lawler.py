@@ -67,22 +67,15 @@ def _profiles(flows: Flows, part_G: Floats) -> tuple[Floats, Ints]:
     view_E = np.concatenate([as_sender_T[flows.type_F], as_receiver_T[flows.type_F]])
     weight_E = np.tile(0.5 * flows.weight_F * part_G[flows.group_F], 2)
     profile_QVK = _sorted_weights(flows.num_seats, len(links_MHH), (seat_E, other_E, view_E), weight_E)
-    has_own_Q = flows.seat_group_Q >= 0
-    own_Q = np.where(has_own_Q, flows.seat_type_Q, -1)
-    own_part_Q = np.where(has_own_Q, part_G[np.maximum(flows.seat_group_Q, 0)], 0.0)
-    rows_QX = np.column_stack([profile_QVK.reshape(flows.num_seats, -1), own_Q, own_part_Q])
-    rows_UX, count_U = np.unique(rows_QX, axis=0, return_counts=True)
-    deep = min(profile_QVK.shape[2], flows.num_places - 1)
-    cost_UH = np.zeros((len(rows_UX), flows.num_places))
+    rows_UX, count_U = np.unique(profile_QVK.reshape(flows.num_seats, -1), axis=0, return_counts=True)
+    deep = min(profile_QVK.shape[2], flows.num_seats - 1)
+    cost_UH = np.zeros((len(rows_UX), flows.num_seats))
     for view, links_HH in enumerate(links_MHH):
         apart_HH = np.array(links_HH)
         np.fill_diagonal(apart_HH, np.inf)
         near_HK = np.sort(np.partition(apart_HH, deep - 1, axis=1)[:, :deep], axis=1) if deep else apart_HH[:, :0]
         first = view * profile_QVK.shape[2]
         cost_UH += rows_UX[:, first : first + deep] @ near_HK.T
-    for row, (own, part) in enumerate(rows_UX[:, -2:]):
-        if own >= 0:
-            cost_UH[row] += part * flows.seat_seconds_UH[int(own)]
     return cost_UH, count_U
 
 

@@ -83,9 +83,6 @@ class PipetteCost:
             group_F=np.concatenate([np.repeat(np.arange(pipes), hops), pipes + np.arange(ring)]),
             offset_G=np.zeros(pipes + ring),
             family_G=np.repeat([0, 1], [pipes, ring]),
-            seat_type_Q=np.zeros(len(self.ms_HH), dtype=np.int64),
-            seat_seconds_UH=np.zeros((0, len(self.ms_HH))),
-            seat_group_Q=np.full(len(self.ms_HH), -1),
         )
 
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from benchmarks.mapping.pipette_cost import Floats, Ints, PipetteCost
 from pipette_launch.search.assignment.problem import Flows
-from pipette_launch.search.assignment.tempering import temper
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,16 +37,6 @@ def problems(instance: int) -> Iterator[Problem]:
     yield _ring_and_path(ms_HH, float(rng.uniform(0.1, 2.0)))
 
 
-def annealed(flows: Flows, least: float, rng: np.random.Generator, moves: int) -> tuple[float, int]:
-    """Cost that tempering from host order found, and after how many moves; told the least only to stop early."""
-    best, done = flows.cost(np.arange(flows.num_seats)), 0
-    steps = temper(flows, np.arange(flows.num_seats), rng)
-    while done < moves and best > least * (1 + 1e-9):
-        step = next(steps)
-        best, done = min(best, step.cost), done + step.priced
-    return best, done
-
-
 def _judge_of(pipette: PipetteCost) -> Callable[[Ints], Floats]:
     return lambda place_KH: pipette.costs(place_KH.reshape(len(place_KH), -1, pipette.stages))
 
@@ -64,9 +53,6 @@ def _ring_and_path(ms_HH: Floats, weight: float) -> Problem:
         group_F=np.zeros(2 * hosts - 1, dtype=np.int64),
         offset_G=np.zeros(1),
         family_G=np.zeros(1, dtype=np.int64),
-        seat_type_Q=np.zeros(hosts, dtype=np.int64),
-        seat_seconds_UH=np.zeros((0, hosts)),
-        seat_group_Q=np.full(hosts, -1),
     )
 
     def judge(place_KH: Ints) -> Floats:

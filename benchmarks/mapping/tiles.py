@@ -53,7 +53,7 @@ def _mean_links(seconds_HH: Floats, group_H: Ints) -> Floats:
 
 
 def tiled(rows: int, columns: int, tiles: Sequence[tuple[int, int]]) -> Ints:
-    """Seats in an order in which every tile of (rows, columns), coarsest first, is a run; neighbours snake along."""
+    """Slots in an order in which every tile of (rows, columns), coarsest first, is a run; neighbours snake along."""
     return np.array(_cut((0, rows), (0, columns), tiles, columns), dtype=np.int64)
 
 
@@ -78,7 +78,7 @@ def _nested(heights: Sequence[int], columns: int, sizes: Sequence[int]) -> list[
 
 
 def _cut(rows: tuple[int, int], columns: tuple[int, int], tiles: Sequence[tuple[int, int]], stride: int) -> list[int]:
-    """Seats of a rectangle, tile by tile; along the shorter side where no tile is left."""
+    """Slots of a rectangle, tile by tile; along the shorter side where no tile is left."""
     if not tiles:
         down = [[row * stride + column for row in range(*rows)] for column in range(*columns)]
         if rows[1] - rows[0] > columns[1] - columns[0]:

@@ -10,8 +10,8 @@ from pipette_launch.cost.memory.overhead import Overhead, overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
 from pipette_launch.facts.machines.device_memory import MemoryNeed
-from pipette_launch.search.placement.allowed import Placed
 from pipette_launch.search.placement.search import ROUNDS
+from pipette_launch.search.placement.slots import Placed
 
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"

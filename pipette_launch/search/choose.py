@@ -14,7 +14,7 @@ from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.search.candidates import Candidate, Field, doublings_apart
-from pipette_launch.search.placement.allowed import host_order
+from pipette_launch.search.placement.slots import host_order
 
 EQUAL = 0.005
 """Steps that differ by less than this part count as equally fast: predictions are off by several times as much."""

@@ -14,8 +14,8 @@ from pipette_launch.facts import Layout
 from pipette_launch.search.bounds.placement_bound import Bound
 from pipette_launch.search.candidates import MANY_SLOTS, Candidate, Field
 from pipette_launch.search.frontier import Frontier, Promising
-from pipette_launch.search.placement.allowed import Placed, Placement, Seats
 from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, num_placements
+from pipette_launch.search.placement.slots import Placed, Placement, Slots
 from pipette_launch.search.tasks import Clock, Crew, Task, Tried, perform
 
 FIRST_BATCH = 6
@@ -200,7 +200,7 @@ class Course:
     def _exhaust(self) -> None:
         """Try every placement of the best layout, where they are few."""
         leader = self._leader()
-        few = AT_ONCE < num_placements(leader.layout, Seats.of(self._field.cluster)) <= EXACT
+        few = AT_ONCE < num_placements(leader.layout, Slots.of(self._field.cluster)) <= EXACT
         if leader.meets_bound or not few:
             return
         placed = leader.placed

@@ -13,9 +13,9 @@ from typing import Literal
 
 from pipette_launch.facts import Layout, files
 from pipette_launch.search.candidates import Field
-from pipette_launch.search.placement.allowed import Placed, Placement, Seats, host_order, meets
 from pipette_launch.search.placement.exhaustive import exhaustion
 from pipette_launch.search.placement.search import begin, improve
+from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, faster, host_order
 
 Clock = Callable[[], float]
 Stage = Literal["price", "carry", "improve", "exhaust"]
@@ -77,63 +77,44 @@ def alone(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> Crew:
 
 def perform(field: Field, task: Task, *, seed: int, clock: Clock, deadline_s: float) -> Tried:
     """Do one task; the deadline cuts it short, but something always comes of it."""
-    if task.stage == "price":
-        return _price(field, task, clock=clock, deadline_s=deadline_s)
-    if task.stage == "carry":
-        return _carry(field, task)
+
+    def is_late() -> bool:
+        return clock() >= deadline_s
+
+    if task.stage in ("price", "carry"):
+        return _first_price(field, task, is_late=is_late)
     objective = field.predictor.placement_cost(task.layout)
+    problem = PlacementProblem(layout=task.layout, cluster=field.cluster, objective=objective, bound_s=task.bound_s)
     placed = Placed(placement=task.placement, cost_s=task.cost_s, is_optimal=False)
     if task.stage == "exhaust":
-        seats = Seats.of(field.cluster)
-        for found in exhaustion(task.layout, seats, placed, objective=objective, clock=clock, deadline_s=deadline_s):
-            placed = found
+        *_, placed = placed, *exhaustion(problem, placed, is_late=is_late)
     else:
-        placed = improve(
-            task.layout,
-            field.cluster,
-            placed,
-            objective=objective,
-            bound_s=task.bound_s,
-            turn=task.round,
-            rng=random.Random(files.digest(seed, task.layout, task.round)),
-            clock=clock,
-            deadline_s=deadline_s,
-        )
+        rng = random.Random(files.digest(seed, task.layout, task.round))
+        placed = improve(problem, placed, turn=task.round, rng=rng, is_late=is_late)
     return Tried(bound_s=task.bound_s, placement=placed.placement, cost_s=placed.cost_s, is_optimal=placed.is_optimal)
 
 
-def _carry(field: Field, task: Task) -> Tried:
-    bound_s = field.predictor.bound_s(task.layout)
-    if bound_s >= task.beat_s:
-        return Tried(bound_s=bound_s)
-    objective = field.predictor.placement_cost(task.layout)
-    cost_s = objective.cost(task.placement)
-    if cost_s >= task.beat_s:
-        return Tried(bound_s=bound_s)
-    return Tried(
-        bound_s=bound_s,
-        host_order_s=objective.cost(host_order(task.layout.world_size)),
-        placement=task.placement,
-        cost_s=cost_s,
-        is_optimal=meets(cost_s, bound_s),
-    )
-
-
-def _price(field: Field, task: Task, *, clock: Clock, deadline_s: float) -> Tried:
+def _first_price(field: Field, task: Task, *, is_late: IsLate) -> Tried:
+    """Price a layout in torchrun's order, and in the best start or in the placement that the task names."""
     layout = task.layout
     bound_s = field.predictor.bound_s(layout)
     if bound_s >= task.beat_s:
         return Tried(bound_s=bound_s)
     objective = field.predictor.placement_cost(layout)
-    order = host_order(layout.world_size)
-    host_order_s = objective.cost(order)
-    best = Placed(placement=order, cost_s=host_order_s, is_optimal=meets(host_order_s, bound_s))
-    if not best.is_optimal:
-        started = begin(layout, field.cluster, objective=objective, bound_s=bound_s, clock=clock, deadline_s=deadline_s)
-        best = started if started.cost_s < best.cost_s or started.is_optimal else best
+    problem = PlacementProblem(layout=layout, cluster=field.cluster, objective=objective, bound_s=bound_s)
+    if task.stage == "carry":
+        best = problem.best_of([task.placement])
+        if best.cost_s >= task.beat_s:
+            return Tried(bound_s=bound_s)
+    in_host_order = problem.best_of([host_order(layout.world_size)])
+    if task.stage == "price":
+        best = in_host_order
+        if not best.is_optimal:
+            started = begin(problem, is_late=is_late)
+            best = started if started.is_optimal else faster(best, started)
     return Tried(
         bound_s=bound_s,
-        host_order_s=host_order_s,
+        host_order_s=in_host_order.cost_s,
         placement=best.placement,
         cost_s=best.cost_s,
         is_optimal=best.is_optimal,

@@ -68,16 +68,6 @@ def test_flows_between_two_seats_share_a_link() -> None:
     assert gilmore_bound(flows) == pytest.approx(2.0)
 
 
-def test_a_slow_place_is_left_to_whom_it_hurts_least() -> None:
-    """Own seconds count: two seats of different weight of their own, one place twice as slow."""
-    base = ring_and_path(np.ones((2, 2)))
-    fields = {name: getattr(base, name) for name in Flows.__dataclass_fields__}
-    own = {"seat_seconds_UH": np.array([[1.0, 2.0], [10.0, 20.0]]), "seat_group_Q": np.array([0, 0])}
-    flows = Flows(**{**fields, **own, "seat_type_Q": np.array([0, 1])})
-
-    assert gilmore_bound(flows) == pytest.approx(3.0 + 12.0)
-
-
 def test_negative_weights_are_refused() -> None:
     """The pairing of heavy flows with short links bounds nothing then."""
     base = ring_and_path(np.ones((3, 3)))

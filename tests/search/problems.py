@@ -9,7 +9,7 @@ from pipette_launch.search.assignment.problem import Flows
 
 
 def any_flows(rng: np.random.Generator, seats: int) -> Flows:
-    """A problem with everything in it: two types, several families of several groups, offsets, own seconds."""
+    """A problem with everything in it: two types, several families of several groups, offsets."""
     count, groups = int(rng.integers(1, 3 * seats)), int(rng.integers(1, 5))
     sender_F = rng.integers(seats, size=count)
     return Flows(
@@ -21,9 +21,6 @@ def any_flows(rng: np.random.Generator, seats: int) -> Flows:
         group_F=rng.integers(groups, size=count),
         offset_G=rng.uniform(0, 1, groups),
         family_G=np.unique(rng.integers(groups, size=groups), return_inverse=True)[1],
-        seat_type_Q=rng.integers(2, size=seats),
-        seat_seconds_UH=rng.uniform(0, 1, (2, seats)),
-        seat_group_Q=rng.integers(-1, groups, size=seats),
     )
 
 
@@ -40,7 +37,4 @@ def ring_and_path(seconds_HH: NDArray[np.float64], *, path_weight: float = 1.0) 
         group_F=np.repeat([0, 1], [seats, seats - 1]),
         offset_G=np.zeros(2),
         family_G=np.arange(2),
-        seat_type_Q=np.zeros(seats, dtype=np.int64),
-        seat_seconds_UH=np.zeros((0, seats)),
-        seat_group_Q=np.full(seats, -1),
     )

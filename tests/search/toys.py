@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipette_launch.facts import Layout
-from pipette_launch.search.placement.allowed import Floats, Ints
+from pipette_launch.search.placement.slots import Floats, Ints
 
 Distances = tuple[tuple[float, ...], ...]
 
@@ -46,6 +46,17 @@ def link_cost(layout: Layout, distances: Distances) -> OneByOne:
         return total + sum(max(max(hops(group, closed=True)) for group in kind) for kind in rings)
 
     return OneByOne(cost)
+
+
+def never() -> bool:
+    """Time is never up."""
+    return False
+
+
+def after(times: int) -> Callable[[], bool]:
+    """Time is up from the so many-th question on."""
+    left = iter(range(times))
+    return lambda: next(left, None) is None
 
 
 class Ticks:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+from search.toys import never
 
 from pipette_launch.facts import Batch, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
 from pipette_launch.search.candidates import Field
+from pipette_launch.search.placement.exhaustive import AT_ONCE, num_placements
+from pipette_launch.search.placement.search import ROUNDS, begin, improve
+from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem
 from pipette_launch.search.solve import SolveOptions, solve
 
 PROVENANCE = Provenance(key="0123456789abcdef", made_at="2026-11-21T00:00:00Z", versions={}, source="measured")
@@ -63,3 +68,14 @@ def field_of(job: Job, measurements: Measurements | None = None, *, memory_margi
     """What the search looks at."""
     measurements = measurements or tiny_measurements(tiny_cluster())
     return Field.of(job, measurements, memory_margin=memory_margin)
+
+
+def improvements(problem: PlacementProblem, *, seed: int = 0, is_late: IsLate = never) -> list[Placed]:
+    """The best start of a layout's placement, and what each round of `improve` makes of it."""
+    rng = random.Random(seed)
+    found = [begin(problem, is_late=is_late)]
+    for turn in range(ROUNDS if num_placements(problem.layout, problem.slots) > AT_ONCE else 0):
+        if found[-1].is_optimal or is_late():
+            break
+        found.append(improve(problem, found[-1], turn=turn, rng=rng, is_late=is_late))
+    return found

@@ -1,6 +1,6 @@
-"""Go downhill from a good start: swap the seats of the groups that bind, many at a time, those that gain most first."""
+"""Go downhill from a good start: swap seats of the largest groups, many at a time, those that gain most first."""
 
-# Q = seats, F = flows, G = groups, N = families, P = proposed swaps.
+# Q = seats, H = places, K = near places, F = flows, G = groups, P = proposed swaps, A = accepted ones.
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipette_launch.search.assignment.problem import Floats, Flows, Ints
-from pipette_launch.search.assignment.settle import Settled
-from pipette_launch.search.assignment.swap_deltas import Board, Position
+from pipette_launch.search.assignment.problem import Arrangement, Floats, Flows, Ints
+from pipette_launch.search.assignment.swap_deltas import Position, SwapPrices
 
 PROPOSALS_PER_SEAT = 2
 FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 2048
@@ -29,9 +28,8 @@ def descend(
     near_HK: Ints,
     steps: int,
     rng: np.random.Generator,
-    clock: Callable[[], float],
-    deadline_s: float,
-) -> Settled:
+    is_late: Callable[[], bool],
+) -> Arrangement:
     """Look for a cheaper bijection near a given one; never worse than it.
 
     A family costs what its largest group does, so only swaps of a seat of its largest groups can help, and after each
@@ -44,80 +42,57 @@ def descend(
         near_HK: some near places of each place.
         steps: batches of proposals.
         rng: the only source of chance.
-        clock: seconds, on the scale of `deadline_s`.
-        deadline_s: when to stop.
+        is_late: whether to stop.
 
     """
-    board = Board(flows, 1)
-    here = board.position(np.array(place_Q, dtype=np.int64))
-    best_Q, best_cost = here.place_X, float(here.cost_R[0])
-    scale = _spread(flows, here)
-    priced = idle = 0
-    for softness in np.geomspace(SOFTEST, HARDEST, steps) if scale > 0 else ():
-        if clock() >= deadline_s or idle >= PATIENCE:
+    prices = SwapPrices(flows)
+    best = here = prices.position(np.array(place_Q, dtype=np.int64))
+    scale_s = _spread(flows, here)
+    idle = 0
+    for softness in np.geomspace(SOFTEST, HARDEST, steps) if scale_s > 0 else ():
+        if is_late() or idle >= PATIENCE:
             break
-        one_P, two_P = _proposals(board, here, near_HK, softness * scale, rng)
-        priced += len(one_P)
-        rise_P = board.rises(here, one_P, two_P, np.array([softness * scale]))
+        softness_s = softness * scale_s
+        share_G = prices.shares(here, softness_s)
+        one_P, two_P = _proposals(prices, here, near_HK, share_G, rng)
+        rise_P = prices.rises(here, one_P, two_P, share_G, softness_s)
         better = np.flatnonzero((rise_P < 0) & (one_P != two_P))
         idle = 0 if len(better) else idle + 1
         if not idle:
-            here = _swapped(board, here, one_P[better], two_P[better], rise_P[better])
-        if here.cost_R[0] < best_cost:
-            best_Q, best_cost = here.place_X, float(here.cost_R[0])
-    return Settled(place_Q=best_Q, cost=flows.cost(best_Q), moves=priced)
+            better = better[np.argsort(rise_P[better], kind="stable")]
+            here = _swapped(prices, here, one_P[better], two_P[better])
+        if here.cost_s < best.cost_s:
+            best = here
+    return Arrangement(place_Q=best.place_Q, cost_s=best.cost_s)
 
 
-def _swapped(board: Board, here: Position, one_A: Ints, two_A: Ints, rise_A: Floats) -> Position:
-    """Make the swaps that do not meet a better one."""
-    order = np.argsort(rise_A, kind="stable")
-    made = order[_apart(board, one_A[order], two_A[order])]
-    place_X = here.place_X.copy()
-    place_X[one_A[made]], place_X[two_A[made]] = here.place_X[two_A[made]], here.place_X[one_A[made]]
-    return board.position(place_X)
+def _swapped(prices: SwapPrices, here: Position, one_A: Ints, two_A: Ints) -> Position:
+    """Make the swaps that do not meet an earlier one."""
+    made = prices.apart(one_A, two_A)
+    place_Q = here.place_Q.copy()
+    place_Q[one_A[made]], place_Q[two_A[made]] = here.place_Q[two_A[made]], here.place_Q[one_A[made]]
+    return prices.position(place_Q)
 
 
 def _spread(flows: Flows, here: Position) -> float:
     """Seconds between the largest and the median group, over all families."""
-    seconds_G = here.group_seconds_RG[0]
-    families = [seconds_G[flows.family_G == family] for family in range(int(flows.family_G.max()) + 1)]
+    families = [here.group_seconds_G[flows.family_G == family] for family in range(flows.num_families)]
     return float(sum(group.max() - np.median(group) for group in families))
 
 
 def _proposals(
-    board: Board, here: Position, near_HK: Ints, softness_s: float, rng: np.random.Generator
+    prices: SwapPrices, here: Position, near_HK: Ints, share_G: Floats, rng: np.random.Generator
 ) -> tuple[Ints, Ints]:
-    """Seats by their share in the soft maxima, and where to take each."""
-    flows, seats = board.flows, board.flows.num_seats
+    """Slots by their share in the soft maxima, and where to take each."""
+    flows, seats = prices.flows, prices.flows.num_seats
     size = int(np.clip(PROPOSALS_PER_SEAT * seats, FEWEST_PROPOSALS, MOST_PROPOSALS))
-    share_G = _shares(flows, here.group_seconds_RG[0], softness_s)
     weight_F = share_G[flows.group_F]
     weight_Q = np.bincount(np.concatenate([flows.sender_F, flows.receiver_F]), np.tile(weight_F, 2), seats)
     level_Q = np.cumsum(weight_Q + 1e-3 * weight_Q.mean())
     one_P = np.minimum(np.searchsorted(level_Q, rng.random(size) * level_Q[-1]), seats - 1)
     any_P = rng.integers(seats, size=size)
-    degree_P = board.degree_Q[one_P]
+    degree_P = prices.degree_Q[one_P]
     flow_P = (rng.random(size) * degree_P).astype(np.int64)
-    near_P = near_HK[here.beside_XD[one_P, flow_P], rng.integers(near_HK.shape[1], size=size)]
+    near_P = near_HK[here.beside_QD[one_P, flow_P], rng.integers(near_HK.shape[1], size=size)]
     is_informed_P = (degree_P > 0) & (np.arange(size) < INFORMED * size)
-    return one_P, np.where(is_informed_P, here.seat_RH[0, near_P], any_P)
-
-
-def _shares(flows: Flows, seconds_G: Floats, softness_s: float) -> Floats:
-    """Share of each group in its family's soft maximum."""
-    families = int(flows.family_G.max()) + 1
-    largest_N = np.full(families, -np.inf)
-    np.maximum.at(largest_N, flows.family_G, seconds_G)
-    height_G = np.exp((seconds_G - largest_N[flows.family_G]) / softness_s)
-    share_G: Floats = height_G / np.bincount(flows.family_G, height_G)[flows.family_G]
-    return share_G
-
-
-def _apart(board: Board, one_A: Ints, two_A: Ints) -> Ints:
-    """Swaps that come before all others on their seats and on the seats these talk to."""
-    turn_A = np.arange(len(one_A))
-    first_X = np.full(len(board.other_XD), len(one_A))
-    first_X[np.stack([one_A, two_A], axis=1).ravel()[::-1]] = np.repeat(turn_A, 2)[::-1]
-    around_A = [first_X[end_A] for end_A in (one_A, two_A)]
-    around_A += [first_X[board.other_XD[end_A]].min(axis=1) for end_A in (one_A, two_A)]
-    return np.flatnonzero(np.minimum.reduce(around_A) == turn_A)
+    return one_P, np.where(is_informed_P, here.seat_H[near_P], any_P)

@@ -1,6 +1,9 @@
-"""What moves between the seats of a placement, and how many seconds each bijection of seats and places makes of it."""
+"""A block assignment problem: what seats send to each other, and how many seconds each bijection onto places takes.
 
-# Q = seats, H = places (as many), F = flows, G = groups, T = types of flow, U = types of seat, K = bijections.
+It is a quadratic assignment problem (Koopmans and Beckmann 1957) in which groups of flows may count by their maximum.
+"""
+
+# Q = seats, H = places (as many), F = flows, G = groups, N = families, T = types of flow, K = bijections.
 # A bijection is place_Q: the place of each seat.
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ AT_ONCE = 1 << 21
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Flows:
-    """A block placement problem: which place each seat should take.
+    """A block assignment problem: which place each seat should take.
 
-    The cost is the sum over families of the largest of the family's groups, and a group is its offset, plus
-    weight * seconds of its flows, plus its seats' own seconds. A plain sum is one family with one group; the slowest
-    link of a ring is a family in which every link is its own group; Pipette's T_PP is one with a group per pipeline.
-    A seat may be a device, a host, or whatever is moved as one; places are of the same kind.
+    The cost is the sum over families of the largest of the family's groups, and a group is its offset plus
+    weight * seconds of its flows. A plain sum is one family with one group; the slowest link of a ring is a family in
+    which every link is its own group; Pipette's T_PP is one with a group per pipeline. A seat may be a device, a host,
+    or whatever is moved as one; places are of the same kind.
 
     Raises:
         ValueError: shapes or indices that do not fit together, or numbers that are not finite.
@@ -44,17 +47,12 @@ class Flows:
     """Seconds of a group whatever the bijection."""
     family_G: Ints
     """Family of each group, counted from 0 without gaps."""
-    seat_type_Q: Ints
-    seat_seconds_UH: Floats
-    """Own seconds of a seat of a type on each place (a slow host, for one); no rows where no seat has any."""
-    seat_group_Q: Ints
-    """Group that a seat's own seconds belong to; -1 where it has none."""
 
     def __post_init__(self) -> None:
         """Take read-only copies, and check them once."""
-        for name in ("sender_F", "receiver_F", "type_F", "group_F", "family_G", "seat_type_Q", "seat_group_Q"):
+        for name in ("sender_F", "receiver_F", "type_F", "group_F", "family_G"):
             object.__setattr__(self, name, _frozen(getattr(self, name), np.int64))
-        for name in ("seconds_THH", "weight_F", "offset_G", "seat_seconds_UH"):
+        for name in ("seconds_THH", "weight_F", "offset_G"):
             object.__setattr__(self, name, _frozen(getattr(self, name), np.float64))
             if not np.isfinite(getattr(self, name)).all():
                 raise ValueError(f"{name} holds numbers that are not finite")
@@ -64,11 +62,6 @@ class Flows:
     @property
     def num_seats(self) -> int:
         """Q, which is H."""
-        return len(self.seat_type_Q)
-
-    @property
-    def num_places(self) -> int:
-        """H, which is Q."""
         return int(self.seconds_THH.shape[1])
 
     @property
@@ -82,9 +75,9 @@ class Flows:
         return len(self.offset_G)
 
     @cached_property
-    def is_sum(self) -> bool:
-        """Whether every family has one group, so that nothing but sums is left."""
-        return len(np.unique(self.family_G)) == self.num_groups
+    def num_families(self) -> int:
+        """N."""
+        return int(self.family_G.max()) + 1
 
     def cost(self, place_Q: ArrayLike) -> float:
         """Seconds of one bijection; the digits are those of `costs`."""
@@ -111,22 +104,16 @@ class Flows:
         count = len(place_KQ)
         base_K1 = np.arange(count)[:, None] * self.num_groups
         # `bincount` adds in the order given, whatever K is.
-        at_KF = place_KQ[:, self.sender_F] * self.num_places + place_KQ[:, self.receiver_F]
+        at_KF = place_KQ[:, self.sender_F] * self.num_seats + place_KQ[:, self.receiver_F]
         value_KF = self.weight_F * self.seconds_THH.take(self._matrix_F + at_KF)
         sums_KG = np.bincount(
             (base_K1 + self.group_F).ravel(), weights=value_KF.ravel(), minlength=count * self.num_groups
         ).reshape(count, self.num_groups)
-        seats = self._seats_with_seconds
-        if len(seats):
-            own_KQ = self.seat_seconds_UH[self.seat_type_Q[seats], place_KQ[:, seats]]
-            sums_KG += np.bincount(
-                (base_K1 + self.seat_group_Q[seats]).ravel(), weights=own_KQ.ravel(), minlength=sums_KG.size
-            ).reshape(sums_KG.shape)
         return self.offset_G + sums_KG
 
     @cached_property
     def _matrix_F(self) -> Ints:
-        return self.type_F * self.num_places**2
+        return self.type_F * self.num_seats**2
 
     @cached_property
     def _by_family_G(self) -> Ints:
@@ -134,19 +121,11 @@ class Flows:
 
     @cached_property
     def _family_starts_N(self) -> Ints:
-        return np.searchsorted(self.family_G[self._by_family_G], np.arange(self.family_G.max() + 1))
-
-    @cached_property
-    def _seats_with_seconds(self) -> Ints:
-        return np.flatnonzero(self.seat_group_Q >= 0)
+        return np.searchsorted(self.family_G[self._by_family_G], np.arange(self.num_families))
 
     def _check_shapes(self) -> None:
-        types, hosts = self.seconds_THH.shape[:2] if self.seconds_THH.ndim == 3 else (0, 0)
-        if self.seconds_THH.shape != (types, hosts, hosts) or hosts != self.num_seats:
-            raise ValueError(
-                f"seconds_THH has shape {self.seconds_THH.shape}, which is not (types, {self.num_seats}, "
-                f"{self.num_seats}): there must be as many places as seats"
-            )
+        if self.seconds_THH.ndim != 3 or self.seconds_THH.shape[1] != self.seconds_THH.shape[2]:
+            raise ValueError(f"seconds_THH has shape {self.seconds_THH.shape}, which is not (types, places, places)")
         flows = {
             name: getattr(self, name).shape for name in ("sender_F", "receiver_F", "type_F", "weight_F", "group_F")
         }
@@ -156,28 +135,88 @@ class Flows:
             raise ValueError(
                 f"offset_G {self.offset_G.shape} and family_G {self.family_G.shape} must agree, and not be empty"
             )
-        if self.seat_group_Q.shape != (self.num_seats,) or self.seat_seconds_UH.ndim != 2:
-            raise ValueError(f"seat_group_Q has shape {self.seat_group_Q.shape} for {self.num_seats} seats")
-        if self.seat_seconds_UH.shape[1] != hosts:
-            raise ValueError(f"seat_seconds_UH has {self.seat_seconds_UH.shape[1]} columns for {hosts} places")
 
     def _check_indices(self) -> None:
-        seats, own = self.num_seats, self.seat_group_Q >= 0
         for name, indices, limit in (
-            ("sender_F", self.sender_F, seats),
-            ("receiver_F", self.receiver_F, seats),
+            ("sender_F", self.sender_F, self.num_seats),
+            ("receiver_F", self.receiver_F, self.num_seats),
             ("type_F", self.type_F, len(self.seconds_THH)),
             ("group_F", self.group_F, self.num_groups),
             ("family_G", self.family_G, self.num_groups),
-            ("seat_group_Q", self.seat_group_Q[own], self.num_groups),
-            ("seat_type_Q", self.seat_type_Q[own], len(self.seat_seconds_UH)),
         ):
             if indices.size and not (indices.min() >= 0 and indices.max() < limit):
                 raise ValueError(f"{name} must be at least 0 and below {limit}, got {indices.min()} to {indices.max()}")
         if (self.sender_F == self.receiver_F).any():
             raise ValueError("a flow goes from a seat to itself")
-        if len(np.unique(self.family_G)) != self.family_G.max() + 1:
+        if len(np.unique(self.family_G)) != self.num_families:
             raise ValueError(f"families must be counted from 0 without gaps, got {np.unique(self.family_G)}")
+
+
+class ProblemBuilder:
+    """Collects types, families, groups and flows, one after the other, into a `Flows` problem."""
+
+    def __init__(self, num_seats: int) -> None:
+        self.num_seats = num_seats
+        self._matrices_HH: list[Floats] = []
+        self._flows: list[tuple[Ints, Ints, Ints, Floats, Ints]] = []
+        self._offsets: list[Floats] = []
+
+    def add_type(self, seconds_HH: Floats) -> int:
+        """Add a type of flow and return its number: seconds for a unit of it, by place of sender and of receiver."""
+        self._matrices_HH.append(seconds_HH)
+        return len(self._matrices_HH) - 1
+
+    def add_family(self, offset_G: ArrayLike) -> Ints:
+        """Add a family with a group for each offset in seconds, of which the largest counts, and return its groups."""
+        offsets = np.atleast_1d(np.asarray(offset_G, dtype=np.float64))
+        first = sum(map(len, self._offsets))
+        if len(offsets):
+            self._offsets.append(offsets)
+        return np.arange(first, first + len(offsets))
+
+    def add_flows(self, kind: int, sender: Ints, receiver: Ints, weight: ArrayLike, group: Ints) -> None:
+        """Add flows of one type; what stays on its seat, or weighs nothing, is no flow.
+
+        Args:
+            kind: the type's number.
+            sender: seat of each flow.
+            receiver: likewise.
+            weight: units of each flow, or of all.
+            group: group of each flow.
+
+        """
+        weight_F = np.broadcast_to(np.asarray(weight, dtype=np.float64), sender.shape)
+        moves = (sender != receiver) & (weight_F != 0)
+        kinds = np.full(int(moves.sum()), kind)
+        self._flows.append((sender[moves], receiver[moves], kinds, weight_F[moves], group[moves]))
+
+    def flows(self) -> Flows:
+        """Return the problem."""
+        sender, receiver, kinds, weight, group = (
+            np.concatenate([part[column] for part in self._flows]) if self._flows else np.zeros(0)
+            for column in range(5)
+        )
+        matrices = np.stack(self._matrices_HH) if self._matrices_HH else np.zeros((1, self.num_seats, self.num_seats))
+        matrices.setflags(write=False)
+        offsets = self._offsets or [np.zeros(1)]
+        return Flows(
+            seconds_THH=matrices,
+            sender_F=sender.astype(np.int64),
+            receiver_F=receiver.astype(np.int64),
+            type_F=kinds.astype(np.int64),
+            weight_F=weight.astype(np.float64),
+            group_F=group.astype(np.int64),
+            offset_G=np.concatenate(offsets),
+            family_G=np.repeat(np.arange(len(offsets)), [len(each) for each in offsets]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrangement:
+    """A bijection, and its cost in seconds."""
+
+    place_Q: Ints
+    cost_s: float
 
 
 def _frozen(values: ArrayLike, dtype: type[np.generic]) -> NDArray[np.generic]:

@@ -1,47 +1,46 @@
 """What swaps of two seats would change, many at once, priced by the flows of the two seats only."""
 
-# R = copies of the problem side by side, X = seats of all copies (copy * Q + seat), Q = seats of one, H = places,
-# D = the most flows of a seat, M = distinct link matrices, P = proposed swaps, G = groups, N = families,
-# S = 2D + 2 terms of a swap: the flows of both seats, and their own seconds.
+# Q = seats, H = places, D = the most flows of a seat, M = distinct link matrices, P = proposed swaps, G = groups,
+# N = families, S = 2D terms of a swap: the flows of both seats.
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.search.assignment.problem import Floats, Flows, Ints
-from pipette_launch.search.assignment.softmax_delta import soft_rises
 
-NEAREST = 8
-"""How many near places an informed proposal chooses from."""
+STEEPEST = 80.0
+"""Largest exponent: far from overflow, and from any chance of being accepted."""
+LEAST = 1e-12
+"""Smallest part of a family's sum of exponentials that may be left: below it float64 has no digits."""
 
 Entry = TypeVar("Entry", bound=np.generic)
 
 
 @dataclass(frozen=True, eq=False)
 class Position:
-    """A bijection for each copy, what they cost, and what the seats see from their places."""
+    """A bijection, what it costs, and what the seats see from their places."""
 
-    place_X: Ints
-    seat_RH: Ints
-    """Row (in X) of the seat on each place."""
-    cost_R: Floats
-    group_seconds_RG: Floats
-    beside_XD: Ints
+    place_Q: Ints
+    seat_H: Ints
+    """The seat on each place."""
+    cost_s: float
+    group_seconds_G: Floats
+    beside_QD: Ints
     """Place at the other end of each flow of a seat."""
-    now_XD: NDArray[np.float32]
+    now_QD: NDArray[np.float32]
     """Seconds that each of them takes."""
 
 
-class Board:
-    """Tables of a problem, once for each copy: the flows of a seat as seen from there, padded to the most of any."""
+class SwapPrices:
+    """Tables of a problem: the flows of each seat as seen from there, padded to the most of any."""
 
-    def __init__(self, flows: Flows, copies: int) -> None:
-        self.flows, self.copies = flows, copies
+    def __init__(self, flows: Flows) -> None:
+        self.flows = flows
         self.degree_Q: Ints = np.bincount(np.concatenate([flows.sender_F, flows.receiver_F]), minlength=flows.num_seats)
         depth = max(1, int(self.degree_Q.max(initial=0)))
         links_MHH, as_sender_T, as_receiver_T = views(flows.seconds_THH)
@@ -49,85 +48,95 @@ class Board:
         matrix_2F = np.concatenate([as_sender_T[flows.type_F], as_receiver_T[flows.type_F]])
         own_QD = np.repeat(np.arange(flows.num_seats)[:, None], depth, axis=1)
         # The padding has weight 0 and leads from the seat to itself.
-        other_QD = self._padded(np.concatenate([flows.receiver_F, flows.sender_F]), own_QD)
-        weight_QD = self._padded(np.tile(flows.weight_F, 2), np.zeros(own_QD.shape)).astype(np.float32)
-        matrix_QD = self._padded(matrix_2F * flows.num_places**2, np.zeros_like(own_QD))
-        group_QD = self._padded(np.tile(flows.group_F, 2), np.zeros_like(own_QD))
-        self._has_own = bool((flows.seat_group_Q >= 0).any())
-        if self._has_own:
-            group_QD = np.column_stack([group_QD, np.maximum(flows.seat_group_Q, 0)])
-        copy_X1 = np.repeat(np.arange(copies), flows.num_seats)[:, None]
-        self.other_XD: Ints = np.tile(other_QD, (copies, 1)) + copy_X1 * flows.num_seats
-        self._weight_XD = np.tile(weight_QD, (copies, 1))
-        self._matrix_XD = np.tile(matrix_QD, (copies, 1))
-        self._group_XS = np.tile(group_QD, (copies, 1)) + copy_X1 * flows.num_groups
+        self.other_QD: Ints = self._padded(np.concatenate([flows.receiver_F, flows.sender_F]), own_QD)
+        self._weight_QD = self._padded(np.tile(flows.weight_F, 2), np.zeros(own_QD.shape)).astype(np.float32)
+        self._matrix_QD = self._padded(matrix_2F * flows.num_seats**2, np.zeros_like(own_QD))
+        self._group_QD = self._padded(np.tile(flows.group_F, 2), np.zeros_like(own_QD))
 
-    @cached_property
-    def near_HK(self) -> Ints:
-        """The nearest places of each place, over all types of flow as much as they are used."""
-        flows = self.flows
-        use_T = np.bincount(flows.type_F, weights=np.abs(flows.weight_F), minlength=len(flows.seconds_THH))
-        distance_HH = np.tensordot(use_T, flows.seconds_THH, axes=1)
-        distance_HH = distance_HH + distance_HH.T
-        np.fill_diagonal(distance_HH, np.inf)
-        count = min(NEAREST, flows.num_places - 1)
-        return np.argpartition(distance_HH, count - 1, axis=1)[:, :count]
-
-    def position(self, place_X: Ints) -> Position:
-        """Look at a bijection of each copy from every seat."""
-        place_RQ = place_X.reshape(self.copies, -1)
-        seat_RH = np.empty_like(place_RQ)
-        np.put_along_axis(seat_RH, place_RQ, np.arange(len(place_X)).reshape(self.copies, -1), axis=1)
-        beside_XD = place_X[self.other_XD]
-        at_XD = self._matrix_XD + place_X[:, None] * self.flows.num_places + beside_XD
-        group_seconds_RG = self.flows.group_seconds(place_RQ)
+    def position(self, place_Q: Ints) -> Position:
+        """Look at a bijection from every seat."""
+        seat_H = np.empty_like(place_Q)
+        seat_H[place_Q] = np.arange(len(place_Q))
+        beside_QD = place_Q[self.other_QD]
+        at_QD = self._matrix_QD + place_Q[:, None] * self.flows.num_seats + beside_QD
+        group_seconds_1G = self.flows.group_seconds(place_Q[None, :])
         return Position(
-            place_X=place_X,
-            seat_RH=seat_RH,
-            cost_R=self.flows.largest(group_seconds_RG),
-            group_seconds_RG=group_seconds_RG,
-            beside_XD=beside_XD,
-            now_XD=self._weight_XD * self._seconds.take(at_XD),
+            place_Q=place_Q,
+            seat_H=seat_H,
+            cost_s=float(self.flows.largest(group_seconds_1G)[0]),
+            group_seconds_G=group_seconds_1G[0],
+            beside_QD=beside_QD,
+            now_QD=self._weight_QD * self._seconds.take(at_QD),
         )
 
-    def rises(self, position: Position, one_P: Ints, two_P: Ints, softness_R: Floats) -> Floats:
-        """Seconds that each swap alone would add to its copy, to the precision of float32.
+    def shares(self, position: Position, softness_s: float) -> Floats:
+        """Share of each group in its family's soft maximum, s * log(sum over groups of exp(seconds / s))."""
+        family_G = self.flows.family_G
+        largest_N = np.full(self.flows.num_families, -np.inf)
+        np.maximum.at(largest_N, family_G, position.group_seconds_G)
+        height_G = np.exp((position.group_seconds_G - largest_N[family_G]) / softness_s)
+        share_G: Floats = height_G / np.bincount(family_G, weights=height_G)[family_G]
+        return share_G
 
-        A family of several groups counts by its soft maximum (`soft_rises`), softened by `softness_R` seconds.
+    def rises(self, position: Position, one_P: Ints, two_P: Ints, share_G: Floats, softness_s: float) -> Floats:
+        """By how much the sum of the families' soft maxima would rise with each swap alone, to float32's precision.
+
+        The soft maximum also tells what a swap changes that does not touch the largest group.
+
+        Args:
+            position: the bijection now.
+            one_P: a seat of each swap.
+            two_P: the other one.
+            share_G: what `shares` says of this position and softness.
+            softness_s: s of the soft maximum, in seconds; a family of one group is its own maximum whatever s.
+
+        Returns:
+            Seconds for each swap; a family's rise is cut at 80 s and its fall at 27 s, which decide any swap.
+
         """
+        family_G, families = self.flows.family_G, self.flows.num_families
+        alone_G = np.bincount(family_G)[family_G] == 1
         terms_PS = self._terms(position, one_P, two_P)
-        if self.flows.is_sum:
-            rise_P: Floats = terms_PS.sum(axis=1)
-            return rise_P
-        groups_PS = np.concatenate([self._group_XS[one_P], self._group_XS[two_P]], axis=1)
-        return soft_rises(self.flows.family_G, position.group_seconds_RG, groups_PS, terms_PS, softness_R)
-
-    def sums(self, position: Position, one_P: Ints, two_P: Ints) -> Floats:
-        """Seconds that each swap alone would add to all groups together."""
-        rise_P: Floats = self._terms(position, one_P, two_P).sum(axis=1)
+        groups_PS = np.concatenate([self._group_QD[one_P], self._group_QD[two_P]], axis=1)
+        # A swap may meet a group several times: sum its terms, and let each of them stand for its part of the group.
+        same_PSS = groups_PS[:, :, None] == groups_PS[:, None, :]
+        group_rise_PS = np.einsum("pij,pj->pi", same_PSS, terms_PS)
+        log_share_G = np.log(np.maximum(share_G, 1e-300))
+        steps_PS = np.minimum(group_rise_PS / softness_s + log_share_G[groups_PS], STEEPEST)
+        change_PS = (np.exp(steps_PS) - share_G[groups_PS]) / same_PSS.sum(axis=2)
+        change_PS[alone_G[groups_PS]] = 0.0
+        at_PS = np.arange(len(groups_PS))[:, None] * families + family_G[groups_PS]
+        change_PN = np.bincount(at_PS.ravel(), weights=change_PS.ravel(), minlength=len(groups_PS) * families)
+        soft_PN = np.log1p(np.maximum(change_PN, LEAST - 1.0)).reshape(-1, families)
+        alone_P: Floats = np.where(alone_G[groups_PS], terms_PS, 0.0).sum(axis=1)
+        rise_P: Floats = alone_P + softness_s * soft_PN.sum(axis=1)
         return rise_P
 
+    def apart(self, one_A: Ints, two_A: Ints) -> Ints:
+        """Choose swaps that come before all others on their seats and on the seats these talk to.
+
+        No other chosen swap changes what one of them is worth.
+        """
+        turn_A = np.arange(len(one_A))
+        first_Q = np.full(len(self.other_QD), len(one_A))
+        # Assigned in reverse, so that the first swap of a seat is what stays.
+        first_Q[np.stack([one_A, two_A], axis=1).ravel()[::-1]] = np.repeat(turn_A, 2)[::-1]
+        around_A = [first_Q[end_A] for end_A in (one_A, two_A)]
+        around_A += [first_Q[self.other_QD[end_A]].min(axis=1) for end_A in (one_A, two_A)]
+        return np.flatnonzero(np.minimum.reduce(around_A) == turn_A)
+
     def _terms(self, position: Position, one_P: Ints, two_P: Ints) -> Floats:
-        """What each flow of both seats, and their own seconds, would add: shape (P, S)."""
+        """What each flow of both seats would add: shape (P, S)."""
         count = len(one_P)
         seat_2P, partner_2P = np.concatenate([one_P, two_P]), np.concatenate([two_P, one_P])
-        there_2P, here_2P = position.place_X[partner_2P], position.place_X[seat_2P]
+        there_2P, here_2P = position.place_Q[partner_2P], position.place_Q[seat_2P]
         # A flow between the two stays between their places, turned around; both seats list it, so each counts half.
-        mutual_2PD = self.other_XD[seat_2P] == partner_2P[:, None]
-        beside_2PD = np.where(mutual_2PD, here_2P[:, None], position.beside_XD[seat_2P])
-        at_2PD = self._matrix_XD[seat_2P] + (there_2P * self.flows.num_places)[:, None] + beside_2PD
-        terms_2PD = self._weight_XD[seat_2P] * self._seconds.take(at_2PD) - position.now_XD[seat_2P]
+        mutual_2PD = self.other_QD[seat_2P] == partner_2P[:, None]
+        beside_2PD = np.where(mutual_2PD, here_2P[:, None], position.beside_QD[seat_2P])
+        at_2PD = self._matrix_QD[seat_2P] + (there_2P * self.flows.num_seats)[:, None] + beside_2PD
+        terms_2PD = self._weight_QD[seat_2P] * self._seconds.take(at_2PD) - position.now_QD[seat_2P]
         terms_2PD[mutual_2PD] *= 0.5
-        if self._has_own:
-            own_2P = self._own(seat_2P, there_2P) - self._own(seat_2P, here_2P)
-            terms_2PD = np.column_stack([terms_2PD, own_2P])
         return np.concatenate([terms_2PD[:count], terms_2PD[count:]], axis=1)
-
-    def _own(self, seat_P: Ints, place_P: Ints) -> Floats:
-        seat_P = seat_P % self.flows.num_seats
-        own_P = self.flows.seat_group_Q[seat_P] >= 0
-        seconds_P: Floats = self.flows.seat_seconds_UH[np.where(own_P, self.flows.seat_type_Q[seat_P], 0), place_P]
-        return np.where(own_P, seconds_P, 0.0)
 
     def _padded(self, value_2F: NDArray[Entry], empty_QD: NDArray[Entry]) -> NDArray[Entry]:
         """Put one value of each flow's end into the row of its seat."""

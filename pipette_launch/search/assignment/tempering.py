@@ -1,15 +1,14 @@
-"""Temper many copies of a small problem side by side: Pipette's moves along its rings and paths, priced in full."""
+"""Parallel tempering: many copies of a block problem at fixed temperatures, with Pipette's moves, priced in full."""
 
 # Q = seats, R = copies (replicas), K = moves, L = lines: orders of all seats along which they are moved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 
-from pipette_launch.search.assignment.problem import Floats, Flows, Ints
-from pipette_launch.search.assignment.step import Step
+from pipette_launch.search.assignment.problem import Arrangement, Floats, Flows, Ints
 
 COPIES = 32
 COLDEST, HOTTEST = 0.003, 0.3
@@ -19,29 +18,45 @@ AHEAD = 64
 """Turns whose moves are drawn at once; they do not depend on where the copies are."""
 
 
-def temper(flows: Flows, start_Q: Ints, rng: np.random.Generator) -> Iterator[Step]:
-    """Walk with copies at fixed temperatures that now and then change places (parallel tempering), without end.
+def temper(
+    flows: Flows, start_Q: Ints, *, moves: int, rng: np.random.Generator, is_late: Callable[[], bool]
+) -> Arrangement:
+    """Walk with copies at fixed temperatures, of which neighbours now and then change places; never worse than before.
 
-    Source of the moves: Pipette's annealer, `mh_simulated_annealing_opt.py` (yimjinkyu1/date2024_pipette@a2b0683).
+    The walk depends on the problem, the start and `rng`; `moves` and the deadline only cut it short, so more of either
+    is never worse. Source of the moves: Pipette's annealer, `mh_simulated_annealing_opt.py`
+    (yimjinkyu1/date2024_pipette@a2b0683).
+
+    Args:
+        flows: the problem.
+        start_Q: where to begin: the place of each seat.
+        moves: after how many priced moves to stop, to the end of a turn of all copies.
+        rng: the only source of chance.
+        is_late: whether to stop.
+
     """
+    best = Arrangement(place_Q=start_Q, cost_s=flows.cost(start_Q))
     lines_LQ = lines(flows)
     place_RQ = np.repeat(start_Q[None, :], COPIES, axis=0)
     cost_R = flows.costs(place_RQ)
     temperature_R = _scale(flows, place_RQ, lines_LQ, rng) * np.geomspace(COLDEST, HOTTEST, COPIES)
-    turn = 0
-    while True:
-        for from_RQ in moves(lines_LQ, AHEAD * COPIES, rng).reshape(AHEAD, COPIES, -1):
-            moved_RQ = np.take_along_axis(place_RQ, from_RQ, axis=1)
-            moved_R = flows.costs(moved_RQ)
-            accepted_R = moved_R - cost_R <= temperature_R * rng.standard_exponential(COPIES)
-            place_RQ = np.where(accepted_R[:, None], moved_RQ, place_RQ)
-            cost_R = np.where(accepted_R, moved_R, cost_R)
-            least = int(np.argmin(moved_R))
-            yield Step(place_Q=moved_RQ[least], cost=float(moved_R[least]), priced=COPIES)
-            turn += 1
-            if turn % EXCHANGE_EVERY == 0:
-                order_R = _exchanged(cost_R, temperature_R, turn // EXCHANGE_EVERY % 2, rng)
-                place_RQ, cost_R = place_RQ[order_R], cost_R[order_R]
+    for turn in range(1, -(-moves // COPIES) + 1):
+        if is_late():
+            break
+        if turn % AHEAD == 1:
+            from_ARQ = drawn_moves(lines_LQ, AHEAD * COPIES, rng).reshape(AHEAD, COPIES, -1)
+        moved_RQ = np.take_along_axis(place_RQ, from_ARQ[(turn - 1) % AHEAD], axis=1)
+        moved_R = flows.costs(moved_RQ)
+        accepted_R = moved_R - cost_R <= temperature_R * rng.standard_exponential(COPIES)
+        place_RQ = np.where(accepted_R[:, None], moved_RQ, place_RQ)
+        cost_R = np.where(accepted_R, moved_R, cost_R)
+        least = int(np.argmin(moved_R))
+        if moved_R[least] < best.cost_s:
+            best = Arrangement(place_Q=moved_RQ[least], cost_s=float(moved_R[least]))
+        if turn % EXCHANGE_EVERY == 0:
+            order_R = _exchanged(cost_R, temperature_R, turn // EXCHANGE_EVERY % 2, rng)
+            place_RQ, cost_R = place_RQ[order_R], cost_R[order_R]
+    return best
 
 
 def lines(flows: Flows) -> Ints:
@@ -56,7 +71,7 @@ def lines(flows: Flows) -> Ints:
     return np.unique(np.array(found, dtype=np.int64), axis=0)
 
 
-def moves(lines_LQ: Ints, count: int, rng: np.random.Generator) -> Ints:
+def drawn_moves(lines_LQ: Ints, count: int, rng: np.random.Generator) -> Ints:
     """Draw moves, each on a random line: swap two seats, reverse a segment, or move a segment, turned or not.
 
     Returns:
@@ -105,7 +120,7 @@ def _chained(beside: list[list[int]]) -> list[int]:
 
 def _scale(flows: Flows, place_RQ: Ints, lines_LQ: Ints, rng: np.random.Generator) -> float:
     """Median of what a move for the worse costs, in seconds."""
-    from_RQ = moves(lines_LQ, len(place_RQ), rng)
+    from_RQ = drawn_moves(lines_LQ, len(place_RQ), rng)
     rise_R = flows.costs(np.take_along_axis(place_RQ, from_RQ, axis=1)) - flows.costs(place_RQ)
     worse_R = rise_R[rise_R > 0]
     return float(np.median(worse_R)) if len(worse_R) else 1e-3 * flows.cost(place_RQ[0])

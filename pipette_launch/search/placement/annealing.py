@@ -1,95 +1,103 @@
-"""Simulated annealing over any state: it knows nothing of GPUs, and chance and clock are its arguments."""
+"""Simulated annealing of a placement: Pipette's swap, migration and reversal, of hosts or of single devices."""
+
+# A line is a list of carriers, each a sequence of slots that move together.
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Sequence
 
-State = TypeVar("State")
+from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, Slots
 
+WIDTH = 32
+"""Neighbours that are priced together at each step, of which the best is looked at: 32 cost little more than one."""
+PATIENCE = 20
+"""The walk ends after so many steps without a new best."""
+START_TEMPERATURE, END_TEMPERATURE = 0.01, 0.001
+"""In parts of what the step time may fall at all.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cooling:
-    """Geometric cooling from `start` to `end` over `steps` steps, in parts of what the cost may change at all.
-
-    Relative temperatures make one schedule serve a step of 10 ms and one of 10 s; Pipette's annealer drops the size
-    of a change altogether, and so takes 0.1 % and 100 % for alike.
-    """
-
-    start: float
-    end: float
-    steps: int
-    width: int = 1
-    """Neighbours that are priced together at each step, of which the best is looked at."""
-    patience: int = 1 << 30
-    """The walk ends after so many steps without a new best."""
-
-    def __post_init__(self) -> None:
-        if not (0 < self.end <= self.start and self.steps >= 1):
-            raise ValueError(
-                f"cooling needs 0 < end <= start and steps >= 1, got start={self.start}, end={self.end}, "
-                f"steps={self.steps}"
-            )
-
-    def temperature(self, step: int) -> float:
-        """Temperature before step `step`, counted from 0."""
-        return self.start * math.pow(self.end / self.start, step / self.steps)
+Relative temperatures make one schedule serve a step of 10 ms and one of 10 s; Pipette's annealer drops the size of a
+change altogether, and so treats a loss of 0.1 % like one of 100 %.
+"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Annealed(Generic[State]):
-    """The best state that was seen, what it costs, and how many steps were gone."""
-
-    state: State
-    cost: float
-    steps: int
-
-
-def anneal(
-    start: State,
-    *,
-    costs: Callable[[Sequence[State]], list[float]],
-    neighbour: Callable[[State, random.Random], State],
-    cooling: Cooling,
-    scale: float,
-    rng: random.Random,
-    clock: Callable[[], float],
-    deadline_s: float,
-) -> Annealed[State]:
-    """Walk from a state to its neighbours, downhill always and uphill at times, and return the best one seen.
+def annealed(problem: PlacementProblem, start: Placed, *, steps: int, rng: random.Random, is_late: IsLate) -> Placed:
+    """Walk from a placement to its neighbours, downhill always and uphill at times, and return the best one seen.
 
     It depends on the arguments and `rng` alone; the deadline only cuts it short, so more time is never worse.
 
     Args:
+        problem: what is placed where.
         start: where to begin; nothing worse is ever returned.
-        costs: what each state costs; finite and at least 0.
-        neighbour: a state one move away.
-        cooling: how readily the walk goes uphill.
-        scale: by how much the cost could fall at most, which is what temperatures are parts of.
+        steps: over so many steps the temperature falls, geometrically.
         rng: the only source of chance.
-        clock: seconds, on the scale of `deadline_s`.
-        deadline_s: when to stop.
+        is_late: whether to stop.
 
     """
-    here, here_cost = start, costs([start])[0]
-    best, best_cost, found_at = here, here_cost, 0
-    for step in range(cooling.steps):
-        if clock() >= deadline_s or step - found_at >= cooling.patience:
-            return Annealed(state=best, cost=best_cost, steps=step)
-        batch = [neighbour(here, rng) for _ in range(cooling.width)]
-        priced = costs(batch)
-        there_cost = min(priced)
-        if _accepts(there_cost - here_cost, cooling.temperature(step) * scale, rng):
-            here, here_cost = batch[priced.index(there_cost)], there_cost
-            if here_cost < best_cost:
-                best, best_cost, found_at = here, here_cost, step
-    return Annealed(state=best, cost=best_cost, steps=cooling.steps)
+    here = best = start
+    found_at, slots = 0, problem.slots
+    for step in range(steps):
+        if is_late() or step - found_at >= PATIENCE:
+            break
+        there = problem.best_of([neighbour(here.placement, slots, rng) for _ in range(WIDTH)])
+        temperature = START_TEMPERATURE * math.pow(END_TEMPERATURE / START_TEMPERATURE, step / steps)
+        if _accepts(there.cost_s - here.cost_s, temperature * (start.cost_s - problem.bound_s), rng):
+            here = there
+            if here.cost_s < best.cost_s:
+                best, found_at = here, step
+    return best
 
 
-def _accepts(rise: float, temperature: float, rng: random.Random) -> bool:
+def _accepts(rise_s: float, temperature_s: float, rng: random.Random) -> bool:
     """Metropolis' rule."""
     chance = rng.random()  # Drawn always, so that the walk does not depend on how costs are rounded.
-    return rise <= 0 or (temperature > 0 and chance < math.exp(-rise / temperature))
+    return rise_s <= 0 or (temperature_s > 0 and chance < math.exp(-rise_s / temperature_s))
+
+
+def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placement:
+    """Swap, move or reverse along a random line: the hosts, the slots of one host, or slots of several hosts.
+
+    Between hosts on CUDA only ranks of equal residue change places, which keeps every host's residues distinct.
+    """
+    line = _line(placement, slots, rng)
+    order = _rearranged(len(line), rng)
+    changed = list(placement)
+    for target, source in enumerate(order):
+        if target != source:
+            for to, origin in zip(line[target], line[source], strict=True):
+                changed[to] = placement[origin]
+    return tuple(changed)
+
+
+def _line(placement: Placement, slots: Slots, rng: random.Random) -> Sequence[Sequence[int]]:
+    """A line along which ranks may move."""
+    kinds = ["hosts"] if slots.num_hosts > 1 else []
+    kinds += ["host"] if slots.devices_per_host > 1 else []
+    kinds += ["slots"] if len(kinds) > 1 else []
+    kind = rng.choice(kinds)
+    if kind == "hosts":
+        return [slots.host(host) for host in range(slots.num_hosts)]
+    if kind == "host":
+        return [(slot,) for slot in slots.host(rng.randrange(slots.num_hosts))]
+    if not slots.keeps_residues:
+        return [(slot,) for slot in range(slots.num_slots)]
+    size = slots.devices_per_host
+    residue = rng.randrange(size)
+    return [(slot,) for slot, rank in enumerate(placement) if rank % size == residue]
+
+
+def _rearranged(length: int, rng: random.Random) -> list[int]:
+    """Pipette's moves on a line: swap two, move one elsewhere, or reverse a segment."""
+    order = list(range(length))
+    first, second = sorted(rng.sample(order, 2))
+    move = rng.choice(("swap", "migrate", "reverse"))
+    if move == "swap":
+        order[first], order[second] = second, first
+    elif move == "reverse":
+        order[first : second + 1] = order[first : second + 1][::-1]
+    elif rng.random() < 0.5:
+        order.insert(second, order.pop(first))
+    else:
+        order.insert(first, order.pop(second))
+    return order

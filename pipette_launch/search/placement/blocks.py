@@ -1,30 +1,31 @@
-"""Better places for whole hosts: settle a model of the step time, judge on the step time itself, and model again."""
+"""Better places for whole hosts: improve a model of the step time, judge by the step time itself, and model again."""
 
 # H = hosts = seats = places, D = devices of one host.
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from itertools import permutations
 
 import numpy as np
 
 from pipette_launch.cost.step.placed import PlacementCost
+from pipette_launch.facts import Links
 from pipette_launch.search.assignment.descent import descend
-from pipette_launch.search.assignment.problem import Flows
-from pipette_launch.search.assignment.settle import Settled, settle
-from pipette_launch.search.placement.allowed import Ints, Placed, Placement, meets
+from pipette_launch.search.assignment.problem import Arrangement, Flows
+from pipette_launch.search.assignment.tempering import temper
+from pipette_launch.search.placement.slots import Ints, IsLate, Placed, Placement, PlacementProblem, faster
 from pipette_launch.search.placement.tiers import nearest
 from pipette_launch.search.step_model.linear import linearise
 
 FEW_HOSTS = 6
 """Up to so many, all orders of hosts (720 of six) are priced by the step time itself."""
-TEMPERED_HOSTS = 40
-TEMPERED_MOVES = 2_560
 MANY_HOSTS = 64
-STEPS, MORE_STEPS = 30, 50
-"""Batches of proposals of a descent, and on many hosts."""
+TEMPERED_HOSTS = 40
+"""Up to so many, tempering finds as good places as a descent or better; from 128 on a descent finds better ones."""
+TEMPERED_MOVES = 2_560
+DESCENT_STEPS = 50
+"""Batches of proposals."""
 TURNS = 3
 """How often the step time is modelled at most, each time at the best placement of the last."""
 NEAR = 16
@@ -34,38 +35,40 @@ WORTH = 1e-6
 
 
 def rearranged(
-    start: Placed,
-    num_hosts: int,
-    *,
-    model: PlacementCost,
-    bound_s: float,
-    rng: random.Random,
-    clock: Callable[[], float],
-    deadline_s: float,
+    problem: PlacementProblem, start: Placed, *, model: PlacementCost, rng: random.Random, is_late: IsLate
 ) -> Placed:
     """Exchange what hosts hold, without touching what any of them holds; never worse than the start.
 
     All orders of a few hosts are priced. For more it is a bounded piece of work, of some milliseconds for ten hosts
     and of the order of a second for a thousand.
+
+    Args:
+        problem: what is placed where.
+        start: where to begin.
+        model: the objective of the problem.
+        rng: the only source of chance.
+        is_late: whether to stop.
+
     """
-    best = start
+    best, num_hosts = start, problem.slots.num_hosts
     if num_hosts <= FEW_HOSTS:
-        return _best_order(best, num_hosts, model, bound_s)
+        ranks_HD = np.array(best.placement, dtype=np.int64).reshape(num_hosts, -1)
+        orders = [tuple(ranks_HD[list(order)].ravel().tolist()) for order in permutations(range(num_hosts))]
+        return faster(best, problem.best_of(orders))
     chance = np.random.default_rng(rng.getrandbits(64))
     known = None
-    near_HK = nearest(model.fabric.cluster.between_hosts, NEAR)
     for _ in range(TURNS):
-        if clock() >= deadline_s or best.is_optimal:
+        if is_late() or best.is_optimal:
             break
         linear = linearise(model, np.array(best.placement), known=known)
         known = linear.cuts
-        settled = _settled(linear.flows, near_HK, chance, clock=clock, deadline_s=deadline_s)
-        if settled.cost >= linear.flows.cost(np.arange(num_hosts)) - WORTH * best.cost_s:
+        arranged = _arranged(linear.flows, problem.cluster.between_hosts, chance, is_late)
+        if arranged.cost_s >= linear.flows.cost(np.arange(num_hosts)) - WORTH * best.cost_s:
             break
-        placement = moved(best.placement, settled.place_Q)
+        placement = moved(best.placement, arranged.place_Q)
         cost_s = model.cost(placement)
         if cost_s < best.cost_s:
-            best = Placed(placement=placement, cost_s=cost_s, is_optimal=meets(cost_s, bound_s))
+            best = problem.placed(placement, cost_s)
             if num_hosts > MANY_HOSTS:
                 # One such turn is a round's work there.
                 break
@@ -75,22 +78,12 @@ def rearranged(
     return best
 
 
-def _settled(
-    flows: Flows, near_HK: Ints, rng: np.random.Generator, *, clock: Callable[[], float], deadline_s: float
-) -> Settled:
-    """Downhill from here; on few hosts then by tempering, or by trying every order."""
-    found = descend(
-        flows,
-        np.arange(flows.num_seats),
-        near_HK=near_HK,
-        steps=MORE_STEPS if flows.num_seats > MANY_HOSTS else STEPS,
-        rng=rng,
-        clock=clock,
-        deadline_s=deadline_s,
-    )
-    if flows.num_seats > TEMPERED_HOSTS:
-        return found
-    return settle(flows, found.place_Q, moves=TEMPERED_MOVES, rng=rng, clock=clock, deadline_s=deadline_s)
+def _arranged(flows: Flows, links: Links, rng: np.random.Generator, is_late: IsLate) -> Arrangement:
+    """Better places for the seats of a block problem: by tempering, or on many hosts downhill from here."""
+    start_Q = np.arange(flows.num_seats)
+    if flows.num_seats <= TEMPERED_HOSTS:
+        return temper(flows, start_Q, moves=TEMPERED_MOVES, rng=rng, is_late=is_late)
+    return descend(flows, start_Q, near_HK=nearest(links, NEAR), steps=DESCENT_STEPS, rng=rng, is_late=is_late)
 
 
 def moved(placement: Placement, place_Q: Ints) -> Placement:
@@ -108,15 +101,3 @@ def shuffled(placement: Placement, num_hosts: int, rng: random.Random, *, share:
     place_Q = np.arange(num_hosts)
     place_Q[chosen] = np.roll(chosen, 1)
     return moved(placement, place_Q)
-
-
-def _best_order(best: Placed, num_hosts: int, model: PlacementCost, bound_s: float) -> Placed:
-    orders = np.array(list(permutations(range(num_hosts))), dtype=np.int64)
-    ranks_HD = np.array(best.placement, dtype=np.int64).reshape(num_hosts, -1)
-    placement_KW = ranks_HD[orders].reshape(len(orders), -1)
-    costs = model.costs(placement_KW)
-    least = int(costs.argmin())
-    if costs[least] >= best.cost_s:
-        return best
-    cost_s = float(costs[least])
-    return Placed(placement=tuple(placement_KW[least].tolist()), cost_s=cost_s, is_optimal=meets(cost_s, bound_s))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.facts import Cluster, Layout
-from pipette_launch.search.placement.allowed import Placement, Seats, host_order
+from pipette_launch.search.placement.slots import Placement, Slots, host_order
 from pipette_launch.search.placement.tiers import Tiers, tiers_of
 
 Ints = NDArray[np.int64]
@@ -19,24 +19,24 @@ Ints = NDArray[np.int64]
 
 def starts(layout: Layout, cluster: Cluster, *, most: int) -> list[Placement]:
     """Give up to `most` different placements, host order first and the likelier ones before the others."""
-    seats = Seats.of(cluster)
-    found = {host_order(seats.num_slots): None}
-    for ranks_HD in _laid_out(layout, seats, tiers_of(cluster.between_hosts)):
+    slots = Slots.of(cluster)
+    found = {host_order(slots.num_slots): None}
+    for ranks_HD in _laid_out(layout, slots, tiers_of(cluster.between_hosts)):
         if len(found) == most:
             break
-        if seats.allows(ranks_HD):
+        if slots.allows(ranks_HD):
             found[tuple(ranks_HD.ravel().tolist())] = None
     return list(found)
 
 
-def _laid_out(layout: Layout, seats: Seats, tiers: Tiers) -> Iterator[Ints]:
+def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
     """Ranks of each host: blocks in some order along hosts in some order."""
     orders = [tiers.order_H]
-    unit = _hosts_of_a_unit(layout, seats.devices_per_host)
+    unit = _hosts_of_a_unit(layout, slots.devices_per_host)
     packed = _packed(tiers, unit)
     if unit > 1 and packed.tolist() != tiers.order_H.tolist():
         orders.insert(0, packed)
-    for block_HD in tilings(layout, seats):
+    for block_HD in tilings(layout, slots):
         for sequence in _sequences(layout, block_HD, tiers, unit):
             for order_H in orders:
                 ranks_HD = np.empty_like(block_HD)
@@ -44,19 +44,19 @@ def _laid_out(layout: Layout, seats: Seats, tiers: Tiers) -> Iterator[Ints]:
                 yield ranks_HD
 
 
-def tilings(layout: Layout, seats: Seats) -> list[Ints]:
+def tilings(layout: Layout, slots: Slots) -> list[Ints]:
     """Ways to cut the ranks into blocks that a host may hold, in shape (H, D).
 
     Consecutive ranks; cells in the order of the other rank mapping, which puts pipelines into a host; ranks dealt to
     the hosts in turn.
     """
     ranks = np.arange(layout.world_size)
-    shape = seats.num_hosts, seats.devices_per_host
+    shape = slots.num_hosts, slots.devices_per_host
     grid_PDCT = rank_grid(layout)
     other = grid_PDCT if layout.use_tp_pp_dp_mapping else grid_PDCT.transpose(1, 0, 2, 3)
     candidates = [ranks.reshape(shape), other.reshape(shape), ranks.reshape(shape[::-1]).T]
     unique = {np.sort(block_HD, axis=1).tobytes(): block_HD for block_HD in reversed(candidates)}
-    return [block_HD for block_HD in reversed(unique.values()) if seats.allows(block_HD)]
+    return [block_HD for block_HD in reversed(unique.values()) if slots.allows(block_HD)]
 
 
 def _hosts_of_a_unit(layout: Layout, devices: int) -> int:

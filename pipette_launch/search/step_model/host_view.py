@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HostLinks:
+class LinksBetweenHosts:
     """Directed links between hosts, each once for each pipeline rank whose groups use it."""
 
     size: int
@@ -114,7 +114,7 @@ class View:
         seconds += num_steps(kind, size) * float(scale.extra_latency_s[spans])
         return seconds
 
-    def links(self, kind: Kind, ranks_GK: Ints) -> HostLinks:
+    def links(self, kind: Kind, ranks_GK: Ints) -> LinksBetweenHosts:
         """Links between hosts that groups of ranks use."""
         host_GK = self.host_W[ranks_GK]
         size = host_GK.shape[1]
@@ -128,4 +128,4 @@ class View:
         code_L = np.unique(np.concatenate(codes)) if codes else np.zeros(0, dtype=np.int64)
         rest_L, receiver_L = np.divmod(code_L, self.num_hosts)
         stage_L, sender_L = np.divmod(rest_L, self.num_hosts)
-        return HostLinks(size=size, spans=spans, stage_L=stage_L, sender_L=sender_L, receiver_L=receiver_L)
+        return LinksBetweenHosts(size=size, spans=spans, stage_L=stage_L, sender_L=sender_L, receiver_L=receiver_L)

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.step.assemble import pipelines, total_s
 from pipette_launch.cost.step.placed import PlacementCost
-from pipette_launch.search.assignment.builder import Draft
-from pipette_launch.search.assignment.problem import Flows
+from pipette_launch.search.assignment.problem import Flows, ProblemBuilder
 from pipette_launch.search.step_model.host_view import View
 from pipette_launch.search.step_model.per_pass_traffic import Crossing, crossings_of
 from pipette_launch.search.step_model.per_step_traffic import add_once_a_step
@@ -34,14 +33,14 @@ MOST_FLOWS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Linear:
+class LinearModel:
     """A block problem of the step time, and the cuts of the pipelines that it is made of."""
 
     flows: Flows
     cuts: Tangents
 
 
-def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: Tangents | None = None) -> Linear:
+def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: Tangents | None = None) -> LinearModel:
     """Make a block problem of a placement: seat q is what host q holds now, and the identity costs the step time.
 
     Args:
@@ -50,25 +49,27 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: T
         known: cuts that were made elsewhere: the more there are, the farther the model reaches.
 
     Returns:
-        Seats and places both in the order of hosts.
+        Slots and places both in the order of hosts.
 
     """
     view = View.of(model, np.asarray(placement, dtype=np.int64))
-    draft = Draft(view.num_hosts)
+    builder = ProblemBuilder(view.num_hosts)
     crossings = crossings_of(view)
-    cuts = _add_pipelines(draft, view, crossings, known)
+    cuts = _add_pipelines(builder, view, crossings, known)
     for one in crossings:
-        one.add(draft, view, cuts)
-    add_once_a_step(draft, view, cuts)
-    draft.family(0.0)
-    flows = draft.flows()
+        one.add(builder, view, cuts)
+    add_once_a_step(builder, view, cuts)
+    builder.add_family(0.0)
+    flows = builder.flows()
     # The last family, of one group, makes up for what the model leaves out here.
     offset_G = flows.offset_G.copy()
     offset_G[-1] = total_s(model.work, view.prices) - flows.cost(np.arange(view.num_hosts))
-    return Linear(flows=replace(flows, offset_G=offset_G), cuts=cuts)
+    return LinearModel(flows=replace(flows, offset_G=offset_G), cuts=cuts)
 
 
-def _add_pipelines(draft: Draft, view: View, crossings: Sequence[Crossing], known: Tangents | None) -> Tangents:
+def _add_pipelines(
+    builder: ProblemBuilder, view: View, crossings: Sequence[Crossing], known: Tangents | None
+) -> Tangents:
     """One family: a group for each cut of each pipeline that differs from the others in its hosts."""
     work, grid_PDCT = view.model.work, view.model.groups.grid_PDCT
     path_PR = np.unique(view.host_W[grid_PDCT].reshape(len(grid_PDCT), -1), axis=1)
@@ -90,23 +91,25 @@ def _add_pipelines(draft: Draft, view: View, crossings: Sequence[Crossing], know
     differ = view.num_hosts > 1 and bool((view.slowness_H != view.slowness_H[0]).any())
     if not differ:
         offset_KR += compute_PK.sum(axis=0)[:, None] * view.slowness_H[0]
-    group_KR = draft.family(offset_KR.ravel()).reshape(offset_KR.shape)
-    hop = draft.kind(hop_HH)
-    _add_along(draft, hop, (path_PR, next_PR), forward_PK, group_KR)
-    _add_along(draft, hop, (next_PR, path_PR), backward_PK, group_KR)
+    group_KR = builder.add_family(offset_KR.ravel()).reshape(offset_KR.shape)
+    hop = builder.add_type(hop_HH)
+    _add_along(builder, hop, (path_PR, next_PR), forward_PK, group_KR)
+    _add_along(builder, hop, (next_PR, path_PR), backward_PK, group_KR)
     if differ:
         # Own seconds as a flow to any other seat, as the seat is part of many groups.
-        own = draft.kind(np.repeat(view.slowness_H[:, None], view.num_hosts, axis=1))
-        _add_along(draft, own, (path_PR, (path_PR + 1) % view.num_hosts), compute_PK, group_KR)
+        own = builder.add_type(np.repeat(view.slowness_H[:, None], view.num_hosts, axis=1))
+        _add_along(builder, own, (path_PR, (path_PR + 1) % view.num_hosts), compute_PK, group_KR)
     return cuts
 
 
-def _add_along(draft: Draft, kind: int, ends_PR: tuple[Ints, Ints], weight_PK: Floats, group_KR: Ints) -> None:
+def _add_along(
+    builder: ProblemBuilder, kind: int, ends_PR: tuple[Ints, Ints], weight_PK: Floats, group_KR: Ints
+) -> None:
     """Add a flow for each pipeline rank of each pipeline and cut."""
     shape = (weight_PK.shape[1], *ends_PR[0].shape)
     sender, receiver = (np.broadcast_to(end, shape).ravel() for end in ends_PR)
     weight = np.broadcast_to(weight_PK.T[:, :, None], shape).ravel()
-    draft.add(kind, sender, receiver, weight, np.broadcast_to(group_KR[:, None, :], shape).ravel())
+    builder.add_flows(kind, sender, receiver, weight, np.broadcast_to(group_KR[:, None, :], shape).ravel())
 
 
 def _spread(view: View, hop_HH: Floats, durations_B: Floats, crossings: Sequence[Crossing]) -> Spread:

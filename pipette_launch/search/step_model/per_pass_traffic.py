@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.traffic import Exchange
-from pipette_launch.search.assignment.builder import Draft
-from pipette_launch.search.step_model.host_view import HostLinks, View
+from pipette_launch.search.assignment.problem import ProblemBuilder
+from pipette_launch.search.step_model.host_view import LinksBetweenHosts, View
 from pipette_launch.search.step_model.subgradients import Tangents
 
 Floats = NDArray[np.float64]
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 class Crossing:
     """The exchanges of one kind of group that lies on several hosts."""
 
-    links: HostLinks
+    links: LinksBetweenHosts
     forward_IS: Floats
     """How many of each collective the forward of each stage runs."""
     backward_IS: Floats
@@ -34,7 +34,7 @@ class Crossing:
         spread_I = self.exposed_s_IHH.max(axis=(1, 2)) - np.median(self.exposed_s_IHH, axis=(1, 2))
         return float((spread_I @ (self.forward_IS + self.backward_IS)).max())
 
-    def add(self, draft: Draft, view: View, cuts: Tangents) -> None:
+    def add(self, builder: ProblemBuilder, view: View, cuts: Tangents) -> None:
         """Add one family: each link, where it is the slowest and its pipeline rank sets the pace.
 
         A pipeline keeps the pace of its slowest stage, so one of all these links counts, as often as its stage's
@@ -49,9 +49,9 @@ class Crossing:
         most = int(weight_IP.sum(axis=0).argmax())
         typical_I = np.median(self.exposed_s_IHH, axis=(1, 2)) + np.finfo(float).tiny
         share_P = typical_I @ weight_IP / (typical_I @ weight_IP[:, most])
-        kind = draft.kind(np.tensordot(weight_IP[:, most], self.exposed_s_IHH, axes=1))
-        group_L = draft.family(np.zeros(len(self.links)))
-        draft.add(kind, self.links.sender_L, self.links.receiver_L, share_P[self.links.stage_L], group_L)
+        kind = builder.add_type(np.tensordot(weight_IP[:, most], self.exposed_s_IHH, axes=1))
+        group_L = builder.add_family(np.zeros(len(self.links)))
+        builder.add_flows(kind, self.links.sender_L, self.links.receiver_L, share_P[self.links.stage_L], group_L)
 
 
 def crossings_of(view: View) -> list[Crossing]:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Kind
 from pipette_launch.cost.step.assemble import pipelines, reduced_s
-from pipette_launch.search.assignment.builder import Draft
-from pipette_launch.search.step_model.host_view import HostLinks, View
+from pipette_launch.search.assignment.problem import ProblemBuilder
+from pipette_launch.search.step_model.host_view import LinksBetweenHosts, View
 from pipette_launch.search.step_model.subgradients import Tangents
 
 Floats = NDArray[np.float64]
@@ -25,23 +25,23 @@ MANY_HOSTS = 256
 _STEP = 1e-3
 
 
-def add_once_a_step(draft: Draft, view: View, cuts: Tangents) -> None:
+def add_once_a_step(builder: ProblemBuilder, view: View, cuts: Tangents) -> None:
     """Add a family for what ends last after the passes, and others for the gathers."""
     layout = view.model.work.layout
-    _add_reductions(draft, view)
+    _add_reductions(builder, view)
     if view.gathers_first and view.model.work.aligns_gathers:
-        _add_aligned_gathers(draft, view)
+        _add_aligned_gathers(builder, view)
     elif view.gathers_first:
-        _add_first_gathers(draft, view, cuts)
+        _add_first_gathers(builder, view, cuts)
     elif layout.use_distributed_optimizer:
-        _add_gathers(draft, view)
+        _add_gathers(builder, view)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rings:
     """The data-parallel rings of one kind of parameters, priced link by link."""
 
-    links: HostLinks
+    links: LinksBetweenHosts
     matrices: list[Floats]
     matrix_P: Ints
     share_P: Floats
@@ -55,13 +55,15 @@ class _Rings:
             seconds[chosen] = matrix[self.links.sender_L[chosen], self.links.receiver_L[chosen]]
         return seconds * self.share_P[self.links.stage_L]
 
-    def add(self, draft: Draft, group_L: Ints, weight_L: Floats) -> None:
+    def add(self, builder: ProblemBuilder, group_L: Ints, weight_L: Floats) -> None:
         """Add a flow for each link."""
         links = self.links
         for index, matrix in enumerate(self.matrices):
             chosen = self.matrix_P[links.stage_L] == index
             weight = (weight_L * self.share_P[links.stage_L])[chosen]
-            draft.add(draft.kind(matrix), links.sender_L[chosen], links.receiver_L[chosen], weight, group_L[chosen])
+            builder.add_flows(
+                builder.add_type(matrix), links.sender_L[chosen], links.receiver_L[chosen], weight, group_L[chosen]
+            )
 
 
 def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
@@ -76,7 +78,7 @@ def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
         yield _priced(view, kind, links, sizes_S2[:, column].reshape(-1, work.layout.pp))
 
 
-def _priced(view: View, kind: Kind, links: HostLinks, size_bytes_CP: Floats) -> _Rings:
+def _priced(view: View, kind: Kind, links: LinksBetweenHosts, size_bytes_CP: Floats) -> _Rings:
     """Price the chunks of each pipeline rank together; ranks of other sizes share a matrix where there are too many."""
     total_P = size_bytes_CP.sum(axis=0)
     sizes = np.unique(size_bytes_CP, axis=1)
@@ -97,7 +99,7 @@ def _priced(view: View, kind: Kind, links: HostLinks, size_bytes_CP: Floats) -> 
     return _Rings(links=links, matrices=matrices, matrix_P=matrix_P, share_P=share_P)
 
 
-def _add_reductions(draft: Draft, view: View) -> None:
+def _add_reductions(builder: ProblemBuilder, view: View) -> None:
     """One family, in seconds after the last pass: each ring link's pipeline rank, and the tied embedding.
 
     A rank ends when its gradients are reduced, which was drawn as a tangent: slope 1 without overlap, less where the
@@ -118,34 +120,34 @@ def _add_reductions(draft: Draft, view: View) -> None:
     slope_P = (finish_P(prices.reduce_s_S + step_s) - end_P) / (step_s * work.layout.vpp)
     late_P = end_P - drain_S.max()
     late_P[[0, -1]] += prices.embedding_s
-    _add_rings(draft, list(_rings(view, gathers=False)), late_P, slope_P)
+    _add_rings(builder, list(_rings(view, gathers=False)), late_P, slope_P)
     if work.traffic.embedding_bytes:
-        _add_embedding(draft, view)
+        _add_embedding(builder, view)
 
 
-def _add_embedding(draft: Draft, view: View) -> None:
+def _add_embedding(builder: ProblemBuilder, view: View) -> None:
     """One family: what summing the tied embedding takes longer than now, which the reductions have in them."""
     pairs = view.links("send", view.model.groups.embedding)
     if not len(pairs):
         return
-    kind = draft.kind(view.seconds_HH("all_reduce", 2, 2, view.model.work.traffic.embedding_bytes))
-    group = draft.family(np.full(2 * len(pairs), -view.prices.embedding_s))
+    kind = builder.add_type(view.seconds_HH("all_reduce", 2, 2, view.model.work.traffic.embedding_bytes))
+    group = builder.add_family(np.full(2 * len(pairs), -view.prices.embedding_s))
     sender, receiver = (
         np.concatenate([pairs.sender_L, pairs.receiver_L]),
         np.concatenate([pairs.receiver_L, pairs.sender_L]),
     )
-    draft.add(kind, sender, receiver, 1.0, group)
+    builder.add_flows(kind, sender, receiver, 1.0, group)
 
 
-def _add_gathers(draft: Draft, view: View) -> None:
+def _add_gathers(builder: ProblemBuilder, view: View) -> None:
     """One family: each pipeline rank steps and gathers."""
     work, prices = view.model.work, view.prices
     step_P = work.optimizer_s_P * prices.slowness_PD.max(axis=1)
     gather_P = prices.gather_s_S.reshape(-1, work.layout.pp).sum(axis=0)
-    _add_rings(draft, list(_rings(view, gathers=True)), step_P + gather_P, np.ones(work.layout.pp))
+    _add_rings(builder, list(_rings(view, gathers=True)), step_P + gather_P, np.ones(work.layout.pp))
 
 
-def _add_aligned_gathers(draft: Draft, view: View) -> None:
+def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
     """One family: the gather of each rank's first chunk, less the time until its first activation arrives.
 
     The forwards of the chunk before hide the gathers of later chunks, or nearly so.
@@ -157,10 +159,10 @@ def _add_aligned_gathers(draft: Draft, view: View) -> None:
     ahead_P = np.concatenate([[0.0], on_way_PD.min(axis=1)])
     bytes_VP = work.parameter_bytes_S2.sum(axis=1).reshape(-1, pp)
     share_P = bytes_VP[0] / bytes_VP.sum(axis=0)
-    _add_rings(draft, list(_rings(view, gathers=True)), view.prices.gather_s_S[:pp] - ahead_P, share_P)
+    _add_rings(builder, list(_rings(view, gathers=True)), view.prices.gather_s_S[:pp] - ahead_P, share_P)
 
 
-def _add_rings(draft: Draft, rings: list[_Rings], end_P: Floats, slope_P: Floats) -> None:
+def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slope_P: Floats) -> None:
     """Add one family: what each pipeline rank ends at now, and what each of its links would make of it."""
     offsets = []
     is_still_P = np.ones(len(end_P), dtype=bool)
@@ -168,14 +170,14 @@ def _add_rings(draft: Draft, rings: list[_Rings], end_P: Floats, slope_P: Floats
         worst_P = one.links.worst_P(one.now_L(), len(end_P))
         offsets.append((end_P - slope_P * worst_P)[one.links.stage_L])
         is_still_P[one.links.stage_L] = False
-    group_G = draft.family(np.concatenate([*offsets, end_P[is_still_P]]))
+    group_G = builder.add_family(np.concatenate([*offsets, end_P[is_still_P]]))
     first = 0
     for one in rings:
-        one.add(draft, group_G[first : first + len(one.links)], slope_P[one.links.stage_L])
+        one.add(builder, group_G[first : first + len(one.links)], slope_P[one.links.stage_L])
         first += len(one.links)
 
 
-def _add_first_gathers(draft: Draft, view: View, cuts: Tangents) -> None:
+def _add_first_gathers(builder: ProblemBuilder, view: View, cuts: Tangents) -> None:
     """A family for each pipeline rank: the first forward waits for its gather, as often as the first cut meets it."""
     work = view.model.work
     pp = work.layout.pp
@@ -184,7 +186,7 @@ def _add_first_gathers(draft: Draft, view: View, cuts: Tangents) -> None:
     for one in _rings(view, gathers=True):
         for rank in np.flatnonzero(weight_P):
             chosen = np.flatnonzero(one.links.stage_L == rank)
-            group = draft.family(np.zeros(len(chosen)))
-            kind = draft.kind(one.matrices[one.matrix_P[rank]])
+            group = builder.add_family(np.zeros(len(chosen)))
+            kind = builder.add_type(one.matrices[one.matrix_P[rank]])
             weight = float(weight_P[rank] * one.share_P[rank])
-            draft.add(kind, one.links.sender_L[chosen], one.links.receiver_L[chosen], weight, group)
+            builder.add_flows(kind, one.links.sender_L[chosen], one.links.receiver_L[chosen], weight, group)

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from search.toys import Ticks
+from search.toys import after, never
 
-from pipette_launch.search.assignment.builder import Draft
 from pipette_launch.search.assignment.descent import descend
-from pipette_launch.search.assignment.problem import Flows
-from pipette_launch.search.assignment.settle import Settled
+from pipette_launch.search.assignment.problem import Arrangement, Flows, ProblemBuilder
 
 
 def rings_and_paths(seats: int, seed: int) -> Flows:
     """Two rings whose slowest link counts, and the slower of two paths, over drawn one-way links."""
     rng = np.random.default_rng(seed)
-    draft = Draft(seats)
-    kind = draft.kind(rng.uniform(1.0, 10.0, (seats, seats)))
+    builder = ProblemBuilder(seats)
+    kind = builder.add_type(rng.uniform(1.0, 10.0, (seats, seats)))
     half = seats // 2
     for ring in (np.arange(half), np.arange(half, seats)):
-        draft.add(kind, ring, np.roll(ring, -1), 1.0, draft.family(np.zeros(len(ring))))
-    paths = draft.family(np.zeros(2))
-    draft.add(kind, np.arange(half), np.arange(half) + half, 0.3, paths[np.arange(half) % 2])
-    return draft.flows()
+        builder.add_flows(kind, ring, np.roll(ring, -1), 1.0, builder.add_family(np.zeros(len(ring))))
+    paths = builder.add_family(np.zeros(2))
+    builder.add_flows(kind, np.arange(half), np.arange(half) + half, 0.3, paths[np.arange(half) % 2])
+    return builder.flows()
 
 
-def descended(flows: Flows, *, seed: int = 0, deadline_s: float = 1e9, steps: int = 60) -> Settled:
+def descended(flows: Flows, *, seed: int = 0, is_late: Callable[[], bool] = never, steps: int = 60) -> Arrangement:
     """From the identity, with every place near to every other."""
     size = flows.num_seats
     near_HK = np.array([[other for other in range(size) if other != place] for place in range(size)])
@@ -37,27 +37,26 @@ def descended(flows: Flows, *, seed: int = 0, deadline_s: float = 1e9, steps: in
         near_HK=near_HK,
         steps=steps,
         rng=np.random.default_rng(seed),
-        clock=Ticks(),
-        deadline_s=deadline_s,
+        is_late=is_late,
     )
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 12), st.integers(0, 1000), st.integers(0, 40))
-def test_it_is_never_worse_than_its_start(half: int, seed: int, deadline_s: int) -> None:
+def test_it_is_never_worse_than_its_start(half: int, seed: int, asked: int) -> None:
     """Whatever the time, what comes back is a bijection that costs what it says and no more than the start."""
     flows = rings_and_paths(2 * half, seed)
 
-    found = descended(flows, seed=seed, deadline_s=deadline_s)
+    found = descended(flows, seed=seed, is_late=after(asked))
 
     assert list(range(2 * half)) == sorted(found.place_Q.tolist())
-    assert flows.cost(found.place_Q) == found.cost <= flows.cost(np.arange(2 * half))
+    assert flows.cost(found.place_Q) == found.cost_s <= flows.cost(np.arange(2 * half))
 
 
 def test_more_time_is_never_worse() -> None:
     """The deadline only cuts the course short."""
     flows = rings_and_paths(20, 5)
-    costs = [descended(flows, deadline_s=deadline).cost for deadline in range(0, 70, 10)]
+    costs = [descended(flows, is_late=after(deadline)).cost_s for deadline in range(0, 70, 10)]
 
     assert sorted(costs, reverse=True) == costs
     assert costs[-1] < costs[0]
@@ -79,21 +78,21 @@ def test_shuffled_rings_come_back_into_their_racks(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rack_H = np.arange(24) // 4
     distance = np.where(rack_H[:, None] == rack_H, 1.0, 4.0) * rng.uniform(1.0, 1.1, (24, 24))
-    draft = Draft(24)
-    kind = draft.kind(distance)
+    builder = ProblemBuilder(24)
+    kind = builder.add_type(distance)
     for ring in rng.permutation(24).reshape(6, 4):
-        draft.add(kind, ring, np.roll(ring, -1), 1.0, draft.family(np.zeros(4)))
-    flows = draft.flows()
+        builder.add_flows(kind, ring, np.roll(ring, -1), 1.0, builder.add_family(np.zeros(4)))
+    flows = builder.flows()
 
     assert flows.cost(np.arange(24)) > 20.0
-    assert min(descended(flows, seed=seed).cost for seed in range(4)) <= 6.6 + 2 * 3.3
+    assert min(descended(flows, seed=seed).cost_s for seed in range(4)) <= 6.6 + 2 * 3.3
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_nothing_to_move_ends_at_once(hosts: int) -> None:
     """A problem in which all groups cost alike is left as it is."""
-    draft = Draft(hosts)
-    draft.family(np.ones(3))
-    flows = draft.flows()
+    builder = ProblemBuilder(hosts)
+    builder.add_family(np.ones(3))
+    flows = builder.flows()
 
-    assert descended(flows).cost == 1.0
+    assert descended(flows).cost_s == 1.0

@@ -18,9 +18,6 @@ def by_hand(flows: Flows, place: list[int]) -> float:
         sender, receiver = place[flows.sender_F[flow]], place[flows.receiver_F[flow]]
         seconds = flows.seconds_THH[flows.type_F[flow], sender, receiver]
         groups[flows.group_F[flow]] += float(flows.weight_F[flow] * seconds)
-    for seat, group in enumerate(flows.seat_group_Q):
-        if group >= 0:
-            groups[group] += float(flows.seat_seconds_UH[flows.seat_type_Q[seat], place[seat]])
     families = set(flows.family_G.tolist())
     return sum(
         max(groups[group] for group in range(len(groups)) if flows.family_G[group] == family) for family in families
@@ -29,7 +26,7 @@ def by_hand(flows: Flows, place: list[int]) -> float:
 
 @given(st.integers(0, 10_000), st.integers(2, 7))
 def test_the_cost_is_the_sum_of_the_largest_groups(seed: int, seats: int) -> None:
-    """Offsets, flows in both directions and seats' own seconds all count, each in its group."""
+    """Offsets and flows in both directions all count, each in its group."""
     rng = np.random.default_rng(seed)
     flows = any_flows(rng, seats)
     place = rng.permutation(seats).tolist()
@@ -57,7 +54,6 @@ def test_renaming_places_changes_nothing(seed: int, seats: int) -> None:
         **{
             **{name: getattr(flows, name) for name in Flows.__dataclass_fields__},
             "seconds_THH": flows.seconds_THH[:, renamed][:, :, renamed],
-            "seat_seconds_UH": flows.seat_seconds_UH[:, renamed],
         }
     )
 
@@ -92,10 +88,8 @@ def test_its_arrays_are_its_own() -> None:
         ({"weight_F": np.array([1, np.inf, 1, 1, 1])}, "weight_F holds numbers that are not finite"),
         ({"family_G": np.array([0, 2])}, "family_G must be"),
         ({"family_G": np.array([1, 1])}, "without gaps"),
-        ({"seconds_THH": np.ones((1, 4, 4))}, "as many places as seats"),
-        ({"seat_group_Q": np.zeros(3)}, "seat_type_Q must be"),
+        ({"seconds_THH": np.ones((1, 3, 4))}, "is not .types, places, places."),
         ({"offset_G": np.zeros(3)}, "must agree"),
-        ({"seat_seconds_UH": np.ones((1, 4))}, "4 columns for 3 places"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(change: dict[str, np.ndarray], words: str) -> None:

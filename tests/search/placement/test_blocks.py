@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.fabrics import cluster_with, fat_tree
 from search.step_model.test_linear import job_of, moved
-from search.toys import Ticks
-from search.worlds import on_gpus, still
+from search.toys import after, never
+from search.worlds import improvements, on_gpus
 
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Cluster, Layout, Links
-from pipette_launch.search.placement.allowed import Placed, Seats, host_order
 from pipette_launch.search.placement.blocks import rearranged, shuffled
-from pipette_launch.search.placement.search import begin, improve, improvements
+from pipette_launch.search.placement.search import begin, improve
+from pipette_launch.search.placement.slots import Placed, PlacementProblem, Slots, host_order
 from pipette_launch.search.placement.starts import starts, tilings
 
 
@@ -42,19 +42,14 @@ def noisy(hosts: int, devices: int, *, seed: int = 0, rack: int = 4, gpus: bool 
     return on_gpus(cluster) if gpus else cluster
 
 
-def placed(layout: Layout, cluster: Cluster, *, deadline_s: float = 1e9, seed: int = 0) -> list[Placed]:
+def problem_of(layout: Layout, cluster: Cluster) -> PlacementProblem:
+    """The layout on the cluster, by its step time."""
+    return PlacementProblem(layout=layout, cluster=cluster, objective=cost_of(layout, cluster), bound_s=0.0)
+
+
+def placed(layout: Layout, cluster: Cluster) -> list[Placed]:
     """Everything that the search for a placement yields."""
-    return list(
-        improvements(
-            layout,
-            cluster,
-            objective=cost_of(layout, cluster),
-            bound_s=0.0,
-            rng=random.Random(seed),
-            clock=Ticks(),
-            deadline_s=deadline_s,
-        )
-    )
+    return improvements(problem_of(layout, cluster))
 
 
 @settings(max_examples=10, deadline=None)
@@ -64,7 +59,7 @@ def placed(layout: Layout, cluster: Cluster, *, deadline_s: float = 1e9, seed: i
     st.integers(0, 50),
     st.integers(1, 400),
 )
-def test_every_placement_is_legal_and_none_is_worse(layout: Layout, gpus: bool, seed: int, deadline_s: int) -> None:
+def test_every_placement_is_legal_and_none_is_worse(layout: Layout, gpus: bool, seed: int, asked: int) -> None:
     """On twelve hosts: bijections that keep residues on CUDA, each as cheap as said, never dearer than host order."""
     layers = {"batch": Batch(global_batch_size=24 * 8), "model": tiny_model(num_layers=12)}
     cluster = noisy(12, 2, seed=seed, gpus=gpus)
@@ -73,20 +68,11 @@ def test_every_placement_is_legal_and_none_is_worse(layout: Layout, gpus: bool, 
     measured = tiny_measurements(cluster)
     moe = tuple(replace(one, part="moe_layer") for one in measured.compute if one.part == "layer")
     cost = Predictor(job, replace(measured, compute=measured.compute + moe)).placement_cost(layout)
-    found = list(
-        improvements(
-            layout,
-            cluster,
-            objective=cost,
-            bound_s=0.0,
-            rng=random.Random(seed),
-            clock=Ticks(),
-            deadline_s=deadline_s,
-        )
-    )
+    problem = PlacementProblem(layout=layout, cluster=cluster, objective=cost, bound_s=0.0)
+    found = improvements(problem, seed=seed, is_late=after(asked))
 
     assert all(list(range(24)) == sorted(one.placement) for one in found)
-    assert all(Seats.of(cluster).allows(one.placement) for one in found)
+    assert all(Slots.of(cluster).allows(one.placement) for one in found)
     assert [one.cost_s for one in found] == pytest.approx([cost.cost(one.placement) for one in found], rel=1e-12)
     costs = [cost.cost(host_order(24)), *(one.cost_s for one in found)]
     assert sorted(costs, reverse=True) == costs
@@ -96,12 +82,12 @@ def test_every_placement_is_legal_and_none_is_worse(layout: Layout, gpus: bool, 
 def test_three_hosts_of_two_are_placed_exactly(gpus: bool) -> None:
     """Pipelines of two on hosts that they do not divide: the best of all allowed placements of six slots."""
     layout, cluster = Layout(pp=2, dp=3), noisy(3, 2, rack=2, gpus=gpus)
-    cost, seats = cost_of(layout, cluster), Seats.of(cluster)
+    cost, slots = cost_of(layout, cluster), Slots.of(cluster)
 
     last = placed(layout, cluster)[-1]
 
     assert last.is_optimal
-    assert last.cost_s == min(cost.cost(some) for some in permutations(range(6)) if seats.allows(some))
+    assert last.cost_s == min(cost.cost(some) for some in permutations(range(6)) if slots.allows(some))
 
 
 def test_five_hosts_of_four_are_no_worse_than_any_order_of_hosts() -> None:
@@ -110,7 +96,7 @@ def test_five_hosts_of_four_are_no_worse_than_any_order_of_hosts() -> None:
     cost = cost_of(layout, cluster)
     tried = [
         block_HD[list(order)].ravel()
-        for block_HD in tilings(layout, Seats.of(cluster))
+        for block_HD in tilings(layout, Slots.of(cluster))
         for order in permutations(range(5))
     ]
 
@@ -131,7 +117,7 @@ def test_expert_groups_stay_inside_their_domain() -> None:
     """Two NVLink domains of four hosts, shuffled: each expert group of four hosts lies in one of them."""
     fabric = fat_tree(8, sizes=(4,), bytes_per_s=(1e10, 1e8), noise=0.05, seed=3)
     layout, cluster = Layout(dp=16, ep=8), cluster_with(fabric.links, devices=2)
-    found = begin(layout, cluster, objective=cost_of(layout, cluster), bound_s=0.0, clock=still, deadline_s=1.0)
+    found = begin(problem_of(layout, cluster), is_late=never)
     domain_of_rank = {rank: fabric.group_LH[0][slot // 2] for slot, rank in enumerate(found.placement)}
 
     assert all(len({domain_of_rank[rank] for rank in group}) == 1 for group in layout.expert_groups())
@@ -141,7 +127,7 @@ def test_units_that_do_not_fill_a_domain_leave_its_rest_to_others() -> None:
     """Domains of five hosts, groups of two hosts: two in each domain, and one of the hosts that are left."""
     fabric = fat_tree(10, sizes=(5,), bytes_per_s=(1e10, 1e8), noise=0.05, seed=4)
     layout, cluster = Layout(dp=20, ep=4), on_gpus(cluster_with(fabric.links, devices=2))
-    found = begin(layout, cluster, objective=cost_of(layout, cluster), bound_s=0.0, clock=still, deadline_s=1.0)
+    found = begin(problem_of(layout, cluster), is_late=never)
     domain_of_rank = {rank: fabric.group_LH[0][slot // 2] for slot, rank in enumerate(found.placement)}
     inside = [len({domain_of_rank[rank] for rank in group}) == 1 for group in layout.expert_groups()]
 
@@ -206,7 +192,8 @@ def test_a_rearrangement_is_judged_by_the_step_time() -> None:
     cost = Predictor(job, tiny_measurements(cluster)).placement_cost(layout)
     start = Placed(placement=host_order(20), cost_s=cost.cost(host_order(20)), is_optimal=False)
 
-    found = rearranged(start, 10, model=cost, bound_s=0.0, rng=random.Random(0), clock=still, deadline_s=1.0)
+    problem = PlacementProblem(layout=layout, cluster=cluster, objective=cost, bound_s=0.0)
+    found = rearranged(problem, start, model=cost, rng=random.Random(0), is_late=never)
 
     assert found.cost_s < start.cost_s
     assert cost.cost(found.placement) == found.cost_s
@@ -219,17 +206,8 @@ def test_every_round_starts_somewhere_and_ends_no_worse(turn: int) -> None:
     cost = cost_of(layout, cluster)
     best = Placed(placement=host_order(16), cost_s=cost.cost(host_order(16)), is_optimal=False)
 
-    found = improve(
-        layout,
-        cluster,
-        best,
-        objective=cost,
-        bound_s=0.0,
-        turn=turn,
-        rng=random.Random(turn),
-        clock=still,
-        deadline_s=1.0,
-    )
+    problem = PlacementProblem(layout=layout, cluster=cluster, objective=cost, bound_s=0.0)
+    found = improve(problem, best, turn=turn, rng=random.Random(turn), is_late=never)
 
     assert found.cost_s < best.cost_s
 

@@ -10,64 +10,53 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from search.toys import OneByOne, Ticks, link_cost, random_distances
-from search.worlds import on_gpus
+from search.toys import OneByOne, after, link_cost, never, random_distances
+from search.worlds import improvements, on_gpus
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Cluster, Layout, Links
-from pipette_launch.search.placement.allowed import Placed, Seats, host_order
+from pipette_launch.search.placement.annealing import neighbour
 from pipette_launch.search.placement.exhaustive import exhaustion, num_placements, placements
-from pipette_launch.search.placement.moves import neighbour
-from pipette_launch.search.placement.search import improvements
+from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem, Slots, host_order
 from pipette_launch.search.placement.starts import starts
 
-seats = st.builds(
-    Seats, num_hosts=st.integers(1, 4), devices_per_host=st.integers(1, 4), keeps_residues=st.booleans()
-).filter(lambda seats: seats.num_slots > 1)
+slots = st.builds(
+    Slots, num_hosts=st.integers(1, 4), devices_per_host=st.integers(1, 4), keeps_residues=st.booleans()
+).filter(lambda slots: slots.num_slots > 1)
 LAYOUTS_OF_6 = [Layout(dp=6), Layout(pp=6), Layout(pp=3, dp=2), Layout(tp=2, etp=2, dp=3), Layout(tp=2, etp=2, pp=3)]
 
 
 def best_placement(
-    layout: Layout, cluster: Cluster, *, seed: int = 0, deadline_s: float = 1e9, rng_distances: int = 0
+    layout: Layout, cluster: Cluster, *, seed: int = 0, is_late: IsLate = never, rng_distances: int = 0
 ) -> Placed:
     """Search to the end on random distances."""
     distances = random_distances(cluster.num_slots, random.Random(rng_distances))
-    found = list(
-        improvements(
-            layout,
-            cluster,
-            objective=link_cost(layout, distances),
-            bound_s=0.0,
-            rng=random.Random(seed),
-            clock=Ticks(),
-            deadline_s=deadline_s,
-        )
-    )
-    return found[-1]
+    problem = PlacementProblem(layout=layout, cluster=cluster, objective=link_cost(layout, distances), bound_s=0.0)
+    return improvements(problem, seed=seed, is_late=is_late)[-1]
 
 
-@given(seats, st.integers(0, 1000))
-def test_moves_keep_placements_legal(seats: Seats, seed: int) -> None:
+@given(slots, st.integers(0, 1000))
+def test_moves_keep_placements_legal(slots: Slots, seed: int) -> None:
     """After any number of moves a placement is a bijection, and a CUDA host's residues differ."""
     rng = random.Random(seed)
-    placement = host_order(seats.num_slots)
+    placement = host_order(slots.num_slots)
     for _ in range(20):
-        placement = neighbour(placement, seats, rng)
+        placement = neighbour(placement, slots, rng)
 
-        assert list(range(seats.num_slots)) == sorted(placement)
-        assert seats.allows(placement)
+        assert list(range(slots.num_slots)) == sorted(placement)
+        assert slots.allows(placement)
 
 
 @pytest.mark.parametrize("keeps_residues", [False, True])
 def test_moves_reach_every_allowed_placement(keeps_residues: bool) -> None:
     """No corner of the search space is cut off."""
-    seats = Seats(num_hosts=2, devices_per_host=2, keeps_residues=keeps_residues)
+    slots = Slots(num_hosts=2, devices_per_host=2, keeps_residues=keeps_residues)
     rng = random.Random(0)
-    seen = {host_order(seats.num_slots)}
+    seen = {host_order(slots.num_slots)}
     for _ in range(1000):
-        seen.add(neighbour(rng.choice(sorted(seen)), seats, rng))
+        seen.add(neighbour(rng.choice(sorted(seen)), slots, rng))
 
-    assert {found for found in permutations(range(4)) if seats.allows(found)} == seen
+    assert {found for found in permutations(range(4)) if slots.allows(found)} == seen
     assert len(seen) == (16 if keeps_residues else 24)
 
 
@@ -77,32 +66,32 @@ def test_exact_is_brute_force(layout: Layout, kind: str) -> None:
     """On six slots the search ends at the best of all allowed permutations, and says so."""
     cluster = tiny_cluster(3, 2)
     cluster = on_gpus(cluster) if kind == "cuda" else cluster
-    seats = Seats.of(cluster)
+    slots = Slots.of(cluster)
     cost = link_cost(layout, random_distances(6, random.Random(0)))
-    least = min(cost.cost(found) for found in permutations(range(6)) if seats.allows(found))
+    least = min(cost.cost(found) for found in permutations(range(6)) if slots.allows(found))
 
     found = best_placement(layout, cluster)
 
     assert least == pytest.approx(found.cost_s)
     assert found.is_optimal
-    assert seats.allows(found.placement)
+    assert slots.allows(found.placement)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_OF_6, ids=Layout.words)
 def test_symmetry_leaves_one_of_each_kind(layout: Layout) -> None:
     """Turning the data- and tensor-parallel rings is all that the enumeration saves."""
-    seats = Seats(num_hosts=3, devices_per_host=2, keeps_residues=False)
-    found = list(placements(layout, seats))
+    slots = Slots(num_hosts=3, devices_per_host=2, keeps_residues=False)
+    found = list(placements(layout, slots))
 
     assert len(set(found)) == len(found) == 720 // (layout.dp * layout.tp)
-    assert num_placements(layout, seats) == len(found)
+    assert num_placements(layout, slots) == len(found)
 
 
 def test_residues_leave_fewer_placements() -> None:
     """Two hosts of two GPUs: 16 of 24 permutations are allowed, half of them by turning two replicas."""
-    layout, seats = Layout(pp=2, dp=2), Seats(num_hosts=2, devices_per_host=2, keeps_residues=True)
+    layout, slots = Layout(pp=2, dp=2), Slots(num_hosts=2, devices_per_host=2, keeps_residues=True)
 
-    assert num_placements(layout, seats) == len(list(placements(layout, seats))) == 8
+    assert num_placements(layout, slots) == len(list(placements(layout, slots))) == 8
 
 
 @settings(max_examples=15, deadline=None)
@@ -131,7 +120,7 @@ def test_expert_groups_forbid_turning() -> None:
     """With expert parallelism every placement is tried."""
     layout = Layout(dp=4, ep=2)
 
-    assert len(list(placements(layout, Seats(num_hosts=2, devices_per_host=2, keeps_residues=False)))) == 24
+    assert len(list(placements(layout, Slots(num_hosts=2, devices_per_host=2, keeps_residues=False)))) == 24
 
 
 @settings(max_examples=6, deadline=None)
@@ -141,8 +130,8 @@ def test_more_budget_is_never_worse(seed: int, short: int, more: int) -> None:
     layout = Layout(pp=4, dp=2)
     cluster = tiny_cluster(4, 2)
 
-    less_time = best_placement(layout, cluster, seed=seed, deadline_s=short, rng_distances=seed)
-    more_time = best_placement(layout, cluster, seed=seed, deadline_s=short + more, rng_distances=seed)
+    less_time = best_placement(layout, cluster, seed=seed, is_late=after(short), rng_distances=seed)
+    more_time = best_placement(layout, cluster, seed=seed, is_late=after(short + more), rng_distances=seed)
 
     assert more_time.cost_s <= less_time.cost_s
 
@@ -153,7 +142,8 @@ def test_annealing_comes_close_to_the_optimum(seed: int) -> None:
     layout, cluster = Layout(pp=4, dp=2), tiny_cluster(4, 2)
     cost = link_cost(layout, random_distances(8, random.Random(seed)))
     annealed = best_placement(layout, cluster, rng_distances=seed)
-    *_, exact = exhaustion(layout, Seats.of(cluster), annealed, objective=cost, clock=Ticks(), deadline_s=1e9)
+    problem = PlacementProblem(layout=layout, cluster=cluster, objective=cost, bound_s=0.0)
+    *_, exact = exhaustion(problem, annealed, is_late=never)
 
     assert exact.is_optimal
     assert exact.cost_s <= annealed.cost_s <= 1.15 * exact.cost_s
@@ -163,17 +153,9 @@ def test_annealing_puts_pipelines_into_racks() -> None:
     """Eight hosts in two interleaved racks, pipelines of four: no hop leaves a rack."""
     layout, cluster = Layout(pp=4, dp=2), tiny_cluster(8, 1)
     distances = tuple(tuple(0.0 if i == j else 1.0 + 9.0 * ((i ^ j) & 1) for j in range(8)) for i in range(8))
-    found = list(
-        improvements(
-            layout,
-            cluster,
-            objective=link_cost(layout, distances),
-            bound_s=4.0,
-            rng=random.Random(0),
-            clock=Ticks(),
-            deadline_s=1e9,
-        )
-    )[-1]
+    cost = link_cost(layout, distances)
+    problem = PlacementProblem(layout=layout, cluster=cluster, objective=cost, bound_s=4.0)
+    found = improvements(problem)[-1]
 
     assert found.cost_s == 3.0 + 10.0 + 0.0
 
@@ -181,17 +163,8 @@ def test_annealing_puts_pipelines_into_racks() -> None:
 def test_a_met_bound_ends_the_search() -> None:
     """Nothing is tried once a start is as good as the bound."""
     cluster = tiny_cluster(4, 2)
-    found = list(
-        improvements(
-            Layout(dp=8),
-            cluster,
-            objective=OneByOne(lambda placement: 1.0),
-            bound_s=1.0,
-            rng=random.Random(0),
-            clock=Ticks(),
-            deadline_s=1e9,
-        )
-    )
+    cost = OneByOne(lambda placement: 1.0)
+    found = improvements(PlacementProblem(layout=Layout(dp=8), cluster=cluster, objective=cost, bound_s=1.0))
 
     assert [Placed(placement=tuple(range(8)), cost_s=1.0, is_optimal=True)] == found
 
@@ -210,11 +183,11 @@ def test_starts_are_legal_and_begin_with_host_order(kind: str) -> None:
     """Host order is always tried, and no start breaks the rules."""
     cluster = tiny_cluster(4, 2)
     cluster = on_gpus(cluster) if kind == "cuda" else cluster
-    seats = Seats.of(cluster)
+    slots = Slots.of(cluster)
     found = starts(Layout(pp=4, dp=2), cluster, most=20)
 
     assert tuple(range(8)) == found[0]
-    assert all(seats.allows(placement) and sorted(placement) == list(range(8)) for placement in found)
+    assert all(slots.allows(placement) and sorted(placement) == list(range(8)) for placement in found)
 
 
 def test_one_slot_has_one_placement() -> None:

@@ -1,21 +1,23 @@
-"""The slots of a cluster, which placements are allowed on them, and what a search for one comes back with."""
+"""What is placed where: the slots of a cluster, the placements that are allowed on them, and how they are priced."""
 
 # H = hosts, D = devices of one host, S = slots, K = placements. A placement gives the RANK of each slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipette_launch.facts import Cluster
+from pipette_launch.facts import Cluster, Layout
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Placement = tuple[int, ...]
+IsLate = Callable[[], bool]
+"""Whether the time is up."""
 
 
 class Objective(Protocol):
@@ -26,7 +28,7 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seats:
+class Slots:
     """The slots of a cluster, and which placements are allowed on them.
 
     On CUDA the RANKs of a host must differ modulo D: then LOCAL_RANK = RANK % D with one CUDA_VISIBLE_DEVICES list
@@ -38,7 +40,7 @@ class Seats:
     keeps_residues: bool
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Seats:
+    def of(cls, cluster: Cluster) -> Slots:
         """Take the slots of a cluster."""
         return cls(
             num_hosts=len(cluster.hosts),
@@ -73,6 +75,33 @@ class Placed:
     """No other allowed placement is faster under the same model: all were tried, or this one meets the bound."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementProblem:
+    """A layout to be placed on the slots of a cluster."""
+
+    layout: Layout
+    cluster: Cluster
+    objective: Objective
+    """Prices placements; whole hosts change places only if it is a `PlacementCost`."""
+    bound_s: float
+    """No placement is faster."""
+
+    @property
+    def slots(self) -> Slots:
+        """Where the ranks may sit."""
+        return Slots.of(self.cluster)
+
+    def placed(self, placement: Placement, cost_s: float) -> Placed:
+        """Judge a placement that was priced."""
+        return Placed(placement=placement, cost_s=cost_s, is_optimal=meets(cost_s, self.bound_s))
+
+    def best_of(self, candidates: Sequence[Placement]) -> Placed:
+        """Price some placements together and return the fastest; of equal ones the first."""
+        costs_s = self.objective.costs(np.array(candidates, dtype=np.int64))
+        least = int(costs_s.argmin())
+        return self.placed(candidates[least], float(costs_s[least]))
+
+
 def host_order(num_slots: int) -> Placement:
     """Place rank i on slot i, as torchrun does."""
     return tuple(range(num_slots))
@@ -83,9 +112,6 @@ def meets(cost_s: float, bound_s: float) -> bool:
     return cost_s <= bound_s * (1 + 1e-9)
 
 
-def best_of(candidates: Sequence[Placement], objective: Objective, bound_s: float) -> Placed:
-    """Price some placements together and return the fastest; of equal ones the first."""
-    costs = objective.costs(np.array(candidates, dtype=np.int64))
-    least = int(costs.argmin())
-    cost_s = float(costs[least])
-    return Placed(placement=candidates[least], cost_s=cost_s, is_optimal=meets(cost_s, bound_s))
+def faster(one: Placed, other: Placed) -> Placed:
+    """The faster of two; the first where they are equal."""
+    return min(one, other, key=lambda placed: placed.cost_s)

@@ -12,8 +12,8 @@ from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEED
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import explanations, no_plan
+from pipette_launch.search.bounds.links import with_ring_links
 from pipette_launch.search.bounds.placement_bound import placement_bound_s
-from pipette_launch.search.bounds.ring_links import with_ring_links
 from pipette_launch.search.candidates import Field
 from pipette_launch.search.choose import choose
 from pipette_launch.search.frontier import BEATEN, Frontier

@@ -9,16 +9,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.step.placed import PlacementCost
-from pipette_launch.search.bounds.links import cheapest_between, cuts, partitions, returning_cuts
-from pipette_launch.search.bounds.raised_prices import Trials, side_by_side
-from pipette_launch.search.bounds.rings import Places, Ring, Tour, best_hops, exchange_tours, rings_of
+from pipette_launch.search.bounds.links import Floats, Ints, cheapest_between, cuts, partitions, returning_cuts
+from pipette_launch.search.bounds.raised_prices import RaisedPrices, side_by_side
+from pipette_launch.search.bounds.rings import Places, Ring, Tour, best_hops, exchange_tours, group_shapes, rings_of
 from pipette_launch.units import rate_text
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _WORST = 2
 """So many places are tried for each thing that they can be worst in."""
@@ -35,24 +31,24 @@ GROUP_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Argument:
+class BoundArgument:
     """The step is at least as long as the shortest of these."""
 
     words: str
-    trials: Trials
+    trials: RaisedPrices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Arguments:
+class BoundArguments:
     """What holds where every block of `unit` ranks in a row, aligned and of one stage, lies on one place."""
 
     places: Places
-    best: Trials
+    best: RaisedPrices
     unit: int
 
-    def all(self) -> Iterator[Argument]:
+    def all(self) -> Iterator[BoundArgument]:
         """Yield them one by one; of equal ones the first says it best."""
-        yield Argument(words="it takes so long over the best links that there are", trials=self.best)
+        yield BoundArgument(words="it takes so long over the best links that there are", trials=self.best)
         if len(self.places) > 1:
             yield from self._of_places()
             yield from self._of_rings()
@@ -61,23 +57,22 @@ class Arguments:
             yield from self._of_pipelines()
         yield from self._of_slots()
 
-    def crossing(self, names: tuple[str, ...]) -> Argument:
+    def crossing(self, names: tuple[str, ...]) -> BoundArgument:
         """Some group of one of these names lies on several places."""
         found = []
         used = [name for name in names if any(item.group == name for item in self._model.work.exchanges)]
-        layout = self._model.work.layout
-        sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
+        shapes = group_shapes(self._model.work.layout)
         for name in used:
             trials = self._one.times(self._pp)
             for index, item in enumerate(self._model.work.exchanges):
                 if item.group == name:
-                    link_s = float(self.places.link_s_HH(item.kind, sizes[name], item.size_bytes).min())
+                    link_s = float(self.places.link_s_HH(item.kind, shapes[name][0], item.size_bytes).min())
                     _at_own_rank(trials.exchange_s_IPK[index], link_s)
             found.append(trials)
         kinds = " or ".join(dict.fromkeys(GROUP_NAMES[name] for name in used or names))
         # Groups that exchange nothing lie where they like.
         trials = side_by_side(found) if found else self._one
-        return Argument(words=f"that holds even if some {kinds} group lay on several hosts", trials=trials)
+        return BoundArgument(words=f"that holds even if some {kinds} group lay on several hosts", trials=trials)
 
     @property
     def _model(self) -> PlacementCost:
@@ -112,7 +107,7 @@ class Arguments:
         return self._per_place == 1 and self._pp > 1 and len(self.places) > 1
 
     @cached_property
-    def _one(self) -> Trials:
+    def _one(self) -> RaisedPrices:
         """A trial of some one replica: with all that every rank of it has to bear."""
         trial = self.best.times(1)
         if self._all_hops_cross:
@@ -126,7 +121,7 @@ class Arguments:
         return trial
 
     @cached_property
-    def _mean(self) -> Trials:
+    def _mean(self) -> RaisedPrices:
         """A trial of the mean replica, which is not slower than the slowest: the step time is convex in its hops.
 
         Where each place is one block, every hop has its own senders and its own receivers: at best the best of all.
@@ -155,7 +150,7 @@ class Arguments:
         """Whether each place of the first stage sums embeddings with one of the last, which is another."""
         return self._all_hops_cross and self._model.work.traffic.embedding_bytes > 0
 
-    def _of_slots(self) -> Iterator[Argument]:
+    def _of_slots(self) -> Iterator[BoundArgument]:
         """Some stage has the slowest slot."""
         slowness_W = self._model.slowness_W
         slot = int(slowness_W.argmax())
@@ -164,9 +159,9 @@ class Arguments:
             _at_own_rank(trials.slowness_PK, float(slowness_W[slot]))
             name = self._model.fabric.cluster.slot_name(slot)
             words = f"some stage has {name}, whose speed is {1 / float(slowness_W[slot]):.2f} of the median's"
-            yield Argument(words=words, trials=trials)
+            yield BoundArgument(words=words, trials=trials)
 
-    def _of_places(self) -> Iterator[Argument]:
+    def _of_places(self) -> Iterator[BoundArgument]:
         """Some stage has a place of poor links: its groups pass through it, and where it is one block its hops too."""
         worth = [("gradient ring", ring.tour.through_s_H, ring.tour.cost_s_HH) for ring in self._rings]
         worth += [
@@ -181,9 +176,9 @@ class Arguments:
                 if place not in done and seconds_H[place] > cost_s_HH.min():
                     done.add(place)
                     words = f"some {what} must use a link of {self._place_words(place)}"
-                    yield Argument(words=words, trials=self._with_place(place))
+                    yield BoundArgument(words=words, trials=self._with_place(place))
 
-    def _with_place(self, place: int) -> Trials:
+    def _with_place(self, place: int) -> RaisedPrices:
         """Try a place on each stage."""
         pp, devices = self._pp, self.places.devices
         trials = self._one.times(pp)
@@ -203,25 +198,25 @@ class Arguments:
                     trials.backward_s_PK[hop, stage] = max(trials.backward_s_PK[hop, stage], backward_s)
         return trials
 
-    def _of_rings(self) -> Iterator[Argument]:
+    def _of_rings(self) -> Iterator[BoundArgument]:
         """All rings at once: the worst of them lies on some stage."""
         for ring in self._rings:
             trials = self._mean.times(self._pp)
             last_s = ring.tour.thresholds_s[-1]
             self._add_ring(trials, ring, last_s, has_best=True)
             words = f"some gradient ring needs a link no better than {self._link_words(ring.tour, last_s)}"
-            yield Argument(words=words, trials=trials)
+            yield BoundArgument(words=words, trials=trials)
 
-    def _of_exchanges(self) -> Iterator[Argument]:
+    def _of_exchanges(self) -> Iterator[BoundArgument]:
         """All groups of a kind at once, likewise."""
         for name, tour in self._tours.items():
             trials = self._one.times(self._pp)
             last_s = tour.thresholds_s[-1]
             self._exchange(trials, name, tour, last_s, own_rank=True)
             words = f"some {GROUP_NAMES[name]} group needs a link no better than {self._link_words(tour, last_s)}"
-            yield Argument(words=words, trials=trials)
+            yield BoundArgument(words=words, trials=trials)
 
-    def _of_parts(self) -> Iterator[Argument]:
+    def _of_parts(self) -> Iterator[BoundArgument]:
         """Places in parts: either some ring crosses from part to part, or all pipelines do, after the same stages."""
         layout = self._model.work.layout
         if layout.pp == 1 or self.unit % layout.tp:
@@ -243,9 +238,9 @@ class Arguments:
             what = "rings or pipelines" if dense else "pipelines"
             words = f"{what} cross between parts of the cluster, where no link is better than "
             best = self._link_words(dense.tour, cross_s) if dense else self._best_link(send_s_HH, cross_s)
-            yield Argument(words=words + best, trials=side_by_side(trials))
+            yield BoundArgument(words=words + best, trials=side_by_side(trials))
 
-    def _with_parts(self, part_H: Ints, longest: int) -> Iterator[Trials]:
+    def _with_parts(self, part_H: Ints, longest: int) -> Iterator[RaisedPrices]:
         """Cut all pipelines between parts after the same stages, so that whole stages lie in each part.
 
         The tied embedding is summed from part to part, or the pipelines come back to the part that they began in.
@@ -259,16 +254,18 @@ class Arguments:
                 yield self._with_hops(self._mean, back, hop_s)
         yield trials
 
-    def _of_pipelines(self) -> Iterator[Argument]:
+    def _of_pipelines(self) -> Iterator[BoundArgument]:
         """Pipelines that do not fit on a place leave it, each at stages of its own, or at all."""
         if self._all_hops_cross:
-            yield Argument(words="each hop of a pipeline has other links, and not all are the best", trials=self._mean)
+            yield BoundArgument(
+                words="each hop of a pipeline has other links, and not all are the best", trials=self._mean
+            )
         if 1 < self._per_place < self._pp:
             hop_s = float(self._hops[0].min())
             trials = self._with_hops(self._one, cuts(self._pp, self._per_place, most=_CUTS), hop_s)
-            yield Argument(words=f"pipelines of {self._pp} stages leave their hosts", trials=trials)
+            yield BoundArgument(words=f"pipelines of {self._pp} stages leave their hosts", trials=trials)
 
-    def _add_ring(self, trials: Trials, ring: Ring, slowest_s: float, *, has_best: bool) -> None:
+    def _add_ring(self, trials: RaisedPrices, ring: Ring, slowest_s: float, *, has_best: bool) -> None:
         """In trial k, give the chunks of rank k a ring with so slow a link; all may have the best already."""
         more = ring.more_s_S(slowest_s)
         done = ring.more_s_S(ring.tour.thresholds_s[0]) if has_best else tuple(np.zeros_like(each) for each in more)
@@ -276,7 +273,7 @@ class Arguments:
         for target_SK, more_S, done_S in zip((trials.reduce_s_SK, trials.gather_s_SK), more, done, strict=True):
             target_SK[stages, stages % self._pp] += np.maximum(more_S - done_S, 0.0)
 
-    def _exchange(self, trials: Trials, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:
+    def _exchange(self, trials: RaisedPrices, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:
         """Give groups of a name so slow a link: those of rank k in trial k, or those of all ranks."""
         for index, item in enumerate(self._model.work.exchanges):
             if item.group == name:
@@ -287,7 +284,7 @@ class Arguments:
                 else:
                     np.maximum(target_PK, seconds, out=target_PK)
 
-    def _with_hops(self, trial: Trials, hops: Sequence[tuple[int, ...]], seconds: float) -> Trials:
+    def _with_hops(self, trial: RaisedPrices, hops: Sequence[tuple[int, ...]], seconds: float) -> RaisedPrices:
         """Raise some hops, one set in each trial."""
         found = []
         for chosen in hops:
@@ -316,7 +313,7 @@ def _at_own_rank(target_PK: Floats, seconds: float) -> None:
     np.maximum(diagonal, seconds, out=diagonal)
 
 
-def _raise(trials: Trials, *, hops: range | tuple[int, ...], seconds: float) -> None:
+def _raise(trials: RaisedPrices, *, hops: range | tuple[int, ...], seconds: float) -> None:
     """Make some hops take at least so long, both ways."""
     for hop in hops:
         for target_PK in (trials.forward_s_PK, trials.backward_s_PK):

@@ -1,4 +1,4 @@
-"""What no placement can avoid of the links between hosts: pure functions of what each link costs.
+"""What no placement can avoid of the links between hosts, from what each link costs.
 
 A ring is a closed tour over units (blocks of ranks that lie on one host each); every host holds equally many units, all
 of them are in use, and every unit lies on one ring. All of this is relaxed to what is quickly checked, so the figures
@@ -12,9 +12,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pipette_launch.facts import Links, Measurements
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -45,7 +48,7 @@ def through(cost_HH: Floats, *, visits_once: bool) -> Floats:
     return np.where(cost.argmin(axis=1) == cost.argmin(axis=0), apart_H, best_H)
 
 
-def joins(cost_HH: Floats) -> list[tuple[float, int, int]]:
+def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
     """Return the links that join all hosts, cheapest first: those of a minimum spanning tree (Prim 1957).
 
     Hosts that are apart in it without the links above some cost are apart without any link above that cost. A pair of
@@ -84,7 +87,7 @@ def ring_thresholds(cost_HH: Floats, *, units_per_host: int, ring_units: int, th
     part_of = list(range(hosts))
     members = [[host] for host in range(hosts)]
     usable = [0] * hosts
-    events = [(cost, 1, one, other) for cost, one, other in joins(cost_HH)]
+    events = [(cost, 1, one, other) for cost, one, other in spanning_tree(cost_HH)]
     events += [(float(cost), 0, host, host) for host, cost in enumerate(through_H)]
     found: list[float] = []
     held = 0
@@ -111,7 +114,7 @@ def partitions(cost_HH: Floats, *, most: int) -> list[tuple[Ints, float]]:
 
     Hosts are parted where the joining links grow the most from one to the next; the first way is every host for itself.
     """
-    tree = joins(cost_HH)
+    tree = spanning_tree(cost_HH)
     costs = [cost for cost, _, _ in tree]
     steps = sorted(range(1, len(costs)), key=lambda at: costs[at - 1] / costs[at] if costs[at] else 1.0)
     found = []
@@ -178,3 +181,21 @@ def _without_own(cost_HH: Floats) -> Floats:
     cost: Floats = cost_HH.copy()
     np.fill_diagonal(cost, np.inf)
     return cost
+
+
+def with_ring_links(measurements: Measurements) -> Measurements:
+    """Give all pairs of hosts the best link of that host whose best is the worst, and the median latency.
+
+    A ring through every host passes each of them by one link in and one out, so no ring is faster than this, and a
+    good one is not much slower. It tells layouts apart where the best link of all would promise too much.
+    """
+    cluster = measurements.cluster
+    size = len(cluster.hosts)
+    if size < 2:
+        return measurements
+    bandwidth_HH = np.where(np.eye(size, dtype=bool), 0.0, cluster.between_hosts.bandwidth_bytes_per_s)
+    latency_HH = np.asarray(cluster.between_hosts.latency_s)
+    slowest = float(np.minimum(bandwidth_HH.max(axis=0), bandwidth_HH.max(axis=1)).min())
+    latency_s = float(np.median(latency_HH[~np.eye(size, dtype=bool)]))
+    links = Links.uniform(size, latency_s=latency_s, bandwidth_bytes_per_s=slowest)
+    return replace(measurements, cluster=replace(cluster, between_hosts=links))

@@ -15,8 +15,8 @@ import numpy as np
 
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.facts.layout import Layout
-from pipette_launch.search.bounds.arguments import Argument, Arguments
-from pipette_launch.search.bounds.raised_prices import Trials, side_by_side
+from pipette_launch.search.bounds.arguments import BoundArgument, BoundArguments
+from pipette_launch.search.bounds.raised_prices import RaisedPrices, side_by_side
 from pipette_launch.search.bounds.rings import Places
 
 _ROUNDING = 1e-12
@@ -40,10 +40,10 @@ def placement_bound_s(model: PlacementCost) -> Bound:
         model: the layout's step time as a function of the placement (`Predictor.placement_cost`).
 
     """
-    best, places = Trials.best(model), Places.of(model)
-    cases: list[list[Argument]] = []
+    best, places = RaisedPrices.best(model), Places.of(model)
+    cases: list[list[BoundArgument]] = []
     for block in blocks(model.work.layout, places.devices):
-        arguments = Arguments(places=places, best=best, unit=block.unit)
+        arguments = BoundArguments(places=places, best=best, unit=block.unit)
         cases.append(list(arguments.all()))
         if block.breaks and len(places) > 1:
             cases[-1].append(arguments.crossing(block.breaks))

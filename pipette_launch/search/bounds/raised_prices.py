@@ -8,20 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Fabric, Kind
 from pipette_launch.cost.step.assemble import Prices, Work, totals_s_K
 from pipette_launch.cost.step.placed import PlacementCost
-
-Floats = NDArray[np.float64]
+from pipette_launch.search.bounds.links import Floats
+from pipette_launch.search.bounds.rings import group_shapes
 
 _ACTIONS_AT_ONCE = 1 << 22
-"""Trials are simulated in blocks of about so many actions, some tens of MB."""
+"""RaisedPrices are simulated in blocks of about so many actions, some tens of MB."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trials:
+class RaisedPrices:
     """Prices of one pipeline, K times; the arrays are there to be raised."""
 
     slowness_PK: Floats
@@ -34,12 +33,12 @@ class Trials:
     embedding_s_K: Floats
 
     @classmethod
-    def best(cls, model: PlacementCost) -> Trials:
+    def best(cls, model: PlacementCost) -> RaisedPrices:
         """Return one trial with the best of all links everywhere, and the fastest slot."""
         work, fabric = model.work, model.fabric
         layout, column = work.layout, (work.layout.pp, 1)
-        sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
-        exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
+        shapes = group_shapes(layout)
+        exchange_s = [fabric.bound_s(item.kind, shapes[item.group][0], item.size_bytes) for item in work.exchanges]
         hop_s = np.full(column, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
         tied = work.traffic.embedding_bytes
         return cls(
@@ -52,9 +51,11 @@ class Trials:
             embedding_s_K=np.array([fabric.bound_s("all_reduce", 2, tied) if tied else 0.0]),
         )
 
-    def times(self, count: int) -> Trials:
+    def times(self, count: int) -> RaisedPrices:
         """Return so many copies of one trial side by side."""
-        return Trials(**{name: np.repeat(getattr(self, name), count, axis=-1) for name in self.__dataclass_fields__})
+        return RaisedPrices(
+            **{name: np.repeat(getattr(self, name), count, axis=-1) for name in self.__dataclass_fields__}
+        )
 
     def steps_s_K(self, work: Work) -> Floats:
         """Seconds of each step."""
@@ -75,10 +76,10 @@ class Trials:
         )
 
 
-def side_by_side(trials: Sequence[Trials]) -> Trials:
+def side_by_side(trials: Sequence[RaisedPrices]) -> RaisedPrices:
     """Return all trials in one."""
-    names = Trials.__dataclass_fields__
-    return Trials(**{name: np.concatenate([getattr(one, name) for one in trials], axis=-1) for name in names})
+    names = RaisedPrices.__dataclass_fields__
+    return RaisedPrices(**{name: np.concatenate([getattr(one, name) for one in trials], axis=-1) for name in names})
 
 
 def _once_a_step(fabric: Fabric, work: Work, kind: Kind, bytes_S2: Floats) -> Floats:

@@ -8,16 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Kind, chunk_share, num_steps
 from pipette_launch.cost.communication.scales import Scale
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.cluster import Links
-from pipette_launch.search.bounds.links import best_ways, ring_thresholds, through
-
-Floats = NDArray[np.float64]
+from pipette_launch.search.bounds.links import Floats, best_ways, ring_thresholds, through
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -197,16 +194,21 @@ def rings_of(places: Places, unit: int) -> list[Ring]:
     return found
 
 
-def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
-    """Return the groups inside the layers that no place holds, by name: each with its largest collective."""
-    layout = places.model.work.layout
-    shapes = {
+def group_shapes(layout: Layout) -> dict[str, tuple[int, int]]:
+    """Members of each kind of group inside the layers, and how many ranks lie from one member to the next."""
+    return {
         "tp": (layout.tp, 1),
         "cp": (layout.cp, layout.tp),
         "ep": (layout.ep, layout.etp),
         "etp": (layout.etp, 1),
         "ep_etp": (layout.ep * layout.etp, 1),
     }
+
+
+def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
+    """Return the groups inside the layers that no place holds, by name: each with its largest collective."""
+    layout = places.model.work.layout
+    shapes = group_shapes(layout)
     found: dict[str, Tour] = {}
     for item in places.model.work.exchanges:
         if item.part == "expert_parallel" and not experts_lie_in_stages(layout):

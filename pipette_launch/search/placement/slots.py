@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from pipette_launch.facts import Cluster, Layout
+from pipette_launch.search.assignment.problem import Floats, Ints
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Placement = tuple[int, ...]
 IsLate = Callable[[], bool]
 """Whether the time is up."""

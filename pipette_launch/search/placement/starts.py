@@ -7,14 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.facts import Cluster, Layout
+from pipette_launch.search.assignment.problem import Ints
 from pipette_launch.search.placement.slots import Placement, Slots, host_order
 from pipette_launch.search.placement.tiers import Tiers, tiers_of
-
-Ints = NDArray[np.int64]
 
 
 def starts(layout: Layout, cluster: Cluster, *, most: int) -> list[Placement]:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.facts import Links
+from pipette_launch.search.assignment.problem import Floats, Ints
+from pipette_launch.search.bounds.links import spanning_tree
 
 TYPICAL_MESSAGE_BYTES = 4 << 20
 """Weighs latency against bandwidth where only the nearness of hosts matters."""
@@ -20,9 +21,6 @@ LEAST_RATIO = 1.12
 MOST_TIERS = 4
 _MOST_GAPS = 12
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9)
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +53,7 @@ def tiers_of(links: Links) -> Tiers:
     links of one host slow is taken out first: a bad host stays in its rack.
     """
     distance_HH = distances_s(links)
-    joints = _spanning_tree(_without_bad_hosts(distance_HH))
+    joints = spanning_tree(_without_bad_hosts(distance_HH))
     lengths = np.array([seconds for seconds, _, _ in joints])
     chain, snapshots = _join(joints, distance_HH, _gaps(lengths))
     order_H = np.array(chain, dtype=np.int64)
@@ -99,25 +97,6 @@ def _without_bad_hosts(distance_HH: Floats) -> Floats:
     badness_H = np.maximum((quantile_HK / typical_K).min(axis=1), 1.0)
     corrected: Floats = distance_HH / np.maximum(badness_H[:, None], badness_H[None, :])
     return corrected
-
-
-def _spanning_tree(distance_HH: Floats) -> list[tuple[float, int, int]]:
-    """Edges of a minimum spanning tree, shortest first (Prim 1957)."""
-    size = len(distance_HH)
-    nearest_s_H, parent_H = distance_HH[0].copy(), np.zeros(size, dtype=np.int64)
-    nearest_s_H[0] = np.inf
-    outside_H = np.ones(size, dtype=bool)
-    outside_H[0] = False
-    edges = []
-    for _ in range(size - 1):
-        host = int(nearest_s_H.argmin())
-        edges.append((float(nearest_s_H[host]), int(parent_H[host]), host))
-        outside_H[host] = False
-        nearest_s_H[host] = np.inf
-        nearer_H = outside_H & (distance_HH[host] < nearest_s_H)
-        np.copyto(nearest_s_H, distance_HH[host], where=nearer_H)
-        parent_H[nearer_H] = host
-    return sorted(edges)
 
 
 def _gaps(lengths: Floats) -> list[int]:

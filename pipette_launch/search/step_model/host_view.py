@@ -7,14 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Kind, chunk_share, num_steps
 from pipette_launch.cost.step.assemble import Prices
 from pipette_launch.cost.step.placed import PlacementCost
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from pipette_launch.search.assignment.problem import Floats, Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,18 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.step.assemble import pipelines, total_s
 from pipette_launch.cost.step.placed import PlacementCost
-from pipette_launch.search.assignment.problem import Flows, ProblemBuilder
+from pipette_launch.search.assignment.problem import Floats, Flows, Ints, ProblemBuilder
 from pipette_launch.search.step_model.host_view import View
 from pipette_launch.search.step_model.per_pass_traffic import Crossing, crossings_of
 from pipette_launch.search.step_model.per_step_traffic import add_once_a_step
 from pipette_launch.search.step_model.subgradients import Spread, Tangents, tangents_of
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_CUTS = 8
 MOST_FLOWS = 10_000

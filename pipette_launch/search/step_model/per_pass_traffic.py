@@ -7,14 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.traffic import Exchange
-from pipette_launch.search.assignment.problem import ProblemBuilder
+from pipette_launch.search.assignment.problem import Floats, ProblemBuilder
 from pipette_launch.search.step_model.host_view import LinksBetweenHosts, View
 from pipette_launch.search.step_model.subgradients import Tangents
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,16 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Kind
 from pipette_launch.cost.step.assemble import pipelines, reduced_s
-from pipette_launch.search.assignment.problem import ProblemBuilder
+from pipette_launch.search.assignment.problem import Floats, Ints, ProblemBuilder
 from pipette_launch.search.step_model.host_view import LinksBetweenHosts, View
 from pipette_launch.search.step_model.subgradients import Tangents
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_MATRICES = 8
 """So many sizes of message have a matrix of their own on few hosts; others take that of the nearest."""

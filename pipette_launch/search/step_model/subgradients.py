@@ -8,13 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.cost.pipeline.critical_path import critical_counts
 from pipette_launch.cost.step.assemble import Work
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from pipette_launch.search.assignment.problem import Floats
 
 NUDGE = 0.05
 """A stage is made slower by at least this part, to see what happens where it sets the pace."""

@@ -2,21 +2,25 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from facts_for_tests import tiny_cluster, tiny_measurements
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipette_launch.facts import Links
 from pipette_launch.search.bounds.links import (
     best_ways,
     cheapest_between,
     cuts,
-    joins,
     partitions,
     returning_cuts,
     ring_thresholds,
+    spanning_tree,
     through,
+    with_ring_links,
 )
 
 
@@ -73,7 +77,7 @@ def test_a_ring_does_not_come_back_from_where_it_went() -> None:
 
 
 def test_parts_are_far_apart() -> None:
-    """Hosts for themselves first, then the islands, which one cheap way joins."""
+    """Hosts for themselves first, then the islands, which one cheap way spanning_tree."""
     island = np.array([0, 1, 0, 1])
     cost = np.where(island[:, None] == island[None, :], 1.0, 9.0)
     cost[0, 3] = 5.0
@@ -82,7 +86,7 @@ def test_parts_are_far_apart() -> None:
 
     assert found == [([0, 1, 2, 3], 1.0), ([0, 1, 0, 1], 5.0)]
     assert cheapest_between(cost, island) == 5.0
-    assert [each for each, _, _ in joins(cost)] == [1.0, 1.0, 5.0]
+    assert [each for each, _, _ in spanning_tree(cost)] == [1.0, 1.0, 5.0]
 
 
 @pytest.mark.parametrize("most", [3, 10_000])
@@ -120,3 +124,24 @@ def test_every_way_back_holds_one_of_the_sets(stages: int, longest: int) -> None
                 assert any(each <= set(hops) for each in sets)
     assert returning_cuts(8, 3, most=2) is None
     assert returning_cuts(4, 2, most=9) == [(0, 2)]
+
+
+def test_the_worst_hosts_best_link_counts() -> None:
+    """Host 2 sends at 3 at best and receives at 7: every link becomes 3, and the latency the median."""
+    bandwidth = np.full((4, 4), 10.0)
+    bandwidth[2], bandwidth[:, 2] = 2.0, 7.0
+    bandwidth[2, 0] = 3.0
+    latency = np.full((4, 4), 5.0)
+    latency[0, 1] = 100.0
+    links = Links(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
+    measurements = tiny_measurements(replace(tiny_cluster(4, 1), between_hosts=links))
+    found = with_ring_links(measurements).cluster.between_hosts
+
+    assert Links.uniform(4, latency_s=5.0, bandwidth_bytes_per_s=3.0) == found
+
+
+def test_one_host_has_no_rings() -> None:
+    """Nothing changes where there is nothing between hosts."""
+    measurements = tiny_measurements(tiny_cluster(1, 2))
+
+    assert with_ring_links(measurements) is measurements

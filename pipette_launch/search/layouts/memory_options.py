@@ -40,6 +40,10 @@ class _Depth(NamedTuple):
     """1, or 2 for more."""
 
 
+_Pair = tuple[tuple[tuple[int, ...], ...], _Depth]
+"""The legal states of a cut, and what recompute depends on."""
+
+
 class MemoryOptionTables:
     """The savers of many cuts, each list built once."""
 
@@ -48,10 +52,8 @@ class MemoryOptionTables:
         self._numbers: dict[Recompute, int] = {NO_RECOMPUTE: 0}
         self._states: SharedLists[_Where] = SharedLists(self._build_states, width=len(_FLAGS))
         self._depths: SharedLists[tuple[_Depth, bool]] = SharedLists(self._build_depths, width=1)
-        self._pairs: SharedLists[tuple[_Where, _Depth]] = SharedLists(
-            self._build_pairs, width=len(MemoryOptions._fields)
-        )
-        self._lean: SharedLists[tuple[_Where, _Depth]] = SharedLists(self._build_lean, width=len(MemoryOptions._fields))
+        self._pairs: SharedLists[_Pair] = SharedLists(self._build_pairs, width=len(MemoryOptions._fields))
+        self._lean: SharedLists[_Pair] = SharedLists(self._build_lean, width=len(MemoryOptions._fields))
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
@@ -59,32 +61,13 @@ class MemoryOptionTables:
         return tuple(self._numbers)
 
     def first(self, columns: LayoutColumns) -> tuple[LayoutColumns, Ints, Counter[str]]:
-        """Give each cut the first of its savers; return also how many each has (N), and what was refused."""
+        """Give each cut the first of its options; return also how many each has (N), and what was refused."""
         if not len(columns):
             return columns, np.zeros(0, dtype=np.int64), Counter()
-        where_G, group_N = self._wheres(columns)
-        depth_H, depth_N = self._depths_of(columns)
-        state_G = self._states.places(where_G)
-        lists = [self._states.rows(place) for place in state_G.tolist()]
-        chosen_N = np.full(len(columns), -1, dtype=np.int64)
-        flags_N4 = np.zeros((len(columns), len(_FLAGS)), dtype=np.int64)
-        number_N, count_N = np.zeros_like(chosen_N), np.zeros_like(chosen_N)
-        dropped = self._states.dropped(state_G[group_N])
-        for parallel in (True, False):
-            # The states with this sequence parallelism: how many, the place of the first, and that one.
-            places = [[place for place, row in enumerate(rows) if bool(row[0]) == parallel] for rows in lists]
-            size_N = np.array([len(each) for each in places], dtype=np.int64)[group_N]
-            first_N = np.array([each[0] if each else len(_FLAGS) << 8 for each in places], dtype=np.int64)[group_N]
-            row_G4 = np.array([rows[each[0]] if each else (0,) * 4 for rows, each in zip(lists, places, strict=True)])
-            list_N = self._depths.places((depth, parallel) for depth in depth_H)[depth_N]
-            ways_N = self._depths.lengths[list_N] * size_N
-            better = (ways_N > 0) & ((chosen_N < 0) | (first_N < chosen_N))
-            chosen_N, count_N = np.where(better, first_N, chosen_N), count_N + ways_N
-            flags_N4[better] = row_G4.reshape(-1, 4)[group_N[better]]
-            number_N[better] = self._depths.heads[list_N[better], 0]
-            dropped += self._depths.weighed(np.bincount(list_N, size_N, len(self._depths.lengths)).astype(int).tolist())
-        flags = dict(zip(_FLAGS, flags_N4.T, strict=True))
-        return replace(columns, **flags, recompute=number_N, recomputes=self.recomputes), count_N, dropped
+        state_N, pair_N = self._places(columns, self._pairs)
+        first = dict(zip(MemoryOptions._fields, self._pairs.heads[pair_N].T, strict=True))
+        dropped = self._states.dropped(state_N) + self._pairs.dropped(pair_N)
+        return replace(columns, **first, recomputes=self.recomputes), self._pairs.lengths[pair_N], dropped
 
     def spread(self, columns: LayoutColumns) -> tuple[Ints, LayoutColumns]:
         """List all savers of some cuts: for each layout the number of its cut (M), and the layouts, cut by cut."""
@@ -94,14 +77,20 @@ class MemoryOptionTables:
         """Give each of some cuts the saver that should need the least memory."""
         return self._spread(columns, self._lean)[1]
 
-    def _spread(self, columns: LayoutColumns, lists: SharedLists[tuple[_Where, _Depth]]) -> tuple[Ints, LayoutColumns]:
+    def _spread(self, columns: LayoutColumns, lists: SharedLists[_Pair]) -> tuple[Ints, LayoutColumns]:
+        row_M, option_M5 = lists.spread(self._places(columns, lists)[1])
+        options = dict(zip(MemoryOptions._fields, option_M5.T, strict=True))
+        return row_M, replace(columns.take(row_M), **options, recomputes=self.recomputes)
+
+    def _places(self, columns: LayoutColumns, lists: SharedLists[_Pair]) -> tuple[Ints, Ints]:
+        """The list of states of each cut, and its list of states with recompute, each by its place."""
         where_G, group_N = self._wheres(columns)
         depth_H, depth_N = self._depths_of(columns)
+        state_G = self._states.places(where_G)
+        states_G = [tuple(self._states.rows(place)) for place in state_G.tolist()]
         first, pair_N = _grouped(group_N, depth_N)
-        keys = ((where_G[group_N[row]], depth_H[depth_N[row]]) for row in first.tolist())
-        row_M, saver_M5 = lists.spread(lists.places(keys)[pair_N])
-        kinds = dict(zip(MemoryOptions._fields, saver_M5.T, strict=True))
-        return row_M, replace(columns.take(row_M), **kinds, recomputes=self.recomputes)
+        keys = ((states_G[group_N[row]], depth_H[depth_N[row]]) for row in first.tolist())
+        return state_G[group_N], lists.places(keys)[pair_N]
 
     def _wheres(self, columns: LayoutColumns) -> tuple[list[_Where], Ints]:
         expert_dp = columns.tp * columns.cp * columns.dp // (columns.etp * columns.ep)
@@ -142,19 +131,17 @@ class MemoryOptionTables:
             if not drops(self._rules.recompute_faults(depth.tp, depth.layers, saver), dropped):
                 yield (self._numbers.setdefault(recompute, len(self._numbers)),)
 
-    def _build_pairs(self, key: tuple[_Where, _Depth], _dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
-        """Flags and recompute of all legal savers of one kind of cut, ordered."""
-        where, depth = key
-        states = self._states.rows(self._states.place(where))
-        numbers = {
-            parallel: self._depths.rows(self._depths.place((depth, parallel)))
-            for parallel in {bool(state[0]) for state in states}
-        }
-        for turn in range(max(map(len, numbers.values()), default=0)):
-            for state in states:
-                yield from ((*state, *number) for number in numbers[bool(state[0])][turn : turn + 1])
+    def _build_pairs(self, key: _Pair, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
+        """Flags and recompute of all legal options of one kind of cut, ordered."""
+        states, depth = key
+        place_S = self._depths.places((depth, bool(state[0])) for state in states)
+        dropped += self._depths.dropped(place_S)
+        numbers = [self._depths.rows(place) for place in place_S.tolist()]
+        for turn in range(max(map(len, numbers), default=0)):
+            for state, legal in zip(states, numbers, strict=True):
+                yield from ((*state, *number) for number in legal[turn : turn + 1])
 
-    def _build_lean(self, key: tuple[_Where, _Depth], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
+    def _build_lean(self, key: _Pair, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         """Recompute of every layer by itself, everything sharded, no buffers for overlap: as far as that is legal."""
         rows = list(self._build_pairs(key, dropped))
         recomputes = self.recomputes

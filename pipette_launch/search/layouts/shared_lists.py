@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -58,12 +58,8 @@ class SharedLists(Generic[K]):
 
     def dropped(self, place_D: Ints) -> Counter[str]:
         """Count what is refused, as often as its list is used."""
-        uses = np.bincount(place_D, minlength=len(self._faults)).tolist() if self._faults else []
-        return self.weighed(uses)
-
-    def weighed(self, uses: Sequence[int]) -> Counter[str]:
-        """Count what is refused, with the uses of each list."""
         total: Counter[str] = Counter()
+        uses = np.bincount(place_D, minlength=len(self._faults)).tolist()
         for faults, times in zip(self._faults, uses, strict=True):
             if times:
                 total.update({reason: count * times for reason, count in faults.items()})

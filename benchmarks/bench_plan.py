@@ -46,7 +46,7 @@ PARTS = {
         "cost.learned.corrected:CorrectedPredictor.bound_s",
     ),
     "placing": ("search.tasks:perform",),
-    "certificate": ("search.search_loop:Course._sharpened",),
+    "certificate": ("search.search_loop:SearchLoop._sharpened",),
 }
 """What belongs to which part, by where it is called from; a call inside another counts for its own part only."""
 

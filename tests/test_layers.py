@@ -187,7 +187,7 @@ def test_imports_go_down(path: Path) -> None:
         ("pipette_launch.launch", "from pipette_patches import registry"),
         ("pipette_launch.replan", "from pipette_launch import agent"),
         ("pipette_launch.cost.layers.parameters", "from pipette_launch.cost.step import assemble"),
-        ("pipette_launch.search.assignment.settle", "from pipette_launch.search import candidates"),
+        ("pipette_launch.search.assignment.descent", "from pipette_launch.search import candidates"),
         ("pipette_patches.workload.layers", "from pipette_patches.abstract.allocator import Ledger"),
     ],
 )

@@ -20,7 +20,7 @@ from pipette_launch.launch.search_pool.messages import SearchOrder
 from pipette_launch.launch.search_pool.workers import Hands, processes_of
 from pipette_launch.search.candidates import Field
 from pipette_launch.search.solve import SolveOptions, solve
-from pipette_launch.search.tasks import Crew, alone
+from pipette_launch.search.tasks import TaskRunner, alone
 
 ORDER = "search-order.json"
 SOLVE_S = 10.0
@@ -80,7 +80,7 @@ def make_plan(
             helpers.callback(here.close)
             return [here, *invite(text)]
 
-        def make_crew(field: Field) -> Crew:
+        def make_crew(field: Field) -> TaskRunner:
             own = alone(field, seed=options.seed, clock=time.monotonic, deadline_s=deadline_s)
             crews.append(SharedCrew(own, call, clock=time.monotonic, deadline_s=deadline_s))
             return crews[0]

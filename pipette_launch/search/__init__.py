@@ -1,1 +1,1 @@
-"""The best layout and placement that fit."""
+"""Find the layout and the placement with the least step time among those that fit in memory."""

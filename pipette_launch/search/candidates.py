@@ -1,4 +1,4 @@
-"""The layouts that are worth a look: what each needs, how fast it could be, and its best placement so far."""
+"""The layouts that a search has priced, and what all layouts are judged by: job, machines, predictor, memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"
 STALLED = 2
 STALLED_MANY, MANY_SLOTS = 1, 128
-"""After so many rounds without any gain the placing of a layout ends; on many slots a round takes long."""
+"""After so many rounds without gain a layout's placement is improved no further; on many slots a round takes long."""
 WORTH = 1e-3
-"""Placing goes on while it could still save this part of the step."""
+"""A placement is improved while that could still save this part of the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,28 +34,28 @@ class Candidate:
     """Step time in torchrun's own order."""
     placed: Placed
     bound_reason: str = ""
-    """What the bound rests on; empty where it is the best link everywhere."""
+    """Why no placement beats the bound; empty where the bound only takes the best link everywhere."""
     rounds: int = 0
-    """How often the search went on with its placement."""
+    """How often its placement was improved."""
     stalled: int = 0
     """How many of the last rounds found nothing better."""
 
     @property
     def promise_s(self) -> float:
-        """What a search may hope for: halfway from its best placement so far to the bound.
+        """An estimate of the step time after more search: halfway from the best placement so far to the bound.
 
-        The bound alone promises too much to layouts that lean on links which only some hosts have.
+        The bound alone is too low for layouts that need links which only some hosts have.
         """
         return (self.placed.cost_s + self.bound_s) / 2
 
     @property
     def meets_bound(self) -> bool:
-        """Whether no other placement could save anything worth having."""
+        """Whether no other placement could save a noticeable part of the step."""
         return self.placed.is_optimal or self.placed.cost_s <= self.bound_s * (1 + WORTH)
 
     @property
     def can_improve(self) -> bool:
-        """Whether the search for its placement should go on."""
+        """Whether its placement should be improved further."""
         stalled = STALLED if self.layout.world_size <= MANY_SLOTS else STALLED_MANY
         return self.rounds < ROUNDS and self.stalled < stalled and not self.meets_bound
 
@@ -101,16 +101,16 @@ class Field:
         return self.measurements.cluster
 
     def limit_bytes(self, layout: Layout) -> int:
-        """What the model's tensors may need at their peak on a rank of this layout."""
+        """Bytes that the model's tensors may need at their peak on a rank of this layout."""
         return memory_limit_bytes(self.job, layout, self.measurements, memory_margin=self.memory_margin)
 
     def memory_need(self, layout: Layout, peaks_bytes: tuple[int, ...]) -> MemoryNeed:
-        """What devices hold in all when the model's tensors are at these peaks, and what they may hold."""
+        """Bytes that devices hold in all when the model's tensors are at these peaks, and bytes that they may hold."""
         overhead = measured_overhead(self.job, layout, self.measurements)
         return overhead.need(peaks_bytes, self.cluster.memory_bytes, memory_margin=self.memory_margin)
 
     def device_peaks(self, layout: Layout) -> tuple[int, ...]:
-        """What the driver should show on each pipeline rank, all overhead included and nothing corrected."""
+        """Bytes that the driver should show in use on each pipeline rank: with all overhead, without corrections."""
         overhead = measured_overhead(self.job, layout, self.measurements)
         return tuple(overhead.device_peak_bytes(parts.total) for parts in peak_memory_bytes(self.job, layout))
 
@@ -128,7 +128,15 @@ class Field:
 
 
 def memory_limit_bytes(job: Job, layout: Layout, measurements: Measurements, *, memory_margin: float) -> int:
-    """What a rank's tensors may need: of what is free on the fullest device, less margin and overhead."""
+    """Bytes that a rank's tensors may need: what is free on the fullest device, less margin and overhead.
+
+    Args:
+        job: what is trained.
+        layout: its degrees decide how many communicators a rank holds.
+        measurements: free memory, and overhead where it was measured.
+        memory_margin: part of the device's memory that stays free.
+
+    """
     overhead = measured_overhead(job, layout, measurements)
     return overhead.limit_bytes(measurements.cluster.memory_bytes, memory_margin=memory_margin)
 
@@ -147,7 +155,7 @@ def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> O
 
 
 def doublings_apart(one: Layout, other: Layout) -> float:
-    """How far two layouts lie from each other: doublings of each degree, and one for each other field that differs."""
+    """The distance of two layouts: the doublings between their degrees, plus one for each other field that differs."""
     apart = 0.0
     for field in fields(Layout):
         mine, its = getattr(one, field.name), getattr(other, field.name)

@@ -1,4 +1,4 @@
-"""From priced candidates to a decision: the winner, the user's own configuration beside it, and what to try next."""
+"""Decide among priced layouts: the winner, the user's own configuration beside it, and alternatives to try next."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Chosen:
     least_gain_s: float
     """What `best` had to save of the user's own step."""
     passed_over: Candidate | None = None
-    """A more complex one whose step is predicted shorter, by too little to tell; None where there is none."""
+    """A more complex layout whose step is predicted shorter, by too little to count; None where there is none."""
 
     @property
     def priced_layout(self) -> Layout:
@@ -48,8 +48,16 @@ class Chosen:
 def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
     """Take the fastest candidate that beats the user's own configuration, or the fastest of all if that does not fit.
 
-    It has to save the margin, and what compute times that scatter may feign. Among those that count as equally fast the
-    simplest wins: the one with the fewest axes, then the nearest to the user's own. With margin 0 every gain counts.
+    It has to save the margin, and more than the scatter of the compute times could explain. Among layouts that count as
+    equally fast the simplest wins: the one with the fewest axes, then the nearest to the user's own. With margin 0
+    every gain counts.
+
+    Args:
+        field: the job and the machines.
+        candidates: the layouts that were priced.
+        margin: part of the user's own step that another plan must save.
+        num_alternatives: how many others to return.
+
     """
     own, basis = _own_choice(field, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
@@ -59,7 +67,7 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
 
     def least_gain_s(one: Candidate) -> float:
         chance_s = 0.0
-        # The parts of a step take a whole prediction, so they are asked for only where there is doubt.
+        # The parts of a step cost a whole prediction, so they are computed only where the times are uncertain.
         if margin and not doubt.have_same_source(one.layout, own_priced):
             parts_s = field.predictor.step_time(one.layout, one.placed.placement).breakdown_s
             chance_s = doubt.chance_s((one.layout, parts_s), (own_priced, own.breakdown_s))
@@ -78,7 +86,7 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
     best = winner or ranking[0]
     rest = [one for one in ranking if one is not winner and not _is_own(one, own)]
     if own_runs and winner:
-        # Slower than the user's own configuration, which is the last to be tried, is no use.
+        # The user's own configuration is tried last, so a slower alternative is of no use.
         rest = [one for one in rest if one.placed.cost_s < own.step_time_s]
     return Chosen(
         choice=_to_choice(field, winner) if winner else own,
@@ -133,7 +141,7 @@ def _own_peaks(field: Field, priced: Layout) -> tuple[int, ...]:
     try:
         return field.predictor.peaks(field.job.own)
     except LayoutError:
-        # Megatron refuses this layout; `Field.own_fault` says so on the screen.
+        # Megatron refuses this layout; the plan gives `Field.own_fault` as the reason.
         return field.predictor.peaks(priced)
 
 
@@ -182,9 +190,9 @@ def _is_own(candidate: Candidate, own: Choice) -> bool:
 
 
 def _diverse(rest: list[Candidate], best: Candidate, count: int) -> list[Candidate]:
-    """The next best, then the next best of those that need clearly less memory, filled up in order.
+    """The next best, then the next best of those that need clearly less memory, and the rest in order.
 
-    Whoever goes on after running out of memory needs an alternative that is leaner, not one that is nearly as fast.
+    After an out-of-memory a job needs an alternative that takes less memory, not one that is nearly as fast.
     """
     chosen: list[Candidate] = []
     least = max(best.peak_bytes)

@@ -1,4 +1,4 @@
-"""Why a plan was chosen and what to know about it, one sentence each."""
+"""Reasons for a plan, and notes on its predictions, one sentence each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ _NOTHING = 0.0005
 
 
 def reasons(field: Field, chosen: Chosen, *, floor_s: float, margin: float) -> tuple[str, ...]:
-    """Say why this plan and not another, and how much better any other could be."""
+    """Say why this plan was chosen and not another, and how much faster any other could be.
+
+    Args:
+        field: the job and the machines.
+        chosen: the decision.
+        floor_s: seconds; no legal layout that fits is faster.
+        margin: part of the user's own step that another plan had to save.
+
+    """
     why = _why_own(chosen, margin) if chosen.keeps_own else _why_other(field, chosen)
     return (*why, *_runner_up(chosen), _bound(chosen), _floor(chosen, floor_s))
 
@@ -59,7 +67,7 @@ def notes(field: Field, chosen: Chosen) -> tuple[str, ...]:
 
 
 def cut_short(num_seen: int, budget_s: float) -> str:
-    """Say that more time might find more."""
+    """Say that the budget ended the search."""
     layouts = "one layout" if num_seen == 1 else f"{num_seen} layouts"
     return (
         f"The search stopped at its budget of {seconds_text(budget_s)}, with {layouts} looked at; more time might find "
@@ -104,7 +112,7 @@ def _why_other(field: Field, chosen: Chosen) -> list[str]:
 
 
 def _equal(chosen: Chosen) -> list[str]:
-    """Say that a plan is not the fastest by a hair, and why it is chosen."""
+    """Say that another plan is predicted slightly faster, and why this one is chosen."""
     other = chosen.passed_over
     if other is None:
         return []
@@ -187,7 +195,7 @@ def _taken(field: Field) -> list[str]:
 
 
 def _learning(field: Field, chosen: Chosen) -> list[str]:
-    """What a change of layout does to the numbers of a fresh run (Megatron's own seeds and padding)."""
+    """Say how a change of layout changes the numbers of a fresh run (Megatron's own seeds and padding)."""
     new, old = chosen.choice.layout, chosen.own.layout
     if new == old or doublings_apart(new, old) == 0:
         return []

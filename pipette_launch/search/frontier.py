@@ -1,4 +1,4 @@
-"""The layouts that could still win, the most promising first, made only as far as the search gets to them."""
+"""The layouts that could still win, by rising bound; a layout is made only when the search comes to it."""
 
 # N = cuts, M = their variants.
 
@@ -25,7 +25,7 @@ from pipette_launch.search.layouts.enumerate import Cuts
 
 BEATEN = "its bound shows that no placement of it can win"
 CUTS_AT_ONCE = 1024
-"""So many are opened together, which is cheaper than one by one."""
+"""The variants of so many cuts are listed together, which is cheaper than one by one."""
 CHECKED_AT_ONCE = 512
 LOOKED_THROUGH = 64
 """Layouts among which those that need less memory are looked for."""
@@ -67,11 +67,11 @@ class _Ready(NamedTuple):
 
 
 class Frontier:
-    """Opens cuts by rising bound, drops what does not fit or cannot be priced, and hands out the rest in order.
+    """Lists the variants of cuts by rising bound, drops what does not fit or has no price, hands out the rest in order.
 
-    A cut is bounded roughly first, then without recompute and in whatever of its states is fastest, then variant by
-    variant; what is no better than the best step time so far at one of these goes no further. Memory is counted for
-    what is left.
+    A cut is bounded three times, each time more sharply: roughly, then without recompute in its fastest state, then
+    variant by variant. A bound that is no better than the best step time so far ends this. Memory is computed for
+    the layouts that remain.
     """
 
     def __init__(self, field: Field, cuts: Cuts, bounds: BoundColumns, typical: BoundColumns | None = None) -> None:
@@ -81,7 +81,7 @@ class Frontier:
             field: what layouts are judged by.
             cuts: the legal ones.
             bounds: lower bounds of the job on this allocation.
-            typical: what to dive by: bounds as if all links were like those that rings must use; None = `bounds`.
+            typical: order of `dive`: bounds as if all links were like those that rings must use; None = `bounds`.
 
         """
         self._field = field
@@ -91,7 +91,7 @@ class Frontier:
         self._is_late: Callable[[], bool] = lambda: False
         self.dropped: Counter[str] = Counter()
         self.num_met = 0
-        """Variants of the opened cuts."""
+        """Variants of the cuts that were listed."""
         rough_N = _rough_N(cuts.columns, bounds) * field.predictor.least_factor
         unknown = np.flatnonzero(np.isnan(rough_N))
         if len(unknown):
@@ -107,13 +107,18 @@ class Frontier:
         self._limits: dict[int, int] = {}
 
     def hurry_when(self, is_late: Callable[[], bool]) -> None:
-        """From now on, hand out no more than what is ready once it is late."""
+        """From now on, list no more cuts once it is late."""
         self._is_late = is_late
 
     def dive(self, count: int, *, below_s: float = math.inf) -> list[Promising]:
-        """Look through all cuts for layouts that fit, each in its quickest state and, half as many, in its leanest.
+        """Return layouts of any cuts that fit: `count` in their quickest state, and half as many in their leanest.
 
-        They are handed out again in their turn: this is for a step time to beat, before anything is opened.
+        They give the search a first step time to beat. `take` hands them out again in their order.
+
+        Args:
+            count: how many to return, at most.
+            below_s: seconds; cuts with a higher rough bound are left out.
+
         """
         rows = self._order_N[: bisect.bisect_left(self._rough, below_s)]
         quick = self._cuts.columns.take(rows)
@@ -151,7 +156,7 @@ class Frontier:
         return self._with_peaks([columns.layout(row) for row in order.tolist()])
 
     def runners_up(self, count: int, *, most_bytes: float) -> list[Promising]:
-        """Return some of what was dived for and not handed out: the quickest, and the quickest of the lean."""
+        """Return some layouts that `dive` found and did not return: the quickest, and the quickest of the leanest."""
         quick = self._with_peaks(self._quick[:count])
         lean = self._with_peaks(self._lean[:LOOKED_THROUGH])
         return quick + [one for one in lean if max(one.peak_bytes) <= most_bytes][:count]
@@ -176,7 +181,7 @@ class Frontier:
         return self._rough[self._num_opened] if self._num_opened < len(self._rough) else math.inf
 
     def _open(self, rows: Ints, below_s: float) -> None:
-        """Make ready all variants of some cuts that could beat a step time and fit."""
+        """Make ready those variants of some cuts that fit and could beat a step time."""
         predictor = self._field.predictor
         least_N = _least_N(self._cuts, rows, self._bounds) * predictor.least_factor
         rows = rows[least_N < below_s]
@@ -195,7 +200,7 @@ class Frontier:
             self._admit(columns.layout(row), float(least_M[row]))
 
     def _admit(self, layout: Layout, least_s: float) -> None:
-        """Make a layout ready, unless one that recomputes no more was; the user's own is priced anyway."""
+        """Make a layout ready, unless one that recomputes no more is; the user's own layout is priced anyway."""
         others = self._fitting.setdefault(replace(layout, recompute=NO_RECOMPUTE), [])
         if any(recomputes_no_more(other, layout.recompute) for other in others):
             return
@@ -229,7 +234,7 @@ class Frontier:
         return bool((self._fullest_N(some) <= self._limits_N(some)).any())
 
     def _with_peaks(self, layouts: Sequence[Layout]) -> list[Promising]:
-        """Return layouts with their peaks; they say nothing about what is left, as they come again in their turn."""
+        """Return those layouts that fit, with their peaks; their infinite bound says nothing, as they come again."""
         layouts = list(dict.fromkeys(layouts))
         peaks = self._field.predictor.all_peaks(layouts) if layouts else ()
         return [
@@ -256,7 +261,7 @@ class Frontier:
 
 
 def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:
-    """Return the first of each kind of degrees, and then of all: what is wrong with one may be wrong with its twins."""
+    """Return the first layout of each kind of degrees, then the others: layouts of equal degrees often fail alike."""
     first: dict[tuple[int, ...], Layout] = {}
     for layout in layouts:
         first.setdefault((layout.tp, layout.pp, layout.cp, layout.ep), layout)
@@ -273,7 +278,7 @@ def _rough_N(columns: LayoutColumns, bounds: BoundColumns) -> Floats:
 
 
 def _least_N(cuts: Cuts, rows: Ints, bounds: BoundColumns) -> Floats:
-    """Bound cuts by the fastest of their states without recompute: what is run again only takes longer."""
+    """Bound cuts by the fastest of their states without recompute, as recompute only adds time."""
     least_N = np.full(len(rows), np.inf)
     place_M, columns = cuts.spread(rows)
     states = [getattr(columns, name) for name in _STATE_FIELDS]

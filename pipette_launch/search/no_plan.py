@@ -1,4 +1,4 @@
-"""What to say when there is no plan: the constraint that binds, and the nearest change that would help."""
+"""Explain why there is no plan: the constraint that rules all layouts out, and the nearest change that would help."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_HOSTS_MORE = 8
 
 
 def nothing_left(field: Field, *, dropped: Mapping[str, int], memory_margin: float) -> PlanError:
-    """Explain why no layout is left to price, all of those that are legal having fallen out."""
+    """Explain why no legal layout is left to price."""
     if dropped.get(OVER_MEMORY):
         return _nothing_fits(field, memory_margin)
     if dropped.get(NOT_MEASURED):
@@ -60,14 +60,14 @@ def _nothing_fits(field: Field, memory_margin: float) -> PlanError:
 
 
 def _less_margin(field: Field, legal: Sequence[Layout], needs: Mapping[Layout, tuple[int, ...]]) -> Iterator[str]:
-    """Leave less memory free, where a layout fits without any margin."""
+    """Propose to leave less memory free, where a layout fits without any margin."""
     bare = replace(field, memory_margin=0.0)
     if field.memory_margin > 0 and any(max(needs[layout]) <= bare.limit_bytes(layout) for layout in legal):
         yield f"leave less memory free than {field.memory_margin:.0%}"
 
 
 def _more_memory(field: Field, layout: Layout, need: int) -> int:
-    """By how much every device would have to be larger for a layout to fit, margin and overhead included."""
+    """Bytes by which every device would have to be larger for a layout to fit, with margin and overhead."""
     overhead = measured_overhead(field.job, layout, field.measurements)
     free = field.cluster.memory_bytes
     low, high = 0, 1 << 50
@@ -87,7 +87,7 @@ def _help(ways: list[str]) -> str:
 
 
 def _released(field: Field, *, must_fit: bool) -> Iterator[str]:
-    """Pins that stand alone between the job and a plan."""
+    """Name the pinned flags of which each alone, if released, would allow a plan."""
     job = field.job
     for pin in job.pinned:
         freed = replace(job, pinned=tuple(name for name in job.pinned if name != pin))
@@ -98,7 +98,7 @@ def _released(field: Field, *, must_fit: bool) -> Iterator[str]:
 
 
 def _other_sizes(field: Field) -> Iterator[str]:
-    """The nearest smaller number of whole hosts that has a legal layout."""
+    """Name the nearest smaller number of whole hosts that has a legal layout."""
     devices = field.cluster.devices_per_host
     for hosts in range(len(field.cluster.hosts) - 1, 0, -1):
         if len(_legal(field.job, field, hosts * devices)):
@@ -107,7 +107,7 @@ def _other_sizes(field: Field) -> Iterator[str]:
 
 
 def _more_hosts(field: Field) -> Iterator[str]:
-    """The nearest multiple of the hosts on which a layout fits."""
+    """Name the nearest multiple of the hosts on which a layout fits."""
     hosts = len(field.cluster.hosts)
     for times in range(2, MOST_HOSTS_MORE + 1):
         ranks = times * field.cluster.num_slots
@@ -123,7 +123,7 @@ def _fit(field: Field, layouts: Sequence[Layout]) -> Iterator[bool]:
 
 
 def _legal(job: Job, field: Field, world_size: int) -> Cuts:
-    """What is legal for another world or with other pins."""
+    """The legal cuts for another number of ranks or with other pins."""
     return cuts(
         job,
         world_size=world_size,

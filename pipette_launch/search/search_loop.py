@@ -1,8 +1,8 @@
-"""The course of a search: price the promising, place the best of them further, then prove how good the best is.
+"""The order of a search: price promising layouts, improve the placement of the best, then bound how good the best is.
 
-What comes next depends on what came before, never on the clock: the deadline cuts the course short and does not change
-it, so more time is never worse. Batches are made before any of their tasks is done, so a crew of any size finds the
-same.
+What the search does next depends on what it found before, never on the clock: the deadline ends it and changes nothing
+else, so more time never gives a slower plan. A batch of tasks is complete before any of them is done, so any number of
+processes finds the same.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ from dataclasses import dataclass, replace
 from pipette_launch.facts import Layout
 from pipette_launch.search.bounds.placement_bound import Bound
 from pipette_launch.search.candidates import MANY_SLOTS, Candidate, Field
+from pipette_launch.search.choose import LEANER
 from pipette_launch.search.frontier import Frontier, Promising
 from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, num_placements
 from pipette_launch.search.placement.slots import Placed, Placement, Slots
-from pipette_launch.search.tasks import Clock, Crew, Task, Tried, perform
+from pipette_launch.search.tasks import Clock, Task, TaskRunner, Tried, perform
 
 FIRST_BATCH = 6
-"""Layouts that are priced before the best of all so far is placed; each batch is half as large again."""
+"""Layouts that are priced before the placement of the best is improved; each batch is half as large again."""
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
-"""So many layouts are placed further after each batch."""
+"""After each batch the placements of so many layouts are improved."""
 AFTER_PRICING = (8, 4, 2, 2)
 AFTER_PRICING_MANY = (2, 1, 1)
-"""And so many in each round once all are priced; fewer on many slots, where a round is worth more and takes longer."""
+"""And so many in each round after all are priced; fewer on many slots, where a round gains more and takes longer."""
 RUNNERS_UP = 3
-"""So many that cannot win are priced all the same, and as many that need less memory: they are what to try next."""
-LEANER = 0.8
-"""An alternative counts as needing less memory from this part of the need of the best."""
+"""So many layouts that cannot win are priced as alternatives, and as many that need less memory."""
 GAIN = 1e-4
-"""A round that saves less than this part of the step found nothing."""
+"""A round that saves less than this part of the step counts as one without gain."""
 SHARPENED = 6
-"""So many candidates whose bound is below the best step time are bounded again by the links they would have to use."""
+"""So many candidates whose bound is below the best step time are bounded again by the links that they must use."""
 
 Sharpen = Callable[[Layout], Bound]
 """A sharper bound of a layout, and what it rests on."""
@@ -46,21 +45,21 @@ class Searched:
     candidates: tuple[Candidate, ...]
     """The layouts that were priced, in that order; the user's own first, where it fits."""
     num_seen: int
-    """Layouts that were priced, or whose own bound showed that they cannot win."""
+    """Layouts that were priced, or whose bound showed that they cannot win."""
     floor_s: float
-    """No legal layout that fits is faster in any placement."""
+    """Seconds: no legal layout that fits is faster in any placement."""
     is_cut_short: bool
-    """The deadline came before the end of the course."""
+    """The deadline came before the search had ended by itself."""
 
 
-class Course:
-    """The state of a search: what was priced so far, and how far the placing of each layout has come."""
+class SearchLoop:
+    """The state of a search: the layouts that were priced, their best placements, and how often each was improved."""
 
     def __init__(
         self,
         field: Field,
         frontier: Frontier,
-        crew: Crew,
+        crew: TaskRunner,
         *,
         sharpen: Sharpen,
         seed: int,
@@ -77,12 +76,12 @@ class Course:
         self._pool: dict[Layout, Candidate] = {}
         self._beaten: dict[Layout, Promising] = {}
         self._surrounded: set[tuple[Layout, Placement]] = set()
-        """The best so far, at their times, whose neighbours were tried in their placement."""
+        """Layouts and placements that were the best at some time, and whose neighbours were priced then."""
         self._missed_s = float("inf")
-        """Least bound of what was taken and could not be priced in time."""
+        """Least bound in seconds of the layouts that the deadline left without a price."""
 
     def run(self) -> Searched:
-        """Go the course to its end or to the deadline."""
+        """Search to the end or to the deadline."""
         self._price_own()
         self._frontier.hurry_when(self._is_late)
         if not self._is_late():
@@ -110,7 +109,7 @@ class Course:
         )
 
     def _price_own(self) -> None:
-        """The user's own layout is priced whatever the time, if it can be: nothing is chosen without it."""
+        """Price the user's own layout, if it has a price, even after the deadline: every choice is compared with it."""
         field, own = self._field, self._field.job.own
         if field.own_fault is None and field.own_dropped is None:
             first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=field.predictor.peaks(own))]
@@ -134,11 +133,11 @@ class Course:
                 self._beaten[one.layout] = replace(one, least_s=tried.bound_s)
 
     def _surround(self) -> None:
-        """Try all that differs from the best in one choice, in its placement, until none of that is better.
+        """Price the neighbours of the best layout in its placement, until none of them is better.
 
-        That takes milliseconds for each at 10,240 ranks, and to place one layout further takes seconds. So a search
-        that is cut short does not lose to its own plan with one flag changed. What is no better is forgotten: it comes
-        in its turn, with starts of its own.
+        A price takes milliseconds at 10,240 ranks, and improving a placement takes seconds. So a search that the
+        deadline ends early still does not lose to its own plan with one flag changed. A neighbour that is no better is
+        not kept: the frontier hands it out later, and then it gets starts of its own.
         """
         while not self._is_late():
             leader = self._leader()
@@ -155,7 +154,7 @@ class Course:
                     self._beaten.pop(one.layout, None)
 
     def _place(self, width: int) -> None:
-        """Go one round further with the placing of the most promising layouts, and look around what gets best."""
+        """Improve the placements of the most promising layouts by one round, then price the neighbours of the best."""
         hopes = self._hopes(width)
         tasks = [
             Task(
@@ -177,7 +176,7 @@ class Course:
         self._surround()
 
     def _hopes(self, width: int) -> list[Candidate]:
-        """Return the most promising layouts that could still win, by the links that they would have to use."""
+        """Return the most promising layouts whose sharpened bounds say that they could still win."""
         best_s = self._best_s()
         found: list[Candidate] = []
         for one in sorted(self._pool.values(), key=lambda one: one.promise_s):
@@ -190,7 +189,7 @@ class Course:
         return found
 
     def _sharpened(self, one: Candidate) -> Candidate:
-        """Bound a layout by the links that it would have to use, once: that takes less than to place it."""
+        """Bound a layout by the links that it must use, once; that is cheaper than improving its placement."""
         if not one.bound_reason:
             bound = self._sharpen(one.layout)
             one = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)
@@ -198,7 +197,7 @@ class Course:
         return one
 
     def _exhaust(self) -> None:
-        """Try every placement of the best layout, where they are few."""
+        """Try every placement of the best layout, where there are few."""
         leader = self._leader()
         few = AT_ONCE < num_placements(leader.layout, Slots.of(self._field.cluster)) <= EXACT
         if leader.meets_bound or not few:
@@ -210,7 +209,7 @@ class Course:
                 self._pool[leader.layout] = _better(leader, tried)
 
     def _price_runners_up(self) -> None:
-        """Price the nearest of those that cannot win, and some that need less memory."""
+        """Price some layouts that cannot win, as alternatives: those of the lowest bounds, and some of less memory."""
         near = sorted(self._beaten.values())[:RUNNERS_UP]
         for one in near:
             self._beaten.pop(one.layout)
@@ -218,7 +217,7 @@ class Course:
         self._price([*near, *self._frontier.runners_up(RUNNERS_UP, most_bytes=most_bytes)])
 
     def _prove(self) -> None:
-        """Sharpen the best layout's bound, and the lowest of all as long as that could lift the floor."""
+        """Sharpen the bound of the best layout, then the lowest bounds, while that could raise the floor."""
         if not self._is_late():
             self._sharpened(self._leader())
         for _ in range(SHARPENED):
@@ -228,7 +227,7 @@ class Course:
             self._sharpened(lowest)
 
     def _floor_s(self) -> float:
-        """What was beaten lies above the best; of the rest each has its own floor."""
+        """The least of all lower bounds; layouts that the bound ruled out lie above the best."""
         floors = [one.floor_s for one in self._pool.values()]
         return min(self._best_s(), self._missed_s, self._frontier.least_s, *floors)
 

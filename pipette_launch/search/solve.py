@@ -1,4 +1,4 @@
-"""The front door: enumerate, drop what does not fit, place the promising, return the best plan within the budget."""
+"""The entry of the search: enumerate layouts, drop what does not fit, place the promising, return the best plan."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pipette_launch.search.candidates import Field
 from pipette_launch.search.choose import choose
 from pipette_launch.search.frontier import BEATEN, Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
-from pipette_launch.search.search_loop import Course, Searched
-from pipette_launch.search.tasks import Clock, Crew, alone
+from pipette_launch.search.search_loop import Searched, SearchLoop
+from pipette_launch.search.tasks import Clock, TaskRunner, alone
 
-MakeCrew = Callable[[Field], Crew]
-"""Gives the processes that share a search: each does its tasks by `share.perform`, with the seed of the options."""
+MakeCrew = Callable[[Field], TaskRunner]
+"""Gives the processes that share a search: each does its tasks by `tasks.perform`, with the seed of the options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +58,8 @@ def solve(
 ) -> Plan:
     """Find the fastest legal layout that fits, and its placement; the user's own configuration is the incumbent.
 
-    The course is fixed by the arguments and the seed, and the budget only cuts it short. So equal inputs give equal
-    plans where the budget is not the limit, and more budget never gives a slower plan.
+    The arguments and the seed fix what the search does, and the budget only ends it. So equal inputs give equal plans
+    where the budget is not the limit, and more budget never gives a slower plan.
 
     Args:
         job: the model, the batch, the user's own layout and its pins.
@@ -67,11 +67,11 @@ def solve(
         options: margins, budget, seed.
         clock: seconds that only grow, such as `time.monotonic`.
         provenance: stored in the plan as it is.
-        corrections: what earlier outcomes on these machines taught; the plan's notes say what was made of it.
-        make_crew: the processes that share the work; None = this one does it all.
+        corrections: learned from earlier outcomes on these machines; the plan's notes name them.
+        make_crew: the processes that share the work; None = this process does it all.
 
     Raises:
-        PlanError: no layout is legal, fits or can be priced; it says which constraint binds and what would help.
+        PlanError: no layout is legal, fits or can be priced; the error names the constraint and what would help.
 
     """
     started_s = clock()
@@ -88,7 +88,7 @@ def solve(
     field = replace(field, own_fault=found.own_fault)
     frontier = _frontier(field, found, options)
     make_crew = make_crew or (lambda some: alone(some, seed=options.seed, clock=clock, deadline_s=deadline_s))
-    searched = Course(
+    searched = SearchLoop(
         field,
         frontier,
         make_crew(field),
@@ -108,7 +108,7 @@ def solve(
 
 
 def _frontier(field: Field, found: Cuts, options: SolveOptions) -> Frontier:
-    """Bound the cuts; raises PlanError where neither they nor the user's own layout leave anything to choose from."""
+    """Bound the cuts; raises PlanError where neither a cut nor the user's own layout can be chosen."""
     job, measurements = field.job, field.measurements
     bounds = BoundColumns.of(job, measurements, field.predictor)
     typical = BoundColumns.elsewhere(job, with_ring_links(measurements), field.predictor)
@@ -124,7 +124,7 @@ def _frontier(field: Field, found: Cuts, options: SolveOptions) -> Frontier:
 def _plan(
     field: Field, searched: Searched, options: SolveOptions, learned: tuple[str, ...], provenance: Provenance
 ) -> Plan:
-    """Choose among what was found, and say why; what was left out is told by the caller."""
+    """Choose among the layouts that were priced, with reasons; the caller adds the counts of dropped layouts."""
     chosen = choose(field, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
     cut_short = (explanations.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
     return Plan(

@@ -1,7 +1,7 @@
-"""The work of a search cut into tasks that any process can do: each is one layout, and none depends on another.
+"""The work of a search, cut into tasks of one layout each that do not depend on each other.
 
-A course of tasks goes out in batches. What a task finds depends on the task, the field and the seed alone, so a batch
-gives the same results whoever does it, and the plan is the same whatever the number of processes.
+The search sends tasks out in batches. What a task finds depends on the task, the field and the seed alone, so a batch
+gives the same results in whichever process it is done, and the plan does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Task:
     """One piece of work on one layout."""
 
     stage: Stage
-    """What is asked of the layout.
+    """What to do with the layout.
 
-    `price`: its bound, torchrun's order and the best start. `carry`: its bound and `placement`, another layout's.
-    `improve`: go on from `placement`. `exhaust`: try all.
+    `price`: bound it, and price it in torchrun's order and in the best start. `carry`: the same in `placement`, which
+    was found for another layout. `improve`: search for a better placement from `placement` on. `exhaust`: try all.
     """
     layout: Layout
     beat_s: float = float("inf")
-    """Pricing ends with the bound where that is no better than this."""
+    """Seconds: a layout whose bound is no lower is not priced."""
     placement: Placement = ()
     cost_s: float = float("inf")
     bound_s: float = 0.0
@@ -43,7 +43,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """What came of a task."""
+    """The result of a task."""
 
     bound_s: float
     host_order_s: float = float("inf")
@@ -54,15 +54,15 @@ class Tried:
 
     @property
     def is_priced(self) -> bool:
-        """Whether it was more than a bound."""
+        """Whether the layout has a price, and not only a bound."""
         return bool(self.placement)
 
 
-Crew = Callable[[Sequence[Task]], Sequence["Tried | None"]]
-"""Does the tasks of a batch and returns what came of each, in their order; None where the time was up before it."""
+TaskRunner = Callable[[Sequence[Task]], Sequence["Tried | None"]]
+"""Does the tasks of a batch and returns their results in the same order; None for a task after the deadline."""
 
 
-def alone(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> Crew:
+def alone(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> TaskRunner:
     """Do all tasks in this process, one after the other."""
 
     def crew(tasks: Sequence[Task]) -> list[Tried | None]:
@@ -76,7 +76,7 @@ def alone(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> Crew:
 
 
 def perform(field: Field, task: Task, *, seed: int, clock: Clock, deadline_s: float) -> Tried:
-    """Do one task; the deadline cuts it short, but something always comes of it."""
+    """Do one task; after the deadline it ends early, always with a result."""
 
     def is_late() -> bool:
         return clock() >= deadline_s

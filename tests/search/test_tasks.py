@@ -12,13 +12,13 @@ from search.worlds import PROVENANCE, still, two_racks
 from pipette_launch.facts import Batch, Layout, Plan
 from pipette_launch.search.candidates import Field
 from pipette_launch.search.solve import SolveOptions, solve
-from pipette_launch.search.tasks import Crew, Task, Tried, alone, perform
+from pipette_launch.search.tasks import Task, TaskRunner, Tried, alone, perform
 
 
 def shared_by(size: int, *, seed: int) -> object:
     """A crew of so many members, each of which knows nothing but its own field and its share of every batch."""
 
-    def make(field: Field) -> Crew:
+    def make(field: Field) -> TaskRunner:
         fields = [Field.of(field.job, field.measurements, memory_margin=field.memory_margin) for _ in range(size)]
 
         def crew(tasks: Sequence[Task]) -> list[Tried | None]:

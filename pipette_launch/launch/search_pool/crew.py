@@ -11,7 +11,7 @@ from pipette_launch.agent.controller import Helper
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import files
 from pipette_launch.launch.search_pool.messages import Batch, Done
-from pipette_launch.search.tasks import Clock, Crew, Task, Tried
+from pipette_launch.search.tasks import Clock, Task, TaskRunner, Tried
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def deal(num_items: int, num_shares: int) -> list[range]:
 
 
 class SharedCrew:
-    """A `share.Crew` of this process and of helpers, who take part from when they are ready.
+    """A `TaskRunner` of this process and of helpers, who take part from when they are ready.
 
     What comes of a task depends on the task alone, so it does not matter who does it: helpers that come late, fail or
     hang cost time and nothing else.
@@ -43,7 +43,7 @@ class SharedCrew:
 
     def __init__(
         self,
-        own: Crew,
+        own: TaskRunner,
         call: Callable[[], Sequence[Helper]],
         *,
         clock: Clock,

@@ -14,11 +14,11 @@ from pipette_launch.search.assignment.swap_deltas import Position, SwapPrices
 PROPOSALS_PER_SEAT = 2
 FEWEST_PROPOSALS, MOST_PROPOSALS = 128, 2048
 SOFTEST, HARDEST = 0.05, 0.002
-"""Softness of the families' maxima at first and at last, in parts of what parts their largest from typical groups."""
+"""Softness of the families' maxima at first and at last, in parts of `_spread`."""
 PATIENCE = 8
 """Batches without a swap for the better, after which no more is tried."""
 INFORMED = 0.5
-"""Part of the proposals that bring a seat near to one that it talks to; the others take any place."""
+"""Part of the proposals that bring a seat near to one that it shares a flow with; the others take any place."""
 
 
 def descend(
@@ -32,9 +32,10 @@ def descend(
 ) -> Arrangement:
     """Look for a cheaper bijection near a given one; never worse than it.
 
-    A family costs what its largest group does, so only swaps of a seat of its largest groups can help, and after each
-    another is the largest. So maxima are softened, less and less: seats are drawn by their share in them, and all swaps
-    that lower the soft cost and do not meet are made together.
+    A family costs as much as its largest group, so only a swap in the largest group can help, and after each swap
+    another group may be the largest. So the descent replaces maxima by soft ones, which it hardens step by step: it
+    draws seats by their share in the soft maxima, and makes all swaps together that lower the soft cost and share no
+    flow.
 
     Args:
         flows: the problem.

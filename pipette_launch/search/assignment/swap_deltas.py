@@ -1,4 +1,4 @@
-"""What swaps of two seats would change, many at once, priced by the flows of the two seats only."""
+"""By how much swaps of two seats would change the cost: many swaps at once, priced by the flows of their seats."""
 
 # Q = seats, H = places, D = the most flows of a seat, M = distinct link matrices, P = proposed swaps, G = groups,
 # N = families, S = 2D terms of a swap: the flows of both seats.
@@ -23,7 +23,7 @@ Entry = TypeVar("Entry", bound=np.generic)
 
 @dataclass(frozen=True, eq=False)
 class Position:
-    """A bijection, what it costs, and what the seats see from their places."""
+    """A bijection, its cost, and tables of it for each seat."""
 
     place_Q: Ints
     seat_H: Ints
@@ -37,7 +37,7 @@ class Position:
 
 
 class SwapPrices:
-    """Tables of a problem: the flows of each seat as seen from there, padded to the most of any."""
+    """Prices swaps by tables of the flows of each seat, padded to the largest number of any seat."""
 
     def __init__(self, flows: Flows) -> None:
         self.flows = flows
@@ -54,7 +54,7 @@ class SwapPrices:
         self._group_QD = self._padded(np.tile(flows.group_F, 2), np.zeros_like(own_QD))
 
     def position(self, place_Q: Ints) -> Position:
-        """Look at a bijection from every seat."""
+        """Price a bijection and make its tables."""
         seat_H = np.empty_like(place_Q)
         seat_H[place_Q] = np.arange(len(place_Q))
         beside_QD = place_Q[self.other_QD]
@@ -113,9 +113,9 @@ class SwapPrices:
         return rise_P
 
     def apart(self, one_A: Ints, two_A: Ints) -> Ints:
-        """Choose swaps that come before all others on their seats and on the seats these talk to.
+        """Choose swaps that come before all others on their seats and on the seats that share a flow with them.
 
-        No other chosen swap changes what one of them is worth.
+        So no chosen swap changes the price of another.
         """
         turn_A = np.arange(len(one_A))
         first_Q = np.full(len(self.other_QD), len(one_A))

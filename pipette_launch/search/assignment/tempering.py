@@ -21,7 +21,9 @@ AHEAD = 64
 def temper(
     flows: Flows, start_Q: Ints, *, moves: int, rng: np.random.Generator, is_late: Callable[[], bool]
 ) -> Arrangement:
-    """Walk with copies at fixed temperatures, of which neighbours now and then change places; never worse than before.
+    """Walk with copies at fixed temperatures; copies of neighbouring temperatures are exchanged at times.
+
+    The result is never worse than the start.
 
     The walk depends on the problem, the start and `rng`; `moves` and the deadline only cut it short, so more of either
     is never worse. Source of the moves: Pipette's annealer, `mh_simulated_annealing_opt.py`
@@ -60,7 +62,7 @@ def temper(
 
 
 def lines(flows: Flows) -> Ints:
-    """Orders of the seats along which neighbours talk: seat order, and one for each type of flow. Shape (L, Q)."""
+    """Orders of the seats in which neighbours share a flow: seat order, and one for each type. Shape (L, Q)."""
     found = [list(range(flows.num_seats))]
     for kind in range(len(flows.seconds_THH)):
         beside: list[list[int]] = [[] for _ in range(flows.num_seats)]

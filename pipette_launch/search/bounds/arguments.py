@@ -1,4 +1,4 @@
-"""Why no placement can do without some slow link or slot, one argument after the other."""
+"""Arguments why every placement must use some slow link or slot, and the prices that follow from each."""
 
 # H = places (hosts, or the devices of a single one), K = trials, P = pipeline ranks, S = stages (model chunks).
 
@@ -17,7 +17,7 @@ from pipette_launch.search.bounds.rings import Places, Ring, Tour, best_hops, ex
 from pipette_launch.units import rate_text
 
 _WORST = 2
-"""So many places are tried for each thing that they can be worst in."""
+"""For each kind of exchange, so many of the places with the slowest links are tried."""
 _PARTITIONS = 4
 _CUTS = 40
 
@@ -32,7 +32,7 @@ GROUP_NAMES = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundArgument:
-    """The step is at least as long as the shortest of these."""
+    """The step is at least as long as the shortest of some trial steps."""
 
     words: str
     trials: RaisedPrices
@@ -40,14 +40,14 @@ class BoundArgument:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundArguments:
-    """What holds where every block of `unit` ranks in a row, aligned and of one stage, lies on one place."""
+    """The arguments that hold where each aligned block of `unit` ranks, all of one stage, lies on one place."""
 
     places: Places
     best: RaisedPrices
     unit: int
 
     def all(self) -> Iterator[BoundArgument]:
-        """Yield them one by one; of equal ones the first says it best."""
+        """Yield the arguments; where several give the same bound, the first is the easiest to understand."""
         yield BoundArgument(words="it takes so long over the best links that there are", trials=self.best)
         if len(self.places) > 1:
             yield from self._of_places()
@@ -58,7 +58,7 @@ class BoundArguments:
         yield from self._of_slots()
 
     def crossing(self, names: tuple[str, ...]) -> BoundArgument:
-        """Some group of one of these names lies on several places."""
+        """Argue that some group of one of these names lies on several places."""
         found = []
         used = [name for name in names if any(item.group == name for item in self._model.work.exchanges)]
         shapes = group_shapes(self._model.work.layout)
@@ -108,7 +108,7 @@ class BoundArguments:
 
     @cached_property
     def _one(self) -> RaisedPrices:
-        """A trial of some one replica: with all that every rank of it has to bear."""
+        """A trial of any one replica, with the prices that each of its ranks pays at least."""
         trial = self.best.times(1)
         if self._all_hops_cross:
             _raise(trial, hops=range(self._pp), seconds=float(self._hops[0].min()))
@@ -122,9 +122,9 @@ class BoundArguments:
 
     @cached_property
     def _mean(self) -> RaisedPrices:
-        """A trial of the mean replica, which is not slower than the slowest: the step time is convex in its hops.
+        """A trial of the mean replica, which is no slower than the slowest, as the step time is convex in its hops.
 
-        Where each place is one block, every hop has its own senders and its own receivers: at best the best of all.
+        Where each place is one block, every hop has senders and receivers of its own, at best those of the best links.
         """
         trial = self._one.times(1)
         if self._all_hops_cross:
@@ -133,7 +133,7 @@ class BoundArguments:
             means = [float(np.sort(way_H)[:each].mean()) for way_H in (out_H, in_H)]
             _raise(trial, hops=range(self._pp), seconds=max(means))
         if self._is_tied:
-            # So many places do it with their best partner at best.
+            # Each place of both stages takes part, at best with its best partner.
             best_H = np.sort(self._ties_s_HH.min(axis=1))
             trial.embedding_s_K[:] = np.maximum(trial.embedding_s_K, best_H[2 * len(self.places) // self._pp - 1])
         return trial
@@ -151,7 +151,7 @@ class BoundArguments:
         return self._all_hops_cross and self._model.work.traffic.embedding_bytes > 0
 
     def _of_slots(self) -> Iterator[BoundArgument]:
-        """Some stage has the slowest slot."""
+        """Argue that some stage has the slowest slot."""
         slowness_W = self._model.slowness_W
         slot = int(slowness_W.argmax())
         if slowness_W[slot] > slowness_W.min():
@@ -162,7 +162,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_places(self) -> Iterator[BoundArgument]:
-        """Some stage has a place of poor links: its groups pass through it, and where it is one block its hops too."""
+        """Argue that some stage has a place with slow links, which its groups must use, and for one block its hops."""
         worth = [("gradient ring", ring.tour.through_s_H, ring.tour.cost_s_HH) for ring in self._rings]
         worth += [
             (f"{GROUP_NAMES[name]} group", tour.through_s_H, tour.cost_s_HH) for name, tour in self._tours.items()
@@ -179,7 +179,7 @@ class BoundArguments:
                     yield BoundArgument(words=words, trials=self._with_place(place))
 
     def _with_place(self, place: int) -> RaisedPrices:
-        """Try a place on each stage."""
+        """Try the place on each stage."""
         pp, devices = self._pp, self.places.devices
         trials = self._one.times(pp)
         _at_own_rank(trials.slowness_PK, float(self._model.slowness_W[place * devices : (place + 1) * devices].max()))
@@ -199,7 +199,7 @@ class BoundArguments:
         return trials
 
     def _of_rings(self) -> Iterator[BoundArgument]:
-        """All rings at once: the worst of them lies on some stage."""
+        """Argue that the slowest of all rings belongs to some stage."""
         for ring in self._rings:
             trials = self._mean.times(self._pp)
             last_s = ring.tour.thresholds_s[-1]
@@ -208,7 +208,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_exchanges(self) -> Iterator[BoundArgument]:
-        """All groups of a kind at once, likewise."""
+        """Argue that the slowest of all groups of a kind belongs to some stage."""
         for name, tour in self._tours.items():
             trials = self._one.times(self._pp)
             last_s = tour.thresholds_s[-1]
@@ -217,7 +217,7 @@ class BoundArguments:
             yield BoundArgument(words=words, trials=trials)
 
     def _of_parts(self) -> Iterator[BoundArgument]:
-        """Places in parts: either some ring crosses from part to part, or all pipelines do, after the same stages."""
+        """Argue that some ring crosses between parts of the places, or all pipelines do, after the same stages."""
         layout = self._model.work.layout
         if layout.pp == 1 or self.unit % layout.tp:
             return
@@ -255,7 +255,7 @@ class BoundArguments:
         yield trials
 
     def _of_pipelines(self) -> Iterator[BoundArgument]:
-        """Pipelines that do not fit on a place leave it, each at stages of its own, or at all."""
+        """Argue that a pipeline that does not fit on one place must use links between places."""
         if self._all_hops_cross:
             yield BoundArgument(
                 words="each hop of a pipeline has other links, and not all are the best", trials=self._mean
@@ -266,7 +266,15 @@ class BoundArguments:
             yield BoundArgument(words=f"pipelines of {self._pp} stages leave their hosts", trials=trials)
 
     def _add_ring(self, trials: RaisedPrices, ring: Ring, slowest_s: float, *, has_best: bool) -> None:
-        """In trial k, give the chunks of rank k a ring with so slow a link; all may have the best already."""
+        """In trial k, price the rings of rank k with so slow a link.
+
+        Args:
+            trials: one for each pipeline rank; changed in place.
+            ring: which one.
+            slowest_s: seconds of the ring's collective over the slow link.
+            has_best: whether the trials contain the ring at its best link already.
+
+        """
         more = ring.more_s_S(slowest_s)
         done = ring.more_s_S(ring.tour.thresholds_s[0]) if has_best else tuple(np.zeros_like(each) for each in more)
         stages = np.arange(len(more[0]))
@@ -274,7 +282,16 @@ class BoundArguments:
             target_SK[stages, stages % self._pp] += np.maximum(more_S - done_S, 0.0)
 
     def _exchange(self, trials: RaisedPrices, name: str, tour: Tour, slowest_s: float, *, own_rank: bool) -> None:
-        """Give groups of a name so slow a link: those of rank k in trial k, or those of all ranks."""
+        """Price the groups of a name with so slow a link.
+
+        Args:
+            trials: changed in place.
+            name: of the kind of group.
+            tour: of its largest collective.
+            slowest_s: seconds of that collective over the slow link.
+            own_rank: in trial k only those of pipeline rank k; else those of all ranks.
+
+        """
         for index, item in enumerate(self._model.work.exchanges):
             if item.group == name:
                 seconds = tour.seconds(item.kind, item.size_bytes, slowest_s)
@@ -285,7 +302,7 @@ class BoundArguments:
                     np.maximum(target_PK, seconds, out=target_PK)
 
     def _with_hops(self, trial: RaisedPrices, hops: Sequence[tuple[int, ...]], seconds: float) -> RaisedPrices:
-        """Raise some hops, one set in each trial."""
+        """Make trials in which some hops take at least so many seconds: one set of hops in each."""
         found = []
         for chosen in hops:
             one = trial.times(1)

@@ -1,8 +1,8 @@
 """What no placement can avoid of the links between hosts, from what each link costs.
 
 A ring is a closed tour over units (blocks of ranks that lie on one host each); every host holds equally many units, all
-of them are in use, and every unit lies on one ring. All of this is relaxed to what is quickly checked, so the figures
-are bounds and not optima.
+of them are in use, and every unit lies on one ring. The functions check only a part of these conditions, so the figures
+are lower bounds and not optima.
 """
 
 # H = hosts, J = rings.

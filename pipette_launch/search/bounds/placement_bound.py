@@ -1,9 +1,10 @@
 """A lower bound over all placements of one layout, from the links and slots as they were measured.
 
-Every argument raises some prices of the step of one pipeline above the best of all links, says why no placement can do
-without, and tries every place where that could be; the least of these is a bound, and the largest of all arguments too
-(`bound_arguments`). What hosts hold is counted in blocks of ranks that exchange inside the layers: either all of these
-groups lie within hosts, or some group does not, which costs its own; the lesser of the two is the bound.
+Each argument (`bounds/arguments.py`) names something slow that every placement must use, raises the prices of one
+pipeline's step accordingly, and tries every pipeline rank where it could be. The shortest of these steps is a lower
+bound, so the largest over all arguments is one too. Ranks are counted in blocks that exchange inside the layers. Either
+every such group lies within a host, or some group does not and pays for a link between hosts: each case has its bound,
+and the lesser of them holds for all placements.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Bound:
 
     seconds: float
     words: str
-    """The argument that says so, as a sentence without its end."""
+    """Why, as a sentence without its end."""
 
 
 def placement_bound_s(model: PlacementCost) -> Bound:
@@ -58,18 +59,18 @@ def placement_bound_s(model: PlacementCost) -> Bound:
 
 
 def _largest(bounds: list[tuple[float, str]]) -> tuple[float, str]:
-    """Return the largest, with the words of the first that is as good as that."""
+    """Return the largest bound, with the sentence of the first argument that gives it."""
     most_s = max(seconds for seconds, _ in bounds)
     return most_s, next(words for seconds, words in bounds if seconds >= most_s * (1 - _EQUAL))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A case: blocks of so many ranks each lie on one place, and some group of the next kinds does not."""
+    """A case: each block of so many ranks lies on one place, and some group of the named kinds does not."""
 
     unit: int
     breaks: tuple[str, ...]
-    """Names of these kinds; empty where none is left."""
+    """Names of the kinds; empty where each group of every kind lies on one place."""
 
 
 def blocks(layout: Layout, devices: int) -> list[Block]:

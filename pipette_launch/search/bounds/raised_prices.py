@@ -1,4 +1,4 @@
-"""Steps with some prices raised above the best: what a bound's arguments are tried with."""
+"""Prices of trial steps: the best of all links, some of them raised by the argument of a bound."""
 
 # K = trials side by side, P = pipeline ranks, S = stages (model chunks).
 
@@ -21,7 +21,7 @@ _ACTIONS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RaisedPrices:
-    """Prices of one pipeline, K times; the arrays are there to be raised."""
+    """Prices of one pipeline in K trials; the arguments raise entries of the arrays in place."""
 
     slowness_PK: Floats
     exchange_s_IPK: Floats
@@ -52,7 +52,7 @@ class RaisedPrices:
         )
 
     def times(self, count: int) -> RaisedPrices:
-        """Return so many copies of one trial side by side."""
+        """Return so many copies of one trial."""
         return RaisedPrices(
             **{name: np.repeat(getattr(self, name), count, axis=-1) for name in self.__dataclass_fields__}
         )
@@ -77,7 +77,7 @@ class RaisedPrices:
 
 
 def side_by_side(trials: Sequence[RaisedPrices]) -> RaisedPrices:
-    """Return all trials in one."""
+    """Join trials into one record."""
     names = RaisedPrices.__dataclass_fields__
     return RaisedPrices(**{name: np.concatenate([getattr(one, name) for one in trials], axis=-1) for name in names})
 

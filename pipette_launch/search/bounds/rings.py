@@ -1,4 +1,4 @@
-"""What the links make of rings and cliques that no host holds: those of gradients, and those inside the layers."""
+"""Least seconds of collectives whose group no host holds: of gradient rings, and of groups inside the layers."""
 
 # H = places: the hosts, or the devices of a single host. S = stages (model chunks).
 
@@ -19,7 +19,7 @@ from pipette_launch.search.bounds.links import Floats, best_ways, ring_threshold
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Places:
-    """Where blocks of ranks can lie, with the links between: the hosts, or the devices of a single host."""
+    """The places of blocks of ranks, and the links between: the hosts, or the devices of a single host."""
 
     model: PlacementCost
     links: Links
@@ -90,19 +90,19 @@ class Tour:
 
     @property
     def fewest(self) -> int:
-        """On so many places it lies at least."""
+        """The least number of places that it lies on."""
         return -(-self.units // self.per_place)
 
     @cached_property
     def cost_s_HH(self) -> Floats:
-        """What the collective takes if a link is its slowest."""
+        """Seconds of the collective if a link is its slowest."""
         cost_HH = self.places.link_s_HH(self.kind, self.members, self.size_bytes, fewest=self.fewest)
         # A ring over two goes back where it came from.
         return np.maximum(cost_HH, cost_HH.T) if self.units == 2 and self.per_place == 1 else cost_HH
 
     @cached_property
     def through_s_H(self) -> Floats:
-        """The same, at best, for a group on a place."""
+        """Least seconds of the collective for a group that has a block on a place."""
         others = self.fewest - 1
         if self.kind == "all_to_all" and others > 1:
             # Every member sends to every other: to so many other places at least, and from as many.
@@ -113,16 +113,22 @@ class Tour:
 
     @cached_property
     def thresholds_s(self) -> list[float]:
-        """The same for each group, the best first."""
+        """Least seconds of the collective for each group, the fastest group first."""
         return ring_thresholds(
             self.cost_s_HH, units_per_host=self.per_place, ring_units=self.units, through_H=self.through_s_H
         )
 
     def seconds(self, kind: Kind, size_bytes: float, slowest_s: float) -> float:
-        """Price another collective, at best, over a link over which this one takes `slowest_s`.
+        """Least seconds of another collective over a link over which this one takes `slowest_s`.
 
-        Its time per byte is the least where its latency is the largest. One that goes around the other way uses other
-        links, of which nothing is known.
+        The link's time per byte is least where its latency is largest. A collective in the other direction uses other
+        links, so that only the best of all links bounds it.
+
+        Args:
+            kind: of the other collective.
+            size_bytes: likewise.
+            slowest_s: seconds of this tour's collective over the link.
+
         """
         fabric = self.places.model.fabric
         if fabric.ring_shift(kind) != fabric.ring_shift(self.kind):
@@ -147,7 +153,7 @@ class Ring:
     """0 = dense, 1 = experts; as in `Work.gradient_bytes_S2`."""
 
     def more_s_S(self, slowest_s: float) -> tuple[Floats, Floats]:
-        """By how much reducing and gathering last longer than at best, on a ring with so slow a link."""
+        """Seconds of reducing and of gathering beyond the best, for each stage, on a ring with so slow a link."""
         work = self.tour.places.model.work
         return (
             self._beyond(work.reduce_kind, work.gradient_bytes_S2[:, self.column], slowest_s),
@@ -165,7 +171,7 @@ class Ring:
 
 
 def experts_lie_in_stages(layout: Layout) -> bool:
-    """Whether the experts' grid has the stages of the dense one; with pipeline ranks in between it may not."""
+    """Whether each expert group lies in one pipeline stage; in the rank order tp-pp-dp it may not."""
     return not layout.use_tp_pp_dp_mapping or layout.ep * layout.etp == layout.tp * layout.cp
 
 

@@ -13,8 +13,8 @@
 | distributed optimizer, overlap | on and off, where there are replicas; overlap on GPUs |
 | recompute | none; selective, in growing sets of modules; some eighths of each chunk; all, in powers of two |
 
-Either rank order puts every cell on every slot, as a placement is any permutation of the ranks; so only one is listed.
-Where there are still too many, `enumerate.cuts` sets some aside and says how many.
+A placement is any permutation of the ranks, so either rank order can put every cell on every slot; only one is listed.
+Where there are still too many cuts, `enumerate.cuts` sets some aside and counts them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every layout that Megatron allows for a job, and how many fell out for which reason.
 
-A *cut* is a layout without the choice of what saves memory: degrees, chunks, micro-batch. Many thousands of them stand
-as numpy columns; the *savers* of a cut are its variants, listed only where somebody asks.
+A *cut* is a layout without its memory options: degrees, chunks, micro-batch. Many thousands of them are kept as numpy
+columns; the *variants* of a cut, one for each choice of memory options, are listed only for the cuts that need it.
 """
 
 # D = degrees, N = cuts, M = layouts.
@@ -35,16 +35,16 @@ FEWEST_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cuts:
-    """The legal cuts as columns, each with the first of its savers: those that keep TP in a host first."""
+    """The legal cuts as columns, each as its first variant; those that keep TP in a host come first."""
 
     tables: MemoryOptionTables
     columns: LayoutColumns
     dropped: dict[str, int]
-    """Combinations by the first constraint they break; what breaks one early counts once, whatever could follow."""
+    """Combinations by the first constraint that they break; one that an early axis breaks counts once."""
     own_fault: str | None
     """The constraint that the user's own layout breaks, if any."""
     num_layouts: int
-    """All legal layouts: the cuts with all their savers, and the user's own."""
+    """All legal layouts: all variants of all cuts, and the user's own."""
 
     def __len__(self) -> int:
         """N."""
@@ -52,12 +52,12 @@ class Cuts:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """All cuts with the first of their savers; some microseconds each."""
+        """The first variant of every cut; some microseconds each."""
         return tuple(self.columns.layout(row) for row in range(len(self)))
 
     @property
     def leanest(self) -> tuple[Layout, ...]:
-        """All cuts with the saver that should need the least memory."""
+        """The variant of every cut that should need the least memory."""
         columns = self.tables.leanest(self.columns)
         return tuple(columns.layout(row) for row in range(len(columns)))
 
@@ -104,24 +104,24 @@ def cuts(
     """
     rules = Rules.of(job, device_kind=device_kind)
     dropped: Counter[str] = Counter()
-    grids, tails = _Grids(rules), _Tails(rules, table)
+    grids, chunks_and_batches = _ExpertGrids(rules), _ChunksAndBatches(rules, table)
     dense_D4 = np.array([*_dense_degrees(rules, world_size, dropped)], dtype=np.int64).reshape(-1, 4)
     row_D, expert_D3 = grids.spread(dense_D4, dropped)
     degrees_D7 = np.concatenate([dense_D4[row_D], expert_D3], axis=1)
-    places_D = tails.places(dense_D4)[row_D]
-    kept_D = _thinned(job, degrees_D7, tails.lists.lengths, places_D, devices_per_host, dropped)
+    places_D = chunks_and_batches.places(dense_D4)[row_D]
+    kept_D = _thinned(job, degrees_D7, chunks_and_batches.lists.lengths, places_D, devices_per_host, dropped)
     degrees_D7, places_D = degrees_D7[kept_D], places_D[kept_D]
-    dropped += tails.lists.dropped(places_D)
-    row_N, tail_N4 = tails.lists.spread(places_D)
+    dropped += chunks_and_batches.lists.dropped(places_D)
+    row_N, rest_N4 = chunks_and_batches.lists.spread(places_D)
     none = np.zeros(len(row_N), dtype=np.int64)
     columns = LayoutColumns(
         **dict(zip(Degrees._fields, degrees_D7[row_N].T, strict=True)),
-        **dict(zip(("vpp", "microbatch_group_size", "layers_per_chunk", "micro_batch_size"), tail_N4.T, strict=True)),
+        **dict(zip(("vpp", "microbatch_group_size", "layers_per_chunk", "micro_batch_size"), rest_N4.T, strict=True)),
         **dict.fromkeys(MemoryOptions._fields, none),
         recomputes=(NO_RECOMPUTE,),
-        cuts=tuple(tails.cuts),
+        cuts=tuple(chunks_and_batches.cuts),
     )
-    return _with_savers(rules, columns.take(np.argsort(columns.tp > devices_per_host, kind="stable")), dropped)
+    return _with_options(rules, columns.take(np.argsort(columns.tp > devices_per_host, kind="stable")), dropped)
 
 
 def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
@@ -162,7 +162,7 @@ def _dense_degrees(rules: Rules, world_size: int, dropped: Counter[str]) -> Iter
                     yield tp, pp, dp, cp
 
 
-class _Grids:
+class _ExpertGrids:
     """The grids of experts that may go with dense degrees: EP, ETP and the rank order."""
 
     def __init__(self, rules: Rules) -> None:
@@ -193,8 +193,8 @@ class _Grids:
                         break
 
 
-class _Tails:
-    """What may follow degrees: chunks, micro-batches and their groups; the same for all that share DP, PP and cuts."""
+class _ChunksAndBatches:
+    """Chunks, micro-batches and their groups that may go with degrees; one list for all of equal DP, PP and chunks."""
 
     def __init__(self, rules: Rules, table: ComputeTable | None) -> None:
         self.cuts: dict[tuple[int, ...], int] = {(): 0}
@@ -272,8 +272,8 @@ def _thinned(
     return kept
 
 
-def _with_savers(rules: Rules, columns: LayoutColumns, dropped: Counter[str]) -> Cuts:
-    """Give each cut the first of its savers, drop those without any, and count all."""
+def _with_options(rules: Rules, columns: LayoutColumns, dropped: Counter[str]) -> Cuts:
+    """Give each cut its first variant, drop cuts without any, and count all variants."""
     tables = MemoryOptionTables(rules)
     columns, count_N, refused = tables.first(columns)
     own_fault = rules.fault(rules.job.own)

@@ -1,4 +1,4 @@
-"""What a layout is checked against, and the two halves in which it is: its degrees and its savers."""
+"""The two halves of a layout, degrees and memory options, and the facts of a job that they are checked against."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipette_launch.facts import Job, Recompute
 
 
 class Degrees(NamedTuple):
-    """How the ranks are divided, before chunks, micro-batches and memory savers are chosen."""
+    """How the ranks are divided, before chunks, micro-batches and memory options are chosen."""
 
     tp: int
     pp: int
@@ -37,7 +37,7 @@ class Degrees(NamedTuple):
 
 
 class MemoryOptions(NamedTuple):
-    """What a layout does to save memory or to hide communication, beside its degrees and its cut."""
+    """How a layout saves memory or hides communication, beside its degrees, chunks and micro-batch."""
 
     sequence_parallel: bool
     use_distributed_optimizer: bool

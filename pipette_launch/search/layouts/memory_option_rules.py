@@ -1,6 +1,6 @@
 """Megatron's constraints on what saves memory or hides communication, each with its reason."""
 
-# Facts: validate_args and TransformerConfig (TC) of core_v0.14.0 to v0.19.0, line numbers of v0.16.1.
+# Sources: validate_args and TransformerConfig (TC) of core_v0.14.0 to v0.19.0, line numbers of v0.16.1.
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _Pair = tuple[tuple[tuple[int, ...], ...], _Depth]
 
 
 class MemoryOptionTables:
-    """The savers of many cuts, each list built once."""
+    """The memory options of many cuts; each list is built once and shared."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -70,11 +70,11 @@ class MemoryOptionTables:
         return replace(columns, **first, recomputes=self.recomputes), self._pairs.lengths[pair_N], dropped
 
     def spread(self, columns: LayoutColumns) -> tuple[Ints, LayoutColumns]:
-        """List all savers of some cuts: for each layout the number of its cut (M), and the layouts, cut by cut."""
+        """List all variants of some cuts: for each layout the number of its cut (M), and the layouts, cut by cut."""
         return self._spread(columns, self._pairs)
 
     def leanest(self, columns: LayoutColumns) -> LayoutColumns:
-        """Give each of some cuts the saver that should need the least memory."""
+        """Give each of some cuts the options that should need the least memory."""
         return self._spread(columns, self._lean)[1]
 
     def _spread(self, columns: LayoutColumns, lists: SharedLists[_Pair]) -> tuple[Ints, LayoutColumns]:

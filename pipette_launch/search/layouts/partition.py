@@ -74,7 +74,7 @@ def stage_seconds(seconds: LayerSeconds, chunks: Sequence[int], pp: int) -> tupl
 def live_weights(pp: int, vpp: int) -> tuple[int, ...]:
     """Micro-batches that each stage holds at once when there are plenty; chunks of micro-batches with interleaving.
 
-    1F1B's warm-up and one (schedules.py:2093), and the interleaved schedule's (schedules.py:762-786), megatron.md 8.3.
+    1F1B's warm-up and one (schedules.py:2093), and the interleaved schedule's (schedules.py:762-786).
     """
     if vpp == 1:
         return tuple(pp - rank for rank in range(pp))

@@ -1,7 +1,7 @@
 """Megatron's constraints on a layout, each with the reason that is counted when it is broken."""
 
-# Facts: validate_args (mt/arguments.py) and TransformerConfig (TC) of core_v0.14.0 to v0.19.0, line numbers of v0.16.1,
-# and what fails only at run time.
+# Sources: validate_args (megatron/training/arguments.py) and TransformerConfig (TC) of core_v0.14.0 to v0.19.0, line
+# numbers of v0.16.1, and what fails only at run time.
 
 from __future__ import annotations
 

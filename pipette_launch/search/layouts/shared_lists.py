@@ -1,4 +1,4 @@
-"""SharedLists of values that many combinations share: built once each, and spread over the combinations by numpy."""
+"""Lists of values that many combinations share: each is built once, and numpy repeats combinations for their values."""
 
 # D = combinations, N = combinations with each value of their list.
 

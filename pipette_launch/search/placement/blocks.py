@@ -27,11 +27,11 @@ TEMPERED_MOVES = 2_560
 DESCENT_STEPS = 50
 """Batches of proposals."""
 TURNS = 3
-"""How often the step time is modelled at most, each time at the best placement of the last."""
+"""How often the step time is modelled at most, each time at the best placement so far."""
 NEAR = 16
 """Near places that a seat may be brought to."""
 WORTH = 1e-6
-"""Turns go on while the model promises to save this part of the step."""
+"""A turn is made only if the model predicts that it saves this part of the step."""
 
 
 def rearranged(
@@ -70,10 +70,10 @@ def rearranged(
         if cost_s < best.cost_s:
             best = problem.placed(placement, cost_s)
             if num_hosts > MANY_HOSTS:
-                # One such turn is a round's work there.
+                # One turn takes as long as a round should there.
                 break
         else:
-            # What the model did not know of the place that it liked.
+            # Add cuts at the placement that the model priced too low.
             known = linearise(model, np.array(placement), known=known).cuts
     return best
 

@@ -1,4 +1,4 @@
-"""Which rank sits on which slot: the search for the placement with the least step time."""
+"""Search for the placement of a layout with the least step time: from several starts, by hosts and by devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProbl
 from pipette_launch.search.placement.starts import starts
 
 ROUNDS = 4
-"""Improvements of one layout's placement, after which nothing new is tried."""
+"""How often the placement of one layout is improved at most."""
 MANY_STARTS = 24
 FEW_STARTS = 6
 """Of many hosts, at first; the first round prices the others."""
@@ -22,8 +22,8 @@ ANNEALING = ((64, 60), (256, 20))
 
 Where the devices of a host are linked unevenly and numbered without regard to that, it is worth 3 %.
 """
-KICKED = 0.1
-"""Share of the hosts that every other round moves away from the best first."""
+SHUFFLED = 0.1
+"""Share of the hosts that every other round exchanges at random first."""
 
 
 def begin(problem: PlacementProblem, *, is_late: IsLate) -> Placed:
@@ -36,10 +36,10 @@ def begin(problem: PlacementProblem, *, is_late: IsLate) -> Placed:
 
 
 def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.Random, is_late: IsLate) -> Placed:
-    """Go one bounded piece of work further from the best placement so far, never worse.
+    """Search for a better placement by one bounded piece of work; never worse than the best so far.
 
     Whole hosts change places first, then, on a few slots, single devices by annealing. The first turn goes on from the
-    best, later ones from other starts and from around the best in turn, so that not every one ends in one valley.
+    best, later ones in turn from other starts and from the best with some hosts exchanged, to find other minima.
 
     Args:
         problem: what is placed where.
@@ -67,9 +67,9 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
         rest = starts(problem.layout, problem.cluster, most=MANY_STARTS)[FEW_STARTS:] if num_hosts > MANY_HOSTS else []
         return faster(best, problem.best_of(rest)) if rest else best
     if num_hosts > MANY_HOSTS:
-        # A turn does not come to its end there, and goes on where the last stopped.
+        # A turn does not converge there, so each goes on from the result of the last.
         return best
     if turn % 2 == 0 and num_hosts > 1:
-        return problem.best_of([shuffled(best.placement, num_hosts, rng, share=KICKED)])
+        return problem.best_of([shuffled(best.placement, num_hosts, rng, share=SHUFFLED)])
     candidates = starts(problem.layout, problem.cluster, most=MANY_STARTS)
     return problem.best_of([candidates[(turn + 1) // 2 % len(candidates)]])

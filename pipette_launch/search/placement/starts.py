@@ -1,4 +1,4 @@
-"""Placements to begin with: near hosts get what talks most to each other, for several guesses of what that is."""
+"""Placements to begin with: near hosts get ranks that exchange most, for several guesses of which ranks these are."""
 
 # H = hosts = blocks, D = devices of one host, P = pipeline ranks. A block is what one host holds: D ranks.
 

@@ -1,4 +1,4 @@
-"""Which hosts lie near each other: racks, leaves and pods, found in the measured links alone."""
+"""Which hosts are near each other: racks, leaves and pods, found in the measured links alone."""
 
 # H = hosts, L = tiers. Tier 0 is the finest; the groups of each tier are unions of those of the tier before.
 
@@ -15,7 +15,7 @@ from pipette_launch.search.assignment.problem import Floats, Ints
 from pipette_launch.search.bounds.links import spanning_tree
 
 TYPICAL_MESSAGE_BYTES = 4 << 20
-"""Weighs latency against bandwidth where only the nearness of hosts matters."""
+"""The message by which the distance of hosts is measured: it weighs latency against bandwidth."""
 LEAST_RATIO = 1.12
 """A tier ends where the next joint is longer by this factor: noise of 8 % leaves no such gap among full racks."""
 MOST_TIERS = 4

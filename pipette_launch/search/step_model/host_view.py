@@ -1,4 +1,4 @@
-"""A placement seen host by host: its prices, and the links between hosts that each kind of group uses."""
+"""A placement described by hosts: its prices, and the links between hosts that each kind of group uses."""
 
 # W = ranks, H = hosts, P = pipeline ranks, D = replicas, G = groups, K = members of a group, L = links.
 
@@ -102,7 +102,15 @@ class View:
         return self.model.fabric.seconds("send", (0, 1), size_bytes)
 
     def seconds_HH(self, kind: Kind, size: int, spans: int, size_bytes: float) -> Floats:
-        """What a collective takes if a link between two hosts is its slowest (as `Fabric.seconds_G` has it)."""
+        """Seconds of a collective if a link between two hosts is its slowest (as in `Fabric.seconds_G`): shape (H, H).
+
+        Args:
+            kind: of the collective.
+            size: members of its group.
+            spans: hosts that the group lies on.
+            size_bytes: of the message.
+
+        """
         scale = self.model.fabric.scale(kind, size)
         per_byte = float(scale.bytes_factor[spans]) * size_bytes * chunk_share(kind, size)
         # In place: on many hosts each copy of the matrix takes longer than the arithmetic.

@@ -1,12 +1,13 @@
-"""The step time of a layout as a block problem: what becomes of it when hosts exchange what they hold.
+"""The step time of a layout as a block problem: how it changes when hosts exchange the ranks that they hold.
 
-It is a model. Its cost equals the step time at the placement that it was made from. Elsewhere it leaves out which of
-several lanes between two hosts is the slowest, links inside hosts, and that stages drain apart from each other once
-their passes change. Pipelines are priced by a few paths through the schedule, each a cut of the real time.
+The problem is a model of the step time. Its cost equals the step time at the placement that it was made from. At other
+placements it neglects which of several lanes between two hosts is the slowest, links inside hosts, and that the ends of
+the stages shift against each other when their passes change. It prices a pipeline by a few paths through the schedule,
+each of which is a lower bound (a cut) of the pipeline's time.
 """
 
 # P = pipeline ranks, R = pipelines that differ in their hosts, K = cuts, H = hosts = seats = places, L = links.
-# S = stages (model chunks); B, J as in `tangents`.
+# S = stages (model chunks); B, J as in `subgradients`.
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: T
     Args:
         model: the layout's step time as a function of the placement.
         placement: RANK of each slot.
-        known: cuts that were made elsewhere: the more there are, the farther the model reaches.
+        known: cuts that were made at other placements; each makes the model better far from this one.
 
     Returns:
         Slots and places both in the order of hosts.
@@ -57,7 +58,7 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: T
     add_once_a_step(builder, view, cuts)
     builder.add_family(0.0)
     flows = builder.flows()
-    # The last family, of one group, makes up for what the model leaves out here.
+    # The last family, of one group, adds what the model leaves out at this placement.
     offset_G = flows.offset_G.copy()
     offset_G[-1] = total_s(model.work, view.prices) - flows.cost(np.arange(view.num_hosts))
     return LinearModel(flows=replace(flows, offset_G=offset_G), cuts=cuts)
@@ -66,7 +67,7 @@ def linearise(model: PlacementCost, placement: Sequence[int] | Ints, *, known: T
 def _add_pipelines(
     builder: ProblemBuilder, view: View, crossings: Sequence[Crossing], known: Tangents | None
 ) -> Tangents:
-    """One family: a group for each cut of each pipeline that differs from the others in its hosts."""
+    """Add one family: a group for each cut of each pipeline that differs from the others in its hosts."""
     work, grid_PDCT = view.model.work, view.model.groups.grid_PDCT
     path_PR = np.unique(view.host_W[grid_PDCT].reshape(len(grid_PDCT), -1), axis=1)
     next_PR = np.roll(path_PR, -1, axis=0)
@@ -92,7 +93,7 @@ def _add_pipelines(
     _add_along(builder, hop, (path_PR, next_PR), forward_PK, group_KR)
     _add_along(builder, hop, (next_PR, path_PR), backward_PK, group_KR)
     if differ:
-        # Own seconds as a flow to any other seat, as the seat is part of many groups.
+        # Compute seconds of a host are a flow to any other seat, priced by the sender alone.
         own = builder.add_type(np.repeat(view.slowness_H[:, None], view.num_hosts, axis=1))
         _add_along(builder, own, (path_PR, (path_PR + 1) % view.num_hosts), compute_PK, group_KR)
     return cuts

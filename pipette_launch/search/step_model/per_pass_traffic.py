@@ -32,10 +32,10 @@ class Crossing:
         return float((spread_I @ (self.forward_IS + self.backward_IS)).max())
 
     def add(self, builder: ProblemBuilder, view: View, cuts: Tangents) -> None:
-        """Add one family: each link, where it is the slowest and its pipeline rank sets the pace.
+        """Add one family: a group for each link, as if it were the slowest and its pipeline rank the slowest stage.
 
-        A pipeline keeps the pace of its slowest stage, so one of all these links counts, as often as its stage's
-        passes lie on the path that is critical then.
+        The slowest stage decides the time of a pipeline, so one of these links counts: as often as the passes of its
+        stage lie on the critical path then.
         """
         work = view.model.work
         stages, pp = len(work.rank_S), work.layout.pp

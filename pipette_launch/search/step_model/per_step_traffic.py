@@ -1,4 +1,4 @@
-"""What a step does once, as flows between hosts: reduce gradients, sum tied embeddings, gather parameters."""
+"""Traffic that a step has once, as flows between hosts: reduce gradients, sum tied embeddings, gather parameters."""
 
 # S = stages (model chunks), P = pipeline ranks, H = hosts, L = links, G = groups.
 
@@ -22,7 +22,7 @@ _STEP = 1e-3
 
 
 def add_once_a_step(builder: ProblemBuilder, view: View, cuts: Tangents) -> None:
-    """Add a family for what ends last after the passes, and others for the gathers."""
+    """Add a family for the reductions, and others for the gathers."""
     layout = view.model.work.layout
     _add_reductions(builder, view)
     if view.gathers_first and view.model.work.aligns_gathers:
@@ -96,10 +96,10 @@ def _priced(view: View, kind: Kind, links: LinksBetweenHosts, size_bytes_CP: Flo
 
 
 def _add_reductions(builder: ProblemBuilder, view: View) -> None:
-    """One family, in seconds after the last pass: each ring link's pipeline rank, and the tied embedding.
+    """Add one family, in seconds after the last pass: a group for each link of a ring, and for the tied embedding.
 
-    A rank ends when its gradients are reduced, which was drawn as a tangent: slope 1 without overlap, less where the
-    reduction passes behind a backward.
+    A rank ends when its gradients are reduced. How its end follows the seconds of the reduction is linear here: slope 1
+    without overlap, less where a backward hides the reduction.
     """
     work, prices = view.model.work, view.prices
     pp = work.layout.pp
@@ -122,7 +122,7 @@ def _add_reductions(builder: ProblemBuilder, view: View) -> None:
 
 
 def _add_embedding(builder: ProblemBuilder, view: View) -> None:
-    """One family: what summing the tied embedding takes longer than now, which the reductions have in them."""
+    """Add one family: by how much summing the tied embedding takes longer than now; the reductions contain its time."""
     pairs = view.links("send", view.model.groups.embedding)
     if not len(pairs):
         return
@@ -136,7 +136,7 @@ def _add_embedding(builder: ProblemBuilder, view: View) -> None:
 
 
 def _add_gathers(builder: ProblemBuilder, view: View) -> None:
-    """One family: each pipeline rank steps and gathers."""
+    """Add one family: a group for the optimizer step and the gathers of each pipeline rank."""
     work, prices = view.model.work, view.prices
     step_P = work.optimizer_s_P * prices.slowness_PD.max(axis=1)
     gather_P = prices.gather_s_S.reshape(-1, work.layout.pp).sum(axis=0)
@@ -144,7 +144,7 @@ def _add_gathers(builder: ProblemBuilder, view: View) -> None:
 
 
 def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
-    """One family: the gather of each rank's first chunk, less the time until its first activation arrives.
+    """Add one family: the gather of each rank's first chunk, less the time until its first activation arrives.
 
     The forwards of the chunk before hide the gathers of later chunks, or nearly so.
     """
@@ -159,7 +159,15 @@ def _add_aligned_gathers(builder: ProblemBuilder, view: View) -> None:
 
 
 def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slope_P: Floats) -> None:
-    """Add one family: what each pipeline rank ends at now, and what each of its links would make of it."""
+    """Add one family: when each pipeline rank ends, as a function of the place of each of its links.
+
+    Args:
+        builder: of the problem.
+        rings: whose links count.
+        end_P: seconds at which each pipeline rank ends now.
+        slope_P: seconds by which its end moves for each second of its slowest link.
+
+    """
     offsets = []
     is_still_P = np.ones(len(end_P), dtype=bool)
     for one in rings:
@@ -174,7 +182,7 @@ def _add_rings(builder: ProblemBuilder, rings: list[_Rings], end_P: Floats, slop
 
 
 def _add_first_gathers(builder: ProblemBuilder, view: View, cuts: Tangents) -> None:
-    """A family for each pipeline rank: the first forward waits for its gather, as often as the first cut meets it."""
+    """Add a family for each pipeline rank: its first forward waits for its gather, as often as on the first cut."""
     work = view.model.work
     pp = work.layout.pp
     first_S = cuts.duration_BK[2 * len(work.rank_S) :, 0]

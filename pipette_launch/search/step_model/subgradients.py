@@ -1,4 +1,4 @@
-"""What each stage and each hop weighs in the time of a pipeline: a few cuts that hold wherever its ranks lie."""
+"""How often each stage and each hop lies on the critical path of a pipeline: cuts that bound its time anywhere."""
 
 # S = stages (model chunks), P = pipeline ranks, D = pipelines, K = cuts, C = cuts to choose from, N = points.
 # B = 3 * S durations: forwards, backwards, first forwards. J = 2 * S - 1 hops, as in `StageTimes.hops_s`.
@@ -14,7 +14,7 @@ from pipette_launch.cost.step.assemble import Work
 from pipette_launch.search.assignment.problem import Floats
 
 NUDGE = 0.05
-"""A stage is made slower by at least this part, to see what happens where it sets the pace."""
+"""A stage is made slower by at least this part, to find the critical path through a slow stage."""
 CLOSE = 1e-3
 """Cuts that raise the model by less than this part of the pipeline's time are left out."""
 
@@ -22,7 +22,7 @@ CLOSE = 1e-3
 SLOW_PIPELINES = 16
 MIXED_PIPELINES = 16
 MIXING_STRIDE = 7
-"""So many of the slowest pipelines are looked at, and so many of which each hop is another pipeline's."""
+"""Cuts are made at so many of the slowest pipelines, and at so many whose hops come from different pipelines."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,7 +37,7 @@ class Tangents:
     hop_JK: Floats
     """How often each hop does."""
     most_B: Floats
-    """The largest count of each duration over all paths that were met, those left out included."""
+    """The largest count of each duration over all paths that were found, kept or not."""
 
     @property
     def size(self) -> int:
@@ -63,10 +63,10 @@ def tangents_of(
     Args:
         work: the layout's.
         durations_BD: seconds, of every pipeline.
-        hops_JD: likewise.
-        spread: how far to look.
+        hops_JD: seconds of every hop, likewise.
+        spread: how much slower stages and hops may become.
         most: keep so many cuts at most; the first is always that of the slowest pipeline.
-        known: cuts from elsewhere, to choose from too.
+        known: cuts from other placements, to choose from too.
 
     """
     durations_BN, hops_JN = _points(work, durations_BD, hops_JD, spread)
@@ -105,7 +105,7 @@ def _points(work: Work, durations_BD: Floats, hops_JD: Floats, spread: Spread) -
 
 
 def _steepest(said_CN: Floats, most: int) -> list[int]:
-    """The first cut, then each time the one that is missed most: what it says at its best point beyond the others."""
+    """Choose the first cut, then again and again the one that exceeds the chosen ones most at some point."""
     chosen = [0]
     model_N = said_CN[0]
     while len(chosen) < most:

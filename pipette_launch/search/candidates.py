@@ -86,7 +86,15 @@ class Field:
         memory_margin: float,
         corrections: Corrections = NOTHING_LEARNED,
     ) -> Field:
-        """Make a field of a job and of what was measured; the user's own layout is taken to be legal."""
+        """Make a field of a job and of what was measured; the user's own layout is assumed to be legal.
+
+        Args:
+            job: what is trained.
+            measurements: the machines.
+            memory_margin: part of the device's memory that stays free.
+            corrections: learned from earlier outcomes.
+
+        """
         return cls(
             job=job,
             measurements=measurements,

@@ -63,7 +63,15 @@ TaskRunner = Callable[[Sequence[Task]], Sequence["Tried | None"]]
 
 
 def alone(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> TaskRunner:
-    """Do all tasks in this process, one after the other."""
+    """Do all tasks in this process, one after the other.
+
+    Args:
+        field: what layouts are judged by.
+        seed: of all chance in the tasks.
+        clock: seconds that only grow.
+        deadline_s: by that clock; tasks that begin later are not done.
+
+    """
 
     def crew(tasks: Sequence[Task]) -> list[Tried | None]:
         found: list[Tried | None] = []
@@ -76,7 +84,16 @@ def alone(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> TaskRu
 
 
 def perform(field: Field, task: Task, *, seed: int, clock: Clock, deadline_s: float) -> Tried:
-    """Do one task; after the deadline it ends early, always with a result."""
+    """Do one task; after the deadline it ends early, always with a result.
+
+    Args:
+        field: what layouts are judged by.
+        task: what to do.
+        seed: of all chance in the task.
+        clock: seconds that only grow.
+        deadline_s: by that clock.
+
+    """
 
     def is_late() -> bool:
         return clock() >= deadline_s

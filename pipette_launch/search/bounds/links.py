@@ -76,9 +76,16 @@ def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
 def ring_thresholds(cost_HH: Floats, *, units_per_host: int, ring_units: int, through_H: Floats) -> list[float]:
     """Return, for each ring in turn, what its slowest link costs at least: J entries, cheapest ring first.
 
-    Within links of some cost, rings lie inside the parts that these links join, on hosts that they can be passed
-    through: a part of m such hosts holds no more than floor(m * units_per_host / ring_units) rings. Rings that fit on
-    one host are not priced: 0.
+    Rings that use only links up to some cost lie inside the parts that these links join, on hosts that such a ring can
+    pass through: a part of m such hosts holds no more than floor(m * units_per_host / ring_units) rings. Rings that fit
+    on one host cost 0.
+
+    Args:
+        cost_HH: seconds of a ring whose slowest link is the one from host to host; rows send.
+        units_per_host: units on each host.
+        ring_units: units of a ring.
+        through_H: least seconds of a ring that passes through each host.
+
     """
     hosts = len(cost_HH)
     rings = hosts * units_per_host // ring_units

@@ -13,7 +13,6 @@ from pipette_launch.cost.communication.collectives import Fabric, Kind
 from pipette_launch.cost.step.assemble import Prices, Work, totals_s_K
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.search.bounds.links import Floats
-from pipette_launch.search.bounds.rings import group_shapes
 
 _ACTIONS_AT_ONCE = 1 << 22
 """RaisedPrices are simulated in blocks of about so many actions, some tens of MB."""
@@ -37,8 +36,8 @@ class RaisedPrices:
         """Return one trial with the best of all links everywhere, and the fastest slot."""
         work, fabric = model.work, model.fabric
         layout, column = work.layout, (work.layout.pp, 1)
-        shapes = group_shapes(layout)
-        exchange_s = [fabric.bound_s(item.kind, shapes[item.group][0], item.size_bytes) for item in work.exchanges]
+        sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
+        exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
         hop_s = np.full(column, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
         tied = work.traffic.embedding_bytes
         return cls(

@@ -59,7 +59,15 @@ class Places:
         )
 
     def link_s_HH(self, kind: Kind, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:
-        """Seconds of a collective if a link is its slowest, at best; infinite from a place to itself; rows send."""
+        """Least seconds of a collective if a link is its slowest; infinite from a place to itself; rows send.
+
+        Args:
+            kind: of the collective.
+            size: members of its group.
+            size_bytes: of the message.
+            fewest: places that the group lies on, at least.
+
+        """
         latency_factor, extra_s, bytes_factor = self.factors(kind, size, fewest)
         steps = num_steps(kind, size)
         seconds_HH: Floats = (steps * latency_factor) * self.links.latency_s

@@ -77,8 +77,16 @@ def micro_batch_sizes(samples: int, *, own: int) -> tuple[int, ...]:
 def group_sizes(job: Job, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     """Micro-batches that interleaving runs through a chunk at a time; 0 is Megatron's default, one for each stage.
 
-    Larger groups than needed hide the way from the last stage back to the first, and hold more. A last group of fewer
-    micro-batches than stages is not legal; where the default has one, the next larger group without takes its place.
+    Larger groups than needed hide the transfer from the last stage back to the first, and hold more activations. A last
+    group of fewer micro-batches than stages is not legal; where the default has one, the next larger group without
+    takes its place.
+
+    Args:
+        job: with the user's own group size, and whether it is pinned.
+        pp: pipeline ranks.
+        vpp: chunks of each.
+        num_microbatches: of one step.
+
     """
     if vpp == 1:
         return values(job, "microbatch_group_size", (0,))

@@ -19,7 +19,15 @@ NEEDS_DISTRIBUTED_OPTIMIZER = (
 
 
 def sequence_faults(terms: JobConstraints, tp: int, cp: int, saver: MemoryOptions) -> Iterator[str]:
-    """Check sequence parallelism against the sequence and what needs it."""
+    """Check sequence parallelism against the sequence and what needs it.
+
+    Args:
+        terms: the job and its flags.
+        tp: tensor-parallel ranks.
+        cp: context-parallel ranks.
+        saver: the memory options to check.
+
+    """
     model = terms.job.model
     if not saver.sequence_parallel:
         if model.num_experts and tp > 1:
@@ -50,7 +58,15 @@ def optimizer_faults(terms: JobConstraints, saver: MemoryOptions) -> Iterator[st
 
 
 def recompute_faults(terms: JobConstraints, tp: int, layers: frozenset[int], saver: MemoryOptions) -> Iterator[str]:
-    """Check recompute against the chunks' layers and the flags that exclude it or ask for it."""
+    """Check recompute against the chunks' layers and the flags that exclude or need it.
+
+    Args:
+        terms: the job and its flags.
+        tp: tensor-parallel ranks.
+        layers: the different numbers of layers that chunks have.
+        saver: the memory options to check.
+
+    """
     recompute = saver.recompute
     full = recompute.granularity == "full"
     yield from _unit_faults(terms, recompute, layers)

@@ -95,7 +95,15 @@ def moved(placement: Placement, place_Q: Ints) -> Placement:
 
 
 def shuffled(placement: Placement, num_hosts: int, rng: random.Random, *, share: float) -> Placement:
-    """Let a share of the hosts, three at least, pass on what they hold in a circle."""
+    """Let some random hosts pass on the ranks that they hold in a circle.
+
+    Args:
+        placement: RANK of each slot.
+        num_hosts: of the cluster.
+        rng: the only source of chance.
+        share: of the hosts; three take part at least.
+
+    """
     count = min(num_hosts, max(3, round(share * num_hosts)))
     chosen = rng.sample(range(num_hosts), count)
     place_Q = np.arange(num_hosts)

@@ -194,7 +194,7 @@ class Frontier:
         self.num_met += len(columns)
         hopeful = np.flatnonzero(least_M < below_s)
         some = columns.take(hopeful)
-        fits = self._fullest_N(some) <= self._limits_N(some)
+        fits = self._fits_N(some)
         self.dropped[OVER_MEMORY] += int((~fits).sum())
         for row in hopeful[fits][np.argsort(least_M[hopeful[fits]], kind="stable")].tolist():
             self._admit(columns.layout(row), float(least_M[row]))
@@ -217,8 +217,7 @@ class Frontier:
         found: list[Layout] = []
         for first in range(0, len(order), CHECKED_AT_ONCE):
             some = columns.take(order[first : first + CHECKED_AT_ONCE])
-            fits_N = self._fullest_N(some) <= self._limits_N(some)
-            found += [some.layout(row) for row in np.flatnonzero(fits_N).tolist()]
+            found += [some.layout(row) for row in np.flatnonzero(self._fits_N(some)).tolist()]
             if len(found) > LOOKED_THROUGH:
                 break
         return [layout for layout in found if layout != self._field.job.own]
@@ -231,7 +230,7 @@ class Frontier:
         for name in _STATE_FIELDS:
             in_state_M &= getattr(columns, name) == getattr(lean, name)[place_M]
         some = columns.take(np.flatnonzero(in_state_M))
-        return bool((self._fullest_N(some) <= self._limits_N(some)).any())
+        return bool(self._fits_N(some).any())
 
     def _with_peaks(self, layouts: Sequence[Layout]) -> list[Promising]:
         """Return those layouts that fit, with their peaks; their infinite bound says nothing, as they come again."""
@@ -243,14 +242,12 @@ class Frontier:
             if max(peak_bytes) <= self._limit(layout)
         ]
 
-    def _fullest_N(self, columns: LayoutColumns) -> Floats:
-        return self._field.predictor.fullest_N(columns)
-
-    def _limits_N(self, columns: LayoutColumns) -> Floats:
-        """Return the memory limit of each of many layouts."""
+    def _fits_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
+        """Whether each of many layouts fits into its memory limit."""
         degrees = columns.groups("tp", "cp", "pp", "dp", "ep")
         limits = [self._limit(columns.layout(row)) for row in degrees.first_U.tolist()]
-        return np.array(limits, dtype=np.float64)[degrees.group_N]
+        fits_N: NDArray[np.bool_] = self._field.predictor.fullest_N(columns) <= np.array(limits)[degrees.group_N]
+        return fits_N
 
     def _limit(self, layout: Layout) -> int:
         """The memory limit; nothing of a layout but its number of communicators moves it."""

@@ -7,17 +7,16 @@ processes finds the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pipette_launch.facts import Layout
-from pipette_launch.search.bounds.placement_bound import Bound
+from pipette_launch.search.bounds.placement_bound import placement_bound_s
 from pipette_launch.search.candidates import MANY_SLOTS, Candidate, Field
 from pipette_launch.search.choose import LEANER
 from pipette_launch.search.frontier import Frontier, Promising
 from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, num_placements
-from pipette_launch.search.placement.slots import Placed, Placement, Slots
-from pipette_launch.search.tasks import Clock, Task, TaskRunner, Tried, perform
+from pipette_launch.search.placement.slots import IsLate, Placed, Placement, Slots
+from pipette_launch.search.tasks import Task, TaskRunner, Tried, perform
 
 FIRST_BATCH = 6
 """Layouts that are priced before the placement of the best is improved; each batch is half as large again."""
@@ -33,9 +32,6 @@ GAIN = 1e-4
 """A round that saves less than this part of the step counts as one without gain."""
 SHARPENED = 6
 """So many candidates whose bound is below the best step time are bounded again by the links that they must use."""
-
-Sharpen = Callable[[Layout], Bound]
-"""A sharper bound of a layout, and what it rests on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,20 +55,26 @@ class SearchLoop:
         self,
         field: Field,
         frontier: Frontier,
-        crew: TaskRunner,
+        run_tasks: TaskRunner,
         *,
-        sharpen: Sharpen,
         seed: int,
-        clock: Clock,
-        deadline_s: float,
+        is_late: IsLate,
     ) -> None:
+        """Begin with nothing priced.
+
+        Args:
+            field: what layouts are judged by.
+            frontier: the layouts.
+            run_tasks: does the tasks of a batch.
+            seed: of all chance.
+            is_late: whether the search must end.
+
+        """
         self._field = field
         self._frontier = frontier
-        self._crew = crew
-        self._sharpen = sharpen
+        self._run_tasks = run_tasks
         self._seed = seed
-        self._clock = clock
-        self._deadline_s = deadline_s
+        self._is_late = is_late
         self._pool: dict[Layout, Candidate] = {}
         self._beaten: dict[Layout, Promising] = {}
         self._surrounded: set[tuple[Layout, Placement]] = set()
@@ -117,13 +119,13 @@ class SearchLoop:
             first = (self._frontier.dive(1) or self._frontier.take(1))[:1]
         for one in first:
             task = Task(stage="price", layout=one.layout)
-            tried = perform(self._field, task, seed=self._seed, clock=self._clock, deadline_s=self._deadline_s)
+            tried = perform(self._field, task, seed=self._seed, is_late=self._is_late)
             self._pool[one.layout] = _candidate(one, tried)
 
     def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
         """Price those of a batch that were not priced before."""
         batch = [one for one in batch if one.layout not in self._pool and one.layout not in self._beaten]
-        found = self._crew([Task(stage="price", layout=one.layout, beat_s=beat_s) for one in batch])
+        found = self._run_tasks([Task(stage="price", layout=one.layout, beat_s=beat_s) for one in batch])
         for one, tried in zip(batch, found, strict=True):
             if tried is None:
                 self._missed_s = min(self._missed_s, one.least_s)
@@ -147,7 +149,7 @@ class SearchLoop:
             self._surrounded.add((leader.layout, placement))
             near = self._frontier.neighbours(leader.layout, below_s=best_s)
             tasks = [Task(stage="carry", layout=one.layout, placement=placement, beat_s=best_s) for one in near]
-            for one, tried in zip(near, self._crew(tasks), strict=True):
+            for one, tried in zip(near, self._run_tasks(tasks), strict=True):
                 if tried is not None and tried.cost_s < best_s:
                     known = self._pool.get(one.layout)
                     self._pool[one.layout] = _better(known, tried) if known else _candidate(one, tried)
@@ -167,7 +169,7 @@ class SearchLoop:
             )
             for one in hopes
         ]
-        for one, tried in zip(hopes, self._crew(tasks), strict=True):
+        for one, tried in zip(hopes, self._run_tasks(tasks), strict=True):
             if tried is not None:
                 gained = tried.cost_s < one.placed.cost_s * (1 - GAIN)
                 self._pool[one.layout] = replace(
@@ -191,7 +193,7 @@ class SearchLoop:
     def _sharpened(self, one: Candidate) -> Candidate:
         """Bound a layout by the links that it must use, once; that is cheaper than improving its placement."""
         if not one.bound_reason:
-            bound = self._sharpen(one.layout)
+            bound = placement_bound_s(self._field.predictor.placement_cost(one.layout))
             one = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)
             self._pool[one.layout] = one
         return one
@@ -204,7 +206,7 @@ class SearchLoop:
             return
         placed = leader.placed
         task = Task(stage="exhaust", layout=leader.layout, placement=placed.placement, cost_s=placed.cost_s)
-        for tried in self._crew([task]):
+        for tried in self._run_tasks([task]):
             if tried is not None:
                 self._pool[leader.layout] = _better(leader, tried)
 
@@ -236,9 +238,6 @@ class SearchLoop:
 
     def _best_s(self) -> float:
         return min((one.placed.cost_s for one in self._pool.values()), default=float("inf"))
-
-    def _is_late(self) -> bool:
-        return self._clock() >= self._deadline_s
 
 
 def _candidate(one: Promising, tried: Tried) -> Candidate:

@@ -13,7 +13,6 @@ from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import explanations, no_plan
 from pipette_launch.search.bounds.links import with_ring_links
-from pipette_launch.search.bounds.placement_bound import placement_bound_s
 from pipette_launch.search.candidates import Field
 from pipette_launch.search.choose import choose
 from pipette_launch.search.frontier import BEATEN, Frontier
@@ -92,10 +91,8 @@ def solve(
         field,
         frontier,
         make_crew(field),
-        sharpen=lambda layout: placement_bound_s(field.predictor.placement_cost(layout)),
         seed=options.seed,
-        clock=clock,
-        deadline_s=deadline_s,
+        is_late=lambda: clock() >= deadline_s,
     ).run()
     dropped = Counter(found.dropped) + frontier.dropped
     if not searched.is_cut_short:

@@ -73,31 +73,22 @@ def alone(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> TaskRu
 
     """
 
-    def crew(tasks: Sequence[Task]) -> list[Tried | None]:
-        found: list[Tried | None] = []
-        for task in tasks:
-            late = clock() >= deadline_s
-            found.append(None if late else perform(field, task, seed=seed, clock=clock, deadline_s=deadline_s))
-        return found
+    def is_late() -> bool:
+        return clock() >= deadline_s
 
-    return crew
+    return lambda tasks: [None if is_late() else perform(field, task, seed=seed, is_late=is_late) for task in tasks]
 
 
-def perform(field: Field, task: Task, *, seed: int, clock: Clock, deadline_s: float) -> Tried:
-    """Do one task; after the deadline it ends early, always with a result.
+def perform(field: Field, task: Task, *, seed: int, is_late: IsLate) -> Tried:
+    """Do one task; when it is late it ends early, always with a result.
 
     Args:
         field: what layouts are judged by.
         task: what to do.
         seed: of all chance in the task.
-        clock: seconds that only grow.
-        deadline_s: by that clock.
+        is_late: whether the time is up.
 
     """
-
-    def is_late() -> bool:
-        return clock() >= deadline_s
-
     if task.stage in ("price", "carry"):
         return _first_price(field, task, is_late=is_late)
     objective = field.predictor.placement_cost(task.layout)

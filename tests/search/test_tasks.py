@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+from search.toys import never
 from search.worlds import PROVENANCE, still, two_racks
 
 from pipette_launch.facts import Batch, Layout, Plan
@@ -26,7 +27,7 @@ def shared_by(size: int, *, seed: int) -> object:
             for member, own in enumerate(fields):
                 # Backwards, so that no task can lean on the one before it.
                 for index in reversed(range(member, len(tasks), size)):
-                    found[index] = perform(own, tasks[index], seed=seed, clock=still, deadline_s=1.0)
+                    found[index] = perform(own, tasks[index], seed=seed, is_late=never)
             return found
 
         return crew

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipette_launch.facts import Layout
-from pipette_launch.search.placement.slots import Floats, Ints
+from pipette_launch.search.assignment.problem import Floats, Ints
 
 Distances = tuple[tuple[float, ...], ...]
 

@@ -12,9 +12,9 @@ import numpy as np
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.facts import Links
 from pipette_launch.search.assignment.descent import descend
-from pipette_launch.search.assignment.problem import Arrangement, Flows
+from pipette_launch.search.assignment.problem import Arrangement, Flows, Ints
 from pipette_launch.search.assignment.tempering import temper
-from pipette_launch.search.placement.slots import Ints, IsLate, Placed, Placement, PlacementProblem, faster
+from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, faster
 from pipette_launch.search.placement.tiers import nearest
 from pipette_launch.search.step_model.linear import linearise
 

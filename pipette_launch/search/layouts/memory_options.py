@@ -127,8 +127,8 @@ class MemoryOptionTables:
         """Numbers of the legal recomputes."""
         depth, parallel = key
         for recompute in axes.recomputes(self._rules.job, depth.layers):
-            saver = MemoryOptions(parallel, False, False, False, recompute)
-            if not drops(self._rules.recompute_faults(depth.tp, depth.layers, saver), dropped):
+            options = MemoryOptions(parallel, False, False, False, recompute)
+            if not drops(self._rules.recompute_faults(depth.tp, depth.layers, options), dropped):
                 yield (self._numbers.setdefault(recompute, len(self._numbers)),)
 
     def _build_pairs(self, key: _Pair, dropped: Counter[str]) -> Iterator[tuple[int, ...]]:

@@ -48,7 +48,8 @@ def descend(
     """
     prices = SwapPrices(flows)
     best = here = prices.position(np.array(place_Q, dtype=np.int64))
-    scale_s = _spread(flows, here)
+    # Of a plain sum, whose families have one group each, nothing is softened.
+    scale_s = (_spread(flows, here) or here.cost_s) if flows.num_flows else 0.0
     idle = 0
     for softness in np.geomspace(SOFTEST, HARDEST, steps) if scale_s > 0 else ():
         if is_late() or idle >= PATIENCE:

@@ -13,7 +13,6 @@ from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.facts import Links
 from pipette_launch.search.assignment.descent import descend
 from pipette_launch.search.assignment.problem import Arrangement, Flows, Ints
-from pipette_launch.search.assignment.tempering import temper
 from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, faster
 from pipette_launch.search.placement.tiers import nearest
 from pipette_launch.search.step_model.linear import linearise
@@ -21,9 +20,8 @@ from pipette_launch.search.step_model.linear import linearise
 FEW_HOSTS = 6
 """Up to so many, all orders of hosts (720 of six) are priced by the step time itself."""
 MANY_HOSTS = 64
-TEMPERED_HOSTS = 40
-"""Up to so many, tempering finds as good places as a descent or better; from 128 on a descent finds better ones."""
-TEMPERED_MOVES = 2_560
+DESCENTS = 3
+"""Up to `MANY_HOSTS` hosts get the best of so many descents, which differ in chance alone; more hosts get one."""
 DESCENT_STEPS = 50
 """Batches of proposals."""
 TURNS = 3
@@ -79,11 +77,13 @@ def rearranged(
 
 
 def _arranged(flows: Flows, links: Links, rng: np.random.Generator, is_late: IsLate) -> Arrangement:
-    """Better places for the seats of a block problem: by tempering, or on many hosts downhill from here."""
-    start_Q = np.arange(flows.num_seats)
-    if flows.num_seats <= TEMPERED_HOSTS:
-        return temper(flows, start_Q, moves=TEMPERED_MOVES, rng=rng, is_late=is_late)
-    return descend(flows, start_Q, near_HK=nearest(links, NEAR), steps=DESCENT_STEPS, rng=rng, is_late=is_late)
+    """Better places for the seats of a block problem: the best of a few descents, or of one on many hosts."""
+    start_Q, near_HK = np.arange(flows.num_seats), nearest(links, NEAR)
+    descents = (
+        descend(flows, start_Q, near_HK=near_HK, steps=DESCENT_STEPS, rng=rng, is_late=is_late)
+        for _ in range(DESCENTS if flows.num_seats <= MANY_HOSTS else 1)
+    )
+    return min(descents, key=lambda found: found.cost_s)
 
 
 def moved(placement: Placement, place_Q: Ints) -> Placement:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from search.problems import any_flows, ring_and_path
 from search.toys import after, never
 
 from pipette_launch.search.assignment.descent import descend
@@ -96,3 +97,24 @@ def test_nothing_to_move_ends_at_once(hosts: int) -> None:
     flows = builder.flows()
 
     assert descended(flows).cost_s == 1.0
+
+
+@given(st.integers(0, 10_000), st.integers(2, 30))
+@settings(max_examples=20, deadline=None)
+def test_any_problem_keeps_its_cost(seed: int, seats: int) -> None:
+    """Families of one group and of several, in both directions: the result costs what is said, and no more."""
+    flows = any_flows(np.random.default_rng(seed), seats)
+    found = descended(flows, seed=seed)
+
+    assert flows.cost(found.place_Q) == found.cost_s <= flows.cost(np.arange(seats))
+
+
+@pytest.mark.parametrize("seats", [20, 60])
+def test_a_hidden_ring_is_found(seats: int) -> None:
+    """Links are fast along one hidden ring only; sums over a ring and a path in any order are brought onto it."""
+    hidden = np.random.default_rng(4).permutation(seats)
+    seconds_HH = np.full((seats, seats), 3.0)
+    seconds_HH[hidden, np.roll(hidden, -1)] = seconds_HH[np.roll(hidden, -1), hidden] = 1.0
+    flows = ring_and_path(seconds_HH)
+
+    assert min(descended(flows, seed=seed).cost_s for seed in range(3)) < 0.7 * flows.cost(np.arange(seats))

@@ -23,7 +23,7 @@ FLOORS = [
 SUB_FLOORS = {
     # Sub-rooms and the files beside them: each imports from itself and from lower floors of its own room only.
     "facts": [
-        {"files", "health", "layout", "model", "schedule"},
+        {"files", "health", "layout", "model", "performance", "schedule"},
         {"job", "schedules"},
         {"machines"},
         {"measurements"},

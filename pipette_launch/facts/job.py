@@ -39,15 +39,8 @@ class Job:
     log_interval: int
     train_iters: int | None
     performance_flags: tuple[str, ...]
-    """Flags that change time or memory and have no field of their own here, sorted, as `--flag value`."""
+    """Flags that change time or memory and have no field of their own here, sorted, as `--flag value`.
+
+    `megatron.performance.performance_options` reads them."""
     cublas_workspace_config: str = field(default="", metadata=ADDED_LATER)
     """CUBLAS_WORKSPACE_CONFIG of the workers, which sizes cuBLAS's buffers; empty where it is not set."""
-
-    def has_flag(self, option: str) -> bool:
-        """Whether a performance flag was given, such as `--deterministic-mode`."""
-        return any(flag.partition(" ")[0] == option for flag in self.performance_flags)
-
-    def flag_value(self, option: str, default: str = "") -> str:
-        """Return the value of a performance flag as it was given, or the default without it."""
-        values = [flag.partition(" ")[2] for flag in self.performance_flags if flag.partition(" ")[0] == option]
-        return values[-1] if values else default

@@ -2,118 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any, get_args, get_origin, get_type_hints
+
+from pipette_launch.facts import Job
+from pipette_launch.facts.performance import PerformanceOptions
 from pipette_launch.megatron.flags import Arguments
 
-DESTS = frozenset(
-    {
-        "accumulate_allreduce_grads_in_fp32",
-        "align_param_gather",
-        "apply_query_key_layer_scaling",
-        "apply_rope_fusion",
-        "async_tensor_model_parallel_allreduce",
-        "attention_output_gate",
-        "attention_softmax_in_fp32",
-        "bias_dropout_fusion",
-        "bias_gelu_fusion",
-        "bias_swiglu_fusion",
-        "calculate_per_token_loss",
-        "check_for_nan_in_loss_and_grad",
-        "cp_comm_type",
-        "cpu_offloading_num_layers",
-        "create_attention_mask_in_dataloader",
-        "cross_entropy_fusion_impl",
-        "cross_entropy_loss_fusion",
-        "cuda_graph_impl",
-        "cuda_graph_modules",
-        "cuda_graph_scope",
-        "dataloader_type",
-        "ddp_average_in_collective",
-        "ddp_bucket_size",
-        "ddp_num_buckets",
-        "ddp_pad_buckets_for_high_nccl_busbw",
-        "ddp_reduce_scatter_with_fp32_accumulation",
-        "defer_embedding_wgrad_compute",
-        "delay_wgrad_compute",
-        "deterministic_mode",
-        "distribute_saved_activations",
-        "enable_cuda_graph",
-        "eval_global_batch_size",
-        "eval_micro_batch_size",
-        "exp_avg_dtype",
-        "exp_avg_sq_dtype",
-        "external_cuda_graph",
-        "fine_grained_activation_offloading",
-        "first_last_layers_bf16",
-        "fp32_residual_connection",
-        "fp4",
-        "fp4_param",
-        "fp8",
-        "fp8_param_gather",
-        "fp8_recipe",
-        "gradient_accumulation_fusion",
-        "hierarchical_context_parallel_sizes",
-        "high_priority_stream_groups",
-        "main_grads_dtype",
-        "main_params_dtype",
-        "masked_softmax_fusion",
-        "mlp_chunks_for_training",
-        "moe_apply_probs_on_input",
-        "moe_aux_loss_coeff",
-        "moe_enable_deepep",
-        "moe_expert_capacity_factor",
-        "moe_flex_dispatcher_backend",
-        "moe_grouped_gemm",
-        "moe_input_jitter_eps",
-        "moe_layer_recompute",
-        "moe_pad_expert_input_to_capacity",
-        "moe_permute_fusion",
-        "moe_router_dtype",
-        "moe_router_enable_expert_bias",
-        "moe_router_force_load_balancing",
-        "moe_router_fusion",
-        "moe_router_group_topk",
-        "moe_router_load_balancing_type",
-        "moe_router_num_groups",
-        "moe_router_padding_for_fp8",
-        "moe_router_padding_for_quantization",
-        "moe_router_pre_softmax",
-        "moe_router_score_function",
-        "moe_router_topk_scaling_factor",
-        "moe_shared_expert_gate",
-        "moe_shared_expert_overlap",
-        "moe_token_dispatcher_type",
-        "moe_token_drop_policy",
-        "moe_use_legacy_grouped_gemm",
-        "moe_z_loss_coeff",
-        "nccl_ub",
-        "no_persist_layer_norm",
-        "num_distributed_optimizer_instances",
-        "offload_modules",
-        "num_workers",
-        "optimizer_cpu_offload",
-        "optimizer_offload_fraction",
-        "overlap_cpu_optimizer_d2h_h2d",
-        "overlap_moe_expert_parallel_comm",
-        "overlap_p2p_comm",
-        "overlap_p2p_comm_warmup_flush",
-        "overlap_param_gather_with_optimizer_step",
-        "padded_vocab_size",
-        "qk_layernorm",
-        "rampup_batch_size",
-        "reset_attention_mask",
-        "reset_position_ids",
-        "reuse_grad_buf_for_mxfp8_param_ag",
-        "softmax_type",
-        "symmetric_ar_type",
-        "tp_comm_overlap",
-        "use_flash_attn",
-        "use_precision_aware_optimizer",
-        "use_ring_exchange_p2p",
-        "use_sharp",
-        "wgrad_deferral_limit",
-        "window_size",
-    }
-)
+_NAMES = tuple(option.name for option in fields(PerformanceOptions))
+_ELEMENT_TYPES = {
+    name: get_args(hint)[0] for name, hint in get_type_hints(PerformanceOptions).items() if get_origin(hint) is tuple
+}
+DESTS = {
+    *_NAMES,
+    # No rule and no price here reads these, but jobs that differ in them do not share plans and measurements.
+    "attention_output_gate",
+    "bias_dropout_fusion",
+    "bias_gelu_fusion",
+    "calculate_per_token_loss",
+    "check_for_nan_in_loss_and_grad",
+    "cuda_graph_modules",
+    "ddp_average_in_collective",
+    "ddp_bucket_size",
+    "ddp_num_buckets",
+    "ddp_reduce_scatter_with_fp32_accumulation",
+    "delay_wgrad_compute",
+    "deterministic_mode",
+    "fine_grained_activation_offloading",
+    "first_last_layers_bf16",
+    "fp4",
+    "fp4_param",
+    "high_priority_stream_groups",
+    "main_grads_dtype",
+    "mlp_chunks_for_training",
+    "moe_apply_probs_on_input",
+    "moe_enable_deepep",
+    "moe_flex_dispatcher_backend",
+    "moe_input_jitter_eps",
+    "moe_layer_recompute",
+    "moe_router_enable_expert_bias",
+    "moe_router_force_load_balancing",
+    "moe_router_group_topk",
+    "moe_router_num_groups",
+    "moe_router_topk_scaling_factor",
+    "moe_token_drop_policy",
+    "nccl_ub",
+    "no_persist_layer_norm",
+    "offload_modules",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "qk_layernorm",
+    "reset_attention_mask",
+    "reset_position_ids",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "softmax_type",
+    "symmetric_ar_type",
+    "use_flash_attn",
+    "use_ring_exchange_p2p",
+    "use_sharp",
+    "window_size",
+}
+"""Destinations of the flags that are kept as a job's performance flags."""
 
 
 def performance_flags(arguments: Arguments) -> tuple[str, ...]:
@@ -124,3 +73,23 @@ def performance_flags(arguments: Arguments) -> tuple[str, ...]:
         if token.flag and token.flag.dest in DESTS
     }
     return tuple(sorted(last.values()))
+
+
+def performance_options(job: Job) -> PerformanceOptions:
+    """Read a job's performance flags as the options that they set, the others at the defaults of its release."""
+    return _options(job.performance_flags, job.megatron_version)
+
+
+@lru_cache(maxsize=64)
+def _options(flags: tuple[str, ...], version: str) -> PerformanceOptions:
+    arguments = Arguments.parse([word for flag in flags for word in flag.split()], version)
+    values = {name: arguments.get(name) for name in _NAMES}
+    # None is a release that does not know the option, or one that says nothing: the record's default.
+    return PerformanceOptions(**{name: _as_field(name, value) for name, value in values.items() if value is not None})
+
+
+def _as_field(name: str, value: Any) -> Any:
+    """Bring a value to its field's type: where that is a tuple, a release may take one value only, or text."""
+    if name not in _ELEMENT_TYPES:
+        return value
+    return tuple(_ELEMENT_TYPES[name](item) for item in (value if isinstance(value, list) else [value]))

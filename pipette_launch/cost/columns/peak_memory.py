@@ -38,6 +38,7 @@ from pipette_launch.cost.memo import Memo
 from pipette_launch.cost.memory.peak import MemoryParts, shared_buffer_bytes
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.megatron.performance import performance_options
 
 _PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk")
 """What the parameters of a stage depend on."""
@@ -242,7 +243,7 @@ def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints
 
 def _deferred(job: Job, layouts: LayoutColumns) -> Ints:
     """What deferred weight gradients of the head wait with, on the last stage."""
-    if not job.has_flag("--defer-embedding-wgrad-compute"):
+    if not performance_options(job).defer_embedding_wgrad_compute:
         return np.zeros(len(layouts), dtype=np.int64)
     groups = layouts.groups("tp", "cp", "dp", "pp", "micro_batch_size", "sequence_parallel", "ep", "etp")
     table: list[int] = []

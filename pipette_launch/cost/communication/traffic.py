@@ -14,6 +14,7 @@ from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, r
 from pipette_launch.cost.layers.parameters import by_rank, chunk_parameters, word_embedding_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.megatron.performance import performance_options
 
 BUCKET_PARAMETERS = 40_000_000
 """Megatron's least bucket of overlapped gradients; it grows with dp * cp (megatron.md 8.2)."""
@@ -81,7 +82,7 @@ def meets_receivers(job: Job, layout: Layout, device_kind: str) -> bool:
     an activation that had long been sent took all its 13 ms when it was asked for. NCCL has not been measured here; the
     published step times are met better (by 0.1 to 0.7 points) if its messages travel ahead.
     """
-    asks_late = layout.vpp == 1 or job.has_flag("--no-overlap-p2p-communication")
+    asks_late = layout.vpp == 1 or not performance_options(job).overlap_p2p_comm
     return device_kind == "cpu" and asks_late
 
 
@@ -92,8 +93,8 @@ def blocks_at_ends(job: Job, layout: Layout, device_kind: str) -> bool:
     micro-batches in place of 2, whose warm-up and cool-down are longer, took 8 % more and not 1 % less. As with
     `meets_receivers`, NCCL has not been measured.
     """
-    overlaps = not job.has_flag("--no-overlap-p2p-communication")
-    asks_early = job.has_flag("--overlap-p2p-communication-warmup-flush")
+    overlaps = performance_options(job).overlap_p2p_comm
+    asks_early = performance_options(job).overlap_p2p_comm_warmup_flush
     return device_kind == "cpu" and layout.vpp > 1 and overlaps and not asks_early
 
 
@@ -111,7 +112,7 @@ def aligns_gathers(job: Job, layout: Layout) -> bool:
 
     Megatron does so with virtual stages, and never without (arguments.py, validate_args).
     """
-    return layout.vpp > 1 and not job.has_flag("--no-align-param-gather")
+    return layout.vpp > 1 and performance_options(job).align_param_gather
 
 
 def exchanges(job: Job, layout: Layout, hiding: Hiding) -> tuple[Exchange, ...]:
@@ -215,17 +216,12 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts, hiding: Hidi
         yield _over_tp("reduce_scatter", size, (_add(pairs, embedding), _add(again)))
         yield _over_tp("reduce_scatter", size, behind, hidden_s=hiding.weight_grad_s)
     else:
+        is_async = performance_options(job).async_tensor_model_parallel_allreduce
         yield _over_tp("all_reduce", size, (_add(pairs, embedding), _add(again)))
-        yield _over_tp("all_reduce", size, behind, hidden_s=hiding.weight_grad_s if _is_async(job) else 0.0)
+        yield _over_tp("all_reduce", size, behind, hidden_s=hiding.weight_grad_s if is_async else 0.0)
     losses = [_CROSS_ENTROPY_REDUCTIONS * last for last in head]
     loss_bytes = _FP32_BYTES * attention.tokens(job.model, layout)
     yield _over_tp("all_reduce", loss_bytes, (_add(losses), _add(none)))
-
-
-def _is_async(job: Job) -> bool:
-    """Whether input gradients are summed while the weight gradient is computed: Megatron's default."""
-    off = ("--no-async-tensor-model-parallel-allreduce", "--disable-async-tensor-model-parallel-allreduce")
-    return not any(flag.startswith(off) for flag in job.performance_flags)
 
 
 def _over_tp(
@@ -275,7 +271,8 @@ def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     once, both = _add(counts.moe), _add(counts.moe, counts.moe)
     once_back = _add(counts.moe, counts.moe_again)
     kinds: tuple[Kind, Kind] = ("all_gather", "reduce_scatter")
-    if _dispatcher(job) == "allgather":
+    dispatcher = performance_options(job).moe_token_dispatcher_type
+    if dispatcher == "allgather":
         size = token_bytes * layout.ep * layout.etp
         for kind in kinds if layout.ep * layout.etp > 1 else ():
             yield _over_experts(kind, "ep_etp", size, (once, once_back))
@@ -296,13 +293,6 @@ def _over_experts(
     return Exchange(
         part="expert_parallel", kind=kind, group=group, size_bytes=size_bytes, forward=passes[0], backward=passes[1]
     )
-
-
-def _dispatcher(job: Job) -> str:
-    """`--moe-token-dispatcher-type`, of which Megatron's default is allgather."""
-    name = "--moe-token-dispatcher-type"
-    values = [flag.removeprefix(name).strip() for flag in job.performance_flags if flag.startswith(name)]
-    return values[-1] if values else "allgather"
 
 
 def _add(*counts: tuple[int, ...] | list[int] | tuple[float, ...]) -> tuple[float, ...]:

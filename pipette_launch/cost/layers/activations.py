@@ -14,6 +14,7 @@ from pipette_launch.cost.layers.attention import tokens
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
+from pipette_launch.megatron.performance import performance_options
 
 _MASK_BYTES = 1
 _FP32_BYTES = 4
@@ -89,14 +90,14 @@ def residual_bytes(model: ModelSpec, layout: Layout) -> int:
 def stream_bytes(job: Job, layout: Layout) -> int:
     """One tensor of T x h between layers: in fp32 with `--fp32-residual-connection`, else as the weights."""
     residual = residual_bytes(job.model, layout)
-    if not job.has_flag("--fp32-residual-connection"):
+    if not performance_options(job).fp32_residual_connection:
         return residual
     return residual * _FP32_BYTES // job.model.dtype_bytes
 
 
 def computes_in_fp8(job: Job) -> bool:
     """Whether TransformerEngine multiplies in FP8: it then keeps the inputs of its matrices in one byte an element."""
-    return job.model.transformer_impl == "transformer_engine" and job.has_flag("--fp8-format")
+    return job.model.transformer_impl == "transformer_engine" and performance_options(job).fp8 is not None
 
 
 def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivations:
@@ -112,7 +113,7 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
     fuses_attention_norm, fuses_mlp_norm = uses_te and model.latent_attention is None, uses_te and not moe
     projected, latents = attention.projected_bytes(job, layout) + _attention_in_fp8(job, layout), 0
     if model.latent_attention:
-        fused = uses_te and not job.has_flag("--no-rope-fusion")
+        fused = uses_te and performance_options(job).apply_rope_fusion
         kept = latent_attention.attention_activations(model, model.latent_attention, layout, fused_rope=fused)
         projected, latents = kept.latents + kept.context, kept.projected
     if moe:
@@ -164,7 +165,7 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     gathered = residual * layout.tp if layout.sequence_parallel else 0
     dropped = residual if model.hidden_dropout > 0 else 0
     matrix = model.dtype_bytes * model.hidden_size * model.ffn_hidden_size // layout.tp
-    alone = matrix if job.has_flag("--no-gradient-accumulation-fusion") else 0
+    alone = 0 if performance_options(job).gradient_accumulation_fusion else matrix
     one = model.dtype_bytes * tokens(model, layout) * model.ffn_hidden_size // layout.tp
     second = residual + dropped + gathered + one + alone
     activation = residual + layer.mlp
@@ -178,7 +179,7 @@ def _overlapped_bytes(job: Job, layout: Layout) -> int:
 
     megatron-core, pipeline_parallel/combined_1f1b.py, with `--overlap-moe-expert-parallel-comm`.
     """
-    return kept_bytes(job, layout, moe=True) if job.has_flag("--overlap-moe-expert-parallel-comm") else 0
+    return kept_bytes(job, layout, moe=True) if performance_options(job).overlap_moe_expert_parallel_comm else 0
 
 
 def prediction_bytes(job: Job, layout: Layout) -> int:
@@ -214,5 +215,5 @@ def _mlp(job: Job, layout: Layout, ffn_hidden_size: int) -> tuple[int, int]:
 def _first_matrices(job: Job) -> int:
     if not job.model.gated_linear_unit:
         return 1
-    is_unfused = "--no-bias-swiglu-fusion" in job.performance_flags
-    return 2 + (experts.unfused_gate_copies(job.megatron_version) if is_unfused else 0)
+    is_fused = performance_options(job).bias_swiglu_fusion
+    return 2 + (0 if is_fused else experts.unfused_gate_copies(job.megatron_version))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
+from pipette_launch.megatron.performance import performance_options
 
 _FP32_BYTES = 4
 _LOG_SUM_EXP_BYTES = 4
@@ -128,7 +129,7 @@ def _query_key_norm_bytes(model: ModelSpec, layout: Layout) -> int:
 def _rotary_bytes(job: Job, layout: Layout) -> int:
     """Sines and cosines that the unfused rotary embedding computes for query and for key (rope_utils.py:90-130)."""
     model = job.model
-    if model.position_embedding_type != "rope" or not job.has_flag("--no-rope-fusion"):
+    if model.position_embedding_type != "rope" or performance_options(job).apply_rope_fusion:
         return 0
     return 2 * 2 * model.dtype_bytes * model.seq_length // layout.cp * model.kv_channels
 
@@ -136,10 +137,11 @@ def _rotary_bytes(job: Job, layout: Layout) -> int:
 def _softmax_is_wide(job: Job, layout: Layout) -> bool:
     """Whether Megatron's softmax runs unfused and in fp32 on narrower scores (MC fusions/fused_softmax.py:239-275)."""
     model = job.model
+    options = performance_options(job)
     matrices = layout.micro_batch_size * _heads(model, layout)
     fits_kernel = 16 < model.seq_length <= 4096 and model.seq_length % 4 == 0 and matrices % 4 == 0
-    fused = fits_kernel and not job.has_flag("--no-masked-softmax-fusion")
-    in_fp32 = job.has_flag("--attention-softmax-in-fp32") or job.has_flag("--apply-query-key-layer-scaling")
+    fused = fits_kernel and options.masked_softmax_fusion
+    in_fp32 = options.attention_softmax_in_fp32 or options.apply_query_key_layer_scaling
     return in_fp32 and not fused and model.params_dtype != "fp32"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
+from pipette_launch.megatron.performance import performance_options
 
 _FIRST_RELEASE = (0, 14)
 
@@ -26,7 +27,7 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     """
     model = job.model
     release = tuple(int(part) for part in job.megatron_version.split(".")[:2] if part.isdigit())
-    fused = not job.has_flag("--no-gradient-accumulation-fusion")
+    fused = performance_options(job).gradient_accumulation_fusion
     if model.transformer_impl == "local" or release < _FIRST_RELEASE or not fused:
         return 0
     shapes = _layer_shapes(model, layout)

@@ -11,6 +11,7 @@ from pipette_launch.cost.layers.attention import tokens
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
+from pipette_launch.megatron.performance import performance_options
 
 _FP32_BYTES = 4
 _MASK_BYTES = 1
@@ -31,7 +32,7 @@ def attention_mask_bytes(job: Job, layout: Layout) -> int:
     gpt_dataset.py, _get_ltor_masks_and_position_ids). On the golden rows: 7B, micro-batch 2 of 8192 tokens, 128 MiB;
     the test without it holds 4 MiB less than its twin, which is its size there.
     """
-    if job.has_flag("--no-create-attention-mask-in-dataloader"):
+    if not performance_options(job).create_attention_mask_in_dataloader:
         return 0
     return _MASK_BYTES * tokens(job.model, layout) * job.model.seq_length
 
@@ -61,9 +62,10 @@ def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
     """
     if job.model.dtype_bytes == _FP32_BYTES:
         return 0, 0
-    if not job.has_flag("--cross-entropy-loss-fusion"):
+    options = performance_options(job)
+    if not options.cross_entropy_loss_fusion:
         return _FP32_BYTES, 0
-    return (0, 0) if job.flag_value("--cross-entropy-fusion-impl", "native") == "te" else (_FP32_BYTES, _FP32_BYTES)
+    return (0, 0) if options.cross_entropy_fusion_impl == "te" else (_FP32_BYTES, _FP32_BYTES)
 
 
 def deferred_bytes(job: Job, layout: Layout, num_microbatches: int) -> int:
@@ -72,10 +74,11 @@ def deferred_bytes(job: Job, layout: Layout, num_microbatches: int) -> int:
     For each deferred micro-batch the head's input and the gradient of the logits; `--wgrad-deferral-limit` limits their
     number, 0 defers all (MC tensor_parallel/layers.py:509-511, 1003-1008).
     """
-    if layout.pp == 1 or not job.has_flag("--defer-embedding-wgrad-compute"):
+    options = performance_options(job)
+    if layout.pp == 1 or not options.defer_embedding_wgrad_compute:
         return 0
     model = job.model
-    limit = int(job.flag_value("--wgrad-deferral-limit", "0"))
+    limit = options.wgrad_deferral_limit
     deferred = min(num_microbatches, limit) if limit else num_microbatches
     vocabulary = model.padded_vocab_size(layout.tp) // layout.tp
     each = model.dtype_bytes * (_shard(model, layout) + tokens(model, layout) * vocabulary)

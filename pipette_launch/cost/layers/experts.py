@@ -18,6 +18,8 @@ from typing import Literal
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.performance import PerformanceOptions
+from pipette_launch.megatron.performance import performance_options
 
 _FP32_BYTES = 4
 _INDEX_BYTES = 8
@@ -52,36 +54,36 @@ class ExpertOptions:
     shared_gate: bool
 
 
+def expert_options(job: Job) -> ExpertOptions:
+    """Read them from a job's performance options."""
+    return _expert_options(performance_options(job), job.model)
+
+
 @lru_cache(maxsize=64)
-def expert_options(flags: tuple[str, ...], model: ModelSpec) -> ExpertOptions:
-    """Read them from a job's performance flags, with Megatron's defaults."""
-    words = {name: value for name, _, value in (flag.partition(" ") for flag in flags)}
-    dtype = words.get("--moe-router-dtype")
-    kinds = words.get("--moe-router-load-balancing-type", "aux_loss").split()
-    coefficients = [float(word) for word in words.get("--moe-aux-loss-coeff", "0").split()]
+def _expert_options(given: PerformanceOptions, model: ModelSpec) -> ExpertOptions:
+    kinds, coefficients = given.moe_router_load_balancing_type, given.moe_aux_loss_coeff
     coefficients += coefficients[-1:] * len(kinds)
-    factor = words.get("--moe-expert-capacity-factor")
+    factor = given.moe_expert_capacity_factor
     uses_te = model.transformer_impl == "transformer_engine"
-    legacy = "--moe-use-legacy-grouped-gemm" in words
-    fused = model.gated_linear_unit and uses_te and "--no-bias-swiglu-fusion" not in words
+    fused = model.gated_linear_unit and uses_te and given.bias_swiglu_fusion
     return ExpertOptions(
-        dispatcher=_dispatcher(words.get("--moe-token-dispatcher-type", "allgather")),
-        grouped="--moe-grouped-gemm" in words,
-        fused_activation=fused or legacy,
-        permute_fusion="--moe-permute-fusion" in words,
-        router_fusion="--moe-router-fusion" in words,
-        router_bytes={"fp32": 4, "fp64": 8}.get(dtype or "", model.dtype_bytes),
+        dispatcher=_dispatcher(given.moe_token_dispatcher_type),
+        grouped=given.moe_grouped_gemm,
+        fused_activation=fused or given.moe_use_legacy_grouped_gemm,
+        permute_fusion=given.moe_permute_fusion,
+        router_fusion=given.moe_router_fusion,
+        router_bytes={"fp32": 4, "fp64": 8}.get(given.moe_router_dtype or "", model.dtype_bytes),
         balancing=tuple(
             kind for kind, weight in zip(kinds, coefficients, strict=False) if kind == "sinkhorn" or weight > 0
         ),
-        z_loss="--moe-z-loss-coeff" in words,
-        score_function="sigmoid" if words.get("--moe-router-score-function") == "sigmoid" else "softmax",
-        pre_softmax="--moe-router-pre-softmax" in words,
-        capacity_factor=float(factor) if factor and float(factor) >= 0 else None,
-        pads_to_capacity="--moe-pad-expert-input-to-capacity" in words,
-        pads_for_fp8=bool({"--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"} & set(words)),
-        shared_overlap="--moe-shared-expert-overlap" in words,
-        shared_gate="--moe-shared-expert-gate" in words,
+        z_loss=given.moe_z_loss_coeff is not None,
+        score_function="sigmoid" if given.moe_router_score_function == "sigmoid" else "softmax",
+        pre_softmax=given.moe_router_pre_softmax,
+        capacity_factor=factor if factor is not None and factor >= 0 else None,
+        pads_to_capacity=given.moe_pad_expert_input_to_capacity,
+        pads_for_fp8=given.moe_router_padding_for_fp8 or given.moe_router_padding_for_quantization,
+        shared_overlap=given.moe_shared_expert_overlap,
+        shared_gate=given.moe_shared_expert_gate,
     )
 
 
@@ -151,7 +153,7 @@ def expert_activations(job: Job, layout: Layout) -> ExpertActivations:
     output of the second matrix is not kept (MO/experts.py, MLP.forward with `per_token_scale`).
     """
     model = job.model
-    options = expert_options(job.performance_flags, model)
+    options = expert_options(job)
     rows = expert_rows(model, layout, options)
     widths = rows * model.moe_ffn_hidden_size // layout.etp
     outputs, between = activation_widths(job, fused=options.fused_activation)
@@ -172,7 +174,7 @@ def matrix_input_bytes(job: Job) -> int:
     In FP8 that is the quantised input (Transformer Engine, module/grouped_linear.py: `fused_multi_quantize`), one byte;
     its scales are not counted.
     """
-    is_fp8 = job.model.transformer_impl == "transformer_engine" and job.has_flag("--fp8-format")
+    is_fp8 = job.model.transformer_impl == "transformer_engine" and performance_options(job).fp8 is not None
     return 1 if is_fp8 else job.model.dtype_bytes
 
 
@@ -266,7 +268,7 @@ def gather_buffer_bytes(job: Job, layout: Layout) -> int:
     group = layout.etp * layout.ep
     if not model.num_experts or group == 1:
         return 0
-    if expert_options(job.performance_flags, model).dispatcher != "allgather":
+    if expert_options(job).dispatcher != "allgather":
         return 0
     return model.dtype_bytes * local_tokens(model, layout) * group * model.hidden_size
 
@@ -281,7 +283,7 @@ def exchange_bytes(job: Job, layout: Layout) -> int:
     gradient.
     """
     model = job.model
-    options = expert_options(job.performance_flags, model)
+    options = expert_options(job)
     rows = expert_rows(model, layout, options)
     first = 2 if model.gated_linear_unit else 1
     width = model.moe_ffn_hidden_size // layout.etp

@@ -7,6 +7,7 @@ from pipette_launch.cost.layers.experts import router_parameters
 from pipette_launch.cost.layers.parameters import chunk_layers, layer_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.megatron.performance import performance_options
 
 _COPIES_BYTES = 2
 """One byte as it is, and one transposed for the backward."""
@@ -21,7 +22,7 @@ def fp8_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
     runs in FP8 without that flag. Biases, which stay as they are, are counted with the matrices.
     """
     model = job.model
-    if not computes_in_fp8(job) or job.has_flag("--fp8-param-gather"):
+    if not computes_in_fp8(job) or performance_options(job).fp8_param_gather:
         return (0,) * layout.pp
     norms = 2 * model.norm_parameters()
     plain = layer_parameters(model, layout, moe=False).count - norms

@@ -15,6 +15,7 @@ from pipette_launch.cost.layers.parameters import Parameters, expert_dp
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Measurements
+from pipette_launch.megatron.performance import performance_options
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -50,7 +51,7 @@ class OnceAStep:
 def gradient_bytes_per_parameter(job: Job) -> int:
     """Return 4 for fp32 accumulation, which bf16 forces unless reduced in bf16; 2 for fp16 (megatron.md 4.3, 8.2)."""
     if job.model.params_dtype == "fp16":
-        return _FP32_BYTES if job.has_flag("--accumulate-allreduce-grads-in-fp32") else 2
+        return _FP32_BYTES if performance_options(job).accumulate_allreduce_grads_in_fp32 else 2
     return 2 if job.grad_reduce_in_bf16 else _FP32_BYTES
 
 
@@ -81,14 +82,14 @@ def resident_parameters(job: Job, parameters: Parameters, layout: Layout) -> int
 
 def padded(job: Job, counts: Ints, num_shards: Ints) -> Ints:
     """Pad buckets of so many elements for so many shards; see `buffered_parameters`."""
-    extra = _BUSBW_ALIGNMENT if job.has_flag("--ddp-pad-buckets-for-high-nccl-busbw") else 1
+    extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else 1
     multiple = np.lcm(np.lcm(num_shards, _SHARD_ALIGNMENT), extra)
     return np.asarray(-(-counts // multiple) * multiple)
 
 
 def shard(job: Job, counts: Ints, num_shards: Ints) -> Ints:
     """Give one rank its share of so many elements, rounded up; see `resident_parameters`."""
-    instances = int(job.flag_value("--num-distributed-optimizer-instances", "1"))
+    instances = performance_options(job).num_distributed_optimizer_instances
     return np.asarray(-(-counts // np.maximum(1, num_shards // instances)))
 
 
@@ -104,7 +105,8 @@ def optimizer_bytes(job: Job, parameters: Parameters, layout: Layout) -> tuple[i
 
 def kept_bytes_per_parameter(job: Job) -> float:
     """Return `state_bytes_per_parameter`, less what is offloaded to the host."""
-    offloaded = float(job.flag_value("--optimizer-offload-fraction", "1")) if job.has_flag(_OFFLOAD) else 0.0
+    options = performance_options(job)
+    offloaded = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
     return state_bytes_per_parameter(job) * (1 - offloaded)
 
 
@@ -112,7 +114,7 @@ def step_bytes_per_parameter(job: Job) -> int:
     """Bytes of the step's temporaries for one parameter that a rank holds."""
     sgd = job.optimizer == "sgd"
     step = 0 if job.model.transformer_impl == "transformer_engine" or sgd else _FP32_BYTES
-    if gradient_bytes_per_parameter(job) != _FP32_BYTES and not job.has_flag(_PRECISION_AWARE):
+    if gradient_bytes_per_parameter(job) != _FP32_BYTES and not performance_options(job).use_precision_aware_optimizer:
         step += _FP32_BYTES
     return step
 
@@ -127,14 +129,10 @@ def state_bytes_per_parameter(job: Job) -> int:
     wide = job.model.params_dtype == "fp32"
     if job.optimizer == "sgd":
         return _FP32_BYTES + (0 if wide else _FP32_BYTES)
-    if not job.has_flag(_PRECISION_AWARE):
+    options = performance_options(job)
+    if not options.use_precision_aware_optimizer:
         return 2 * _FP32_BYTES + (0 if wide else _FP32_BYTES)
-    moments = sum(_STATE_BYTES.get(job.flag_value(f"--{name}-dtype", "fp32"), _FP32_BYTES) for name in _MOMENTS)
-    main = _STATE_BYTES.get(job.flag_value("--main-params-dtype", "fp32"), _FP32_BYTES)
+    types = (options.exp_avg_dtype, options.exp_avg_sq_dtype, options.main_params_dtype)
+    *moments, main = (_STATE_BYTES.get(dtype, _FP32_BYTES) for dtype in types)
     remainder = job.model.params_dtype == "bf16" and main == _FP32_BYTES
-    return moments + (_REMAINDER_BYTES if remainder else 0 if wide else main)
-
-
-_MOMENTS = ("exp-avg", "exp-avg-sq")
-_OFFLOAD = "--optimizer-cpu-offload"
-_PRECISION_AWARE = "--use-precision-aware-optimizer"
+    return sum(moments) + (_REMAINDER_BYTES if remainder else 0 if wide else main)

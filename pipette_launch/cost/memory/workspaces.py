@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 
 from pipette_launch.facts.job import Job
+from pipette_launch.megatron.performance import performance_options
 
 NUM_CUBLAS_THREADS = 2
 """The main thread and the backward's."""
@@ -40,8 +41,8 @@ def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[s
     total = NUM_CUBLAS_THREADS * cublas_workspace_bytes(compute_capability, environment)
     if job.model.transformer_impl == "transformer_engine":
         own = _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_TE_BYTES
-        grouped = bool(job.model.num_experts) and "--moe-grouped-gemm" in job.performance_flags
-        streams = NUM_OVERLAP_STREAMS if job.has_flag("--tp-comm-overlap") else 1
+        grouped = bool(job.model.num_experts) and performance_options(job).moe_grouped_gemm
+        streams = NUM_OVERLAP_STREAMS if performance_options(job).tp_comm_overlap else 1
         total += own * (streams + (NUM_GROUPED_GEMM_STREAMS if grouped else 0))
     return total
 

@@ -20,6 +20,8 @@ from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Measurements
+from pipette_launch.facts.performance import flag_of
+from pipette_launch.megatron.performance import performance_options
 
 __all__ = ["NOT_MODELLED", "PlacementCost", "Predictor", "StepTime"]
 
@@ -41,23 +43,25 @@ NOT_MODELLED = (
 )
 """What the predicted step time leaves out, one sentence each."""
 
-UNPRICED = {
-    "--tp-comm-overlap": "the step may be too long",
-    "--moe-token-dispatcher-type flex": "its exchange is priced as that of alltoall",
-    "--overlap-moe-expert-parallel-comm": "the all-to-alls count in full, and the step may be too long",
-    "--optimizer-cpu-offload": "the optimizer is priced as on the device, and the step is too short",
-    **dict.fromkeys(
-        (
-            "--cuda-graph-impl local",
-            "--cuda-graph-impl transformer_engine",
-            "--cuda-graph-impl full_iteration",
-            "--enable-cuda-graph",
-            "--external-cuda-graph",
-        ),
-        "kernels are priced as launched one by one, and the step may be too long",
+_ONE_BY_ONE = "kernels are priced as launched one by one, and the step may be too long"
+UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
+    ("cuda_graph_impl", frozenset({"local", "transformer_engine", "full_iteration"}), _ONE_BY_ONE),
+    ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
+    ("external_cuda_graph", frozenset({True}), _ONE_BY_ONE),
+    ("moe_token_dispatcher_type", frozenset({"flex"}), "its exchange is priced as that of alltoall"),
+    (
+        "optimizer_cpu_offload",
+        frozenset({True}),
+        "the optimizer is priced as on the device, and the step is too short",
     ),
-}
-"""Flags that change the step, but not the predicted one, and what that means for it."""
+    (
+        "overlap_moe_expert_parallel_comm",
+        frozenset({True}),
+        "the all-to-alls count in full, and the step may be too long",
+    ),
+    ("tp_comm_overlap", frozenset({True}), "the step may be too long"),
+)
+"""Performance options, their values that change the step but not the predicted one, and what that means for it."""
 
 _CACHED_LAYOUTS = 64
 
@@ -195,13 +199,17 @@ class Predictor:
 
 def _unpriced(job: Job) -> Iterator[str]:
     """Say which of the job's flags change its step and not the prediction."""
-    for flag in job.performance_flags:
-        if flag in UNPRICED:
-            yield f"{flag} is not in the predicted step time: {UNPRICED[flag]}."
-    instances = job.flag_value("--num-distributed-optimizer-instances", "1")
-    if int(instances) > 1:
+    options = performance_options(job)
+    for name, values, meaning in UNPRICED:
+        value = getattr(options, name)
+        if value in values:
+            flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
+            yield f"{flag} is not in the predicted step time: {meaning}."
+    instances = options.num_distributed_optimizer_instances
+    if instances > 1:
         yield (
-            f"--num-distributed-optimizer-instances {instances} is in the memory and not in the predicted step time: "
+            f"{flag_of('num_distributed_optimizer_instances')} {instances} is in the memory and not in the predicted "
+            f"step time: "
             f"gradients and parameters are priced as exchanged by all replicas at once."
         )
 

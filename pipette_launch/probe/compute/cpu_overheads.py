@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipette_launch.facts import ComputeCase, Job, LoadingTime
 from pipette_launch.facts.measurements import LAYERS
+from pipette_launch.megatron.performance import performance_options
 from pipette_launch.probe.compute.timing import Stopwatch, run_part
 from pipette_patches.workload.layers import Part, workload
 
@@ -107,13 +108,13 @@ class GptSamples(Dataset[dict[str, torch.Tensor]]):
 def loads_as_megatron_lm(job: Job) -> bool:
     """Whether Megatron-LM's own trainer is installed or lies beside the script, and makes its data loader itself."""
     is_there = importlib.util.find_spec("megatron.training") is not None
-    return is_there and job.flag_value("--dataloader-type", "single") != "external"
+    return is_there and performance_options(job).dataloader_type != "external"
 
 
 def loading_time(job: Job, layer: Part, micro_batch_size: int) -> LoadingTime:
     """Time the loading of micro-batches of one sample and of so many, at least two, beside a layer on a CPU."""
-    num_workers = int(job.flag_value("--num-workers", "2"))
-    has_mask = not job.has_flag("--no-create-attention-mask-in-dataloader")
+    num_workers = performance_options(job).num_workers
+    has_mask = performance_options(job).create_attention_mask_in_dataloader
     num_batches = TURNS * (2 * BATCHES + QUEUED * num_workers + 1)
     sizes, seconds = (1, max(2, micro_batch_size)), []
     for size in sizes:

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 from pipette_launch.facts import Job, ModelSpec, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.layouts.layout_parts import JobConstraints, MemoryOptions
 from pipette_launch.search.layouts.partition import SLACK, LayerSeconds, balanced_chunks, stage_seconds
 
@@ -192,7 +193,11 @@ def cheap_modules(job: Job) -> Iterator[str]:
         yield "layernorm"
     if selective_recompute_matters(model):
         yield "core_attn"
-    if model.transformer_impl == "transformer_engine" and model.num_experts and job.has_flag("--moe-grouped-gemm"):
+    if (
+        model.transformer_impl == "transformer_engine"
+        and model.num_experts
+        and performance_options(job).moe_grouped_gemm
+    ):
         yield "moe_act"
     if model.transformer_impl == "transformer_engine" and model.latent_attention:
         yield "mla_up_proj"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipette_launch.facts import Job, Recompute
+from pipette_launch.facts.performance import PerformanceOptions
 
 
 class Degrees(NamedTuple):
@@ -48,12 +48,11 @@ class MemoryOptions(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobConstraints:
-    """A job, where it runs, and the flags of its own that bind a layout."""
+    """A job, where it runs, and its performance options, which bind a layout."""
 
     job: Job
     device_kind: str
-    flags: Mapping[str, tuple[str, ...]]
-    """The user's flags without a field of their own, as name -> values."""
+    options: PerformanceOptions
 
     @property
     def release(self) -> tuple[int, ...]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipette_launch.facts import Recompute
+from pipette_launch.facts.performance import flag_of
 from pipette_launch.megatron.layout import OWN_MODULES_OF_TE
 from pipette_launch.search.layouts.layout_parts import JobConstraints, MemoryOptions
 
 ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
 NEEDS_DISTRIBUTED_OPTIMIZER = (
-    "--fp8-param-gather",
-    "--use-precision-aware-optimizer",
-    "--overlap-param-gather-with-optimizer-step",
+    "fp8_param_gather",
+    "use_precision_aware_optimizer",
+    "overlap_param_gather_with_optimizer_step",
 )
 
 
@@ -32,8 +33,8 @@ def sequence_faults(terms: JobConstraints, tp: int, cp: int, saver: MemoryOption
     if not saver.sequence_parallel:
         if model.num_experts and tp > 1:
             yield "experts with tp > 1 need sequence parallelism"
-        if "--tp-comm-overlap" in terms.flags:
-            yield "--tp-comm-overlap needs sequence parallelism"
+        if terms.options.tp_comm_overlap:
+            yield f"{flag_of('tp_comm_overlap')} needs sequence parallelism"
         return
     if tp == 1:
         yield "sequence parallelism needs tp > 1"
@@ -46,15 +47,15 @@ def sequence_faults(terms: JobConstraints, tp: int, cp: int, saver: MemoryOption
 def optimizer_faults(terms: JobConstraints, saver: MemoryOptions) -> Iterator[str]:
     """Check the distributed optimizer and the overlap of its communication."""
     sharded = saver.use_distributed_optimizer
-    needs_sharding = [name for name in NEEDS_DISTRIBUTED_OPTIMIZER if name in terms.flags]
+    needs_sharding = [flag_of(name) for name in NEEDS_DISTRIBUTED_OPTIMIZER if getattr(terms.options, name)]
     if sharded and terms.job.optimizer != "adam":
         yield ONLY_ADAM_SHARDS
     if needs_sharding and not sharded:
         yield f"{'/'.join(needs_sharding)} needs the distributed optimizer"
     if saver.overlap_param_gather and not (sharded and saver.overlap_grad_reduce):
         yield "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce"
-    if "--overlap-param-gather-with-optimizer-step" in terms.flags and not saver.overlap_param_gather:
-        yield "--overlap-param-gather-with-optimizer-step needs overlap_param_gather"
+    if terms.options.overlap_param_gather_with_optimizer_step and not saver.overlap_param_gather:
+        yield f"{flag_of('overlap_param_gather_with_optimizer_step')} needs overlap_param_gather"
 
 
 def recompute_faults(terms: JobConstraints, tp: int, layers: frozenset[int], saver: MemoryOptions) -> Iterator[str]:
@@ -71,15 +72,15 @@ def recompute_faults(terms: JobConstraints, tp: int, layers: frozenset[int], sav
     full = recompute.granularity == "full"
     yield from _unit_faults(terms, recompute, layers)
     yield from _module_faults(terms, recompute)
-    if full and "--overlap-moe-expert-parallel-comm" in terms.flags:
+    if full and terms.options.overlap_moe_expert_parallel_comm:
         yield "MoE overlap excludes full recompute"
-    graphs = {"local", "transformer_engine"} & {*terms.flags.get("--cuda-graph-impl", ())}
-    if full and graphs and terms.flags.get("--cuda-graph-scope") != ("full_iteration",):
+    graphs = terms.options.cuda_graph_impl in ("local", "transformer_engine")
+    if full and graphs and terms.options.cuda_graph_scope != ("full_iteration",):
         yield "CUDA graphs exclude full recompute"
-    if recompute.granularity != "none" and "--cpu-offloading-num-layers" in terms.flags:
-        yield "--cpu-offloading-num-layers excludes recompute"
-    if "--distribute-saved-activations" in terms.flags and not (full and tp > 1 and not saver.sequence_parallel):
-        yield "--distribute-saved-activations needs full recompute and tp > 1 without sequence parallelism"
+    if recompute.granularity != "none" and terms.options.cpu_offloading_num_layers:
+        yield f"{flag_of('cpu_offloading_num_layers')} excludes recompute"
+    if terms.options.distribute_saved_activations and not (full and tp > 1 and not saver.sequence_parallel):
+        yield f"{flag_of('distribute_saved_activations')} needs full recompute and tp > 1 without sequence parallelism"
 
 
 def _unit_faults(terms: JobConstraints, recompute: Recompute, layers: frozenset[int]) -> Iterator[str]:
@@ -102,12 +103,12 @@ def _module_faults(terms: JobConstraints, recompute: Recompute) -> Iterator[str]
     # Seen with megatron-core 0.16.1: the backward never ends.
     if "mlp" in modules and model.add_bias_linear:
         yield "recompute of mlp hangs where layers have biases"
-    if "moe_act" in modules and "--moe-grouped-gemm" not in terms.flags:
-        yield "recompute of moe_act needs --moe-grouped-gemm"
+    if "moe_act" in modules and not terms.options.moe_grouped_gemm:
+        yield f"recompute of moe_act needs {flag_of('moe_grouped_gemm')}"
     if "mla_up_proj" in modules and model.latent_attention is None:
         yield "recompute of mla_up_proj needs multi-latent attention"
-    if "shared_experts" in modules and "--moe-shared-expert-overlap" in terms.flags:
-        yield "--moe-shared-expert-overlap excludes recompute of shared_experts"
-    recipe = terms.flags.get("--fp8-recipe", ("delayed",))[0]
-    if "--fp8-format" in terms.flags and recipe == "delayed" and modules & {"layernorm", "moe_act"}:
+    if "shared_experts" in modules and terms.options.moe_shared_expert_overlap:
+        yield f"{flag_of('moe_shared_expert_overlap')} excludes recompute of shared_experts"
+    is_delayed = terms.options.fp8 is not None and terms.options.fp8_recipe == "delayed"
+    if is_delayed and modules & {"layernorm", "moe_act"}:
         yield "delayed scaling of FP8 excludes recompute of layernorm and moe_act"

@@ -121,7 +121,7 @@ class MemoryOptionTables:
     @property
     def _must_not_split_sequences(self) -> bool:
         """Whether some flag goes only without sequence parallelism."""
-        return "--distribute-saved-activations" in self._rules.flags
+        return self._rules.options.distribute_saved_activations
 
     def _build_depths(self, key: tuple[_Depth, bool], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         """Numbers of the legal recomputes."""

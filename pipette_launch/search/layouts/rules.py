@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from pipette_launch.facts import Job, Layout
+from pipette_launch.facts.performance import flag_of
+from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.layouts import memory_option_rules
 from pipette_launch.search.layouts.layout_parts import Degrees, JobConstraints, MemoryOptions
 
@@ -26,8 +28,7 @@ class Rules(JobConstraints):
     @classmethod
     def of(cls, job: Job, *, device_kind: str) -> Rules:
         """Read the rules that a job's own flags add."""
-        words = (flag.replace("=", " ").split() for flag in job.performance_flags)
-        return cls(job=job, device_kind=device_kind, flags={name: tuple(values) for name, *values in words})
+        return cls(job=job, device_kind=device_kind, options=performance_options(job))
 
     def fault(self, layout: Layout) -> str | None:
         """Name the first constraint that a layout breaks, or None for a legal one."""
@@ -94,7 +95,7 @@ class Rules(JobConstraints):
         groups = model.num_query_groups
         # megatron-core 0.16 learned to replicate query groups over more tensor ranks than there are groups.
         replicates = self.release >= (0, 16)
-        padded = int(self.flags.get("--padded-vocab-size", ("0",))[0])
+        padded = self.options.padded_vocab_size
         if model.num_attention_heads % tp:
             yield f"tp does not divide num_attention_heads={model.num_attention_heads}"
         if groups % tp and not (replicates and tp % groups == 0):
@@ -102,24 +103,24 @@ class Rules(JobConstraints):
         if model.ffn_hidden_size % tp:
             yield f"tp does not divide ffn_hidden_size={model.ffn_hidden_size}"
         if padded % tp:
-            yield f"tp does not divide --padded-vocab-size={padded}"
+            yield f"tp does not divide {flag_of('padded_vocab_size')}={padded}"
         if model.moe_shared_expert_intermediate_size % tp:
             yield "tp does not divide moe_shared_expert_intermediate_size"
 
     def pipeline_faults(self, pp: int) -> Iterator[str]:
         """Check flags that ask for a pipeline, or for none."""
-        if pp == 1 and self.job.model.mtp_num_layers and "--overlap-moe-expert-parallel-comm" in self.flags:
-            yield "--overlap-moe-expert-parallel-comm with multi-token prediction needs pp > 1"
-        if pp > 1 and "--cpu-offloading-num-layers" in self.flags:
-            yield "--cpu-offloading-num-layers needs pp = 1"
-        if pp == 1 and "--defer-embedding-wgrad-compute" in self.flags:
-            yield "--defer-embedding-wgrad-compute needs pp > 1"
+        if pp == 1 and self.job.model.mtp_num_layers and self.options.overlap_moe_expert_parallel_comm:
+            yield f"{flag_of('overlap_moe_expert_parallel_comm')} with multi-token prediction needs pp > 1"
+        if pp > 1 and self.options.cpu_offloading_num_layers:
+            yield f"{flag_of('cpu_offloading_num_layers')} needs pp = 1"
+        if pp == 1 and self.options.defer_embedding_wgrad_compute:
+            yield f"{flag_of('defer_embedding_wgrad_compute')} needs pp > 1"
 
     def context_faults(self, tp: int, cp: int) -> Iterator[str]:
         """Check the sequence that context parallelism cuts, and how it exchanges keys and values."""
         model = self.job.model
-        if math.prod(int(size) for size in self.flags.get("--hierarchical-context-parallel-sizes", (str(cp),))) != cp:
-            yield "cp is not the product of --hierarchical-context-parallel-sizes"
+        if math.prod(self.options.hierarchical_context_parallel_sizes or (cp,)) != cp:
+            yield f"cp is not the product of {flag_of('hierarchical_context_parallel_sizes')}"
         if cp == 1:
             return
         if self.device_kind == "cpu":
@@ -129,25 +130,25 @@ class Rules(JobConstraints):
         if model.seq_length % (2 * cp):
             yield f"2*cp does not divide seq_length={model.seq_length}"
         groups = max(1, model.num_query_groups // tp)
-        if "a2a" in self.flags.get("--cp-comm-type", ()) and (model.num_attention_heads // tp % cp or groups % cp):
-            yield "--cp-comm-type a2a needs heads/tp and query groups/tp divisible by cp"
+        if "a2a" in self.options.cp_comm_type and (model.num_attention_heads // tp % cp or groups % cp):
+            yield f"{flag_of('cp_comm_type')} a2a needs heads/tp and query groups/tp divisible by cp"
 
     def replicas_faults(self, dp: int, cp: int) -> Iterator[str]:
         """Check the replicas of the dense weights against the global batch and the optimizer's instances."""
         batch_size = self.job.batch.global_batch_size
-        instances = int(self.flags.get("--num-distributed-optimizer-instances", ("1",))[0])
+        instances = self.options.num_distributed_optimizer_instances
         if batch_size % dp:
             yield f"micro_batch_size*dp does not divide global_batch_size={batch_size}"
         if dp * cp % instances:
-            yield "--num-distributed-optimizer-instances does not divide dp*cp"
+            yield f"{flag_of('num_distributed_optimizer_instances')} does not divide dp*cp"
 
     def expert_faults(self, degrees: Degrees) -> Iterator[str]:
         """Check the grid of the experts."""
-        instances = int(self.flags.get("--num-distributed-optimizer-instances", ("1",))[0])
+        instances = self.options.num_distributed_optimizer_instances
         if degrees.world_size % (degrees.etp * degrees.ep * degrees.pp):
             yield "etp*ep*pp does not divide the ranks"
         if degrees.expert_dp % instances:
-            yield "--num-distributed-optimizer-instances does not divide dp*cp"
+            yield f"{flag_of('num_distributed_optimizer_instances')} does not divide dp*cp"
         if self.job.model.num_experts:
             yield from self._expert_width_faults(degrees)
             yield from self._expert_flag_faults(degrees)
@@ -167,12 +168,13 @@ class Rules(JobConstraints):
             yield "--use-tp-pp-dp-mapping needs as many expert replicas as replicas where pp > 1"
 
     def _expert_flag_faults(self, degrees: Degrees) -> Iterator[str]:
-        if self.flags.get("--moe-token-dispatcher-type", ("",))[0] == "flex" and degrees.etp * degrees.ep == 1:
+        dispatcher = self.options.moe_token_dispatcher_type
+        if dispatcher == "flex" and degrees.etp * degrees.ep == 1:
             yield "the flex dispatcher needs etp*ep > 1"
-        if degrees.ep == 1 and "--overlap-moe-expert-parallel-comm" in self.flags:
-            yield "--overlap-moe-expert-parallel-comm needs ep > 1"
-        if degrees.ep > 1 and self.job.own.ep == 1 and self.flags.get("--cuda-graph-impl", ("",))[0] == "local":
-            yield "--cuda-graph-impl local with ep > 1 needs --moe-pad-experts-for-cuda-graph-inference"
+        if degrees.ep == 1 and self.options.overlap_moe_expert_parallel_comm:
+            yield f"{flag_of('overlap_moe_expert_parallel_comm')} needs ep > 1"
+        if degrees.ep > 1 and self.job.own.ep == 1 and self.options.cuda_graph_impl == "local":
+            yield f"{flag_of('cuda_graph_impl')} local with ep > 1 needs --moe-pad-experts-for-cuda-graph-inference"
 
     def chunks_faults(self, pp: int, vpp: int, layers_per_chunk: tuple[int, ...]) -> Iterator[str]:
         """Check how the layers are cut into stages and virtual stages."""
@@ -185,22 +187,22 @@ class Rules(JobConstraints):
             divides = layers % (pp * vpp) == 0
         if not divides:
             yield f"pp*vpp does not divide num_layers={layers}"
-        if vpp > 1 and pp == 2 and "--no-overlap-p2p-communication" in self.flags:
-            yield "--no-overlap-p2p-communication allows virtual stages only with pp > 2"
-        if vpp == 1 and pp > 1 and "--overlap-moe-expert-parallel-comm" in self.flags:
-            yield "--overlap-moe-expert-parallel-comm needs virtual stages where pp > 1"
-        if vpp == 1 and "--overlap-param-gather-with-optimizer-step" in self.flags:
-            yield "--overlap-param-gather-with-optimizer-step needs virtual stages"
+        if vpp > 1 and pp == 2 and not self.options.overlap_p2p_comm:
+            yield f"{flag_of('overlap_p2p_comm')} allows virtual stages only with pp > 2"
+        if vpp == 1 and pp > 1 and self.options.overlap_moe_expert_parallel_comm:
+            yield f"{flag_of('overlap_moe_expert_parallel_comm')} needs virtual stages where pp > 1"
+        if vpp == 1 and self.options.overlap_param_gather_with_optimizer_step:
+            yield f"{flag_of('overlap_param_gather_with_optimizer_step')} needs virtual stages"
 
     def batch_faults(self, dp: int, micro_batch_size: int) -> Iterator[str]:
         """Check the micro-batches of one step against the global batch and its ramp-up."""
         batch_size, samples = self.job.batch.global_batch_size, micro_batch_size * dp
         if batch_size % samples:
             yield f"micro_batch_size*dp does not divide global_batch_size={batch_size}"
-        if any(int(size) % samples for size in self.flags.get("--rampup-batch-size", ())[:2]):
-            yield "micro_batch_size*dp does not divide every --rampup-batch-size"
+        if any(size % samples for size in self.options.rampup_batch_size[:2]):
+            yield f"micro_batch_size*dp does not divide every {flag_of('rampup_batch_size')}"
         # From core_v0.18.0 on; without their flags both are as in training.
-        evaluated = int(self.flags.get("--eval-global-batch-size", (str(batch_size),))[0])
-        at_once = int(self.flags.get("--eval-micro-batch-size", (str(micro_batch_size),))[0])
+        evaluated = self.options.eval_global_batch_size or batch_size
+        at_once = self.options.eval_micro_batch_size or micro_batch_size
         if evaluated % (at_once * dp):
-            yield "dp does not divide the micro-batches of --eval-global-batch-size"
+            yield f"dp does not divide the micro-batches of {flag_of('eval_global_batch_size')}"

@@ -37,12 +37,12 @@ def job(*flags: str, **changes: object) -> Job:
 
 def rows(work: Job, layout: Layout) -> int:
     """Rows that the experts of one rank work on."""
-    return expert_rows(work.model, layout, expert_options(work.performance_flags, work.model))
+    return expert_rows(work.model, layout, expert_options(work))
 
 
 def test_defaults_are_megatrons() -> None:
     """All-gather, one expert after the other, no losses, probabilities in the type of the model."""
-    options = expert_options((), job().model)
+    options = expert_options(job())
 
     assert ("allgather", False, False, 2, (), None) == (
         options.dispatcher,
@@ -58,12 +58,12 @@ def test_flags_are_read() -> None:
     """Losses without weight do not count, a sinkhorn does; a negative capacity is none."""
     flags = ("--moe-aux-loss-coeff 0 1e-2", "--moe-router-load-balancing-type aux_loss seq_aux_loss")
 
-    assert expert_options(flags, job().model).balancing == ("seq_aux_loss",)
-    assert expert_options(("--moe-router-load-balancing-type sinkhorn",), job().model).balancing == ("sinkhorn",)
-    assert expert_options(("--moe-aux-loss-coeff 1e-2",), job().model).balancing == ("aux_loss",)
-    assert expert_options(("--moe-expert-capacity-factor -1",), job().model).capacity_factor is None
-    assert expert_options(("--moe-router-dtype fp64",), job().model).router_bytes == 8
-    assert expert_options(("--moe-token-dispatcher-type alltoall_seq",), job().model).dispatcher == "alltoall"
+    assert expert_options(job(*flags)).balancing == ("seq_aux_loss",)
+    assert expert_options(job("--moe-router-load-balancing-type sinkhorn")).balancing == ("sinkhorn",)
+    assert expert_options(job("--moe-aux-loss-coeff 1e-2")).balancing == ("aux_loss",)
+    assert expert_options(job("--moe-expert-capacity-factor -1")).capacity_factor is None
+    assert expert_options(job("--moe-router-dtype fp64")).router_bytes == 8
+    assert expert_options(job("--moe-token-dispatcher-type alltoall_seq")).dispatcher == "alltoall"
 
 
 def test_rows_of_a_rank() -> None:

@@ -1,0 +1,123 @@
+"""Megatron's options that change time, memory or legality of a layout and have no field of their own in a job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from pipette_launch.errors import FactError
+
+
+def _option(flag: str, *, default: bool) -> bool:
+    """Declare an option whose flag is not its name with dashes."""
+    option: bool = field(default=default, metadata={"flag": flag})
+    return option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PerformanceOptions:
+    """What a job's own flags say of each option. Field names are Megatron's destinations, defaults are its defaults.
+
+    `megatron.performance` makes it from a job. A flag that Megatron comes to have, and that cost or search should heed,
+    is one more field here.
+    """
+
+    # Precision.
+    accumulate_allreduce_grads_in_fp32: bool = False
+    apply_query_key_layer_scaling: bool = False
+    attention_softmax_in_fp32: bool = False
+    fp32_residual_connection: bool = False
+    fp8: str | None = field(default=None, metadata={"flag": "--fp8-format"})
+    """`e4m3` or `hybrid`; None where layers do not compute in FP8."""
+    fp8_param_gather: bool = False
+    fp8_recipe: str = "delayed"
+
+    # Fused kernels.
+    apply_rope_fusion: bool = _option("--no-rope-fusion", default=True)
+    bias_swiglu_fusion: bool = _option("--no-bias-swiglu-fusion", default=True)
+    cross_entropy_fusion_impl: str = "native"
+    cross_entropy_loss_fusion: bool = False
+    gradient_accumulation_fusion: bool = _option("--no-gradient-accumulation-fusion", default=True)
+    masked_softmax_fusion: bool = _option("--no-masked-softmax-fusion", default=True)
+
+    # Communication and its overlap.
+    align_param_gather: bool = _option("--no-align-param-gather", default=True)
+    async_tensor_model_parallel_allreduce: bool = _option("--no-async-tensor-model-parallel-allreduce", default=True)
+    cp_comm_type: tuple[str, ...] = ("p2p",)
+    ddp_pad_buckets_for_high_nccl_busbw: bool = False
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    overlap_moe_expert_parallel_comm: bool = False
+    overlap_p2p_comm: bool = _option("--no-overlap-p2p-communication", default=True)
+    overlap_p2p_comm_warmup_flush: bool = _option("--overlap-p2p-communication-warmup-flush", default=False)
+    overlap_param_gather_with_optimizer_step: bool = False
+    tp_comm_overlap: bool = False
+
+    # Optimizer.
+    exp_avg_dtype: str = "fp32"
+    exp_avg_sq_dtype: str = "fp32"
+    main_params_dtype: str = "fp32"
+    num_distributed_optimizer_instances: int = 1
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 1.0
+    use_precision_aware_optimizer: bool = False
+
+    # What is kept for the backward, and where.
+    cpu_offloading_num_layers: int = 0
+    defer_embedding_wgrad_compute: bool = False
+    distribute_saved_activations: bool = False
+    wgrad_deferral_limit: int = 0
+    """0 = all micro-batches of a step."""
+
+    # CUDA graphs.
+    cuda_graph_impl: str = "none"
+    cuda_graph_scope: tuple[str, ...] = ()
+    enable_cuda_graph: bool = False
+    external_cuda_graph: bool = False
+
+    # Experts.
+    moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
+    moe_expert_capacity_factor: float | None = None
+    moe_grouped_gemm: bool = False
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_permute_fusion: bool = False
+    moe_router_dtype: str | None = None
+    moe_router_fusion: bool = False
+    moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
+    moe_router_padding_for_fp8: bool = False
+    moe_router_padding_for_quantization: bool = False
+    moe_router_pre_softmax: bool = False
+    moe_router_score_function: str = "softmax"
+    moe_shared_expert_gate: bool = False
+    moe_shared_expert_overlap: bool = False
+    moe_token_dispatcher_type: str = "allgather"  # noqa: S105  a token of text, no password
+    moe_use_legacy_grouped_gemm: bool = False
+    moe_z_loss_coeff: float | None = None
+
+    # Batches and their loading.
+    create_attention_mask_in_dataloader: bool = _option("--no-create-attention-mask-in-dataloader", default=True)
+    dataloader_type: str | None = None
+    eval_global_batch_size: int | None = None
+    eval_micro_batch_size: int | None = None
+    num_workers: int = 2
+    """Processes of the data loader on each rank that loads."""
+    padded_vocab_size: int = 0
+    """0 where no flag gives it."""
+    rampup_batch_size: tuple[int, ...] = ()
+    """First batch size, its increment, samples of the ramp-up; empty without one."""
+
+
+_FLAGS = {
+    option.name: option.metadata.get("flag", f"--{option.name.replace('_', '-')}")
+    for option in fields(PerformanceOptions)
+}
+
+
+def flag_of(option: str) -> str:
+    """Return the flag that changes an option from its default, for sentences: `fp8` -> `--fp8-format`.
+
+    Raises:
+        FactError: `PerformanceOptions` has no such option.
+
+    """
+    if option not in _FLAGS:
+        raise FactError(f"{option!r} is no performance option; see PerformanceOptions for those that there are")
+    return str(_FLAGS[option])

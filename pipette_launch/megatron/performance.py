@@ -6,9 +6,10 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any, get_args, get_origin, get_type_hints
 
+from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Job
 from pipette_launch.facts.performance import PerformanceOptions
-from pipette_launch.megatron.flags import Arguments
+from pipette_launch.megatron.flags import Arguments, releases
 
 _NAMES = tuple(option.name for option in fields(PerformanceOptions))
 _ELEMENT_TYPES = {
@@ -76,13 +77,20 @@ def performance_flags(arguments: Arguments) -> tuple[str, ...]:
 
 
 def performance_options(job: Job) -> PerformanceOptions:
-    """Read a job's performance flags as the options that they set, the others at the defaults of its release."""
+    """Read a job's performance flags as the options that they set, the others at the defaults of its release.
+
+    No command line of a release before 0.14 is read, but jobs of older published measurements are priced: by 0.14.
+    """
     return _options(job.performance_flags, job.megatron_version)
 
 
 @lru_cache(maxsize=64)
 def _options(flags: tuple[str, ...], version: str) -> PerformanceOptions:
-    arguments = Arguments.parse([word for flag in flags for word in flag.split()], version)
+    words = [word for flag in flags for word in flag.split()]
+    try:
+        arguments = Arguments.parse(words, version)
+    except MegatronError:
+        arguments = Arguments.parse(words, releases()[0])
     values = {name: arguments.get(name) for name in _NAMES}
     # None is a release that does not know the option, or one that says nothing: the record's default.
     return PerformanceOptions(**{name: _as_field(name, value) for name, value in values.items() if value is not None})

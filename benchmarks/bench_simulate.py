@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.telling import shown
+from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import KNOWN, UNSPLIT, named_schedule
 from pipette_launch.cost.pipeline.simulate import Engine, StageTimes, simulate
 from pipette_launch.facts.schedule import Schedule
@@ -143,7 +144,7 @@ def bubbles() -> Iterator[str]:
         for setting, before in zip(SETTINGS, earlier, strict=True):
             times = equal_stages(setting, vpp)
             schedule = made(name, vpp, part, times if anew or KNOWN[name].by_times else None, setting)
-            peak = max(schedule.peak_live(rank) for rank in range(schedule.pp)) / vpp / schedule.pp
+            peak = max(peak_live_bytes(schedule, (1,) * schedule.num_stages)) / vpp / schedule.pp
             rate = simulate(schedule, times).bubble_rate
             cells.append(f"{rate:.3f} @ {peak:.2f}" + (f" ({before:.3f})" if before is not None else ""))
         label = name + (f" v={vpp}" if vpp > 1 else "") + (" g=p/2" if part < 1 else "") + (", W anew" if anew else "")

@@ -168,3 +168,14 @@ def drawn_fits(rng: random.Random) -> tuple[CollectiveTime, ...]:
         for slots in ((0, 1), (0, 2), (0, 1, 2, 3))
         if rng.random() < 0.5
     )
+
+
+def expert_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Ranks that exchange tokens for experts: rank = etp + ETP*(ep + EP*(edp + EDP*pp)), or pp and edp swapped."""
+    edp = layout.world_size // (layout.etp * layout.ep * layout.pp)
+    members: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(layout.world_size):
+        outer = rank // (layout.etp * layout.ep)
+        pp, replica = (outer % layout.pp, outer // layout.pp) if layout.use_tp_pp_dp_mapping else divmod(outer, edp)
+        members.setdefault((rank % layout.etp, replica, pp), []).append(rank)
+    return tuple(tuple(group) for group in members.values())

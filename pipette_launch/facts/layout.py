@@ -143,19 +143,6 @@ class Layout:
             members.setdefault(key, []).append(rank)
         return tuple(tuple(group) for group in members.values())
 
-    def expert_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that exchange tokens for experts: rank = etp + ETP*(ep + EP*(edp + EDP*pp)), or pp and edp swapped."""
-        edp = self.world_size // (self.etp * self.ep * self.pp)
-        members: dict[tuple[int, int, int], list[int]] = {}
-        for rank in range(self.world_size):
-            etp_index = rank % self.etp
-            outer = rank // (self.etp * self.ep)
-            pp_index, edp_index = (
-                (outer % self.pp, outer // self.pp) if self.use_tp_pp_dp_mapping else divmod(outer, edp)
-            )
-            members.setdefault((etp_index, edp_index, pp_index), []).append(rank)
-        return tuple(tuple(group) for group in members.values())
-
     def words(self) -> str:
         """A layout as people say it: `tp2 pp4 dp1 mbs2 vpp2 dist-opt`."""
         degrees = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]

@@ -4,10 +4,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,6 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 FORWARD, BACKWARD, INPUT, WEIGHT = range(len(KINDS))
 """Where each kind stands in `KINDS`."""
 
-_WORD = re.compile(r"(\d+)([FBIW])(\d+)")
 _NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 _NOWHERE = -1
 
@@ -42,15 +40,6 @@ class Action(NamedTuple):
     def word(self) -> str:
         """The action as people write it."""
         return f"{self.stage}{self.kind}{self.microbatch}"
-
-    @classmethod
-    def parse(cls, word: str) -> Action:
-        """Read an action from its word; raises FactError for anything else."""
-        match = _WORD.fullmatch(word)
-        if match is None:
-            raise FactError(f"{word!r} is not an action; write stage, one of {' '.join(KINDS)}, micro-batch, as in 2B1")
-        stage, kind, microbatch = match.groups()
-        return cls(int(stage), KINDS["FBIW".index(kind)], int(microbatch))
 
 
 def words(actions: Iterable[Action]) -> list[str]:
@@ -127,69 +116,9 @@ class Schedule:
             microbatches += [action[2] for action in actions]
         return Columns(rank_A, *(np.array(column, dtype=np.int64) for column in (stages, kinds, microbatches)))
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether any backward is run as I and W."""
-        return any(action.kind == "I" for actions in self.ranks for action in actions)
-
     def rank_of(self, stage: int) -> int:
         """Pipeline rank of a stage."""
         return rank_of(stage, pp=self.pp, placement=self.placement)
-
-    @classmethod
-    def from_words(
-        cls, name: str, *, pp: int, vpp: int, ranks: Iterable[Iterable[str]], placement: Placement = "loop"
-    ) -> Schedule:
-        """Read a schedule that `Schedule.words` wrote."""
-        actions = tuple(tuple(Action.parse(word) for word in rank) for rank in ranks)
-        microbatches = 1 + max((action.microbatch for rank in actions for action in rank), default=-1)
-        return cls(name=name, pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=actions, placement=placement)
-
-    def words(self) -> list[list[str]]:
-        """Every rank's actions as words."""
-        return [words(actions) for actions in self.ranks]
-
-    def peak_live(self, rank: int) -> int:
-        """Most forward passes of one rank whose backward has not ended: what its activations are held for.
-
-        A split backward counts as ended with its W.
-        """
-        live = peak = 0
-        for action in self.ranks[rank]:
-            live += (action.kind == "F") - (action.kind in "BW")
-            peak = max(peak, live)
-        return peak
-
-
-@dataclass(frozen=True, kw_only=True)
-class WrittenSchedule:
-    """A schedule as a document: one line of words for each rank."""
-
-    KIND: ClassVar[str] = "schedule"
-    SCHEMA_VERSION: ClassVar[int] = 1
-
-    name: str
-    pp: int
-    vpp: int
-    placement: Placement
-    ranks: tuple[str, ...]
-    """`0F0 0F1 0B0 0B1`: stage, kind, micro-batch."""
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> WrittenSchedule:
-        """Write a schedule."""
-        return cls(
-            name=schedule.name,
-            pp=schedule.pp,
-            vpp=schedule.vpp,
-            placement=schedule.placement,
-            ranks=tuple(" ".join(words(actions)) for actions in schedule.ranks),
-        )
-
-    def read(self) -> Schedule:
-        """Return the schedule; raises FactError where the words make none."""
-        ranks = (rank.split() for rank in self.ranks)
-        return Schedule.from_words(self.name, pp=self.pp, vpp=self.vpp, ranks=ranks, placement=self.placement)
 
 
 class Sized(Protocol):

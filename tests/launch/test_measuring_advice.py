@@ -11,7 +11,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
-from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import drawn_cluster, expert_groups, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from search.worlds import still
 
 from pipette_launch.cost.communication.traffic import step_traffic
@@ -54,7 +54,7 @@ def used_by_hand(job: Job, some: Choice, devices: int) -> set[tuple[int, int]]:
             pairs.append((line[0], line[-1]))
     for group in (*layout.groups("tp"), *layout.groups("cp"), *layout.groups("dp_cp")):
         pairs += zip(group, (*group[1:], group[0]), strict=True)
-    for group in layout.expert_groups() if job.model.num_experts else ():
+    for group in expert_groups(layout) if job.model.num_experts else ():
         pairs += combinations(group, 2)
     hosts = [tuple(sorted(some.placement.index(rank) // devices for rank in pair)) for pair in pairs]
     return {(one, other) for one, other in hosts if one != other}

@@ -205,19 +205,11 @@ class Cluster:
         """A slot as people write it: `node17:3`."""
         return f"{self.hosts[self.host_of(slot)].name}:{slot % self.devices_per_host}"
 
-    def latency_s_SS(self) -> NDArray[np.float64]:
-        """Seconds before the first byte arrives, from slot (row) to slot (column): S * S numbers, for few slots."""
-        return self._expand(self.between_hosts.latency_s, [links.latency_s for links in self.within_host])
-
     def seconds_per_byte_SS(self) -> NDArray[np.float64]:
         """1 / bandwidth from slot (row) to slot (column); 0 on the diagonal."""
-        within = [links.seconds_per_byte() for links in self.within_host]
-        return self._expand(self.between_hosts.seconds_per_byte(), within)
-
-    def _expand(self, between: NDArray[np.float64], within: list[NDArray[np.float64]]) -> NDArray[np.float64]:
         size = self.devices_per_host
-        full = np.repeat(np.repeat(between, size, axis=0), size, axis=1)
-        for host, block in enumerate(within):
+        full = np.repeat(np.repeat(self.between_hosts.seconds_per_byte(), size, axis=0), size, axis=1)
+        for host, links in enumerate(self.within_host):
             place = slice(host * size, (host + 1) * size)
-            full[place, place] = block
+            full[place, place] = links.seconds_per_byte()
         return full

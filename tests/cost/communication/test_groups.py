@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from facts_for_tests import expert_groups
 
 from pipette_launch.cost.communication.groups import Groups, Ranks
 from pipette_launch.facts import Cell, Layout
@@ -28,7 +29,7 @@ def test_groups_are_those_of_the_layout(layout: Layout) -> None:
     assert set(layout.groups("tp")) == as_sets(groups.tp)
     assert set(layout.groups("cp")) == as_sets(groups.cp)
     assert set(layout.groups("dp_cp")) == as_sets(groups.dp_cp)
-    assert set(layout.expert_groups()) == as_sets(groups.ep)
+    assert set(expert_groups(layout)) == as_sets(groups.ep)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.words)

@@ -24,7 +24,17 @@ def test_a_look_up_is_what_the_whole_matrix_says(seed: int, hosts: int, devices:
     fabric = Fabric(cluster)
     sender, receiver = np.indices((cluster.num_slots, cluster.num_slots))
 
-    assert cluster.latency_s_SS().tolist() == fabric.latency_s(sender, receiver).tolist()
+    between, within = cluster.between_hosts.latency_s, [links.latency_s for links in cluster.within_host]
+    by_hand = [
+        [
+            within[a // devices][a % devices, b % devices]
+            if a // devices == b // devices
+            else between[a // devices, b // devices]
+            for b in range(cluster.num_slots)
+        ]
+        for a in range(cluster.num_slots)
+    ]
+    assert by_hand == fabric.latency_s(sender, receiver).tolist()
     assert cluster.seconds_per_byte_SS().tolist() == fabric.seconds_per_byte(sender, receiver).tolist()
 
 

@@ -7,6 +7,7 @@ from event_loop import drawn_stages, equal_stages
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from schedule_words import peak_live, splits_backward
 
 from pipette_launch.cost.pipeline.named_schedules import KNOWN, UNSPLIT, named_schedule
 from pipette_launch.cost.pipeline.simulate import Engine, StageTimes, simulate
@@ -27,9 +28,9 @@ def test_every_schedule_is_complete_and_keeps_its_promises(
     schedule = named_schedule(name, pp=pp, vpp=vpp, num_microbatches=rounds * pp, times=times if timed else None)
 
     assert name == schedule.name
-    assert schedule.splits_backward == (name not in UNSPLIT)
+    assert splits_backward(schedule) == (name not in UNSPLIT)
     assert Engine(schedule).makespan_s(times) > 0
-    assert max(schedule.peak_live(rank) for rank in range(pp)) <= known.peak(pp, vpp, pp) * vpp
+    assert max(peak_live(schedule)) <= known.peak(pp, vpp, pp) * vpp
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_published_peaks(name: str, vpp: int, group: int | None, expected: float
     """Micro-batches that the fullest of eight ranks keeps (facts/schedules.md section 3), reached, not only allowed."""
     schedule = named_schedule(name, pp=8, vpp=vpp, num_microbatches=48, group_size=group)
 
-    assert expected == max(schedule.peak_live(rank) for rank in range(8)) / vpp
+    assert expected == max(peak_live(schedule)) / vpp
     assert expected == KNOWN[name].peak(8, vpp, group or 8)
 
 
@@ -130,7 +131,7 @@ def test_a_split_without_its_times_is_refused() -> None:
     with pytest.raises(FactError, match="v-zb splits the backward"):
         named_schedule("v-zb", pp=2, vpp=2, num_microbatches=4, times=whole)
 
-    assert not named_schedule("1f1b-v", pp=2, vpp=2, num_microbatches=4, times=whole).splits_backward
+    assert not splits_backward(named_schedule("1f1b-v", pp=2, vpp=2, num_microbatches=4, times=whole))
 
 
 def test_times_of_another_pipeline_are_refused() -> None:

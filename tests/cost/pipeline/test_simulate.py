@@ -10,6 +10,7 @@ import pytest
 from event_loop import EventLoop, drawn_stages, equal_stages
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_words import from_words
 
 from pipette_launch.cost.pipeline.order import Order
 from pipette_launch.cost.pipeline.simulate import (
@@ -123,7 +124,7 @@ def v_of_one_by_one(pp: int, microbatches: int) -> Schedule:
             for rank in range(pp)
         )
     ]
-    return Schedule.from_words("v-one-by-one", pp=pp, vpp=2, ranks=ranks, placement="v")
+    return from_words("v-one-by-one", pp=pp, vpp=2, ranks=ranks, placement="v")
 
 
 KINDS_OF_SCHEDULE = ("1f1b", "gpipe", "eager", "interleaved", "gis", "zb", "v")
@@ -250,9 +251,7 @@ def test_many_pipelines_at_once_give_the_same_digits(count: int, make: type[Engi
 
 def test_a_schedule_that_cannot_run_is_named() -> None:
     """Two ranks that wait for each other are named with what they wait for."""
-    schedule = Schedule.from_words(
-        "mine", pp=2, vpp=1, ranks=[["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
-    )
+    schedule = from_words("mine", pp=2, vpp=1, ranks=[["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
 
     with pytest.raises(FactError, match="mine deadlocks: 0B0 waits for 1B0, which never runs"):
         Engine(schedule)

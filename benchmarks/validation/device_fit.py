@@ -24,7 +24,7 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.machines.known_devices import DeviceSpec
+from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.measurements import ComputeCase
 from pipette_launch.facts.model import ModelSpec
 

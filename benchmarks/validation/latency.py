@@ -11,7 +11,8 @@ from pipette_launch.cost import Predictor
 from pipette_launch.cost.compute.device_case import CaseFactor
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.known_devices import DeviceSpec, known_devices
+from pipette_launch.facts.machines.accelerator import DeviceSpec
+from pipette_launch.facts.machines.known_devices import known_devices
 from pipette_launch.facts.measurements import Measurements
 
 

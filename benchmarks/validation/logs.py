@@ -18,7 +18,7 @@ from benchmarks.validation.workspace import STATED, stated_bytes
 from pipette_launch.cost import MemoryParts, peak_memory_bytes
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job
-from pipette_launch.facts.machines.known_devices import DeviceSpec
+from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.units import MIB
 
 DATA = "public logs"

@@ -11,7 +11,8 @@ from benchmarks.validation.lines import Found, Section, step_time_line
 from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, number, optional, read_table, size, text, whole, word
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts.machines.known_devices import DeviceSpec, known_devices
+from pipette_launch.facts.machines.accelerator import DeviceSpec
+from pipette_launch.facts.machines.known_devices import known_devices
 
 DATA = "NVIDIA BF16"
 COLUMNS = {

@@ -12,8 +12,9 @@ from typing import Literal
 
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements, files
+from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.machines.fabric import BUILT_IN, UNIFORM, FabricSpec, built_in_fabric
-from pipette_launch.facts.machines.known_devices import DeviceSpec, device_named
+from pipette_launch.facts.machines.known_devices import device_named
 from pipette_launch.facts.measurements import layers_digest
 
 DEVICES_PER_HOST = 8

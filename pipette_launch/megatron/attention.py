@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.facts.machines.capability import compute_capability
+from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.megatron.flags import Arguments
 
 Backend = Literal["flash", "fused", "unfused", "local", "auto"]

@@ -10,7 +10,8 @@ from benchmarks.validation.device_fit import PARAMETERS, MeasuredStep, adjusted,
 from pipette_launch.cost.compute.device_case import CaseFactor, shape_of
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout
-from pipette_launch.facts.machines.known_devices import DeviceSpec, known_devices
+from pipette_launch.facts.machines.accelerator import DeviceSpec
+from pipette_launch.facts.machines.known_devices import known_devices
 
 A100 = known_devices()["A100-80GB"]
 LAYOUTS = (

@@ -4,8 +4,7 @@ import pytest
 from gpu.fresh import in_a_fresh_process, uuid
 
 from pipette_launch.errors import ClusterError
-from pipette_launch.facts.machines.capability import compute_capability
-from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.machines.known_devices import compute_capability, known_devices
 from pipette_launch.megatron.environment import NO_CONNECTION_LIMIT
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.condition import conditions

@@ -32,9 +32,9 @@ from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.machines.cluster import Cluster, Device, Host, Links
 from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec
-from pipette_launch.facts.machines.known_devices import DeviceSpec
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Samples
 from pipette_launch.units import rate_text
 

@@ -15,8 +15,8 @@ from pipette_launch.cost.memory.workspaces import workspace_bytes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.machines.capability import compute_capability
 from pipette_launch.facts.machines.device_memory import DeviceOverhead, MemoryNeed
+from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.units import MIB
 
 DENSE_RESERVE = 1.03

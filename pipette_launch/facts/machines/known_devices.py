@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
 from pipette_launch.units import GIB
 
-__all__ = ["DeviceSpec", "Efficiency", "Link", "device_named", "device_of_driver", "known_devices", "peak_flops_per_s"]
+CAPABILITIES = {
+    10: ("B100", "B200", "B300"),
+    9: ("H100", "H200", "H800", "H20", "GH200"),
+    8: ("A100", "A800", "A30", "A10", "A40", "A6000", "L4", "L40", "RTX 30", "RTX-30", "RTX 40", "RTX-40", "4090"),
+    7: ("V100", "T4", "TITAN RTX"),
+}
+"""Major numbers, by what names contain; the first that fits counts."""
 
 
 def device_named(name: str) -> DeviceSpec:
@@ -60,6 +67,14 @@ def peak_flops_per_s(name: str, dtype: str) -> float:
 def known_devices() -> dict[str, DeviceSpec]:
     """Return every device with built-in figures, by name."""
     return {device.name: device for device in _DEVICES}
+
+
+def compute_capability(device_name: str) -> int | None:
+    """Return the major number of a GPU's capability, by its name; None for an unknown one."""
+    for capability, names in CAPABILITIES.items():
+        if any(name in device_name.upper() for name in names):
+            return capability
+    return None
 
 
 def _nvidia(
@@ -141,108 +156,75 @@ _NDR = (10.0, 47.0, 1)
 # All-gathers of 256 MB on 8 to 64 nodes: 37 to 61 us for each of the ring's steps, however short its piece.
 _EFA = (45.0, 47.0, 1)
 
+_V100 = partial(
+    _nvidia,
+    half_tflops=125,
+    fp32_tflops=15.7,
+    memory_gb_per_s=900,
+    bf16=False,
+    within=(5.0, 130.0),
+    between=(10.0, 12.0, 2),
+    efficiency=_VOLTA,
+    sheet="V100, January 2020",
+    remark="; 4 cards of 100 Gbit/s for 8 devices",
+)
+_A100 = partial(
+    _nvidia,
+    half_tflops=312,
+    fp32_tflops=19.5,
+    within=_NVLINK3,
+    between=_HDR,
+    efficiency=_AMPERE,
+    sheet="A100, June 2021",
+    remark="; a card of 200 Gbit/s for each device",
+)
+_H100 = partial(
+    _nvidia,
+    half_tflops=989,
+    fp32_tflops=67,
+    fp8_tflops=1979,
+    within=_NVLINK4,
+    between=_NDR,
+    efficiency=_HOPPER,
+    sheet="H100, SXM5, without sparsity",
+    remark="; a card of 400 Gbit/s for each device",
+)
+_RTX_4090 = partial(
+    _nvidia,
+    half_tflops=165.2,
+    fp32_tflops=82.6,
+    fp8_tflops=330.3,
+    memory_gb_per_s=1008,
+    within=(10.0, 12.0),
+    between=(15.0, 12.0, 8),
+    efficiency=_ADA,
+    remark="; PCIe through the host's memory, a card of 100 Gbit/s for 8",
+)
+_RTX_4090_SHEET = "Ada architecture, FP32 accumulation, without sparsity"
+
 _DEVICES = (
-    _nvidia(
-        "V100-SXM2-32GB",
-        half_tflops=125,
-        fp32_tflops=15.7,
-        memory_gb_per_s=900,
-        memory_gib=31.73,
-        bf16=False,
-        within=(5.0, 130.0),
-        between=(10.0, 12.0, 2),
-        efficiency=_VOLTA,
-        sheet="V100, January 2020",
-        remark="; 4 cards of 100 Gbit/s for 8 devices",
-    ),
-    _nvidia(
-        "V100-SXM2-16GB",
-        half_tflops=125,
-        fp32_tflops=15.7,
-        memory_gb_per_s=900,
-        memory_gib=15.77,
-        bf16=False,
-        within=(5.0, 130.0),
-        between=(10.0, 12.0, 2),
-        efficiency=_VOLTA,
-        sheet="V100, January 2020",
-        remark="; 4 cards of 100 Gbit/s for 8 devices",
-    ),
-    _nvidia(
-        "A100-40GB",
-        half_tflops=312,
-        fp32_tflops=19.5,
-        memory_gb_per_s=1555,
-        memory_gib=39.5,
-        within=_NVLINK3,
-        between=_HDR,
-        efficiency=_AMPERE,
-        sheet="A100, June 2021",
-        remark="; a card of 200 Gbit/s for each device",
-    ),
-    _nvidia(
-        "A100-80GB",
-        half_tflops=312,
-        fp32_tflops=19.5,
-        memory_gb_per_s=2039,
-        memory_gib=79.2,
-        within=_NVLINK3,
-        between=_HDR,
-        efficiency=_AMPERE,
-        sheet="A100, June 2021",
-        remark="; a card of 200 Gbit/s for each device",
-    ),
-    _nvidia(
+    _V100("V100-SXM2-32GB", memory_gib=31.73),
+    _V100("V100-SXM2-16GB", memory_gib=15.77),
+    _A100("A100-40GB", memory_gib=39.5, memory_gb_per_s=1555),
+    _A100("A100-80GB", memory_gib=79.2, memory_gb_per_s=2039),
+    _A100(
         "A100-80GB-PCIe",
-        half_tflops=312,
-        fp32_tflops=19.5,
-        memory_gb_per_s=1935,
         memory_gib=79.2,
+        memory_gb_per_s=1935,
         within=(8.0, 20.0),
         between=(10.0, 23.0, 4),
         efficiency=_AMPERE_300_W,
-        sheet="A100, June 2021",
         remark="; PCIe, 2 cards of 200 Gbit/s for 8",
     ),
-    _nvidia(
-        "H100-SXM",
-        half_tflops=989,
-        fp32_tflops=67,
-        fp8_tflops=1979,
-        memory_gb_per_s=3350,
-        memory_gib=79.1,
-        within=_NVLINK4,
-        between=_NDR,
-        efficiency=_HOPPER,
-        sheet="H100, SXM5, without sparsity",
-        remark="; a card of 400 Gbit/s for each device",
-    ),
-    _nvidia(
+    _H100("H100-SXM", memory_gib=79.1, memory_gb_per_s=3350),
+    _H100(
         "AWS-P5-H100",
-        half_tflops=989,
-        fp32_tflops=67,
-        fp8_tflops=1979,
-        memory_gb_per_s=3350,
         memory_gib=79.1,
-        within=_NVLINK4,
+        memory_gb_per_s=3350,
         between=_EFA,
-        efficiency=_HOPPER,
-        sheet="H100, SXM5, without sparsity",
         remark="; steps between hosts as published for nanotron's cluster (all-gather of 256 MB on 2 to 64 nodes)",
     ),
-    _nvidia(
-        "H200",
-        half_tflops=989,
-        fp32_tflops=67,
-        fp8_tflops=1979,
-        memory_gb_per_s=4800,
-        memory_gib=139.8,
-        within=_NVLINK4,
-        between=_NDR,
-        efficiency=_HOPPER,
-        sheet="H200, SXM, without sparsity",
-        remark="; a card of 400 Gbit/s for each device",
-    ),
+    _H100("H200", memory_gib=139.8, memory_gb_per_s=4800, sheet="H200, SXM, without sparsity"),
     _nvidia(
         "B200",
         half_tflops=2250,
@@ -284,30 +266,6 @@ _DEVICES = (
         sheet="L40S, without sparsity",
         remark="; PCIe, 2 cards of 200 Gbit/s for 8",
     ),
-    _nvidia(
-        "RTX-4090",
-        half_tflops=165.2,
-        fp32_tflops=82.6,
-        fp8_tflops=330.3,
-        memory_gb_per_s=1008,
-        memory_gib=23.64,
-        within=(10.0, 12.0),
-        between=(15.0, 12.0, 8),
-        efficiency=_ADA,
-        sheet="Ada architecture, FP32 accumulation, without sparsity",
-        remark="; PCIe through the host's memory, a card of 100 Gbit/s for 8",
-    ),
-    _nvidia(
-        "RTX-4090-48GB",
-        half_tflops=165.2,
-        fp32_tflops=82.6,
-        fp8_tflops=330.3,
-        memory_gb_per_s=1008,
-        memory_gib=47.4,
-        within=(10.0, 12.0),
-        between=(15.0, 12.0, 8),
-        efficiency=_ADA,
-        sheet="Ada architecture, FP32 accumulation, without sparsity; 48 GB are no product of NVIDIA's",
-        remark="; PCIe through the host's memory, a card of 100 Gbit/s for 8",
-    ),
+    _RTX_4090("RTX-4090", memory_gib=23.64, sheet=_RTX_4090_SHEET),
+    _RTX_4090("RTX-4090-48GB", memory_gib=47.4, sheet=f"{_RTX_4090_SHEET}; 48 GB are no product of NVIDIA's"),
 )

@@ -20,8 +20,9 @@ from pipette_launch.cost.compute.stages import ComputeTable, attention_core_shar
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
+from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
 from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec, Tier
-from pipette_launch.facts.machines.known_devices import DeviceSpec, Efficiency, Link, known_devices
+from pipette_launch.facts.machines.known_devices import known_devices
 from pipette_launch.facts.model import LatentAttention
 
 DEVICE = DeviceSpec(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipette_launch.cost.memory.overhead import Figure, Overhead, num_communicators, overhead_of
 from pipette_launch.errors import FactError
 from pipette_launch.facts import DeviceOverhead, Layout
-from pipette_launch.facts.machines.capability import compute_capability
+from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.units import MIB
 
 GIB = 1 << 30

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipette_launch.facts.messages.round import Decision, NodeRecord, Verdict
+from pipette_launch.facts.messages.round import AttemptEnd, Decision, NodeRecord
 from pipette_launch.facts.results.trials import TrialReport
 from pipette_launch.probe.progress import Sign
 
@@ -63,7 +63,7 @@ class Conductor(Protocol):
     def begin(self, node: Node) -> str:
         """Take what torchrun knows of this node; return the token that names the agent."""
 
-    def record(self, *, attempt: int, verdict: Verdict, failure: str, has_plan: bool) -> NodeRecord:
+    def record(self, *, attempt: int, verdict: AttemptEnd, failure: str, has_plan: bool) -> NodeRecord:
         """Introduce this node to the others."""
 
     def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
 
     from pipette_launch.agent.controller import Conductor
-    from pipette_launch.facts.messages.round import Verdict
+    from pipette_launch.facts.messages.round import AttemptEnd
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class PipetteAgent(LocalElasticAgent):
         self._phase_began_s = 0.0
         self._witness = Witness()
         self._prelude = Prelude(conductor, self._handler, self._address)
-        self._verdict: Verdict = "none"
+        self._verdict: AttemptEnd = "none"
         self._failure = ""
         self._charged = False
         self._token = conductor.begin(

@@ -14,8 +14,7 @@ from pipette_launch.facts.measurements import (
     Samples,
 )
 from pipette_launch.facts.model import LatentAttention, ModelSpec
-from pipette_launch.facts.results.plan import Choice, Plan, Provenance
-from pipette_launch.facts.results.setting import Setting
+from pipette_launch.facts.results.plan import Choice, Plan, Provenance, Setting
 
 __all__ = [
     "Batch",

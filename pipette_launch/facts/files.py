@@ -25,6 +25,9 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError, FileFormatError
 
+ADDED_LATER = {"added_later": True}
+"""Metadata of a field that files of an earlier release lack: reading them takes the default."""
+
 
 class Document(Protocol):
     """A dataclass that has a file of its own."""

@@ -9,12 +9,13 @@ from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
+from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.machines.device_memory import DeviceOverhead, StageReading
 from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD, LinkSurvey
-from pipette_launch.facts.model import ADDED_LATER, ModelSpec
+from pipette_launch.facts.model import ModelSpec
 
 ERROR_OF_MEDIAN = 1.4826 * 1.2533
 """Standard error of a median, times the root of the count, over the median absolute deviation (normal scatter)."""

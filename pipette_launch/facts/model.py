@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipette_launch.errors import FactError
-
-ADDED_LATER = {"added_later": True}
-"""Metadata of a field that files of an earlier release lack: reading them takes the default."""
+from pipette_launch.facts.files import ADDED_LATER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pipette_launch.errors import FactError
 from pipette_launch.facts.machines.cluster import Cluster, Links
 from pipette_launch.facts.machines.link_survey import LinkSurvey
-from pipette_launch.facts.measurements import ComputeTime, Measurements, MemoryReading, Samples
+from pipette_launch.facts.measurements import ComputeTime, Measurements, MemoryReading
 
 
 def without_hosts(measurements: Measurements, names: Collection[str]) -> Measurements:
@@ -102,26 +102,10 @@ def _compute(measurements: Measurements, slots: dict[int, int]) -> tuple[Compute
         elif (time.case, time.part) not in timed:
             # Speed times seconds is what a slot of speed 1 would take.
             stand_in = min(slots, key=lambda slot: abs(speed[slot] - speed[time.slot]))
-            times.append(_scaled(time, speed[time.slot] / speed[stand_in], slot=slots[stand_in]))
+            factor = speed[time.slot] / speed[stand_in]
+            idle = {name: factor * getattr(time, name) for name in ("forward_idle_s", "backward_idle_s")}
+            times.append(replace(time.times(factor), slot=slots[stand_in], **idle))
     return tuple(times)
-
-
-def _scaled(time: ComputeTime, factor: float, *, slot: int) -> ComputeTime:
-    def scaled(samples: Samples) -> Samples:
-        return Samples(
-            values_s=tuple(factor * value for value in samples.values_s),
-            warmup_s=tuple(factor * value for value in samples.warmup_s),
-        )
-
-    return replace(
-        time,
-        slot=slot,
-        forward=scaled(time.forward),
-        input_grad=scaled(time.input_grad),
-        weight_grad=scaled(time.weight_grad),
-        forward_idle_s=factor * time.forward_idle_s,
-        backward_idle_s=factor * time.backward_idle_s,
-    )
 
 
 def _memory(readings: Sequence[MemoryReading], slots: dict[int, int]) -> tuple[MemoryReading, ...]:

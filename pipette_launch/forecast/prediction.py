@@ -18,7 +18,7 @@ from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, MegatronError, PipetteError, PlanError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements
 from pipette_launch.facts.machines.fabric import FabricSpec
-from pipette_launch.facts.results.prediction import Prediction, StageMemory, Verdict
+from pipette_launch.facts.results.prediction import MemoryFit, Prediction, StageMemory
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.forecast import stages
 from pipette_launch.forecast.machines import Kind, TargetMachines, machines_of
@@ -202,7 +202,7 @@ def _prediction(job: Job, machines: TargetMachines, memory: _Memory, script: str
     )
 
 
-def _verdict(peaks_bytes: Sequence[int], capacity_bytes: int | None, memory_margin: float) -> Verdict:
+def _verdict(peaks_bytes: Sequence[int], capacity_bytes: int | None, memory_margin: float) -> MemoryFit:
     if capacity_bytes is None:
         return "unknown"
     if max(peaks_bytes) <= allowed_bytes(capacity_bytes, memory_margin=memory_margin):

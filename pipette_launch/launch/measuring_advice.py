@@ -25,8 +25,13 @@ from pipette_launch.cost.communication.traffic import Exchange, Hiding, exchange
 from pipette_launch.cost.compute.extrapolated import filled
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
-from pipette_launch.facts.messages.measuring_advice import Advice, CollectiveKind, Dimension, StageCase
-from pipette_launch.facts.messages.measuring_question import Question
+from pipette_launch.facts.messages.measuring_advice import (
+    Advice,
+    CollectiveKind,
+    Dimension,
+    MeasuringQuestion,
+    StageCase,
+)
 from pipette_launch.search.solve import SolveOptions, solve
 
 Ints = NDArray[np.int64]
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
     settings = vars(parser.parse_args(arguments))
     question, answer = settings.pop("question"), settings.pop("answer")
     try:
-        asked = files.read(question, Question)
+        asked = files.read(question, MeasuringQuestion)
         files.write(answer, advise(asked, SolveOptions(budget_s=asked.budget_s, **settings), clock))
     except (ValueError, OSError, PipetteError) as error:
         sys.stderr.write(f"pipette: no advice: {' '.join(str(error).split())}\n")
@@ -53,7 +58,7 @@ def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
     return 0
 
 
-def advise(question: Question, options: SolveOptions, clock: Callable[[], float]) -> Advice:
+def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[], float]) -> Advice:
     """Plan shortly, and say what the shortlisted plans use; an empty Advice says why there is none."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     provenance = Provenance(key="", made_at=now, versions=question.measurements.versions, source="measured")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pipette_launch.agent.sync.rendezvous import Meeting
     from pipette_launch.facts import Choice, Host, Plan
     from pipette_launch.facts.health.condition import DeviceCondition
-    from pipette_launch.facts.messages.round import Verdict
+    from pipette_launch.facts.messages.round import AttemptEnd
     from pipette_launch.facts.results.outcome import Outcome, PeakReading
     from pipette_launch.facts.results.trials import TrialReport
     from pipette_launch.launch.options import Options
@@ -106,7 +106,7 @@ class Story:
             self._trouble = f"the machine cannot be described: {type(error).__name__}: {error}"
         return self._token
 
-    def record(self, *, attempt: int, verdict: Verdict, failure: str, has_plan: bool) -> NodeRecord:
+    def record(self, *, attempt: int, verdict: AttemptEnd, failure: str, has_plan: bool) -> NodeRecord:
         """Introduce this node to the others."""
         return NodeRecord(
             token=self._token,

@@ -1,6 +1,6 @@
 """Asks which links, groups and stages the plans that may win would use; a process of its own answers.
 
-The probe imports no planner: its orders name a command that reads a Question and writes an Advice, the adviser.
+The probe imports no planner: its orders name a command that reads a MeasuringQuestion and writes an Advice, the adviser.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Measurements, files
-from pipette_launch.facts.messages.measuring_advice import Advice, CollectiveKind, Dimension
-from pipette_launch.facts.messages.measuring_question import Question
+from pipette_launch.facts.messages.measuring_advice import Advice, CollectiveKind, Dimension, MeasuringQuestion
 
 START_S = 30.0
 """Seconds that the adviser may take beside its search: to start, to read and to write, on cores that may be busy."""
@@ -37,7 +36,7 @@ def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder:
     """
     question, answer = folder / QUESTION, folder / ANSWER
     try:
-        files.write(question, Question(job=job, measurements=measurements, budget_s=budget_s))
+        files.write(question, MeasuringQuestion(job=job, measurements=measurements, budget_s=budget_s))
         done = subprocess.run(
             [*command, str(question), str(answer)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},

@@ -16,13 +16,12 @@ from search.worlds import still
 
 from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.facts import Choice, Job, Layout, files
-from pipette_launch.facts.messages.measuring_advice import Advice
-from pipette_launch.facts.messages.measuring_question import Question
+from pipette_launch.facts.messages.measuring_advice import Advice, MeasuringQuestion
 from pipette_launch.launch import measuring_advice
 from pipette_launch.search.solve import SolveOptions
 
 ROOT = Path(__file__).parent.parent.parent
-QUESTION = Question(
+QUESTION = MeasuringQuestion(
     job=tiny_job(8),
     measurements=tiny_measurements(drawn_cluster(random.Random(5), hosts=4, devices=2)),
     budget_s=2.0,
@@ -149,7 +148,7 @@ def test_without_a_plan_the_answer_says_why() -> None:
     """Where nothing fits there is nothing to measure, and the warm-up goes on."""
     small = tiny_measurements(tiny_cluster(2, 2, memory_bytes=1 << 10))
     found = measuring_advice.advise(
-        Question(job=tiny_job(4), measurements=small, budget_s=1.0), SolveOptions(budget_s=1.0), still
+        MeasuringQuestion(job=tiny_job(4), measurements=small, budget_s=1.0), SolveOptions(budget_s=1.0), still
     )
 
     assert ((), (), ()) == (found.host_pairs, found.dimensions, found.stages)

@@ -27,8 +27,8 @@ def test_an_answer_is_read(tmp_path: Path) -> None:
     """The adviser finds a question that can be read, and what it writes comes back."""
     program = (
         "from pipette_launch.facts import files; from pipette_launch.facts.messages.measuring_advice import Advice; "
-        "from pipette_launch.facts.messages.measuring_question import Question; "
-        "asked = files.read(question, Question); "
+        "from pipette_launch.facts.messages.measuring_advice import MeasuringQuestion; "
+        "asked = files.read(question, MeasuringQuestion); "
         "files.write(answer, Advice(host_pairs=((0, asked.job.own.world_size),), words='fine'))"
     )
 

@@ -71,11 +71,11 @@ def test_what_is_advised_is_measured(tmp_path: Path) -> None:
     """
     program = (
         "import sys; from pathlib import Path; from pipette_launch.facts import files; "
-        "from pipette_launch.facts.messages.measuring_question import Question; "
+        "from pipette_launch.facts.messages.measuring_advice import MeasuringQuestion; "
         "from pipette_launch.facts import Layout; "
         "from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, StageCase; "
         "pairs = ('dp', (0, 2)), ('tp', (0, 1)), ('cp', (0, 2)), ('ep', (0, 2)); "
-        "known = files.read(Path(sys.argv[1]), Question).measurements.collectives; "
+        "known = files.read(Path(sys.argv[1]), MeasuringQuestion).measurements.collectives; "
         "pairs = [('dp', (0, 1, 2)), ('tp', (1, 2))] if any(one.kind != 'send' for one in known) else pairs; "
         "dimensions = [Dimension(name=name, kinds=('all_reduce',), groups=(pair,)) for name, pair in pairs]; "
         "cases = StageCase(layout=Layout(dp=3), pp_rank=0), StageCase(layout=Layout(pp=2, dp=3), pp_rank=1); "
@@ -104,14 +104,13 @@ ADVISER = """
 import sys
 from pathlib import Path
 from pipette_launch.facts import files
-from pipette_launch.facts.messages.measuring_advice import Advice
-from pipette_launch.facts.messages.measuring_question import Question
+from pipette_launch.facts.messages.measuring_advice import Advice, MeasuringQuestion
 
 # One after the other, as if each plan led to the next; then the same again.
 turns = Path(sys.argv[1])
 turn = len(turns.read_text()) if turns.exists() else 0
 turns.write_text("x" * (turn + 1))
-hosts = len(files.read(Path(sys.argv[2]), Question).measurements.cluster.hosts)
+hosts = len(files.read(Path(sys.argv[2]), MeasuringQuestion).measurements.cluster.hosts)
 ring = [(host, (host + 1) % hosts) for host in range(hosts)]
 pairs = [tuple(sorted(pair)) for pair in (ring[:2], ring)[min(turn, 1)]]
 files.write(Path(sys.argv[3]), Advice(host_pairs=tuple(pairs)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipette_launch.agent.sync.store import Exchange
-    from pipette_launch.facts.messages.round import Verdict
+    from pipette_launch.facts.messages.round import AttemptEnd
 
 NEWS_S = 1.0
 """How long a node whose worker died waits for word of an iteration; the last rank's agent looks once an interval."""
@@ -50,9 +50,9 @@ class Witness:
             return known
         return False
 
-    def settle(self, *, trained: bool) -> Verdict:
+    def settle(self, *, trained: bool) -> AttemptEnd:
         """Agree with all nodes on how the attempt ended; the first word counts."""
-        mine: Verdict = "after-first-iteration" if trained else "before-first-iteration"
+        mine: AttemptEnd = "after-first-iteration" if trained else "before-first-iteration"
         if self._exchange is None:
             return mine
         with contextlib.suppress(RuntimeError):

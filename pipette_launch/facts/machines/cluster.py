@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.model import ADDED_LATER
+from pipette_launch.facts.files import ADDED_LATER
 
 Matrix: TypeAlias = NDArray[np.float64]
 MatrixLike: TypeAlias = Matrix | Sequence[Sequence[float]]

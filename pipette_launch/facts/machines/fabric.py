@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.machines.cluster import Links
-from pipette_launch.facts.model import ADDED_LATER
 from pipette_launch.units import rate_text
 
 _OPTIONAL = ADDED_LATER

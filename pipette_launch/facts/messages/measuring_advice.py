@@ -1,4 +1,4 @@
-"""What a first look at the plans says should be measured next: their links, their groups, their fullest stages."""
+"""What the warm-up asks before it measures links, and the answer: links, groups and stages of good plans."""
 
 from __future__ import annotations
 
@@ -6,9 +6,29 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.measurements import Measurements
 
 CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuringQuestion:
+    """What is known so far of a job and of the machines, and how long an answer may take."""
+
+    KIND: ClassVar[str] = "question"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    job: Job
+    measurements: Measurements
+    """What was measured so far; what is still to come is empty."""
+    budget_s: float
+    """Seconds that the search for plans may take."""
+
+    def __post_init__(self) -> None:
+        if not self.budget_s > 0:
+            raise FactError(f"an answer needs time, got budget_s={self.budget_s}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

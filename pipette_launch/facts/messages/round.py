@@ -11,7 +11,8 @@ from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.machines.cluster import Host
 from pipette_launch.facts.results.plan import Choice, Plan
 
-Verdict = Literal["none", "before-first-iteration", "after-first-iteration"]
+AttemptEnd = Literal["none", "before-first-iteration", "after-first-iteration"]
+"""How an attempt at training ended on one node; `none` before the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +35,7 @@ class NodeRecord:
     versions: dict[str, str]
     attempt: int
     """Index of the last attempt at training, -1 before the first."""
-    verdict: Verdict
+    verdict: AttemptEnd
     failure: str
     """Why that attempt ended, one sentence; empty when it did not fail on this node."""
     has_plan: bool

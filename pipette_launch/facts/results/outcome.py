@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Samples
-from pipette_launch.facts.model import ADDED_LATER
 from pipette_launch.facts.results.rate import Rate
 
 

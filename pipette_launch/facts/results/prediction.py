@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import ADDED_LATER
 from pipette_launch.facts.results.rate import Rate
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 """The kinds into which a stage's memory is split, in the order in which they are shown."""
 
-Verdict = Literal["fits", "tight", "too large", "unknown"]
+MemoryFit = Literal["fits", "tight", "too large", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class Prediction:
     memory_margin: float
     fits: bool | None
     """Whether every stage shown leaves the margin free; None without a capacity."""
-    verdict: Verdict
+    verdict: MemoryFit
     """`fits`; `tight` leaves less than the margin free, and the planner would not take it; `too large`."""
     step_time_s: float | None
     """None where the machines are unknown or cannot be priced; a note says why."""

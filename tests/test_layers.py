@@ -23,8 +23,9 @@ FLOORS = [
 SUB_FLOORS = {
     # Sub-rooms and the files beside them: each imports from itself and from lower floors of its own room only.
     "facts": [
-        {"files", "health", "layout", "model", "performance", "schedule"},
-        {"job", "schedules"},
+        {"files", "health", "layout", "performance", "schedule"},
+        {"model", "schedules"},
+        {"job"},
         {"machines"},
         {"measurements"},
         {"results", "some_hosts"},

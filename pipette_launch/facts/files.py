@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -171,14 +172,11 @@ def digest(*facts: Any) -> str:
 def _fact(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise FileFormatError(f"{where}: expected an object, found {type(value).__name__}")
-    hints = {
-        name: hint for name, hint in typing.get_type_hints(kind).items() if typing.get_origin(hint) is not ClassVar
-    }
-    unknown = sorted(set(value) - set(hints))
+    hints, required = _fields(kind)
+    unknown = sorted(value.keys() - hints.keys())
     if unknown:
         raise FileFormatError(f"{where}: unknown field {unknown[0]!r}")
-    added_later = {field.name for field in dataclasses.fields(kind) if field.metadata.get("added_later")}
-    missing = sorted(set(hints) - set(value) - added_later)
+    missing = sorted(required - value.keys())
     if missing:
         raise FileFormatError(f"{where}: field {missing[0]!r} is missing")
     fields = {name: from_plain(hint, value[name], f"{where}: {name}") for name, hint in hints.items() if name in value}
@@ -186,6 +184,15 @@ def _fact(kind: Any, value: Any, where: str) -> Any:
         return kind(**fields)
     except FactError as error:
         raise FileFormatError(f"{where}: {error}") from error
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Type of each field of a dataclass by its name, and the names that a file must have."""
+    hints = typing.get_type_hints(kind)
+    fields = dataclasses.fields(kind)
+    required = frozenset(field.name for field in fields if not field.metadata.get("added_later"))
+    return {field.name: hints[field.name] for field in fields}, required
 
 
 def _optional(kind: Any, value: Any, where: str) -> Any:

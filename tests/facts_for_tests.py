@@ -179,3 +179,14 @@ def expert_groups(layout: Layout) -> tuple[tuple[int, ...], ...]:
         pp, replica = (outer % layout.pp, outer // layout.pp) if layout.use_tp_pp_dp_mapping else divmod(outer, edp)
         members.setdefault((rank % layout.etp, replica, pp), []).append(rank)
     return tuple(tuple(group) for group in members.values())
+
+
+def groups_of(layout: Layout, dimension: str) -> tuple[tuple[int, ...], ...]:
+    """Ranks that communicate along `tp`, `cp`, `dp`, `pp` or `dp_cp`, each group sorted as torch sorts it."""
+    free = {"dp_cp": ("dp", "cp")}.get(dimension, (dimension,))
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        cell = layout.cell_of(rank)
+        key = tuple(value for name, value in zip(cell._fields, cell, strict=True) if name not in free)
+        members.setdefault(key, []).append(rank)
+    return tuple(tuple(group) for group in members.values())

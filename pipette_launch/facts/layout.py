@@ -133,16 +133,6 @@ class Layout:
             pp, dp = divmod(outer, self.dp)
         return Cell(pp=pp, dp=dp, cp=cp, tp=tp)
 
-    def groups(self, dimension: Literal["tp", "cp", "dp", "pp", "dp_cp"]) -> tuple[tuple[int, ...], ...]:
-        """Ranks that communicate along a dimension, each group sorted as torch sorts it."""
-        free = {"dp_cp": ("dp", "cp")}.get(dimension, (dimension,))
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            cell = self.cell_of(rank)
-            key = tuple(value for name, value in zip(cell._fields, cell, strict=True) if name not in free)
-            members.setdefault(key, []).append(rank)
-        return tuple(tuple(group) for group in members.values())
-
     def words(self) -> str:
         """A layout as people say it: `tp2 pp4 dp1 mbs2 vpp2 dist-opt`."""
         degrees = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,21 +121,9 @@ class Schedule:
         return rank_of(stage, pp=self.pp, placement=self.placement)
 
 
-class Sized(Protocol):
-    """What is known of a schedule's size, whether or not it holds an object for each action."""
-
-    @property
-    def num_stages(self) -> int:
-        """Model chunks in all."""
-
-    @property
-    def num_microbatches(self) -> int:
-        """Of one step."""
-
-
-def positions(schedule: Sized, columns: Columns) -> NDArray[np.int64]:
+def positions(columns: Columns, *, num_stages: int, num_microbatches: int) -> NDArray[np.int64]:
     """Where each action stands among all: [stage, kind, micro-batch], -1 where the schedule has no such action."""
-    place_SKM = np.full((schedule.num_stages, len(KINDS), schedule.num_microbatches), _NOWHERE)
+    place_SKM = np.full((num_stages, len(KINDS), num_microbatches), _NOWHERE)
     place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] = np.arange(len(columns.stage_A))
     return place_SKM
 
@@ -155,7 +143,7 @@ def _check_owners(schedule: Schedule, columns: Columns) -> None:
 
 def _check_passes(schedule: Schedule, columns: Columns) -> None:
     """Every stage runs each micro-batch forward once and backward once, whole or split, in that order."""
-    place_SKM = positions(schedule, columns)
+    place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
     twice_A = place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] != np.arange(len(columns.stage_A))
     if twice_A.any():
         raise FactError(f"{schedule.name}: {_action(columns, int(twice_A.argmax())).word} stands twice")

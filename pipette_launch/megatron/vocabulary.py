@@ -26,11 +26,6 @@ class Vocabulary:
     note: str = ""
     """What was assumed, for the user."""
 
-    def padded(self, tp: int) -> int:
-        """Rows of the embedding at this tensor parallel size."""
-        multiple = self.divisible_by * tp
-        return -(-self.size // multiple) * multiple
-
 
 def read_vocabulary(arguments: Arguments) -> Vocabulary:
     """Read the vocabulary from flags, from the tokenizer's files, or from what the tokenizer is known to have.

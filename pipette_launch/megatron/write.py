@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.facts import Job, Layout
+from pipette_launch.facts import Job, Layout, ModelSpec
 from pipette_launch.megatron.chunks import read_chunks, write_chunks
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import CP, EP, ETP, GROUP_SIZE, PP, TP, read_recompute
@@ -54,7 +54,7 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
     written = _chunks(written, layout, job.model.num_layers)
     written = _switches(written, layout)
     written = _recompute(written, layout)
-    written = _vocabulary(written, given, layout)
+    written = _vocabulary(written, given, job.model, layout)
     if not written.is_given("global_batch_size"):
         written = written.with_flag("--global-batch-size", str(job.batch.global_batch_size))
     return written.words
@@ -112,10 +112,10 @@ def _recompute(written: Arguments, layout: Layout) -> Arguments:
     return written.with_flag("--recompute-modules", *wanted.modules) if wanted.modules else written
 
 
-def _vocabulary(written: Arguments, given: Arguments, layout: Layout) -> Arguments:
+def _vocabulary(written: Arguments, given: Arguments, model: ModelSpec, layout: Layout) -> Arguments:
     """Keep the embedding as large as the user's own flags make it: its padding takes part in the softmax."""
-    vocabulary = read_vocabulary(given)
-    rows = vocabulary.padded(given.size(TP))
-    if not vocabulary.is_certain or rows == vocabulary.padded(layout.tp) or rows % layout.tp:
+    rows = model.padded_vocab_size(given.size(TP))
+    is_certain = read_vocabulary(given).is_certain
+    if not is_certain or rows == model.padded_vocab_size(layout.tp) or rows % layout.tp:
         return written
     return written.with_flag("--padded-vocab-size", str(rows))

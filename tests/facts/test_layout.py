@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from facts_for_tests import expert_groups
+from facts_for_tests import expert_groups, groups_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,11 +27,11 @@ def test_cells_and_ranks_are_one_to_one(tp: int, cp: int, dp: int, pp: int, swap
 
 def test_ranks_follow_megatrons_order() -> None:
     """Tensor ranks are next to each other, then data, then pipeline ranks; the flag swaps the last two."""
-    assert ((0, 1), (2, 3), (4, 5), (6, 7)) == Layout(tp=2, dp=2, pp=2).groups("tp")
-    assert ((0, 2), (1, 3), (4, 6), (5, 7)) == Layout(tp=2, dp=2, pp=2).groups("dp")
-    assert ((0, 4), (1, 5), (2, 6), (3, 7)) == Layout(tp=2, dp=2, pp=2).groups("pp")
-    assert ((0, 2), (1, 3), (4, 6), (5, 7)) == Layout(tp=2, dp=2, pp=2, use_tp_pp_dp_mapping=True).groups("pp")
-    assert ((0, 1, 2, 3), (4, 5, 6, 7)) == Layout(cp=2, dp=2, pp=2).groups("dp_cp")
+    assert ((0, 1), (2, 3), (4, 5), (6, 7)) == groups_of(Layout(tp=2, dp=2, pp=2), "tp")
+    assert ((0, 2), (1, 3), (4, 6), (5, 7)) == groups_of(Layout(tp=2, dp=2, pp=2), "dp")
+    assert ((0, 4), (1, 5), (2, 6), (3, 7)) == groups_of(Layout(tp=2, dp=2, pp=2), "pp")
+    assert ((0, 2), (1, 3), (4, 6), (5, 7)) == groups_of(Layout(tp=2, dp=2, pp=2, use_tp_pp_dp_mapping=True), "pp")
+    assert ((0, 1, 2, 3), (4, 5, 6, 7)) == groups_of(Layout(cp=2, dp=2, pp=2), "dp_cp")
 
 
 def test_experts_overlay_data_parallel_ranks() -> None:

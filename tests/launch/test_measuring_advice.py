@@ -11,7 +11,15 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
-from facts_for_tests import drawn_cluster, expert_groups, tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import (
+    drawn_cluster,
+    expert_groups,
+    groups_of,
+    tiny_cluster,
+    tiny_job,
+    tiny_measurements,
+    tiny_model,
+)
 from search.worlds import still
 
 from pipette_launch.cost.communication.traffic import step_traffic
@@ -44,14 +52,14 @@ def choice(layout: Layout, placement: tuple[int, ...] | None = None, peaks: tupl
 
 
 def used_by_hand(job: Job, some: Choice, devices: int) -> set[tuple[int, int]]:
-    """Pairs of hosts that talk, from `Layout`'s own lists of groups."""
+    """Pairs of hosts that talk, from `groups_of` and `expert_groups`."""
     layout = some.layout
     pairs: list[tuple[int, int]] = []
-    for line in layout.groups("pp"):
+    for line in groups_of(layout, "pp"):
         pairs += pairwise(line)
         if len(line) > 1 and (layout.vpp > 1 or not job.model.untie_embeddings_and_output_weights):
             pairs.append((line[0], line[-1]))
-    for group in (*layout.groups("tp"), *layout.groups("cp"), *layout.groups("dp_cp")):
+    for group in (*groups_of(layout, "tp"), *groups_of(layout, "cp"), *groups_of(layout, "dp_cp")):
         pairs += zip(group, (*group[1:], group[0]), strict=True)
     for group in expert_groups(layout) if job.model.num_experts else ():
         pairs += combinations(group, 2)

@@ -81,8 +81,3 @@ def test_damaged_sentencepiece_files_are_not_counted(tmp_path: Path, content: by
 
     with pytest.raises(MegatronError, match="--padded-vocab-size"):
         vocabulary(f"--tokenizer-type Llama2Tokenizer --tokenizer-model {path}")
-
-
-def test_padding_follows_tp() -> None:
-    """Rows are a multiple of the divisor times TP."""
-    assert [50304, 50432, 51200] == [vocabulary("").padded(tp) for tp in (1, 2, 8)]

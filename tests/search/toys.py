@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from facts_for_tests import groups_of
 
 from pipette_launch.facts import Layout
 from pipette_launch.search.assignment.problem import Floats, Ints
@@ -31,8 +32,8 @@ class OneByOne:
 
 def link_cost(layout: Layout, distances: Distances) -> OneByOne:
     """The slowest pipeline, plus the slowest ring of each other kind, as Pipette has it."""
-    pipelines = layout.groups("pp")
-    rings = [layout.groups("dp_cp"), layout.groups("tp")]
+    pipelines = groups_of(layout, "pp")
+    rings = [groups_of(layout, "dp_cp"), groups_of(layout, "tp")]
 
     def cost(placement: Sequence[int]) -> float:
         slot_of = {rank: slot for slot, rank in enumerate(placement)}

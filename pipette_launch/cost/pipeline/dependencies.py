@@ -73,7 +73,7 @@ def _action(columns: Columns, index: int) -> Action:
 
 
 def _causes(schedule: Schedule | Order, columns: Columns) -> Ints:
-    place_SKM = positions(schedule, columns)
+    place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
     back_SM = np.maximum(place_SKM[:, BACKWARD], place_SKM[:, INPUT])
     nothing_1M = np.full((1, schedule.num_microbatches), NO_ACTION)
     forward_cause_SM = np.concatenate((nothing_1M, place_SKM[:-1, FORWARD]))

@@ -71,9 +71,3 @@ class LinkSurvey:
     def origin(self, source: int, target: int) -> Origin:
         """How the link from host `source` to host `target` became known."""
         return ORIGINS[self.origin_HH[source][target]]
-
-    def unstable(self) -> tuple[tuple[int, int], ...]:
-        """Host pairs (sender, receiver) whose figure scatters too much to be trusted, worst first."""
-        rows, columns = np.nonzero(self.spread_HH > UNSTABLE_SPREAD)
-        pairs = sorted(zip(rows.tolist(), columns.tolist(), strict=True), key=lambda pair: -self.spread_HH[pair])
-        return tuple(pairs)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from facts_for_tests import expert_groups
+from facts_for_tests import expert_groups, groups_of
 
 from pipette_launch.cost.communication.groups import Groups, Ranks
 from pipette_launch.facts import Cell, Layout
@@ -23,12 +23,12 @@ def as_sets(groups: Ranks) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.words)
 def test_groups_are_those_of_the_layout(layout: Layout) -> None:
-    """Same members in the same order as `Layout.groups`."""
+    """Same members in the same order as `groups_of`."""
     groups = Groups.of(layout)
 
-    assert set(layout.groups("tp")) == as_sets(groups.tp)
-    assert set(layout.groups("cp")) == as_sets(groups.cp)
-    assert set(layout.groups("dp_cp")) == as_sets(groups.dp_cp)
+    assert set(groups_of(layout, "tp")) == as_sets(groups.tp)
+    assert set(groups_of(layout, "cp")) == as_sets(groups.cp)
+    assert set(groups_of(layout, "dp_cp")) == as_sets(groups.dp_cp)
     assert set(expert_groups(layout)) == as_sets(groups.ep)
 
 

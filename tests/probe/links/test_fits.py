@@ -12,6 +12,7 @@ from probe.test_assemble import result
 from probe.workers import tiny_options
 
 from pipette_launch.facts import Samples
+from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD
 from pipette_launch.facts.messages.measuring_advice import Dimension
 from pipette_launch.probe.harness import Line
 from pipette_launch.probe.links.fits import LinkFit, fit_link, found_links, group_times, host_fits
@@ -101,7 +102,7 @@ def test_links_that_scatter_are_marked(tmp_path: Path) -> None:
     found = found_links(options, [link(0, 1, 1e6, jitter=0.3), link(1, 0, 1e6)], rounds=1, rounds_again=0)
     assert found.survey
 
-    assert ((0, 1),) == found.survey.unstable()
+    assert [[0, 1]] == np.argwhere(found.survey.spread_HH > UNSTABLE_SPREAD).tolist()
     assert pytest.approx(0.3) == found.survey.spread_HH[0, 1]
 
 

@@ -1,4 +1,4 @@
-"""What the warm-up measured: values, warm-ups, spread and conditions, so that a result can be doubted later."""
+"""What the warm-up measured, with the samples, their spread and the conditions of the devices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Samples:
 
     @property
     def median_s(self) -> float:
-        """The value that stands for the rest."""
+        """The median."""
         return self.values_s[0] if len(self.values_s) == 1 else statistics.median(self.values_s)
 
     @property
@@ -145,7 +145,7 @@ class MemoryReading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadingTime:
-    """What loading a micro-batch takes of a stage that needs tokens or labels."""
+    """Seconds that a stage which needs tokens or labels takes to load a micro-batch."""
 
     batch_s: float
     """However many samples it has."""
@@ -204,13 +204,13 @@ class Measurements:
     model_digest: str = field(default="", metadata=ADDED_LATER)
     """Of the model whose layers were timed, see `layers_digest`; empty where an earlier release did not say."""
     conditions: tuple[DeviceCondition, ...] = field(default=(), metadata=ADDED_LATER)
-    """What the driver told of each slot's device before the warm-up, in slot order; empty = nobody asked."""
+    """What the driver reported of each slot's device before the warm-up, in slot order; empty = it was not asked."""
     verdicts: tuple[Verdict, ...] = field(default=(), metadata=ADDED_LATER)
-    """What is amiss with hosts, devices and links, the sick ones first."""
+    """Problems of hosts, devices and links, those that are bad enough to act upon first."""
     survey: LinkSurvey | None = field(default=None, metadata=ADDED_LATER)
-    """How the links between hosts became known; None with one host, and where nobody said."""
+    """Where the figures of links between hosts come from; None with one host, and in files that do not say."""
     overhead: DeviceOverhead | None = field(default=None, metadata=ADDED_LATER)
-    """What `overhead_bytes` is made of, on the slot where it is largest; None = not told apart, or no GPU."""
+    """What `overhead_bytes` is made of, on the slot where it is largest; None = not measured apart, or no GPU."""
     stages: tuple[StageReading, ...] = field(default=(), metadata=ADDED_LATER)
     """Whole stages of layouts that may win, run on single devices."""
 

@@ -50,8 +50,8 @@ def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | 
     Args:
         stages: pipeline ranks.
         microbatches: of one step.
-        extra: forwards ahead beyond those of 1F1B, at most pp - r - 1 on rank r; None = that many (facts: schedules.md
-            section 2, eager 1F1B: 2(p-1-r) in all, rank 0 holds 2p-1).
+        extra: forwards ahead beyond those of 1F1B, at most pp - r - 1 on rank r; None = that many, so
+            2 (pp - r - 1) in all and 2 pp - 1 micro-batches alive on rank 0 (eager 1F1B, arXiv 2211.05322).
 
     """
     if extra is not None and extra < 0:
@@ -87,9 +87,9 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedu
 
 @lru_cache(maxsize=256)
 def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedule:
-    """GIS: interleaved groups, a short warm-up, and each backward split into I and then at once W.
+    """GIS (PipeOffload, arXiv 2503.01328): interleaved groups, a short warm-up, each backward split into I and then W.
 
-    Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead (facts: schedules.md section 3); groups may be
+    Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead; groups may be
     smaller than the pipeline (GIS-H: half of it), which costs (pp - g)(vpp - 1) chunk forwards and saves as much memory
     as it leaves in flight: (g(vpp - 1) + pp)/vpp micro-batches on rank 0.
 
@@ -106,8 +106,8 @@ def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Sche
 def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
     """Interleaved groups of pp, a short warm-up, and W delayed by r chunk passes on rank r.
 
-    So each rank holds as many chunk passes as rank 0, pp * vpp, and the cool-down is a chain of I alone (ZB-H1's idea,
-    2401.10241, on the interleaved order; facts: schedules.md sections 3 and 4). With one chunk it is ZB-H1.
+    So each rank holds as many chunk passes as rank 0, pp * vpp, and the cool-down is a chain of I alone (the idea of
+    ZB-H1, arXiv 2401.10241, on the interleaved order). With one chunk it is ZB-H1.
     """
     _check_groups(pp=pp, vpp=vpp, microbatches=microbatches, group_size=pp)
     ranks = _split_ranks(pp, vpp, microbatches, pp, delayed=True)
@@ -156,7 +156,7 @@ def schedule_of(layout: Layout, num_microbatches: int) -> Schedule:
 
 
 def _check_groups(*, pp: int, vpp: int, microbatches: int, group_size: int) -> None:
-    """Refuse what could deadlock: a rank turns back before the next group has come far enough to feed it.
+    """Refuse what could deadlock: a rank waits for a backward before it has sent the forwards that the backward needs.
 
     Two groups in a row must hold pp - 1 micro-batches (tried for every pp < 12, vpp < 5, g < pp + 4, n <= 3g: all that
     this lets pass can run; of what it refuses, 734 of 840 deadlock).

@@ -1,7 +1,7 @@
 """Megatron's flags by release, and a command line cut into tokens exactly as Megatron's own parser cuts it.
 
 The table (`data/flags.json`) is made by `benchmarks/make_flag_table.py`. Tokens keep the user's own words, so that the
-command line can be given back word for word; only what a plan changes is ever rewritten.
+command line can be written back unchanged but for what a plan changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OLDEST = (0, 14)
 NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 """What argparse takes for a value although it begins with a dash (Python 3.10 to 3.13)."""
 CLOSE = 0.85
-"""difflib's ratio from which a word is likely a flag mistyped: two letters that changed places in 12 leave 0.92."""
+"""difflib's ratio from which a word counts as a mistyped flag: 12 letters with two of them swapped have 0.92."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ def flag_table(version: str) -> Mapping[str, Flag]:
 
 def likely_flag(option: str, version: str) -> str | None:
     """What a word that is no flag of this release was likely meant to be; None where nothing is close."""
-    # A flag of another release is no slip of the pen.
+    # A flag of another release is not a typing error.
     near = () if option in _data()["flags"] else difflib.get_close_matches(option, flag_table(version), 1, CLOSE)
     return near[0] if near else None
 

@@ -132,9 +132,9 @@ def _train_iters(given: Arguments, batch: Batch) -> int:
 
 
 def _unknown(given: Arguments) -> list[str]:
-    """Name the flags that this release does not have: a script's own, or a slip of the pen.
+    """Name the flags that this release does not have: the script's own, or typing errors.
 
-    A launched script refuses what it does not know; where none is launched, nobody else would say so.
+    A script that is launched refuses unknown flags itself; commands that launch none must name them.
     """
     words = [token.words[0].partition("=")[0] for token in given.tokens if token.flag is None]
     unknown = dict.fromkeys(word for word in words if word.startswith("--") and word != "--")

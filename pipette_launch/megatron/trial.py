@@ -33,7 +33,7 @@ WRITERS = (
     "calc_ft_timeouts",
     "log_progress",
     "result_rejected_tracker_filename",
-    # Those who keep count elsewhere.
+    # Loggers that write elsewhere.
     "tensorboard_dir",
     "wandb_entity",
     "wandb_exp_name",
@@ -108,7 +108,7 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
         version: the release whose flags the script takes, as `0.16.1`.
 
     Raises:
-        MegatronError: nobody can say that a short run of it is harmless.
+        MegatronError: a short run may leave something behind, or train nothing.
 
     """
     given = Arguments.parse(arguments, version)

@@ -1,4 +1,4 @@
-"""What on one machine would stop or slow a job, as `pipette doctor` finds it."""
+"""What `pipette doctor` finds on one machine that would stop or slow a job."""
 
 # schema_version history of the document
 # 1  2026-11-21  first version
@@ -15,7 +15,7 @@ SEVERITIES: tuple[Severity, ...] = ("stops", "slows", "fine")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     severity: Severity
     what: str
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkup:
-    """Everything that was looked at on one machine."""
+    """The results of all checks on one machine."""
 
     KIND: ClassVar[str] = "checkup"
     SCHEMA_VERSION: ClassVar[int] = 1

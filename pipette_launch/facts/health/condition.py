@@ -1,4 +1,4 @@
-"""What the driver tells of one device before the job starts. A figure that nobody tells is None, never 0."""
+"""What the driver reports of one device before the job starts. A figure that it does not report is None, never 0."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DeviceCondition:
 
     uuid: str
     holders: tuple[Holder, ...] = ()
-    """Processes beside our own, whatever they hold."""
+    """Processes other than our own, however little memory they hold."""
     used_bytes: int | None = None
     """Memory in use by anyone before the job's workers exist."""
     utilisation: float | None = None
@@ -60,7 +60,7 @@ class DeviceCondition:
     """An idle device falls back to generation 1, so a low value alone means nothing."""
     pcie_generation_max: int | None = None
     pci_address: str = ""
-    """As sysfs writes it, `0000:3b:00.0`; empty = not told."""
+    """As sysfs writes it, `0000:3b:00.0`; empty = not reported."""
     numa_node: int | None = None
     nic: str = ""
     """The nearest NIC, an InfiniBand one where there is any; empty = none seen."""

@@ -1,4 +1,4 @@
-"""What was found amiss with a host, a device or a link: one sentence with figure, peers' figure and what to do."""
+"""A problem of a host, a device or a link: its figure, the figure of its peers, and what to do."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ VerdictKind = Literal[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Something that is not as its peers are, or not as it should be."""
+    """One problem: a figure that differs from that of the peers, or from what it should be."""
 
     kind: VerdictKind
     host: str
-    """The node that it is about; of a link, the end that sends."""
+    """The node with the problem; of a link, the sender."""
     figure: str
     """What was seen, with its unit: `2 of 18 NVLinks are up`."""
     device: str = ""
-    """UUID, empty where it is about the whole host."""
+    """UUID; empty where the whole host has the problem."""
     other_host: str = ""
-    """Of a link, the end that receives; else empty."""
+    """Of a link, the receiver; else empty."""
     peers: str = ""
-    """The same of its peers, `18`; empty where the figure speaks for itself."""
+    """The figure of its peers, `18`; empty where no comparison is needed."""
     advice: str = ""
     """What to do, `exclude it with --exclude=node17`."""
     is_sick: bool = True
-    """Bad enough to act upon; else worth a note."""
+    """Whether the launcher may leave the host out because of it; else it is only shown."""
 
     def words(self) -> str:
         """Say it in one sentence."""

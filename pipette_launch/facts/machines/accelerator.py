@@ -1,4 +1,4 @@
-"""What is told of a type of accelerator: rates, memory and links."""
+"""The figures that describe a type of accelerator: peak rates, memory and links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Link:
     latency_s: float
     """Of one step of a collective, or of one message."""
     bytes_per_s: float
-    """In one direction, when the devices that share it are silent."""
+    """In one direction, when the other devices that share the link do not send."""
     shared_by: int = 1
     """Devices that have to share it when all of them send: 8 for one network card in a host of 8 devices."""
 

@@ -19,7 +19,7 @@ class DeviceOverhead:
     together_bytes: int
     """The same while the communicators were open."""
     num_communicators: int
-    """How many were."""
+    """How many communicators were open."""
     workspace_bytes: int
     """Inside the allocator: workspaces that libraries keep from their first use."""
 
@@ -29,7 +29,7 @@ class DeviceOverhead:
 
     @property
     def total_bytes(self) -> int:
-        """What was held at most outside of the allocator."""
+        """The most that the device held outside the allocator."""
         return max(self.alone_bytes, self.together_bytes)
 
     @property
@@ -65,11 +65,11 @@ class StageReading:
     """The peak of one rank's whole training step: all micro-batches in flight, gradients, optimizer and its step."""
 
     job_digest: str
-    """What of the job changes a stage's bytes (`memory_digest`): a reading tells nothing of another job."""
+    """`memory_digest` of the job; the reading holds for jobs with the same digest only."""
     layout: Layout
     pp_rank: int
     slot: int
-    """Where it was measured; the rank would be the same anywhere."""
+    """The slot that measured it; another slot would give the same bytes."""
     allocator_peak_bytes: int
     """Torch's allocations on CUDA, workspaces included; on CPU the model's tensors, counted one by one."""
     reserved_peak_bytes: int
@@ -77,7 +77,7 @@ class StageReading:
     device_peak_bytes: int
     """NVML's used bytes on CUDA, without communicators; the process's resident set on CPU."""
     ran_out: bool = False
-    """Whether the device's memory ended before the step did: the peaks are what was reached by then."""
+    """Whether the device ran out of memory during the step; the peaks are those up to that moment."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:

@@ -1,4 +1,4 @@
-"""The network between hosts, as someone describes it: tiers from the inside out, and hosts that lag behind."""
+"""A network between hosts as a file describes it: tiers, the innermost first, and hosts that are slower than others."""
 
 # H = hosts.
 
@@ -162,11 +162,11 @@ class FabricSpec:
         return Links(latency_s=latency_s_HH, bandwidth_bytes_per_s=bandwidth_HH)
 
     def switches_H(self, num_hosts: int, device: DeviceSpec) -> tuple[tuple[int, ...], ...]:
-        """Return the group of each host in every tier, outermost first; tiers that hold all hosts tell nothing."""
+        """Return the group of each host in every tier, outermost first; tiers that hold all hosts are left out."""
         names = self.host_names(num_hosts)
         groups = [_groups_H(tier, names) for tier in reversed(self.tiers_on(device))]
-        telling = [group_H.tolist() for group_H in groups if group_H.max() > group_H.min()]
-        return tuple(zip(*telling, strict=True)) if telling else ()
+        dividing = [group_H.tolist() for group_H in groups if group_H.max() > group_H.min()]
+        return tuple(zip(*dividing, strict=True)) if dividing else ()
 
     def slot_speed(self, num_hosts: int, devices_per_host: int) -> tuple[float, ...]:
         """Return the speed of each slot relative to the median one."""
@@ -205,7 +205,7 @@ LEAF_HOSTS = 32
 
 
 def made_up_names(num_hosts: int) -> tuple[str, ...]:
-    """Name hosts that nobody has named."""
+    """Return names for hosts that no file names: host0, host1 and so on."""
     return tuple(f"host{index}" for index in range(num_hosts))
 
 

@@ -1,4 +1,4 @@
-"""The devices whose figures are built in, for plans of machines that nobody has measured yet."""
+"""The table of accelerators whose figures are built in, for plans of machines that have not been measured."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def device_of_driver(name: str) -> DeviceSpec | None:
 
 
 def _builds(words: Iterable[str]) -> set[str]:
-    """What says that a device is no usual one of its type, and has another peak: a card for the PCIe slot, a part."""
+    """Return the words of a name that mean another peak than usual: a PCIe card, a laptop, a part of a device."""
     return {word.upper() for word in words} & {"D", "LAPTOP", "MIG", "NVL", "PCIE"}
 
 

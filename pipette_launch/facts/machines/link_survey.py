@@ -1,4 +1,4 @@
-"""How the links between hosts became known: what was measured, how steady it was, and in how many rounds."""
+"""Where the figure of each link between hosts comes from, how much it scatters, and how many rounds were measured."""
 
 # H = hosts, row sends to column.
 
@@ -14,7 +14,7 @@ from pipette_launch.errors import FactError
 
 Origin = Literal["measured", "again", "estimated", "cached"]
 ORIGINS: dict[str, Origin] = {"m": "measured", "a": "again", "e": "estimated", "c": "cached"}
-"""`again` = it looked slow, was measured a second time, and the better of the two stands."""
+"""`again`: the link looked slow and was measured twice; the better value counts."""
 UNSTABLE_SPREAD = 0.10
 """A spread above this makes a value unstable (pyperf's rule)."""
 
@@ -69,5 +69,5 @@ class LinkSurvey:
         return hash((self.origin_HH, self.rails, self.rounds, self.rounds_again))
 
     def origin(self, source: int, target: int) -> Origin:
-        """How the link from host `source` to host `target` became known."""
+        """Where the figure of the link from host `source` to host `target` comes from."""
         return ORIGINS[self.origin_HH[source][target]]

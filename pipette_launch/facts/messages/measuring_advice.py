@@ -42,7 +42,7 @@ class Dimension:
     groups: tuple[tuple[int, ...], ...]
     """Each of two or more slots, ascending, as torch sorts them; no slot is in two."""
     most_bytes: int = 0
-    """The largest full tensor that is exchanged there in one piece; 0 = not said."""
+    """The largest full tensor that is exchanged there in one piece; 0 = unknown."""
 
     def __post_init__(self) -> None:
         members = [slot for group in self.groups for slot in group]
@@ -59,7 +59,7 @@ class StageCase:
     layout: Layout
     pp_rank: int
     predicted_bytes: int = 0
-    """What its tensors are thought to hold at their peak; 0 = not said."""
+    """Predicted peak of its tensors; 0 = no prediction."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:
@@ -80,7 +80,7 @@ class Advice:
     stages: tuple[StageCase, ...] = ()
     """Stages whose memory decides, most promising first."""
     words: str = ""
-    """What was looked at, or why there is no more to say, one sentence."""
+    """Which plans were considered, or why there is no advice, one sentence."""
 
     def __post_init__(self) -> None:
         bad = [pair for pair in self.host_pairs if len(pair) != 2 or not 0 <= pair[0] < pair[1]]

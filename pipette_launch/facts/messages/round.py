@@ -42,7 +42,7 @@ class NodeRecord:
     is_misuse: bool = False
     """Whether the trouble is that a flag asks for what this machine does not have."""
     conditions: tuple[DeviceCondition, ...] = ()
-    """What the driver tells of this node's devices, in the order of the local ranks."""
+    """What the driver reports of this node's devices, in the order of the local ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Decision:
     iterations: int = 0
     """A trial is over after so many of them, warm-ups included."""
     proven: bool = False
-    """The candidate has trained: whatever ends it now, it is no plan that cannot start."""
+    """The candidate has trained, so that a later failure does not mean that its plan cannot start."""
     script_arguments: tuple[str, ...] | None = None
     """What the script is given; None for the user's own words, untouched."""
     failures: tuple[str, ...] = ()
@@ -80,15 +80,15 @@ class Decision:
     patches: tuple[str, ...] = ()
     """Replacements in megatron-core that the script runs under, by name."""
     reason: str = ""
-    """What to tell the user about this step; empty when there is nothing to tell."""
+    """The sentence that the user reads about this step; empty for none."""
     failed: bool = False
     """`stop` because something went wrong, not because the user asked for no more."""
     is_misuse: bool = False
     """It failed by what the user's own flags ask for: the exit code is argparse's."""
     free: bool = False
-    """The step is our own doing and is not charged to `--max-restarts`."""
+    """The launcher itself takes the step, so that it does not count against `--max-restarts`."""
     probe_options: str = ""
-    """The warm-up's orders, a document of the probe; empty in other phases."""
+    """Options of the warm-up, a document of the probe; empty in other phases."""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.hosts) == len(self.num_slots):

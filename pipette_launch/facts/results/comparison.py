@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What `pipette compare --json` prints; the first entry is what the others are measured by."""
+    """What `pipette compare --json` prints; the others are compared with the first entry."""
 
     KIND: ClassVar[str] = "comparison"
     SCHEMA_VERSION: ClassVar[int] = 1

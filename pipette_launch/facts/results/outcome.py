@@ -1,4 +1,4 @@
-"""Predicted against measured: what became of a plan."""
+"""The measured steps and memory of a plan that ran, beside what was predicted."""
 
 from __future__ import annotations
 

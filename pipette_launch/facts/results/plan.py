@@ -148,9 +148,9 @@ class Plan:
     floor_s: float = field(default=0.0, metadata=ADDED_LATER)
     """No legal layout that fits is faster than this in any placement, under the same model; 0 = nothing was proven."""
     setting: Setting | None = field(default=None, metadata=ADDED_LATER)
-    """What it was made for, where someone may look at the file alone."""
+    """The job and the machines it was made for, for readers of the file alone."""
     trials: Trials | None = field(default=None, metadata=ADDED_LATER)
-    """What settled the choice by experiment; None where nothing was tried."""
+    """Measured runs that decided the choice; None without trials."""
     num_in_line: int | None = field(default=None, metadata=ADDED_LATER)
     """So many of the alternatives, from the first, are better than the user's own; None: all of them, as predicted."""
 

@@ -12,7 +12,7 @@ from pipette_launch.facts.measurements import Samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialReport:
-    """What the agents saw of one trial, all of them together."""
+    """What all agents together observed of one trial."""
 
     KIND: ClassVar[str] = "trial-report"
     SCHEMA_VERSION: ClassVar[int] = 1
@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trials:
-    """A contest between the best plans and the user's own configuration."""
+    """Measured runs of the best plans and of the user's own configuration, before the training."""
 
     asked: int
     """How many plans were to be tried (`--pipette-trials`); there may have been fewer."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import ADDED_LATER, ModelSpec
+from pipette_launch.facts.model import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ import heapq
 import itertools
 import random
 
-from pipette_launch.cost.pipeline.simulate import StageTimes
+from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
 from pipette_launch.facts.schedule import Action, Schedule
 
 
@@ -41,18 +41,35 @@ def drawn_stages(stages: int, rng: random.Random) -> StageTimes:
     )
 
 
+def bubble_rate(timeline: Timeline, whole_s: float | None = None) -> float:
+    """Share of the makespan, or of `whole_s`, that the mean rank waits."""
+    spans = zip(timeline.start_s, timeline.end_s, strict=True)
+    busy_s = sum(end - start for starts, ends in spans for start, end in zip(starts, ends, strict=True))
+    return 1 - busy_s / (len(timeline.end_s) * (whole_s or timeline.makespan_s))
+
+
+def one_forward_one_backward_s(
+    *, stages: int, microbatches: int, forward_s: float, backward_s: float, hop_s: float
+) -> float:
+    """Makespan of 1F1B with equal stages and hops: (n+p-1)(f+b) + 2cK.
+
+    With q, r = divmod(n, p): K = q(p-1) + (p-2) + (0 if r == 0 else max(r-1, 1)), and K = 0 for one stage.
+    """
+    rounds, rest = divmod(microbatches, stages)
+    exposed = rounds * (stages - 1) + (stages - 2) + (max(rest - 1, 1) if rest else 0) if stages > 1 else 0
+    return (microbatches + stages - 1) * (forward_s + backward_s) + 2 * hop_s * exposed
+
+
 class EventLoop:
     """A clock, a heap and messages: each rank runs its next action as soon as it is free and the input is there."""
 
-    def __init__(self, schedule: Schedule, times: StageTimes, *, busy_links: bool = False) -> None:
+    def __init__(self, schedule: Schedule, times: StageTimes) -> None:
         self.times = times
         self.schedule = schedule
-        self.busy_links = busy_links
         self.last = schedule.num_stages - 1
         self.queues = [list(actions) for actions in schedule.ranks]
         self.free = [True] * schedule.pp
         self.inputs = {(0, "forward", m) for m in range(schedule.num_microbatches)}
-        self.links: dict[tuple[int, int], float] = {}
         self.ends: dict[Action, float] = {}
         self.ticket = itertools.count()
         self.events: list[tuple[float, int, object]] = []
@@ -110,13 +127,11 @@ class EventLoop:
             self.inputs.add((stage, "weight", microbatch))
 
     def carry(self, now: float, source: int, target: int, what: tuple[int, str, int]) -> None:
-        """Take a result over its link, behind what is still on it where links are busy."""
-        link = (self.schedule.rank_of(source), self.schedule.rank_of(target))
+        """Take a result over its link."""
+        crosses = self.schedule.rank_of(source) != self.schedule.rank_of(target)
         hops = self.times.forward_hop_s if target > source else self.times.backward_hop_s
-        hop_s = hops[min(source, target)] if link[0] != link[1] else 0.0
-        start = now if not self.busy_links or link[0] == link[1] else max(now, self.links.get(link, 0.0))
-        self.links[link] = start + hop_s
-        self.push(start + hop_s, what)
+        hop_s = hops[min(source, target)] if crosses else 0.0
+        self.push(now + hop_s, what)
 
     def push(self, at: float, subject: object) -> None:
         """Put an event on the heap."""

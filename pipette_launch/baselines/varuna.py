@@ -31,7 +31,8 @@ from pipette_launch.cost.communication.groups import Groups
 from pipette_launch.cost.layers import activations, embedding_and_head
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, optimizer_bytes
 from pipette_launch.cost.layers.parameters import stage_parameters
-from pipette_launch.cost.pipeline.simulate import StageTimes, engine_of
+from pipette_launch.cost.pipeline.steady_state import engine_of
+from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Cell, Layout, Recompute

@@ -1,6 +1,7 @@
 """Asks which links, groups and stages the plans that may win would use; a process of its own answers.
 
-The probe imports no planner: its orders name a command, the adviser, that reads a MeasuringQuestion and writes an Advice.
+The probe imports no planner. Its orders name a command, the adviser, which reads a MeasuringQuestion and writes an
+Advice.
 """
 
 from __future__ import annotations

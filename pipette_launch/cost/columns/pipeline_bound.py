@@ -1,6 +1,6 @@
 """No pipeline drains sooner than this: lengths of chains of actions, in closed form, for many pipelines of one shape.
 
-Each figure is the length of a real path of the schedule's graph (`cost.pipeline.simulate`), hence at most the longest
+Each figure is the length of a real path of the schedule's graph (`cost.pipeline.engine`), hence at most the longest
 one, which is the simulated time. Two families of paths are tried, which meet the longest one where stages are alike or
 one stage stands out (facts: pipette.md section 2, the exact form of 1F1B):
 

@@ -56,12 +56,6 @@ class Groups:
             forward_hop=hop.reshape(-1, 2),
         )
 
-    def lanes_PD(self, groups_GK: Ranks, seconds_G: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Slowest group on each pipeline rank of each replica: its tensor-parallel ranks wait for each other."""
-        seconds_W = np.empty(self.grid_PDCT.size)
-        seconds_W[groups_GK] = seconds_G[:, None]
-        return self.slowest_PD(seconds_W)
-
     def met_PDL(self, groups_GK: Ranks) -> NDArray[np.int64]:
         """Return the groups, as rows, of the ranks of each pipeline rank of each replica.
 
@@ -77,11 +71,6 @@ class Groups:
             met_PDCT = met_PDCT[:, :, :1]
         met_PDL: NDArray[np.int64] = met_PDCT.reshape(*met_PDCT.shape[:2], -1)
         return met_PDL
-
-    def slowest_PD(self, seconds_W: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Largest value of each pipeline rank of each replica."""
-        slowest: NDArray[np.float64] = seconds_W[self.grid_PDCT].max(axis=(2, 3))
-        return slowest
 
 
 def rank_grid(layout: Layout) -> Ranks:

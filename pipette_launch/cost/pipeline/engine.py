@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,9 +15,9 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.pipeline.dependencies import Dependencies, Ints
 from pipette_launch.cost.pipeline.order import Order
-from pipette_launch.cost.pipeline.timeline import Timeline
+from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
 from pipette_launch.errors import FactError
-from pipette_launch.facts.schedule import FORWARD, INPUT, WEIGHT, Action, Schedule
+from pipette_launch.facts.schedule import FORWARD, INPUT, WEIGHT, Schedule
 
 Floats = NDArray[np.float64]
 
@@ -29,54 +28,6 @@ _ENDS_AT_ONCE = 1 << 21
 """Pipelines are priced in blocks of about so many actions, 16 MB, ..."""
 _FEWEST_AT_ONCE = 64
 """... and of so many pipelines, if there are."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageTimes:
-    """Seconds of one micro-batch on each stage of one pipeline, and on the way between neighbours."""
-
-    forward_s: tuple[float, ...]
-    """One entry for each stage, as in `backward_s`."""
-    backward_s: tuple[float, ...]
-    """The whole backward."""
-    forward_hop_s: tuple[float, ...]
-    """From stage s to s + 1: S - 1 entries. Not asked for where both lie on one rank, as at the turn of a V."""
-    backward_hop_s: tuple[float, ...]
-    """From stage s + 1 to s: S - 1 entries."""
-    first_forward_s: tuple[float, ...] = ()
-    """The forward of micro-batch 0, where something makes it longer; empty = as the others."""
-    input_s: tuple[float, ...] = ()
-    """The input's gradient, for a schedule that splits the backward; empty = not known apart."""
-    weight_s: tuple[float, ...] = ()
-    """The weights' gradients."""
-    recompute_s: tuple[float, ...] = ()
-    """What is computed again before each backward, once its gradient has arrived; empty = nothing."""
-
-    def __post_init__(self) -> None:
-        stages = len(self.forward_s)
-        hops = {len(self.forward_hop_s), len(self.backward_hop_s)}
-        optional = (self.first_forward_s, self.input_s, self.weight_s, self.recompute_s)
-        passes = {len(self.backward_s), *(len(times) or stages for times in optional)}
-        if stages == 0 or hops != {stages - 1} or passes != {stages}:
-            raise FactError(f"stage times: {stages} stages need as many backwards and {stages - 1} hops each way")
-        if bool(self.input_s) != bool(self.weight_s):
-            raise FactError("stage times: a split backward needs the times of both its halves")
-        everything = (self.forward_s, self.backward_s, self.forward_hop_s, self.backward_hop_s, *optional)
-        if not all(0 <= seconds < float("inf") for times in everything for seconds in times):
-            raise FactError("stage times: seconds are finite and not negative")
-
-    @property
-    def durations_s(self) -> list[float]:
-        """Forwards, backwards, first forwards; then input and weight gradients, where they are known."""
-        again = self.recompute_s or (0.0,) * len(self.forward_s)
-        backward_s = [more + seconds for more, seconds in zip(again, self.backward_s, strict=True)]
-        input_s = [more + seconds for more, seconds in zip(again, self.input_s, strict=True)] if self.input_s else []
-        return [*self.forward_s, *backward_s, *(self.first_forward_s or self.forward_s), *input_s, *self.weight_s]
-
-    @property
-    def hops_s(self) -> list[float]:
-        """Forward hops, backward hops, and 0 for no hop."""
-        return [*self.forward_hop_s, *self.backward_hop_s, 0.0]
 
 
 class Engine:
@@ -206,7 +157,7 @@ class Engine:
         return ends
 
     def timeline(self, times: StageTimes) -> Timeline:
-        """Return every action's start and end, and the critical path."""
+        """Return every action's start and end."""
         ends = self._ends(times)
         durations = times.durations_s
         end_A = [ends[place] for place in self.place_A[:-1].tolist()]
@@ -216,7 +167,6 @@ class Engine:
             schedule=self.schedule,
             start_s=self._by_rank(start_A),
             end_s=self._by_rank(end_A),
-            critical_path=self._path(ends, times),
         )
 
     @cached_property
@@ -319,14 +269,46 @@ class Engine:
         bounds = np.cumsum([0, *np.bincount(self.dependencies.columns.rank_A).tolist()]).tolist()
         return tuple(tuple(values_A[start:stop]) for start, stop in itertools.pairwise(bounds))
 
-    def _path(self, ends: list[float], times: StageTimes) -> tuple[Action, ...]:
-        hops = times.hops_s
-        nowhere = len(self._steps)
-        place = max(range(nowhere), key=lambda index: (ends[index], -index))
-        path = []
-        while place != nowhere:
-            path.append(self.dependencies.action(self._order_A[place]))
-            previous, cause, hop, wait, _ = self._steps[place]
-            # The rank itself wins a tie: what it did before is the plainer reason.
-            place = cause if ends[cause] + hops[hop] > ends[previous] + hops[wait] else previous
-        return tuple(reversed(path))
+
+def simulate(schedule: Schedule, times: StageTimes) -> Timeline:
+    """Price one pipeline, action by action.
+
+    Raises:
+        FactError: the schedule deadlocks, or the times are those of another one.
+
+    """
+    return Engine(schedule).timeline(times)
+
+
+def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Floats]:
+    """Count how often each duration and each hop lies on the longest path of each pipeline.
+
+    The makespan is the largest over all paths of a sum of durations and hops, so it is convex in them, and these
+    counts are a subgradient: at any other times it is at least counts * times.
+
+    Args:
+        engine: the schedule.
+        durations_R: as for `Engine.drain_s_SR`, one column for each pipeline.
+        hops_R: likewise.
+
+    Returns:
+        Counts in the shapes of `durations_R` and `hops_R`; the last hop, which is none, counts 0.
+
+    """
+    previous_A, cause_A, hop_A, wait_A, duration_A = engine.table_A
+    ends = engine.ends_AR(durations_R, hops_R)
+    nowhere = len(previous_A)
+    duration_counts, hop_counts = np.zeros_like(durations_R), np.zeros_like(hops_R)
+    column = np.arange(durations_R.shape[1])
+    place = ends[:nowhere].argmax(axis=0)
+    while len(column):
+        duration_counts[duration_A[place], column] += 1
+        hop, wait, cause, before = hop_A[place], wait_A[place], cause_A[place], previous_A[place]
+        # The rank itself wins a tie.
+        waits = ends[cause, column] + hops_R[hop, column] > ends[before, column] + hops_R[wait, column]
+        hop_counts[np.where(waits, hop, wait), column] += 1
+        place = np.where(waits, cause, before)
+        inside = place != nowhere
+        place, column = place[inside], column[inside]
+    hop_counts[-1] = 0
+    return duration_counts, hop_counts

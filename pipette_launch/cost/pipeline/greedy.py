@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipette_launch.cost.pipeline.simulate import StageTimes
+from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.schedule import Action, Placement, Schedule, rank_of
 

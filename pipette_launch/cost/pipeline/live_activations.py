@@ -1,4 +1,4 @@
-"""Bytes of activations that a schedule keeps on each rank, at the peak and over time."""
+"""Bytes of activations that a schedule keeps on each rank, at the peak."""
 
 # A = actions of all ranks, S = stages.
 
@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipette_launch.cost.pipeline.timeline import Timeline
 from pipette_launch.errors import FactError
 from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Schedule
 
@@ -30,28 +28,6 @@ def peak_live_bytes(schedule: Schedule, chunk_bytes: Sequence[int], w_share: flo
         FactError: another number of stages, a negative size, or a share outside 0 to 1.
 
     """
-    deltas = _deltas(schedule, chunk_bytes, w_share)
-    return tuple(int(np.cumsum(delta).max()) for delta in deltas)
-
-
-def live_bytes(
-    timeline: Timeline, chunk_bytes: Sequence[int], w_share: float = 1.0
-) -> tuple[tuple[tuple[float, int], ...], ...]:
-    """(seconds, bytes held from then on) of each rank: F takes its bytes as it starts, the others give as they end."""
-    deltas = _deltas(timeline.schedule, chunk_bytes, w_share)
-    series = []
-    for actions, starts, ends, delta in zip(
-        timeline.schedule.ranks, timeline.start_s, timeline.end_s, deltas, strict=True
-    ):
-        moments = [
-            start if action.kind == "F" else end for action, start, end in zip(actions, starts, ends, strict=True)
-        ]
-        series.append(tuple(zip(moments, np.cumsum(delta).tolist(), strict=True)))
-    return tuple(series)
-
-
-def _deltas(schedule: Schedule, chunk_bytes: Sequence[int], w_share: float) -> list[NDArray[np.int64]]:
-    """What each action adds to the bytes that its rank holds."""
     if len(chunk_bytes) != schedule.num_stages:
         raise FactError(f"bytes of {len(chunk_bytes)} stages for a schedule of {schedule.num_stages}")
     if min(chunk_bytes) < 0 or not 0 <= w_share <= 1:
@@ -65,4 +41,5 @@ def _deltas(schedule: Schedule, chunk_bytes: Sequence[int], w_share: float) -> l
     change_KS[WEIGHT] = -for_weight_S
     columns = schedule.columns
     delta_A = change_KS[columns.kind_A, columns.stage_A]
-    return np.split(delta_A, np.cumsum([len(actions) for actions in schedule.ranks])[:-1])
+    first_P = np.cumsum([len(actions) for actions in schedule.ranks])[:-1]
+    return tuple(int(np.cumsum(delta).max()) for delta in np.split(delta_A, first_P))

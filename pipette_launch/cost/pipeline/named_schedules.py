@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipette_launch.cost.pipeline.greedy import Task
-from pipette_launch.cost.pipeline.simulate import StageTimes
+from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.cost.pipeline.v_schedules import one_forward_one_backward_v, v_schedule
 from pipette_launch.cost.pipeline.zero_bubble import refilled, zero_bubble
 from pipette_launch.errors import FactError, LayoutError

@@ -1,12 +1,59 @@
-"""One pipeline's step, action by action: spans, bubbles, memory over time, and the chain that no rank could shorten."""
+"""What passes and hops of one pipeline take, and when each action of its step starts and ends."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from dataclasses import dataclass
 
-from pipette_launch.facts.schedule import Action, Schedule, words
+from pipette_launch.errors import FactError
+from pipette_launch.facts.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageTimes:
+    """Seconds of one micro-batch on each stage of one pipeline, and on the way between neighbours."""
+
+    forward_s: tuple[float, ...]
+    """One entry for each stage, as in `backward_s`."""
+    backward_s: tuple[float, ...]
+    """The whole backward."""
+    forward_hop_s: tuple[float, ...]
+    """From stage s to s + 1: S - 1 entries. Not asked for where both lie on one rank, as at the turn of a V."""
+    backward_hop_s: tuple[float, ...]
+    """From stage s + 1 to s: S - 1 entries."""
+    first_forward_s: tuple[float, ...] = ()
+    """The forward of micro-batch 0, where something makes it longer; empty = as the others."""
+    input_s: tuple[float, ...] = ()
+    """The input's gradient, for a schedule that splits the backward; empty = not known apart."""
+    weight_s: tuple[float, ...] = ()
+    """The weights' gradients."""
+    recompute_s: tuple[float, ...] = ()
+    """What is computed again before each backward, once its gradient has arrived; empty = nothing."""
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward_s)
+        hops = {len(self.forward_hop_s), len(self.backward_hop_s)}
+        optional = (self.first_forward_s, self.input_s, self.weight_s, self.recompute_s)
+        passes = {len(self.backward_s), *(len(times) or stages for times in optional)}
+        if stages == 0 or hops != {stages - 1} or passes != {stages}:
+            raise FactError(f"stage times: {stages} stages need as many backwards and {stages - 1} hops each way")
+        if bool(self.input_s) != bool(self.weight_s):
+            raise FactError("stage times: a split backward needs the times of both its halves")
+        everything = (self.forward_s, self.backward_s, self.forward_hop_s, self.backward_hop_s, *optional)
+        if not all(0 <= seconds < float("inf") for times in everything for seconds in times):
+            raise FactError("stage times: seconds are finite and not negative")
+
+    @property
+    def durations_s(self) -> list[float]:
+        """Forwards, backwards, first forwards; then input and weight gradients, where they are known."""
+        again = self.recompute_s or (0.0,) * len(self.forward_s)
+        backward_s = [more + seconds for more, seconds in zip(again, self.backward_s, strict=True)]
+        input_s = [more + seconds for more, seconds in zip(again, self.input_s, strict=True)] if self.input_s else []
+        return [*self.forward_s, *backward_s, *(self.first_forward_s or self.forward_s), *input_s, *self.weight_s]
+
+    @property
+    def hops_s(self) -> list[float]:
+        """Forward hops, backward hops, and 0 for no hop."""
+        return [*self.forward_hop_s, *self.backward_hop_s, 0.0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,8 +64,6 @@ class Timeline:
     start_s: tuple[tuple[float, ...], ...]
     """For each rank, the start of each of its actions."""
     end_s: tuple[tuple[float, ...], ...]
-    critical_path: tuple[Action, ...]
-    """The chain of actions, first to last, that no link or rank could start earlier."""
 
     @property
     def makespan_s(self) -> float:
@@ -29,43 +74,3 @@ class Timeline:
     def span_s_P(self) -> tuple[float, ...]:
         """From each rank's own first start to its last end."""
         return tuple(ends[-1] - starts[0] for starts, ends in zip(self.start_s, self.end_s, strict=True))
-
-    @property
-    def busy_s_P(self) -> tuple[float, ...]:
-        """Seconds that each rank computes."""
-        return tuple(
-            sum(end - start for start, end in zip(starts, ends, strict=True))
-            for starts, ends in zip(self.start_s, self.end_s, strict=True)
-        )
-
-    @property
-    def idle_s_P(self) -> tuple[float, ...]:
-        """Seconds of the makespan that each rank waits."""
-        return tuple(self.makespan_s - busy for busy in self.busy_s_P)
-
-    @property
-    def bubble_rate(self) -> float:
-        """Share of the makespan that the mean rank waits: what counts where the optimizer waits for every rank."""
-        return self._rate(self.makespan_s)
-
-    @property
-    def span_bubble_rate(self) -> float:
-        """The same against the longest span of one rank: 2401.10241's rate, true only with its post-validation.
-
-        A step then begins on each rank as soon as that rank is done with the one before (facts: schedules.md 1.3).
-        """
-        return self._rate(max(self.span_s_P))
-
-    @property
-    def critical_words(self) -> list[str]:
-        """The critical path as words."""
-        return words(self.critical_path)
-
-    @property
-    def critical_hops(self) -> Counter[tuple[int, int]]:
-        """How often the critical path crosses from one pipeline rank to another."""
-        ranks = [self.schedule.rank_of(action.stage) for action in self.critical_path]
-        return Counter((before, after) for before, after in itertools.pairwise(ranks) if before != after)
-
-    def _rate(self, whole_s: float) -> float:
-        return 1 - sum(self.busy_s_P) / (self.schedule.pp * whole_s) if whole_s else 0.0

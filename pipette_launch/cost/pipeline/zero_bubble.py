@@ -8,9 +8,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
+from pipette_launch.cost.pipeline.engine import simulate
 from pipette_launch.cost.pipeline.greedy import Order, Rules, Task, order_of
 from pipette_launch.cost.pipeline.local_search import best_draft
-from pipette_launch.cost.pipeline.simulate import simulate
 from pipette_launch.facts.schedule import Action, Schedule
 
 RULES = tuple(Rules(weight_gap=gap) for gap in (0.25, 0.9, 0.0, 0.5))

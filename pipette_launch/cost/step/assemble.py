@@ -25,7 +25,8 @@ from pipette_launch.cost.communication.traffic import (
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.optimizer import OnceAStep
 from pipette_launch.cost.layers.parameters import expert_dp
-from pipette_launch.cost.pipeline.simulate import Engine, engine_of
+from pipette_launch.cost.pipeline.engine import Engine
+from pipette_launch.cost.pipeline.steady_state import engine_of
 from pipette_launch.cost.step.dominance import worst
 from pipette_launch.cost.step.first_gathers import Forwards, waits_aligned_s, waits_one_by_one_s
 from pipette_launch.facts.job import Job

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipette_launch.cost.pipeline.critical_path import critical_counts
+from pipette_launch.cost.pipeline.engine import critical_counts
 from pipette_launch.cost.step.assemble import Work
 from pipette_launch.search.assignment.problem import Floats
 

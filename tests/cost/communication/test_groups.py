@@ -5,7 +5,7 @@ import pytest
 from facts_for_tests import expert_groups, groups_of
 
 from pipette_launch.cost.communication.groups import Groups, Ranks
-from pipette_launch.facts import Cell, Layout
+from pipette_launch.facts import Layout
 
 LAYOUTS = [
     Layout(tp=2, pp=2, dp=4, cp=2),
@@ -68,13 +68,3 @@ def test_rows_are_ordered_by_pipeline_rank() -> None:
     assert [[layout.cell_of(rank).pp for rank in row] for row in groups.dp_cp.tolist()] == [[0, 0]] * 2 + [[1, 1]] * 2
     assert groups.forward_hop.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7], [4, 0], [5, 1], [6, 2], [7, 3]]
     assert groups.embedding.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-
-
-def test_the_slowest_group_counts_for_its_stage_and_replica() -> None:
-    """A pipeline rank of a replica waits for the slowest of its tensor-parallel groups."""
-    layout = Layout(tp=2, pp=2, dp=2, cp=2)
-    groups = Groups.of(layout)
-    slow = layout.rank_of(Cell(pp=1, dp=0, cp=1, tp=0))
-    seconds = np.array([2.0 if slow in row else 1.0 for row in groups.tp.tolist()])
-
-    assert groups.lanes_PD(groups.tp, seconds).tolist() == [[1.0, 1.0], [2.0, 1.0]]

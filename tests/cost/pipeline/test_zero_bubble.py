@@ -3,15 +3,16 @@
 import random
 
 import pytest
-from event_loop import EventLoop, drawn_stages
+from event_loop import EventLoop, bubble_rate, drawn_stages
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from pipette_launch.cost.pipeline.engine import Engine, simulate
 from pipette_launch.cost.pipeline.greedy import Rules, Task, fill, order_of
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import named_schedule
-from pipette_launch.cost.pipeline.simulate import Engine, StageTimes, simulate
+from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
 from pipette_launch.cost.pipeline.zero_bubble import RULES, refilled, zero_bubble
 from pipette_launch.errors import FactError
 from pipette_launch.facts.schedules import grouped_split, interleaved_zero_bubble, one_forward_one_backward
@@ -40,6 +41,11 @@ def split_times(pp: int, forward_s: float, input_s: float, weight_s: float, hop_
     )
 
 
+def span_rate(timeline: Timeline) -> float:
+    """The bubble against the longest span of one rank, as 2401.10241 counts it."""
+    return bubble_rate(timeline, max(timeline.span_s_P))
+
+
 @pytest.mark.parametrize(("pp", "n", "f", "b", "w", "c", "rate", "_one", "_two"), CASES)
 def test_1f1b_has_the_published_rate(
     pp: int, n: int, f: float, b: float, w: float, c: float, rate: float, _one: float, _two: float
@@ -47,7 +53,7 @@ def test_1f1b_has_the_published_rate(
     """To four digits, against the longest span of one rank as published."""
     timeline = simulate(one_forward_one_backward(pp, n), split_times(pp, f, b, w, c))
 
-    assert rate == round(timeline.span_bubble_rate, 4)
+    assert rate == round(span_rate(timeline), 4)
 
 
 @pytest.mark.parametrize(("pp", "n", "f", "b", "w", "c", "_rate", "one", "_two"), CASES)
@@ -62,7 +68,7 @@ def test_zb_1p_has_the_published_rate(
     schedule = named_schedule("zb-1p", pp=pp, num_microbatches=n, times=times, w_share=0.5, objective="span")
     timeline = simulate(schedule, times)
 
-    assert one == round(timeline.span_bubble_rate, 4)
+    assert one == round(span_rate(timeline), 4)
     assert timeline.makespan_s == pytest.approx(n * (f + b + w) + (pp - 1) * (f + b - w + 4 * c))
     assert max(peak_live_bytes(schedule, (2,) * pp, 0.5)) == 2 * pp
 
@@ -75,7 +81,7 @@ def test_zb_2p_is_no_worse_than_published(
     times = split_times(pp, f, b, w, c)
     schedule = named_schedule("zb-2p", pp=pp, num_microbatches=n, times=times, w_share=0.5, objective="span")
 
-    assert round(simulate(schedule, times).span_bubble_rate, 4) <= two
+    assert round(span_rate(simulate(schedule, times)), 4) <= two
     assert max(peak_live_bytes(schedule, (2,) * pp, 0.5)) <= 2 * 2 * pp
 
 

@@ -7,23 +7,18 @@ import time
 
 import numpy as np
 import pytest
-from event_loop import EventLoop, drawn_stages, equal_stages
-from hypothesis import given
+from event_loop import EventLoop, drawn_stages, equal_stages, one_forward_one_backward_s
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_words import from_words
 
+from pipette_launch.cost.pipeline.engine import Engine, critical_counts, simulate
 from pipette_launch.cost.pipeline.order import Order
-from pipette_launch.cost.pipeline.simulate import (
-    BusyLinkEngine,
-    Engine,
-    StageTimes,
-    engine_of,
-    one_forward_one_backward_s,
-    simulate,
-)
+from pipette_launch.cost.pipeline.steady_state import engine_of
+from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedule import Schedule, words
+from pipette_launch.facts.schedule import Schedule
 from pipette_launch.facts.schedules import (
     eager_one_forward_one_backward,
     gpipe,
@@ -42,9 +37,7 @@ def test_two_stages_by_hand() -> None:
     assert timeline.start_s == ((0.0, 1.0, 5.0, 8.0), (1.5, 2.5, 4.5, 5.5))
     assert timeline.end_s == ((1.0, 2.0, 7.0, 10.0), (2.5, 4.5, 5.5, 7.5))
     assert timeline.makespan_s == 10.0
-    assert timeline.busy_s_P == (6.0, 6.0)
-    assert timeline.idle_s_P == (4.0, 4.0)
-    assert words(timeline.critical_path) == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert timeline.span_s_P == (10.0, 6.0)
 
 
 def test_a_long_first_forward_delays_everything_behind_it() -> None:
@@ -135,66 +128,21 @@ KINDS_OF_SCHEDULE = ("1f1b", "gpipe", "eager", "interleaved", "gis", "zb", "v")
     st.integers(1, 3),
     st.integers(1, 9),
     st.sampled_from(KINDS_OF_SCHEDULE),
-    st.booleans(),
     st.randoms(),
 )
-def test_equals_a_naive_event_loop(
-    pp: int, vpp: int, microbatches: int, kind: str, busy_links: bool, rng: random.Random
-) -> None:
+def test_equals_a_naive_event_loop(pp: int, vpp: int, microbatches: int, kind: str, rng: random.Random) -> None:
     """Whatever the seconds, every action ends when an event loop says."""
     schedule = small_schedule(kind, pp, vpp, microbatches)
     times = drawn_stages(schedule.num_stages, rng)
 
-    timeline = simulate(schedule, times, busy_links=busy_links)
+    timeline = simulate(schedule, times)
 
     ends = {
         action: end
         for actions, rank_ends in zip(schedule.ranks, timeline.end_s, strict=True)
         for action, end in zip(actions, rank_ends, strict=True)
     }
-    assert EventLoop(schedule, times, busy_links=busy_links).run() == ends
-
-
-@given(st.integers(2, 4), st.integers(1, 8), st.sampled_from(KINDS_OF_SCHEDULE), st.booleans(), st.randoms())
-def test_the_critical_path_is_as_long_as_the_step(
-    pp: int, microbatches: int, kind: str, busy_links: bool, rng: random.Random
-) -> None:
-    """Its passes and the hops between its ranks add up to the makespan."""
-    schedule = small_schedule(kind, pp, 2, microbatches)
-    times = drawn_stages(schedule.num_stages, rng)
-    timeline = simulate(schedule, times, busy_links=busy_links)
-    ends = EventLoop(schedule, times, busy_links=busy_links).run()
-    path = timeline.critical_path
-
-    assert timeline.makespan_s == ends[path[-1]]
-    assert path[0].kind == "F"
-    for before, after in itertools.pairwise(path):
-        start_s = ends[after] - EventLoop(schedule, times).seconds_of(after)
-        if schedule.rank_of(before.stage) == schedule.rank_of(after.stage):
-            assert start_s == ends[before]
-        elif not busy_links:
-            lower = min(before.stage, after.stage)
-            hops = times.forward_hop_s if after.kind == "F" else times.backward_hop_s
-            assert start_s == ends[before] + hops[lower]
-
-
-def test_critical_words_and_hops_by_hand() -> None:
-    """The chain of the two stages above crosses their link once each way."""
-    timeline = simulate(one_forward_one_backward(2, 2), equal_stages(2, hop_s=0.5))
-
-    assert timeline.critical_words == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
-    assert timeline.critical_hops == {(0, 1): 1, (1, 0): 1}
-
-
-def test_a_busy_link_by_hand() -> None:
-    """GPipe's second activation waits for the first on the link, the third for the second."""
-    times = StageTimes(forward_s=(1.0, 1.0), backward_s=(1.0, 1.0), forward_hop_s=(3.0,), backward_hop_s=(0.0,))
-    free = simulate(gpipe(2, 3), times)
-    busy = simulate(gpipe(2, 3), times, busy_links=True)
-
-    assert free.start_s[1][:3] == (4.0, 5.0, 6.0)
-    assert busy.start_s[1][:3] == (4.0, 7.0, 10.0)
-    assert busy.critical_words[:2] == ["0F0", "1F2"]
+    assert EventLoop(schedule, times).run() == ends
 
 
 def test_a_recompute_comes_before_each_backward() -> None:
@@ -203,15 +151,6 @@ def test_a_recompute_comes_before_each_backward() -> None:
     again = dataclasses.replace(plain, recompute_s=(0.5,))
     for schedule in (no_pipelining(3), interleaved_zero_bubble(1, 1, 3)):
         assert simulate(schedule, plain).makespan_s + 3 * 0.5 == simulate(schedule, again).makespan_s
-
-
-def test_spans_and_bubbles_by_hand() -> None:
-    """Rank 0 works 6 of its 10 s; rank 1 is there from 1.5 s to 7.5 s and always busy."""
-    timeline = simulate(one_forward_one_backward(2, 2), equal_stages(2, hop_s=0.5))
-
-    assert timeline.span_s_P == (10.0, 6.0)
-    assert timeline.bubble_rate == pytest.approx(0.4)
-    assert timeline.span_bubble_rate == pytest.approx(0.4)
 
 
 def test_the_turn_of_a_v_is_free() -> None:
@@ -234,12 +173,11 @@ def test_a_split_needs_its_times() -> None:
         dataclasses.replace(whole, forward_s=(-1.0,))
 
 
-@pytest.mark.parametrize("make", [Engine, BusyLinkEngine])
 @pytest.mark.parametrize("count", [1, 7, 16, 40])
-def test_many_pipelines_at_once_give_the_same_digits(count: int, make: type[Engine]) -> None:
+def test_many_pipelines_at_once_give_the_same_digits(count: int) -> None:
     """One by one or as arrays, the answers are equal, not only close."""
     rng = random.Random(count)
-    engine = make(interleaved(3, 2, 6, 3))
+    engine = Engine(interleaved(3, 2, 6, 3))
     pipelines = [drawn_stages(6, rng) for _ in range(count)]
     durations_R = np.array([times.durations_s for times in pipelines]).T
     hops_R = np.array([times.hops_s for times in pipelines]).T
@@ -325,7 +263,6 @@ def test_a_message_that_meets_its_receiver_is_a_part_of_the_pass_behind_it(
 
     assert Engine(order.schedule).makespan_s(longer) == pytest.approx(timeline.makespan_s)
     assert Engine(order.schedule).makespan_s(meeting) <= timeline.makespan_s * (1 + 1e-12)
-    assert timeline.critical_path[0] == order.schedule.ranks[0][0]
 
 
 def chunked(group_size: int, microbatches: int, *, blocking_ends: bool) -> Order:
@@ -361,3 +298,41 @@ def test_what_blocking_ends_cost_depends_on_the_group_and_not_on_the_number_of_m
 
     assert more_s(group_size, 3 * group_size) == more_s(group_size, (3 + groups) * group_size)
     assert more_s(group_size, 3 * group_size) < more_s(group_size + 1, 3 * (group_size + 1))
+
+
+ENGINES = [
+    engine_of(Layout(pp=pp, vpp=vpp), num, rendezvous=rendezvous)
+    for pp, vpp, num in ((1, 1, 3), (2, 1, 4), (4, 1, 6), (2, 2, 4))
+    for rendezvous in (False, True)
+] + [engine_of(Layout(pp=2, vpp=2, microbatch_group_size=size), 6, blocking_ends=True) for size in (2, 3)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(ENGINES), st.integers(0, 1000), st.integers(1, 9))
+def test_counts_are_a_subgradient(engine: Engine, seed: int, pipelines: int) -> None:
+    """They give each makespan exactly, and no other pipeline's makespan is below what they say of it."""
+    stages = engine.schedule.num_stages
+    rng = np.random.default_rng(seed)
+    durations, hops = rng.random((3 * stages, pipelines)), rng.random((2 * stages - 1, pipelines))
+    hops[-1] = 0
+    makespan = engine.drain_s_SR(durations, hops).max(axis=0)
+
+    of_durations, of_hops = critical_counts(engine, durations, hops)
+    said = of_durations.T @ durations + of_hops.T @ hops
+
+    np.testing.assert_allclose(np.diag(said), makespan, rtol=1e-12)
+    assert (said <= makespan * (1 + 1e-12)).all()
+
+
+def test_counts_by_hand() -> None:
+    """Two equal stages, two micro-batches, 1F1B: the path is F F B B on the last stage, and one pass before and after.
+
+    0F0 -> 1F0 1B0 1F1 1B1 -> 0B1, with a hop to the last stage and one back.
+    """
+    engine = engine_of(Layout(pp=2), 2)
+    durations = np.array([[1.0], [1.0], [2.0], [2.0], [1.0], [1.0]])
+
+    of_durations, of_hops = critical_counts(engine, durations, np.array([[0.5], [0.5], [0.0]]))
+
+    assert [0.0, 1.0, 1.0, 2.0, 1.0, 1.0] == of_durations[:, 0].tolist()
+    assert [1.0, 1.0, 0.0] == of_hops[:, 0].tolist()

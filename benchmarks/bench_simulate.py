@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.telling import shown
 from pipette_launch.cost.pipeline.engine import Engine, simulate
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
-from pipette_launch.cost.pipeline.named_schedules import KNOWN, UNSPLIT, named_schedule
+from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
 from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
 from pipette_launch.facts.schedule import Schedule
 
@@ -101,7 +101,7 @@ def speed(pp: int = 32, microbatches: int = 256) -> Iterator[str]:
     yield ""
     yield "| schedule | v | actions | make | engine | price | both | 64 pipelines | timeline |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
-    for name, known in KNOWN.items():
+    for name, known in SCHEDULES.items():
         vpp = CHUNKS[known.chunks]
         times = equal_stages((pp, microbatches, 1.0, 1.0, 1.0, 0.05), vpp)
         began = time.process_time()
@@ -133,7 +133,7 @@ def rates() -> Iterator[str]:
         times = equal_stages(setting[:6], 1)
         cells = []
         for name, rate in zip(("1f1b", "zb-1p", "zb-2p"), published, strict=True):
-            by_times = {"times": times, "w_share": 0.5, "objective": "span"} if KNOWN[name].by_times else {}
+            by_times = {"times": times, "w_share": 0.5, "objective": "span"} if SCHEDULES[name].by_times else {}
             timeline = simulate(named_schedule(name, pp=pp, num_microbatches=microbatches, **by_times), times)
             ours = [bubble_rate(timeline, whole_s) for whole_s in (max(timeline.span_s_P), timeline.makespan_s)]
             cells.append(f"{rate:.4f} / {ours[0]:.4f} ({ours[1]:.4f})")
@@ -152,7 +152,7 @@ def bubbles() -> Iterator[str]:
         cells = []
         for setting, before in zip(SETTINGS, earlier, strict=True):
             times = equal_stages(setting, vpp)
-            schedule = made(name, vpp, part, times if anew or KNOWN[name].by_times else None, setting)
+            schedule = made(name, vpp, part, times if anew or SCHEDULES[name].by_times else None, setting)
             peak = max(peak_live_bytes(schedule, (1,) * schedule.num_stages)) / vpp / schedule.pp
             timeline = simulate(schedule, times)
             rate = bubble_rate(timeline, timeline.makespan_s)
@@ -171,7 +171,8 @@ def made(name: str, vpp: int, part: float, times: StageTimes | None, setting: tu
 def report() -> Iterator[str]:
     """All of it, a line at a time."""
     yield f"Python {platform.python_version()}, numpy {version('numpy')}, {platform.machine()}; one process"
-    yield f"whole backwards: {', '.join(sorted(UNSPLIT))}; all others split them"
+    whole = sorted(name for name, known in SCHEDULES.items() if not known.splits_backward)
+    yield f"whole backwards: {', '.join(whole)}; all others split them"
     for table in (speed, rates, bubbles):
         yield ""
         yield from table()

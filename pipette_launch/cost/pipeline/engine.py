@@ -33,7 +33,7 @@ _FEWEST_AT_ONCE = 64
 class Engine:
     """A schedule made ready for pricing: its actions in an order in which every cause comes before its effect.
 
-    start = max(end of the rank's previous action, end of the cause + its hop) (facts: schedules.md 7.1); where a
+    start = max(end of the rank's previous action, end of the cause + its hop); where a
     message meets its receiver (`Order.blocked_A`) the hop begins after both. Sends do not occupy a rank, but where
     nothing comes in that way: then the rank waits for what it sends. The order depends on the schedule only, so it is
     found once, and each pricing is one pass: O(pp * vpp * n).

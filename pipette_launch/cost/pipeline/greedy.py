@@ -13,7 +13,7 @@ from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.schedule import Action, Placement, Schedule, rank_of
 
-Order = tuple[tuple[Action, ...], ...]
+PassOrder = tuple[tuple[Action, ...], ...]
 """For each rank its forwards and backwards, without W; each stage's micro-batches ascend."""
 
 _NEVER = float("inf")
@@ -22,7 +22,7 @@ _SLACK = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class SchedulingProblem:
     """What a generated schedule is for: a pipeline, its times and how much it may keep."""
 
     pp: int
@@ -37,7 +37,7 @@ class Task:
     limit_P: tuple[float, ...]
     """Most that each rank may keep, in the same unit."""
     objective: Literal["makespan", "span"] = "makespan"
-    """What to keep short: the whole, or the longest rank's own (facts: schedules.md 1.3)."""
+    """What to keep short: the whole, or the longest rank's own."""
 
     def __post_init__(self) -> None:
         stages = self.pp * self.vpp
@@ -61,7 +61,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
+class FillRules:
     """What an idle rank does while the next action of its order is still to come."""
 
     weight_gap: float
@@ -75,7 +75,7 @@ class Rules:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Draft:
+class DraftSchedule:
     """What came out: for each rank its actions with start and end, and whether all of them ran within the limits."""
 
     ranks: tuple[tuple[tuple[float, float, Action], ...], ...]
@@ -91,47 +91,51 @@ class Draft:
         """The longest that one rank takes from its first start to its last end."""
         return max(rank[-1][1] - rank[0][0] for rank in self.ranks)
 
-    def score_s(self, task: Task) -> float:
-        """What the task wants short; infinite where some actions could not run."""
+    def score_s(self, problem: SchedulingProblem) -> float:
+        """What the problem wants short; infinite where some actions could not run."""
         if not self.complete:
             return _NEVER
-        return self.makespan_s if task.objective == "makespan" else self.longest_span_s
+        return self.makespan_s if problem.objective == "makespan" else self.longest_span_s
 
-    def schedule(self, name: str, task: Task) -> Schedule:
+    def schedule(self, name: str, problem: SchedulingProblem) -> Schedule:
         """Return the order that was found."""
         return Schedule(
             name=name,
-            pp=task.pp,
-            vpp=task.vpp,
-            num_microbatches=task.num_microbatches,
-            placement=task.placement,
+            pp=problem.pp,
+            vpp=problem.vpp,
+            num_microbatches=problem.num_microbatches,
+            placement=problem.placement,
             ranks=tuple(tuple(action for _, _, action in rank) for rank in self.ranks),
         )
 
 
-def fill(task: Task, order: Order, rules: Rules, patient: frozenset[Action] = frozenset()) -> Draft:
+def fill(
+    problem: SchedulingProblem, order: PassOrder, rules: FillRules, patient: frozenset[Action] = frozenset()
+) -> DraftSchedule:
     """Run an order by the clock: a rank takes its next action when it can, and by the rules something else meanwhile.
 
     A forward that would pass the limit waits for a W that makes room; where none is owed the draft stays incomplete.
 
     Args:
-        task: times, sizes and limits.
+        problem: times, sizes and limits.
         order: forwards and backwards of each rank.
         rules: what idle ranks do.
         patient: actions for which a rank waits, and does nothing meanwhile.
 
     """
-    return _Clock(task, order, rules, patient).run()
+    return _Clock(problem, order, rules, patient).run()
 
 
 class _Clock:
     """The state of one run. Events say that a rank may have something to do; a busy or idle rank just ignores them."""
 
-    def __init__(self, task: Task, order: Order, rules: Rules, patient: frozenset[Action]) -> None:
-        stages, microbatches = task.pp * task.vpp, task.num_microbatches
-        seconds = task.times.durations_s
-        self.task, self.order, self.rules, self.patient = task, order, rules, patient
-        self.rank_S = task.rank_S
+    def __init__(
+        self, problem: SchedulingProblem, order: PassOrder, rules: FillRules, patient: frozenset[Action]
+    ) -> None:
+        stages, microbatches = problem.pp * problem.vpp, problem.num_microbatches
+        seconds = problem.times.durations_s
+        self.problem, self.order, self.rules, self.patient = problem, order, rules, patient
+        self.rank_S = problem.rank_S
         self.forward_s, self.backward_s = seconds[:stages], seconds[stages : 2 * stages]
         self.first_s, self.input_s, self.weight_s = (seconds[i * stages : (i + 1) * stages] for i in (2, 3, 4))
         self.arrival = {kind: [[_NEVER] * microbatches for _ in range(stages)] for kind in "FI"}
@@ -140,16 +144,16 @@ class _Clock:
         self.done = {kind: [0] * stages for kind in "FI"}
         self.done["B"] = self.done["I"]
         self.owed: list[list[Action]] = [[] for _ in order]
-        self.paid = [0] * task.pp
-        self.place = [0] * task.pp
-        self.live = [0.0] * task.pp
-        self.free_s = [0.0] * task.pp
+        self.paid = [0] * problem.pp
+        self.place = [0] * problem.pp
+        self.live = [0.0] * problem.pp
+        self.free_s = [0.0] * problem.pp
         self.ran: list[list[tuple[float, float, Action]]] = [[] for _ in order]
-        self.events = [(0.0, rank) for rank in range(task.pp)]
+        self.events = [(0.0, rank) for rank in range(problem.pp)]
         self.chains = _chains(order) if rules.pull != "none" else []
-        self.ceiling_P = [limit * (1 + _SLACK) for limit in task.limit_P]
+        self.ceiling_P = [limit * (1 + _SLACK) for limit in problem.limit_P]
 
-    def run(self) -> Draft:
+    def run(self) -> DraftSchedule:
         while self.events:
             now, rank = heapq.heappop(self.events)
             if now >= self.free_s[rank]:
@@ -157,7 +161,7 @@ class _Clock:
                 if action is not None:
                     self.start(rank, now, action)
         complete = all(place == len(actions) for place, actions in zip(self.place, self.order, strict=True))
-        return Draft(ranks=tuple(tuple(ran) for ran in self.ran), complete=complete)
+        return DraftSchedule(ranks=tuple(tuple(ran) for ran in self.ran), complete=complete)
 
     def choose(self, rank: int, now: float) -> Action | None:
         """The action to start now, or None to wait for an event."""
@@ -166,7 +170,7 @@ class _Clock:
         if action is None:
             return weight
         stage, kind, microbatch = action
-        if kind == "F" and self.live[rank] + self.task.held_S[stage] > self.ceiling_P[rank]:
+        if kind == "F" and self.live[rank] + self.problem.held_S[stage] > self.ceiling_P[rank]:
             return weight or self.meanwhile(rank, now, _NEVER, None)
         arrival_s = self.arrival[kind][stage][microbatch]
         if arrival_s <= now:
@@ -215,11 +219,11 @@ class _Clock:
 
     def leaves_room(self, rank: int, stage: int, place: int) -> bool:
         """Whether all that the order has before a pulled forward still fits beside it, each W right after its I."""
-        held_S, ceiling = self.task.held_S, self.ceiling_P[rank]
+        held_S, ceiling = self.problem.held_S, self.ceiling_P[rank]
         live = self.live[rank] + held_S[stage]
         if live > ceiling:
             return False
-        live -= sum(self.task.w_share * held_S[weight.stage] for weight in self.owed[rank][self.paid[rank] :])
+        live -= sum(self.problem.w_share * held_S[weight.stage] for weight in self.owed[rank][self.paid[rank] :])
         for action in self.order[rank][self.place[rank] : place]:
             if action.microbatch < self.done[action.kind][action.stage]:
                 continue
@@ -239,13 +243,13 @@ class _Clock:
         """Run an action, and tell the rank that waits for its result when it will be there."""
         stage, kind, microbatch = action
         end_s = now + self.seconds_of(action)
-        held = self.task.held_S[stage]
+        held = self.problem.held_S[stage]
         self.free_s[rank] = end_s
         self.ran[rank].append((now, end_s, action))
         heapq.heappush(self.events, (end_s, rank))
         if kind == "W":
             self.paid[rank] += 1
-            self.live[rank] -= self.task.w_share * held
+            self.live[rank] -= self.problem.w_share * held
             return
         self.done[kind][stage] += 1
         if kind == "F":
@@ -255,7 +259,7 @@ class _Clock:
             else:
                 self.arrival["I"][stage][microbatch] = end_s
             return
-        self.live[rank] -= held if kind == "B" else (1 - self.task.w_share) * held
+        self.live[rank] -= held if kind == "B" else (1 - self.problem.w_share) * held
         if kind == "I":
             self.owed[rank].append(Action(stage, "W", microbatch))
         if stage:
@@ -265,7 +269,7 @@ class _Clock:
         """Take a result to a neighbouring stage: from now on its rank knows when it comes."""
         stage, kind, microbatch = action
         rank = self.rank_S[target]
-        hops = self.task.times.forward_hop_s if kind == "F" else self.task.times.backward_hop_s
+        hops = self.problem.times.forward_hop_s if kind == "F" else self.problem.times.backward_hop_s
         arrival_s = end_s + (hops[min(stage, target)] if rank != self.rank_S[stage] else 0.0)
         self.arrival[kind][target][microbatch] = arrival_s
         # A busy rank looks for itself when it is free, but only for what its order has next.
@@ -273,7 +277,7 @@ class _Clock:
             heapq.heappush(self.events, (max(arrival_s, self.free_s[rank]), rank))
 
 
-def order_of(schedule: Schedule, num_microbatches: int) -> Order:
+def order_of(schedule: Schedule, num_microbatches: int) -> PassOrder:
     """Forwards and backwards of a schedule's first micro-batches, without their W."""
     return tuple(
         tuple(action for action in actions if action.kind != "W" and action.microbatch < num_microbatches)

@@ -21,8 +21,8 @@ def peak_live_bytes(schedule: Schedule, chunk_bytes: Sequence[int], w_share: flo
     Args:
         schedule: what runs.
         chunk_bytes: what each stage keeps for one micro-batch, in model order.
-        w_share: of these bytes, what the weight gradient still needs once the input's is done (schedules.md section 3:
-            32/(34 + 5as/h), 0.94 with flash attention); 1 = all of them.
+        w_share: of these bytes, what the weight gradient still needs once the input's is done: 32/(34 + 5as/h) of a
+            layer of Korthikanti et al. 2022, equation 1; 1 = all of them.
 
     Raises:
         FactError: another number of stages, a negative size, or a share outside 0 to 1.

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from pipette_launch.cost.pipeline.greedy import Draft, Order, Rules, Task, fill
+from pipette_launch.cost.pipeline.greedy import DraftSchedule, FillRules, PassOrder, SchedulingProblem, fill
 from pipette_launch.errors import FactError
 from pipette_launch.facts.schedule import Action
 
@@ -22,13 +22,15 @@ _SAME = 1e-9
 Ran = tuple[float, float, Action]
 
 
-def best_draft(task: Task, orders: Callable[[Task], Iterable[Order]], rules: Sequence[Rules]) -> Draft:
-    """Try every order with all rules, and polish the shortest by the task's objective.
+def best_draft(
+    problem: SchedulingProblem, orders: Callable[[SchedulingProblem], Iterable[PassOrder]], rules: Sequence[FillRules]
+) -> DraftSchedule:
+    """Try every order with all rules, and polish the shortest by the problem's objective.
 
     A long step is tried with its first few micro-batches first, as all later ones repeat the same pattern.
 
     Args:
-        task: what the schedule is for.
+        problem: what the schedule is for.
         orders: makes the orders that are possible, always in the same number.
         rules: how W may be put into them.
 
@@ -36,36 +38,38 @@ def best_draft(task: Task, orders: Callable[[Task], Iterable[Order]], rules: Seq
         FactError: none of them can run to its end within the limits.
 
     """
-    choices = _mixed(len(tuple(orders(task))), rules)
-    if len(choices) > max(_fills(task), _FINALISTS):
-        shorter = _shorter(task)
+    choices = _mixed(len(tuple(orders(problem))), rules)
+    if len(choices) > max(_fills(problem), _FINALISTS):
+        shorter = _shorter(problem)
         tried = choices[: max(_fills(shorter), _FINALISTS)]
         choices = [choice for _, choice in _ranked(shorter, orders, tried)][:_FINALISTS]
-    ranked = _ranked(task, orders, choices)
-    all_orders = tuple(orders(task))
+    ranked = _ranked(problem, orders, choices)
+    all_orders = tuple(orders(problem))
     drafts = [
-        polish(task, all_orders[place], rule, draft, _fills(task) // (4 * _KEPT))
+        polish(problem, all_orders[place], rule, draft, _fills(problem) // (4 * _KEPT))
         for draft, (place, rule) in _of_different_orders(ranked)
     ]
-    best = min(drafts, key=lambda draft: draft.score_s(task))
+    best = min(drafts, key=lambda draft: draft.score_s(problem))
     if not best.complete:
         raise FactError("no order of this schedule runs to its end within the memory limit")
     return best
 
 
-def polish(task: Task, order: Order, rules: Rules, draft: Draft, fills: int) -> Draft:
+def polish(
+    problem: SchedulingProblem, order: PassOrder, rules: FillRules, draft: DraftSchedule, fills: int
+) -> DraftSchedule:
     """Let ranks wait where something that was put into a gap delays the critical path, as long as that helps.
 
     Runs the order at most `fills` times.
     """
     patient: frozenset[Action] = frozenset()
     while draft.complete and fills > 0:
-        waits = [wait for wait in _waits(task, draft) if not wait <= patient]
+        waits = [wait for wait in _waits(problem, draft) if not wait <= patient]
         tries = [patient.union(*waits), *(patient | wait for wait in waits[:_TRIES])] if waits else []
         for tried in tuple(dict.fromkeys(tries))[:fills]:
             fills -= 1
-            other = fill(task, order, rules, tried)
-            if other.score_s(task) < draft.score_s(task) - _SAME * draft.makespan_s:
+            other = fill(problem, order, rules, tried)
+            if other.score_s(problem) < draft.score_s(problem) - _SAME * draft.makespan_s:
                 draft, patient = other, tried
                 break
         else:
@@ -73,51 +77,55 @@ def polish(task: Task, order: Order, rules: Rules, draft: Draft, fills: int) -> 
     return draft
 
 
-def _mixed(num_orders: int, rules: Sequence[Rules]) -> list[tuple[int, Rules]]:
+def _mixed(num_orders: int, rules: Sequence[FillRules]) -> list[tuple[int, FillRules]]:
     """Orders with rules, the first of both before the later ones: not all of them may be tried."""
     every = itertools.product(range(num_orders), range(len(rules)))
     return [(place, rules[number]) for place, number in sorted(every, key=lambda pair: (sum(pair), pair))]
 
 
-def _fills(task: Task) -> int:
-    """How often the actions of a task may be run."""
-    return max(_ACTIONS // (3 * task.pp * task.vpp * task.num_microbatches), 1)
+def _fills(problem: SchedulingProblem) -> int:
+    """How often the actions of a problem may be run."""
+    return max(_ACTIONS // (3 * problem.pp * problem.vpp * problem.num_microbatches), 1)
 
 
-def _shorter(task: Task) -> Task:
+def _shorter(problem: SchedulingProblem) -> SchedulingProblem:
     """The same with no more micro-batches than it takes to fill the pipeline, run a while and drain it."""
-    return dataclasses.replace(task, num_microbatches=min(task.num_microbatches, 3 * task.pp))
+    return dataclasses.replace(problem, num_microbatches=min(problem.num_microbatches, 3 * problem.pp))
 
 
 def _ranked(
-    task: Task, orders: Callable[[Task], Iterable[Order]], choices: Sequence[tuple[int, Rules]]
-) -> list[tuple[Draft, tuple[int, Rules]]]:
+    problem: SchedulingProblem,
+    orders: Callable[[SchedulingProblem], Iterable[PassOrder]],
+    choices: Sequence[tuple[int, FillRules]],
+) -> list[tuple[DraftSchedule, tuple[int, FillRules]]]:
     """Drafts of the choices, the shortest first."""
-    made = tuple(orders(task))
-    seen: dict[tuple[Order, Rules], tuple[Draft, tuple[int, Rules]]] = {}
+    made = tuple(orders(problem))
+    seen: dict[tuple[PassOrder, FillRules], tuple[DraftSchedule, tuple[int, FillRules]]] = {}
     for place, rule in choices:
         if (made[place], rule) not in seen:
-            seen[made[place], rule] = (fill(task, made[place], rule), (place, rule))
-    return sorted(seen.values(), key=lambda found: found[0].score_s(task))
+            seen[made[place], rule] = (fill(problem, made[place], rule), (place, rule))
+    return sorted(seen.values(), key=lambda found: found[0].score_s(problem))
 
 
-def _of_different_orders(ranked: list[tuple[Draft, tuple[int, Rules]]]) -> list[tuple[Draft, tuple[int, Rules]]]:
+def _of_different_orders(
+    ranked: list[tuple[DraftSchedule, tuple[int, FillRules]]],
+) -> list[tuple[DraftSchedule, tuple[int, FillRules]]]:
     """The best draft of each of the best few orders."""
-    first: dict[int, tuple[Draft, tuple[int, Rules]]] = {}
+    first: dict[int, tuple[DraftSchedule, tuple[int, FillRules]]] = {}
     for draft, (place, rule) in ranked:
         first.setdefault(place, (draft, (place, rule)))
     return list(first.values())[:_KEPT]
 
 
-def _waits(task: Task, draft: Draft) -> Iterator[frozenset[Action]]:
+def _waits(problem: SchedulingProblem, draft: DraftSchedule) -> Iterator[frozenset[Action]]:
     """For each link on the critical path, the actions before it that could have started but for a W before them."""
     where = {action: (rank, place) for rank, ran in enumerate(draft.ranks) for place, (_, _, action) in enumerate(ran)}
-    lengths = [ran[-1][1] - (0.0 if task.objective == "makespan" else ran[0][0]) for ran in draft.ranks]
-    rank = max(range(task.pp), key=lambda index: (lengths[index], -index))
+    lengths = [ran[-1][1] - (0.0 if problem.objective == "makespan" else ran[0][0]) for ran in draft.ranks]
+    rank = max(range(problem.pp), key=lambda index: (lengths[index], -index))
     place = len(draft.ranks[rank]) - 1
     while True:
         place = _begin(draft.ranks[rank], place)
-        cause = _cause(task, draft.ranks[rank][place][2])
+        cause = _cause(problem, draft.ranks[rank][place][2])
         if cause is None:
             return
         rank, place = where[cause]
@@ -141,12 +149,12 @@ def _follows(ran: tuple[Ran, ...], place: int) -> bool:
     return place > 0 and ran[place - 1][1] >= ran[place][0] - _SAME
 
 
-def _cause(task: Task, action: Action) -> Action | None:
+def _cause(problem: SchedulingProblem, action: Action) -> Action | None:
     """The action of another stage, or the forward of the last, whose result an action needs; none for a W."""
     stage, kind, microbatch = action
     if kind == "W" or (kind == "F" and stage == 0):
         return None
     if kind == "F":
         return Action(stage - 1, "F", microbatch)
-    last = task.pp * task.vpp - 1
+    last = problem.pp * problem.vpp - 1
     return Action(last, "F", microbatch) if stage == last else Action(stage + 1, kind, microbatch)

@@ -1,6 +1,4 @@
-"""One front door to every schedule by its name, with the numbers that it takes and the reason where it takes none."""
-
-# S = stages, P = pipeline ranks.
+"""Every pipeline schedule by its name, in one table: what it is known for, and what makes it."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipette_launch.cost.pipeline.greedy import Task
+from pipette_launch.cost.pipeline.greedy import SchedulingProblem
 from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.cost.pipeline.v_schedules import one_forward_one_backward_v, v_schedule
 from pipette_launch.cost.pipeline.zero_bubble import refilled, zero_bubble
@@ -28,72 +26,131 @@ Chunks = Literal["one", "two", "several"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
-    """What a name stands for."""
+class Counts:
+    """The numbers that decide a schedule whose order needs no times."""
+
+    pp: int
+    vpp: int
+    num_microbatches: int
+    group_size: int
+    """Micro-batches that pass a chunk before the next."""
+    extra: int | None
+    """Forwards ahead beyond those of 1F1B; None = as many as 1F1B's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedSchedule:
+    """What a name stands for: it is made by counts or, where its order depends on the stages' times, by times."""
 
     sentence: str
+    peak: Callable[[int, int, int], float]
+    """Most micro-batches that a rank keeps, of pp, vpp and group size, W not yet run counted in full."""
+    by_counts: Callable[[Counts], Schedule] | None = None
+    by_times: Callable[[SchedulingProblem], Schedule] | None = None
     chunks: Chunks = "one"
     """How many chunks each rank holds."""
     placement: Placement = "loop"
-    peak: Callable[[int, int, int], float]
-    """Most micro-batches that a rank keeps, of pp, vpp and group size, W not yet run counted in full."""
-    by_times: bool = False
-    """Whether stage times decide its order, and a memory limit may."""
+    splits_backward: bool = True
+    refills: bool = False
+    """Whether its W are placed again where times are given."""
+    has_groups: bool = False
+    """Whether the size of the micro-batch groups can be chosen."""
+    has_extra: bool = False
+    """Whether the number of forwards ahead can be chosen."""
 
 
-KNOWN: dict[str, Known] = {
-    "gpipe": Known(sentence="all forwards, then all backwards", peak=lambda _p, _v, _g: float("inf")),
-    "1f1b": Known(sentence="one forward and one backward in turn", peak=lambda p, _v, _g: p),
-    "eager-1f1b": Known(sentence="1F1B with up to twice the forwards ahead", peak=lambda p, _v, _g: 2 * p - 1),
-    "interleaved-1f1b": Known(
-        sentence="Megatron's interleaved schedule of virtual stages",
-        chunks="several",
-        peak=lambda p, v, g: (2 * (p - 1) + (v - 1) * g + 1) / v,
+SCHEDULES: dict[str, NamedSchedule] = {
+    "gpipe": NamedSchedule(
+        sentence="all forwards, then all backwards",
+        peak=lambda _p, _v, _g: float("inf"),
+        by_counts=lambda at: gpipe(at.pp, at.num_microbatches),
+        splits_backward=False,
     ),
-    "gis": Known(
-        sentence="interleaved groups, a short warm-up, W after I; groups may be as small as half the pipeline",
-        chunks="several",
-        peak=lambda p, v, g: (g * (v - 1) + p) / v,
-    ),
-    "zb-h1": Known(sentence="1F1B with W delayed by a count for each rank", peak=lambda p, _v, _g: p),
-    "interleaved-zb": Known(
-        sentence="interleaved groups, a short warm-up, W delayed", chunks="several", peak=lambda p, _v, _g: p
-    ),
-    "zb-1p": Known(sentence="zero bubble within 1F1B's memory", peak=lambda p, _v, _g: p, by_times=True),
-    "zb-2p": Known(sentence="zero bubble within twice 1F1B's memory", peak=lambda p, _v, _g: 2 * p, by_times=True),
-    "v-zb": Known(
-        sentence="V placement within 1F1B's memory",
-        chunks="two",
-        placement="v",
+    "1f1b": NamedSchedule(
+        sentence="one forward and one backward in turn",
         peak=lambda p, _v, _g: p,
-        by_times=True,
+        by_counts=lambda at: one_forward_one_backward(at.pp, at.num_microbatches),
+        splits_backward=False,
     ),
-    "v-half": Known(
+    "eager-1f1b": NamedSchedule(
+        sentence="1F1B with up to twice the forwards ahead",
+        peak=lambda p, _v, _g: 2 * p - 1,
+        by_counts=lambda at: eager_one_forward_one_backward(at.pp, at.num_microbatches, at.extra),
+        splits_backward=False,
+        has_extra=True,
+    ),
+    "interleaved-1f1b": NamedSchedule(
+        sentence="Megatron's interleaved schedule of virtual stages",
+        peak=lambda p, v, g: (2 * (p - 1) + (v - 1) * g + 1) / v,
+        by_counts=lambda at: interleaved(at.pp, at.vpp, at.num_microbatches, at.group_size),
+        chunks="several",
+        splits_backward=False,
+        has_groups=True,
+    ),
+    "gis": NamedSchedule(
+        sentence="interleaved groups, a short warm-up, W after I; groups may be as small as half the pipeline",
+        peak=lambda p, v, g: (g * (v - 1) + p) / v,
+        by_counts=lambda at: grouped_split(at.pp, at.vpp, at.num_microbatches, at.group_size),
+        chunks="several",
+        refills=True,
+        has_groups=True,
+    ),
+    "zb-h1": NamedSchedule(
+        sentence="1F1B with W delayed by a count for each rank",
+        peak=lambda p, _v, _g: p,
+        by_counts=lambda at: interleaved_zero_bubble(at.pp, 1, at.num_microbatches),
+    ),
+    "interleaved-zb": NamedSchedule(
+        sentence="interleaved groups, a short warm-up, W delayed",
+        peak=lambda p, _v, _g: p,
+        by_counts=lambda at: interleaved_zero_bubble(at.pp, at.vpp, at.num_microbatches),
+        chunks="several",
+        refills=True,
+    ),
+    "zb-1p": NamedSchedule(
+        sentence="zero bubble within 1F1B's memory",
+        peak=lambda p, _v, _g: p,
+        by_times=lambda problem: zero_bubble("zb-1p", problem),
+    ),
+    "zb-2p": NamedSchedule(
+        sentence="zero bubble within twice 1F1B's memory",
+        peak=lambda p, _v, _g: 2 * p,
+        by_times=lambda problem: zero_bubble("zb-2p", problem),
+    ),
+    "v-zb": NamedSchedule(
+        sentence="V placement within 1F1B's memory",
+        peak=lambda p, _v, _g: p,
+        # Slopes of half a period: all ranks repeat the same order, so no bubble repeats, whatever F, I and W take.
+        by_times=lambda problem: v_schedule("v-zb", problem, ((3, 3, 3, 3),)),
+        chunks="two",
+        placement="v",
+    ),
+    "v-half": NamedSchedule(
         sentence="V placement within half of 1F1B's memory",
-        chunks="two",
-        placement="v",
         peak=lambda p, _v, _g: (p + 2) // 2,
-        by_times=True,
+        by_times=lambda problem: v_schedule(
+            "v-half", problem, ((2, 1, 1, 2), (1, 2, 1, 2), (2, 1, 2, 1), (1, 2, 2, 1))
+        ),
+        chunks="two",
+        placement="v",
     ),
-    "v-min": Known(
+    "v-min": NamedSchedule(
         sentence="V placement within a third of 1F1B's memory",
-        chunks="two",
-        placement="v",
         peak=lambda p, _v, _g: (p + 4) // 3,
-        by_times=True,
-    ),
-    "1f1b-v": Known(
-        sentence="V placement, whole backwards, two thirds of 1F1B's memory",
+        by_times=lambda problem: v_schedule("v-min", problem, ((1, 1, 1, 1),)),
         chunks="two",
         placement="v",
+    ),
+    "1f1b-v": NamedSchedule(
+        sentence="V placement, whole backwards, two thirds of 1F1B's memory",
         peak=lambda p, _v, _g: (2 * p + 2) // 3,
-        by_times=True,
+        by_times=one_forward_one_backward_v,
+        chunks="two",
+        placement="v",
+        splits_backward=False,
     ),
 }
-"""Every schedule by its name."""
-
-UNSPLIT = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "1f1b-v"})
-"""Those that run each backward whole."""
+"""Every schedule by its name. The two orders of stock Megatron with a pipeline are 1f1b and interleaved-1f1b."""
 
 
 def named_schedule(
@@ -113,7 +170,7 @@ def named_schedule(
     """Return a schedule by its name.
 
     Args:
-        name: one of `KNOWN`.
+        name: one of `SCHEDULES`.
         pp: pipeline ranks.
         vpp: chunks of each rank.
         num_microbatches: of one step.
@@ -132,16 +189,16 @@ def named_schedule(
 
     """
     known = _known(name)
-    group = _checked_group(name, known, pp=pp, vpp=vpp, num_microbatches=num_microbatches, group_size=group_size)
-    if extra is not None and name != "eager-1f1b":
-        raise LayoutError(f"{name} has no forwards more ahead to choose; extra={extra} is eager-1f1b's")
-    refills = times is not None and name in ("gis", "interleaved-zb")
-    if not known.by_times and not refills:
+    group = pp if group_size is None else group_size
+    counts = Counts(pp=pp, vpp=vpp, num_microbatches=num_microbatches, group_size=group, extra=extra)
+    _check(name, known, counts, chooses_group=group_size is not None)
+    refills = times is not None and known.refills
+    if known.by_counts and not refills:
         if limit_P is not None:
-            raise LayoutError(f"the order of {name} is fixed and takes no memory limit; cost.live counts what it keeps")
-        return _counted(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches, group=group, extra=extra)
+            raise LayoutError(f"the order of {name} is fixed and takes no memory limit")
+        return known.by_counts(counts)
     held = tuple(held_S) if held_S is not None else (1 / vpp,) * (pp * vpp)
-    task = Task(
+    problem = SchedulingProblem(
         pp=pp,
         vpp=vpp,
         placement=known.placement,
@@ -149,58 +206,38 @@ def named_schedule(
         times=times if times is not None else _equal_times(pp * vpp),
         held_S=held,
         w_share=w_share,
-        limit_P=tuple(limit_P) if limit_P is not None else _limits(known, pp=pp, vpp=vpp, group=group, held_S=held),
+        limit_P=tuple(limit_P) if limit_P is not None else _limits(known, counts, held),
         objective=objective,
     )
-    if refills:
-        stock = _counted(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches, group=group, extra=extra)
-        return refilled(stock, _split(name, task))
-    return _timed(name, task)
+    if known.splits_backward and not problem.times.input_s:
+        raise FactError(f"{name} splits the backward: give input_s and weight_s of each stage")
+    if known.by_counts:
+        return refilled(known.by_counts(counts), problem)
+    assert known.by_times
+    return known.by_times(problem)
 
 
-def _counted(name: str, *, pp: int, vpp: int, num_microbatches: int, group: int, extra: int | None) -> Schedule:
-    """A schedule whose order needs no times."""
-    make: dict[str, Callable[[], Schedule]] = {
-        "gpipe": lambda: gpipe(pp, num_microbatches),
-        "1f1b": lambda: one_forward_one_backward(pp, num_microbatches),
-        "eager-1f1b": lambda: eager_one_forward_one_backward(pp, num_microbatches, extra),
-        "interleaved-1f1b": lambda: interleaved(pp, vpp, num_microbatches, group),
-        "gis": lambda: grouped_split(pp, vpp, num_microbatches, group),
-        "zb-h1": lambda: interleaved_zero_bubble(pp, 1, num_microbatches),
-        "interleaved-zb": lambda: interleaved_zero_bubble(pp, vpp, num_microbatches),
-    }
-    return make[name]()
-
-
-def _timed(name: str, task: Task) -> Schedule:
-    """A schedule whose order its times decide."""
-    if name == "1f1b-v":
-        return one_forward_one_backward_v(task)
-    if task.placement == "v":
-        return v_schedule(name, _split(name, task))
-    return zero_bubble(name, _split(name, task))
-
-
-def _known(name: str) -> Known:
-    if name not in KNOWN:
-        near = difflib.get_close_matches(name.lower(), KNOWN, n=1)
+def _known(name: str) -> NamedSchedule:
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
         guess = f"; did you mean {near[0]}?" if near else ""
-        raise LayoutError(f"no schedule is called {name!r}{guess} Known are {', '.join(KNOWN)}")
-    return KNOWN[name]
+        raise LayoutError(f"no schedule is called {name!r}{guess} Known are {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
 
 
-def _checked_group(name: str, known: Known, *, pp: int, vpp: int, num_microbatches: int, group_size: int | None) -> int:
-    """The group size, once the numbers are those of the schedule."""
-    if min(pp, vpp, num_microbatches) < 1:
-        raise LayoutError(f"{name}: pp={pp}, vpp={vpp} and {num_microbatches} micro-batches must be positive")
-    fits = {"one": vpp == 1, "two": vpp == 2, "several": vpp > 1}[known.chunks]
-    if not fits:
+def _check(name: str, known: NamedSchedule, counts: Counts, *, chooses_group: bool) -> None:
+    """Raise LayoutError where the numbers are none of this schedule's."""
+    pp, vpp = counts.pp, counts.vpp
+    if min(pp, vpp, counts.num_microbatches) < 1:
+        raise LayoutError(f"{name}: pp={pp}, vpp={vpp} and {counts.num_microbatches} micro-batches must be positive")
+    if not {"one": vpp == 1, "two": vpp == 2, "several": vpp > 1}[known.chunks]:
         raise LayoutError(f"{name} has {known.chunks} chunks on each rank, got vpp={vpp}")
     if known.chunks != "one" and pp == 1:
         raise LayoutError(f"{name} needs a pipeline, got pp=1")
-    if group_size is not None and name not in ("interleaved-1f1b", "gis"):
-        raise LayoutError(f"{name} has no micro-batch groups to choose, got group_size={group_size}")
-    return pp if group_size is None else group_size
+    if chooses_group and not known.has_groups:
+        raise LayoutError(f"{name} has no micro-batch groups to choose, got group_size={counts.group_size}")
+    if counts.extra is not None and not known.has_extra:
+        raise LayoutError(f"{name} has no forwards more ahead to choose; extra={counts.extra} is eager-1f1b's")
 
 
 def _equal_times(stages: int) -> StageTimes:
@@ -211,16 +248,10 @@ def _equal_times(stages: int) -> StageTimes:
     )
 
 
-def _limits(known: Known, *, pp: int, vpp: int, group: int, held_S: tuple[float, ...]) -> tuple[float, ...]:
+def _limits(known: NamedSchedule, counts: Counts, held_S: tuple[float, ...]) -> tuple[float, ...]:
     """What each rank keeps of so many micro-batches as the schedule is known for."""
+    pp, vpp = counts.pp, counts.vpp
     held_P = [0.0] * pp
     for stage, held in enumerate(held_S[: pp * vpp]):
         held_P[rank_of(stage, pp=pp, placement=known.placement)] += held
-    return tuple(known.peak(pp, vpp, group) * held for held in held_P)
-
-
-def _split(name: str, task: Task) -> Task:
-    """The task, once its times tell the halves of the backward apart."""
-    if not task.times.input_s:
-        raise FactError(f"{name} splits the backward: give input_s and weight_s of each stage")
-    return task
+    return tuple(known.peak(pp, vpp, counts.group_size) * held for held in held_P)

@@ -43,9 +43,7 @@ class Order:
     @property
     def name(self) -> str:
         """As `Schedule.name`."""
-        if self.pp == 1:
-            return "no-pipelining"
-        return "1f1b" if self.vpp == 1 else "interleaved-1f1b"
+        return self._layout.schedule_name
 
     @property
     def num_stages(self) -> int:
@@ -67,8 +65,11 @@ class Order:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule itself."""
-        shape = Layout(pp=self.pp, vpp=self.vpp, microbatch_group_size=self.group_size if self.vpp > 1 else 0)
-        return schedule_of(shape, self.num_microbatches)
+        return schedule_of(self._layout, self.num_microbatches)
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(pp=self.pp, vpp=self.vpp, microbatch_group_size=self.group_size if self.vpp > 1 else 0)
 
     @cached_property
     def columns(self) -> Columns:

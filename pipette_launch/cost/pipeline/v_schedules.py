@@ -1,16 +1,15 @@
 """Schedules on a V of ranks: repeated building blocks, squeezed and refilled with real times under a memory limit."""
 
 # Slots are the times of one micro-batch's passes on one rank, in the order F of chunk 0, F of chunk 1, backward of
-# chunk 1, backward of chunk 0. A block is the slots of every rank; it repeats every six units (2405.15362; facts:
-# schedules.md section 2).
+# chunk 1, backward of chunk 0. A block is the slots of every rank; it repeats every six units (2405.15362).
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from pipette_launch.cost.pipeline.greedy import Order, Rules, Task
+from pipette_launch.cost.pipeline.greedy import FillRules, PassOrder, SchedulingProblem
 from pipette_launch.cost.pipeline.local_search import best_draft
 from pipette_launch.facts.schedule import Action, Kind, Schedule
 
@@ -23,50 +22,44 @@ Slopes = tuple[int, int, int, int]
 """Units from a rank to the next for each of the four passes."""
 
 RULES = (
-    Rules(weight_gap=0.5),
-    Rules(weight_gap=1.0),
-    Rules(weight_gap=0.0, pull="all"),
-    Rules(weight_gap=0.25, pull="all", pull_gap=0.5),
-    Rules(weight_gap=0.75, pull="all", pull_gap=1.0),
-    Rules(weight_gap=0.75, pull="all", pull_gap=0.5, pull_first=True),
+    FillRules(weight_gap=0.5),
+    FillRules(weight_gap=1.0),
+    FillRules(weight_gap=0.0, pull="all"),
+    FillRules(weight_gap=0.25, pull="all", pull_gap=0.5),
+    FillRules(weight_gap=0.75, pull="all", pull_gap=1.0),
+    FillRules(weight_gap=0.75, pull="all", pull_gap=0.5, pull_first=True),
 )
 WHOLE_RULES = (
-    Rules(weight_gap=1.0),
-    Rules(weight_gap=1.0, pull="all"),
-    Rules(weight_gap=1.0, pull="all", pull_gap=0.5),
-    Rules(weight_gap=1.0, pull="all", pull_gap=1.0),
+    FillRules(weight_gap=1.0),
+    FillRules(weight_gap=1.0, pull="all"),
+    FillRules(weight_gap=1.0, pull="all", pull_gap=0.5),
+    FillRules(weight_gap=1.0, pull="all", pull_gap=1.0),
 )
 
 _BLOCKS = 6
 """Blocks of equal slopes that are tried."""
-_SLOPES: dict[str, tuple[Slopes, ...]] = {
-    # Half a period: all ranks repeat the same order, so no bubble repeats, whatever F, I and W take.
-    "v-zb": ((3, 3, 3, 3),),
-    "v-half": ((2, 1, 1, 2), (1, 2, 1, 2), (2, 1, 2, 1), (1, 2, 2, 1)),
-    "v-min": ((1, 1, 1, 1),),
-}
 
 
-def v_schedule(name: str, task: Task) -> Schedule:
+def v_schedule(name: str, problem: SchedulingProblem, slopes: Sequence[Slopes]) -> Schedule:
     """V-ZB, V-Half or V-Min: every possible block of its offsets, with W and squeezing by real times.
 
-    Peaks are kept under the task's limits, which are p, floor((p+2)/2) and floor((p+4)/3) micro-batches where no
-    others are given (facts: schedules.md section 3).
+    Peaks are kept under the problem's limits, which are p, floor((p+2)/2) and floor((p+4)/3) micro-batches where no
+    others are given (2405.15362).
 
     Raises:
         FactError: no block runs within the limits.
 
     """
 
-    def orders(asked: Task) -> Iterator[Order]:
-        every = (linear_blocks(asked.pp, slopes)[:_BLOCKS] for slopes in _SLOPES[name])
+    def orders(asked: SchedulingProblem) -> Iterator[PassOrder]:
+        every = (linear_blocks(asked.pp, each)[:_BLOCKS] for each in slopes)
         for blocks in itertools.zip_longest(*every):
             yield from (order_of_block(block, asked.num_microbatches, "I") for block in blocks if block is not None)
 
-    return best_draft(task, orders, RULES).schedule(name, task)
+    return best_draft(problem, orders, RULES).schedule(name, problem)
 
 
-def one_forward_one_backward_v(task: Task) -> Schedule:
+def one_forward_one_backward_v(problem: SchedulingProblem) -> Schedule:
     """1F1B-V: whole backwards on a V, with the blocks of shortest life: two thirds of 1F1B's memory.
 
     Raises:
@@ -74,13 +67,13 @@ def one_forward_one_backward_v(task: Task) -> Schedule:
 
     """
 
-    def orders(asked: Task) -> Iterable[Order]:
+    def orders(asked: SchedulingProblem) -> Iterable[PassOrder]:
         return [order_of_block(block, asked.num_microbatches, "B") for block in short_lived_blocks(asked.pp)]
 
-    return best_draft(task, orders, WHOLE_RULES).schedule("1f1b-v", task)
+    return best_draft(problem, orders, WHOLE_RULES).schedule("1f1b-v", problem)
 
 
-def order_of_block(block: Block, num_microbatches: int, backward: Kind) -> Order:
+def order_of_block(block: Block, num_microbatches: int, backward: Kind) -> PassOrder:
     """Repeat a block for every micro-batch and read each rank's passes in the order of their slots."""
     pp = len(block)
     ranks = []

@@ -9,101 +9,101 @@ import math
 from collections.abc import Callable, Iterator
 
 from pipette_launch.cost.pipeline.engine import simulate
-from pipette_launch.cost.pipeline.greedy import Order, Rules, Task, order_of
+from pipette_launch.cost.pipeline.greedy import FillRules, PassOrder, SchedulingProblem, order_of
 from pipette_launch.cost.pipeline.local_search import best_draft
 from pipette_launch.facts.schedule import Action, Schedule
 
-RULES = tuple(Rules(weight_gap=gap) for gap in (0.25, 0.9, 0.0, 0.5))
+RULES = tuple(FillRules(weight_gap=gap) for gap in (0.25, 0.9, 0.0, 0.5))
 """A W is put into any gap, or into those that it nearly fits: which is best depends on the times (measured)."""
 
 
-def zero_bubble(name: str, task: Task) -> Schedule:
+def zero_bubble(name: str, problem: SchedulingProblem) -> Schedule:
     """ZB-1P where a rank may keep what 1F1B's first rank keeps, ZB-2P where it may keep twice that (2401.10241).
 
     Between F and I the order is 1F1B's; how many forwards run ahead depends on the limit and on when the first gradient
     comes back, and several such counts are tried, each with W by all of `RULES`. With equal stages ZB-1P comes to
-    (p-1)(F+I-W+4c), the published rates (facts: schedules.md 7.2).
+    (p-1)(F+I-W+4c), the rates of 2401.10241, Table 5.
 
     Raises:
         FactError: a rank may keep less than one micro-batch.
 
     """
-    return best_draft(task, _orders, RULES).schedule(name, task)
+    return best_draft(problem, _orders, RULES).schedule(name, problem)
 
 
-def refilled(schedule: Schedule, task: Task) -> Schedule:
+def refilled(schedule: Schedule, problem: SchedulingProblem) -> Schedule:
     """Put the W of a split schedule anew, by real times and within the limits; forwards and backwards keep their order.
 
     Returns the schedule itself where that is no better.
     """
 
-    def orders(asked: Task) -> tuple[Order, ...]:
+    def orders(asked: SchedulingProblem) -> tuple[PassOrder, ...]:
         return (order_of(schedule, asked.num_microbatches),)
 
-    anew = best_draft(task, orders, RULES).schedule(schedule.name, task)
-    before, after = (simulate(one, task.times) for one in (schedule, anew))
-    if task.objective == "span":
+    anew = best_draft(problem, orders, RULES).schedule(schedule.name, problem)
+    before, after = (simulate(one, problem.times) for one in (schedule, anew))
+    if problem.objective == "span":
         return anew if max(after.span_s_P) < max(before.span_s_P) else schedule
     return anew if after.makespan_s < before.makespan_s else schedule
 
 
-def _orders(task: Task) -> Iterator[Order]:
+def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
     """One order for each rule of the warm-up; some may be the same."""
     for rule in _WARMUPS:
-        yield _order(task, tuple(_ahead(task, rank, rule) for rank in range(task.pp)))
+        yield _order(problem, tuple(_ahead(problem, rank, rule) for rank in range(problem.pp)))
 
 
-def _ahead(task: Task, rank: int, count: Callable[[Task, int], int]) -> int:
+def _ahead(problem: SchedulingProblem, rank: int, count: Callable[[SchedulingProblem, int], int]) -> int:
     """Forwards before a rank's first backward: at least what 1F1B needs, at most what memory allows."""
-    room = math.floor(task.limit_P[rank] / task.held_S[rank] * (1 + 1e-9)) if task.held_S[rank] else math.inf
-    return int(max(1, min(max(count(task, rank), task.pp - rank), room, task.num_microbatches)))
+    room = math.floor(problem.limit_P[rank] / problem.held_S[rank] * (1 + 1e-9)) if problem.held_S[rank] else math.inf
+    return int(max(1, min(max(count(problem, rank), problem.pp - rank), room, problem.num_microbatches)))
 
 
-def _plain(task: Task, rank: int) -> int:
-    return task.pp - rank
+def _plain(problem: SchedulingProblem, rank: int) -> int:
+    return problem.pp - rank
 
 
-def _eager(task: Task, rank: int) -> int:
-    return 2 * (task.pp - rank) - 1
+def _eager(problem: SchedulingProblem, rank: int) -> int:
+    return 2 * (problem.pp - rank) - 1
 
 
-def _until_return(task: Task, rank: int) -> float:
+def _until_return(problem: SchedulingProblem, rank: int) -> float:
     """How many forwards fit before the first gradient comes back to a rank."""
-    times = task.times
-    input_s = times.durations_s[3 * task.pp :]
-    later_s = sum(times.forward_s[rank:]) + sum(input_s[rank + 1 : task.pp])
+    times = problem.times
+    input_s = times.durations_s[3 * problem.pp :]
+    later_s = sum(times.forward_s[rank:]) + sum(input_s[rank + 1 : problem.pp])
     hops_s = sum(times.forward_hop_s[rank:]) + sum(times.backward_hop_s[rank:])
     return (later_s + hops_s) / times.forward_s[rank] if times.forward_s[rank] else math.inf
 
 
-def _fits(task: Task, rank: int) -> int:
-    return math.floor(_capped(task, _until_return(task, rank)))
+def _fits(problem: SchedulingProblem, rank: int) -> int:
+    return math.floor(_capped(problem, _until_return(problem, rank)))
 
 
-def _covers(task: Task, rank: int) -> int:
-    return math.ceil(_capped(task, _until_return(task, rank)))
+def _covers(problem: SchedulingProblem, rank: int) -> int:
+    return math.ceil(_capped(problem, _until_return(problem, rank)))
 
 
-def _covers_beside_first(task: Task, rank: int) -> int:
+def _covers_beside_first(problem: SchedulingProblem, rank: int) -> int:
     """Where rank 0 has no room for all that would fit, the others run as many fewer ahead: all gradients come late."""
-    room = task.limit_P[0] / task.held_S[0] if task.held_S[0] else math.inf
-    late = max(0.0, _until_return(task, 0) - room)
-    return math.ceil(_capped(task, _until_return(task, rank) - late))
+    room = problem.limit_P[0] / problem.held_S[0] if problem.held_S[0] else math.inf
+    late = max(0.0, _until_return(problem, 0) - room)
+    return math.ceil(_capped(problem, _until_return(problem, rank) - late))
 
 
-def _capped(task: Task, count: float) -> float:
-    return min(count, float(task.num_microbatches))
+def _capped(problem: SchedulingProblem, count: float) -> float:
+    return min(count, float(problem.num_microbatches))
 
 
 _WARMUPS = (_plain, _eager, _fits, _covers, _covers_beside_first)
 
 
-def _order(task: Task, ahead_P: tuple[int, ...]) -> Order:
+def _order(problem: SchedulingProblem, ahead_P: tuple[int, ...]) -> PassOrder:
     """One backward and one forward in turn, after so many forwards on each rank."""
     ranks = []
     for rank, ahead in enumerate(ahead_P):
-        forward = [Action(rank, "F", microbatch) for microbatch in range(task.num_microbatches)]
-        backward = [Action(rank, "I", microbatch) for microbatch in range(task.num_microbatches)]
+        forward = [Action(rank, "F", microbatch) for microbatch in range(problem.num_microbatches)]
+        backward = [Action(rank, "I", microbatch) for microbatch in range(problem.num_microbatches)]
         turns = itertools.zip_longest(backward, forward[ahead:])
         ranks.append((*forward[:ahead], *(action for turn in turns for action in turn if action is not None)))
     return tuple(ranks)

@@ -10,26 +10,26 @@ from hypothesis import strategies as st
 from schedule_words import peak_live, splits_backward
 
 from pipette_launch.cost.pipeline.engine import Engine, simulate
-from pipette_launch.cost.pipeline.named_schedules import KNOWN, UNSPLIT, named_schedule
+from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
 from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.errors import FactError, LayoutError
 
 CHUNKS = {"one": 1, "two": 2, "several": 3}
 
 
-@given(st.sampled_from(sorted(KNOWN)), st.integers(2, 4), st.integers(1, 3), st.booleans(), st.randoms())
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(2, 4), st.integers(1, 3), st.booleans(), st.randoms())
 @examples(max_examples=60)
 def test_every_schedule_is_complete_and_keeps_its_promises(
     name: str, pp: int, rounds: int, timed: bool, rng: random.Random
 ) -> None:
     """A schedule checks that it is complete; besides it runs without deadlock, splits as told and keeps to its peak."""
-    known = KNOWN[name]
+    known = SCHEDULES[name]
     vpp = CHUNKS[known.chunks]
     times = drawn_stages(pp * vpp, rng)
     schedule = named_schedule(name, pp=pp, vpp=vpp, num_microbatches=rounds * pp, times=times if timed else None)
 
     assert name == schedule.name
-    assert splits_backward(schedule) == (name not in UNSPLIT)
+    assert splits_backward(schedule) == known.splits_backward
     assert Engine(schedule).makespan_s(times) > 0
     assert max(peak_live(schedule)) <= known.peak(pp, vpp, pp) * vpp
 
@@ -60,7 +60,7 @@ def test_published_peaks(name: str, vpp: int, group: int | None, expected: float
     schedule = named_schedule(name, pp=8, vpp=vpp, num_microbatches=48, group_size=group)
 
     assert expected == max(peak_live(schedule)) / vpp
-    assert expected == KNOWN[name].peak(8, vpp, group or 8)
+    assert expected == SCHEDULES[name].peak(8, vpp, group or 8)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schedule_words import peak_live
 
 from pipette_launch.cost.pipeline.engine import Engine, simulate
-from pipette_launch.cost.pipeline.named_schedules import KNOWN, named_schedule
+from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
 from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.cost.pipeline.v_schedules import PERIOD, linear_blocks, short_lived_blocks
 
@@ -84,7 +84,7 @@ def test_published_peaks(pp: int) -> None:
     for name, peak in expected.items():
         schedule = named_schedule(name, pp=pp, vpp=2, num_microbatches=2 * pp)
 
-        assert max(peak_live(schedule)) <= 2 * peak == 2 * KNOWN[name].peak(pp, 2, pp)
+        assert max(peak_live(schedule)) <= 2 * peak == 2 * SCHEDULES[name].peak(pp, 2, pp)
 
 
 @given(st.sampled_from(V_NAMES), st.integers(2, 5), st.integers(1, 9), st.randoms())
@@ -95,7 +95,7 @@ def test_any_v_runs_within_its_peak(name: str, pp: int, microbatches: int, rng: 
     schedule = named_schedule(name, pp=pp, vpp=2, num_microbatches=microbatches, times=times)
 
     assert Engine(schedule).makespan_s(times) == max(EventLoop(schedule, times).run().values())
-    assert max(peak_live(schedule)) <= 2 * KNOWN[name].peak(pp, 2, pp)
+    assert max(peak_live(schedule)) <= 2 * SCHEDULES[name].peak(pp, 2, pp)
 
 
 @pytest.mark.parametrize("pp", range(2, 10))

@@ -9,7 +9,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from pipette_launch.cost.pipeline.engine import Engine, simulate
-from pipette_launch.cost.pipeline.greedy import Rules, Task, fill, order_of
+from pipette_launch.cost.pipeline.greedy import FillRules, SchedulingProblem, fill, order_of
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import named_schedule
 from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
@@ -85,10 +85,10 @@ def test_zb_2p_is_no_worse_than_published(
     assert max(peak_live_bytes(schedule, (2,) * pp, 0.5)) <= 2 * 2 * pp
 
 
-def drawn_task(pp: int, microbatches: int, room: float, rng: random.Random) -> Task:
+def drawn_problem(pp: int, microbatches: int, room: float, rng: random.Random) -> SchedulingProblem:
     """Unequal stages and a limit of so much more than one micro-batch."""
     held = tuple(float(rng.randint(1, 8)) for _ in range(pp))
-    return Task(
+    return SchedulingProblem(
         pp=pp,
         vpp=1,
         num_microbatches=microbatches,
@@ -106,33 +106,33 @@ def test_any_zero_bubble_order_runs_within_its_limits(
     pp: int, microbatches: int, room: float, rng: random.Random
 ) -> None:
     """Whatever the times, sizes and limits: complete, without deadlock, and no rank keeps more than it may."""
-    task = drawn_task(pp, microbatches, room, rng)
-    schedule = zero_bubble("zb-1p", task)
+    problem = drawn_problem(pp, microbatches, room, rng)
+    schedule = zero_bubble("zb-1p", problem)
 
-    ends = EventLoop(schedule, task.times).run()
-    assert Engine(schedule).makespan_s(task.times) == max(ends.values())
-    sizes = tuple(int(2 * size) for size in task.held_S)
-    for peak, limit in zip(peak_live_bytes(schedule, sizes, task.w_share), task.limit_P, strict=True):
+    ends = EventLoop(schedule, problem.times).run()
+    assert Engine(schedule).makespan_s(problem.times) == max(ends.values())
+    sizes = tuple(int(2 * size) for size in problem.held_S)
+    for peak, limit in zip(peak_live_bytes(schedule, sizes, problem.w_share), problem.limit_P, strict=True):
         assert peak <= 2 * limit * (1 + 1e-6)
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.sampled_from(RULES), st.randoms())
-def test_a_draft_is_what_its_order_takes(pp: int, microbatches: int, rules: Rules, rng: random.Random) -> None:
+def test_a_draft_is_what_its_order_takes(pp: int, microbatches: int, rules: FillRules, rng: random.Random) -> None:
     """The clock of the generator and the longest path of the simulator agree."""
-    task = drawn_task(pp, microbatches, 1.0, rng)
-    draft = fill(task, order_of(interleaved_zero_bubble(pp, 1, microbatches), microbatches), rules)
+    problem = drawn_problem(pp, microbatches, 1.0, rng)
+    draft = fill(problem, order_of(interleaved_zero_bubble(pp, 1, microbatches), microbatches), rules)
 
     assert draft.complete
-    assert draft.makespan_s == simulate(draft.schedule("zb", task), task.times).makespan_s
-    assert draft.longest_span_s == max(simulate(draft.schedule("zb", task), task.times).span_s_P)
+    assert draft.makespan_s == simulate(draft.schedule("zb", problem), problem.times).makespan_s
+    assert draft.longest_span_s == max(simulate(draft.schedule("zb", problem), problem.times).span_s_P)
 
 
 def test_weights_put_anew_are_faster() -> None:
     """GIS with its W in the gaps has the bubble of interleaved zero bubble, in the memory that both need anyway."""
     schedule = grouped_split(4, 2, 8, 4)
     times = split_times(8, 0.5, 0.5, 0.5, 0.0)
-    task = Task(pp=4, vpp=2, num_microbatches=8, times=times, held_S=(0.5,) * 8, limit_P=(4.0,) * 4)
-    better = refilled(schedule, task)
+    problem = SchedulingProblem(pp=4, vpp=2, num_microbatches=8, times=times, held_S=(0.5,) * 8, limit_P=(4.0,) * 4)
+    better = refilled(schedule, problem)
 
     assert simulate(schedule, times).makespan_s == 8 * 3 + 3.0
     assert simulate(better, times).makespan_s == 8 * 3 + 1.5

@@ -135,7 +135,7 @@ class _Judge:
         self._predictor = Predictor(job, measurements)
 
     def step_s(self, layout: Layout, placement: tuple[int, ...]) -> float:
-        return self._predictor.objective(layout)(placement)
+        return self._predictor.placement_cost(layout).cost(placement)
 
     def outcome(self, name: str) -> Outcome | None:
         """Price what a rival picks and what it would fall back to; None where it finds nothing."""

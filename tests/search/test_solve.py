@@ -57,7 +57,7 @@ def test_ranks_go_where_the_links_are_fast() -> None:
     """A pinned pipeline keeps its layout and crosses the slow links only once."""
     model = tiny_model(untie_embeddings_and_output_weights=True)
     job, measurements = replace(pipeline_job(), model=model), tiny_measurements(two_racks())
-    cost = Predictor(job, measurements).objective(job.own)
+    cost = Predictor(job, measurements).placement_cost(job.own).cost
 
     plan = planned(job, measurements)
 
@@ -194,7 +194,7 @@ def test_options_check_themselves(values: dict[str, float]) -> None:
 def test_renaming_equal_slots_changes_nothing(names: list[int]) -> None:
     """Where all links and slots are equal, the real objective does not care who sits where."""
     job = tiny_job(4, own=Layout(pp=2, dp=2), batch=Batch(global_batch_size=8))
-    cost = Predictor(job, tiny_measurements(tiny_cluster(4, 1))).objective(job.own)
+    cost = Predictor(job, tiny_measurements(tiny_cluster(4, 1))).placement_cost(job.own).cost
 
     assert cost(tuple(names)) == pytest.approx(cost((0, 1, 2, 3)), rel=1e-12)
 
@@ -210,7 +210,9 @@ def test_no_layout_in_any_placement_is_faster_than_the_floor(seed: int) -> None:
     plan = planned(job, measurements, margin=0.0)
     predictor = Predictor(job, measurements)
     found = legal_layouts(job, world_size=4, devices_per_host=1, device_kind="cpu")
-    fastest_s = min(predictor.objective(layout)(order) for layout in found for order in permutations(range(4)))
+    fastest_s = min(
+        predictor.placement_cost(layout).cost(order) for layout in found for order in permutations(range(4))
+    )
 
     assert 0 < plan.floor_s <= fastest_s * (1 + 1e-12)
     assert fastest_s == pytest.approx(plan.chosen.step_time_s)

@@ -66,7 +66,7 @@ def test_what_cannot_win_is_not_priced() -> None:
     assert Tried(bound_s=bound_s) == beaten
     assert priced is not None
     assert priced.is_priced
-    assert priced.cost_s == field.predictor.objective(layout)(priced.placement) <= priced.host_order_s
+    assert priced.cost_s == field.predictor.placement_cost(layout).cost(priced.placement) <= priced.host_order_s
 
 
 def test_without_time_nothing_is_begun() -> None:

@@ -16,7 +16,7 @@ from pipette_launch.cost.columns.exchange_bounds import ExchangeTable
 from pipette_launch.cost.columns.layouts import LayoutColumns, codes_of
 from pipette_launch.cost.communication.collectives import Fabric, Kind
 from pipette_launch.cost.communication.traffic import LayerCounts, meets_receivers
-from pipette_launch.cost.compute.stages import ComputeTable, Passes, case_of
+from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import unit_parameters, word_embedding_parameters
 from pipette_launch.cost.memo import Memo
@@ -221,15 +221,11 @@ class Tables:
         return UnitCounts(group_N=group_N.reshape(-1), counts_U2X=np.array(found, dtype=np.int64))
 
     def bound_s(self, kind: Kind, size_T: Ints, bytes_TVP: NDArray[np.int64]) -> Floats:
-        """Price groups of so many slots over the best links (`Fabric.bound_s`); nothing costs nothing."""
+        """Price groups of so many slots over the best links (`Fabric.bounds_s`)."""
         seconds_TVP = np.zeros(bytes_TVP.shape)
         for size in np.unique(size_T).tolist():
             rows = np.flatnonzero(size_T == size)
-            fixed_s_L, byte_s_L = self._fabric.bound_lines(kind, size)
-            priced = np.full(bytes_TVP[rows].shape, np.inf)
-            for fixed_s, byte_s in zip(fixed_s_L.tolist(), byte_s_L.tolist(), strict=True):
-                priced = np.minimum(priced, fixed_s + byte_s * bytes_TVP[rows])
-            seconds_TVP[rows] = np.where(bytes_TVP[rows] > 0, priced, 0.0)
+            seconds_TVP[rows] = self._fabric.bounds_s(kind, size, bytes_TVP[rows])
         return seconds_TVP
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
@@ -251,23 +247,18 @@ class Tables:
         """Rows of X: forward, backward with recompute, and what of each the device waits; worked out once."""
         key = (case_of(layout), layout.recompute)
         if key not in self._passes:
-            self._passes[key] = self._new_passes(layout)
+            rows = [
+                (one.forward_s, one.backward_s + one.recompute_s, one.forward_idle_s, one.backward_idle_s)
+                for one in self._compute.unit_passes(layout)
+            ]
+            self._passes[key] = np.array(rows).T
         return self._passes[key]
-
-    def _new_passes(self, layout: Layout) -> Floats:
-        unit = self._compute.unit_passes(layout)
-        parts = (unit.layer, unit.layer_again, unit.moe_layer, unit.moe_layer_again, unit.embedding, unit.head)
-        return np.asarray(np.array([_row(part) for part in parts]).T)
 
     def _unit_counts(self, layout: Layout) -> Ints:
         """Rows of X: dense and expert parameters."""
         unit = unit_parameters(self._job.model, layout)
         parts = (unit.layer, unit.layer, unit.moe_layer, unit.moe_layer, unit.embedding, unit.head)
         return np.asarray(np.array([(part.dense, part.expert) for part in parts], dtype=np.int64).T)
-
-
-def _row(passes: Passes) -> tuple[float, float, float, float]:
-    return passes.forward_s, passes.backward_s + passes.recompute_s, passes.forward_idle_s, passes.backward_idle_s
 
 
 def _divides(layout: Layout, num_layers: int) -> bool:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.columns.layouts import LayoutColumns
 from pipette_launch.cost.communication.collectives import Fabric, Kind
+from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.communication.traffic import Hiding, LayerCounts, exchanges_of, hop_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.facts.job import Job
@@ -65,18 +66,12 @@ class ExchangeTable:
             items, hop = self._items_of(columns.layout(int(rows[0])))
             samples = columns.micro_batch_size[rows].astype(np.float64)
             for item in items:
-                whole_s = self._bound_s(item.kind, item.members, item.size_bytes * samples)
+                whole_s = self._fabric.bounds_s(item.kind, item.members, item.size_bytes * samples)
                 shown_s = np.maximum(whole_s - hidden_U3[rows] @ item.hidden_3, 0.0)
                 found[rows, :2] += shown_s[:, None, None] * item.passes_2X
             if self._fabric.cluster.num_slots > 1:
-                found[rows, 2] = self._bound_s("send", 2, hop * samples)[:, None]
+                found[rows, 2] = self._fabric.bounds_s("send", 2, hop * samples)[:, None]
         return found
-
-    def _bound_s(self, kind: Kind, members: int, bytes_U: Floats) -> Floats:
-        """`Fabric.bound_s` of many sizes."""
-        fixed_s_L, byte_s_L = self._fabric.bound_lines(kind, members)
-        seconds: Floats = (fixed_s_L + byte_s_L * bytes_U[:, None]).min(axis=1)
-        return seconds
 
     def _hidden(self, layout: Layout) -> tuple[float, float, float]:
         case = case_of(layout)
@@ -96,7 +91,7 @@ class ExchangeTable:
             sequence_parallel=layout.sequence_parallel,
         )
         if one not in self._items:
-            sizes = {"tp": one.tp, "cp": one.cp, "ep": one.ep, "etp": one.etp, "ep_etp": one.ep * one.etp}
+            sizes = group_sizes(one)
             shares = iter(self._shares_of(one))
             items = tuple(
                 _Item(

@@ -2,7 +2,7 @@
 
 Each figure is the length of a real path of the schedule's graph (`cost.pipeline.engine`), hence at most the longest
 one, which is the simulated time. Two families of paths are tried, which meet the longest one where stages are alike or
-one stage stands out (facts: pipette.md section 2, the exact form of 1F1B):
+one stage stands out:
 
     stay      go to one pipeline rank, run all that it runs, and leave; the way in and the way out may go through
               later chunks, or to the last stage and back, instead of through what the rank runs meanwhile

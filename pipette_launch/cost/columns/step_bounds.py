@@ -23,7 +23,7 @@ from pipette_launch.cost.columns.bound_tables import Content, Tables, UnitCounts
 from pipette_launch.cost.columns.layouts import LayoutColumns, codes_of
 from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
 from pipette_launch.cost.communication.collectives import Fabric, Kind
-from pipette_launch.cost.communication.traffic import BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK, aligns_gathers
+from pipette_launch.cost.communication.traffic import aligns_gathers, num_buckets
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, shard
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts.job import Job
@@ -97,8 +97,10 @@ class BoundColumns:
                 part = rows[place]
                 some, here = columns.take(part), replace(content, cut_N=content.cut_N[place])
                 passes = _Passes.of(self._tables, some, units[0].take(part), here)
-                tail = _Tail.of(self._job, self._tables, some, replace(units[1], group_N=units[1].group_N[part]), here)
-                seconds_N[known[part]] = _steps(passes, tail, overlaps_N2[part])
+                update = _UpdatePrices.of(
+                    self._job, self._tables, some, replace(units[1], group_N=units[1].group_N[part]), here
+                )
+                seconds_N[known[part]] = _steps(passes, update, overlaps_N2[part])
         return seconds_N * (1 - _ROUNDING)
 
 
@@ -167,7 +169,7 @@ def _met(pipelines: Pipelines) -> Pipelines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tail:
+class _UpdatePrices:
     """What each group of layouts exchanges and updates once a step."""
 
     group_N: Ints
@@ -178,10 +180,10 @@ class _Tail:
     optimizer_s_TP: Floats
     embedding_s_T: Floats
     aligns_gathers: bool
-    """As `Work.aligns_gathers`: for all, as they are of one shape of pipelines."""
+    """As `LayoutWork.aligns_gathers`: the same for all, as they are of one shape of pipelines."""
 
     @classmethod
-    def of(cls, job: Job, tables: Tables, columns: LayoutColumns, unit: UnitCounts, content: Content) -> _Tail:
+    def of(cls, job: Job, tables: Tables, columns: LayoutColumns, unit: UnitCounts, content: Content) -> _UpdatePrices:
         fields = [columns.dp, columns.cp, columns.ep, columns.etp, columns.use_distributed_optimizer]
         codes_N = codes_of([unit.group_N, content.cut_N, *fields])
         _, first_T, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
@@ -207,27 +209,26 @@ class _Tail:
         of_rank = [count_TVP.sum(axis=1) for count_TVP in counts]
         sharded_TP = shard(job, of_rank[0], replicas_T[:, None]) + shard(job, of_rank[1], expert_replicas_T[:, None])
         resident_TP = np.where(is_sharded_T[:, None], sharded_TP, of_rank[0] + of_rank[1])
-        bucket_T = np.maximum(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * replicas_T)
         return cls(
             group_N=group_N.reshape(-1),
             reduce_s_TVP=reduce_s,
             gather_s_TVP=gather_s,
-            buckets_T=-(-(counts[0] + counts[1])[:, 0, 0] // bucket_T),
+            buckets_T=num_buckets((counts[0] + counts[1])[:, 0, 0], replicas_T),
             optimizer_s_TP=tables.once_a_step_s(resident_TP, gradients_TP),
             embedding_s_T=tables.embedding_s_N(groups),
             aligns_gathers=aligns_gathers(job, columns.layout(0)),
         )
 
 
-def _steps(passes: _Passes, tail: _Tail, overlaps_N2: NDArray[np.bool_]) -> Floats:
-    """Put pipelines and tails together, as `cost.step.assemble` does for one layout."""
+def _steps(passes: _Passes, update: _UpdatePrices, overlaps_N2: NDArray[np.bool_]) -> Floats:
+    """Put pipelines and updates together, as `cost.step.assemble` does for one layout."""
     has_reduce_N, has_gather_N = overlaps_N2.T
-    u, t = passes.group_N, tail.group_N
-    buckets_N = np.where(has_reduce_N, tail.buckets_T[t], 1)
-    drain_NP, early_NP = _drains(passes, tail, buckets_N, has_gather_N)
+    u, t = passes.group_N, update.group_N
+    buckets_N = np.where(has_reduce_N, update.buckets_T[t], 1)
+    drain_NP, early_NP = _drains(passes, update, buckets_N, has_gather_N)
 
-    reduce_s_TP = tail.reduce_s_TVP.sum(axis=1)
-    last_NP, all_NP = tail.reduce_s_TVP[:, 0][t], reduce_s_TP[t]
+    reduce_s_TP = update.reduce_s_TVP.sum(axis=1)
+    last_NP, all_NP = update.reduce_s_TVP[:, 0][t], reduce_s_TP[t]
     overlapped_NP = np.maximum(drain_NP + last_NP, early_NP + all_NP)
     # Buckets of the first stage leave during its last backward.
     behind_N = passes.first_backward_s_U[u] * (buckets_N - 1) / buckets_N
@@ -236,25 +237,27 @@ def _steps(passes: _Passes, tail: _Tail, overlaps_N2: NDArray[np.bool_]) -> Floa
     ends = (first_N + last_NP[:, 0] / buckets_N, first_N - behind_N + last_NP[:, 0], early_N + all_NP[:, 0])
     overlapped_NP[:, 0] = np.maximum(np.maximum(ends[0], ends[1]), ends[2])
     finish_NP = np.where(has_reduce_N[:, None], overlapped_NP, drain_NP + all_NP)
-    tied_N = np.maximum(finish_NP[:, 0], finish_NP[:, -1]) + tail.embedding_s_T[t]
-    gathers_NP = np.where(has_gather_N[:, None], 0.0, tail.gather_s_TVP.sum(axis=1)[t])
-    steps_N: Floats = np.maximum(finish_NP.max(axis=1), tied_N) + (tail.optimizer_s_TP[t] + gathers_NP).max(axis=1)
+    tied_N = np.maximum(finish_NP[:, 0], finish_NP[:, -1]) + update.embedding_s_T[t]
+    gathers_NP = np.where(has_gather_N[:, None], 0.0, update.gather_s_TVP.sum(axis=1)[t])
+    steps_N: Floats = np.maximum(finish_NP.max(axis=1), tied_N) + (update.optimizer_s_TP[t] + gathers_NP).max(axis=1)
     return steps_N
 
 
-def _drains(passes: _Passes, tail: _Tail, buckets_N: Ints, has_gather_N: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+def _drains(
+    passes: _Passes, update: _UpdatePrices, buckets_N: Ints, has_gather_N: NDArray[np.bool_]
+) -> tuple[Floats, Floats]:
     """Return when the first and the last chunk of each rank drain, with overlapped gathers (`cost.step.first_gathers`).
 
     Aligned gathers: every action depends on the first forward of stage 0, which waits for its whole gather.
     Otherwise the first forward of every stage is longer, by one bucket and by what its own compute does not hide.
     """
-    u, t = passes.group_N, tail.group_N
+    u, t = passes.group_N, update.group_N
     any_NP, early_NP = passes.drains.any_UP[u], passes.drains.early_UP[u]
-    own_N = tail.gather_s_TVP[:, 0, 0][t]
-    if tail.aligns_gathers:
+    own_N = update.gather_s_TVP[:, 0, 0][t]
+    if update.aligns_gathers:
         wait_N1 = np.where(has_gather_N, own_N, 0.0)[:, None]
         return any_NP + wait_N1, early_NP + wait_N1
     more_N = np.maximum(own_N - passes.first_forward_s_U[u], 0.0) * (buckets_N - 1)
-    exposed_N = (tail.gather_s_TVP.sum(axis=(1, 2))[t] - own_N) + (own_N + more_N) / buckets_N
+    exposed_N = (update.gather_s_TVP.sum(axis=(1, 2))[t] - own_N) + (own_N + more_N) / buckets_N
     exposed_N = np.where(has_gather_N, exposed_N, 0.0)
     return np.maximum(any_NP, passes.drains.first_UP[u] + exposed_N[:, None]), early_NP

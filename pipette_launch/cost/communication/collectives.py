@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.links import LinkTable, best_links
-from pipette_launch.cost.communication.scales import Kind, MeasuredGroups, Scale, chunk_share, num_steps
+from pipette_launch.cost.communication.scales import Kind, MeasuredGroups, Scale, chunk_share, num_steps, ring_shift
 from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import CollectiveTime
 
@@ -62,14 +62,6 @@ class Fabric:
         self._best_within = best_links(cluster.within_host)
         self._measured = MeasuredGroups(cluster, collectives, self._table)
         self._bound_lines: dict[tuple[Kind, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
-
-    def latency_s(self, sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Seconds before the first byte arrives, from slots to slots of equal shape; 0 from a slot to itself."""
-        return self._table.latency_s_L[self._table.links(sender, receiver)]
-
-    def seconds_per_byte(self, sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> NDArray[np.float64]:
-        """1 / bandwidth from slots to slots of equal shape; 0 from a slot to itself."""
-        return self._table.seconds_per_byte_L[self._table.links(sender, receiver)]
 
     def seconds(self, kind: Kind, slots: Sequence[int], size_bytes: float) -> float:
         """Price one group; its ring runs in the order of `slots`."""
@@ -118,7 +110,7 @@ class Fabric:
 
     def ring_shift(self, kind: Kind) -> int:
         """To which member of a ring each sends: 1 = the next, -1 = the one before."""
-        return self._measured.ring_shift(kind)
+        return ring_shift(kind, self.cluster.device_kind)
 
     def routed_s_G(
         self, kind: Kind, size: int, routes: Routes, size_bytes: float | NDArray[np.float64]
@@ -163,18 +155,23 @@ class Fabric:
 
         A group on one host has only links within hosts; one on several crosses hosts at least once.
         """
-        if num_steps(kind, size) == 0:
-            return 0.0
-        fixed_s_L, byte_s_L = self.bound_lines(kind, size)
+        fixed_s_L, byte_s_L = self._bound_lines_of(kind, size)
         return float((fixed_s_L + byte_s_L * size_bytes).min())
 
-    def bound_lines(self, kind: Kind, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return fixed seconds and seconds per byte of some lines, the lowest of which is `bound_s` at every size."""
+    def bounds_s(self, kind: Kind, size: int, size_bytes: NDArray[np.int64 | np.float64]) -> NDArray[np.float64]:
+        """Return `bound_s` of many sizes at once; what has nothing to send takes no time."""
+        found = np.full(size_bytes.shape, np.inf)
+        for fixed_s, byte_s in zip(*(each.tolist() for each in self._bound_lines_of(kind, size)), strict=True):
+            found = np.minimum(found, fixed_s + byte_s * size_bytes)
+        return np.where(size_bytes > 0, found, 0.0)
+
+    def _bound_lines_of(self, kind: Kind, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return fixed seconds and seconds per byte of some lines, the lowest of which is the bound at every size."""
         if (kind, size) not in self._bound_lines:
-            self._bound_lines[kind, size] = self._lines(kind, size)
+            self._bound_lines[kind, size] = self._new_bound_lines(kind, size)
         return self._bound_lines[kind, size]
 
-    def _lines(self, kind: Kind, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _new_bound_lines(self, kind: Kind, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         steps = num_steps(kind, size)
         if steps == 0:
             return np.zeros(1), np.zeros(1)

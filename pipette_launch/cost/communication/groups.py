@@ -18,7 +18,7 @@ Ranks = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Groups:
-    """The communication groups of a layout. Members are sorted by RANK, as torch sorts them (megatron.md 1 and 3)."""
+    """The communication groups of a layout. Members are sorted by RANK, as torch sorts them."""
 
     grid_PDCT: Ranks
     """RANK of each cell."""
@@ -73,8 +73,21 @@ class Groups:
         return met_PDL
 
 
+def group_sizes(layout: Layout) -> dict[str, int]:
+    """Members of each group of a layout, by its name in `Groups`."""
+    return {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+        "etp": layout.etp,
+        "ep_etp": layout.ep * layout.etp,
+        "dp_cp": layout.dp * layout.cp,
+        "expert_dp": expert_dp(layout),
+    }
+
+
 def rank_grid(layout: Layout) -> Ranks:
-    """RANK of each cell (pp, dp, cp, tp): order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp (megatron.md section 3)."""
+    """RANK of each cell (pp, dp, cp, tp): order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp (parallel_state.py)."""
     ranks = np.arange(layout.world_size, dtype=np.int64)
     if layout.use_tp_pp_dp_mapping:
         return _swapped(ranks, (layout.dp, layout.pp, layout.cp, layout.tp))

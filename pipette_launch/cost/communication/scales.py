@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,10 +115,6 @@ class MeasuredGroups:
         """Whether any collective was measured, sends apart: these are never corrected."""
         return any(measured.kind != "send" for measured in self._collectives)
 
-    def ring_shift(self, kind: Kind) -> int:
-        """To which member of a ring each sends here; see the function of this name."""
-        return ring_shift(kind, self._device_kind)
-
     def scale(self, kind: Kind, size: int) -> Scale:
         """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
         if (kind, size) not in self._scales:
@@ -189,14 +185,10 @@ class MeasuredGroups:
     def _slowest(self, measured: CollectiveTime) -> tuple[float, float]:
         """Largest latency and largest time per byte of the links that a measured group used."""
         latency_s = per_byte_s = 0.0
-        for receiver in self._receivers(measured):
-            links = self._table.links(np.array(measured.slots), receiver)
+        slots = np.array(measured.slots)
+        is_ring = measured.kind != "all_to_all"
+        for shift in (ring_shift(measured.kind, self._device_kind),) if is_ring else range(1, len(slots)):
+            links = self._table.links(slots, np.roll(slots, -shift))
             latency_s = max(latency_s, float(self._table.latency_s_L[links].max()))
             per_byte_s = max(per_byte_s, float(self._table.seconds_per_byte_L[links].max()))
         return latency_s, per_byte_s
-
-    def _receivers(self, measured: CollectiveTime) -> Iterator[NDArray[np.int64]]:
-        slots = np.array(measured.slots)
-        shifts = range(1, len(slots)) if measured.kind == "all_to_all" else (self.ring_shift(measured.kind),)
-        for shift in shifts:
-            yield np.roll(slots, -shift)

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipette_launch.cost.communication.collectives import Kind
 from pipette_launch.cost.layers import activations, attention
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, resident_parameters
@@ -16,9 +19,7 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.megatron.performance import performance_options
 
-BUCKET_PARAMETERS = 40_000_000
-"""Megatron's least bucket of overlapped gradients; it grows with dp * cp (megatron.md 8.2)."""
-BUCKET_PARAMETERS_PER_RANK = 1_000_000
+Ints = NDArray[np.int64]
 
 _FP32_BYTES = 4
 _CROSS_ENTROPY_REDUCTIONS = 3
@@ -139,17 +140,22 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     return StepTraffic(
         gradient_bytes=tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
         parameter_bytes=tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
-        num_buckets=tuple(_num_buckets(layout, stage, chunk.count) for stage, chunk in enumerate(chunks)),
+        # Only the first chunk of pipeline rank 0 is split, and only to overlap (param_and_grad_buffer.py).
+        num_buckets=tuple(
+            1 if stage or not layout.overlap_grad_reduce else int(num_buckets(chunk.count, layout.dp * layout.cp))
+            for stage, chunk in enumerate(chunks)
+        ),
         resident_parameters=tuple(resident_parameters(job, part, layout) for part in by_rank(chunks, layout.pp)),
         embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if tied else 0,
     )
 
 
-def _num_buckets(layout: Layout, stage: int, parameters: int) -> int:
-    """Only the first chunk of pipeline rank 0 is split, and only to overlap (megatron.md 8.2)."""
-    if stage or not layout.overlap_grad_reduce:
-        return 1
-    return -(-parameters // max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * layout.dp * layout.cp))
+def num_buckets(parameters: Ints | int, replicas: Ints | int) -> Ints:
+    """Into how many parts Megatron splits overlapped gradients: of 40 million parameters, or of 1 million a replica.
+
+    `replicas` is dp * cp (distributed_data_parallel.py). Numbers or arrays.
+    """
+    return np.asarray(-(-parameters // np.maximum(40_000_000, 1_000_000 * replicas)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """What the parts of a model ask of a device for one micro-batch: products, bytes moved and kernels, pass by pass.
 
 T = s * b / c tokens of one rank, t = tp, e = bytes of an element. Products are Narayanan et al. 2021 (appendix), cut as
-Shoeybi et al. 2019 cut them; tensors that are read and written follow memory.md section 4.
+Shoeybi et al. 2019 cut them; tensors that are read and written are those of `cost.layers.activations`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def embedding_loads(job: Job, layout: Layout) -> PassLoads:
 
 
 def head_loads(job: Job, layout: Layout) -> PassLoads:
-    """Final norm, product with the vocabulary, cross-entropy: logits pass about ten times in fp32 (memory.md 4)."""
+    """Final norm, product with the vocabulary, cross-entropy: logits pass about ten times in fp32."""
     model = job.model
     tokens = attention.tokens(model, layout)
     vocabulary = model.padded_vocab_size(layout.tp) // layout.tp

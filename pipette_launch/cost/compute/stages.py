@@ -53,21 +53,6 @@ class Passes:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitPasses:
-    """The passes of what chunks are made of; those of layers that the model has none of are 0."""
-
-    layer: Passes
-    """One that full recompute leaves alone; selective recompute is in it."""
-    layer_again: Passes
-    """One that full recompute runs again, where the layout asks for it."""
-    moe_layer: Passes
-    moe_layer_again: Passes
-    embedding: Passes
-    head: Passes
-    """With multi-token prediction."""
-
-
 def case_of(layout: Layout) -> ComputeCase:
     """Return the shape of computation that a layout runs on each slot."""
     return ComputeCase(tp=layout.tp, cp=layout.cp, micro_batch_size=layout.micro_batch_size)
@@ -139,29 +124,25 @@ class ComputeTable:
         """
         return tuple(self._chunks(layout, self._part_passes(case_of(layout))))
 
-    def unit_passes(self, layout: Layout) -> UnitPasses:
-        """Return what `chunk_passes` adds up.
+    def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
+        """Return what `chunk_passes` adds up; of layers that the model has none of, passes of 0 s.
+
+        These are a dense layer that full recompute leaves alone (selective recompute is in it), one that full
+        recompute runs again, the same two of layers with experts, embedding, and head with multi-token prediction.
 
         Raises:
             PlanError: no case of this tp was measured.
 
         """
         part = self._part_passes(case_of(layout))
-        layers = {
-            (moe, again): self._layer(layout, part, 0 if again else layout.recompute.num_layers, moe=moe)
+        layers = (
+            self._layer(layout, part, 0 if again else layout.recompute.num_layers, moe=moe)
             if ("moe_layer" if moe else "layer") in self._parts
             else Passes()
             for moe in (False, True)
             for again in (False, True)
-        }
-        return UnitPasses(
-            layer=layers[False, False],
-            layer_again=layers[False, True],
-            moe_layer=layers[True, False],
-            moe_layer_again=layers[True, True],
-            embedding=part["embedding"],
-            head=part["head"] + self._prediction(part),
         )
+        return (*layers, part["embedding"], part["head"] + self._prediction(part))
 
     def hiding(self, layout: Layout) -> Hiding:
         """Return what of one layer's compute collectives pass behind, of the first layer's kind."""
@@ -171,7 +152,9 @@ class ComputeTable:
         layer = part["moe_layer" if moe else "layer"]
         share = column_share(model, moe=moe)
         return Hiding(
-            core_attention_s=_core_attention_s(model, part, moe=moe),
+            core_attention_s=part[_CORE].forward_s
+            if _CORE in part
+            else layer.forward_s * attention_core_share(model, moe=moe),
             input_grad_s=(layer.backward_s - layer.weight_grad_s) * share,
             weight_grad_s=layer.weight_grad_s * share,
         )
@@ -214,7 +197,9 @@ class ComputeTable:
             kinds = model.moe_layer_freq[first : first + layers] or (0,) * layers
             first += layers
             if kinds not in seen:
-                seen[kinds] = self._layers(layout, part, kinds)
+                # 1 for each layer that has experts.
+                layers_passes = (self._layer(layout, part, index, moe=bool(moe)) for index, moe in enumerate(kinds))
+                seen[kinds] = sum(layers_passes, Passes())
             total = seen[kinds]
             if chunk == 0:
                 total += part["embedding"] + loaded
@@ -229,13 +214,6 @@ class ComputeTable:
         if not model.mtp_num_layers:
             return Passes()
         return (part["moe_layer" if model.has_expert_prediction else "layer"] + part["head"]) * model.mtp_num_layers
-
-    def _layers(self, layout: Layout, part: dict[str, Passes], kinds: tuple[int, ...]) -> Passes:
-        """Add up the layers of a chunk; `kinds` says 1 for each that has experts."""
-        total = Passes()
-        for index, moe in enumerate(kinds):
-            total += self._layer(layout, part, index, moe=bool(moe))
-        return total
 
     def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, *, moe: bool) -> Passes:
         model = self._job.model
@@ -252,7 +230,7 @@ def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, *, mo
     """Part of a layer's forward that its backward runs again.
 
     Full recompute runs the whole layer again: all with method uniform, the first `num_layers` of each chunk with block
-    (megatron.md 8.3). Selective recompute runs its modules, priced by their share of the layer's FLOPs; norms and
+    (transformer_block.py). Selective recompute runs its modules, priced by their share of the layer's FLOPs; norms and
     activation functions count as nothing.
     """
     recompute = layout.recompute
@@ -281,13 +259,6 @@ def column_share(model: ModelSpec, *, moe: bool) -> float:
     if not moe:
         columns.append(2.0 * model.hidden_size * model.ffn_hidden_size * (2 if model.gated_linear_unit else 1))
     return statistics.mean(columns) / model.forward_flops_per_token(moe=moe)
-
-
-def _core_attention_s(model: ModelSpec, part: dict[str, Passes], *, moe: bool) -> float:
-    """Seconds of one layer's forward attention: as measured, or by its share of the FLOPs."""
-    if _CORE in part:
-        return part[_CORE].forward_s
-    return part["moe_layer" if moe else "layer"].forward_s * attention_core_share(model, moe=moe)
 
 
 def attention_core_share(model: ModelSpec, *, moe: bool = False) -> float:

@@ -51,11 +51,6 @@ class Engine:
         """Find the order of the actions at once, so that a deadlock is found at once."""
         assert len(self.dependencies.level_A)
 
-    @property
-    def schedule(self) -> Schedule:
-        """What is priced."""
-        return self._order.schedule if isinstance(self._order, Order) else self._order
-
     @cached_property
     def dependencies(self) -> Dependencies:
         """What each action waits for."""
@@ -164,7 +159,6 @@ class Engine:
         duration_A = self._duration_A().tolist()
         start_A = [end - durations[duration] for end, duration in zip(end_A, duration_A, strict=True)]
         return Timeline(
-            schedule=self.schedule,
             start_s=self._by_rank(start_A),
             end_s=self._by_rank(end_A),
         )

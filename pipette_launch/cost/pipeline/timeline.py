@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +59,6 @@ class StageTimes:
 class Timeline:
     """One pipeline's step, action by action."""
 
-    schedule: Schedule
     start_s: tuple[tuple[float, ...], ...]
     """For each rank, the start of each of its actions."""
     end_s: tuple[tuple[float, ...], ...]

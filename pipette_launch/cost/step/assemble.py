@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +35,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class LayoutWork:
     """What a layout asks of its ranks, wherever they lie."""
 
     layout: Layout
@@ -64,10 +63,9 @@ class Work:
     optimizer_s_P: Array
     """Once a step on a slot of speed 1: passes over all gradients, the optimizer, and waiting for the host."""
     rank_S: NDArray[np.int64]
-    zero_S: Array
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep, *, loss_s: float) -> Work:
+    def of(cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep, *, loss_s: float) -> LayoutWork:
         """Work it out from the job, the layout and the measured times."""
         num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
         passes = compute.chunk_passes(layout)
@@ -101,7 +99,6 @@ class Work:
                 np.array(traffic.gradient_bytes).sum(axis=1).reshape(-1, layout.pp).sum(axis=0),
             ),
             rank_S=np.arange(layout.num_chunks) % layout.pp,
-            zero_S=np.zeros(layout.num_chunks),
         )
 
 
@@ -116,7 +113,7 @@ class Prices:
     slowness_PD: Array
     """1 / speed of the slowest slot of each pipeline rank of each replica."""
     exchange_s_PD: tuple[Array, ...]
-    """Seconds of each of `Work.exchanges`, before anything hides."""
+    """Seconds of each of `LayoutWork.exchanges`, before anything hides."""
     forward_hop_s_PD: Array
     """From pipeline rank p to p + 1; the last entry is the way from the last to the first."""
     backward_hop_s_PD: Array
@@ -126,20 +123,21 @@ class Prices:
     embedding_s: float | Array
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepParts:
-    """A step and its parts by name."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Predicted seconds of one optimizer step."""
 
     total_s: float
     breakdown_s: dict[str, float]
+    """Parts along the slowest pipeline rank; they sum to the total."""
 
 
-def total_s(work: Work, prices: Prices) -> float:
+def total_s(work: LayoutWork, prices: Prices) -> float:
     """Seconds of the step."""
     return float(totals_s_K(work, prices)[0])
 
 
-def totals_s_K(work: Work, prices: Prices) -> Array:
+def totals_s_K(work: LayoutWork, prices: Prices) -> Array:
     """Seconds of the step of each of the placements that are priced side by side: the same digits as one by one."""
     durations_R, hops_R = pipelines(work, prices)
     placements = prices.reduce_s_S.size // len(work.rank_S)
@@ -149,12 +147,12 @@ def totals_s_K(work: Work, prices: Prices) -> Array:
     return _finish(work, prices, drain_SK, durations_R).total_s_K
 
 
-def step_parts(work: Work, prices: Prices) -> StepParts:
+def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     """Seconds of the step, told along its slowest pipeline rank: what it computes, sends and waits for."""
     durations_D, hops_D = pipelines(work, prices)
     drain_SD = work.engine.drain_s_SR(durations_D, hops_D)
-    tail = _finish(work, prices, drain_SD.max(axis=1, keepdims=True), durations_D).first
-    rank = tail.rank
+    finish = _finish(work, prices, drain_SD.max(axis=1, keepdims=True), durations_D)
+    rank = int(finish.rank_K[0])
     stages = slice(rank, None, work.layout.pp)
     replica = int(drain_SD[stages].max(axis=0).argmax())
     end_s = float(drain_SD[stages, replica].max())
@@ -164,14 +162,14 @@ def step_parts(work: Work, prices: Prices) -> StepParts:
     breakdown["pipeline_transfer"] = end_s - no_hop_s
     # What rounding leaves of nothing is nothing.
     breakdown["bubble"] = bubble_s if abs(bubble_s) > 1e-12 * end_s else 0.0
-    breakdown["data_parallel"] = tail.finish_s - end_s + tail.loss_s
-    breakdown["embedding_gradients"] = tail.embedding_s
-    breakdown["optimizer"] = tail.optimizer_s
-    breakdown["parameter_gather"] = tail.gather_s + (no_hop_s - no_gather_s)
-    return StepParts(total_s=tail.total_s, breakdown_s=breakdown)
+    breakdown["data_parallel"] = float(finish.finish_s_K[0]) - end_s + float(finish.loss_s_K[0])
+    breakdown["embedding_gradients"] = float(finish.embedding_s_K[0])
+    breakdown["optimizer"] = float(finish.optimizer_s_K[0])
+    breakdown["parameter_gather"] = float(finish.gather_s_K[0]) + (no_hop_s - no_gather_s)
+    return StepTime(total_s=float(finish.total_s_K[0]), breakdown_s=breakdown)
 
 
-def _without_s(work: Work, durations_B: Array, stages: slice) -> tuple[float, float]:
+def _without_s(work: LayoutWork, durations_B: Array, stages: slice) -> tuple[float, float]:
     """Return when some stages of one pipeline drain without hops, and without hops and overlapped gathers."""
     first = 2 * len(work.rank_S)
     ungathered_B = np.concatenate([durations_B[:first], durations_B[: len(work.rank_S)]])
@@ -181,24 +179,12 @@ def _without_s(work: Work, durations_B: Array, stages: slice) -> tuple[float, fl
     return no_hop_s, no_gather_s
 
 
-class _Tail(NamedTuple):
-    """What follows the pipelines of one placement."""
-
-    rank: int
-    """The pipeline rank whose gradients are reduced last."""
-    finish_s: float
-    embedding_s: float
-    loss_s: float
-    optimizer_s: float
-    gather_s: float
-    total_s: float
-
-
 @dataclass(frozen=True, kw_only=True)
-class _Tails:
-    """What follows the pipelines of each placement, as in `_Tail`."""
+class _Finish:
+    """What follows the pipelines of each placement."""
 
     rank_K: NDArray[np.int64]
+    """The pipeline rank whose gradients are reduced last."""
     finish_s_K: Array
     embedding_s_K: Array
     loss_s_K: Array
@@ -206,13 +192,8 @@ class _Tails:
     gather_s_K: Array
     total_s_K: Array
 
-    @property
-    def first(self) -> _Tail:
-        """That of the first placement."""
-        return _Tail(int(self.rank_K[0]), *(float(getattr(self, f"{name}_K")[0]) for name in _Tail._fields[1:]))
 
-
-def pipelines(work: Work, prices: Prices) -> tuple[Array, Array]:
+def pipelines(work: LayoutWork, prices: Prices) -> tuple[Array, Array]:
     """Durations and hops of every replica's pipeline, laid out as in `StageTimes`."""
     rank_S = work.rank_S
     slowness_SD = prices.slowness_PD[rank_S]
@@ -231,13 +212,13 @@ def pipelines(work: Work, prices: Prices) -> tuple[Array, Array]:
     return durations_D, hops_D
 
 
-def _first_gather_s(work: Work, prices: Prices, durations_D: Array, hops_D: Array) -> Array:
+def _first_gather_s(work: LayoutWork, prices: Prices, durations_D: Array, hops_D: Array) -> Array:
     """Overlapped parameter gather: what the first forwards wait for; see `first_gathers`."""
     stages = len(work.rank_S)
     forward_SD = durations_D[:stages]
     if not (work.layout.use_distributed_optimizer and work.layout.overlap_param_gather):
         return np.zeros_like(forward_SD)
-    gather_SK = _side_by_side(prices.gather_s_S, stages)
+    gather_SK = prices.gather_s_S.reshape(stages, -1)
     gather_SR = np.repeat(gather_SK, forward_SD.shape[1] // gather_SK.shape[1], axis=1)
     if not work.aligns_gathers:
         return waits_one_by_one_s(gather_SR, forward_SD, work.traffic.num_buckets)
@@ -245,14 +226,14 @@ def _first_gather_s(work: Work, prices: Prices, durations_D: Array, hops_D: Arra
     return waits_aligned_s(work.layout, gather_SR, forwards)
 
 
-def _finish(work: Work, prices: Prices, drain_SK: Array, durations_R: Array) -> _Tails:
+def _finish(work: LayoutWork, prices: Prices, drain_SK: Array, durations_R: Array) -> _Finish:
     """Reduce gradients, then those of the tied embedding, then add up the loss, then step, then gather.
 
     The last stage adds up its replicas' losses once its gradients are reduced (training.py, train_step). The gradient
     norm needs every rank, so no optimizer starts before the last of this ends.
     """
     pp, (stages, placements) = work.layout.pp, drain_SK.shape
-    reduce_SK, gather_SK = (_side_by_side(seconds, stages) for seconds in (prices.reduce_s_S, prices.gather_s_S))
+    reduce_SK, gather_SK = (seconds.reshape(stages, -1) for seconds in (prices.reduce_s_S, prices.gather_s_S))
     # Each of a rank's gradients waits for all replicas; their last buckets leave while the fastest computes.
     backward_SK = durations_R[stages : 2 * stages].reshape(stages, placements, -1).min(axis=2)
     finish_PK = _reduced_s_PK(work, reduce_SK, drain_SK, backward_SK)
@@ -269,7 +250,7 @@ def _finish(work: Work, prices: Prices, drain_SK: Array, durations_R: Array) -> 
     step_PK = work.optimizer_s_P[:, None] * slowness_PK + gather_PK
     last_K = step_PK.argmax(axis=0)
     step_K, gather_K = (np.take_along_axis(seconds, last_K[None], axis=0)[0] for seconds in (step_PK, gather_PK))
-    return _Tails(
+    return _Finish(
         rank_K=finish_PK.argmax(axis=0),
         finish_s_K=finish_K,
         embedding_s_K=embedding_K,
@@ -280,13 +261,13 @@ def _finish(work: Work, prices: Prices, drain_SK: Array, durations_R: Array) -> 
     )
 
 
-def reduced_s(work: Work, prices: Prices, drain_S: Array, backward_S: Array, rank: int) -> float:
+def reduced_s(work: LayoutWork, prices: Prices, drain_S: Array, backward_S: Array, rank: int) -> float:
     """When the gradients of one pipeline rank are reduced; see `_reduced_s_PK`."""
-    columns = (_side_by_side(seconds, len(drain_S)) for seconds in (prices.reduce_s_S, drain_S, backward_S))
+    columns = (seconds.reshape(len(drain_S), -1) for seconds in (prices.reduce_s_S, drain_S, backward_S))
     return float(_reduced_s_PK(work, *columns)[rank, 0])
 
 
-def _reduced_s_PK(work: Work, reduce_SK: Array, drain_SK: Array, backward_SK: Array) -> Array:
+def _reduced_s_PK(work: LayoutWork, reduce_SK: Array, drain_SK: Array, backward_SK: Array) -> Array:
     """When each rank's gradients are reduced.
 
     Without overlap everything leaves after its last backward. With overlap each chunk leaves when its own last
@@ -316,12 +297,7 @@ def _reduced_s_PK(work: Work, reduce_SK: Array, drain_SK: Array, backward_SK: Ar
     return done_PK
 
 
-def _side_by_side(seconds_S: Array, stages: int) -> Array:
-    """Seconds of stages, of one placement or with an axis K, as columns."""
-    return seconds_S.reshape(stages, -1)
-
-
-def _busy_s(work: Work, prices: Prices, rank: int, replica: int) -> dict[str, float]:
+def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[str, float]:
     """Seconds that one pipeline rank of one replica computes and communicates inside its passes, by part."""
     stages = slice(rank, None, work.layout.pp)
     slowness = float(prices.slowness_PD[rank, replica])

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Fabric, Kind, Routes
-from pipette_launch.cost.communication.groups import Groups
-from pipette_launch.cost.step.assemble import Prices, Work, totals_s_K
+from pipette_launch.cost.communication.groups import Groups, group_sizes
+from pipette_launch.cost.step.assemble import LayoutWork, Prices, totals_s_K
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -26,7 +26,7 @@ _SLOTS_AT_ONCE = 1 << 18
 class PlacementCost:
     """The step time of one layout as a function of the placement alone: everything else is worked out once."""
 
-    def __init__(self, work: Work, fabric: Fabric, slowness_W: Floats, *, factor: float = 1.0) -> None:
+    def __init__(self, work: LayoutWork, fabric: Fabric, slowness_W: Floats, *, factor: float = 1.0) -> None:
         self.work = work
         self.fabric = fabric
         self.slowness_W = slowness_W
@@ -168,6 +168,39 @@ class PlacementCost:
         seconds_G = self.fabric.routed_s_G(kind, shape[1], routes, size_G) * (size_G > 0)
         slowest: Floats = seconds_G.reshape(num_placements, -1, lanes).max(axis=2).T
         return slowest
+
+
+def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices:
+    """Price every group over the best links (`Fabric.bound_s`): no placement of the layout has lower prices.
+
+    Args:
+        work: what one replica of the layout does.
+        fabric: the links.
+        slowness_PK: 1 / speed of the slot of each pipeline rank, one column for each case that is priced.
+
+    """
+    layout, cases = work.layout, (1, slowness_PK.shape[1])
+    sizes = group_sizes(layout)
+    hop_PK = np.full(slowness_PK.shape, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
+    exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
+
+    def once_a_step_SK(kind: Kind, bytes_S2: Floats) -> Floats:
+        dense_S, expert_S = (
+            fabric.bounds_s(kind, sizes[group], bytes_S)
+            for group, bytes_S in zip(("dp_cp", "expert_dp"), bytes_S2.T, strict=True)
+        )
+        return np.tile((dense_S + expert_S)[:, None], cases)
+
+    tied = work.traffic.embedding_bytes
+    return Prices(
+        slowness_PD=slowness_PK,
+        exchange_s_PD=tuple(np.full(slowness_PK.shape, seconds) for seconds in exchange_s),
+        forward_hop_s_PD=hop_PK,
+        backward_hop_s_PD=hop_PK,
+        reduce_s_S=once_a_step_SK(work.reduce_kind, work.gradient_bytes_S2),
+        gather_s_S=once_a_step_SK(work.gather_kind, work.parameter_bytes_S2),
+        embedding_s=fabric.bound_s("all_reduce", 2, tied) if tied else 0.0,
+    )
 
 
 def _placed(slot_KW: Ints, ranks_GM: Ints) -> Ints:

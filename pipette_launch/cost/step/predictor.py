@@ -4,18 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Fabric, Kind
+from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.traffic import loss_report_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep
-from pipette_launch.cost.step.assemble import Prices, Work, step_parts, totals_s_K
-from pipette_launch.cost.step.placed import PlacementCost
+from pipette_launch.cost.step.assemble import LayoutWork, StepTime, step_parts, totals_s_K
+from pipette_launch.cost.step.placed import PlacementCost, best_prices
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -66,15 +64,6 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
 _CACHED_LAYOUTS = 64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTime:
-    """Predicted seconds of one optimizer step."""
-
-    total_s: float
-    breakdown_s: dict[str, float]
-    """Parts along the slowest pipeline rank; they sum to the total."""
-
-
 class Predictor:
     """Prices the layouts of one job on one allocation."""
 
@@ -86,7 +75,7 @@ class Predictor:
         self.fabric = Fabric(measurements.cluster, measurements.collectives)
         """What groups of slots take to exchange something."""
         self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)
-        self._works: dict[Layout, Work] = {}
+        self._works: dict[Layout, LayoutWork] = {}
         self._placement_costs: dict[Layout, PlacementCost] = {}
 
     def can_price(self, layout: Layout) -> bool:
@@ -119,17 +108,20 @@ class Predictor:
         if sorted(ranks) != list(range(self._slots_of(layout))):
             raise PlanError(f"a placement holds every RANK from 0 to {layout.world_size - 1} once, got {ranks}")
         work = self._work(layout)
-        parts = step_parts(work, self._placement_cost(layout).prices(ranks))
-        return StepTime(total_s=parts.total_s, breakdown_s=parts.breakdown_s)
-
-    def objective(self, layout: Layout) -> Callable[[Sequence[int]], float]:
-        """Return a cheap function of the placement that equals `step_time(layout, placement).total_s` to the digit."""
-        return self.placement_cost(layout).cost
+        return step_parts(work, self.placement_cost(layout).prices(ranks))
 
     def placement_cost(self, layout: Layout) -> PlacementCost:
-        """Return what prices placements of this layout, one by one or many at once; see `objective`."""
+        """Return what prices placements of this layout, one by one or many at once, as `step_time` does to the digit.
+
+        Raises:
+            PlanError: the layout is not one for this cluster, or compute times are missing.
+
+        """
         self._slots_of(layout)
-        return self._placement_cost(layout)
+        if layout not in self._placement_costs:
+            _make_room(self._placement_costs)
+            self._placement_costs[layout] = PlacementCost(self._work(layout), self.fabric, self._slowness_W)
+        return self._placement_costs[layout]
 
     def bound_s(self, layout: Layout) -> float:
         """No placement of this layout is faster: the same model with the best link everywhere.
@@ -142,7 +134,7 @@ class Predictor:
         slowness_PK = np.full((layout.pp, layout.pp), fastest)
         np.fill_diagonal(slowness_PK, slowest)
         tried = slowness_PK if slowest > fastest else slowness_PK[:, :1]
-        return float(totals_s_K(work, self._bound_prices(work, tried)).min())
+        return float(totals_s_K(work, best_prices(work, self.fabric, tried)).min())
 
     def _slots_of(self, layout: Layout) -> int:
         if layout.world_size != self._measurements.cluster.num_slots:
@@ -152,49 +144,14 @@ class Predictor:
             )
         return layout.world_size
 
-    def _work(self, layout: Layout) -> Work:
+    def _work(self, layout: Layout) -> LayoutWork:
         if layout not in self._works:
             _make_room(self._works)
             told_bytes = loss_report_bytes(self._measurements.cluster.device_kind)
             loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, told_bytes) if told_bytes else 0.0
             once = OnceAStep.of(self._measurements)
-            self._works[layout] = Work.of(self._job, layout, self.compute, once, loss_s=loss_s)
+            self._works[layout] = LayoutWork.of(self._job, layout, self.compute, once, loss_s=loss_s)
         return self._works[layout]
-
-    def _placement_cost(self, layout: Layout) -> PlacementCost:
-        if layout not in self._placement_costs:
-            _make_room(self._placement_costs)
-            self._placement_costs[layout] = PlacementCost(self._work(layout), self.fabric, self._slowness_W)
-        return self._placement_costs[layout]
-
-    def _bound_prices(self, work: Work, slowness_PK: NDArray[np.float64]) -> Prices:
-        """Every group at its best (`Fabric.bound_s`), one replica, for each of several slownesses side by side."""
-        layout, fabric = work.layout, self.fabric
-        sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
-        shape = slowness_PK.shape
-        hop_PD = np.full(shape, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
-        exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
-        traffic = work.traffic
-        reduce_s_S = self._bound_once_a_step(work, work.reduce_kind, traffic.gradient_bytes)
-        gather_s_S = self._bound_once_a_step(work, work.gather_kind, traffic.parameter_bytes)
-        return Prices(
-            slowness_PD=slowness_PK,
-            exchange_s_PD=tuple(np.full(shape, seconds) for seconds in exchange_s),
-            forward_hop_s_PD=hop_PD,
-            backward_hop_s_PD=hop_PD,
-            reduce_s_S=np.tile(reduce_s_S[:, None], shape[1]),
-            gather_s_S=np.tile(gather_s_S[:, None], shape[1]),
-            embedding_s=fabric.bound_s("all_reduce", 2, traffic.embedding_bytes) if traffic.embedding_bytes else 0.0,
-        )
-
-    def _bound_once_a_step(self, work: Work, kind: Kind, sizes: tuple[tuple[int, int], ...]) -> NDArray[np.float64]:
-        groups = (work.layout.dp * work.layout.cp, work.expert_dp)
-        # Most stages are alike: each pair of sizes is priced once.
-        seconds = {
-            pair: sum(self.fabric.bound_s(kind, size, count) for size, count in zip(groups, pair, strict=True) if count)
-            for pair in set(sizes)
-        }
-        return np.array([seconds[pair] for pair in sizes])
 
 
 def _unpriced(job: Job) -> Iterator[str]:
@@ -214,7 +171,7 @@ def _unpriced(job: Job) -> Iterator[str]:
         )
 
 
-def _make_room(cache: dict[Layout, Work] | dict[Layout, PlacementCost]) -> None:
+def _make_room(cache: dict[Layout, LayoutWork] | dict[Layout, PlacementCost]) -> None:
     """Forget the layout that was met first once the cache is full."""
     if len(cache) >= _CACHED_LAYOUTS:
         del cache[next(iter(cache))]

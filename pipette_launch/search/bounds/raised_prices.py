@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipette_launch.cost.communication.collectives import Fabric, Kind
-from pipette_launch.cost.step.assemble import Prices, Work, totals_s_K
-from pipette_launch.cost.step.placed import PlacementCost
+from pipette_launch.cost.step.assemble import LayoutWork, Prices, totals_s_K
+from pipette_launch.cost.step.placed import PlacementCost, best_prices
 from pipette_launch.search.bounds.links import Floats
 
 _ACTIONS_AT_ONCE = 1 << 22
@@ -34,20 +33,16 @@ class RaisedPrices:
     @classmethod
     def best(cls, model: PlacementCost) -> RaisedPrices:
         """Return one trial with the best of all links everywhere, and the fastest slot."""
-        work, fabric = model.work, model.fabric
-        layout, column = work.layout, (work.layout.pp, 1)
-        sizes = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.etp, "ep_etp": layout.ep * layout.etp}
-        exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
-        hop_s = np.full(column, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
-        tied = work.traffic.embedding_bytes
+        shape = (model.work.layout.pp, 1)
+        prices = best_prices(model.work, model.fabric, np.full(shape, model.slowness_W.min()))
         return cls(
-            slowness_PK=np.full(column, model.slowness_W.min()),
-            exchange_s_IPK=np.tile(np.array(exchange_s)[:, None, None], (1, *column)),
-            forward_s_PK=hop_s,
-            backward_s_PK=hop_s.copy(),
-            reduce_s_SK=_once_a_step(fabric, work, work.reduce_kind, work.gradient_bytes_S2),
-            gather_s_SK=_once_a_step(fabric, work, work.gather_kind, work.parameter_bytes_S2),
-            embedding_s_K=np.array([fabric.bound_s("all_reduce", 2, tied) if tied else 0.0]),
+            slowness_PK=prices.slowness_PD,
+            exchange_s_IPK=np.array(prices.exchange_s_PD).reshape(-1, *shape),
+            forward_s_PK=prices.forward_hop_s_PD,
+            backward_s_PK=prices.backward_hop_s_PD.copy(),
+            reduce_s_SK=prices.reduce_s_S,
+            gather_s_SK=prices.gather_s_S,
+            embedding_s_K=np.array([prices.embedding_s]),
         )
 
     def times(self, count: int) -> RaisedPrices:
@@ -56,7 +51,7 @@ class RaisedPrices:
             **{name: np.repeat(getattr(self, name), count, axis=-1) for name in self.__dataclass_fields__}
         )
 
-    def steps_s_K(self, work: Work) -> Floats:
+    def steps_s_K(self, work: LayoutWork) -> Floats:
         """Seconds of each step."""
         count = len(self.embedding_s_K)
         at_once = max(1, _ACTIONS_AT_ONCE // (2 * len(work.rank_S) * work.num_microbatches))
@@ -79,12 +74,3 @@ def side_by_side(trials: Sequence[RaisedPrices]) -> RaisedPrices:
     """Join trials into one record."""
     names = RaisedPrices.__dataclass_fields__
     return RaisedPrices(**{name: np.concatenate([getattr(one, name) for one in trials], axis=-1) for name in names})
-
-
-def _once_a_step(fabric: Fabric, work: Work, kind: Kind, bytes_S2: Floats) -> Floats:
-    groups = (work.layout.dp * work.layout.cp, work.expert_dp)
-    seconds = {
-        pair: sum(fabric.bound_s(kind, size, count) for size, count in zip(groups, pair, strict=True) if count)
-        for pair in set(map(tuple, bytes_S2.tolist()))
-    }
-    return np.array([[seconds[pair]] for pair in map(tuple, bytes_S2.tolist())], dtype=np.float64)

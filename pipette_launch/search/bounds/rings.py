@@ -158,7 +158,7 @@ class Ring:
     tour: Tour
     """Reduces the least gradients of a stage."""
     column: int
-    """0 = dense, 1 = experts; as in `Work.gradient_bytes_S2`."""
+    """0 = dense, 1 = experts; as in `LayoutWork.gradient_bytes_S2`."""
 
     def more_s_S(self, slowest_s: float) -> tuple[Floats, Floats]:
         """Seconds of reducing and of gathering beyond the best, for each stage, on a ring with so slow a link."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipette_launch.cost.pipeline.engine import critical_counts
-from pipette_launch.cost.step.assemble import Work
+from pipette_launch.cost.step.assemble import LayoutWork
 from pipette_launch.search.assignment.problem import Floats
 
 NUDGE = 0.05
@@ -56,7 +56,7 @@ class Spread:
 
 
 def tangents_of(
-    work: Work, durations_BD: Floats, hops_JD: Floats, spread: Spread, *, most: int, known: Tangents | None = None
+    work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread, *, most: int, known: Tangents | None = None
 ) -> Tangents:
     """Cut the makespan where pipelines are now, and where stages are slower and hops longer than there.
 
@@ -82,7 +82,7 @@ def tangents_of(
     return Tangents(duration_BK=duration_BC[:, kept], hop_JK=hop_JC[:, kept], most_B=most_B)
 
 
-def _points(work: Work, durations_BD: Floats, hops_JD: Floats, spread: Spread) -> tuple[Floats, Floats]:
+def _points(work: LayoutWork, durations_BD: Floats, hops_JD: Floats, spread: Spread) -> tuple[Floats, Floats]:
     """Slow pipelines as they are and with each other's hops; then the slowest with stages or hops longer than now."""
     stages, pp, replicas = len(work.rank_S), work.layout.pp, durations_BD.shape[1]
     assert len(durations_BD) == 3 * stages

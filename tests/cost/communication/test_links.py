@@ -21,8 +21,9 @@ def test_a_look_up_is_what_the_whole_matrix_says(seed: int, hosts: int, devices:
     cluster = drawn_cluster(random.Random(seed), hosts=hosts, devices=devices)
     if alike:
         cluster = replace(cluster, within_host=cluster.within_host[:1] * hosts)
-    fabric = Fabric(cluster)
+    table = LinkTable.of(cluster)
     sender, receiver = np.indices((cluster.num_slots, cluster.num_slots))
+    links = table.links(sender, receiver)
 
     between, within = cluster.between_hosts.latency_s, [links.latency_s for links in cluster.within_host]
     by_hand = [
@@ -34,8 +35,8 @@ def test_a_look_up_is_what_the_whole_matrix_says(seed: int, hosts: int, devices:
         ]
         for a in range(cluster.num_slots)
     ]
-    assert by_hand == fabric.latency_s(sender, receiver).tolist()
-    assert cluster.seconds_per_byte_SS().tolist() == fabric.seconds_per_byte(sender, receiver).tolist()
+    assert by_hand == table.latency_s_L[links].tolist()
+    assert cluster.seconds_per_byte_SS().tolist() == table.seconds_per_byte_L[links].tolist()
 
 
 def test_a_large_cluster_keeps_few_links() -> None:

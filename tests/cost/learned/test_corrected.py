@@ -79,7 +79,7 @@ def test_a_learned_correction_scales_time_bound_and_objective_alike() -> None:
         assert 1.2 == pytest.approx(step.total_s / plain.step_time(layout, range(4)).total_s, rel=0.03)
         assert step.total_s == pytest.approx(sum(step.breakdown_s.values()))
         assert step.breakdown_s[LEARNED] > 0
-        assert step.total_s == corrected.objective(layout)(range(4))
+        assert step.total_s == corrected.placement_cost(layout).cost(range(4))
         assert corrected.bound_s(layout) <= step.total_s
 
 

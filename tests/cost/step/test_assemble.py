@@ -8,18 +8,18 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.optimizer import OnceAStep
-from pipette_launch.cost.step.assemble import Prices, Work, reduced_s, step_parts, total_s
+from pipette_launch.cost.step.assemble import LayoutWork, Prices, reduced_s, step_parts, total_s
 from pipette_launch.facts import Batch, Layout
 
 
-def work(layout: Layout, *, num_microbatches: int = 4, optimizer_s: float = 0.0) -> Work:
+def work(layout: Layout, *, num_microbatches: int = 4, optimizer_s: float = 0.0) -> LayoutWork:
     """The tiny job: layers of 1 ms a pass."""
     job = replace(tiny_job(), batch=Batch(global_batch_size=num_microbatches * layout.dp))
     once = OnceAStep(optimizer_s_per_parameter=optimizer_s, gradient_s_per_byte=0.0, host_s=0.0)
-    return Work.of(job, layout, ComputeTable(job, tiny_measurements(tiny_cluster())), once, loss_s=0.0)
+    return LayoutWork.of(job, layout, ComputeTable(job, tiny_measurements(tiny_cluster())), once, loss_s=0.0)
 
 
-def prices(this: Work, **changes: object) -> Prices:
+def prices(this: LayoutWork, **changes: object) -> Prices:
     """Nothing costs anything on slots of speed 1."""
     shape = (this.layout.pp, this.layout.dp)
     free = Prices(
@@ -27,8 +27,8 @@ def prices(this: Work, **changes: object) -> Prices:
         exchange_s_PD=tuple(np.zeros(shape) for _ in this.exchanges),
         forward_hop_s_PD=np.zeros(shape),
         backward_hop_s_PD=np.zeros(shape),
-        reduce_s_S=this.zero_S,
-        gather_s_S=this.zero_S,
+        reduce_s_S=np.zeros(len(this.rank_S)),
+        gather_s_S=np.zeros(len(this.rank_S)),
         embedding_s=0.0,
     )
     return replace(free, **changes)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_the_loss_is_added_up_where_the_last_stage_is_done() -> None:
     untied = replace(tied, traffic=replace(tied.traffic, embedding_bytes=0))
     free_s = total_s(tied, prices(tied))
 
-    def longer_s(this: Work, loss_s: float) -> float:
+    def longer_s(this: LayoutWork, loss_s: float) -> float:
         return total_s(replace(this, loss_s=loss_s), prices(this)) - free_s
 
     assert longer_s(untied, 4.2e-3) == pytest.approx(0.0, abs=1e-12)

@@ -81,7 +81,7 @@ def test_no_placement_beats_the_bound(this: Job, layout: Layout) -> None:
     for fits in (False, True):
         cluster = drawn_cluster(rng)
         predictor = Predictor(this, measurements(cluster, collectives=drawn_fits(rng) if fits else ()))
-        cost = predictor.objective(layout)
+        cost = predictor.placement_cost(layout).cost
 
         best_s = min(cost(placement) for placement in itertools.permutations(range(4)))
 
@@ -96,7 +96,7 @@ def test_no_placement_of_six_slots_beats_the_bound(layout: Layout) -> None:
     cluster = drawn_cluster(rng, hosts=3)
     cases = tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2, 3))
     predictor = Predictor(replace(this, batch=Batch(global_batch_size=6)), tiny_measurements(cluster, cases))
-    cost = predictor.objective(layout)
+    cost = predictor.placement_cost(layout).cost
 
     best_s = min(cost(placement) for placement in itertools.permutations(range(6)))
 
@@ -117,7 +117,7 @@ def test_the_objective_is_the_step_time(layout: Layout, placement: list[int], rn
     predictor = Predictor(expert_job(), measurements(drawn_cluster(rng), collectives=drawn_fits(rng)))
     step = predictor.step_time(layout, placement)
 
-    assert step.total_s == predictor.objective(layout)(placement)
+    assert step.total_s == predictor.placement_cost(layout).cost(placement)
     assert sum(step.breakdown_s.values()) == pytest.approx(step.total_s, rel=1e-12)
     assert min(step.breakdown_s.values()) >= -1e-12
 
@@ -143,7 +143,9 @@ def test_renaming_equal_hosts_changes_nothing(layout: Layout, placement: list[in
     cluster = replace(tiny_cluster(2, 2), within_host=(within, within))
     predictor = Predictor(expert_job(), measurements(cluster))
 
-    assert predictor.objective(layout)(placement) == predictor.objective(layout)([*placement[2:], *placement[:2]])
+    assert predictor.placement_cost(layout).cost(placement) == predictor.placement_cost(layout).cost(
+        [*placement[2:], *placement[:2]]
+    )
 
 
 @given(st.sampled_from(FOUR + EXPERTS), st.permutations(range(4)), st.floats(1.0, 10.0), st.booleans(), st.randoms())
@@ -162,7 +164,7 @@ def test_a_slower_link_never_makes_a_step_faster(
         latency_s=tuple(map(tuple, latency.tolist())), bandwidth_bytes_per_s=tuple(map(tuple, bandwidth.tolist()))
     )
     before, after = (
-        Predictor(expert_job(), measurements(each)).objective(layout)(placement)
+        Predictor(expert_job(), measurements(each)).placement_cost(layout).cost(placement)
         for each in (cluster, replace(cluster, between_hosts=slower))
     )
 

@@ -207,7 +207,7 @@ def test_a_placement_holds_every_rank_once(placement: tuple[int, ...]) -> None:
 def test_a_layout_of_another_world_is_refused() -> None:
     """Every way in names both sizes."""
     predictor = Predictor(job(), measurements(tiny_cluster()))
-    for ask in (predictor.bound_s, predictor.objective, lambda layout: predictor.step_time(layout, (0, 1))):
+    for ask in (predictor.bound_s, predictor.placement_cost, lambda layout: predictor.step_time(layout, (0, 1))):
         with pytest.raises(PlanError, match="2 ranks for the 4 slots"):
             ask(Layout(dp=2))
 
@@ -223,18 +223,18 @@ def test_more_layouts_than_are_kept_are_still_priced() -> None:
         for sharded in (False, True)
         for overlap in (False, True)
     ]
-    first = predictor.objective(layouts[0])(range(4))
+    first = predictor.placement_cost(layouts[0]).cost(range(4))
     for layout in layouts:
-        predictor.objective(layout)
+        predictor.placement_cost(layout)
 
     assert len(layouts) > 64
-    assert first == predictor.objective(layouts[0])(range(4))
+    assert first == predictor.placement_cost(layouts[0]).cost(range(4))
 
 
 def test_a_placement_of_64_ranks_is_priced_in_milliseconds() -> None:
     """The search asks thousands of times."""
     predictor = Predictor(replace(job(64), batch=Batch(global_batch_size=128)), measurements(tiny_cluster(8, 8)))
-    cost = predictor.objective(Layout(tp=2, pp=4, dp=8))
+    cost = predictor.placement_cost(Layout(tp=2, pp=4, dp=8)).cost
     placement = list(range(64))
     random.Random(0).shuffle(placement)
     cost(placement)

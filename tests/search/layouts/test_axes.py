@@ -47,7 +47,9 @@ def test_either_rank_order_reaches_every_price(rng: random.Random, sizes: tuple[
     placement = rng.sample(range(8), 8)
     twin = [default.rank_of(swapped.cell_of(rank)) for rank in placement]
 
-    assert predictor.objective(swapped)(placement) == pytest.approx(predictor.objective(default)(twin), rel=1e-12)
+    assert predictor.placement_cost(swapped).cost(placement) == pytest.approx(
+        predictor.placement_cost(default).cost(twin), rel=1e-12
+    )
 
 
 @settings(max_examples=20, deadline=None)

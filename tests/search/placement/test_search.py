@@ -106,7 +106,9 @@ def test_turning_the_rings_changes_nothing(layout: Layout, seed: int, dp: int, t
         ),
     )
     job = tiny_job(6, model=tiny_model(num_layers=6), batch=Batch(global_batch_size=12))
-    cost = Predictor(job, tiny_measurements(replace(tiny_cluster(6, 1), between_hosts=links))).objective(layout)
+    cost = (
+        Predictor(job, tiny_measurements(replace(tiny_cluster(6, 1), between_hosts=links))).placement_cost(layout).cost
+    )
     placement = tuple(rng.sample(range(6), 6))
     cells = [layout.cell_of(rank) for rank in placement]
     turned = tuple(

@@ -78,7 +78,7 @@ def said_and_true(
     rng = np.random.default_rng(seed)
     place_KQ = np.array([rng.permutation(8) for _ in range(80)])
     flows = linearise(predictor.placement_cost(layout), np.arange(16)).flows
-    cost = predictor.objective(layout)
+    cost = predictor.placement_cost(layout).cost
     return flows.costs(place_KQ), np.array([cost(moved(place_Q)) for place_Q in place_KQ])
 
 
@@ -113,7 +113,7 @@ def test_it_is_exact_where_it_was_made(layout: Layout, seed: int, order: list[in
 
     flows = linearise(predictor.placement_cost(layout), np.array(placement)).flows
 
-    assert flows.cost(np.arange(8)) == pytest.approx(predictor.objective(layout)(placement), rel=1e-9)
+    assert flows.cost(np.arange(8)) == pytest.approx(predictor.placement_cost(layout).cost(placement), rel=1e-9)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=16), Layout(dp=16, use_distributed_optimizer=True)], ids=Layout.words)
@@ -140,4 +140,4 @@ def test_one_host_has_nothing_to_move() -> None:
 
     flows = linearise(predictor.placement_cost(layout), np.arange(2)).flows
 
-    assert flows.cost([0]) == pytest.approx(predictor.objective(layout)((0, 1)))
+    assert flows.cost([0]) == pytest.approx(predictor.placement_cost(layout).cost((0, 1)))

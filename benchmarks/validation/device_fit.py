@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.validation.case_factors import CaseFactor, shape_of, with_factors
 from pipette_launch.cost.compute import device_work
-from pipette_launch.cost.compute.device_case import CaseFactor, shape_of
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.cost.compute.stages import case_of
 from pipette_launch.cost.step.predictor import Predictor
@@ -136,8 +136,8 @@ def predicted_s(step: MeasuredStep, device: DeviceSpec, factors: Sequence[CaseFa
         num_hosts=step.num_hosts,
         devices_per_host=step.devices_per_host,
         layouts=[step.layout],
-        factors=factors,
     )
+    measurements = with_factors(measurements, step.job.model, factors)
     return Predictor(step.job, measurements).step_time(step.layout, range(step.layout.world_size)).total_s
 
 

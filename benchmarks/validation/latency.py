@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.estimators import step_times
+from benchmarks.validation.case_factors import CaseFactor, with_factors
 from pipette_launch.cost import Predictor
-from pipette_launch.cost.compute.device_case import CaseFactor
 from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.facts import Job
 from pipette_launch.facts.machines.accelerator import DeviceSpec
@@ -33,14 +33,14 @@ StepTime = Callable[[Job, Machines], float]
 
 def measurements(job: Job, machines: Machines) -> Measurements:
     """What the device model says a warm-up would measure for the job's own layout."""
-    return imagined(
+    modelled = imagined(
         job,
         machines.device,
         num_hosts=machines.num_hosts,
         devices_per_host=machines.devices_per_host,
         layouts=[job.own],
-        factors=machines.factors,
     )
+    return with_factors(modelled, job.model, machines.factors)
 
 
 def pipette(job: Job, machines: Machines) -> float:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
+from benchmarks.validation.case_factors import CaseFactor, shape_of
 from benchmarks.validation.device_fit import PARAMETERS, MeasuredStep, adjusted, fit, predicted_s
-from pipette_launch.cost.compute.device_case import CaseFactor, shape_of
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout
 from pipette_launch.facts.machines.accelerator import DeviceSpec

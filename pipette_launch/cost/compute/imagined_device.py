@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from pipette_launch.cost.communication.collectives import Kind, chunk_share, num_steps
-from pipette_launch.cost.compute.device_case import CaseFactor, factors_of
+from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.compute.device_work import (
     ADAM_BYTES_PER_PARAMETER,
     GRADIENT_PASSES,
@@ -28,7 +28,6 @@ from pipette_launch.cost.compute.device_work import (
     layer_loads,
 )
 from pipette_launch.cost.compute.stages import case_of
-from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -50,7 +49,6 @@ def imagined(
     num_hosts: int,
     devices_per_host: int,
     layouts: Iterable[Layout],
-    factors: Sequence[CaseFactor] = (),
     fabric: FabricSpec = UNIFORM,
 ) -> Measurements:
     """Return what the warm-up would measure on equal hosts of one device type, to be priced by the ordinary Predictor.
@@ -61,7 +59,6 @@ def imagined(
         num_hosts: hosts of the allocation.
         devices_per_host: devices of each.
         layouts: those that will be priced; their shapes of computation and group sizes are covered.
-        factors: what measured steps have told about shapes of computation (`benchmarks.validation.device_fit`).
         fabric: what lies between the hosts.
 
     Raises:
@@ -78,7 +75,7 @@ def imagined(
     cluster = imagined_cluster(device, num_hosts=num_hosts, devices_per_host=devices_per_host, fabric=fabric)
     return Measurements(
         cluster=cluster,
-        compute=modelled_compute(job, device, chosen, factors),
+        compute=modelled_compute(job, device, chosen),
         collectives=tuple(_collective_times(device, cluster, chosen)),
         memory=(),
         overhead_bytes=0,
@@ -92,15 +89,13 @@ def imagined(
     )
 
 
-def modelled_compute(
-    job: Job, device: DeviceSpec, layouts: Iterable[Layout], factors: Sequence[CaseFactor] = ()
-) -> tuple[ComputeTime, ...]:
+def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) -> tuple[ComputeTime, ...]:
     """Return the times of every part of the model in each shape of computation that the layouts have, by the model."""
     kinds = frozenset(job.model.is_moe_layer(layer) for layer in range(job.model.num_layers))
     first: dict[ComputeCase, Layout] = {}
     for layout in layouts:
         first.setdefault(case_of(layout), layout)
-    return tuple(time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds, factors))
+    return tuple(time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds))
 
 
 def assumptions(
@@ -198,15 +193,11 @@ def moved_byte_s(device: DeviceSpec) -> float:
     return 1 / (device.memory_bytes_per_s * device.efficiency.memory_share)
 
 
-def _compute_times(
-    job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[bool], factors: Sequence[CaseFactor]
-) -> Iterator[ComputeTime]:
+def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[bool]) -> Iterator[ComputeTime]:
     """Time every part of the model; `kinds` says whether it has layers with experts, without, or both."""
     case = case_of(layout)
-    layer_factor, ends_factor = factors_of(factors, job.model, case)
     dtype = job.model.params_dtype
     for name, loads in _parts(job, layout, kinds).items():
-        factor = ends_factor if name in {"embedding", "head"} else layer_factor
         # The two passes of a backward run as one: the host is ahead in one of them while the other is short.
         backward = loads.input_grad + loads.weight_grad
         backward_s = pass_s(device, dtype, backward)
@@ -215,11 +206,11 @@ def _compute_times(
             case=case,
             part=name,
             slot=0,
-            forward=Samples(values_s=(factor * pass_s(device, dtype, loads.forward),)),
-            input_grad=Samples(values_s=(factor * (backward_s - weight_s),)),
-            weight_grad=Samples(values_s=(factor * weight_s,)),
-            forward_idle_s=factor * _idle_s(device, dtype, loads.forward),
-            backward_idle_s=factor * _idle_s(device, dtype, backward),
+            forward=Samples(values_s=(pass_s(device, dtype, loads.forward),)),
+            input_grad=Samples(values_s=(backward_s - weight_s,)),
+            weight_grad=Samples(values_s=(weight_s,)),
+            forward_idle_s=_idle_s(device, dtype, loads.forward),
+            backward_idle_s=_idle_s(device, dtype, backward),
         )
 
 
@@ -246,7 +237,8 @@ def _collective_times(device: DeviceSpec, cluster: Cluster, layouts: Sequence[La
     latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
     byte_s_HH = cluster.between_hosts.seconds_per_byte()
     shapes = {(one.tp, one.cp, one.ep, one.etp, one.dp, one.pp): one for one in layouts}
-    for size in sorted({size for layout in shapes.values() for size in _group_sizes(layout)} - {1}):
+    sizes = {size for layout in shapes.values() for size in (*group_sizes(layout).values(), min(layout.pp, 2))}
+    for size in sorted(sizes - {1}):
         for hosts in _spans(size, cluster):
             members = -(-size // hosts)
             first, second = np.arange(hosts), np.roll(np.arange(hosts), -1)
@@ -271,11 +263,6 @@ class _Across:
     """Along the ring of its hosts."""
     worst_byte_s: float
     """Between any two of them."""
-
-
-def _group_sizes(layout: Layout) -> set[int]:
-    both = {layout.tp, layout.cp, layout.ep, layout.etp, layout.ep * layout.etp, layout.dp * layout.cp}
-    return both | {expert_dp(layout), min(layout.pp, 2)}
 
 
 def _spans(size: int, cluster: Cluster) -> list[int]:

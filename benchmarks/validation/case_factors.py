@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.measurements import ComputeCase
+from pipette_launch.facts.measurements import ComputeCase, ComputeTime, Measurements
 from pipette_launch.facts.model import ModelSpec
 
 
@@ -31,12 +31,21 @@ def shape_of(model: ModelSpec) -> ModelSpec:
     return replace(model, num_layers=1, moe_layer_freq=model.moe_layer_freq[:1])
 
 
-def factors_of(factors: Sequence[CaseFactor], model: ModelSpec, case: ComputeCase) -> tuple[float, float]:
-    """Return the factors on layers and on ends of a shape: 1 where no step has told."""
-    if not factors:
-        return 1.0, 1.0
+def with_factors(measurements: Measurements, model: ModelSpec, factors: Sequence[CaseFactor]) -> Measurements:
+    """Multiply the modelled compute times of the shapes that a measured step has told of."""
     shape = shape_of(model)
-    for factor in factors:
-        if factor.case == case and factor.model == shape:
-            return factor.layer, factor.ends
-    return 1.0, 1.0
+    known = {factor.case: factor for factor in reversed(factors) if factor.model == shape}
+    if not known:
+        return measurements
+
+    def scaled(time: ComputeTime) -> ComputeTime:
+        if time.case not in known:
+            return time
+        factor = known[time.case].ends if time.part in {"embedding", "head"} else known[time.case].layer
+        return replace(
+            time.times(factor),
+            forward_idle_s=factor * time.forward_idle_s,
+            backward_idle_s=factor * time.backward_idle_s,
+        )
+
+    return replace(measurements, compute=tuple(map(scaled, measurements.compute)))

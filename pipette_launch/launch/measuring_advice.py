@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.groups import Groups
 from pipette_launch.cost.communication.traffic import Exchange, Hiding, exchanges, step_traffic
-from pipette_launch.cost.compute.extrapolated import filled
+from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
 from pipette_launch.facts.messages.measuring_advice import (
@@ -63,7 +63,7 @@ def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     provenance = Provenance(key="", made_at=now, versions=question.measurements.versions, source="measured")
     try:
-        measurements = filled(question.job, question.measurements)
+        measurements = with_extrapolated_times(question.job, question.measurements)
         plan = solve(question.job, measurements, options=options, clock=clock, provenance=provenance)
     except PlanError as error:
         return Advice(words=f"no plan could be made of what was measured so far: {error}")

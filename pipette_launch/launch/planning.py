@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipette_launch.agent.controller import Helper, Invite
-from pipette_launch.cost.compute.extrapolated import filled
+from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.facts import Job, Measurements, Plan, Provenance, files
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.launch.options import Options
@@ -61,7 +61,7 @@ def make_plan(
         PlanError: no layout is legal, fits or can be priced.
 
     """
-    measurements = filled(job, measurements)
+    measurements = with_extrapolated_times(job, measurements)
     budget_s = min(options.budget_s, SOLVE_S)
     deadline_s = time.monotonic() + budget_s
     order = SearchOrder(

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import TypedDict
 
 from pipette_launch.cost.learned.residual import features_of
-from pipette_launch.cost.learned.uncertainty import Doubt
+from pipette_launch.cost.learned.uncertainty import Uncertainty
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
@@ -62,7 +62,7 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
     own, basis = _own_choice(field, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
     own_runs = own.fits and field.own_fault is None
-    doubt = Doubt(field.predictor.compute, field.measurements)
+    doubt = Uncertainty(field.predictor.compute, field.measurements)
     own_priced = basis or own.layout
 
     def least_gain_s(one: Candidate) -> float:

@@ -15,7 +15,7 @@ from benchmarks.netlab.system import LabError
 from pipette_launch import megatron
 from pipette_launch.baselines.pick import Clock, Placement, PlannerOptions, torchrun_order
 from pipette_launch.baselines.planners import RANKINGS
-from pipette_launch.cost.compute.extrapolated import filled
+from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan, files
@@ -67,7 +67,7 @@ class Case:
             environment=os.environ,
             device_name=cluster.hosts[0].devices[0].name,
         )
-        return cls(words=tuple(words), job=job, measurements=filled(job, measurements))
+        return cls(words=tuple(words), job=job, measurements=with_extrapolated_times(job, measurements))
 
     @cached_property
     def _predictor(self) -> Predictor:

@@ -48,13 +48,13 @@ class BoundColumns:
 
     @classmethod
     def of(cls, job: Job, measurements: Measurements, predictor: Predictor | None = None) -> BoundColumns:
-        """Make ready for the layouts of a job; a predictor of the same job spares reading the measurements again."""
+        """Prepare the tables of a job; those of a predictor of the same job are used where one is given."""
         predictor = predictor or Predictor(job, measurements)
         return cls(job, Tables(job, measurements, predictor.compute, predictor.fabric))
 
     @classmethod
     def elsewhere(cls, job: Job, measurements: Measurements, predictor: Predictor) -> BoundColumns:
-        """Make ready for the same job on other links, with what a predictor knows of its compute."""
+        """Prepare the tables of the same job on other links, with the compute times of a predictor."""
         fabric = Fabric(measurements.cluster, measurements.collectives)
         return cls(job, Tables(job, measurements, predictor.compute, fabric))
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, Measurements
 
 CHANGED = 0.25
-"""If a case that was measured both times took so much longer or shorter, nothing else of then is believed."""
+"""If a case that was measured both times changed by more than this part, no earlier time is used."""
 
 
-def recalled(measurements: Measurements, earlier: Measurements | None) -> Measurements:
+def with_cached_times(measurements: Measurements, earlier: Measurements | None) -> Measurements:
     """Add the earlier times of cases that were not measured now, marked as cached and brought to today's pace.
 
     Today's pace is the median ratio of the layers of the cases that were measured both times; without any, or where

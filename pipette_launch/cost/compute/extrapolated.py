@@ -1,6 +1,6 @@
 """Compute times that the warm-up had no time for: what was measured, carried over to other shapes by the device model.
 
-The model (see `device`) is only trusted for the ratio between two shapes of computation on one device; what a shape
+The model (`imagined_device`) is only used for the ratio between two shapes of computation on one device; what a shape
 takes comes from the nearest one that was measured.
 """
 
@@ -34,10 +34,10 @@ GENERIC = DeviceSpec(
     efficiency=Efficiency(matmul_share=0.8, half_size=16, attention_share=0.5, memory_share=0.8, launch_s=1e-5),
     source="A core of 50 GFLOP/s and 10 GB/s, of which only ratios are used.",
 )
-"""Stands for a device whose figures nobody told."""
+"""Used for a device whose figures are unknown."""
 
 
-def filled(job: Job, measurements: Measurements) -> Measurements:
+def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurements:
     """Add the times of the cases that the warm-up did not come to, marked as modelled.
 
     Args:
@@ -91,7 +91,7 @@ def _complete(measurements: Measurements) -> dict[ComputeCase, dict[str, Compute
 
 
 def _is_doubtful(case: ComputeCase, measurements: Measurements) -> bool:
-    """Whether what was refused speaks against a case: no fewer bytes than one refused, or a cp that nobody ran."""
+    """Whether a case may fail as a refused one did: it needs as much memory, or no case with its cp ran."""
     ran = {time.case.cp for time in measurements.compute}
     return any(
         refused.cp == case.cp
@@ -101,7 +101,7 @@ def _is_doubtful(case: ComputeCase, measurements: Measurements) -> bool:
 
 
 def _nearest(case: ComputeCase, known: Iterable[ComputeCase]) -> ComputeCase:
-    """Few doublings away, and rather in tokens than in tp: kernels of other widths are other kernels."""
+    """The known case that is the fewest doublings away; one of tp counts twice, as it changes the kernels."""
 
     def apart(other: ComputeCase) -> tuple[float, ComputeCase]:
         tokens = case.micro_batch_size * other.cp / (case.cp * other.micro_batch_size)

@@ -1,4 +1,4 @@
-"""Measurements that nobody took: what the warm-up would find on machines of a known type, as a model has it.
+"""Measurements worked out by a model, for machines of a known type, in place of a warm-up.
 
 seconds of a pass = max(host, device), with
     host   = kernels * launch_s

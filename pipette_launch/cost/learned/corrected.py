@@ -1,4 +1,4 @@
-"""Predictions with what earlier jobs on these machines taught; without such jobs they are what they were."""
+"""Predictions corrected by the outcomes of earlier jobs on these machines; without such jobs they are not changed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Corrections:
         return found.factor if found else self.step.unlike(features)
 
     def memory_factor(self, job: Job, layout: Layout, *, devices_per_host: int) -> float:
-        """What to multiply a predicted peak with; it is passed in about one case of six, not in every second."""
+        """What to multiply a predicted peak with, so that about one measured peak of six is higher, not one of two."""
         if self.memory is None:
             return 1.0
         features = features_of(job, layout, devices_per_host=devices_per_host)

@@ -1,6 +1,6 @@
 """What remains between prediction and measurement, learned from earlier jobs on the same machines.
 
-A Gaussian process on features of layout and model, with prior mean 0: where it knows nothing it corrects nothing. It is
+A Gaussian process on features of layout and model, with prior mean 0: far from all points it corrects nothing. It is
 in the spirit of Pipette's neural estimator (DATE 2024), but learns the logarithm of measured over predicted: the model
 does the work, and only its remaining error is learned.
 """
@@ -98,7 +98,7 @@ class Residual:
         return Correction(log_factor=min(max(mean, -most), most), sigma=math.sqrt(variance))
 
     def unlike(self, features: Mapping[str, float]) -> float:
-        """Return what to multiply a layout with that is unlike all measured ones, lest it be preferred for that.
+        """Return what to multiply a layout with that is unlike all measured ones, so that it is not preferred for that.
 
         If those of its model took more than predicted, it is not assumed to do better than their mean. Of another
         model, and where they took less, nothing is said: 1.
@@ -183,7 +183,7 @@ def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str,
 
 
 def _merged(points: Sequence[Point]) -> list[Point]:
-    """The newest point of each set of features, the newest last; what is no number is no point."""
+    """The newest point of each set of features, the newest last; points without a finite error are left out."""
     newest: dict[tuple[tuple[str, float], ...], Point] = {}
     for point in points:
         if math.isfinite(point.log_error):

@@ -1,4 +1,4 @@
-"""By how much the difference of two predicted steps may be chance: compute times rest on few looks. Pure."""
+"""By how much the difference of two predicted steps may be chance: few samples were taken of each compute time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements
 
 ERRORS_APART = 2.0
-"""What lies so many standard errors of its difference apart counts as different."""
+"""Two steps count as different if they differ by at least so many standard errors of their difference."""
 MODELLED_ERROR = 0.1
 """Of a layer's time that was carried over from another case: on fenced CPU cores layers of equal tp were off by -24 to
 +14 %, 12 % in the root of the mean square, over half to eight times the tokens."""
@@ -20,15 +20,15 @@ COMPUTED = ("compute", "recompute", "bubble")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Rest:
-    """What the compute time of a case rests on."""
+class _CaseError:
+    """How well the compute time of a case is known."""
 
     error: float
-    """Standard error of its layers' time for want of looks, as part of it."""
+    """Standard error of its layers' time, because few samples were taken, as part of that time."""
     is_modelled: bool
 
 
-class Doubt:
+class Uncertainty:
     """How far the compute times of a table may be trusted.
 
     Args:
@@ -43,8 +43,8 @@ class Doubt:
         for time in measurements.compute:
             if time.part in LAYERS:
                 layers.setdefault(time.case, []).append(time)
-        self._rests = {
-            case: _Rest(error=_looks_error(times), is_modelled=any(time.source == "modelled" for time in times))
+        self._errors = {
+            case: _CaseError(error=_sampling_error(times), is_modelled=any(time.source == "modelled" for time in times))
             for case, times in layers.items()
         }
 
@@ -64,24 +64,24 @@ class Doubt:
         """
         if self.have_same_source(one[0], other[0]):
             return 0.0
-        rests = [self._rest(case_of(layout)) for layout, _ in (one, other)]
-        are_both_modelled = all(rest.is_modelled for rest in rests)
+        errors = [self._error_of(case_of(layout)) for layout, _ in (one, other)]
+        are_both_modelled = all(own.is_modelled for own in errors)
         errors_s = [
-            math.hypot(rest.error, MODELLED_ERROR if rest.is_modelled and not are_both_modelled else 0.0)
+            math.hypot(own.error, MODELLED_ERROR if own.is_modelled and not are_both_modelled else 0.0)
             * sum(parts_s.get(name, 0.0) for name in COMPUTED)
-            for rest, (_, parts_s) in zip(rests, (one, other), strict=True)
+            for own, (_, parts_s) in zip(errors, (one, other), strict=True)
         ]
         return ERRORS_APART * math.hypot(*errors_s)
 
-    def _rest(self, case: ComputeCase) -> _Rest:
-        """A case that another stands for is carried over, too."""
+    def _error_of(self, case: ComputeCase) -> _CaseError:
+        """A case that takes its time from another is carried over, too."""
         source = self._table.source(case)
-        known = self._rests.get(source) if source is not None else None
-        rest = known or _Rest(error=0.0, is_modelled=False)
-        return rest if source == case else replace(rest, is_modelled=True)
+        known = self._errors.get(source) if source is not None else None
+        own = known or _CaseError(error=0.0, is_modelled=False)
+        return own if source == case else replace(own, is_modelled=True)
 
 
-def _looks_error(times: Sequence[ComputeTime]) -> float:
+def _sampling_error(times: Sequence[ComputeTime]) -> float:
     """Standard error of the mean of several slots' layers, as part of it."""
     return math.hypot(*map(_scatter, times)) / len(times) if times else 0.0
 

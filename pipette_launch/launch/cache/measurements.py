@@ -44,11 +44,11 @@ class Machines:
     def kept(self, measurements: Measurements) -> Measurements:
         """Put what was measured in the place of what was there; returns it with what of that still holds."""
         # A start from the cache keeps nothing, and does without this import.
-        from pipette_launch.cost.compute.cached import recalled
+        from pipette_launch.cost.compute.cached import with_cached_times
 
         if self.path is None:
             return measurements
-        whole = recalled(measurements, self.load())
+        whole = with_cached_times(measurements, self.load())
         try:
             files.write(self.path, whole)
         except OSError as error:

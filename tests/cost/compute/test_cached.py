@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
 
-from pipette_launch.cost.compute.cached import recalled
+from pipette_launch.cost.compute.cached import with_cached_times
 from pipette_launch.facts import ComputeCase, Measurements, Samples
 
 ONE, TWO = (ComputeCase(tp=tp, cp=1, micro_batch_size=1) for tp in (1, 2))
@@ -21,7 +21,7 @@ def measured(*cases: ComputeCase, factor: float = 1.0, **changes: object) -> Mea
 def test_a_case_of_an_earlier_warm_up_is_brought_to_todays_pace() -> None:
     """The reference takes 10 % longer than then, so the other case is taken to take 10 % longer, too."""
     now, then = measured(ONE, factor=1.1, unmeasured=(TWO,)), measured(ONE, TWO)
-    found = recalled(now, then)
+    found = with_cached_times(now, then)
     added = [time for time in found.compute if time.case == TWO]
 
     assert {"cached"} == {time.source for time in added}
@@ -43,4 +43,4 @@ def test_a_case_of_an_earlier_warm_up_is_brought_to_todays_pace() -> None:
 )
 def test_what_cannot_be_compared_is_not_used(now: Measurements, then: Measurements | None) -> None:
     """No file, another model, another pace, nothing in common, refused now, or nothing missing."""
-    assert now is recalled(now, then)
+    assert now is with_cached_times(now, then)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 
-from pipette_launch.cost.compute.extrapolated import GENERIC, filled, spec_of
+from pipette_launch.cost.compute.extrapolated import GENERIC, spec_of, with_extrapolated_times
 from pipette_launch.cost.compute.imagined_device import modelled_compute
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, ComputeTime, Device, Layout, Measurements, Samples
@@ -29,7 +29,7 @@ def layer(measurements: Measurements, case: ComputeCase) -> ComputeTime:
 
 def test_twice_the_tensor_ranks_take_about_half() -> None:
     """A case of another tp gets times, marked as modelled, between half and all of the measured ones."""
-    found = filled(JOB, measured(ONE, unmeasured=(TP2,)))
+    found = with_extrapolated_times(JOB, measured(ONE, unmeasured=(TP2,)))
     ratio = layer(found, TP2).forward.median_s / layer(found, ONE).forward.median_s
 
     assert "modelled" == layer(found, TP2).source
@@ -43,7 +43,7 @@ def test_recompute_is_carried_over_with_the_forward() -> None:
     """What a measured layer took to run again, in forwards, it takes in the other case too."""
     one = measured(ONE, unmeasured=(MBS4,))
     again = tuple(replace(time, recompute=Samples(values_s=(1.25 * time.forward.median_s,))) for time in one.compute)
-    found = layer(filled(JOB, replace(one, compute=again)), MBS4)
+    found = layer(with_extrapolated_times(JOB, replace(one, compute=again)), MBS4)
 
     assert found.recompute is not None
     assert pytest.approx(1.25) == found.recompute.median_s / found.forward.median_s
@@ -55,7 +55,7 @@ def test_machines_that_are_the_model_get_its_times_back() -> None:
     truth = modelled_compute(JOB, GENERIC, layouts)
     known = tuple(time for time in truth if time.case == ONE)
     others = tuple({time.case: None for time in truth if time.case != ONE})
-    found = filled(JOB, measured(ONE, compute=known, unmeasured=others))
+    found = with_extrapolated_times(JOB, measured(ONE, compute=known, unmeasured=others))
     times = {(time.case, time.part): time.forward.median_s for time in found.compute}
 
     assert pytest.approx({(time.case, time.part): time.forward.median_s for time in truth}) == times
@@ -65,7 +65,7 @@ def test_nothing_is_added_to_what_is_complete() -> None:
     """Measured cases stay as they are, and nothing is said."""
     whole = measured(ONE, TP2)
 
-    assert whole is filled(JOB, whole)
+    assert whole is with_extrapolated_times(JOB, whole)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_nothing_is_added_to_what_is_complete() -> None:
 )
 def test_what_was_refused_is_not_made_up(refused: ComputeCase, wanted: ComputeCase, added: bool) -> None:
     """Neither a context parallelism that nobody could run, nor what needs more memory than what ran out of it."""
-    found = filled(JOB, measured(ONE, refused=(refused,), unmeasured=(wanted,)))
+    found = with_extrapolated_times(JOB, measured(ONE, refused=(refused,), unmeasured=(wanted,)))
 
     assert added == (wanted in found.compute_cases())
     assert refused not in found.compute_cases()

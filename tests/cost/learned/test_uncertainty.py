@@ -9,7 +9,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.learned.uncertainty import ERRORS_APART, MODELLED_ERROR, Doubt
+from pipette_launch.cost.learned.uncertainty import ERRORS_APART, MODELLED_ERROR, Uncertainty
 from pipette_launch.facts import ComputeCase, Layout, Measurements, Samples
 from pipette_launch.facts.measurements import ERROR_OF_MEDIAN
 
@@ -19,7 +19,7 @@ PARTS_S = {"compute": 0.6, "bubble": 0.3, "recompute": 0.1, "data_parallel": 5.0
 
 def chance_between(measurements: Measurements, one: Layout, other: Layout) -> float:
     """Of two steps with the same parts."""
-    doubt = Doubt(ComputeTable(tiny_job(4), measurements), measurements)
+    doubt = Uncertainty(ComputeTable(tiny_job(4), measurements), measurements)
     return doubt.chance_s((one, PARTS_S), (other, PARTS_S))
 
 

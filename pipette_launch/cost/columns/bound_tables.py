@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.exchange_bounds import ExchangeTable
 from pipette_launch.cost.columns.layouts import LayoutColumns, codes_of
 from pipette_launch.cost.communication.collectives import Fabric, Kind
-from pipette_launch.cost.communication.traffic import LayerCounts, meets_receivers
+from pipette_launch.cost.communication.groups import group_sizes
+from pipette_launch.cost.communication.traffic import Exchange, LayerCounts, exchanges_of, hop_bytes, meets_receivers
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import unit_parameters, word_embedding_parameters
@@ -154,7 +154,8 @@ class Tables:
         self.whole_1X = _parts_SX(job, Layout())
         """What the whole model is made of, nothing run again."""
         self._passes: dict[tuple[ComputeCase, Recompute], Floats] = {}
-        self._exchanges = ExchangeTable(job, self._compute, self._fabric, _one_of_each(job.model))
+        self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
+        self._one_of_each = _one_of_each(job.model)
         self._once = OnceAStep.of(measurements)
 
     def once_a_step_s(self, resident: Ints, gradient_bytes: Ints) -> Floats:
@@ -203,7 +204,7 @@ class Tables:
         codes_U, group_N = np.unique(both_N, return_inverse=True)
         network_U, kernel_U = np.divmod(codes_U, len(kernels.first_U))
         passes = np.array([self._unit_passes(columns.layout(int(row))) for row in kernels.first_U])
-        exchanges = self._exchanges.seconds_U3X(columns.take(networks.first_U))
+        exchanges = self._exchange_s_U3X(columns.take(networks.first_U))
         return UnitTimes(
             group_N=group_N.reshape(-1),
             passes_U4X=passes[kernel_U],
@@ -254,11 +255,53 @@ class Tables:
             self._passes[key] = np.array(rows).T
         return self._passes[key]
 
+    def _exchange_s_U3X(self, columns: LayoutColumns) -> Floats:
+        """Exposed seconds of forward and backward by part over the best links; third, X times, those of a hop.
+
+        Sizes grow with the micro-batch and nothing else does, so layouts that differ in it are priced together.
+        """
+        cases = columns.groups("tp", "cp", "micro_batch_size")
+        hiding_U = [self._compute.hiding(columns.layout(int(row))) for row in cases.first_U]
+        found = np.zeros((len(columns), 3, NUM_PARTS))
+        for rows in split_by_code(columns.groups("tp", "cp", "sequence_parallel", "ep", "etp").group_N):
+            shape = columns.layout(int(rows[0]))
+            one = Layout(
+                tp=shape.tp,
+                cp=shape.cp,
+                dp=shape.ep * shape.etp,
+                ep=shape.ep,
+                etp=shape.etp,
+                sequence_parallel=shape.sequence_parallel,
+            )
+            samples = columns.micro_batch_size[rows].astype(np.float64)
+            for item in self._exchanges_of(one):
+                seconds = self._fabric.bounds_s(item.kind, group_sizes(one)[item.group], item.size_bytes * samples)
+                if item.behind:
+                    hidden_s = [getattr(hiding_U[case], item.behind) for case in cases.group_N[rows].tolist()]
+                    seconds = np.maximum(seconds - np.array(hidden_s) * item.behind_share, 0.0)
+                found[rows, :2] += seconds[:, None, None] * np.array([item.forward, item.backward])
+            if self._num_slots > 1:
+                hop_s = self._fabric.bounds_s("send", 2, hop_bytes(self._job, one) * samples)
+                found[rows, 2] = hop_s[:, None]
+        return found
+
+    def _exchanges_of(self, layout: Layout) -> tuple[Exchange, ...]:
+        """List the collectives of a layout's groups, for a stage of each of X; worked out once."""
+        if layout not in self._exchanges:
+            self._exchanges[layout] = exchanges_of(self._job, layout, self._one_of_each)
+        return self._exchanges[layout]
+
     def _unit_counts(self, layout: Layout) -> Ints:
         """Rows of X: dense and expert parameters."""
         unit = unit_parameters(self._job.model, layout)
         parts = (unit.layer, unit.layer, unit.moe_layer, unit.moe_layer, unit.embedding, unit.head)
         return np.asarray(np.array([(part.dense, part.expert) for part in parts], dtype=np.int64).T)
+
+
+def split_by_code(codes_N: Ints) -> list[Ints]:
+    """Rows of each code."""
+    order = np.argsort(codes_N, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(codes_N[order])) + 1)
 
 
 def _divides(layout: Layout, num_layers: int) -> bool:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.bound_tables import Content, Tables, UnitCounts, UnitTimes, contents_of
+from pipette_launch.cost.columns.bound_tables import Content, Tables, UnitCounts, UnitTimes, contents_of, split_by_code
 from pipette_launch.cost.columns.layouts import LayoutColumns, codes_of
 from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
 from pipette_launch.cost.communication.collectives import Fabric, Kind
@@ -90,7 +90,7 @@ class BoundColumns:
             return seconds_N
         columns, overlaps_N2 = columns.take(known), overlaps_N2[known]
         units = self._tables.unit_times(columns), self._tables.unit_parameters(columns)
-        for rows in _split(codes_of([columns.pp, columns.vpp])):
+        for rows in split_by_code(codes_of([columns.pp, columns.vpp])):
             content = contents_of(self._job, columns.take(rows))
             pieces = -(-len(rows) * int(columns.pp[rows[0]] * columns.vpp[rows[0]]) // _AT_ONCE)
             for place in np.array_split(np.arange(len(rows)), pieces):
@@ -102,12 +102,6 @@ class BoundColumns:
                 )
                 seconds_N[known[part]] = _steps(passes, update, overlaps_N2[part])
         return seconds_N * (1 - _ROUNDING)
-
-
-def _split(codes_N: Ints) -> list[Ints]:
-    """Rows of each code."""
-    order = np.argsort(codes_N, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(codes_N[order])) + 1)
 
 
 @dataclass(frozen=True, kw_only=True)

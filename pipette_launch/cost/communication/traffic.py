@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -50,8 +50,12 @@ class Exchange:
     forward: tuple[float, ...]
     """How many of them the forward of each stage runs."""
     backward: tuple[float, ...]
+    behind: Literal["core_attention_s", "input_grad_s", "weight_grad_s"] | None = None
+    """The part of `Hiding` behind which each passes; None = behind nothing."""
+    behind_share: float = 1.0
+    """How much of that part is there for it."""
     hidden_s: float = 0.0
-    """Seconds of each that pass behind compute."""
+    """Seconds of each that pass behind compute; known once there is a `Hiding`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,15 +121,18 @@ def aligns_gathers(job: Job, layout: Layout) -> bool:
 
 
 def exchanges(job: Job, layout: Layout, hiding: Hiding) -> tuple[Exchange, ...]:
-    """List the collectives of a micro-batch, each with what it passes behind."""
-    return exchanges_of(job, layout, LayerCounts.of(job, layout), hiding)
+    """List the collectives of a micro-batch, each with the seconds that pass behind compute."""
+    return tuple(
+        replace(item, hidden_s=getattr(hiding, item.behind) * item.behind_share) if item.behind else item
+        for item in exchanges_of(job, layout, LayerCounts.of(job, layout))
+    )
 
 
-def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, hiding: Hiding) -> tuple[Exchange, ...]:
+def exchanges_of(job: Job, layout: Layout, counts: LayerCounts) -> tuple[Exchange, ...]:
     """List the collectives of stages that hold other layers than the layout gives them; they are linear in `counts`."""
     found = [
-        *_tensor_parallel(job, layout, counts, hiding),
-        *_context_parallel(job, layout, counts, hiding.core_attention_s),
+        *_tensor_parallel(job, layout, counts),
+        *_context_parallel(job, layout, counts),
         *_expert_parallel(job, layout, counts),
     ]
     return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
@@ -200,7 +207,7 @@ def _recomputed_layers(layout: Layout, layers: int) -> int:
     return layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
 
 
-def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts, hiding: Hiding) -> Iterator[Exchange]:
+def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
     """Attention and MLP each cost an all-reduce a pass (Shoeybi et al. 2019, section 3).
 
     With sequence parallelism it is an all-gather and a reduce-scatter (Korthikanti et al. 2022, section 4.2.2), and
@@ -218,20 +225,24 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts, hiding: Hidi
     behind = (_add(none), _add(pairs, head))
     if layout.sequence_parallel:
         yield _over_tp("all_gather", size, (_add(pairs, head), _add(pairs, again, embedding)))
-        yield _over_tp("all_gather", size, behind, hidden_s=hiding.input_grad_s)
+        yield _over_tp("all_gather", size, behind, overlapped="input_grad_s")
         yield _over_tp("reduce_scatter", size, (_add(pairs, embedding), _add(again)))
-        yield _over_tp("reduce_scatter", size, behind, hidden_s=hiding.weight_grad_s)
+        yield _over_tp("reduce_scatter", size, behind, overlapped="weight_grad_s")
     else:
         is_async = performance_options(job).async_tensor_model_parallel_allreduce
         yield _over_tp("all_reduce", size, (_add(pairs, embedding), _add(again)))
-        yield _over_tp("all_reduce", size, behind, hidden_s=hiding.weight_grad_s if is_async else 0.0)
+        yield _over_tp("all_reduce", size, behind, overlapped="weight_grad_s" if is_async else None)
     losses = [_CROSS_ENTROPY_REDUCTIONS * last for last in head]
     loss_bytes = _FP32_BYTES * attention.tokens(job.model, layout)
     yield _over_tp("all_reduce", loss_bytes, (_add(losses), _add(none)))
 
 
 def _over_tp(
-    kind: Kind, size_bytes: float, passes: tuple[tuple[float, ...], tuple[float, ...]], *, hidden_s: float = 0.0
+    kind: Kind,
+    size_bytes: float,
+    passes: tuple[tuple[float, ...], tuple[float, ...]],
+    *,
+    overlapped: Literal["input_grad_s", "weight_grad_s"] | None = None,
 ) -> Exchange:
     return Exchange(
         part="tensor_parallel",
@@ -240,11 +251,11 @@ def _over_tp(
         size_bytes=size_bytes,
         forward=passes[0],
         backward=passes[1],
-        hidden_s=hidden_s,
+        behind=overlapped,
     )
 
 
-def _context_parallel(job: Job, layout: Layout, counts: LayerCounts, attention_core_s: float) -> Iterator[Exchange]:
+def _context_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
     """Ring attention: keys and values go once around in the forward; they and their gradients in the backward.
 
     Each of the cp - 1 hops passes behind the attention of one of the cp blocks (Liu et al. 2023, Ring Attention,
@@ -261,7 +272,8 @@ def _context_parallel(job: Job, layout: Layout, counts: LayerCounts, attention_c
         size_bytes=2 * model.dtype_bytes * groups * attention.tokens(model, layout) * layout.cp,
         forward=_add(counts.attention),
         backward=_add(counts.attention, counts.attention, counts.attention_again),
-        hidden_s=attention_core_s * (layout.cp - 1) / layout.cp,
+        behind="core_attention_s",
+        behind_share=(layout.cp - 1) / layout.cp,
     )
 
 

@@ -63,6 +63,10 @@ class Columns(NamedTuple):
     """Places in `KINDS`."""
     microbatch_A: NDArray[np.int64]
 
+    def action(self, index: int) -> Action:
+        """Return one of the actions."""
+        return Action(int(self.stage_A[index]), KINDS[self.kind_A[index]], int(self.microbatch_A[index]))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
@@ -137,7 +141,7 @@ def _check_owners(schedule: Schedule, columns: Columns) -> None:
     if strange_A.any():
         index = int(strange_A.argmax())
         raise FactError(
-            f"{schedule.name}: {_action(columns, index).word} does not belong to pipeline rank {columns.rank_A[index]}"
+            f"{schedule.name}: {columns.action(index).word} does not belong to pipeline rank {columns.rank_A[index]}"
         )
 
 
@@ -146,7 +150,7 @@ def _check_passes(schedule: Schedule, columns: Columns) -> None:
     place_SKM = positions(columns, num_stages=schedule.num_stages, num_microbatches=schedule.num_microbatches)
     twice_A = place_SKM[columns.stage_A, columns.kind_A, columns.microbatch_A] != np.arange(len(columns.stage_A))
     if twice_A.any():
-        raise FactError(f"{schedule.name}: {_action(columns, int(twice_A.argmax())).word} stands twice")
+        raise FactError(f"{schedule.name}: {columns.action(int(twice_A.argmax())).word} stands twice")
     has_SKM = place_SKM != _NOWHERE
     forward, whole, split, weight = (has_SKM[:, kind] for kind in (FORWARD, BACKWARD, INPUT, WEIGHT))
     wrong_SM = ~forward | (split != weight) | (split == whole)
@@ -165,7 +169,3 @@ def _check_passes(schedule: Schedule, columns: Columns) -> None:
             f"{schedule.name}: rank {schedule.rank_of(stage)} runs micro-batch {microbatch} of stage {stage} in the "
             f"wrong order; F comes first, then B, or I and then W"
         )
-
-
-def _action(columns: Columns, index: int) -> Action:
-    return Action(int(columns.stage_A[index]), KINDS[columns.kind_A[index]], int(columns.microbatch_A[index]))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.pipeline.order import Order
 from pipette_launch.errors import FactError
-from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, KINDS, WEIGHT, Action, Columns, Schedule, positions
+from pipette_launch.facts.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Columns, Schedule, positions
 
 Ints = NDArray[np.int64]
 NO_ACTION = -1
@@ -42,22 +42,6 @@ class Dependencies:
         level_A = _levels(cause_A, bounds_P, columns, schedule.name)
         return cls(columns=columns, previous_A=previous_A, cause_A=cause_A, level_A=level_A)
 
-    def action(self, index: int) -> Action:
-        """Return one of the actions."""
-        return _action(self.columns, index)
-
-    def previous_transfer_A(self, rank_S: Ints) -> Ints:
-        """Return, for each action that sends, the last one before it that used the same directed link; else -1."""
-        target_A = self.target_A(rank_S)
-        sender_A = self.columns.rank_A
-        found = np.full(len(target_A), NO_ACTION)
-        last: dict[tuple[int, int], int] = {}
-        for index in np.flatnonzero(target_A != sender_A).tolist():
-            link = (int(sender_A[index]), int(target_A[index]))
-            found[index] = last.get(link, NO_ACTION)
-            last[link] = index
-        return found
-
     def target_A(self, rank_S: Ints) -> Ints:
         """Return the rank that waits for each action's result; its own where no other does."""
         _, stage_A, kind_A, _ = self.columns
@@ -66,10 +50,6 @@ class Dependencies:
         sends_back_A = ((kind_A == BACKWARD) | (kind_A == INPUT)) & (stage_A > 0)
         target_A: Ints = rank_S[stage_A + sends_on_A - sends_back_A]
         return target_A
-
-
-def _action(columns: Columns, index: int) -> Action:
-    return Action(int(columns.stage_A[index]), KINDS[int(columns.kind_A[index])], int(columns.microbatch_A[index]))
 
 
 def _causes(schedule: Schedule | Order, columns: Columns) -> Ints:
@@ -97,7 +77,7 @@ def _levels(cause_A: Ints, bounds_P: Ints, columns: Columns, name: str) -> Ints:
         ran = next_P[runs_P]
         if not len(ran):
             stuck = int(next_P[0])
-            waits, awaited = (_action(columns, index).word for index in (stuck, int(cause_A[stuck])))
+            waits, awaited = (columns.action(index).word for index in (stuck, int(cause_A[stuck])))
             raise FactError(f"{name} deadlocks: {waits} waits for {awaited}, which never runs")
         level_A[ran] = step
         next_P += runs_P

@@ -38,9 +38,13 @@ def best_draft(
         FactError: none of them can run to its end within the limits.
 
     """
-    choices = _mixed(len(tuple(orders(problem))), rules)
+    pairs = itertools.product(range(len(tuple(orders(problem)))), range(len(rules)))
+    # The first orders and rules come before the later ones, as not all of them may be tried.
+    choices = [(place, rules[number]) for place, number in sorted(pairs, key=lambda pair: (sum(pair), pair))]
     if len(choices) > max(_fills(problem), _FINALISTS):
-        shorter = _shorter(problem)
+        # Enough micro-batches to fill the pipeline, run a while and drain it.
+        few = min(problem.num_microbatches, 3 * problem.pp)
+        shorter = dataclasses.replace(problem, num_microbatches=few)
         tried = choices[: max(_fills(shorter), _FINALISTS)]
         choices = [choice for _, choice in _ranked(shorter, orders, tried)][:_FINALISTS]
     ranked = _ranked(problem, orders, choices)
@@ -77,20 +81,9 @@ def polish(
     return draft
 
 
-def _mixed(num_orders: int, rules: Sequence[FillRules]) -> list[tuple[int, FillRules]]:
-    """Orders with rules, the first of both before the later ones: not all of them may be tried."""
-    every = itertools.product(range(num_orders), range(len(rules)))
-    return [(place, rules[number]) for place, number in sorted(every, key=lambda pair: (sum(pair), pair))]
-
-
 def _fills(problem: SchedulingProblem) -> int:
     """How often the actions of a problem may be run."""
     return max(_ACTIONS // (3 * problem.pp * problem.vpp * problem.num_microbatches), 1)
-
-
-def _shorter(problem: SchedulingProblem) -> SchedulingProblem:
-    """The same with no more micro-batches than it takes to fill the pipeline, run a while and drain it."""
-    return dataclasses.replace(problem, num_microbatches=min(problem.num_microbatches, 3 * problem.pp))
 
 
 def _ranked(
@@ -124,7 +117,9 @@ def _waits(problem: SchedulingProblem, draft: DraftSchedule) -> Iterator[frozens
     rank = max(range(problem.pp), key=lambda index: (lengths[index], -index))
     place = len(draft.ranks[rank]) - 1
     while True:
-        place = _begin(draft.ranks[rank], place)
+        # To where the busy time of the rank begins that the action belongs to.
+        while _follows(draft.ranks[rank], place):
+            place -= 1
         cause = _cause(problem, draft.ranks[rank][place][2])
         if cause is None:
             return
@@ -135,13 +130,6 @@ def _waits(problem: SchedulingProblem, draft: DraftSchedule) -> Iterator[frozens
             after_weight -= 1
         if _follows(ran, after_weight):
             yield frozenset(action for _, _, action in ran[after_weight : place + 1])
-
-
-def _begin(ran: tuple[Ran, ...], place: int) -> int:
-    """Where the busy time of a rank begins that an action belongs to."""
-    while _follows(ran, place):
-        place -= 1
-    return place
 
 
 def _follows(ran: tuple[Ran, ...], place: int) -> bool:

@@ -53,7 +53,7 @@ class SteadyEngine(Engine):
             if length >= shape.num_microbatches:
                 drained[:, some] = super().drain_s_SR(durations_R[:, some], hops_R[:, some])
                 continue
-            start = _start_of(shape, length)
+            start = _kept(replace(shape, num_microbatches=length), _Start)
             ended, turns_R, later_s_R = start.price(durations_R[:, some], hops_R[:, some])
             missing = (shape.num_microbatches - length) // start.turn
             rest_R = np.where(turns_R > 0, missing % np.maximum(turns_R, 1), -1)
@@ -124,7 +124,9 @@ class _Start(Engine):
             round_P = last - turns * per_turn + (rank_P if interleaved else 0)
             forward = [first_P + 2 * (round_P - back) for back in range(rounds)]
             states.append(self.place_A[np.concatenate([*forward, *(places + 1 for places in forward)])])
-        return states[: _most_turns(order) + 1]
+        # The longest period that is looked for: a loop of hops over k ranks repeats itself after k micro-batches.
+        most_turns = 2 if interleaved else order.pp
+        return states[: most_turns + 1]
 
 
 def engine_of(
@@ -151,10 +153,6 @@ def engine_of(
     return _kept(order, SteadyEngine)
 
 
-def _start_of(order: Order, length: int) -> _Start:
-    return _kept(replace(order, num_microbatches=length), _Start)
-
-
 _engines: OrderedDict[tuple[type[Engine], Order], Engine] = OrderedDict()
 
 E = TypeVar("E", SteadyEngine, _Start)
@@ -175,11 +173,6 @@ def _kept(order: Order, make: type[E]) -> E:
 def _turn(order: Order) -> int:
     """Micro-batches of one turn: after them the same chunks come again."""
     return order.group_size if order.vpp > 1 else 1
-
-
-def _most_turns(order: Order) -> int:
-    """Longest period that is looked for: a loop of hops over k ranks repeats itself after k micro-batches."""
-    return order.pp if order.vpp == 1 else 2
 
 
 def _first_length(order: Order) -> int:

@@ -59,14 +59,6 @@ def _ahead(problem: SchedulingProblem, rank: int, count: Callable[[SchedulingPro
     return int(max(1, min(max(count(problem, rank), problem.pp - rank), room, problem.num_microbatches)))
 
 
-def _plain(problem: SchedulingProblem, rank: int) -> int:
-    return problem.pp - rank
-
-
-def _eager(problem: SchedulingProblem, rank: int) -> int:
-    return 2 * (problem.pp - rank) - 1
-
-
 def _until_return(problem: SchedulingProblem, rank: int) -> float:
     """How many forwards fit before the first gradient comes back to a rank."""
     times = problem.times
@@ -74,14 +66,6 @@ def _until_return(problem: SchedulingProblem, rank: int) -> float:
     later_s = sum(times.forward_s[rank:]) + sum(input_s[rank + 1 : problem.pp])
     hops_s = sum(times.forward_hop_s[rank:]) + sum(times.backward_hop_s[rank:])
     return (later_s + hops_s) / times.forward_s[rank] if times.forward_s[rank] else math.inf
-
-
-def _fits(problem: SchedulingProblem, rank: int) -> int:
-    return math.floor(_capped(problem, _until_return(problem, rank)))
-
-
-def _covers(problem: SchedulingProblem, rank: int) -> int:
-    return math.ceil(_capped(problem, _until_return(problem, rank)))
 
 
 def _covers_beside_first(problem: SchedulingProblem, rank: int) -> int:
@@ -95,7 +79,14 @@ def _capped(problem: SchedulingProblem, count: float) -> float:
     return min(count, float(problem.num_microbatches))
 
 
-_WARMUPS = (_plain, _eager, _fits, _covers, _covers_beside_first)
+_WARMUPS: tuple[Callable[[SchedulingProblem, int], int], ...] = (
+    lambda problem, rank: problem.pp - rank,
+    lambda problem, rank: 2 * (problem.pp - rank) - 1,
+    lambda problem, rank: math.floor(_capped(problem, _until_return(problem, rank))),
+    lambda problem, rank: math.ceil(_capped(problem, _until_return(problem, rank))),
+    _covers_beside_first,
+)
+"""Forwards before a rank's first backward: as in 1F1B, in eager 1F1B, or as many as the wait for a gradient holds."""
 
 
 def _order(problem: SchedulingProblem, ahead_P: tuple[int, ...]) -> PassOrder:

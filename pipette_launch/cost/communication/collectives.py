@@ -10,10 +10,10 @@ slowest link (alpha-beta model; Thakur, Rabenseifner, Gropp 2005, sections 4.1 t
     send                   1 step of bytes
 
 `bytes` is the full tensor on one rank: before a reduce-scatter, after an all-gather. Where a group of the same or of a
-near shape was measured, its fit corrects this formula, so a group that was measured costs what was measured: time per
-byte in proportion, so that slower links cost more, and with so many links as its members have on a host; latency beyond
-that of the links as an addition, to each step or, over gloo, to the operation, as it is the library's, not the link's.
-A send is not corrected: the links themselves are measured by sends. Groups that run at the same time are priced each by
+near shape was measured, its fit corrects this formula, so that a measured group costs what was measured. Time per byte
+is corrected by a factor: slower links still cost more, and the links of all members on a host count together. Latency
+beyond that of the links comes from the library, so it is added: to each step or, over gloo, to the whole operation. A
+send is not corrected: the links themselves are measured by sends. Groups that run at the same time are priced each by
 itself: their contention is in the price as far as it was in the measurement.
 """
 

@@ -27,15 +27,16 @@ _STAND_IN: dict[Kind, tuple[Kind, ...]] = {
     "send": (),
 }
 LIBRARYS_SHARE = 2.0
-"""So many times the bytes of a ring a library may send."""
+"""A library may send up to so many times the bytes of a ring."""
 
 
 def most_from_within(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
-    """By how much groups inside hosts may lengthen the bytes of groups across hosts, where none of those was measured.
+    """Return the largest factor on time per byte that groups inside hosts may give to groups across hosts.
 
-    By what a library's algorithm can explain: gloo's reduce-scatter is an all-reduce, its other rings send what a ring
-    must, and of NCCL's it is not known. What goes beyond is the processors' that share a host, and says nothing of
-    wires between hosts: 8 CPU ranks on slow links were predicted to take 22 s where it was 2.9.
+    It is asked for where no group across hosts was measured. The factor counts as far as the library's algorithm
+    explains it: gloo's reduce-scatter is an all-reduce, its other rings send what a ring must, and NCCL's algorithm is
+    not known. A larger factor comes from processors that share a host and does not hold for links between hosts: with
+    it, a step of 8 CPU ranks on slow links was predicted to take 22 s, and took 2.9.
     """
     return LIBRARYS_SHARE if device_kind == "cuda" or kind == "reduce_scatter" else 1.0
 

@@ -112,7 +112,7 @@ class DraftSchedule:
 def fill(
     problem: SchedulingProblem, order: PassOrder, rules: FillRules, patient: frozenset[Action] = frozenset()
 ) -> DraftSchedule:
-    """Run an order by the clock: a rank takes its next action when it can, and by the rules something else meanwhile.
+    """Simulate an order: each rank runs its next action as soon as it can, and while it waits what the rules allow.
 
     A forward that would pass the limit waits for a W that makes room; where none is owed the draft stays incomplete.
 

@@ -83,7 +83,9 @@ class Order:
         forward_PN = rows + np.where(index_N < ahead_P1, index_N, 2 * index_N - ahead_P1)
         backward_PN = rows + np.where(index_N < forwards - ahead_P1, 2 * index_N + ahead_P1 + 1, index_N + forwards)
         stage_A, kind_A, microbatch_A = (np.empty(2 * forwards * self.pp, dtype=np.int64) for _ in range(3))
-        stage_A[forward_PN], stage_A[backward_PN] = chunk_N * self.pp + rank_P1, self._turned(chunk_N) + rank_P1
+        stage_A[forward_PN] = chunk_N * self.pp + rank_P1
+        # Backwards take the chunks in reverse.
+        stage_A[backward_PN] = (self.vpp - 1 - chunk_N) * self.pp + rank_P1
         kind_A[forward_PN], kind_A[backward_PN] = FORWARD, BACKWARD
         microbatch_A[forward_PN] = microbatch_A[backward_PN] = microbatch_N
         return Columns(np.repeat(np.arange(self.pp), 2 * forwards), stage_A, kind_A, microbatch_A)
@@ -105,10 +107,6 @@ class Order:
         # Of the rank's forwards, or of its backwards, from 0.
         number_A = np.where(is_forward_A, np.cumsum(is_forward_A), np.cumsum(~is_forward_A)) - rank_A * forwards - 1
         return np.where(is_forward_A, number_A <= ahead_A, number_A > forwards - ahead_A)
-
-    def _turned(self, chunk_N: Ints) -> Ints:
-        """Return the first stage of the chunks of the backwards, which take them in reverse."""
-        return (self.vpp - 1 - chunk_N) * self.pp
 
     def _table(self) -> tuple[Ints, Ints]:
         """Micro-batch and chunk of each forward of a rank (facts.schedules.schedule_table)."""

@@ -34,7 +34,7 @@ _CACHED_ACTIONS = 1 << 20
 
 
 class SteadyEngine(Engine):
-    """An engine that leaves out micro-batches which tell nothing new; it is made whole only where it has to be."""
+    """An engine that simulates only as many micro-batches as it takes to find the period of the steady state."""
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)

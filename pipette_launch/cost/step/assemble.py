@@ -26,7 +26,7 @@ from pipette_launch.cost.layers.optimizer import OnceAStep
 from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.cost.pipeline.engine import Engine
 from pipette_launch.cost.pipeline.steady_state import engine_of
-from pipette_launch.cost.step.dominance import worst
+from pipette_launch.cost.step.dominance import deciding_replicas
 from pipette_launch.cost.step.first_gathers import Forwards, waits_aligned_s, waits_one_by_one_s
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -141,7 +141,7 @@ def totals_s_K(work: LayoutWork, prices: Prices) -> Array:
     """Seconds of the step of each of the placements that are priced side by side: the same digits as one by one."""
     durations_R, hops_R = pipelines(work, prices)
     placements = prices.reduce_s_S.size // len(work.rank_S)
-    chosen, alike_R, placement_R = worst(np.concatenate([durations_R, hops_R]), placements)
+    chosen, alike_R, placement_R = deciding_replicas(np.concatenate([durations_R, hops_R]), placements)
     drain_SR = work.engine.drain_s_SR(durations_R[:, chosen], hops_R[:, chosen])[:, alike_R]
     drain_SK = np.maximum.reduceat(drain_SR, np.flatnonzero(np.diff(placement_R, prepend=-1)), axis=1)
     return _finish(work, prices, drain_SK, durations_R).total_s_K

@@ -14,7 +14,7 @@ _FEW_REPLICAS = 16
 """Up to this many, comparing every pair of replicas costs less than simulating them all."""
 
 
-def worst(times_R: Array, placements: int) -> tuple[Ints, Ints, Ints]:
+def deciding_replicas(times_R: Array, placements: int) -> tuple[Ints, Ints, Ints]:
     """Find the replicas that can set the step time of their placement, and which of them are alike.
 
     Returns:
@@ -22,7 +22,7 @@ def worst(times_R: Array, placements: int) -> tuple[Ints, Ints, Ints]:
 
     """
     replicas = times_R.shape[1] // placements
-    # Times that all replicas of all placements have in common tell nothing.
+    # Times that all replicas of all placements have in common do not distinguish them.
     times_KDT = times_R[(times_R != times_R[:, :1]).any(axis=1)].T.reshape(placements, replicas, -1)
     slowest_KD = (times_KDT == times_KDT.max(axis=1, keepdims=True)).all(axis=2)
     stays_KD = np.zeros_like(slowest_KD)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.step.dominance import undominated, worst
+from pipette_launch.cost.step.dominance import deciding_replicas, undominated
 
 
 def testundominated_replicas_by_hand() -> None:
@@ -30,7 +30,7 @@ def test_of_every_placement_the_slowest_replicas_are_simulated(
 ) -> None:
     """Each replica is below one of its own placement that stays, and what stays stands for one with its very times."""
     times = np.random.default_rng(seed).integers(0, 3, (entries, placements * replicas)).astype(np.float64)
-    chosen, alike, placement = worst(times, placements)
+    chosen, alike, placement = deciding_replicas(times, placements)
     kept = times[:, chosen][:, alike]
 
     assert sorted(placement.tolist()) == placement.tolist()
@@ -47,6 +47,6 @@ def test_replicas_that_are_alike_are_simulated_once() -> None:
     """Three placements of two replicas, of which all but one placement are the same."""
     times = np.array([[1.0, 2.0, 2.0, 1.0, 3.0, 1.0]])
 
-    chosen, alike, placement = worst(times, 3)
+    chosen, alike, placement = deciding_replicas(times, 3)
 
     assert ([2.0, 3.0], [0, 0, 1], [0, 1, 2]) == (times[0, chosen].tolist(), alike.tolist(), placement.tolist())

@@ -41,7 +41,7 @@ class Groups:
     def of(cls, layout: Layout) -> Groups:
         """List the groups of a layout."""
         grid = rank_grid(layout)
-        expert = _expert_grid(layout)
+        expert = _grid(layout, expert_dp(layout), layout.ep, layout.etp)
         hop = np.stack([grid, np.roll(grid, -1, axis=0)], axis=-1)
         return cls(
             grid_PDCT=grid,
@@ -88,25 +88,16 @@ def group_sizes(layout: Layout) -> dict[str, int]:
 
 def rank_grid(layout: Layout) -> Ranks:
     """RANK of each cell (pp, dp, cp, tp): order tp-cp-ep-dp-pp, or tp-cp-ep-pp-dp (parallel_state.py)."""
+    return _grid(layout, layout.dp, layout.cp, layout.tp)
+
+
+def _grid(layout: Layout, replicas: int, outer: int, inner: int) -> Ranks:
+    """RANK of each (pp, replica, outer, inner); experts have a grid of their own over the same ranks."""
     ranks = np.arange(layout.world_size, dtype=np.int64)
     if layout.use_tp_pp_dp_mapping:
-        return _swapped(ranks, (layout.dp, layout.pp, layout.cp, layout.tp))
-    return ranks.reshape(layout.pp, layout.dp, layout.cp, layout.tp)
-
-
-def _expert_grid(layout: Layout) -> Ranks:
-    """RANK of each expert cell (pp, expert dp, ep, etp): the experts' own grid over the same ranks."""
-    ranks = np.arange(layout.world_size, dtype=np.int64)
-    replicas = expert_dp(layout)
-    if layout.use_tp_pp_dp_mapping:
-        return _swapped(ranks, (replicas, layout.pp, layout.ep, layout.etp))
-    return ranks.reshape(layout.pp, replicas, layout.ep, layout.etp)
-
-
-def _swapped(ranks: Ranks, shape: tuple[int, int, int, int]) -> Ranks:
-    """Bring the pipeline axis, second in `shape`, to the front."""
-    swapped: Ranks = ranks.reshape(shape).transpose(1, 0, 2, 3).copy()
-    return swapped
+        swapped: Ranks = ranks.reshape(replicas, layout.pp, outer, inner).transpose(1, 0, 2, 3).copy()
+        return swapped
+    return ranks.reshape(layout.pp, replicas, outer, inner)
 
 
 def _rows(grid: Ranks, axes: tuple[int, int, int, int]) -> Ranks:

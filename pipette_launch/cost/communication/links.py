@@ -40,7 +40,9 @@ class LinkTable:
         slots = np.arange(cluster.num_slots)
         host_S, local_S = slots // devices, slots % devices
         return cls(
-            latency_s_L=np.concatenate([_off_diagonal(links.latency_s) for links in matrices]),
+            latency_s_L=np.concatenate(
+                [np.where(np.eye(len(links.latency_s), dtype=bool), 0.0, links.latency_s).ravel() for links in matrices]
+            ),
             seconds_per_byte_L=np.concatenate([links.seconds_per_byte().ravel() for links in matrices]),
             host_S=host_S,
             _between_S=host_S * hosts,
@@ -61,9 +63,10 @@ class LinkTable:
 
 def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
     """(latency, seconds per byte) of the links that no other beats in both, by rising latency."""
-    different = list(dict.fromkeys(matrices))
-    latency_s = np.concatenate([_without_diagonal(links.latency_s) for links in different])
-    byte_s = np.concatenate([_without_diagonal(links.seconds_per_byte()) for links in different])
+    # From a place to itself there is no link.
+    different = [(links, ~np.eye(len(links.latency_s), dtype=bool)) for links in dict.fromkeys(matrices)]
+    latency_s = np.concatenate([links.latency_s[apart] for links, apart in different])
+    byte_s = np.concatenate([links.seconds_per_byte()[apart] for links, apart in different])
     front: list[tuple[float, float]] = []
     while len(latency_s):
         least_s = latency_s.min()
@@ -72,16 +75,3 @@ def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
         left = byte_s < per_byte
         latency_s, byte_s = latency_s[left], byte_s[left]
     return tuple(front)
-
-
-def _off_diagonal(matrix: Floats) -> Floats:
-    copy = matrix.copy()
-    np.fill_diagonal(copy, 0.0)
-    flat: Floats = copy.ravel()
-    return flat
-
-
-def _without_diagonal(matrix: Floats) -> Floats:
-    """All numbers but those of the diagonal: after each of these come as many as the matrix is wide."""
-    size = len(matrix)
-    return matrix.ravel()[:-1].reshape(size - 1, size + 1)[:, 1:].ravel() if size > 1 else np.zeros(0)

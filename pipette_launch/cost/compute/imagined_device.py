@@ -201,7 +201,9 @@ def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozense
         # The two passes of a backward run as one: the host is ahead in one of them while the other is short.
         backward = loads.input_grad + loads.weight_grad
         backward_s = pass_s(device, dtype, backward)
-        weight_s = backward_s * _share(device, dtype, loads.weight_grad, backward)
+        backward_device_s = device_s(device, dtype, backward)
+        weight_device_s = device_s(device, dtype, loads.weight_grad)
+        weight_s = backward_s * (weight_device_s / backward_device_s if backward_device_s else 0.0)
         yield ComputeTime(
             case=case,
             part=name,
@@ -209,8 +211,8 @@ def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozense
             forward=Samples(values_s=(pass_s(device, dtype, loads.forward),)),
             input_grad=Samples(values_s=(backward_s - weight_s,)),
             weight_grad=Samples(values_s=(weight_s,)),
-            forward_idle_s=_idle_s(device, dtype, loads.forward),
-            backward_idle_s=_idle_s(device, dtype, backward),
+            forward_idle_s=max(host_s(device, loads.forward) - device_s(device, dtype, loads.forward), 0.0),
+            backward_idle_s=max(host_s(device, backward) - backward_device_s, 0.0),
         )
 
 
@@ -222,15 +224,6 @@ def _parts(job: Job, layout: Layout, kinds: frozenset[bool]) -> dict[Part, PassL
     if True in kinds:
         parts["moe_layer"] = layer_loads(job, layout, moe=True)
     return parts
-
-
-def _share(device: DeviceSpec, dtype: str, part: Load, whole: Load) -> float:
-    seconds = device_s(device, dtype, whole)
-    return device_s(device, dtype, part) / seconds if seconds else 0.0
-
-
-def _idle_s(device: DeviceSpec, dtype: str, load: Load) -> float:
-    return max(host_s(device, load) - device_s(device, dtype, load), 0.0)
 
 
 def _collective_times(device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout]) -> Iterator[CollectiveTime]:

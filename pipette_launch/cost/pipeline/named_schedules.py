@@ -1,4 +1,8 @@
-"""Every pipeline schedule by its name, in one table: what it is known for, and what makes it."""
+"""Every pipeline schedule by its name, in one table: what it is known for, and what makes it.
+
+A new schedule is a function that makes its order, and an entry in `SCHEDULES`. The function belongs to
+`facts.schedules` where a few counts decide the order, to `zero_bubble` or `v_schedules` where the stages' times do.
+"""
 
 from __future__ import annotations
 

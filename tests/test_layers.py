@@ -24,7 +24,7 @@ SUB_FLOORS = {
     # Sub-rooms and the files beside them: each imports from itself and from lower floors of its own room only.
     "facts": [
         {"files", "health", "layout", "performance", "schedule"},
-        {"model", "schedules"},
+        {"layout_columns", "model", "schedules"},
         {"job"},
         {"machines"},
         {"measurements"},

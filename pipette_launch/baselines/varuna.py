@@ -103,7 +103,8 @@ def memory_bytes(job: Job, layout: Layout) -> int:
     for layers, parameters in zip(layers_of, stage_parameters(job.model, layout), strict=True):
         kinds = [job.model.is_moe_layer(layer) for layer in range(first, first + layers)]
         kept = sum(activations.kept_bytes(job, plain, moe=moe) - source for moe in kinds)
-        states = parameters.count * per_parameter + optimizer_bytes(job, parameters, unsharded)[0]
+        kept_states, _ = optimizer_bytes(job, parameters.dense, parameters.expert, unsharded)
+        states = parameters.count * per_parameter + int(kept_states)
         stages.append(states + kept + source)
         first += layers
     stages[-1] += embedding_and_head.head_bytes(job, plain)

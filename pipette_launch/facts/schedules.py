@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.schedule import Action, Kind, Schedule
+
+Count = TypeVar("Count", int, NDArray[np.int64])
 
 _FORWARD: Kind = "F"
 _BACKWARD: Kind = "B"
@@ -141,7 +147,7 @@ def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[
     )
 
 
-def num_warmup(pp: int, vpp: int, group_size: int, rank: int) -> int:
+def num_warmup(pp: Count, vpp: Count, group_size: Count, rank: Count) -> Count:
     """Forwards that a rank of an interleaved schedule runs before its first backward (not capped by their number)."""
     return 2 * (pp - rank - 1) + (vpp - 1) * group_size
 

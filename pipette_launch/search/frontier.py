@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.layouts import LayoutColumns
 from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.memory.overhead import num_communicators
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
 from pipette_launch.search.layouts.enumerate import Cuts
 

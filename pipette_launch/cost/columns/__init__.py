@@ -1,1 +1,1 @@
-"""Memory and lower bounds of the step time for many layouts at once, as numpy columns."""
+"""Lower bounds of the step time for many layouts at once, as numpy columns."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.layouts import LayoutColumns, codes_of
 from pipette_launch.cost.communication.collectives import Fabric, Kind
 from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.communication.traffic import Exchange, LayerCounts, exchanges_of, hop_bytes, meets_receivers
@@ -23,6 +22,7 @@ from pipette_launch.cost.memo import Memo
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout, Recompute
+from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
 from pipette_launch.facts.measurements import ComputeCase, Measurements
 from pipette_launch.facts.model import ModelSpec
 

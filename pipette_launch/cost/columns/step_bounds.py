@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.columns.bound_tables import Content, Tables, UnitCounts, UnitTimes, contents_of, split_by_code
-from pipette_launch.cost.columns.layouts import LayoutColumns, codes_of
 from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
 from pipette_launch.cost.communication.collectives import Fabric, Kind
 from pipette_launch.cost.communication.traffic import aligns_gathers, num_buckets
@@ -28,6 +27,7 @@ from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, s
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
 from pipette_launch.facts.measurements import Measurements
 
 Floats = NDArray[np.float64]

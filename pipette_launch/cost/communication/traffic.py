@@ -152,7 +152,9 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
             1 if stage or not layout.overlap_grad_reduce else int(num_buckets(chunk.count, layout.dp * layout.cp))
             for stage, chunk in enumerate(chunks)
         ),
-        resident_parameters=tuple(resident_parameters(job, part, layout) for part in by_rank(chunks, layout.pp)),
+        resident_parameters=tuple(
+            int(resident_parameters(job, part.dense, part.expert, layout)) for part in by_rank(chunks, layout.pp)
+        ),
         embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if tied else 0,
     )
 

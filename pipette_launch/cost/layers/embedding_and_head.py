@@ -7,9 +7,12 @@ MC = megatron/core of core_v0.16.1, TE = TransformerEngine v2.8.
 
 from __future__ import annotations
 
+import numpy as np
+
 from pipette_launch.cost.layers.attention import tokens
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout_columns import Ints
 from pipette_launch.facts.model import ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
@@ -68,21 +71,23 @@ def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
     return (0, 0) if options.cross_entropy_fusion_impl == "te" else (_FP32_BYTES, _FP32_BYTES)
 
 
-def deferred_bytes(job: Job, layout: Layout, num_microbatches: int) -> int:
-    """Count what `--defer-embedding-wgrad-compute` keeps for the head's weight gradient until the cool-down.
+def deferred_bytes(job: Job, layout: Layout) -> int:
+    """Count what one deferred micro-batch keeps for the head's weight gradient until the cool-down.
 
-    For each deferred micro-batch the head's input and the gradient of the logits; `--wgrad-deferral-limit` limits their
-    number, 0 defers all (MC tensor_parallel/layers.py:509-511, 1003-1008).
+    With `--defer-embedding-wgrad-compute` and more than one pipeline rank: the head's input and the gradient of the
+    logits (MC tensor_parallel/layers.py:509-511, 1003-1008).
     """
-    options = performance_options(job)
-    if layout.pp == 1 or not options.defer_embedding_wgrad_compute:
+    if not performance_options(job).defer_embedding_wgrad_compute:
         return 0
     model = job.model
-    limit = options.wgrad_deferral_limit
-    deferred = min(num_microbatches, limit) if limit else num_microbatches
     vocabulary = model.padded_vocab_size(layout.tp) // layout.tp
-    each = model.dtype_bytes * (_shard(model, layout) + tokens(model, layout) * vocabulary)
-    return deferred * each
+    return model.dtype_bytes * (_shard(model, layout) + tokens(model, layout) * vocabulary)
+
+
+def deferred_microbatches(job: Job, num_microbatches: Ints) -> Ints:
+    """Count the micro-batches that are deferred: `--wgrad-deferral-limit` limits their number, 0 defers all."""
+    limit = performance_options(job).wgrad_deferral_limit
+    return np.minimum(num_microbatches, limit) if limit else num_microbatches
 
 
 def _shard(model: ModelSpec, layout: Layout) -> int:

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.layers.parameters import Parameters, expert_dp
+from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout_columns import Ints, LayoutColumns
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.megatron.performance import performance_options
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+IntOrInts = int | Ints
 _FP32_BYTES = 4
 _STATE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _REMAINDER_BYTES = 2
@@ -55,62 +56,54 @@ def gradient_bytes_per_parameter(job: Job) -> int:
     return 2 if job.grad_reduce_in_bf16 else _FP32_BYTES
 
 
-def buffered_parameters(job: Job, parameters: Parameters, layout: Layout) -> int:
+def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
     """Count the elements of the flat buffers for weights and gradients, padded so that every rank's shard is equal.
 
     With the distributed optimizer a bucket ends at a multiple of lcm(d*c, 128), and of 2^16 too with
     `--ddp-pad-buckets-for-high-nccl-busbw` (MC distributed/param_and_grad_buffer.py:638-666). Counted as one bucket for
     the dense and one for the experts' parameters; that each parameter starts at a multiple of 64 is left out.
     """
-    if not layout.use_distributed_optimizer:
-        return parameters.count
-    dense, expert = np.array(parameters.dense), np.array(parameters.expert)
-    return int(padded(job, dense, np.array(layout.dp * layout.cp)) + padded(job, expert, np.array(expert_dp(layout))))
+    parts = padded(job, dense, layout.dp * layout.cp) + padded(job, expert, expert_dp(layout))
+    return np.where(layout.use_distributed_optimizer, parts, dense + expert)
 
 
-def resident_parameters(job: Job, parameters: Parameters, layout: Layout) -> int:
+def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
     """Count the parameters whose optimizer state one rank holds.
 
     The distributed optimizer shards them over d*c, experts over their own data-parallel group; with
     `--num-distributed-optimizer-instances` each instance shards for itself (megatron.md 8.2).
     """
-    if not layout.use_distributed_optimizer:
-        return parameters.count
-    dense, expert = np.array(parameters.dense), np.array(parameters.expert)
-    return int(shard(job, dense, np.array(layout.dp * layout.cp)) + shard(job, expert, np.array(expert_dp(layout))))
+    parts = shard(job, dense, layout.dp * layout.cp) + shard(job, expert, expert_dp(layout))
+    return np.where(layout.use_distributed_optimizer, parts, dense + expert)
 
 
-def padded(job: Job, counts: Ints, num_shards: Ints) -> Ints:
+def padded(job: Job, counts: IntOrInts, num_shards: IntOrInts) -> Ints:
     """Pad buckets of so many elements for so many shards; see `buffered_parameters`."""
     extra = _BUSBW_ALIGNMENT if performance_options(job).ddp_pad_buckets_for_high_nccl_busbw else 1
     multiple = np.lcm(np.lcm(num_shards, _SHARD_ALIGNMENT), extra)
     return np.asarray(-(-counts // multiple) * multiple)
 
 
-def shard(job: Job, counts: Ints, num_shards: Ints) -> Ints:
+def shard(job: Job, counts: IntOrInts, num_shards: IntOrInts) -> Ints:
     """Give one rank its share of so many elements, rounded up; see `resident_parameters`."""
     instances = performance_options(job).num_distributed_optimizer_instances
     return np.asarray(-(-counts // np.maximum(1, num_shards // instances)))
 
 
-def optimizer_bytes(job: Job, parameters: Parameters, layout: Layout) -> tuple[int, int]:
+def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> tuple[Ints, Ints]:
     """Count the optimizer's states on one rank, and the temporaries of its step.
 
     Temporaries: torch's foreach Adam, which runs without TransformerEngine, 4 bytes a parameter; gradients that are not
     fp32 are copied to fp32, 4 bytes. Optimizers other than Adam and SGD are counted as Adam.
     """
-    resident = resident_parameters(job, parameters, layout)
-    return round(resident * kept_bytes_per_parameter(job)), resident * step_bytes_per_parameter(job)
-
-
-def kept_bytes_per_parameter(job: Job) -> float:
-    """Return `state_bytes_per_parameter`, less what is offloaded to the host."""
+    resident = resident_parameters(job, dense, expert, layout)
     options = performance_options(job)
     offloaded = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
-    return state_bytes_per_parameter(job) * (1 - offloaded)
+    states = np.rint(resident * (state_bytes_per_parameter(job) * (1 - offloaded))).astype(np.int64)
+    return states, resident * _step_bytes_per_parameter(job)
 
 
-def step_bytes_per_parameter(job: Job) -> int:
+def _step_bytes_per_parameter(job: Job) -> int:
     """Bytes of the step's temporaries for one parameter that a rank holds."""
     sgd = job.optimizer == "sgd"
     step = 0 if job.model.transformer_impl == "transformer_engine" or sgd else _FP32_BYTES

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import overload
 
 from pipette_launch.cost.layers import experts, latent_attention
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout_columns import Ints, LayoutColumns
 from pipette_launch.facts.model import ModelSpec
 
 
@@ -28,9 +30,13 @@ class Parameters:
         return self.dense + self.expert
 
 
-def expert_dp(layout: Layout) -> int:
-    """Ranks that hold the same experts: world / (etp * ep * pp) (megatron.md section 3)."""
-    return layout.world_size // (layout.etp * layout.ep * layout.pp)
+@overload
+def expert_dp(layout: Layout) -> int: ...
+@overload
+def expert_dp(layout: LayoutColumns) -> Ints: ...
+def expert_dp(layout: Layout | LayoutColumns) -> int | Ints:
+    """Ranks that hold the same experts: world / (etp * ep * pp)."""
+    return layout.tp * layout.cp * layout.dp * layout.pp // (layout.etp * layout.ep * layout.pp)
 
 
 def layer_parameters(model: ModelSpec, layout: Layout, *, moe: bool) -> Parameters:

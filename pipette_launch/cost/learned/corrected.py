@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.layouts import LayoutColumns
-from pipette_launch.cost.columns.peak_memory import peak_memory_columns
 from pipette_launch.cost.learned.residual import Point, Residual, features_of, learn
 from pipette_launch.cost.memory.measured_stages import MeasuredStages
-from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.memory.peak import peak_memory_bytes, peak_memory_columns
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.predictor import Predictor, StepTime
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.results.outcome import Outcome
 

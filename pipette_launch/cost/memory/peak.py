@@ -1,64 +1,108 @@
-"""Peak bytes on each pipeline rank: an analytic sum, every term with its source.
+"""Peak bytes on each pipeline rank, for one layout or for many at once: an analytic sum.
 
-Facts: memory.md section 4 ("Assembled"): the peak is the larger of the forward-backward part and of the optimizer step.
-Not in it: what lies outside the model's tensors (context, communicators, workspaces, fragmentation; measured by the
-warm-up as `Measurements.overhead_bytes`), CP ring buffers, alignment of each parameter within its bucket.
+The peak is the larger of the forward-backward part and of the optimizer step. Not in it: what lies outside the model's
+tensors (context, communicators, workspaces and fragmentation, see `cost.memory.overhead`), ring buffers of context
+parallelism, and the alignment of each parameter within its bucket.
+
+Each tensor of a layer is counted once for each group of layouts that agree in what it depends on; numpy spreads the
+figures over the stages of all layouts. One layout is a column of length one.
 """
+
+# N = layouts, S = stages (pipeline ranks) of all layouts, one layout after another,
+# R = stages of one layout of each group of layouts whose stages hold the same states.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipette_launch.cost.layers import activations, attention, embedding_and_head, experts
 from pipette_launch.cost.layers.dummy_gradients import dummy_gradient_bytes
 from pipette_launch.cost.layers.fp8_weights import fp8_weight_bytes
 from pipette_launch.cost.layers.optimizer import buffered_parameters, gradient_bytes_per_parameter, optimizer_bytes
-from pipette_launch.cost.layers.parameters import Parameters, stage_parameters
-from pipette_launch.cost.memory.live_chunks import peak_live_bytes
+from pipette_launch.cost.layers.parameters import stage_parameters
+from pipette_launch.cost.memo import Memo
+from pipette_launch.cost.memory.live_activations import LAYER, Stages, chunk_bytes, input_bytes, live_bytes
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout_columns import Field, Ints, LayoutColumns
+
+Bytes = TypeVar("Bytes", int, NDArray[np.int64])
+
+_PARAMETERS: tuple[Field, ...] = ("tp", "pp", "ep", "etp", "vpp", "layers_per_chunk")
+"""What the parameters of a stage depend on."""
+_SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
+"""What their optimizer states depend on besides."""
+
+# A search predicts many batches of layouts, and most batches share these figures.
+_LAYERS: Memo[dict[str, int]] = Memo()
+_COUNTS: Memo[list[tuple[int, int, int]]] = Memo()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryParts:
-    """Bytes on one pipeline rank at its peak, by kind."""
+class PeakParts(Generic[Bytes]):
+    """Bytes by kind at the peak: numbers for one pipeline rank, or columns for many."""
 
-    weights: int
+    weights: Bytes
     """With their copies in FP8."""
-    gradients: int
-    optimizer: int
-    shared_buffer: int
-    """Megatron's global buffer, which lives on once it was used."""
-    dummy_gradients: int
-    """What stands in for gradients that are added to the buffer as they are computed, kept for good."""
-    activations: int
+    gradients: Bytes
+    optimizer: Bytes
+    shared_buffer: Bytes
+    """Megatron's global buffer, which Megatron keeps once it was used."""
+    dummy_gradients: Bytes
+    """Stand-ins for gradients that are added to the buffer as they are computed; they are never freed."""
+    activations: Bytes
     """Kept by the layers of all live micro-batches."""
-    embedding: int
+    embedding: Bytes
     """Inputs of the model for all live micro-batches, on the first rank."""
-    recompute: int
+    recompute: Bytes
     """What a recomputed layer needs while its backward runs, once."""
-    backward: int
-    """What any layer's backward needs for a while."""
-    mask: int
+    backward: Bytes
+    """What the backward of one layer needs for a while, at most."""
+    mask: Bytes
     """The data loader's attention mask, while a forward pass runs."""
-    head: int
+    head: Bytes
     """Final norm, logits and loss of one micro-batch."""
-    deferred: int
-    """What the head's deferred weight gradients wait with."""
-    buffers: int
+    deferred: Bytes
+    """What is kept for the deferred weight gradients of the head."""
+    buffers: Bytes
     """The pipeline's tensors in flight."""
-    optimizer_step: int
-    """Temporaries of the optimizer step, when no activation lives any more."""
+    optimizer_step: Bytes
+    """Temporaries of the optimizer step, which runs when no activation is kept any more."""
 
     @property
-    def static(self) -> int:
-        """What is there all the time."""
+    def static(self) -> Bytes:
+        """What is held all the time."""
         return self.weights + self.gradients + self.optimizer + self._lasting
 
     @property
-    def total(self) -> int:
+    def total(self) -> Bytes:
         """The peak: static, and the larger of forward-backward and optimizer step."""
-        return self.static + max(self._kept + max(self._instants), self.optimizer_step)
+        at_loss, at_backward = self._instants
+        return self.static + _larger(self._kept + _larger(at_loss, at_backward), self.optimizer_step)
+
+    @property
+    def _lasting(self) -> Bytes:
+        return self.shared_buffer + self.dummy_gradients
+
+    @property
+    def _kept(self) -> Bytes:
+        return self.activations + self.embedding + self.deferred + self.buffers
+
+    @property
+    def _instants(self) -> tuple[Bytes, Bytes]:
+        """The end of a forward pass, where the loss is computed, and the backward of a layer: never at once."""
+        return self.mask + self.head, self.recompute + self.backward
+
+
+class MemoryParts(PeakParts[int]):
+    """Bytes on one pipeline rank at its peak, by kind."""
+
+    __slots__ = ()
 
     def by_kind(self) -> dict[str, int]:
         """Split the peak as users read it; the values add up to `total`.
@@ -67,9 +111,9 @@ class MemoryParts:
         optimizer, whose temporaries count as buffers.
         """
         kinds = {"weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer}
-        if self._kept + max(self._instants) < self.optimizer_step:
-            return {**kinds, "activations": 0, "logits": 0, "buffers": self._lasting + self.optimizer_step}
         at_loss, at_backward = self._instants
+        if self._kept + max(at_loss, at_backward) < self.optimizer_step:
+            return {**kinds, "activations": 0, "logits": 0, "buffers": self._lasting + self.optimizer_step}
         is_loss = at_loss >= at_backward
         return {
             **kinds,
@@ -78,157 +122,196 @@ class MemoryParts:
             "buffers": self._lasting + self.buffers,
         }
 
-    @property
-    def _lasting(self) -> int:
-        return self.shared_buffer + self.dummy_gradients
+
+_PARTS = tuple(field.name for field in fields(MemoryParts))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryColumns:
+    """Predicted peaks of N layouts, stage by stage."""
+
+    starts_N: Ints
+    """The first stage of each layout."""
+    parts_S: PeakParts[Ints]
 
     @property
-    def _kept(self) -> int:
-        return self.activations + self.embedding + self.deferred + self.buffers
+    def total_S(self) -> Ints:
+        """The peak of each stage."""
+        return self.parts_S.total
 
-    @property
-    def _instants(self) -> tuple[int, int]:
-        """The end of a forward pass, where the loss is, and the backward of a layer: never at once."""
-        return self.mask + self.head, self.recompute + self.backward
+    def totals(self) -> tuple[tuple[int, ...], ...]:
+        """Return the peaks of every layout's stages."""
+        totals = self.total_S.tolist()
+        starts = self.starts_N.tolist()
+        stops = [*starts[1:], len(totals)]
+        return tuple(tuple(totals[start:stop]) for start, stop in zip(starts, stops, strict=False))
+
+    def of(self, row: int) -> tuple[MemoryParts, ...]:
+        """Return the parts of one layout's stages."""
+        columns = {name: getattr(self.parts_S, name) for name in _PARTS}
+        first = int(self.starts_N[row])
+        stop = int(self.starts_N[row + 1]) if row + 1 < len(self.starts_N) else len(self.parts_S.weights)
+        stages = zip(*(column[first:stop].tolist() for column in columns.values()), strict=True)
+        return tuple(MemoryParts(**dict(zip(columns, stage, strict=True))) for stage in stages)
 
 
 def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
-    """Predict every pipeline rank's peak.
+    """Predict every pipeline rank's peak for one layout.
 
     Raises:
         LayoutError: the layout cuts the layers or the batch unevenly.
 
     """
-    microbatches = layout.num_microbatches(job.batch.global_batch_size)
-    chunk_bytes = chunk_activation_bytes(job, layout)
-    kinds = _kinds(job)
-    recompute = max(recompute_working_set_bytes(job, layout, moe=moe) for moe in kinds)
-    backward = max(activations.backward_bytes(job, layout, moe=moe) for moe in kinds)
-    copies = fp8_weight_bytes(job, layout)
-    parts = []
-    for rank, parameters in enumerate(stage_parameters(job.model, layout)):
-        is_last = rank == layout.pp - 1
-        weights, gradients, states, step = rank_states(job, parameters, layout)
-        parts.append(
-            MemoryParts(
-                weights=weights + copies[rank],
-                gradients=gradients,
-                optimizer=states,
-                shared_buffer=shared_buffer_bytes(job, layout, rank),
-                dummy_gradients=dummy_gradient_bytes(job, layout, has_head=is_last),
-                activations=peak_live_bytes(layout, rank, microbatches, chunk_bytes[rank :: layout.pp]),
-                embedding=input_bytes(job, layout, rank, microbatches),
-                recompute=recompute,
-                backward=backward,
-                mask=mask_bytes(job, layout, rank),
-                head=embedding_and_head.head_bytes(job, layout) if is_last else 0,
-                deferred=embedding_and_head.deferred_bytes(job, layout, microbatches) if is_last else 0,
-                buffers=in_flight_bytes(job, layout),
-                optimizer_step=step,
-            )
-        )
-    return tuple(parts)
+    return peak_memory_columns(job, LayoutColumns.of([layout])).of(0)
 
 
-def rank_states(job: Job, parameters: Parameters, layout: Layout) -> tuple[int, int, int, int]:
-    """Bytes of weights, gradients, optimizer states, and temporaries of the optimizer step on one pipeline rank."""
-    buffered = buffered_parameters(job, parameters, layout)
-    weights, gradients = buffered * job.model.dtype_bytes, buffered * gradient_bytes_per_parameter(job)
-    return (weights, gradients, *optimizer_bytes(job, parameters, layout))
+def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
+    """Predict every pipeline rank's peak for many layouts.
 
+    Raises:
+        LayoutError: a row cuts the layers or the batch unevenly; the message names the row's numbers.
 
-def input_bytes(job: Job, layout: Layout, rank: int, num_microbatches: int) -> int:
-    """Count what the model's inputs keep for all live micro-batches.
-
-    The first rank keeps token ids and the embedding's dropout mask. Full recompute keeps what its units are called
-    with, and so the attention mask, where there is one: on the first and the last rank.
     """
-    is_first, is_last = rank == 0, rank == layout.pp - 1
-    first = embedding_and_head.embedding_bytes(job, layout) if is_first else 0
-    mask = embedding_and_head.attention_mask_bytes(job, layout) if layout.recompute.granularity == "full" else 0
-    rest = (0,) * (layout.vpp - 1)
-    kept = peak_live_bytes(layout, rank, num_microbatches, (first + mask * is_first, *rest))
-    if is_last and not is_first:
-        kept += peak_live_bytes(layout, rank, num_microbatches, (*rest, mask))
-    return kept
+    if not len(layouts):
+        nothing = np.zeros(0, dtype=np.int64)
+        return MemoryColumns(starts_N=nothing, parts_S=PeakParts(**dict.fromkeys(_PARTS, nothing)))
+    stages = Stages.of(job, layouts)
+    layer = _by_layer(job, layouts)
+    none = np.zeros_like(layouts.pp)
+    deferred = layer["deferred"] * embedding_and_head.deferred_microbatches(job, stages.microbatches_N)
+    weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
+    parts = PeakParts(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        shared_buffer=stages.spread(layer["shared"], last=layer["shared_last"]),
+        dummy_gradients=stages.spread(layer["dummies"], last=layer["dummies_last"]),
+        activations=live_bytes(stages, chunk_bytes(job, layouts, layer)),
+        embedding=input_bytes(stages, layer),
+        recompute=stages.spread(_recompute(job, layouts, layer)),
+        backward=stages.spread(layer["backward"]),
+        mask=stages.spread(none, first=layer["mask"], last=layer["mask"]),
+        head=stages.spread(none, last=layer["head"]),
+        deferred=stages.spread(none, last=np.where(layouts.pp > 1, deferred, 0)),
+        # Received, sent, and the one sent before: its communication holds it until NCCL's watchdog has seen the end
+        # (NVIDIA's golden values with a pipeline: one or two such tensors beyond the first two, of 4 and of 64 MiB).
+        buffers=stages.spread(np.where(layouts.pp > 1, 3 * layer["stream"], 0)),
+        optimizer_step=optimizer_step,
+    )
+    return MemoryColumns(starts_N=stages.starts_N, parts_S=parts)
 
 
-def mask_bytes(job: Job, layout: Layout, rank: int) -> int:
-    """Count the attention mask of a forward pass, unless full recompute keeps it anyway (see `input_bytes`)."""
-    if rank not in (0, layout.pp - 1) or layout.recompute.granularity == "full":
-        return 0
-    return embedding_and_head.attention_mask_bytes(job, layout)
-
-
-def chunk_activation_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
-    """What each chunk's layers keep for one micro-batch, in model order, with the layout's recompute."""
-    model = job.model
-    kept = [activations.kept_bytes(job, layout, moe=moe) for moe in (False, bool(model.num_experts))]
-    whole_input = activations.stream_bytes(job, layout)
-    seen: dict[tuple[int, ...], int] = {}
-    chunks = []
-    first = 0
-    for layers in layout.chunk_layers(model.num_layers):
-        kinds = model.moe_layer_freq[first : first + layers] or (0,) * layers
-        first += layers
-        if kinds not in seen:
-            seen[kinds] = _after_full_recompute([kept[kind] for kind in kinds], layout, whole_input)
-        chunks.append(seen[kinds])
-    chunks[-1] += activations.prediction_bytes(job, layout)
-    return tuple(chunks)
-
-
-def recompute_working_set_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
-    """What recompute brings back for a while: the unit that is run again (memory.md section 4: one layer, once).
-
-    Of the block method only where every layer of a chunk is run again: otherwise the layers that were kept come first
-    in the backward and are gone by then.
-    """
-    recompute = layout.recompute
-    if recompute.granularity == "none":
-        return 0
-    layer = activations.layer_activations(job, layout, moe=moe)
-    if recompute.granularity == "selective":
-        return layer.recomputed(activations.recompute_modules(layout), moe=moe)
-    chunks = [layers for layers in layout.chunk_layers(job.model.num_layers) if layers]
-    if recompute.method == "uniform":
-        return layer.total * min(recompute.num_layers, max(chunks))
-    return layer.total if recompute.num_layers >= min(chunks) else 0
-
-
-def in_flight_bytes(job: Job, layout: Layout) -> int:
-    """Count the pipeline's tensors in flight: received, sent, and the one sent before (megatron.md 8.4).
-
-    The last is held by its communication until NCCL's watchdog has seen it end (golden rows with a pipeline: one or two
-    tensors of s*b*h beyond the first two, at 4 MiB and at 64 MiB).
-    """
-    return 3 * activations.stream_bytes(job, layout) if layout.pp > 1 else 0
-
-
-def shared_buffer_bytes(job: Job, layout: Layout, rank: int) -> int:
-    """Count Megatron's global buffer, as large as its largest user on this pipeline rank (megatron.md 8.4).
+def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
+    """Count Megatron's global buffer, as large as its largest user on a pipeline rank.
 
     Users: the gathered input of sequence parallelism, by Megatron's own linear layers, of which TransformerEngine's
     models have the head alone; the tokens that the all-gather dispatcher gathers; local attention's scores.
+
+    Args:
+        job: its model and flags decide who uses the buffer.
+        layout: its degrees decide the sizes.
+        has_head: whether the rank is the last of the pipeline.
+
     """
-    has_linear = job.model.transformer_impl == "local" or rank == layout.pp - 1
+    has_linear = job.model.transformer_impl == "local" or has_head
     gathers = layout.sequence_parallel and layout.tp > 1 and has_linear
     gathered = activations.residual_bytes(job.model, layout) * layout.tp if gathers else 0
     dispatched = experts.gather_buffer_bytes(job, layout)
     return max(gathered, dispatched, attention.scores_buffer_bytes(job.model, layout))
 
 
-def _kinds(job: Job) -> tuple[bool, ...]:
-    """Which of dense (False) and MoE (True) layers the model has."""
-    return tuple(sorted({bool(kind) for kind in job.model.moe_layer_freq})) or (False,)
+def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
+    """Columns of N for the figures that depend on the fields `LAYER` alone."""
+    groups = layouts.groups(*LAYER)
+    chosen = [layouts.layout(row) for row in groups.first_U.tolist()]
+    figures = [_LAYERS.get((job, _key(layout, LAYER)), partial(_layer_figures, job, layout)) for layout in chosen]
+    table = np.array([list(each.values()) for each in figures], dtype=np.int64)
+    return dict(zip(figures[0], table.T[:, groups.group_N], strict=True))
 
 
-def _after_full_recompute(sizes: list[int], layout: Layout, layer_input: int) -> int:
-    """Keep one input per unit: units of k layers, or each of the chunk's first k layers (megatron.md 8.3)."""
-    recompute = layout.recompute
-    if recompute.granularity != "full":
-        return sum(sizes)
-    if recompute.method == "uniform":
-        return -(-len(sizes) // recompute.num_layers) * layer_input
-    again = min(recompute.num_layers, len(sizes))
-    return again * layer_input + sum(sizes[again:])
+def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
+    """Bytes of one layer and of the model's ends for one group of layouts."""
+    model = job.model
+    kinds = sorted({bool(kind) for kind in model.moe_layer_freq}) or [False]
+    units = [activations.layer_activations(job, layout, moe=moe) for moe in kinds]
+    modules = activations.recompute_modules(layout)
+    is_full = layout.recompute.granularity == "full"
+    mask = embedding_and_head.attention_mask_bytes(job, layout)
+    return {
+        "dense": activations.kept_bytes(job, layout, moe=False),
+        "moe": activations.kept_bytes(job, layout, moe=bool(model.num_experts)),
+        "stream": activations.stream_bytes(job, layout),
+        "prediction": activations.prediction_bytes(job, layout),
+        "recomputed": max(unit.recomputed(modules, moe=moe) for unit, moe in zip(units, kinds, strict=True)),
+        "unit": max(unit.total for unit in units),
+        "backward": max(activations.backward_bytes(job, layout, moe=moe) for moe in kinds),
+        "embedding": embedding_and_head.embedding_bytes(job, layout),
+        # Full recompute keeps what its units are called with, and so the mask, for every live micro-batch.
+        "mask": 0 if is_full else mask,
+        "kept_mask": mask if is_full else 0,
+        "head": embedding_and_head.head_bytes(job, layout),
+        "deferred": embedding_and_head.deferred_bytes(job, layout),
+        "shared_last": shared_buffer_bytes(job, layout, has_head=True),
+        "shared": shared_buffer_bytes(job, layout, has_head=False),
+        "dummies_last": dummy_gradient_bytes(job, layout, has_head=True),
+        "dummies": dummy_gradient_bytes(job, layout, has_head=False),
+    }
+
+
+def _key(layout: Layout, fields_: tuple[Field, ...]) -> tuple[object, ...]:
+    return tuple(getattr(layout, name) for name in fields_)
+
+
+def _stage_counts(job: Job, layout: Layout) -> list[tuple[int, int, int]]:
+    """Dense and expert parameters of each stage, and bytes of its FP8 copies."""
+    counts, copies = stage_parameters(job.model, layout), fp8_weight_bytes(job, layout)
+    return [(each.dense, each.expert, copy) for each, copy in zip(counts, copies, strict=True)]
+
+
+def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...]:
+    """Columns of S: weights, gradients, optimizer states and the optimizer step's temporaries."""
+    groups = layouts.groups(*_PARAMETERS, *_SHARDS)
+    chosen = layouts.take(groups.first_U)
+    cut = chosen.groups(*_PARAMETERS)
+    counts = []
+    for row in cut.first_U.tolist():
+        layout = chosen.layout(row)
+        counts.append(_COUNTS.get((job, _key(layout, _PARAMETERS)), partial(_stage_counts, job, layout)))
+    starts = np.cumsum([0, *map(len, counts)])[cut.group_N]
+    table = np.array([stage for each in counts for stage in each], dtype=np.int64)
+    row_R = np.repeat(np.arange(len(chosen)), chosen.pp)
+    firsts = np.cumsum(chosen.pp) - chosen.pp
+    dense, expert, copies = table[starts[row_R] + np.arange(len(row_R)) - firsts[row_R]].T
+    each = chosen.take(row_R)
+    buffered = buffered_parameters(job, dense, expert, each)
+    figures = (
+        buffered * job.model.dtype_bytes + copies,
+        buffered * gradient_bytes_per_parameter(job),
+        *optimizer_bytes(job, dense, expert, each),
+    )
+    place_S = np.repeat(firsts[groups.group_N], layouts.pp) + stages.stage_S
+    return tuple(figure[place_S] for figure in figures)
+
+
+def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
+    """What recompute brings back for a while: what runs again, which is one unit of layers at a time.
+
+    With the block method that is 0 unless every layer of a chunk runs again: otherwise the layers that were kept come
+    first in the backward and are gone by then.
+    """
+    even = job.model.num_layers // (layouts.pp * layouts.vpp)
+    sizes = np.array([[max(cut, default=0), min(filter(None, cut), default=0)] for cut in layouts.cuts])
+    largest, smallest = sizes[layouts.layers_per_chunk].T
+    largest, smallest = np.where(largest > 0, largest, even), np.where(smallest > 0, smallest, even)
+    flags = [(each.method == "uniform", each.method == "block", each.num_layers) for each in layouts.recomputes]
+    is_uniform, is_block, size = np.array(flags, dtype=np.int64)[layouts.recompute].T
+    units = np.where(is_uniform, np.minimum(size, largest), is_block * (size >= smallest))
+    is_selective = np.array([each.granularity == "selective" for each in layouts.recomputes])[layouts.recompute]
+    back = units * layer["unit"] + is_selective * layer["recomputed"]
+    return np.asarray(back, dtype=np.int64)
+
+
+def _larger(one: Bytes, other: Bytes) -> Bytes:
+    if isinstance(one, int):
+        return max(one, other)
+    return np.maximum(one, other)

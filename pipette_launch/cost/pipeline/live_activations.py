@@ -16,7 +16,7 @@ def peak_live_bytes(schedule: Schedule, chunk_bytes: Sequence[int], w_share: flo
     """Most bytes that each rank's stages hold for micro-batches whose backward is not done.
 
     The order alone decides: F takes its stage's bytes, B gives them back; I gives back all but the share that W needs.
-    For the schedules of stock Megatron this equals `cost.memory.peak.peak_live_bytes` on every rank.
+    For the schedules of stock Megatron this equals `cost.memory.live_activations.peak_live_bytes` on every rank.
 
     Args:
         schedule: what runs.

@@ -16,10 +16,10 @@ from itertools import chain
 
 import numpy as np
 
-from pipette_launch.cost.columns.layouts import Ints, LayoutColumns
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Job, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.layout_columns import Ints, LayoutColumns
 from pipette_launch.search.layouts import axes
 from pipette_launch.search.layouts.layout_parts import Degrees, MemoryOptions
 from pipette_launch.search.layouts.memory_options import MemoryOptionTables, drops

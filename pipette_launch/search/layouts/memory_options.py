@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipette_launch.cost.columns.layouts import Ints, LayoutColumns, codes_of
 from pipette_launch.facts import Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.layout_columns import Ints, LayoutColumns, codes_of
 from pipette_launch.search.layouts import axes
 from pipette_launch.search.layouts.layout_parts import MemoryOptions
 from pipette_launch.search.layouts.rules import Rules

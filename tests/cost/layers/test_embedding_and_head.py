@@ -1,16 +1,18 @@
 """Embedding, head and loss by hand: s 32, b 1, h 64 in bf16, 256 tokens in the vocabulary."""
 
+from dataclasses import replace
+
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.layers.embedding_and_head import (
     attention_mask_bytes,
-    deferred_bytes,
     embedding_bytes,
     head_bytes,
     loss_bytes_per_logit,
 )
-from pipette_launch.facts import Job, Layout
+from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.facts import Batch, Job, Layout
 
 
 def job(*flags: str, **changes: object) -> Job:
@@ -83,5 +85,7 @@ def test_deferred_weight_gradient_of_the_head(flags: tuple[str, ...], microbatch
     """Input and gradient of the logits for each deferred micro-batch."""
     each = 2 * 2048 + 2 * 32 * 256
 
-    assert deferred_bytes(job(*flags), Layout(pp=2), microbatches) == expected * each
-    assert deferred_bytes(job(*flags), Layout(), microbatches) == 0
+    this = replace(job(*flags), batch=Batch(global_batch_size=microbatches))
+
+    assert [part.deferred for part in peak_memory_bytes(this, Layout(pp=2))] == [0, expected * each]
+    assert [part.deferred for part in peak_memory_bytes(this, Layout())] == [0]

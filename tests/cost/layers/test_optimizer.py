@@ -12,7 +12,6 @@ from pipette_launch.cost.layers.optimizer import (
     resident_parameters,
     state_bytes_per_parameter,
 )
-from pipette_launch.cost.layers.parameters import Parameters
 from pipette_launch.facts import Job, Layout
 
 SHARDED = Layout(dp=4, use_distributed_optimizer=True)
@@ -44,7 +43,7 @@ def job(*flags: str, **changes: object) -> Job:
 def test_bytes_of_a_parameter(changes: dict[str, object], layout: Layout, expected: tuple[int, ...]) -> None:
     """Weight, gradient, optimizer, step (memory.md section 3, by precision)."""
     this = job(**changes)
-    states, step = optimizer_bytes(this, Parameters(dense=1000), layout)
+    states, step = optimizer_bytes(this, 1000, 0, layout)
 
     assert (this.model.dtype_bytes, gradient_bytes_per_parameter(this), states / 1000, step / 1000) == expected
 
@@ -54,19 +53,19 @@ def test_gradients_reduced_in_bf16() -> None:
     this = replace(job(), grad_reduce_in_bf16=True)
 
     assert gradient_bytes_per_parameter(this) == 2
-    assert optimizer_bytes(this, Parameters(dense=10), Layout()) == (120, 40)
+    assert optimizer_bytes(this, 10, 0, Layout()) == (120, 40)
 
 
 def test_sgd_keeps_one_momentum() -> None:
     """4 bytes and the fp32 copy, no temporaries."""
-    assert optimizer_bytes(replace(job(), optimizer="sgd"), Parameters(dense=10), Layout()) == (80, 0)
+    assert optimizer_bytes(replace(job(), optimizer="sgd"), 10, 0, Layout()) == (80, 0)
 
 
 def test_experts_shard_over_their_own_group() -> None:
     """With dp 4, ep 2: dense states over four ranks, experts over two; a rest is rounded up."""
     layout = Layout(dp=4, ep=2, use_distributed_optimizer=True)
 
-    assert optimizer_bytes(job(), Parameters(dense=10, expert=10), layout)[0] == 12 * (3 + 5)
+    assert optimizer_bytes(job(), 10, 10, layout)[0] == 12 * (3 + 5)
 
 
 def test_fp16_gradients_in_fp32_when_asked() -> None:
@@ -74,15 +73,15 @@ def test_fp16_gradients_in_fp32_when_asked() -> None:
     this = job("--accumulate-allreduce-grads-in-fp32", params_dtype="fp16")
 
     assert gradient_bytes_per_parameter(this) == 4
-    assert optimizer_bytes(this, Parameters(dense=10), Layout()) == (120, 0)
+    assert optimizer_bytes(this, 10, 0, Layout()) == (120, 0)
 
 
 def test_instances_of_the_distributed_optimizer_shard_by_themselves() -> None:
     """Two instances on four ranks: two shards each."""
     this = job("--num-distributed-optimizer-instances 2")
 
-    assert resident_parameters(this, Parameters(dense=1000), SHARDED) == 500
-    assert resident_parameters(job(), Parameters(dense=1000), SHARDED) == 250
+    assert resident_parameters(this, 1000, 0, SHARDED) == 500
+    assert resident_parameters(job(), 1000, 0, SHARDED) == 250
 
 
 @pytest.mark.parametrize(
@@ -102,9 +101,9 @@ def test_precision_aware_optimizer(flags: tuple[str, ...], dtype: str, expected:
 
 def test_states_on_the_host() -> None:
     """All of them, or a part."""
-    assert optimizer_bytes(job("--optimizer-cpu-offload"), Parameters(dense=10), Layout())[0] == 0
+    assert optimizer_bytes(job("--optimizer-cpu-offload"), 10, 0, Layout())[0] == 0
     part = job("--optimizer-cpu-offload", "--optimizer-offload-fraction 0.25")
-    assert optimizer_bytes(part, Parameters(dense=10), Layout())[0] == 90
+    assert optimizer_bytes(part, 10, 0, Layout())[0] == 90
 
 
 @pytest.mark.parametrize(
@@ -119,4 +118,4 @@ def test_states_on_the_host() -> None:
 )
 def test_buckets_are_padded_for_equal_shards(flags: tuple[str, ...], layout: Layout, expected: int) -> None:
     """Only the distributed optimizer cuts them."""
-    assert buffered_parameters(job(*flags), Parameters(dense=1000), layout) == expected
+    assert buffered_parameters(job(*flags), 1000, 0, layout) == expected

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
-from pipette_launch.cost.columns.layouts import LayoutColumns
 from pipette_launch.cost.learned.corrected import CorrectedPredictor
 from pipette_launch.cost.memory.overhead import overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Batch, Cluster, Job, Layout, Measurements, StageReading
+from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.facts.machines.device_memory import memory_digest
 
 JOB = tiny_job(4, batch=Batch(global_batch_size=32))

@@ -8,17 +8,8 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.memory.live_chunks import peak_live_bytes
-from pipette_launch.cost.memory.peak import (
-    MemoryParts,
-    chunk_activation_bytes,
-    in_flight_bytes,
-    input_bytes,
-    mask_bytes,
-    peak_memory_bytes,
-    recompute_working_set_bytes,
-    shared_buffer_bytes,
-)
+from pipette_launch.cost.memory.live_activations import peak_live_bytes
+from pipette_launch.cost.memory.peak import MemoryParts, peak_memory_bytes, shared_buffer_bytes
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.schedules import schedule_of
@@ -32,6 +23,11 @@ def job(**changes: object) -> Job:
     """A bf16 GPT of four layers with fused attention, h 64, s 32."""
     model = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "attention_backend": "fused"}
     return tiny_job(model=tiny_model(**(model | changes)))
+
+
+def with_batch(samples: int) -> Job:
+    """The same with so many samples in a step."""
+    return replace(job(), batch=Batch(global_batch_size=samples))
 
 
 def test_a_peak_by_hand() -> None:
@@ -64,17 +60,19 @@ def test_a_peak_by_hand() -> None:
 
 def test_live_microbatches_of_1f1b() -> None:
     """min(m, p - r)."""
-    layout = Layout(pp=4)
+    for samples, expected in ((8, [4, 3, 2, 1]), (2, [2, 2, 2, 1])):
+        parts = peak_memory_bytes(with_batch(samples), Layout(pp=4))
 
-    assert [peak_live_bytes(layout, rank, 8, (10,)) for rank in range(4)] == [40, 30, 20, 10]
-    assert [peak_live_bytes(layout, rank, 2, (10,)) for rank in range(4)] == [20, 20, 20, 10]
+        assert [part.activations for part in parts] == [KEPT * live for live in expected]
+        assert [peak_live_bytes(4, 1, 0, rank, samples, (10,)) for rank in range(4)] == [10 * live for live in expected]
 
 
 def test_live_chunks_of_an_interleaved_schedule() -> None:
     """With p 2, v 2, g 2: five chunk passes on rank 0, three on rank 1, as many as (p(v + 1) - 1)/v micro-batches."""
-    layout = Layout(pp=2, vpp=2)
+    parts = peak_memory_bytes(with_batch(4), Layout(pp=2, vpp=2))
 
-    assert [peak_live_bytes(layout, rank, 4, (10, 10)) for rank in range(2)] == [50, 30]
+    assert [part.activations for part in parts] == [5 * KEPT, 3 * KEPT]
+    assert [peak_live_bytes(2, 2, 0, rank, 4, (10, 10)) for rank in range(2)] == [50, 30]
 
 
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 9), st.integers(0, 3), st.randoms())
@@ -90,14 +88,14 @@ def test_live_bytes_are_those_of_the_schedule(pp: int, vpp: int, rounds: int, ex
             live += sizes[action.stage] if action.kind == "F" else -sizes[action.stage]
             peak = max(peak, live)
 
-        assert peak == peak_live_bytes(layout, rank, rounds * group, tuple(sizes[rank::pp]))
+        assert peak == peak_live_bytes(pp, vpp, group, rank, rounds * group, tuple(sizes[rank::pp]))
 
 
 def test_activations_of_chunks() -> None:
     """Each chunk keeps its own layers."""
     layout = Layout(pp=2, layers_per_chunk=(3, 1))
 
-    assert chunk_activation_bytes(job(), layout) == (3 * KEPT, KEPT)
+    assert [part.activations for part in peak_memory_bytes(with_batch(1), layout)] == [3 * KEPT, KEPT]
 
 
 @pytest.mark.parametrize(
@@ -116,28 +114,30 @@ def test_activations_of_chunks() -> None:
 )
 def test_recompute(recompute: Recompute, kept: int, working_set: int) -> None:
     """What stays for every micro-batch, and what comes back for a while."""
-    layout = Layout(recompute=recompute)
+    (parts,) = peak_memory_bytes(job(), Layout(recompute=recompute))
 
-    assert chunk_activation_bytes(job(), layout) == (kept,)
-    assert recompute_working_set_bytes(job(), layout, moe=False) == working_set
+    assert (parts.activations, parts.recompute) == (kept, working_set)
 
 
 def test_tensors_in_flight() -> None:
     """Three with a pipeline, of what sequence parallelism leaves to a rank."""
-    assert in_flight_bytes(job(), Layout(tp=2)) == 0
-    assert in_flight_bytes(job(), Layout(pp=2)) == 3 * 4096
-    assert in_flight_bytes(job(), Layout(tp=2, pp=2, sequence_parallel=True)) == 3 * 2048
+    for layout, expected in (
+        (Layout(tp=2), 0),
+        (Layout(pp=2), 3 * 4096),
+        (Layout(tp=2, pp=2, sequence_parallel=True), 3 * 2048),
+    ):
+        assert {part.buffers for part in peak_memory_bytes(job(), layout)} == {expected}
 
 
 def test_the_shared_buffer() -> None:
     """The gathered input of the head, or on every rank of local layers; local scores of 4 * 2048 / tp share it."""
     parallel = Layout(tp=2, pp=2, sequence_parallel=True)
 
-    assert [shared_buffer_bytes(job(), parallel, rank) for rank in range(2)] == [0, 4096]
-    assert shared_buffer_bytes(job(), Layout(tp=2), 0) == 0
+    assert [part.shared_buffer for part in peak_memory_bytes(job(), parallel)] == [0, 4096]
+    assert shared_buffer_bytes(job(), Layout(tp=2), has_head=True) == 0
     local = job(transformer_impl="local")
-    assert [shared_buffer_bytes(local, parallel, rank) for rank in range(2)] == [4096, 4096]
-    assert shared_buffer_bytes(local, Layout(), 0) == 8192
+    assert [part.shared_buffer for part in peak_memory_bytes(local, parallel)] == [4096, 4096]
+    assert shared_buffer_bytes(local, Layout(), has_head=True) == 8192
 
 
 def test_ends_of_the_pipeline() -> None:
@@ -194,15 +194,15 @@ def test_kinds_add_up_to_the_peak(changes: dict[str, int], expected: dict[str, i
 
 def test_only_the_ends_of_the_pipeline_load_a_mask() -> None:
     """32 * 32 bytes on the first and the last rank, during a forward pass."""
-    assert [mask_bytes(job(), Layout(pp=3), rank) for rank in range(3)] == [1024, 0, 1024]
+    assert [part.mask for part in peak_memory_bytes(with_batch(8), Layout(pp=4))] == [1024, 0, 0, 1024]
 
 
 def test_full_recompute_keeps_the_mask_of_every_live_microbatch() -> None:
-    """Units are called again with it: three micro-batches on the first of three ranks, one on the last."""
-    layout = Layout(pp=3, recompute=FULL_UNIFORM)
+    """Units are called again with it: four micro-batches on the first of four ranks, one on the last."""
+    parts = peak_memory_bytes(with_batch(8), Layout(pp=4, recompute=FULL_UNIFORM))
 
-    assert [input_bytes(job(), layout, rank, 8) for rank in range(3)] == [3 * (8 * 32 + 1024), 0, 1024]
-    assert [mask_bytes(job(), layout, rank) for rank in range(3)] == [0, 0, 0]
+    assert [part.embedding for part in parts] == [4 * (8 * 32 + 1024), 0, 0, 1024]
+    assert [part.mask for part in parts] == [0, 0, 0, 0]
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.memory import peak
+from pipette_launch.cost.memory import live_activations as closed_form
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.layout import Layout
@@ -17,11 +17,13 @@ from pipette_launch.facts.schedules import gpipe, interleaved_zero_bubble, sched
 def test_stock_schedules_hold_what_the_closed_form_says(
     pp: int, vpp: int, rounds: int, extra: int, rng: random.Random
 ) -> None:
-    """Each rank's peak is that of `cost.memory.peak.peak_live_bytes`, whatever its chunks keep."""
+    """Each rank's peak is that of `cost.memory.live_activations.peak_live_bytes`, whatever its chunks keep."""
     group = pp + extra
     layout = Layout(pp=pp, vpp=vpp if pp > 1 else 1, microbatch_group_size=group if vpp > 1 and pp > 1 else 0)
     sizes = tuple(rng.randint(0, 9) for _ in range(layout.num_chunks))
-    expected = tuple(peak.peak_live_bytes(layout, rank, rounds * group, sizes[rank :: layout.pp]) for rank in range(pp))
+    expected = tuple(
+        closed_form.peak_live_bytes(pp, layout.vpp, group, rank, rounds * group, sizes[rank::pp]) for rank in range(pp)
+    )
 
     assert expected == peak_live_bytes(schedule_of(layout, rounds * group), sizes)
 

@@ -14,11 +14,11 @@ from megatron_lines import SMALL
 from search import naive
 from search.legal import legal_layouts, variants
 
-from pipette_launch.cost.columns.layouts import LayoutColumns
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import ComputeCase, Layout, Samples
 from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.megatron import read_job, write_arguments
 from pipette_launch.search.layouts.axes import micro_batch_sizes
 from pipette_launch.search.layouts.enumerate import Cuts, compute_cases, cuts

@@ -53,7 +53,7 @@ _CODE_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Groups:
+class LayoutGroups:
     """Rows that agree in some columns."""
 
     first_U: Ints
@@ -155,15 +155,21 @@ class LayoutColumns:
 
     def take(self, rows: Ints) -> LayoutColumns:
         """Some of the rows."""
+        if len(rows) == len(self) == 1:
+            return self
         return replace(
             self, **{name: getattr(self, name)[rows] for name in (*NUMBERS, "recompute", "layers_per_chunk")}
         )
 
-    def groups(self, *fields: Field) -> Groups:
+    def groups(self, *fields: Field) -> LayoutGroups:
         """Group rows that agree in these fields."""
+        if len(self) == 1:
+            # np.unique takes most of the time that one layout takes alone.
+            only = np.zeros(1, dtype=np.int64)
+            return LayoutGroups(first_U=only, group_N=only)
         codes = codes_of([getattr(self, name) for name in fields])
         _, first, group = np.unique(codes, return_index=True, return_inverse=True)
-        return Groups(first_U=first.astype(np.int64), group_N=group.reshape(-1).astype(np.int64))
+        return LayoutGroups(first_U=first.astype(np.int64), group_N=group.reshape(-1).astype(np.int64))
 
 
 def codes_of(columns: Sequence[Ints]) -> Ints:

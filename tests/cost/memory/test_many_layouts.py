@@ -8,11 +8,10 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.columns.layouts import LayoutColumns, codes_of
-from pipette_launch.cost.columns.peak_memory import peak_memory_columns
-from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.memory.peak import peak_memory_bytes, peak_memory_columns
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Batch, Job, Layout, Recompute
+from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
 
 RECOMPUTES = (
     Recompute(granularity="none"),
@@ -76,7 +75,6 @@ def test_columns_equal_single_layouts(model: dict[str, object], flags: tuple[str
 
     expected = [peak_memory_bytes(this, layout) for layout in rows]
     assert expected == [columns.of(row) for row in range(len(rows))]
-    assert [max(part.total for part in parts) for parts in expected] == columns.peak_N.tolist()
     assert [part.total for parts in expected for part in parts] == columns.total_S.tolist()
     assert tuple(tuple(part.total for part in parts) for parts in expected) == columns.totals()
 
@@ -86,15 +84,13 @@ def test_stages_are_numbered() -> None:
     columns = peak_memory_columns(job({"num_layers": 9}), LayoutColumns.of([Layout(), Layout(pp=3)]))
 
     assert columns.starts_N.tolist() == [0, 1]
-    assert columns.row_S.tolist() == [0, 1, 1, 1]
-    assert columns.stage_S.tolist() == [0, 0, 1, 2]
+    assert [1, 3] == [len(columns.of(row)) for row in range(2)]
 
 
 def test_no_layouts() -> None:
     """Nothing in, nothing out."""
     columns = peak_memory_columns(job({}), LayoutColumns.of([]))
 
-    assert columns.peak_N.tolist() == []
     assert columns.total_S.tolist() == []
     assert columns.totals() == ()
 

@@ -1,6 +1,7 @@
-"""Bytes that all live micro-batches keep on the stages of many layouts (see `memory_live` and `memory` for one)."""
+"""Bytes that all live micro-batches keep on the stages of layouts, by Megatron's own schedules."""
 
-# N = layouts, S = stages and C = model chunks of all layouts, one layout after another; V = chunks of one stage.
+# N = layouts, S = stages and C = model chunks of all layouts, one layout after another; V = chunks of one stage,
+# M = passes of a stage's chunks in schedule order.
 
 from __future__ import annotations
 
@@ -10,10 +11,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.layouts import Field, Ints, LayoutColumns, codes_of
-from pipette_launch.cost.memory.live_chunks import peak_live_bytes
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout_columns import Field, Ints, LayoutColumns, codes_of
+from pipette_launch.facts.schedules import num_warmup, schedule_table
 
 Flags = NDArray[np.bool_]
 LAYER: tuple[Field, ...] = ("tp", "cp", "ep", "etp", "micro_batch_size", "sequence_parallel", "recompute")
@@ -90,18 +90,25 @@ def _chunk_layers(job: Job, layouts: LayoutColumns) -> tuple[Ints, Ints, Ints]:
 
 
 def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Chunks:
-    """What each chunk keeps for one micro-batch (`memory.chunk_activation_bytes`).
+    """Count what each chunk's layers keep for one micro-batch.
 
-    Full recompute keeps an input for each unit: of k layers, or of one for the first k of a chunk.
+    Full recompute keeps one input for each unit: a unit is k layers (method `uniform`), or each of the first k layers
+    of a chunk (method `block`), whose other layers keep everything.
+
+    Args:
+        job: the training job.
+        layouts: N layouts.
+        layer: columns of N: bytes of one `dense` and one `moe` layer, of the `stream` between layers, and of
+            multi-token `prediction`, which the last chunk keeps besides.
+
     """
     groups = layouts.groups(*LAYER, "pp", "vpp", "layers_per_chunk")
     layouts, layer = layouts.take(groups.first_U), {name: each[groups.first_U] for name, each in layer.items()}
     starts, rows, layers = _chunk_layers(job, layouts)
     before = np.cumsum(layers) - layers
     before -= before[starts][rows]
-    methods = [is_uniform_or_block(recompute.method) for recompute in layouts.recomputes]
-    is_uniform, is_block = np.array(methods)[layouts.recompute[rows]].T
-    size = np.array([max(1, recompute.num_layers) for recompute in layouts.recomputes])[layouts.recompute[rows]]
+    units = [(each.method == "uniform", each.method == "block", max(1, each.num_layers)) for each in layouts.recomputes]
+    is_uniform, is_block, size = np.array(units, dtype=np.int64)[layouts.recompute[rows]].T
     first = np.minimum(size, layers)
     again = np.where(is_uniform, layers, np.where(is_block, first, 0))
     inputs = np.where(is_uniform, -(-layers // size), np.where(is_block, first, 0))
@@ -114,26 +121,36 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Chu
     return Chunks(starts_N=starts[groups.group_N], bytes_C=size_C)
 
 
-def is_uniform_or_block(method: str) -> tuple[bool, bool]:
-    """Two flags for a method of full recompute; neither is set without."""
-    return method == "uniform", method == "block"
+def live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microbatches: Ints) -> Ints:
+    """Count the passes of a stage's chunks whose backward is to come, at most.
+
+    1F1B (Narayanan et al. 2021, section 2.2): min(m, p - r) micro-batches. Interleaved: the warm-up and one more,
+    capped by the number of passes (megatron-core, pipeline_parallel/schedules.py:762-786 of core_v0.16.1).
+
+    Args:
+        pp: pipeline ranks.
+        vpp: chunks of each.
+        group_size: micro-batches that a chunk runs in a row; 0 stands for `pp`.
+        stage: the pipeline rank.
+        num_microbatches: of one step.
+
+    """
+    ahead = num_warmup(pp, vpp, np.where(group_size > 0, group_size, pp), stage)
+    interleaved: Ints = np.minimum(ahead + 1, num_microbatches * vpp)
+    return np.where(vpp > 1, interleaved, np.minimum(num_microbatches, pp - stage))
 
 
 def live_bytes(stages: Stages, chunks: Chunks) -> Ints:
-    """Bytes of all live micro-batches on each stage (`memory_live.peak_live_bytes`)."""
+    """Count the bytes of all live micro-batches on each stage."""
     layouts, row = stages.layouts, stages.row_S
     pp, vpp = layouts.pp[row], layouts.vpp[row]
     own = chunks.starts_N[row] + stages.stage_S
-    live = np.minimum(stages.microbatches_N[row], pp - stages.stage_S)
-    group_size = np.where(layouts.microbatch_group_size > 0, layouts.microbatch_group_size, layouts.pp)[row]
-    # facts.schedules.num_warmup
-    warmup = 2 * (pp - stages.stage_S - 1) + (vpp - 1) * group_size
-    live = np.where(vpp > 1, np.minimum(warmup + 1, stages.microbatches_N[row] * vpp), live)
-    kept: Ints = live * chunks.bytes_C[own]
+    group_size, microbatches = layouts.microbatch_group_size[row], stages.microbatches_N[row]
+    kept: Ints = live_passes(pp, vpp, group_size, stages.stage_S, microbatches) * chunks.bytes_C[own]
     equal = _own_chunks_are_equal(own, pp, vpp, chunks.bytes_C)
-    for at in np.flatnonzero(~equal):
+    for at in np.flatnonzero(~equal).tolist():
         sizes = chunks.bytes_C[own[at] : own[at] + pp[at] * vpp[at] : pp[at]]
-        kept[at] = _uneven(stages, int(at), tuple(sizes.tolist()))
+        kept[at] = _uneven(stages, at, tuple(sizes.tolist()))
     return kept
 
 
@@ -147,26 +164,55 @@ def _own_chunks_are_equal(own_S: Ints, pp_S: Ints, vpp_S: Ints, bytes_C: Ints) -
 
 def _uneven(stages: Stages, at: int, sizes_V: tuple[int, ...]) -> int:
     """Walk the schedule of one stage whose chunks keep different amounts."""
-    row = int(stages.row_S[at])
-    layouts = stages.layouts
-    return _walked(
-        int(layouts.pp[row]),
-        int(layouts.vpp[row]),
-        int(layouts.microbatch_group_size[row]),
-        int(stages.stage_S[at]),
-        int(stages.microbatches_N[row]),
-        sizes_V,
-    )
+    row = stages.row_S[at]
+    columns = (stages.layouts.pp, stages.layouts.vpp, stages.layouts.microbatch_group_size, stages.microbatches_N)
+    pp, vpp, group_size, microbatches = (int(column[row]) for column in columns)
+    return peak_live_bytes(pp, vpp, group_size, int(stages.stage_S[at]), microbatches, sizes_V)
 
 
 @lru_cache(maxsize=1 << 16)
-def _walked(pp: int, vpp: int, group_size: int, rank: int, num_microbatches: int, sizes_V: tuple[int, ...]) -> int:
-    layout = Layout(pp=pp, vpp=vpp, microbatch_group_size=group_size)
-    return peak_live_bytes(layout, rank, num_microbatches, sizes_V)
+def peak_live_bytes(
+    pp: int, vpp: int, group_size: int, stage: int, num_microbatches: int, chunk_bytes_V: tuple[int, ...]
+) -> int:
+    """Count the most bytes that a stage's chunks hold for micro-batches whose backward is to come.
+
+    Args:
+        pp: pipeline ranks.
+        vpp: chunks of each.
+        group_size: micro-batches that a chunk runs in a row; 0 stands for `pp`.
+        stage: the pipeline rank.
+        num_microbatches: of one step.
+        chunk_bytes_V: what each chunk keeps for one micro-batch.
+
+    """
+    if vpp == 1:
+        return min(num_microbatches, pp - stage) * chunk_bytes_V[0]
+    group_size = group_size or pp
+    ahead = num_warmup(pp, vpp, group_size, stage)
+    chunks_M = _chunk_order(vpp, _repeating(num_microbatches, vpp, group_size, ahead), group_size)
+    weights_V = np.array(chunk_bytes_V, dtype=np.int64)
+    forward = np.cumsum(weights_V[chunks_M])
+    backward = np.concatenate(([0], np.cumsum(weights_V[vpp - 1 - chunks_M])))
+    done = np.maximum(np.arange(len(forward)) - ahead, 0)
+    return int((forward - backward[done]).max())
+
+
+def _repeating(num_microbatches: int, vpp: int, group_size: int, ahead: int) -> int:
+    """Cut whole groups from the middle of the schedule: after the warm-up every group holds what the last one held."""
+    groups, rest = divmod(num_microbatches, group_size)
+    return min(groups, -(-ahead // (vpp * group_size)) + 2) * group_size + rest
+
+
+@lru_cache(maxsize=1024)
+def _chunk_order(vpp: int, num_microbatches: int, group_size: int) -> NDArray[np.int64]:
+    return np.array([chunk for _, chunk in schedule_table(vpp, num_microbatches, group_size)], dtype=np.int64)
 
 
 def input_bytes(stages: Stages, layer: dict[str, Ints]) -> Ints:
-    """What the model's inputs keep (`memory.input_bytes`): proportional to the live micro-batches of one chunk.
+    """Count what the model's inputs keep for all live micro-batches of the first and of the last chunk.
+
+    The first rank keeps token ids and the embedding's dropout mask. Full recompute keeps what its units are called
+    with, and so the attention mask, where there is one: on the first and the last rank.
 
     Args:
         stages: where each stage stands.
@@ -188,8 +234,8 @@ def _end_chunk_live(stages: Stages, some: Ints, *, is_last: bool) -> Ints:
     columns = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
     _, first, group = np.unique(codes_of(columns), return_index=True, return_inverse=True)
     counts = []
-    for at in some[first]:
+    for at in some[first].tolist():
         only = [0] * int(layouts.vpp[stages.row_S[at]])
         only[-1 if is_last else 0] = 1
-        counts.append(_uneven(stages, int(at), tuple(only)))
+        counts.append(_uneven(stages, at, tuple(only)))
     return np.array(counts, dtype=np.int64)[group.reshape(-1)]

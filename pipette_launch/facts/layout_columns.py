@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,22 +33,9 @@ Field = Literal[
     "recompute",
     "layers_per_chunk",
 ]
-NUMBERS: tuple[Field, ...] = (
-    "tp",
-    "pp",
-    "dp",
-    "cp",
-    "ep",
-    "etp",
-    "vpp",
-    "microbatch_group_size",
-    "micro_batch_size",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "use_tp_pp_dp_mapping",
-)
+_FIELDS: tuple[Field, ...] = get_args(Field)
+NUMBERS = tuple(name for name in _FIELDS if name not in ("recompute", "layers_per_chunk"))
+"""Fields whose columns hold the values themselves, not indices."""
 _CODE_LIMIT = 1 << 62
 
 
@@ -89,7 +76,7 @@ class LayoutColumns:
     """Layers of every chunk; empty = even."""
 
     def __post_init__(self) -> None:
-        for name in (*NUMBERS, "recompute", "layers_per_chunk"):
+        for name in _FIELDS:
             column = getattr(self, name)
             if column.shape != self.tp.shape or column.dtype != np.int64:
                 raise LayoutError(f"column {name} is {column.dtype}{column.shape}, not int64{self.tp.shape}")
@@ -157,9 +144,7 @@ class LayoutColumns:
         """Some of the rows."""
         if len(rows) == len(self) == 1:
             return self
-        return replace(
-            self, **{name: getattr(self, name)[rows] for name in (*NUMBERS, "recompute", "layers_per_chunk")}
-        )
+        return replace(self, **{name: getattr(self, name)[rows] for name in _FIELDS})
 
     def groups(self, *fields: Field) -> LayoutGroups:
         """Group rows that agree in these fields."""

@@ -1,8 +1,8 @@
 """Bytes that autograd keeps for one micro-batch, part by part.
 
-Facts: memory.md section 4 (coefficients confirmed by executing megatron-core) and megatron.md section 8.3. There they
-are written for 2-byte elements as bytes = s * b * h * coefficient; here each saved tensor is counted by itself, so that
-fp32 training and any head size come out too. T = s * b / cp tokens of one rank.
+Korthikanti et al. 2022 (section 4) write the sum for 2-byte elements as s * b * h * coefficient; here each saved tensor
+is counted by itself, so that fp32 training and any head size come out too. The coefficients were confirmed by executing
+megatron-core. T = s * b / cp tokens of one rank.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LayerActivations:
         return sum(getattr(self, name) for name in self.__slots__ if not name.startswith("fuses"))
 
     def recomputed(self, modules: tuple[str, ...], *, moe: bool) -> int:
-        """Bytes that selective recompute of these modules does not keep (Megatron's words; megatron.md 8.3).
+        """Bytes that selective recompute of these modules does not keep, by Megatron's names for them.
 
         TransformerEngine's dense layers have their norms inside the matrices: `layernorm` then saves nothing, and `mlp`
         saves the norm too (transformer_layer.py:379-447 of core_v0.16.1).
@@ -75,7 +75,7 @@ class LayerActivations:
 
 
 def recompute_modules(layout: Layout) -> tuple[str, ...]:
-    """Return the modules of selective recompute; Megatron's default is the attention core (TC:1198-1240)."""
+    """Return the modules of selective recompute; Megatron's default is the attention core."""
     if layout.recompute.granularity != "selective":
         return ()
     return layout.recompute.modules or ("core_attn",)
@@ -104,7 +104,7 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
     """Count what one layer keeps for one micro-batch.
 
     Llama with fused attention comes to s*b*h*(12 + 4k/a + 6f/h)/t with sequence parallelism and to 8 + (...)/t without;
-    a GPT with dropout to 34, and to 10 + 24/t without (memory.md section 4, measured and Korthikanti 2022).
+    a GPT with dropout to 34, and to 10 + 24/t without (Korthikanti et al. 2022, section 4; measured).
     """
     model = job.model
     uses_te = model.transformer_impl == "transformer_engine"
@@ -206,7 +206,7 @@ def _attention_in_fp8(job: Job, layout: Layout) -> int:
 def _mlp(job: Job, layout: Layout, ffn_hidden_size: int) -> tuple[int, int]:
     """Outputs of the first matrix, input of the second: fused SwiGLU 6f/h, unfused 8f/h or 10f/h, GELU 4f/h.
 
-    memory.md section 4; the 10f/h by the contract test of saved bytes.
+    The 10f/h is what the contract test of saved bytes finds.
     """
     one = job.model.dtype_bytes * tokens(job.model, layout) * ffn_hidden_size // layout.tp
     return _first_matrices(job) * one, one

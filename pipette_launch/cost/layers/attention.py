@@ -33,7 +33,7 @@ def projected_bytes(job: Job, layout: Layout) -> int:
 
 
 def core_bytes(job: Job, layout: Layout) -> int:
-    """Count what the attention core keeps, by backend (memory.md section 4, rows fused and TE unfused).
+    """Count what the attention core keeps, by backend.
 
     Flash and fused: the log-sum-exp in fp32. Unfused, Megatron's local implementation too: probabilities, and with
     dropout a mask and the dropped probabilities: 5as/(h*t) in bf16. Where Megatron's softmax is neither fused nor in
@@ -70,8 +70,8 @@ def held_for_recompute_bytes(model: ModelSpec, layout: Layout) -> int:
 def scores_buffer_bytes(model: ModelSpec, layout: Layout) -> int:
     """Local attention's scores 2as/(h*t): written to one buffer for all layers (dot_product_attention.py).
 
-    memory.md section 4 has them as kept by every layer, 7as/(h*t); the golden rows of the local implementation fit 5as
-    and one buffer, to the workspaces (12, 6 and 3 layers: 69, 70 and 74 MiB below the measured peak).
+    Were they kept by every layer, a layer would keep 7as/(h*t); NVIDIA's golden values of the local implementation fit
+    5as and one buffer, to the workspaces (12, 6 and 3 layers: 69, 70 and 74 MiB below the measured peak).
     """
     if not is_local(model):
         return 0
@@ -103,6 +103,11 @@ def is_local(model: ModelSpec) -> bool:
 def tokens(model: ModelSpec, layout: Layout) -> int:
     """T = s * b / cp: tokens of one micro-batch on one rank, before sequence parallelism."""
     return model.seq_length * layout.micro_batch_size // layout.cp
+
+
+def local_tokens(model: ModelSpec, layout: Layout) -> int:
+    """Tokens of one micro-batch on one rank where sequence parallelism splits them: norms, router and dispatcher."""
+    return tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
 
 
 def _context_copy_bytes(job: Job, layout: Layout) -> int:

@@ -22,7 +22,7 @@ _TOKEN_ID_BYTES = 8
 
 
 def embedding_bytes(job: Job, layout: Layout) -> int:
-    """Count token ids of one micro-batch and the embedding's dropout mask (memory.md section 3: 8*s*b + s*b*h)."""
+    """Count token ids of one micro-batch and the embedding's dropout mask: 8*s*b + s*b*h."""
     model = job.model
     mask = _shard(model, layout) * _MASK_BYTES if model.hidden_dropout > 0 else 0
     return _TOKEN_ID_BYTES * tokens(model, layout) + mask
@@ -58,8 +58,8 @@ def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
     """Bytes for each logit that the loss keeps for its backward, and that its backward needs on top, beside the logit.
 
     Megatron's: an fp32 copy of 2-byte logits, which becomes softmax and gradient in place; it is there with the logits
-    going forward and with their gradient going backward. fp32 logits are worked on in place (memory.md section 4,
-    measured; MC tensor_parallel/cross_entropy.py:24-33). Fused natively: the compiled backward writes the gradient to
+    going forward and with their gradient going backward. fp32 logits are worked on in place (measured;
+    MC tensor_parallel/cross_entropy.py:24-33). Fused natively: the compiled backward writes the gradient to
     another fp32 tensor (MC fusions/fused_cross_entropy.py, calculate_gradients; golden H100 rows hold T*V/t*4 = 393 MiB
     more). Fused by TE: everything in place of the logits (TE common/triton/cross_entropy.py).
     """

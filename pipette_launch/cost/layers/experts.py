@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from pipette_launch.cost.layers.attention import local_tokens, tokens
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
@@ -116,11 +117,6 @@ class ExpertActivations:
         return self.router + self.dispatch + self.inputs + self.outputs + self.activation
 
 
-def local_tokens(model: ModelSpec, layout: Layout) -> int:
-    """n: tokens of one micro-batch on one rank; the router and the dispatcher see the sequence-parallel share."""
-    return model.seq_length * layout.micro_batch_size // layout.cp // (layout.tp if layout.sequence_parallel else 1)
-
-
 def expert_capacity(model: ModelSpec, layout: Layout, options: ExpertOptions) -> int | None:
     """Most rows of one rank that one expert takes; None without a limit (MO/moe_utils.py, get_capacity)."""
     if options.capacity_factor is None:
@@ -200,23 +196,23 @@ def unfused_gate_copies(megatron_version: str) -> int:
 
 def _router_bytes(model: ModelSpec, layout: Layout, options: ExpertOptions) -> int:
     """Count what TopKRouter.routing saves (MO/router.py:531-640, MO/moe_utils.py:600-740)."""
-    tokens, num_experts, topk = local_tokens(model, layout), model.num_experts or 0, model.moe_router_topk
-    every, chosen = tokens * num_experts, tokens * topk
+    local, num_experts, topk = local_tokens(model, layout), model.num_experts or 0, model.moe_router_topk
+    every, chosen = local * num_experts, local * topk
     if "sinkhorn" in options.balancing:
         scores = every * (options.router_bytes if topk == 1 else _FP32_BYTES)
         return scores + every * _MASK_BYTES
     if options.router_fusion:
         kept = every * (_FP32_BYTES + _MASK_BYTES)
     elif options.score_function == "sigmoid":
-        kept = every * _FP32_BYTES + chosen * (_INDEX_BYTES + options.router_bytes) + tokens * options.router_bytes
+        kept = every * _FP32_BYTES + chosen * (_INDEX_BYTES + options.router_bytes) + local * options.router_bytes
     elif options.pre_softmax:
         kept = every * _FP32_BYTES + chosen * _INDEX_BYTES
     else:
         kept = chosen * (_FP32_BYTES + _INDEX_BYTES)
     losses = every * _FP32_BYTES + chosen * _INDEX_BYTES if options.balancing else 0
     if losses and options.score_function == "sigmoid":
-        losses = (every + tokens) * options.router_bytes + chosen * _INDEX_BYTES
-    z_loss = (every + tokens) * options.router_bytes if options.z_loss else 0
+        losses = (every + local) * options.router_bytes + chosen * _INDEX_BYTES
+    z_loss = (every + local) * options.router_bytes if options.z_loss else 0
     capacity = expert_capacity(model, layout, options)
     dropped = every * _MASK_BYTES + num_experts * capacity * _INDEX_BYTES if capacity is not None else 0
     return kept + losses + z_loss + dropped
@@ -229,11 +225,11 @@ def _dispatch_bytes(model: ModelSpec, layout: Layout, options: ExpertOptions, ro
     experts; padded to capacity, indices of rows and of probabilities do. The fused kernels keep one map of 2E + 1
     entries a token instead (Transformer Engine, permutation.py).
     """
-    tokens, num_experts = local_tokens(model, layout), model.num_experts or 0
+    local, num_experts = local_tokens(model, layout), model.num_experts or 0
     if options.dispatcher == "allgather":
-        seen, experts, sent = tokens * layout.etp * layout.ep, num_experts // layout.ep, rows
+        seen, experts, sent = local * layout.etp * layout.ep, num_experts // layout.ep, rows
     else:
-        seen, experts, sent = tokens, num_experts, rows // layout.etp
+        seen, experts, sent = local, num_experts, rows // layout.etp
     if options.pads_to_capacity and options.capacity_factor is not None:
         return 2 * sent * _INDEX_BYTES
     if options.permute_fusion or options.dispatcher == "flex":
@@ -251,13 +247,12 @@ def _shared_bytes(job: Job, layout: Layout, options: ExpertOptions) -> int:
     width = model.moe_shared_expert_intermediate_size
     if not width:
         return 0
-    tokens = model.seq_length * layout.micro_batch_size // layout.cp
     widths = 3 if model.gated_linear_unit else 2
     if model.gated_linear_unit and not options.fused_activation:
         widths += unfused_gate_copies(job.megatron_version)
-    kept = model.dtype_bytes * tokens * (width // layout.tp) * widths
+    kept = model.dtype_bytes * tokens(model, layout) * (width // layout.tp) * widths
     gathered = options.shared_overlap and layout.sequence_parallel and layout.tp > 1
-    kept += model.dtype_bytes * tokens * model.hidden_size if gathered else 0
+    kept += model.dtype_bytes * tokens(model, layout) * model.hidden_size if gathered else 0
     gate = local_tokens(model, layout) * (model.hidden_size + 1) if options.shared_gate else 0
     return kept + model.dtype_bytes * gate
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipette_launch.cost.layers.attention import local_tokens, tokens
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import LatentAttention, ModelSpec
 
@@ -62,16 +63,15 @@ def attention_activations(
     embedding keeps the sines and cosines of queries and keys. Latents are split over the sequence, as the norm's
     output is.
     """
-    tokens = model.seq_length * layout.micro_batch_size // layout.cp
-    shard = tokens // (layout.tp if layout.sequence_parallel else 1)
+    shard = local_tokens(model, layout)
     heads = model.num_attention_heads // layout.tp
     compressed = latent.kv_lora_rank + latent.qk_pos_emb_head_dim + (latent.q_lora_rank or 0)
     normed = latent.kv_lora_rank + (latent.q_lora_rank or 0) if model.qk_layernorm else 0
     angles = 0 if fused_rope else _ANGLES * model.seq_length // layout.cp * latent.qk_pos_emb_head_dim
     return LatentActivations(
         latents=model.dtype_bytes * (shard * (compressed + normed) + angles),
-        projected=model.dtype_bytes * tokens * heads * (2 * latent.query_channels + latent.v_head_dim),
-        context=model.dtype_bytes * tokens * heads * latent.v_head_dim,
+        projected=model.dtype_bytes * tokens(model, layout) * heads * (2 * latent.query_channels + latent.v_head_dim),
+        context=model.dtype_bytes * tokens(model, layout) * heads * latent.v_head_dim,
     )
 
 
@@ -89,6 +89,4 @@ def prediction_activations(model: ModelSpec, layout: Layout) -> int:
     The inputs of three norms, the two halves of the projection's input, and the depth's part of the tensor that all
     heads read.
     """
-    tokens = model.seq_length * layout.micro_batch_size // layout.cp
-    shard = tokens // (layout.tp if layout.sequence_parallel else 1)
-    return 6 * model.dtype_bytes * shard * model.hidden_size
+    return 6 * model.dtype_bytes * local_tokens(model, layout) * model.hidden_size

@@ -1,6 +1,6 @@
 """Bytes of gradients and of the optimizer on one rank: states that stay, and temporaries of its step; and its seconds.
 
-Facts: memory.md sections 3 and 4, megatron.md 8.2: 6 + 12/(d*c) bytes a parameter for bf16, fp32 gradients and Adam.
+6 + 12/(d*c) bytes a parameter for bf16, fp32 gradients and Adam (Rajbhandari et al. 2020, ZeRO, section 5.1).
 MC = megatron/core of core_v0.16.1.
 """
 
@@ -50,14 +50,14 @@ class OnceAStep:
 
 
 def gradient_bytes_per_parameter(job: Job) -> int:
-    """Return 4 for fp32 accumulation, which bf16 forces unless reduced in bf16; 2 for fp16 (megatron.md 4.3, 8.2)."""
+    """Return 4 for fp32 accumulation, which bf16 forces unless reduced in bf16; 2 for fp16."""
     if job.model.params_dtype == "fp16":
         return _FP32_BYTES if performance_options(job).accumulate_allreduce_grads_in_fp32 else 2
     return 2 if job.grad_reduce_in_bf16 else _FP32_BYTES
 
 
 def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
-    """Count the elements of the flat buffers for weights and gradients, padded so that every rank's shard is equal.
+    """Count the elements of the flat buffers for weights and gradients, padded so that all shards are equal.
 
     With the distributed optimizer a bucket ends at a multiple of lcm(d*c, 128), and of 2^16 too with
     `--ddp-pad-buckets-for-high-nccl-busbw` (MC distributed/param_and_grad_buffer.py:638-666). Counted as one bucket for
@@ -71,7 +71,7 @@ def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     """Count the parameters whose optimizer state one rank holds.
 
     The distributed optimizer shards them over d*c, experts over their own data-parallel group; with
-    `--num-distributed-optimizer-instances` each instance shards for itself (megatron.md 8.2).
+    `--num-distributed-optimizer-instances` each instance shards for itself.
     """
     parts = shard(job, dense, layout.dp * layout.cp) + shard(job, expert, expert_dp(layout))
     return np.where(layout.use_distributed_optimizer, parts, dense + expert)

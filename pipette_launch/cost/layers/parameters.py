@@ -40,7 +40,7 @@ def expert_dp(layout: Layout | LayoutColumns) -> int | Ints:
 
 
 def layer_parameters(model: ModelSpec, layout: Layout, *, moe: bool) -> Parameters:
-    """Count one transformer layer on one rank: attention, MLP or experts, two norms (megatron.md 8.1, memory.md 2).
+    """Count one transformer layer on one rank: attention, MLP or experts, two norms.
 
     Columns (QKV, first MLP matrix) split weight and bias over tp; rows (projection, second matrix) split the weight
     only. Norms and the router are on every rank.

@@ -1,6 +1,6 @@
 """Memory by abstract execution: megatron-core itself runs one rank without a GPU, in a process of its own.
 
-JSON goes in and out, one line each, so that nothing here needs torch. Facts: memory.md section 5.
+Requests and answers are JSON, one line each, so that nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ExecutedMemory", "ExecutedParts", "Executor", "execute"]
 
 WORKER = ("-u", "-m", "pipette_patches.abstract")
 REVISION = 6
-"""Changes whenever abstract execution counts anything differently: what was kept before is then counted anew."""
+"""Raise it whenever abstract execution counts anything differently: cached answers of other revisions are not read."""
 LIMIT_S = 300.0
 """Answers take seconds; megatron-core's own recompute of `mlp` never ends where that layer has biases (0.16.1)."""
 _ERROR_LINES = 3
@@ -81,7 +81,7 @@ class Executor:
         self._errors: IO[str] | None = None
 
     def __enter__(self) -> Executor:  # noqa: PYI034 typing.Self is newer than Python 3.10
-        """Nothing is started yet."""
+        """Return itself; no process is started yet."""
         return self
 
     def __exit__(
@@ -110,17 +110,17 @@ class Executor:
         for rank in pp_ranks:
             if not 0 <= rank < layout.pp:
                 raise PlanError(f"there is no pipeline rank {rank} of {layout.pp}")
-        kept = {rank: self._kept(job, layout, rank) for rank in pp_ranks}
+        kept = {rank: self._cached(job, layout, rank) for rank in pp_ranks}
         missing = tuple(rank for rank, memory in kept.items() if memory is None)
         if missing:
             request = ExecutionRequest(job=job, layout=layout, pp_ranks=missing)
-            for fresh in self._asked(request):
+            for fresh in self._answer(request):
                 kept[fresh.pp_rank] = fresh
-                self._keep(job, layout, fresh)
-        return tuple(found for rank in pp_ranks if (found := kept[rank]) is not None)
+                self._save(job, layout, fresh)
+        return tuple(memory for rank in pp_ranks if (memory := kept[rank]) is not None)
 
-    def _asked(self, request: ExecutionRequest) -> tuple[ExecutedMemory, ...]:
-        line, is_late = self._exchanged(json.dumps(to_plain(request)))
+    def _answer(self, request: ExecutionRequest) -> tuple[ExecutedMemory, ...]:
+        line, is_late = self._exchange(json.dumps(to_plain(request)))
         if is_late:
             self.close()
             raise PlanError(
@@ -128,7 +128,7 @@ class Executor:
                 f"use the closed form"
             )
         if not line:
-            reason = self._last_words()
+            reason = self._worker_errors()
             self.close()
             raise PlanError(f"abstract execution ended without an answer: {reason}")
         try:
@@ -141,7 +141,7 @@ class Executor:
             raise PlanError("abstract execution answered for other pipeline ranks than it was asked for")
         return answer.ranks
 
-    def _exchanged(self, line: str) -> tuple[str, bool]:
+    def _exchange(self, line: str) -> tuple[str, bool]:
         """Send a line; return the one that comes back, empty if none does, and whether the time ran out."""
         worker = self._started()
         if worker.stdin is None or worker.stdout is None:
@@ -181,7 +181,7 @@ class Executor:
                 raise PlanError(f"cannot start {self._python} for abstract execution: {error.strerror}") from error
         return self._worker
 
-    def _last_words(self) -> str:
+    def _worker_errors(self) -> str:
         if self._worker is None or self._errors is None:
             return "it is not running"
         self._worker.wait()
@@ -189,7 +189,7 @@ class Executor:
         lines = self._errors.read().strip().splitlines()[-_ERROR_LINES:]
         return " / ".join(lines) or f"exit code {self._worker.returncode}"
 
-    def _kept(self, job: Job, layout: Layout, pp_rank: int) -> ExecutedMemory | None:
+    def _cached(self, job: Job, layout: Layout, pp_rank: int) -> ExecutedMemory | None:
         if self._cache is None:
             return None
         try:
@@ -199,7 +199,7 @@ class Executor:
             return None
         return memory
 
-    def _keep(self, job: Job, layout: Layout, memory: ExecutedMemory) -> None:
+    def _save(self, job: Job, layout: Layout, memory: ExecutedMemory) -> None:
         if self._cache is not None:
             write_text(self._cache / _name(job, layout, memory.pp_rank), json.dumps(to_plain(memory)) + "\n")
 

@@ -1,6 +1,6 @@
 """What a rank's device holds beside the model's own tensors, each figure measured or a stated default with its origin.
 
-Facts: memory.md section 7. The rule for all of pipette-launch is here: a layout fits if
+All of pipette-launch uses this rule: a layout fits if
 `reserve * (model's peak + workspace) + context + communicators` stays below the device's memory less a margin.
 Not in it: routing that gives one expert more tokens than another, and fragmentation beyond the allocator's reserve.
 """

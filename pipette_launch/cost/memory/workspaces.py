@@ -29,7 +29,7 @@ _SMALL_TE_BYTES = 4 << 20
 def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[str, str]) -> int:
     """Bytes of all workspaces that one rank of a job holds all the time.
 
-    Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both to 0.1 MiB at pp 1 (memory.md 7); the
+    Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both to 0.1 MiB at pp 1; the
     test with `--tp-comm-overlap` holds 64 MiB more.
 
     Args:

@@ -41,7 +41,7 @@ def job(*flags: str, **changes: object) -> Job:
     ],
 )
 def test_bytes_of_a_parameter(changes: dict[str, object], layout: Layout, expected: tuple[int, ...]) -> None:
-    """Weight, gradient, optimizer, step (memory.md section 3, by precision)."""
+    """Weight, gradient, optimizer, step, by precision."""
     this = job(**changes)
     states, step = optimizer_bytes(this, 1000, 0, layout)
 
@@ -49,7 +49,7 @@ def test_bytes_of_a_parameter(changes: dict[str, object], layout: Layout, expect
 
 
 def test_gradients_reduced_in_bf16() -> None:
-    """2 bytes in the buffer, 4 more for the step (megatron.md 8.2)."""
+    """2 bytes in the buffer, 4 more for the step."""
     this = replace(job(), grad_reduce_in_bf16=True)
 
     assert gradient_bytes_per_parameter(this) == 2

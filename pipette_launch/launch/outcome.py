@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from pipette_launch.megatron import Iteration, MemoryLine
 
 ITERATIONS = 20
-"""How many iterations an outcome rests on; one logged line may stand for several."""
+"""An outcome rests on at least so many iterations; one logged line may stand for several."""
+STEADY_S = 10.0
+"""Steady iterations of an outcome take at least so long: machines change their pace from one second to the next."""
 COMPLETE = 2
 """In its second iteration a rank holds activations beside optimizer states, which the first one makes at its end."""
 WARM_UPS = 5
@@ -28,6 +30,8 @@ class OutcomeTracker:
         self._key = key
         self._choice = choice
         self._lines: list[Iteration] = []
+        self._steady: list[Iteration] = []
+        self._steady_s = 0.0
         self._memory: list[MemoryLine] = []
         self._is_done = False
 
@@ -40,15 +44,33 @@ class OutcomeTracker:
         if self._is_done:
             return None
         self._lines.append(line)
-        first = self._lines[0].iteration
-        steady = [seen for seen in self._lines[1:] if seen.iteration - first >= WARM_UPS]
-        if not steady or line.iteration - first + 1 < ITERATIONS:
+        if len(self._lines) == 1:
+            return None
+        before = self._lines[-2].iteration
+        if before - self._before_first() >= WARM_UPS:
+            self._steady.append(line)
+            self._steady_s += line.step_time_s * (line.iteration - before)
+        num_iterations = line.iteration - self._before_first()
+        is_long = self._steady_s >= STEADY_S or line.iteration >= line.total
+        if not self._steady or num_iterations < ITERATIONS or not is_long:
             return None
         self._is_done = True
-        warm_ups = self._lines[: len(self._lines) - len(steady)]
+        return self._outcome()
+
+    def _before_first(self) -> int:
+        """Return the last iteration before those that were logged.
+
+        The first line stands for as many iterations as later ones where Megatron logs every so many iterations, and for
+        one where a trainer logs its first iteration by itself.
+        """
+        first, second = self._lines[0].iteration, self._lines[1].iteration
+        return first - (second - first if first % (second - first) == 0 else 1)
+
+    def _outcome(self) -> Outcome:
+        warm_ups = self._lines[: len(self._lines) - len(self._steady)]
         measured = Samples(
-            values_s=tuple(seen.step_time_s for seen in steady),
-            warmup_s=tuple(seen.step_time_s for seen in warm_ups),
+            values_s=tuple(line.step_time_s for line in self._steady),
+            warmup_s=tuple(line.step_time_s for line in warm_ups),
         )
         predicted = self._choice.rate
         return Outcome(
@@ -57,20 +79,19 @@ class OutcomeTracker:
             placement=self._choice.placement,
             predicted_step_s=self._choice.step_time_s,
             measured_step=measured,
-            first_iteration=first,
-            last_iteration=line.iteration,
-            losses=tuple(seen.loss or "" for seen in self._lines),
+            first_iteration=self._lines[0].iteration,
+            last_iteration=self._lines[-1].iteration,
+            losses=tuple(line.loss or "" for line in self._lines),
             step_correction=self._choice.step_correction,
             features=self._choice.features,
-            peaks=self._allocator_peaks(first),
+            peaks=self._allocator_peaks(),
             rate=predicted.times(self._choice.step_time_s / measured.median_s) if predicted else None,
         )
 
-    def _allocator_peaks(self, first_iteration: int) -> tuple[PeakReading, ...]:
+    def _allocator_peaks(self) -> tuple[PeakReading, ...]:
         """What Megatron printed, of ranks whose peak has seen a whole steady iteration."""
         choice = self._choice
-        # The first line may stand for several iterations: as many as lie between the first two.
-        before = first_iteration - (self._lines[1].iteration - first_iteration)
+        before = self._before_first()
         last = {line.rank: line for line in self._memory if line.iteration - before >= COMPLETE}
         readings = []
         for rank, line in sorted(last.items()):

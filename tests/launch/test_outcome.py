@@ -30,8 +30,15 @@ def line(iteration: int, step_time_s: float = 1.25) -> Iteration:
 
 @pytest.mark.parametrize(
     ("logged", "num_warm_ups", "num_values"),
-    [(range(1, 21), 5, 15), ([1, 10, 20], 1, 2), ([100, 200], 1, 1), (range(301, 321), 5, 15)],
-    ids=["every iteration", "every tenth", "every hundredth", "resumed"],
+    [
+        (range(1, 21), 5, 15),
+        ([1, 10, 20], 2, 1),
+        ([10, 20], 1, 1),
+        ([100, 200], 1, 1),
+        (range(301, 321), 5, 15),
+        ([301, 310, 320], 2, 1),
+    ],
+    ids=["every one", "first and every tenth", "every tenth", "every hundredth", "resumed", "resumed, every tenth"],
 )
 def test_twenty_iterations_make_an_outcome(logged: list[int], num_warm_ups: int, num_values: int) -> None:
     """Whatever the log interval, the outcome comes with the line that completes twenty iterations."""
@@ -43,6 +50,18 @@ def test_twenty_iterations_make_an_outcome(logged: list[int], num_warm_ups: int,
     assert outcome is not None
     assert (num_warm_ups, num_values) == (len(outcome.measured_step.warmup_s), len(outcome.measured_step.values_s))
     assert -0.2 == pytest.approx(outcome.error)
+
+
+@pytest.mark.parametrize(("step_time_s", "total", "last"), [(0.125, 500, 85), (0.125, 60, 60), (1.0, 500, 20)])
+def test_an_outcome_rests_on_ten_seconds_where_the_run_is_so_long(step_time_s: float, total: int, last: int) -> None:
+    """Steps of 0.125 s count until 80 of them are steady, or to the last iteration; longer ones to the twentieth."""
+    tracker = OutcomeTracker("key", CHOICE)
+    lines = [replace(line(iteration, step_time_s), total=total) for iteration in range(1, total + 1)]
+
+    found = [tracker.add(one) for one in lines]
+
+    (outcome,) = filter(None, found)
+    assert last == outcome.last_iteration == 1 + found.index(outcome)
 
 
 def test_the_rate_is_that_of_the_measured_step() -> None:

@@ -80,7 +80,7 @@ SUB_FLOORS = {
         {"start"},
     ],
     "launch": [
-        {"cache", "measuring_advice", "nodes", "options", "outcome", "search_pool", "setting"},
+        {"cache", "measuring_advice", "nodes", "options", "outcome", "setting"},
         {"commands", "health_policy", "planning", "training_signs", "user_script", "warmup_orders", "warmup_progress"},
         {"trials"},
         {"coordinator"},

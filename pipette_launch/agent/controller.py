@@ -34,29 +34,6 @@ class Command:
     """Variables added to the agent's own."""
 
 
-class Helper(Protocol):
-    """Whoever helps the first node to plan: processes here, or another node through the store. No call of it waits."""
-
-    name: str
-    """How it is called in words."""
-
-    def size(self) -> int:
-        """How many processes it lends; 0 while none of them is ready."""
-
-    def give(self, batch: str) -> None:
-        """Let it do something; what it was given before must have been answered."""
-
-    def answer(self) -> str | None:
-        """What came of it; None while it is at work."""
-
-    def close(self) -> None:
-        """End what it does."""
-
-
-Invite = Callable[[str], Sequence[Helper]]
-"""Gives the other nodes of the round an order, and returns those that may help with it."""
-
-
 class Conductor(Protocol):
     """Decides for the job; the agent acts."""
 
@@ -69,8 +46,8 @@ class Conductor(Protocol):
     def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
         """Decide for all nodes what a new round does (called on the chief only)."""
 
-    def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
-        """Turn what the warm-up measured into a plan, with whoever helps (called on the chief only)."""
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+        """Turn what the warm-up measured into a plan (called on the chief only)."""
 
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
         """Turn what came of a trial into the next one, or into the training (called on the chief only)."""
@@ -80,9 +57,6 @@ class Conductor(Protocol):
 
     def receive(self, measured: str) -> None:
         """Take what the warm-up left on another node (called on a chief that took no part in it)."""
-
-    def help(self, order: str) -> Helper:
-        """Return what does the chief's order on this node (never called on the chief)."""
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         """Take note of what was decided; `speaks` is true on the one node that tells the user."""

@@ -25,7 +25,6 @@ from pipette_launch.probe.health.verdicts import judge
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipette_launch.agent.controller import Invite
     from pipette_launch.facts import Host, Job, Plan
     from pipette_launch.facts.health.condition import DeviceCondition
     from pipette_launch.facts.health.verdict import Verdict
@@ -226,14 +225,14 @@ class Chief:
         self._patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
         return job
 
-    def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
-        """Turn what the warm-up measured into a plan, with the help of the nodes that can be invited."""
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+        """Turn what the warm-up measured into a plan."""
         from pipette_launch.launch.warmup_orders import read
 
         bare = replace(decision, phase="train", probe_options="", reason="")
-        return self._guarded(bare, lambda: self._weigh(bare, read(decision), failure, invite, said=decision.reason))
+        return self._guarded(bare, lambda: self._weigh(bare, read(decision), failure, said=decision.reason))
 
-    def _weigh(self, bare: Decision, orders: ProbeOptions, failure: str, invite: Invite, *, said: str) -> Decision:
+    def _weigh(self, bare: Decision, orders: ProbeOptions, failure: str, *, said: str) -> Decision:
         """Plan for the hosts that were measured, without those that turned out to be sick."""
         self._job = orders.job
         if failure:
@@ -249,29 +248,27 @@ class Chief:
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
         if not ruling.leave_out:
-            return self._guarded(bare, lambda: self._solve(bare, orders.job, measurements, invite))
+            return self._guarded(bare, lambda: self._solve(bare, orders.job, measurements))
         # For the next start, which would else measure the sick ones again.
         trouble = self.cache.save(CLUSTER, measurements)
         smaller, rest = apart(replace(bare, reason=joined(bare.reason, trouble)), orders.hosts, ruling)
 
         def solve() -> Decision:
-            return self._solve(smaller, self._read_keyed(rest), without_hosts(measurements, ruling.leave_out), invite)
+            return self._solve(smaller, self._read_keyed(rest), without_hosts(measurements, ruling.leave_out))
 
         return self._guarded(smaller, solve)
 
-    def _solve(self, bare: Decision, job: Job, measurements: Measurements, invite: Invite) -> Decision:
+    def _solve(self, bare: Decision, job: Job, measurements: Measurements) -> Decision:
         from pipette_launch.launch.planning import make_plan
         from pipette_launch.launch.setting import with_setting
 
         self._job = job
-        plan, words = make_plan(
+        plan = make_plan(
             job,
             measurements,
             self.cache.outcomes(measurements.cluster.hosts[0]),
             options=self._options,
             key=self.cache.key,
-            folder=self._folder,
-            invite=invite,
         )
         plan = with_setting(
             plan,
@@ -283,7 +280,7 @@ class Chief:
         )
         self.cache.keep_plan(plan, measurements)
         self.measurements = measurements
-        return self._train(bare, job, plan, attempt=0, reason=joined(bare.reason, *words))
+        return self._train(bare, job, plan, attempt=0, reason=bare.reason)
 
     def after_trial(self, ended: Decision, report: TrialReport) -> Decision:
         """Order the next trial, or the training of whatever was measured best."""

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Collection, Sequence
 
-    from pipette_launch.agent.controller import Command, Helper, Invite, Node
+    from pipette_launch.agent.controller import Command, Node
     from pipette_launch.agent.sync.rendezvous import Meeting
     from pipette_launch.facts import Choice, Host, Plan
     from pipette_launch.facts.health.condition import DeviceCondition
@@ -128,10 +128,10 @@ class Story:
         """Decide for all nodes what a new round does."""
         return self._chief.decide(records, held)
 
-    def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
-        """Turn what the warm-up measured into a plan, with whoever helps."""
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+        """Turn what the warm-up measured into a plan."""
         began_s = time.monotonic()
-        following = self._chief.after_warmup(decision, failure, invite)
+        following = self._chief.after_warmup(decision, failure)
         measured, now_s = self._chief.measurements, time.monotonic()
         if measured is not None and not failure:
             total_s = now_s - self._measured_from_s
@@ -150,12 +150,6 @@ class Story:
     def receive(self, measured: str) -> None:
         """Take what the warm-up left on another node."""
         files.write_text(self._folder / CLUSTER, measured)
-
-    def help(self, order: str) -> Helper:
-        """Let processes of this node do what the first one asks for."""
-        from pipette_launch.launch.planning import hire
-
-        return hire(order, self._folder, num_slots=self._node.num_slots)
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         """Take note of what was decided; the chief tells the user."""

@@ -1,8 +1,7 @@
 """The order of a search: price promising layouts, improve the placement of the best, then bound how good the best is.
 
 What the search does next depends on what it found before, never on the clock: the deadline ends it and changes nothing
-else, so more time never gives a slower plan. A batch of tasks is complete before any of them is done, so any number of
-processes finds the same.
+else, so more time never gives a slower plan.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pipette_launch.search.choose import LEANER
 from pipette_launch.search.frontier import Frontier, Promising
 from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, num_placements
 from pipette_launch.search.placement.slots import IsLate, Placed, Placement, Slots
-from pipette_launch.search.tasks import Task, TaskRunner, Tried, perform
+from pipette_launch.search.tasks import Task, Tried, perform
 
 FIRST_BATCH = 6
 """Layouts that are priced before the placement of the best is improved; each batch is half as large again."""
@@ -55,7 +54,6 @@ class SearchLoop:
         self,
         field: Field,
         frontier: Frontier,
-        run_tasks: TaskRunner,
         *,
         seed: int,
         is_late: IsLate,
@@ -65,14 +63,12 @@ class SearchLoop:
         Args:
             field: what layouts are judged by.
             frontier: the layouts.
-            run_tasks: does the tasks of a batch.
             seed: of all chance.
             is_late: whether the search must end.
 
         """
         self._field = field
         self._frontier = frontier
-        self._run_tasks = run_tasks
         self._seed = seed
         self._is_late = is_late
         self._pool: dict[Layout, Candidate] = {}
@@ -109,6 +105,13 @@ class SearchLoop:
             floor_s=self._floor_s(),
             is_cut_short=self._is_late(),
         )
+
+    def _run_tasks(self, tasks: list[Task]) -> list[Tried | None]:
+        """Return the results of a batch in its order, None for a task that would begin after the deadline."""
+        return [
+            None if self._is_late() else perform(self._field, task, seed=self._seed, is_late=self._is_late)
+            for task in tasks
+        ]
 
     def _price_own(self) -> None:
         """Price the user's own layout, if it has a price, even after the deadline: every choice is compared with it."""

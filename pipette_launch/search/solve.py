@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pipette_launch.cost.columns.step_bounds import BoundColumns
@@ -18,10 +17,7 @@ from pipette_launch.search.choose import choose
 from pipette_launch.search.frontier import BEATEN, Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 from pipette_launch.search.search_loop import Searched, SearchLoop
-from pipette_launch.search.tasks import Clock, TaskRunner, alone
-
-MakeCrew = Callable[[Field], TaskRunner]
-"""Gives the processes that share a search: each does its tasks by `tasks.perform`, with the seed of the options."""
+from pipette_launch.search.tasks import Clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +49,6 @@ def solve(
     clock: Clock,
     provenance: Provenance,
     corrections: Corrections = NOTHING_LEARNED,
-    make_crew: MakeCrew | None = None,
 ) -> Plan:
     """Find the fastest legal layout that fits, and its placement; the user's own configuration is the incumbent.
 
@@ -67,7 +62,6 @@ def solve(
         clock: seconds that only grow, such as `time.monotonic`.
         provenance: stored in the plan as it is.
         corrections: learned from earlier outcomes on these machines; the plan's notes name them.
-        make_crew: the processes that share the work; None = this process does it all.
 
     Raises:
         PlanError: no layout is legal, fits or can be priced; the error names the constraint and what would help.
@@ -86,11 +80,9 @@ def solve(
     )
     field = replace(field, own_fault=found.own_fault)
     frontier = _frontier(field, found, options)
-    make_crew = make_crew or (lambda some: alone(some, seed=options.seed, clock=clock, deadline_s=deadline_s))
     searched = SearchLoop(
         field,
         frontier,
-        make_crew(field),
         seed=options.seed,
         is_late=lambda: clock() >= deadline_s,
     ).run()

@@ -1,13 +1,12 @@
-"""The work of a search, cut into tasks of one layout each that do not depend on each other.
+"""The work of a search, cut into tasks of one layout each.
 
-The search sends tasks out in batches. What a task finds depends on the task, the field and the seed alone, so a batch
-gives the same results in whichever process it is done, and the plan does not depend on the number of processes.
+What a task finds depends on the task, the field and the seed alone, not on the tasks before it nor on the clock.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,27 +55,6 @@ class Tried:
     def is_priced(self) -> bool:
         """Whether the layout has a price, and not only a bound."""
         return bool(self.placement)
-
-
-TaskRunner = Callable[[Sequence[Task]], Sequence["Tried | None"]]
-"""Does the tasks of a batch and returns their results in the same order; None for a task after the deadline."""
-
-
-def alone(field: Field, *, seed: int, clock: Clock, deadline_s: float) -> TaskRunner:
-    """Do all tasks in this process, one after the other.
-
-    Args:
-        field: what layouts are judged by.
-        seed: of all chance in the tasks.
-        clock: seconds that only grow.
-        deadline_s: by that clock; tasks that begin later are not done.
-
-    """
-
-    def is_late() -> bool:
-        return clock() >= deadline_s
-
-    return lambda tasks: [None if is_late() else perform(field, task, seed=seed, is_late=is_late) for task in tasks]
 
 
 def perform(field: Field, task: Task, *, seed: int, is_late: IsLate) -> Tried:

@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from pipette_launch import replan
 from pipette_launch.agent import start
-from pipette_launch.agent.controller import Command, Helper, Invite, Node
+from pipette_launch.agent.controller import Command, Node
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.facts.results.trials import TrialReport
@@ -113,7 +113,7 @@ class ScriptedConductor:
             provenance=Provenance(key="k", made_at="", versions={}, source="measured"),
         )
 
-    def after_warmup(self, decision: Decision, failure: str, invite: Invite) -> Decision:
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
         phase = "stop" if self.table.get("dry_run") else "train"
         smaller = self.without(decision, "standby_later")
         plan = None if failure else self.plan(smaller.hosts)
@@ -135,9 +135,6 @@ class ScriptedConductor:
 
     def receive(self, measured: str) -> None:
         self.received = measured
-
-    def help(self, order: str) -> Helper:
-        raise AssertionError("nobody asks for help here")
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         if speaks:

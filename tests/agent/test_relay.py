@@ -48,8 +48,7 @@ class Conductor:
     def receive(self, text: str) -> None:
         self.text = text
 
-    def after_warmup(self, decision: Decision, failure: str, invite: Any) -> Decision:
-        assert invite is None
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
         self.failure = failure
         return decision
 
@@ -90,7 +89,7 @@ def relays(measured: str, decision: Decision = WITHOUT_FIRST) -> tuple[list[Any]
     store = HashStore()
     conductors = [Conductor(), Conductor(measured), Conductor("nobody asks")]
     return [
-        standby.Relay(Exchange(store, rank, 3, is_chief=rank == 0), decision, f"t{rank}", conductor)  # type: ignore[arg-type]
+        standby.Relay(Exchange(store, rank, 3, is_chief=rank == 0), decision, f"t{rank}", conductor)
         for rank, conductor in enumerate(conductors)
     ], conductors
 
@@ -103,7 +102,7 @@ def test_whoever_decides_learns_what_was_measured(monkeypatch: pytest.MonkeyPatc
 
     for agent in agents:
         agent.hand_over()
-    agents[0].plan("", None, is_gone=lambda: False)
+    agents[0].plan("", is_gone=lambda: False)
 
     assert ("gigabytes a second: äöü" * 50, "") == (conductors[0].text, conductors[0].failure)
 
@@ -113,7 +112,7 @@ def test_a_failed_warmup_is_known_on_standby() -> None:
     agents, conductors = relays("half of it")
     agents[1]._exchange.put("warmup-failed", "rank 1 hangs")
 
-    agents[0].plan("", None, is_gone=lambda: False)
+    agents[0].plan("", is_gone=lambda: False)
 
     assert ("rank 1 hangs", "") == (conductors[0].failure, conductors[0].text)
 
@@ -124,7 +123,7 @@ def test_what_never_comes_is_no_plan() -> None:
         agents, conductors = relays(measured)
         if not gone:
             agents[1].hand_over()
-        agents[0].plan("", None, is_gone=lambda gone=gone: gone)
+        agents[0].plan("", is_gone=lambda gone=gone: gone)
 
         assert expected in conductors[0].failure
 
@@ -132,10 +131,10 @@ def test_what_never_comes_is_no_plan() -> None:
 def test_a_node_that_measured_keeps_what_it_has() -> None:
     """Where the one who decides took part itself, nothing goes through the store."""
     agents, conductors = relays("x", DECISION.leaving_out(["c"]))
-    chief = standby.Relay(agents[0]._exchange, DECISION.leaving_out(["c"]), "t1", conductors[0])  # type: ignore[arg-type]
+    chief = standby.Relay(agents[0]._exchange, DECISION.leaving_out(["c"]), "t1", conductors[0])
 
     chief.hand_over()
-    chief.plan("it hangs", None, is_gone=lambda: False)  # type: ignore[arg-type]
+    chief.plan("it hangs", is_gone=lambda: False)
 
     assert ("", "it hangs") == (conductors[0].text, conductors[0].failure)
     assert not agents[0]._exchange.has("measured")

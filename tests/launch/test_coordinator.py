@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
-from launch.worlds import ARGUMENTS, chief, choice, nobody, options, plan, records, value
+from launch.worlds import ARGUMENTS, chief, choice, options, plan, records, value
 from search.legal import legal_layouts
 
 from pipette_launch import megatron
@@ -52,7 +52,7 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
     files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
 
-    made = first.after_warmup(warmup, "", nobody)
+    made = first.after_warmup(warmup, "")
     again = chief(tmp_path, options(cache=tmp_path / "cache")).decide(records()[::-1], None)
 
     assert ("train", "train") == (made.phase, again.phase)
@@ -74,14 +74,14 @@ def test_a_job_that_only_measures_writes_a_file_and_stops(tmp_path: Path) -> Non
     warmup = first.decide(records(), None)
     asked = files.loads(ProbeOptions, warmup.probe_options, "orders")
     files.write(Path(asked.output), tiny_measurements(tiny_cluster(), asked.cases))
-    first.after_warmup(warmup, "", nobody)
+    first.after_warmup(warmup, "")
     one = chief(tmp_path, replace(kept, probe_to=tmp_path / "mine.json"))
 
     warmup = one.decide(records(), None)
     orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
     found = tiny_measurements(tiny_cluster(), orders.cases)
     files.write(Path(orders.output), found)
-    made = one.after_warmup(warmup, "", nobody)
+    made = one.after_warmup(warmup, "")
 
     assert ("", "warmup") == (orders.known, warmup.phase)
     assert ("stop", False, None) == (made.phase, made.failed, made.plan)
@@ -96,7 +96,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
         warmup = one.decide(records(), None)
         orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
         files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
-        plans.append(one.after_warmup(warmup, "", nobody).plan)
+        plans.append(one.after_warmup(warmup, "").plan)
         legal = legal_layouts(orders.job, world_size=4, devices_per_host=2, device_kind="cpu")
         for layout in legal[:: len(legal) // 32][:32]:
             made = replace(
@@ -123,7 +123,7 @@ def test_a_failed_warmup_is_told_and_does_not_cost_the_job(tmp_path: Path, on_er
     """The user's own words train, or nothing does if the user wants that."""
     one = chief(tmp_path, options(on_error=on_error))
 
-    decision = one.after_warmup(one.decide(records(), None), "the warm-up hangs after 60 s", nobody)
+    decision = one.after_warmup(one.decide(records(), None), "the warm-up hangs after 60 s")
 
     assert (phase, None) == (decision.phase, decision.plan)
     assert "the warm-up hangs after 60 s" in decision.reason
@@ -139,7 +139,7 @@ def test_without_a_plan_a_checkpoint_still_gets_its_sizes(tmp_path: Path) -> Non
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("10")
     one = chief(tmp_path, options("--load", str(tmp_path / "ckpt")))
 
-    decision = one.after_warmup(one.decide(records(), None), "it hangs", nobody)
+    decision = one.after_warmup(one.decide(records(), None), "it hangs")
 
     assert "2" == value(decision, "--tensor-model-parallel-size")
     assert {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} == decision.environment

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
-from launch.worlds import nobody, options, plan, records
+from launch.worlds import options, plan, records
 
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.health.condition import DeviceCondition
@@ -33,7 +33,7 @@ def measured(one: Chief, warmup: Decision, *verdicts: Verdict) -> Decision:
     orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
     cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
     files.write(Path(orders.output), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
-    return one.after_warmup(warmup, "", nobody)
+    return one.after_warmup(warmup, "")
 
 
 def test_what_the_drivers_told_goes_with_the_orders(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_restart_knows_who_stood_by(tmp_path: Path) -> None:
     """The same nodes train; when planning fails the others do not suddenly take part."""
     one = judging(tmp_path, SICK)
     warmup = one.decide(records(3), None)
-    failed = one.after_warmup(warmup, "it hangs", nobody)
+    failed = one.after_warmup(warmup, "it hangs")
     held = measured(one, one.decide(records(3), None))
     died = [replace(node, attempt=0, verdict="before-first-iteration", failure="it died") for node in records(3)]
     kept = one.decide([replace(node, verdict="none") for node in died], held)

@@ -96,14 +96,14 @@ def test_an_outcome_never_mixes_two_attempts(tmp_path: Path) -> None:
     """Ten iterations of a plan and ten of the next are no twenty of either."""
     told = story(tmp_path)
     told.show(decision(), speaks=False)
-    assert all(told.saw_line(LINE.format(iteration, 100.0)) for iteration in range(1, 11))
+    assert all(told.saw_line(LINE.format(iteration, 1000.0)) for iteration in range(1, 11))
     told.show(decision(attempt=2), speaks=False)
     for iteration in range(11, 21):
-        told.saw_line(LINE.format(iteration, 100.0))
+        told.saw_line(LINE.format(iteration, 1000.0))
     assert [] == list(tmp_path.glob("cache/*/outcome.json"))
 
     for iteration in range(21, 31):
-        told.saw_line(LINE.format(iteration, 100.0))
+        told.saw_line(LINE.format(iteration, 1000.0))
 
     outcome = files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome)
     assert (Layout(dp=4), 11) == (outcome.layout, outcome.first_iteration)
@@ -115,7 +115,7 @@ def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:
     for key in ("k", "other"):
         told.show(decision(plan(Layout(pp=4), key=key)), speaks=False)
         for iteration in range(1, 21):
-            told.saw_line(LINE.format(iteration, 100.0))
+            told.saw_line(LINE.format(iteration, 1000.0))
 
     assert {"k", "other"} == {path.parent.name for path in tmp_path.glob("cache/*/outcome.json")}
 
@@ -126,10 +126,10 @@ def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pyte
     told = story(tmp_path)
     told.show(decision(), speaks=False)
     for iteration in range(1, 21):
-        told.saw_line(LINE.format(iteration, 100.0))
+        told.saw_line(LINE.format(iteration, 1000.0))
     outcome, trouble = capsys.readouterr().err.splitlines()[-2:]
 
-    assert "measured 100 ms a step" in outcome
+    assert "measured 1.00 s a step" in outcome
     assert "outcome.json" not in outcome
     assert "outcome.json cannot be written (Not a directory)" in trouble
 
@@ -187,7 +187,7 @@ def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.Capture
     sizes = "allocated: 1.0 | max allocated: 4.0 | reserved: 4.0 | max reserved: 4.0"
     assert not told.saw_line(f"[Rank 2] (after 2 iterations) memory (MB) | {sizes}")
     for iteration in range(1, 21):
-        told.saw_line(LINE.format(iteration, 100.0))
+        told.saw_line(LINE.format(iteration, 1000.0))
 
     outcome = files.read(tmp_path / "cache" / "k" / "outcome.json", Outcome)
     assert [(2, 1, 1 << 20, 4 << 20)] == [

@@ -9,7 +9,6 @@ from typing import Any
 from facts_for_tests import tiny_cluster
 from megatron_lines import SMALL
 
-from pipette_launch.agent.controller import Helper
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.launch.coordinator import Chief
@@ -95,8 +94,3 @@ def value(decision: Decision, flag: str) -> str | None:
     """What the script is given for a flag."""
     words = decision.script_arguments or ()
     return words[words.index(flag) + 1] if flag in words else None
-
-
-def nobody(order: str) -> tuple[Helper, ...]:
-    """Invite the other nodes where there are none."""
-    return ()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipette_launch.agent.phases import standby
 from pipette_launch.agent.phases.trial import TrialRun
 from pipette_launch.agent.phases.warmup import Warmup
-from pipette_launch.agent.sync.agreement import MEETING_S, plan_together
+from pipette_launch.agent.sync.agreement import MEETING_S, plan_of_first
 from pipette_launch.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -78,10 +78,9 @@ class Prelude:
     def _plan(self, exchange: Exchange, decision: Decision, token: str) -> Decision:
         relay = standby.Relay(exchange, decision, token, self._conductor)
         relay.hand_over()
-        return plan_together(
+        return plan_of_first(
             exchange,
-            make=lambda invite: relay.plan(self._warmup.failure, invite, is_gone=self._handler.is_closed),
-            hire=self._conductor.help,
+            make=lambda: relay.plan(self._warmup.failure, is_gone=self._handler.is_closed),
             is_gone=self._handler.is_closed,
             deadline_s=MEETING_S + self._conductor.warmup_deadline_s,
         )

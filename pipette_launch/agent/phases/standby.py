@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from pipette_launch.agent.sync.agreement import MEETING_S
-from pipette_launch.agent.sync.remote_tasks import MOST_BYTES, pack, unpack
+from pipette_launch.agent.sync.store import MOST_BYTES, pack, unpack
 from pipette_launch.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from pipette_launch.agent.controller import Conductor, Invite
+    from pipette_launch.agent.controller import Conductor
     from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
     from pipette_launch.agent.sync.store import Exchange
     from pipette_launch.facts.messages.round import Decision
@@ -103,19 +103,18 @@ class Relay:
             self._exchange.put(f"measured/{index}", piece)
         self._exchange.put("measured", str(len(pieces)))
 
-    def plan(self, failure: str, invite: Invite, *, is_gone: Callable[[], bool]) -> Decision:
+    def plan(self, failure: str, *, is_gone: Callable[[], bool]) -> Decision:
         """Let the node that decides make the plan.
 
         Args:
             failure: why the warm-up failed, as far as this node knows.
-            invite: asks the other nodes for help.
             is_gone: whether the job has ended meanwhile.
 
         """
         if self._stood_by:
             # It has watched no workers.
             failure = self._exchange.peek("warmup-failed") or self._take_over(is_gone)
-        return self._conductor.after_warmup(self._decision, failure, invite)
+        return self._conductor.after_warmup(self._decision, failure)
 
     def _take_over(self, is_gone: Callable[[], bool]) -> str:
         """Take the measurements from the other node; returns why they could not be had, or nothing."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from pipette_launch.agent.sync.remote_tasks import help_out, invite
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages.round import Decision, NodeRecord
@@ -15,7 +13,6 @@ from pipette_launch.facts.messages.round import Decision, NodeRecord
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from pipette_launch.agent.controller import Helper, Invite
     from pipette_launch.agent.sync.store import Exchange
 
 logger = logging.getLogger(__name__)
@@ -51,32 +48,23 @@ def agree(
     return files.loads(Decision, text, "decision of the first node")
 
 
-def plan_together(
-    exchange: Exchange,
-    *,
-    make: Callable[[Invite], Decision],
-    hire: Callable[[str], Helper],
-    is_gone: Callable[[], bool],
-    deadline_s: float,
+def plan_of_first(
+    exchange: Exchange, *, make: Callable[[], Decision], is_gone: Callable[[], bool], deadline_s: float
 ) -> Decision:
-    """Return the plan of the first node; the others help it to make one while they wait.
+    """Return the plan of the first node, for which the others wait.
 
     Args:
         exchange: the keys of this round.
-        make: makes the plan, called on the chief alone, with what invites the others to help.
-        hire: returns what does an order of the chief's, called on the others.
+        make: makes the plan, called on the first node alone.
         is_gone: whether the job has ended meanwhile.
-        deadline_s: how long the others wait.
+        deadline_s: how long the others wait, in seconds.
 
     Raises:
         ClusterError: the plan did not come in time, or never will.
 
     """
-    end_s = time.monotonic() + deadline_s
     if exchange.is_chief:
-        exchange.put("plan", files.dumps(make(partial(invite, exchange))))
-    else:
-        help_out(exchange, hire, is_over=lambda: exchange.has("plan") or is_gone() or time.monotonic() > end_s)
+        exchange.put("plan", files.dumps(make()))
     text = exchange.take("plan", what="the plan of the first node", deadline_s=deadline_s, give_up=is_gone)
     return files.loads(Decision, text, "plan of the first node")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import time
+import zlib
 from typing import TYPE_CHECKING
 
 from pipette_launch.errors import ClusterError
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 FIRST_POLL_S = 0.02
 LAST_POLL_S = 0.2
 """Waits grow, so that hundreds of nodes that wait for one do not keep the store busy."""
+MOST_BYTES = 4 << 20
+"""Of one value that holds a part of a long text; TCPStore takes 8 MiB in one value."""
 
 
 class Exchange:
@@ -77,3 +81,13 @@ class Exchange:
     def count(self, key: str, amount: int = 1) -> int:
         """Add to a counter and return it; 0 reads it."""
         return int(self._store.add(f"pipette/{key}", amount))
+
+
+def pack(text: str) -> str:
+    """Make a text small; matrices of links are long."""
+    return base64.b64encode(zlib.compress(text.encode(), level=1)).decode()
+
+
+def unpack(packed: str) -> str:
+    """Undo `pack`."""
+    return zlib.decompress(base64.b64decode(packed)).decode()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
-from launch.worlds import chief, nobody, options, plan, records, value
+from launch.worlds import chief, options, plan, records, value
 
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages.round import Decision
@@ -83,7 +83,7 @@ def test_the_next_start_believes_the_trials(tmp_path: Path) -> None:
     warmup = first.decide(records(), None)
     orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
     files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
-    started = first.after_warmup(warmup, "", nobody)
+    started = first.after_warmup(warmup, "")
     ended = play(first, started, {Layout(dp=4): 1.0})[-1]
 
     def again(**changes: Any) -> Decision:

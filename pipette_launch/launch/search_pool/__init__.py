@@ -1,1 +1,0 @@
-"""Processes of this node and of others that help with a search."""

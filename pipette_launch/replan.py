@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipette_launch import megatron
-from pipette_launch.megatron.logs import OUT_OF_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipette_launch.facts import Choice, Plan
+    from pipette_launch.facts.messages.failure import Failure
     from pipette_launch.facts.messages.round import Decision, NodeRecord
 
 
@@ -69,49 +69,44 @@ def decide(
     proven = held.proven or any(record.verdict == "after-first-iteration" for record in ended)
     died = [record for record in ended if record.verdict == "before-first-iteration"]
     if died and not proven and held.plan is not None and held.choice is not None:
-        return _after_death(sorted({record.failure for record in died if record.failure}), held.plan, held, written)
+        failures = {record.failure for record in died if record.failure}
+        return _after_death(sorted(failures, key=lambda one: one.sentence), held.plan, held, written)
     return Keep(proven=proven)
 
 
-def _after_death(named: Sequence[str], plan: Plan, held: Decision, written: Sequence[str]) -> TryNext | GiveUp:
+def _after_death(failures: Sequence[Failure], plan: Plan, held: Decision, written: Sequence[str]) -> TryNext | GiveUp:
     """Go on to the next candidate, unless the script would die under every plan."""
-    short = any(OUT_OF_MEMORY in reason for reason in named)
+    short = any(failure.kind == "out-of-memory" for failure in failures)
     candidates = plan.candidates()
     layout = candidates[held.attempt].layout
     is_other = layout not in {candidate.layout for candidate in candidates[: held.attempt]}
     before = held.failures if is_other else ()
-    hopeless = why_to_give_up(named, before=before, written=written, given=held.script_arguments)
+    hopeless = why_to_give_up(failures, before=before, written=written, given=held.script_arguments)
     if hopeless:
         return GiveUp(reason=hopeless)
     attempt = _next_attempt(candidates, held.attempt, needs_less=short)
-    return TryNext(attempt=attempt, reason=named[0] if named else "the job died")
+    return TryNext(attempt=attempt, reason=failures[0].sentence if failures else "the job died")
 
 
 def why_to_give_up(
-    failures: Sequence[str], *, before: Sequence[str], written: Sequence[str], given: Sequence[str] | None
+    failures: Sequence[Failure], *, before: Sequence[Failure], written: Sequence[str], given: Sequence[str] | None
 ) -> str:
     """Say why a script that died before its first iteration would die under every plan; empty where one may help.
 
     Args:
-        failures: how it died, one sentence of each node.
+        failures: how it died, one of each node.
         before: the same of deaths under other layouts.
         written: the user's own words for the script.
         given: the words that it was given; None for the user's own.
 
     """
-    if any(OUT_OF_MEMORY in failure for failure in failures):
+    if any(failure.kind == "out-of-memory" for failure in failures):
         return ""
-    causes = {_cause(failure) for failure in before}
     for failure in failures:
-        why = megatron.why_no_plan_helps(_cause(failure), before=causes, written=written, given=given)
+        why = megatron.why_no_plan_helps(failure, before=before, written=written, given=given)
         if why:
-            return f"{failure}; no other plan is tried: {why}"
+            return f"{failure.sentence}; no other plan is tried: {why}"
     return ""
-
-
-def _cause(failure: str) -> str:
-    """Return a failure without the rank that told it and its exit code."""
-    return failure.partition(": ")[2]
 
 
 def _next_attempt(candidates: Sequence[Choice], attempt: int, *, needs_less: bool) -> int:

@@ -9,8 +9,11 @@ import pytest
 from facts_for_tests import tiny_cluster
 
 from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
+from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.replan import GiveUp, Keep, Measure, TryNext, decide, unique_names
+
+SHORT = Failure(cause="out of memory: NCCL's buffers", kind="out-of-memory", rank=0, exit_code=1)
 
 
 def record(name: str, address: str = "10.0.0.1", **changes: Any) -> NodeRecord:
@@ -26,7 +29,7 @@ def record(name: str, address: str = "10.0.0.1", **changes: Any) -> NodeRecord:
         versions={},
         attempt=-1,
         verdict="none",
-        failure="",
+        failure=None,
         has_plan=False,
     )
     return replace(plain, **changes)
@@ -82,14 +85,14 @@ def test_a_round_that_broke_off_in_warmup_measures_again() -> None:
 
 def test_a_restart_keeps_the_plan() -> None:
     """A worker that dies after the first iteration changes nothing."""
-    died = record("a", attempt=0, verdict="after-first-iteration", failure="rank 0 ended with signal 9")
+    died = record("a", attempt=0, verdict="after-first-iteration", failure=Failure(cause="", rank=0, exit_code=-9))
 
     assert Keep(proven=True) == decide([died, record("b")], ["a", "b"], decision("b", "a"))
 
 
 def test_a_plan_that_has_trained_is_kept() -> None:
     """A restart that dies at once, on a broken device for one, proves nothing against the plan."""
-    died = record("a", attempt=0, verdict="before-first-iteration", failure="rank 0 ended with exit code 1")
+    died = record("a", attempt=0, verdict="before-first-iteration", failure=Failure(cause="", rank=0, exit_code=1))
     proven = replace(decision("a"), proven=True)
 
     assert Keep(proven=True) == decide([died], ["a"], proven)
@@ -97,7 +100,7 @@ def test_a_plan_that_has_trained_is_kept() -> None:
 
 def test_one_witness_of_an_iteration_is_enough() -> None:
     """A node that heard of an iteration outweighs one that died before it heard of it."""
-    died = record("a", attempt=0, verdict="before-first-iteration", failure="rank 0 ended with exit code 1")
+    died = record("a", attempt=0, verdict="before-first-iteration", failure=Failure(cause="", rank=0, exit_code=1))
     heard = record("b", attempt=0, verdict="after-first-iteration")
 
     assert Keep(proven=True) == decide([died, heard], ["a", "b"], decision("a", "b"))
@@ -105,7 +108,7 @@ def test_one_witness_of_an_iteration_is_enough() -> None:
 
 def test_a_plan_that_cannot_start_gives_way() -> None:
     """A death before the first iteration moves on to the next candidate, with the reason."""
-    died = record("a", attempt=0, verdict="before-first-iteration", failure="rank 0 ended with exit code 1")
+    died = record("a", attempt=0, verdict="before-first-iteration", failure=Failure(cause="", rank=0, exit_code=1))
 
     assert TryNext(attempt=1, reason="rank 0 ended with exit code 1") == decide([died], ["a"], decision("a"))
 
@@ -117,23 +120,22 @@ def test_a_plan_that_ran_out_of_memory_gives_way_to_one_that_needs_less(peaks: t
     assert held.plan is not None
     first, *others = [replace(held.plan.chosen, peak_memory_bytes=(1, peak)) for peak in peaks]
     held = replace(held, plan=replace(held.plan, chosen=first, alternatives=tuple(others)))
-    why = "rank 0 ended with exit code 1: out of memory: NCCL's buffers"
-    died = record("a", attempt=0, verdict="before-first-iteration", failure=why)
+    died = record("a", attempt=0, verdict="before-first-iteration", failure=SHORT)
 
-    assert TryNext(attempt=expected, reason=why) == decide([died], ["a"], held)
-
-
-DIED = "rank 0 ended with exit code 1: "
-NO_FILE = f"{DIED}FileNotFoundError: [Errno 2] No such file or directory: '/no/such/data'"
-ODD_KEY = "KeyError: 'text_document'"
+    assert TryNext(attempt=expected, reason=SHORT.sentence) == decide([died], ["a"], held)
 
 
-def death(failure: str, attempt: int = 0) -> NodeRecord:
+NO_FILE = Failure(cause="FileNotFoundError: '/no/such/data'", kind="missing", rank=0, exit_code=1)
+ODD_KEY = Failure(cause="KeyError: 'text_document'", kind="exception", rank=0, exit_code=1)
+TERMINATED = Failure(cause="", rank=0, exit_code=-15)
+
+
+def death(failure: Failure, attempt: int = 0) -> NodeRecord:
     """An agent whose worker died before its first iteration."""
     return record("a", attempt=attempt, verdict="before-first-iteration", failure=failure)
 
 
-def two_layouts(*, attempt: int, failures: tuple[str, ...]) -> Decision:
+def two_layouts(*, attempt: int, failures: tuple[Failure, ...]) -> Decision:
     """A decision to run one of two candidates with unlike layouts, after what became of those before it."""
     held = decision("a", attempt=attempt)
     assert held.plan is not None
@@ -143,47 +145,43 @@ def two_layouts(*, attempt: int, failures: tuple[str, ...]) -> Decision:
 
 def test_what_no_plan_can_cause_ends_the_job() -> None:
     """A missing file is missing under every plan; the sentence says so."""
-    why = f"{NO_FILE}; no other plan is tried: what is missing is missing under every plan"
+    why = f"{NO_FILE.sentence}; no other plan is tried: what is missing is missing under every plan"
 
-    assert GiveUp(reason=why) == decide([death("rank 0 ended with signal 15"), death(NO_FILE)], ["a"], decision("a"))
+    assert GiveUp(reason=why) == decide([death(TERMINATED), death(NO_FILE)], ["a"], decision("a"))
 
 
 def test_one_exception_under_two_layouts_ends_the_job() -> None:
     """Whichever rank and exit code it came from."""
-    held = two_layouts(attempt=1, failures=(f"rank 1 ended with exit code 3: {ODD_KEY}",))
+    held = two_layouts(attempt=1, failures=(replace(ODD_KEY, rank=1, exit_code=3),))
 
-    why = f"{DIED}{ODD_KEY}; no other plan is tried: it is the same under two layouts"
-    assert GiveUp(reason=why) == decide([death(DIED + ODD_KEY, 1)], ["a"], held)
+    why = f"{ODD_KEY.sentence}; no other plan is tried: it is the same under two layouts"
+    assert GiveUp(reason=why) == decide([death(ODD_KEY, 1)], ["a"], held)
 
 
 def test_an_exception_of_one_layout_goes_on_to_the_next_plan() -> None:
     """The first time, and again where only the placement had changed."""
-    failed = (DIED + ODD_KEY,)
-
-    assert TryNext(attempt=1, reason=failed[0]) == decide(
-        [death(failed[0])], ["a"], two_layouts(attempt=0, failures=())
+    assert TryNext(attempt=1, reason=ODD_KEY.sentence) == decide(
+        [death(ODD_KEY)], ["a"], two_layouts(attempt=0, failures=())
     )
-    again = replace(decision("a", attempt=1), failures=failed)
-    assert TryNext(attempt=2, reason=failed[0]) == decide([death(failed[0], 1)], ["a"], again)
+    again = replace(decision("a", attempt=1), failures=(ODD_KEY,))
+    assert TryNext(attempt=2, reason=ODD_KEY.sentence) == decide([death(ODD_KEY, 1)], ["a"], again)
 
 
 def test_a_node_that_ran_out_of_memory_outweighs_the_others() -> None:
     """What the others say is what they miss of it."""
-    short = f"{DIED}out of memory: NCCL's buffers"
-
-    assert TryNext(attempt=2, reason=NO_FILE) == decide([death(short), death(NO_FILE)], ["a"], decision("a"))
+    assert TryNext(attempt=2, reason=NO_FILE.sentence) == decide([death(SHORT), death(NO_FILE)], ["a"], decision("a"))
 
 
 def test_the_users_own_configuration_is_the_last_resort() -> None:
     """Past the last candidate a death is an ordinary failure."""
-    died = record("a", attempt=2, verdict="before-first-iteration", failure="rank 0 ended with exit code 1")
+    died = record("a", attempt=2, verdict="before-first-iteration", failure=Failure(cause="", rank=0, exit_code=1))
 
     assert Keep(proven=False) == decide([died], ["a"], decision("a", attempt=2))
 
 
 def test_a_stale_verdict_counts_no_more() -> None:
     """The death of an earlier candidate says nothing of the one that runs now."""
-    died = record("a", attempt=0, verdict="before-first-iteration", failure="x")
+    died = record("a", attempt=0, verdict="before-first-iteration", failure=Failure(cause="x"))
 
     assert Keep(proven=False) == decide([died], ["a"], decision("a", attempt=1))
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipette_launch.facts.messages.round import AttemptEnd, Decision, NodeRecord
-from pipette_launch.facts.results.trials import TrialReport
+from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.facts.messages.round import AttemptEnd, Decision, NodeRecord, TrialReport
 from pipette_launch.probe.progress import Sign
 
 
@@ -40,7 +40,7 @@ class Conductor(Protocol):
     def begin(self, node: Node) -> str:
         """Take what torchrun knows of this node; return the token that names the agent."""
 
-    def record(self, *, attempt: int, verdict: AttemptEnd, failure: str, has_plan: bool) -> NodeRecord:
+    def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None, has_plan: bool) -> NodeRecord:
         """Introduce this node to the others."""
 
     def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
@@ -69,9 +69,6 @@ class Conductor(Protocol):
 
     def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:
         """Whether workers that showed no iteration had trained all the same: how long they lived, how they ended."""
-
-    def explain(self, text: str) -> str:
-        """Say in one sentence why a worker died, from the end of its stderr; empty when the text does not tell."""
 
     def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
         """Return what a local warm-up worker last said of itself, and why it failed if it said so."""

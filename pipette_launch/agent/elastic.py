@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore
@@ -17,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
+from pipette_launch import megatron
 from pipette_launch.agent import failures, worker_health
 from pipette_launch.agent.controller import Node
 from pipette_launch.agent.device_binding import Seat, seats, visible_devices
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerGroup
 
     from pipette_launch.agent.controller import Conductor
+    from pipette_launch.facts.messages.failure import Failure
     from pipette_launch.facts.messages.round import AttemptEnd
 
 logger = logging.getLogger(__name__)
@@ -79,7 +82,7 @@ class PipetteAgent(LocalElasticAgent):
         self._witness = Witness()
         self._prelude = Prelude(conductor, self._handler, self._address)
         self._verdict: AttemptEnd = "none"
-        self._failure = ""
+        self._failure: Failure | None = None
         self._charged = False
         self._token = conductor.begin(
             Node(
@@ -117,7 +120,7 @@ class PipetteAgent(LocalElasticAgent):
         if decision.free and self._charged:
             # A plan of ours could not start: that is no failure of the user's job.
             self._remaining_restarts += 1
-        self._charged, self._verdict, self._failure = False, "none", ""
+        self._charged, self._verdict, self._failure = False, "none", None
         return decision
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -257,13 +260,14 @@ class PipetteAgent(LocalElasticAgent):
         self._verdict = self._witness.settle(trained=trained)
         self._failure = self._describe(result)
 
-    def _describe(self, result: RunResult) -> str:
+    def _describe(self, result: RunResult) -> Failure | None:
         if not result.failures:
-            return ""
+            return None
         first = failures.root_cause(result)
         tail = self._streams.tail(first.local_rank) if self._streams else ()
-        why = self._conductor.explain("\n".join(tail)) or failures.first_line(first) or failures.last_words(tail)
-        return failures.told(self._seats[first.local_rank].rank, first.exitcode, why)
+        why = megatron.explain_failure("\n".join(tail))
+        why = why or megatron.failure_of(failures.first_line(first) or failures.last_words(tail))
+        return replace(why, rank=self._seats[first.local_rank].rank, exit_code=first.exitcode)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -295,7 +299,8 @@ class PipetteAgent(LocalElasticAgent):
             if result.state != WorkerState.SUCCEEDED:
                 if self._has_next(decision):
                     continue
-                standby.tell_failure(exchange, self._failure or self._describe(result))
+                failure = self._failure or self._describe(result)
+                standby.tell_failure(exchange, failure.sentence if failure else "")
                 return result
             if decision.phase == "train":
                 return result

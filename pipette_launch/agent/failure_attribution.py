@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipette_launch.agent import failures
+from pipette_launch.facts.messages.failure import exit_words
 
 MOST_NAMED = 3
 STOPPED = ("stopped", "tracing-stop")
@@ -76,7 +76,7 @@ class NodeReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class WarmupFailure:
     """Why a warm-up failed, for all nodes alike."""
 
     KIND: ClassVar[str] = "warm-up-failure"
@@ -87,7 +87,7 @@ class Failure:
     """Hosts whose agents did not answer: without them this round cannot train either."""
 
 
-def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: float) -> Failure:
+def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: float) -> WarmupFailure:
     """Name whoever is at fault, in one sentence.
 
     Args:
@@ -106,12 +106,12 @@ def judge(reports: Sequence[NodeReport], absent: Sequence[str], *, waited_s: flo
         told.append(f"so with {len(guilty) - MOST_NAMED} more")
     told += [gone] if gone else []
     if not told:
-        return Failure(words=f"{_after(waited_s)}, its deadline: {_doing(states)}{_output(reports, states)}")
+        return WarmupFailure(words=f"{_after(waited_s)}, its deadline: {_doing(states)}{_output(reports, states)}")
     named = {state.slot for state in guilty}
     waiting = sum(state.slot not in named and (state.is_victim() or bool(state.waits_for)) for state in states)
     if waiting:
         told.append(f"{waiting} other worker{'s' if waiting > 1 else ''} waited in vain")
-    return Failure(words=f"{_after(waited_s)}: {'; '.join(told)}{_output(reports, guilty)}", absent=tuple(absent))
+    return WarmupFailure(words=f"{_after(waited_s)}: {'; '.join(told)}{_output(reports, guilty)}", absent=tuple(absent))
 
 
 def _after(waited_s: float) -> str:
@@ -170,11 +170,9 @@ def _least_far(states: Sequence[WorkerState]) -> list[WorkerState]:
 def _told(state: WorkerState, states: Sequence[WorkerState]) -> str:
     who, where = f"{state.name} (pid {state.pid})", f"in phase {state.where}"
     if _was_killed(state):
-        return f"{who} was killed by {failures.exit_words(state.exit_code or 0)} {where}"
+        return f"{who} was killed by {exit_words(state.exit_code or 0)} {where}"
     if state.exit_code is not None and not state.is_victim():
-        return f"{who} died with {failures.exit_words(state.exit_code)} {where}" + (
-            f": {state.error}" if state.error else ""
-        )
+        return f"{who} died with {exit_words(state.exit_code)} {where}" + (f": {state.error}" if state.error else "")
     errors = [other.error for other in states if state.slot in other.peers and other.error]
     if state.error and not (state.is_victim() and errors):
         return f"{who} {'lost its peers' if state.is_victim() else 'failed'} {where}: {state.error}"

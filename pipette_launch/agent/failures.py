@@ -1,4 +1,4 @@
-"""Which worker's death was the first, and how it is told."""
+"""Which worker's death was the first, and what it said last."""
 
 from __future__ import annotations
 
@@ -19,16 +19,6 @@ MOST_CHARACTERS = 300
 def root_cause(result: RunResult) -> ProcessFailure:
     """Return the failure that came first; torch ends the other workers by SIGTERM, and they are no cause."""
     return min(result.failures.values(), key=lambda one: (one.exitcode == -signal.SIGTERM, one.timestamp))
-
-
-def exit_words(exitcode: int) -> str:
-    """An exit code as people say it: `exit code 1`, `signal 9`."""
-    return f"signal {-exitcode}" if exitcode < 0 else f"exit code {exitcode}"
-
-
-def told(rank: int, exitcode: int, why: str) -> str:
-    """Say how a rank ended; `why` may be empty."""
-    return f"rank {rank} ended with {exit_words(exitcode)}" + (f": {why}" if why else "")
 
 
 def first_line(failure: ProcessFailure) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipette_launch.facts import Host, Job, Plan
     from pipette_launch.facts.health.condition import DeviceCondition
     from pipette_launch.facts.health.verdict import Verdict
-    from pipette_launch.facts.results.trials import TrialReport
+    from pipette_launch.facts.messages.round import TrialReport
     from pipette_launch.launch.options import Options
     from pipette_launch.probe.options import ProbeOptions
 
@@ -73,6 +73,8 @@ class Chief:
         self._device_kind = ""
         self._job: Job | None = None
         self._is_start = True
+        self._told: tuple[str, ...] = ()
+        """What the user was told of the hosts before the warm-up."""
         # The agent puts a plan's variables into its own environment; these are the user's.
         self._environ = dict(os.environ)
         self._script = Script(options, self._environ)
@@ -131,6 +133,7 @@ class Chief:
         self._conditions = {host.name: record.conditions for host, record in zip(hosts, records, strict=True)}
         verdicts = self._judge(hosts, [*self._conditions.values()])
         ruling = self._rule(verdicts, hosts)
+        self._told = ruling.reasons
         bare = replace(bare, reason=joined(reason, *small_holders(verdicts), *ruling.reasons))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
@@ -230,9 +233,9 @@ class Chief:
         from pipette_launch.launch.warmup_orders import read
 
         bare = replace(decision, phase="train", probe_options="", reason="")
-        return self._guarded(bare, lambda: self._weigh(bare, read(decision), failure, said=decision.reason))
+        return self._guarded(bare, lambda: self._weigh(bare, read(decision), failure))
 
-    def _weigh(self, bare: Decision, orders: ProbeOptions, failure: str, *, said: str) -> Decision:
+    def _weigh(self, bare: Decision, orders: ProbeOptions, failure: str) -> Decision:
         """Plan for the hosts that were measured, without those that turned out to be sick."""
         self._job = orders.job
         if failure:
@@ -244,7 +247,7 @@ class Chief:
             return replace(bare, phase="stop")
         ruling = self._rule(measurements.verdicts, orders.hosts)
         # The warm-up knows again what the drivers had told before it.
-        bare = replace(bare, reason=joined(*(reason for reason in ruling.reasons if reason not in said)))
+        bare = replace(bare, reason=joined(*(reason for reason in ruling.reasons if reason not in self._told)))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
         if not ruling.leave_out:

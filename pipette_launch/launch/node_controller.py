@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from pipette_launch.agent.sync.rendezvous import Meeting
     from pipette_launch.facts import Choice, Host, Plan
     from pipette_launch.facts.health.condition import DeviceCondition
-    from pipette_launch.facts.messages.round import AttemptEnd
+    from pipette_launch.facts.messages.failure import Failure
+    from pipette_launch.facts.messages.round import AttemptEnd, TrialReport
     from pipette_launch.facts.results.outcome import Outcome, PeakReading
-    from pipette_launch.facts.results.trials import TrialReport
     from pipette_launch.launch.options import Options
     from pipette_launch.probe.progress import Sign
 
@@ -106,7 +106,7 @@ class Story:
             self._trouble = f"the machine cannot be described: {type(error).__name__}: {error}"
         return self._token
 
-    def record(self, *, attempt: int, verdict: AttemptEnd, failure: str, has_plan: bool) -> NodeRecord:
+    def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None, has_plan: bool) -> NodeRecord:
         """Introduce this node to the others."""
         return NodeRecord(
             token=self._token,
@@ -282,10 +282,6 @@ class Story:
             saved_before=self._saved_before,
             saved_now=megatron.saved_iteration(self._options.script_arguments),
         )
-
-    def explain(self, text: str) -> str:
-        """Say in one sentence why a worker died, from the end of its stderr; empty when the text does not tell."""
-        return megatron.explain_failure(text) or ""
 
     @property
     def warmup_deadline_s(self) -> float:

@@ -76,7 +76,7 @@ def _part(host: Host, num_agents: int) -> Host:
 
 def restart_words(records: Sequence[NodeRecord]) -> str:
     """Say why workers start again under what they ran before; empty when only the nodes changed."""
-    failures = sorted({record.failure for record in records if record.failure})
+    failures = sorted(record.failure.sentence for record in records if record.failure)
     return f"{failures[0]}; starting again under the same plan" if failures else ""
 
 

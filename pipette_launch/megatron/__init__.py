@@ -2,13 +2,12 @@
 
 from pipette_launch.megatron.checkpoint.constraints import record_path, saved_iteration
 from pipette_launch.megatron.environment import environment, script_version
-from pipette_launch.megatron.faults import exception_in, why_no_plan_helps
+from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
 from pipette_launch.megatron.flags import newest_release
 from pipette_launch.megatron.logs import (
     RERUN_EXIT_CODES,
     Iteration,
     MemoryLine,
-    explain_failure,
     parse_iteration,
     parse_memory,
 )
@@ -25,6 +24,7 @@ __all__ = [
     "environment",
     "exception_in",
     "explain_failure",
+    "failure_of",
     "fixed_fields",
     "newest_release",
     "parse_iteration",

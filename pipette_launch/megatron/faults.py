@@ -1,13 +1,77 @@
-"""Whether a script failed because of the plan, or would fail under every plan alike."""
+"""Why a script failed, read from what it printed, and whether it would fail under every plan alike."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from pipette_launch.megatron.logs import REFUSED_FLAG, UNKNOWN_FLAGS
+from pipette_launch.facts.messages.failure import Failure, FailureKind
 
+OUT_OF_MEMORY = "out of memory"
+KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
+    (
+        "out-of-memory",
+        r"torch\.(?:cuda\.)?OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|cudaErrorMemoryAllocation",
+        f"{OUT_OF_MEMORY}: torch's allocator could not get the GPU memory it asked for",
+    ),
+    (
+        "out-of-memory",
+        r"NCCL WARN Cuda failure.*out of memory|ncclUnhandledCudaError.*out of memory",
+        f"{OUT_OF_MEMORY}: NCCL's buffers",
+    ),
+    (
+        "out-of-memory",
+        r"CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED",
+        f"{OUT_OF_MEMORY}: a CUDA library's workspace",
+    ),
+    (
+        "out-of-memory",
+        r"DefaultCPUAllocator: can't allocate memory|\bMemoryError\b|Cannot allocate memory|std::bad_alloc",
+        f"{OUT_OF_MEMORY}: the host's memory is exhausted",
+    ),
+    # oneDNN names no cause: what it cannot get is the buffer of a kernel that it makes for a new shape.
+    (
+        "out-of-memory",
+        r"RuntimeError: could not create a primitive\s*$",
+        f"{OUT_OF_MEMORY}: a kernel of oneDNN got no buffer",
+    ),
+    (
+        "out-of-memory",
+        r"Memory cgroup out of memory|oom-kill|oom_kill|Out of memory: Killed process|OOM Killed",
+        f"{OUT_OF_MEMORY}: the kernel or the batch system killed a process",
+    ),
+    (
+        "other",
+        r"\(TP, PP\) mismatch after resume",
+        "the plan does not fit the checkpoint: its optimizer state cannot change TP or PP; fix tp and pp",
+    ),
+    (
+        "other",
+        r"Number of unpadded elements in each bucket need to be the same",
+        "the plan does not fit the checkpoint: its optimizer state was saved with other gradient buckets",
+    ),
+    (
+        "other",
+        r"CUDA_DEVICE_MAX_CONNECTIONS to 1|FSDP always requires CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_DEVICE_MAX_CONNECTIONS does not suit this configuration",
+    ),
+    (
+        "other",
+        r"not divisible by micro batch|contiguous micro-batches in a|dependency bubbles|without also enabling sequence",
+        "Megatron refuses this configuration: the plan is illegal, which is a defect of the planner",
+    ),
+    ("other", r"torch distributed is already initialized", "torch.distributed was initialised before Megatron"),
+    (
+        "unknown-flags",
+        r"error: unrecognized arguments: (?P<what>.+)",
+        "the script does not know the flags {what}",
+    ),
+    ("refused-flag", r"error: argument (?P<what>.+)", "the script refuses a flag: {what}"),
+    ("other", r"(?:NCCL|ncclSystemError|ncclRemoteError|ncclInternalError)[^\n]*(?:error|Error)", "NCCL failed"),
+    ("other", r"Watchdog caught collective operation timeout", "a collective operation timed out"),
+)
+"""What to look for, most telling first, and what it means; `{what}` is filled from the text."""
 EXCEPTION = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$", re.MULTILINE)
 """The line of a traceback that names the exception; torch puts the rank before it."""
 MISSING = re.compile(
@@ -24,44 +88,67 @@ MAY_BE_THE_LAYOUT = re.compile(
 """Exceptions that two layouts may share and a third may not, and those of ranks that miss another one."""
 
 
+OWN_WORDS = "the words that the script refuses are your own"
+
+
 def exception_in(text: str) -> str:
     """Return the last exception that a worker printed, type and message in one line; empty where there is none."""
     found = EXCEPTION.findall(text)
     return str(found[-1]).strip() if found else ""
 
 
+def explain_failure(text: str) -> Failure | None:
+    """Say why a worker failed, from what it printed; None where nothing is recognised."""
+    for kind, pattern, meaning in KNOWN_FAILURES:
+        found = re.search(pattern, text, re.MULTILINE)
+        if found:
+            named = {name: value.strip() for name, value in found.groupdict().items()}
+            return Failure(cause=meaning.format(**named), kind=kind, flags=_flags(kind, named.get("what", "")))
+    return None
+
+
+def _flags(kind: FailureKind, what: str) -> tuple[str, ...]:
+    """Name the flags in argparse's own sentence: `--typo 3 --other`, or `--seed/-s: invalid int value`."""
+    if kind == "unknown-flags":
+        return tuple(word for word in what.split() if word.startswith("--"))
+    return tuple(what.partition(":")[0].split("/")) if kind == "refused-flag" else ()
+
+
+def failure_of(cause: str) -> Failure:
+    """Tell the kind of a cause that is one line of a worker's: its exception, or the last thing that it printed."""
+    kind: FailureKind = "other"
+    if not OF_ONE_RANK.search(cause):
+        if MISSING.search(cause):
+            kind = "missing"
+        elif EXCEPTION.fullmatch(cause) and ": " in cause and not MAY_BE_THE_LAYOUT.search(cause):
+            kind = "exception"
+    return Failure(cause=cause, kind=kind)
+
+
 def why_no_plan_helps(
-    cause: str, *, before: Collection[str], written: Sequence[str], given: Sequence[str] | None
+    failure: Failure, *, before: Iterable[Failure], written: Sequence[str], given: Sequence[str] | None
 ) -> str:
     """Say why a script that died before its first iteration would die under every plan; empty where one may help.
 
     Args:
-        cause: why it died, in the words of `explain_failure`, or its exception in one line.
-        before: the causes of deaths under other layouts.
+        failure: why it died.
+        before: deaths under other layouts.
         written: the user's own words for the script.
         given: the words that it was given; None for the user's own.
 
     """
-    if _refuses_own_words(cause, written, written if given is None else given):
-        return "the words that the script refuses are your own"
-    if OF_ONE_RANK.search(cause):
-        return ""
-    if MISSING.search(cause):
+    if failure.kind == "unknown-flags" and any(flag in written for flag in failure.flags):
+        return OWN_WORDS
+    if failure.kind == "refused-flag" and any(
+        _values(written, flag) and _values(written, flag) == _values(written if given is None else given, flag)
+        for flag in failure.flags
+    ):
+        return OWN_WORDS
+    if failure.kind == "missing":
         return "what is missing is missing under every plan"
-    has_message = EXCEPTION.fullmatch(cause) and ": " in cause
-    if has_message and cause in before and not MAY_BE_THE_LAYOUT.search(cause):
+    if failure.kind == "exception" and any(failure.cause == other.cause for other in before):
         return "it is the same under two layouts"
     return ""
-
-
-def _refuses_own_words(cause: str, written: Sequence[str], given: Sequence[str]) -> bool:
-    """Whether argparse refused a flag that only the user wrote, or one whose values the plan did not change."""
-    _, is_unknown, flags = cause.partition(UNKNOWN_FLAGS)
-    if is_unknown:
-        return any(word.startswith("--") and word in written for word in flags.split())
-    _, is_refused, what = cause.partition(REFUSED_FLAG)
-    names = what.partition(":")[0].split("/") if is_refused else []
-    return any(values and values == _values(given, name) for name in names for values in [_values(written, name)])
 
 
 def _values(words: Sequence[str], flag: str) -> list[tuple[str, ...]]:

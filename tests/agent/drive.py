@@ -19,8 +19,7 @@ from pipette_launch import replan
 from pipette_launch.agent import start
 from pipette_launch.agent.controller import Command, Node
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
-from pipette_launch.facts.messages.round import Decision, NodeRecord
-from pipette_launch.facts.results.trials import TrialReport
+from pipette_launch.facts.messages.round import Decision, NodeRecord, TrialReport
 from pipette_launch.probe.progress import Sign, last_error, last_sign
 
 
@@ -123,7 +122,8 @@ class ScriptedConductor:
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
         num_steps = min(len(report.step_s), decision.iterations)
         phase = "trial" if decision.trial < self.table["trials"] else "train"
-        reason = f"{decision.reason}trial {decision.trial}: {num_steps} steps, {report.failure or 'well'}; "
+        end = report.failure.sentence if report.failure else "well"
+        reason = f"{decision.reason}trial {decision.trial}: {num_steps} steps, {end}; "
         return replace(decision, phase=phase, trial=decision.trial + 1, reason=reason)
 
     def trial_is_over(self) -> tuple[float, ...]:
@@ -159,9 +159,6 @@ class ScriptedConductor:
 
     def trained(self, *, lived_s: float, exit_codes: Any) -> bool:
         return lived_s > self.table.get("trained_after_s", 60.0) or 16 in exit_codes
-
-    def explain(self, text: str) -> str:
-        return "it was refused" if "REFUSED" in text else ""
 
     def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
         folder = self.folder / self.host

@@ -113,7 +113,7 @@ def test_a_plan_that_cannot_start_gives_way(tmp_path: Path, num_nodes: int, rest
     assert [0] * num_nodes == codes, text
     assert {f"{rank}-{begun}" for rank in range(slots) for begun in range(restarts + 1)} == set(seen(tmp_path))
     assert {"2"} == {entry["ATTEMPT"] for entry in seen(tmp_path).values()}
-    assert "SHOW train attempt=2 reason=rank 0 ended with exit code 1: it was refused" in text
+    assert "SHOW train attempt=2 reason=rank 0 ended with exit code 1: REFUSED: no such layout" in text
 
 
 def test_a_killed_worker_comes_back_under_the_same_plan(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from search.legal import legal_layouts
 from pipette_launch import megatron
 from pipette_launch.cost.learned.residual import features_of
 from pipette_launch.facts import Layout, Measurements, Plan, files
+from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.launch.cache.plans import CLUSTER, PLAN
 from pipette_launch.launch.coordinator import Chief
 from pipette_launch.launch.outcome import OutcomeTracker
@@ -242,7 +243,10 @@ def test_plans_are_tried_one_after_the_other(tmp_path: Path, monkeypatch: pytest
     first = one.decide(records(), None)
     # The agent puts the plan's variables into its own environment.
     monkeypatch.setattr(os, "environ", {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    died = [replace(node, attempt=0, verdict="before-first-iteration", failure="it died") for node in records()]
+    died = [
+        replace(node, attempt=0, verdict="before-first-iteration", failure=Failure(cause="it died"))
+        for node in records()
+    ]
 
     second = one.decide(died, first)
     third = one.decide([replace(node, attempt=1) for node in died], second)
@@ -259,7 +263,10 @@ def test_plans_are_tried_one_after_the_other(tmp_path: Path, monkeypatch: pytest
 def test_a_restart_keeps_everything(tmp_path: Path) -> None:
     """Plan, words and variables stay; that it has trained is remembered, also when the chief is another."""
     held = from_file(tmp_path, plan(PP)).decide(records(), None)
-    died = [replace(node, attempt=0, verdict="after-first-iteration", failure="x", has_plan=True) for node in records()]
+    died = [
+        replace(node, attempt=0, verdict="after-first-iteration", failure=Failure(cause="x"), has_plan=True)
+        for node in records()
+    ]
 
     kept = chief(tmp_path, options()).decide(died, held)
     again = chief(tmp_path, options()).decide([replace(node, verdict="before-first-iteration") for node in died], kept)
@@ -272,13 +279,15 @@ def test_words_that_the_user_wrote_are_no_plans_fault(tmp_path: Path) -> None:
     spare = plan(PP)
     two = replace(spare, alternatives=(spare.chosen,))
     one = from_file(tmp_path, two, "--numlayers", "8")
-    refused = "rank 0 ended with exit code 2: the script does not know the flags --numlayers 8"
+    refused = Failure(
+        cause="the script does not know the flags --numlayers 8", kind="unknown-flags", flags=("--numlayers",)
+    )
     died = [replace(node, attempt=0, verdict="before-first-iteration", failure=refused) for node in records()]
 
     after = one.decide(died, one.decide(records(), None))
 
     assert ("stop", True) == (after.phase, after.failed)
-    assert f"{refused}; no other plan is tried: the words that the script refuses are your own" == after.reason
+    assert f"{refused.sentence}; no other plan is tried: the words that the script refuses are your own" == after.reason
 
 
 def test_what_became_of_earlier_candidates_is_remembered(tmp_path: Path) -> None:
@@ -286,7 +295,10 @@ def test_what_became_of_earlier_candidates_is_remembered(tmp_path: Path) -> None
     one = from_file(tmp_path, plan(Layout(pp=4), Layout(pp=2, tp=2)))
     failed = [
         replace(
-            node, attempt=0, verdict="before-first-iteration", failure="rank 0 ended with exit code 1: KeyError: 'x'"
+            node,
+            attempt=0,
+            verdict="before-first-iteration",
+            failure=Failure(cause="KeyError: 'x'", kind="exception", rank=0),
         )
         for node in records()
     ]

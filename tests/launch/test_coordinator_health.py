@@ -13,6 +13,7 @@ from launch.worlds import options, plan, records
 from pipette_launch.facts import Layout, files
 from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.round import Decision
 from pipette_launch.launch.coordinator import Chief
 from pipette_launch.probe.options import ProbeOptions
@@ -160,7 +161,10 @@ def test_a_restart_knows_who_stood_by(tmp_path: Path) -> None:
     warmup = one.decide(records(3), None)
     failed = one.after_warmup(warmup, "it hangs")
     held = measured(one, one.decide(records(3), None))
-    died = [replace(node, attempt=0, verdict="before-first-iteration", failure="it died") for node in records(3)]
+    died = [
+        replace(node, attempt=0, verdict="before-first-iteration", failure=Failure(cause="it died"))
+        for node in records(3)
+    ]
     kept = one.decide([replace(node, verdict="none") for node in died], held)
     after = one.decide(died, held)
     alone = one.decide([replace(node, verdict="none") for node in died[:2]], held)

@@ -32,7 +32,7 @@ def records(count: int = 2, **changes: Any) -> list[NodeRecord]:
                 versions={"torch": "2.13.0"},
                 attempt=-1,
                 verdict="none",
-                failure="",
+                failure=None,
                 has_plan=False,
             ),
             **changes,

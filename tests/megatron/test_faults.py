@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pipette_launch.megatron import exception_in, why_no_plan_helps
+from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.megatron import exception_in, explain_failure, failure_of, why_no_plan_helps
 
 WRITTEN = "--lr x --micro-batch-size 2 --seed=y --typo 3".split()
 GIVEN = "--lr x --micro-batch-size 4 --seed=y --typo 3 --recompute-modules moe".split()
 
 
-def why(cause: str, *, before: str = "") -> str:
+def why(failure: Failure, *before: Failure) -> str:
     """What is said of a death."""
-    return why_no_plan_helps(cause, before=[before], written=WRITTEN, given=GIVEN)
+    return why_no_plan_helps(failure, before=before, written=WRITTEN, given=GIVEN)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_finds_the_exception(text: str, expected: str) -> None:
 )
 def test_what_is_missing_is_missing_under_every_plan(cause: str) -> None:
     """No layout makes a file or a module."""
-    assert "what is missing is missing under every plan" == why(cause)
+    assert "what is missing is missing under every plan" == why(failure_of(cause))
 
 
 @pytest.mark.parametrize(
@@ -48,8 +49,6 @@ def test_what_is_missing_is_missing_under_every_plan(cause: str) -> None:
     [
         "FileNotFoundError: [Errno 2] No such file or directory: '/c/iter_0000010/mp_rank_02/model_optim_rng.pt'",
         "FileNotFoundError: [Errno 2] No such file or directory: '/tmp/torchinductor_me/x.py'",
-        "out of memory: NCCL's buffers",
-        "NCCL failed",
         "AssertionError",
         "ValueError: this script refuses --pipeline-model-parallel-size 2",
         "RuntimeError: [gloo] Connection closed by peer",
@@ -58,26 +57,99 @@ def test_what_is_missing_is_missing_under_every_plan(cause: str) -> None:
 )
 def test_what_another_plan_may_spare(cause: str) -> None:
     """Memory, a layout's own files and refusals, ranks that miss another: also the second time."""
-    assert "" == why(cause, before=cause)
+    assert "" == why(failure_of(cause), failure_of(cause))
 
 
 def test_an_exception_under_two_layouts_is_the_scripts() -> None:
     """It must be the same to the letter."""
-    assert "it is the same under two layouts" == why("KeyError: 'a'", before="KeyError: 'a'")
-    assert "" == why("KeyError: 'a'", before="KeyError: 'b'")
+    assert "it is the same under two layouts" == why(failure_of("KeyError: 'a'"), failure_of("KeyError: 'a'"))
+    assert "" == why(failure_of("KeyError: 'a'"), failure_of("KeyError: 'b'"))
+
+
+@pytest.mark.parametrize("text", ["CUBLAS_STATUS_ALLOC_FAILED", "NCCL error", "torch.OutOfMemoryError: no"])
+def test_what_is_recognised_is_no_proof_against_all_plans(text: str) -> None:
+    """Memory and a lost peer are never called the script's, though two layouts died of the same."""
+    failure = explain_failure(text)
+
+    assert failure is not None
+    assert "" == why(failure, failure)
 
 
 @pytest.mark.parametrize(
-    ("cause", "is_own"),
+    ("text", "flags", "is_own"),
     [
-        ("the script refuses a flag: --lr: invalid float value: 'x'", True),
-        ("the script refuses a flag: --seed/-s: invalid int value: 'y'", True),
-        ("the script does not know the flags --typo 3", True),
-        ("the script refuses a flag: --micro-batch-size: invalid choice: 4", False),
-        ("the script refuses a flag: --recompute-modules: invalid choice: 'moe'", False),
-        ("the script does not know the flags --recompute-modules moe", False),
+        ("error: argument --lr: invalid float value: 'x'", ["--lr"], True),
+        ("error: argument --seed/-s: invalid int value: 'y'", ["--seed", "-s"], True),
+        ("error: unrecognized arguments: --typo 3", ["--typo"], True),
+        ("error: argument --micro-batch-size: invalid choice: 4", ["--micro-batch-size"], False),
+        ("error: argument --recompute-modules: invalid choice: 'moe'", ["--recompute-modules"], False),
+        ("error: unrecognized arguments: --recompute-modules moe", ["--recompute-modules"], False),
     ],
 )
-def test_words_of_the_users_are_refused_under_every_plan(cause: str, is_own: bool) -> None:
+def test_words_of_the_users_are_refused_under_every_plan(text: str, flags: list[str], is_own: bool) -> None:
     """Those that the plan wrote, or whose value it changed, are the plan's."""
-    assert ("the words that the script refuses are your own" if is_own else "") == why(cause)
+    failure = explain_failure(f"usage: pretrain_gpt.py\n{text}\n")
+
+    assert failure is not None
+    assert flags == list(failure.flags)
+    assert ("the words that the script refuses are your own" if is_own else "") == why(failure)
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139",
+            "out of memory: torch's allocator",
+        ),
+        ("torch.cuda.OutOfMemoryError: HIP out of memory", "out of memory: torch's allocator"),
+        ("RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be", "out of memory: torch's allocator"),
+        ("node1:12:12 [0] NCCL WARN Cuda failure 2 'out of memory'", "out of memory: NCCL"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "out of memory: a CUDA library"),
+        (
+            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
+            "out of memory: the host",
+        ),
+        ("[rank1]: RuntimeError: could not create a primitive", "out of memory: a kernel of oneDNN"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.", "out of memory: the kernel"),
+        ("Memory cgroup out of memory: Killed process 12 (python)", "out of memory: the kernel"),
+        (
+            "(TP, PP) mismatch after resume ((2, 2) vs (4, 1) from checkpoint): not supported for DistributedOptimizer",
+            "the plan does not fit the checkpoint: its optimizer state cannot change TP or PP",
+        ),
+        (
+            "Number of unpadded elements in each bucket need to be the same in current run (1) and checkpoint (2)",
+            "the plan does not fit the checkpoint: its optimizer state was saved with other gradient buckets",
+        ),
+        (
+            "AssertionError: Using ... require setting the environment variable CUDA_DEVICE_MAX_CONNECTIONS to 1",
+            "CUDA_DEVICE_MAX_CONNECTIONS does not suit",
+        ),
+        ("global batch size (6) is not divisible by micro batch size (4)", "Megatron refuses this configuration"),
+        ("pretrain_gpt.py: error: unrecognized arguments: --mine 3\n", "the script does not know the flags --mine 3"),
+        ("pretrain_gpt.py: error: argument --lr: invalid float value: 'x'\n", "the script refuses a flag: --lr: inv"),
+    ],
+)
+def test_failures_are_explained(text: str, start: str) -> None:
+    """The texts of torch, NCCL, the kernel, batch systems and Megatron each have one meaning."""
+    failure = explain_failure(f"some line\n{text}\nanother line")
+
+    assert failure is not None
+    assert failure.cause.startswith(start)
+    assert (failure.kind == "out-of-memory") == start.startswith("out of memory")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: could not create a primitive descriptor for a matmul primitive",
+        "",
+        "exiting program at iteration 5",
+        "RNG state will be ignored",
+        "number of parameters: 10",
+        "loss is high",
+    ],
+)
+def test_other_texts_are_not_explained(text: str) -> None:
+    """Deliberate ends and harmless notices are no failures."""
+    assert explain_failure(text) is None

@@ -11,18 +11,20 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs
 
+from pipette_launch import megatron
 from pipette_launch.agent import failures, worker_health
 from pipette_launch.agent.logs import WatchedLogs
 from pipette_launch.agent.streams import Streams
 from pipette_launch.agent.sync.agreement import reports
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages.round import Decision
-from pipette_launch.facts.results.trials import TrialReport
+from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.facts.messages.round import Decision, TrialReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -142,12 +144,11 @@ class TrialRun:
         if self._num_heard >= decision.iterations:
             exchange.settle(key, "", deadline_s=SETTLE_S)
         elif any(codes.values()):
-            exchange.settle(key, self._describe(codes, seats), deadline_s=SETTLE_S)
+            exchange.settle(key, files.dumps(self._describe(codes, seats)), deadline_s=SETTLE_S)
         elif self._is_late(decision, seats):
             waited_s = time.monotonic() - self._heard_s
-            exchange.settle(
-                key, f"it hung: no iteration within {waited_s:.0f} s after {self._num_heard}", deadline_s=SETTLE_S
-            )
+            hung = Failure(cause=f"it hung: no iteration within {waited_s:.0f} s after {self._num_heard}")
+            exchange.settle(key, files.dumps(hung), deadline_s=SETTLE_S)
         elif codes and all(code == 0 for code in codes.values()):
             return self._all_have_ended(exchange, decision)
         else:
@@ -171,16 +172,16 @@ class TrialRun:
             return silent_s > (next_s if self._num_heard else first_s)
         return silent_s > first_s + decision.iterations * next_s
 
-    def _describe(self, codes: Mapping[int, int | None], seats: Sequence[Seat]) -> str:
-        """Say which worker died, and why; of several the one whose words tell most."""
+    def _describe(self, codes: Mapping[int, int | None], seats: Sequence[Seat]) -> Failure:
+        """Say which worker died, and why; of several one whose words are known."""
         assert self._streams is not None
         # The reason is among the last words.
         self._streams.close()
         dead = [local for local, code in codes.items() if code]
-        known = {local: self._conductor.explain("\n".join(self._streams.tail(local))) for local in dead}
-        local = max(dead, key=lambda one: bool(known[one]))
-        why = known[local] or failures.last_words(self._streams.tail(local))
-        return failures.told(seats[local].rank, codes[local] or 0, why)
+        known = {local: megatron.explain_failure("\n".join(self._streams.tail(local))) for local in dead}
+        local = max(dead, key=lambda one: known[one] is not None)
+        why = known[local] or megatron.failure_of(failures.last_words(self._streams.tail(local)))
+        return replace(why, rank=seats[local].rank, exit_code=codes[local] or 0)
 
     def _end(self, exchange: Exchange, decision: Decision, token: str, processes: Mapping[int, Popen[bytes]]) -> None:
         """Leave nothing behind of this node's workers, and tell what they printed."""
@@ -191,7 +192,7 @@ class TrialRun:
         if token not in decision.tokens:
             return
         step_s = self._conductor.trial_is_over()
-        report = TrialReport(step_s=step_s, failure="", took_s=time.monotonic() - self._began_s)
+        report = TrialReport(step_s=step_s, failure=None, took_s=time.monotonic() - self._began_s)
         exchange.put(f"{decision.key}/report/{token}", files.dumps(report))
 
     def _kill(self, processes: Mapping[int, Popen[bytes]]) -> None:
@@ -206,9 +207,10 @@ class TrialRun:
         if absent:
             exchange.put(f"{decision.key}/absent", " ".join(absent))
         else:
+            end = exchange.peek(f"{decision.key}/end")
             whole = TrialReport(
                 step_s=max((report.step_s for report in told), key=len),
-                failure=exchange.peek(f"{decision.key}/end") or "",
+                failure=files.loads(Failure, end, "how the trial ended") if end else None,
                 took_s=max(report.took_s for report in told),
             )
             following = files.dumps(self._conductor.after_trial(decision, whole))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsSpecs, Std
 
 from pipette_launch.agent import worker_health
-from pipette_launch.agent.failure_attribution import Failure, NodeReport, judge
+from pipette_launch.agent.failure_attribution import NodeReport, WarmupFailure, judge
 from pipette_launch.agent.sync.agreement import reports
 from pipette_launch.agent.worker_health import Vitals
 from pipette_launch.errors import ClusterError
@@ -109,7 +109,7 @@ class Warmup:
         self.failure, self.absent = "; ".join(filter(None, (failure.words, left))), failure.absent
         return "failed"
 
-    def _judge(self, exchange: Exchange, decision: Decision, token: str, watched: Vitals) -> Failure | None:
+    def _judge(self, exchange: Exchange, decision: Decision, token: str, watched: Vitals) -> WarmupFailure | None:
         """Return why the warm-up fails; None while it does not, and once all nodes are done."""
         codes = watched.exit_codes()
         if any(codes) or watched.is_hung or self._is_late() or exchange.has("warmup-alarm"):
@@ -133,7 +133,7 @@ class Warmup:
     def _waited_s(self) -> float:
         return time.monotonic() - self._began_s
 
-    def _find_out(self, exchange: Exchange, decision: Decision, token: str, watched: Vitals) -> Failure:
+    def _find_out(self, exchange: Exchange, decision: Decision, token: str, watched: Vitals) -> WarmupFailure:
         """Tell all how this node's workers are; returns what the first agent makes of it."""
         waited_s = self._waited_s()
         exchange.put("warmup-alarm", "yes")
@@ -151,5 +151,5 @@ class Warmup:
             return failure
         with contextlib.suppress(ClusterError):
             text = exchange.take("warmup-verdict", what="why the warm-up failed", deadline_s=VERDICT_S)
-            return files.loads(Failure, text, "verdict of the first agent")
+            return files.loads(WarmupFailure, text, "verdict of the first agent")
         return judge([report], decision.hosts[:1], waited_s=waited_s)

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from pipette_launch.errors import FactError
 from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.machines.cluster import Host
+from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.results.plan import Choice, Plan
 
 AttemptEnd = Literal["none", "before-first-iteration", "after-first-iteration"]
@@ -36,8 +37,8 @@ class NodeRecord:
     attempt: int
     """Index of the last attempt at training, -1 before the first."""
     verdict: AttemptEnd
-    failure: str
-    """Why that attempt ended, one sentence; empty when it did not fail on this node."""
+    failure: Failure | None
+    """Why that attempt ended; None when it did not fail on this node."""
     has_plan: bool
     is_misuse: bool = False
     """Whether the trouble is that a flag asks for what this machine does not have."""
@@ -73,8 +74,8 @@ class Decision:
     """The candidate has trained, so that a later failure does not mean that its plan cannot start."""
     script_arguments: tuple[str, ...] | None = None
     """What the script is given; None for the user's own words, untouched."""
-    failures: tuple[str, ...] = ()
-    """Why the candidates before this one could not start, one sentence of each node."""
+    failures: tuple[Failure, ...] = ()
+    """Why the candidates before this one could not start, one of each node."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the workers get beside torchrun's own."""
     patches: tuple[str, ...] = ()
@@ -139,3 +140,18 @@ class Decision:
         size = self.plan.devices_per_host
         host = self.plan.hosts.index(self.hosts[here])
         return choice.placement[host * size : (host + 1) * size]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialReport:
+    """What all agents together observed of one trial."""
+
+    KIND: ClassVar[str] = "trial-report"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    step_s: tuple[float, ...]
+    """The step times that the script printed, in their order; empty on nodes without the last rank."""
+    failure: Failure | None
+    """Why the trial ended early; None when it did not."""
+    took_s: float
+    """From the start of the workers until their devices were free again."""

@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Samples
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrialReport:
-    """What all agents together observed of one trial."""
-
-    KIND: ClassVar[str] = "trial-report"
-    SCHEMA_VERSION: ClassVar[int] = 1
-
-    step_s: tuple[float, ...]
-    """The step times that the script printed, in their order; empty on nodes without the last rank."""
-    failure: str
-    """Why the trial ended early, one sentence; empty when it did not."""
-    took_s: float
-    """From the start of the workers until their devices were free again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipette_launch.facts import Choice, Plan
-    from pipette_launch.facts.results.trials import TrialReport
+    from pipette_launch.facts.messages.round import TrialReport
 
 
 def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, iterations: int) -> Trial:
@@ -38,7 +38,7 @@ def tried(choice: Choice, report: TrialReport, *, is_own: bool, warm_ups: int, i
         is_own=is_own,
         predicted_step_s=choice.step_time_s,
         step=Samples(values_s=steps_s[warm_ups:], warmup_s=steps_s[:warm_ups]) if is_whole else None,
-        failure="" if is_whole else report.failure or short,
+        failure="" if is_whole else report.failure.sentence if report.failure else short,
         took_s=report.took_s,
     )
 

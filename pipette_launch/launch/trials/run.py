@@ -11,9 +11,9 @@ from pipette_launch.launch.nodes import joined
 from pipette_launch.replan import why_to_give_up
 
 if TYPE_CHECKING:
-    from pipette_launch.facts import Job, Plan
-    from pipette_launch.facts.messages.round import Decision
-    from pipette_launch.facts.results.trials import TrialReport
+    from pipette_launch.facts import Job, Layout, Plan
+    from pipette_launch.facts.messages.failure import Failure
+    from pipette_launch.facts.messages.round import Decision, TrialReport
     from pipette_launch.launch.options import Options
     from pipette_launch.launch.user_script import Script
 
@@ -27,6 +27,8 @@ class _Contest:
     num_plans: int
     warm_ups: int
     runs: tuple[Trial, ...] = ()
+    deaths: tuple[tuple[Layout, Failure], ...] = ()
+    """Layouts that ended early, and why."""
 
 
 class Settled(NamedTuple):
@@ -85,16 +87,25 @@ class Referee:
             warm_ups=contest.warm_ups,
             iterations=self._options.trial_iters,
         )
-        if run.failure and not report.step_s:
+        deaths = contest.deaths
+        if report.failure and run.step is None:
             # Other layouts' deaths alone tell that it is not the layout's doing.
-            before = [other.failure for other in contest.runs if other.step is None and other.layout != run.layout]
-            hopeless = why_to_give_up(
-                [run.failure], before=before, written=self._options.script_arguments, given=ended.script_arguments
+            before = [failure for layout, failure in deaths if layout != run.layout]
+            hopeless = (
+                ""
+                if report.step_s
+                else why_to_give_up(
+                    [report.failure],
+                    before=before,
+                    written=self._options.script_arguments,
+                    given=ended.script_arguments,
+                )
             )
             if hopeless:
                 self._contest = None
                 return replace(ended, phase="stop", plan=None, failed=True, reason=hopeless)
-        self._contest = contest = replace(contest, runs=(*contest.runs, run))
+            deaths = (*deaths, (run.layout, report.failure))
+        self._contest = contest = replace(contest, runs=(*contest.runs, run), deaths=deaths)
         if len(contest.runs) <= contest.num_plans:
             return self._next(replace(ended, reason=trial_line(run)), contest)
         trials = Trials(asked=self._options.trials, iterations=self._options.trial_iters, runs=contest.runs)

@@ -20,8 +20,7 @@ from pipette_launch.agent.phases.trial import TrialRun
 from pipette_launch.agent.sync.agreement import begin_anew
 from pipette_launch.agent.sync.store import Exchange
 from pipette_launch.errors import ClusterError
-from pipette_launch.facts.messages.round import Decision
-from pipette_launch.facts.results.trials import TrialReport
+from pipette_launch.facts.messages.round import Decision, TrialReport
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 HOSTS = ("node1", "node2")
@@ -61,7 +60,7 @@ def test_trials_end_on_all_nodes_and_the_training_follows(tmp_path: Path) -> Non
     assert {f"ran-{phase}-{rank}" for phase in phases for rank in "01"} == {p.name for p in tmp_path.glob("ran-*")}
     assert (
         "trial 0: 3 steps, well; "
-        "trial 1: 0 steps, rank 1 ended with exit code 1: it was refused; "
+        "trial 1: 0 steps, rank 1 ended with exit code 1: REFUSED: no such layout; "
         "trial 2: 0 steps, it hung: no iteration within 6 s after 0; "
     ) in text
     # Of what trials print, nothing reaches the user.
@@ -87,9 +86,6 @@ class Judge:
 
     def trial_is_over(self) -> tuple[float, ...]:
         return (0.1, 0.2, 0.3)
-
-    def explain(self, text: str) -> str:
-        return ""
 
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
         self.reports.append(report)
@@ -133,7 +129,7 @@ def test_a_script_that_ends_by_itself_ends_the_trial_when_all_have(monkeypatch: 
     second.await_end()
     first.await_end()
 
-    assert [("", (0.1, 0.2, 0.3))] == [(one.failure, one.step_s) for one in first.judge.reports]
+    assert [(None, (0.1, 0.2, 0.3))] == [(one.failure, one.step_s) for one in first.judge.reports]
 
 
 def test_a_node_that_is_gone_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:

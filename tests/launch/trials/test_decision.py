@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from launch.worlds import plan
 
 from pipette_launch.facts import Layout, Plan, Samples, files
-from pipette_launch.facts.results.trials import Trial, TrialReport, Trials
+from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.facts.messages.round import TrialReport
+from pipette_launch.facts.results.trials import Trial, Trials
 from pipette_launch.launch.trials.decision import noise_s, outruns, settle, trial_line, tried, winner
 
 LAYOUTS = (Layout(pp=2, dp=2), Layout(tp=2, dp=2), Layout(pp=4), Layout(tp=4))
@@ -147,10 +149,11 @@ def test_when_all_fail_the_prediction_stands() -> None:
 def test_a_trial_counts_what_lies_behind_its_warm_ups() -> None:
     """Too few steps are a failure with the reason that is known, and too many are cut off."""
     steps_s = (9.0, 8.0, 1.0, 1.2, 1.1, 7.0)
-    report = TrialReport(step_s=steps_s, failure="", took_s=1.0)
+    report = TrialReport(step_s=steps_s, failure=None, took_s=1.0)
+    hung = replace(report, step_s=(), failure=Failure(cause="it hung"))
     whole = tried(PLAN.own, report, is_own=True, warm_ups=2, iterations=3)
     short = tried(PLAN.own, replace(report, step_s=steps_s[:4]), is_own=True, warm_ups=2, iterations=3)
-    died = tried(PLAN.chosen, replace(report, step_s=(), failure="it hung"), is_own=False, warm_ups=2, iterations=3)
+    died = tried(PLAN.chosen, hung, is_own=False, warm_ups=2, iterations=3)
 
     assert Samples(values_s=(1.0, 1.2, 1.1), warmup_s=(9.0, 8.0)) == whole.step
     assert "your own configuration: measured 1.10 s a step, spread 9%, predicted 1.00 s" == trial_line(whole)

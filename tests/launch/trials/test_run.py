@@ -11,9 +11,10 @@ from facts_for_tests import tiny_cluster, tiny_measurements
 from launch.worlds import chief, options, plan, records, value
 
 from pipette_launch.facts import Layout, Plan, files
-from pipette_launch.facts.messages.round import Decision
-from pipette_launch.facts.results.trials import TrialReport
+from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.facts.messages.round import Decision, TrialReport
 from pipette_launch.launch.coordinator import Chief
+from pipette_launch.megatron import failure_of
 from pipette_launch.probe.options import ProbeOptions
 
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
@@ -25,7 +26,7 @@ def asked(folder: Path, *more: str, made: Plan = TWO, **changes: Any) -> Chief:
     return chief(folder, options(*more, **{"plan": folder / "mine.json", "trials": 2, **changes}))
 
 
-def report(*steps_s: float, failure: str = "") -> TrialReport:
+def report(*steps_s: float, failure: Failure | None = None) -> TrialReport:
     """What came of a trial."""
     return TrialReport(step_s=(5.0, 5.0, *steps_s), failure=failure, took_s=3.0)
 
@@ -37,7 +38,9 @@ def play(judge: Chief, first: Decision, steps_s: dict[Layout, float]) -> list[De
         now = decisions[-1]
         layout = now.choice.layout if now.choice else Layout(dp=4)
         step_s = steps_s.get(layout)
-        decisions.append(judge.after_trial(now, report(*[step_s] * 5) if step_s else report(failure="it died")))
+        decisions.append(
+            judge.after_trial(now, report(*[step_s] * 5) if step_s else report(failure=Failure(cause="it died")))
+        )
     return decisions
 
 
@@ -111,27 +114,32 @@ def test_when_nothing_runs_the_prediction_stands_and_is_not_believed_later(tmp_p
 def test_a_script_that_cannot_run_is_tried_once(tmp_path: Path) -> None:
     """A death that no plan can avoid ends the job in its first trial, as it would in the training."""
     judge = asked(tmp_path)
-    missing = "rank 1 ended with exit code 1: FileNotFoundError: [Errno 2] No such file or directory: '/data'"
+    missing = replace(
+        failure_of("FileNotFoundError: [Errno 2] No such file or directory: '/data'"), rank=1, exit_code=1
+    )
     last = judge.after_trial(judge.decide(records(), None), TrialReport(step_s=(), failure=missing, took_s=3.0))
 
     assert ("stop", True, None) == (last.phase, last.failed, last.plan)
-    assert f"{missing}; no other plan is tried: what is missing is missing under every plan" == last.reason
+    assert f"{missing.sentence}; no other plan is tried: what is missing is missing under every plan" == last.reason
 
 
 @pytest.mark.parametrize(
     ("failure", "phases"),
     [
-        ("KeyError: 'tokens'", ["trial", "trial", "stop"]),
-        ("ValueError: bad shape of a tensor", ["trial", "trial", "trial", "train"]),
-        ("out of memory: the host's memory is exhausted", ["trial", "trial", "trial", "train"]),
+        (failure_of("KeyError: 'tokens'"), ["trial", "trial", "stop"]),
+        (failure_of("ValueError: bad shape of a tensor"), ["trial", "trial", "trial", "train"]),
+        (
+            Failure(cause="out of memory: the host's memory is exhausted", kind="out-of-memory"),
+            ["trial", "trial", "trial", "train"],
+        ),
     ],
 )
-def test_the_same_death_in_two_trials_ends_the_job(failure: str, phases: list[str], tmp_path: Path) -> None:
+def test_the_same_death_in_two_trials_ends_the_job(failure: Failure, phases: list[str], tmp_path: Path) -> None:
     """Where neither the layout nor memory may be the cause, two layouts settle it; else every trial has its turn."""
     judge = asked(tmp_path)
     seen = [judge.decide(records(), None)]
     while seen[-1].phase == "trial":
-        told = f"rank {len(seen)} ended with exit code 1: {failure}"
+        told = replace(failure, rank=len(seen), exit_code=1)
         seen.append(judge.after_trial(seen[-1], TrialReport(step_s=(), failure=told, took_s=3.0)))
 
     assert phases == [step.phase for step in seen]
@@ -140,7 +148,9 @@ def test_the_same_death_in_two_trials_ends_the_job(failure: str, phases: list[st
 def test_a_trial_that_has_trained_ends_no_job(tmp_path: Path) -> None:
     """What dies behind its first iteration runs under some plan: the next trial begins."""
     judge = asked(tmp_path)
-    missing = "rank 1 ended with exit code 1: FileNotFoundError: [Errno 2] No such file or directory: '/data'"
+    missing = replace(
+        failure_of("FileNotFoundError: [Errno 2] No such file or directory: '/data'"), rank=1, exit_code=1
+    )
     last = judge.after_trial(judge.decide(records(), None), TrialReport(step_s=(5.0,), failure=missing, took_s=3.0))
 
     assert "trial" == last.phase

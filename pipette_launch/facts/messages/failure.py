@@ -1,0 +1,40 @@
+"""Why a worker or a trial ended early, as data: made where its output is read, matched by kind everywhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+FailureKind = Literal["out-of-memory", "unknown-flags", "refused-flag", "missing", "exception", "other"]
+"""`missing`: a file or module that is missing under every plan. `exception`: one that no layout is known to cause."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One cause, and the rank that told it."""
+
+    KIND: ClassVar[str] = "failure"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    cause: str
+    """One sentence for the user; empty where nothing is known."""
+    kind: FailureKind = "other"
+    flags: tuple[str, ...] = ()
+    """Names of the flags that the script does not know or refuses, as `--seed`."""
+    rank: int | None = None
+    """RANK of the worker that ended; None where none did."""
+    exit_code: int = 0
+    """Of that worker; negative for the signal that ended it."""
+
+    @property
+    def sentence(self) -> str:
+        """Say what the user reads: the cause, behind the rank and how it ended."""
+        if self.rank is None:
+            return self.cause
+        told = f"rank {self.rank} ended with {exit_words(self.exit_code)}"
+        return f"{told}: {self.cause}" if self.cause else told
+
+
+def exit_words(exit_code: int) -> str:
+    """Return an exit code as people say it: `exit code 1`, `signal 9`."""
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

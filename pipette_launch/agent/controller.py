@@ -25,7 +25,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
+class WorkerCommand:
     """What to start on every slot of this node."""
 
     entrypoint: str | Callable[..., Any]
@@ -34,8 +34,8 @@ class Command:
     """Variables added to the agent's own."""
 
 
-class Conductor(Protocol):
-    """Decides for the job; the agent acts."""
+class Policy(Protocol):
+    """Decides for the job. Every node has one; `decide` and what follows it are called on the coordinator's alone."""
 
     def begin(self, node: Node) -> str:
         """Take what torchrun knows of this node; return the token that names the agent."""
@@ -43,25 +43,23 @@ class Conductor(Protocol):
     def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None, has_plan: bool) -> NodeRecord:
         """Introduce this node to the others."""
 
-    def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
-        """Decide for all nodes what a new round does (called on the chief only)."""
-
-    def after_warmup(self, decision: Decision, failure: str) -> Decision:
-        """Turn what the warm-up measured into a plan (called on the chief only)."""
-
-    def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
-        """Turn what came of a trial into the next one, or into the training (called on the chief only)."""
-
-    def measured(self) -> str:
-        """Return what the warm-up left on this node; empty where it left nothing."""
-
-    def receive(self, measured: str) -> None:
-        """Take what the warm-up left on another node (called on a chief that took no part in it)."""
-
     def show(self, decision: Decision, *, speaks: bool) -> None:
         """Take note of what was decided; `speaks` is true on the one node that tells the user."""
 
-    def command(self, decision: Decision) -> Command:
+    def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
+        """Decide for all nodes what a new round does."""
+
+    def after_warmup(self, decision: Decision, failure: str) -> Decision:
+        """Turn what the warm-up measured into a plan."""
+
+    def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
+        """Turn what came of a trial into the next one, or into the training."""
+
+
+class WorkerCommands(Protocol):
+    """Says what the workers of this node run, and reads what they print."""
+
+    def command(self, decision: Decision) -> WorkerCommand:
         """Return what this node's workers run under a decision."""
 
     def saw_line(self, line: str) -> bool:
@@ -69,6 +67,21 @@ class Conductor(Protocol):
 
     def trained(self, *, lived_s: float, exit_codes: Collection[int]) -> bool:
         """Whether workers that showed no iteration had trained all the same: how long they lived, how they ended."""
+
+    def trial_is_over(self) -> tuple[float, ...]:
+        """Take note that no worker of a trial is left here, once the devices are free; returns the steps it printed."""
+
+    @property
+    def trial_patience_s(self) -> tuple[float, float]:
+        """After how long without the first iteration, and without each later one, a trial counts as hung."""
+
+
+class WarmupView(Protocol):
+    """Sees the warm-up's workers of this node, and holds what they measured."""
+
+    @property
+    def warmup_deadline_s(self) -> float:
+        """After how long a warm-up counts as hung."""
 
     def warmup_sign(self, local_rank: int) -> tuple[Sign | None, str]:
         """Return what a local warm-up worker last said of itself, and why it failed if it said so."""
@@ -79,13 +92,12 @@ class Conductor(Protocol):
     def warmup_is_over(self) -> None:
         """Take note that no worker of the warm-up is left on this node; returns once the devices are free again."""
 
-    def trial_is_over(self) -> tuple[float, ...]:
-        """Take note that no worker of a trial is left here, once the devices are free; returns the steps it printed."""
+    def measured(self) -> str:
+        """Return what the warm-up left on this node; empty where it left nothing."""
 
-    @property
-    def trial_patience_s(self) -> tuple[float, float]:
-        """After how long without the first iteration, and without each later one, a trial counts as hung."""
+    def receive(self, measured: str) -> None:
+        """Take what the warm-up left on another node (called on a coordinator that took no part in it)."""
 
-    @property
-    def warmup_deadline_s(self) -> float:
-        """After how long a warm-up counts as hung."""
+
+class Controller(Policy, WorkerCommands, WarmupView, Protocol):
+    """All that one agent asks for; each phase gets the part that it needs."""

@@ -8,15 +8,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Seat(NamedTuple):
-    """The worker with LOCAL_RANK i (the i-th seat) has this RANK and this device of the node."""
+class DeviceBinding(NamedTuple):
+    """The worker with LOCAL_RANK i (the i-th binding) has this RANK and this device of the node."""
 
     rank: int
     device: int
 
 
-def seats(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[Seat, ...]:
-    """Seat the ranks of a node's devices (in device order) on its workers.
+def bindings(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[DeviceBinding, ...]:
+    """Bind the ranks of a node's devices (in device order) to its workers.
 
     Parts of Megatron, Transformer Engine and DeepEP take `RANK % devices` for the device. Where the node's ranks are
     distinct modulo their number, LOCAL_RANK is made equal to that, and the devices are reordered underneath; elsewhere
@@ -24,8 +24,8 @@ def seats(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[Seat, ..
     """
     size = len(ranks)
     if keep_devices or len({rank % size for rank in ranks}) < size:
-        return tuple(Seat(rank=rank, device=device) for device, rank in enumerate(ranks))
-    by_residue = {rank % size: Seat(rank=rank, device=device) for device, rank in enumerate(ranks)}
+        return tuple(DeviceBinding(rank=rank, device=device) for device, rank in enumerate(ranks))
+    by_residue = {rank % size: DeviceBinding(rank=rank, device=device) for device, rank in enumerate(ranks)}
     return tuple(by_residue[residue] for residue in range(size))
 
 

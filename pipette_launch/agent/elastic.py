@@ -21,17 +21,17 @@ from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalExcep
 from pipette_launch import megatron
 from pipette_launch.agent import failures, worker_health
 from pipette_launch.agent.controller import Node
-from pipette_launch.agent.device_binding import Seat, seats, visible_devices
+from pipette_launch.agent.device_binding import DeviceBinding, bindings, visible_devices
 from pipette_launch.agent.logs import WatchedLogs
 from pipette_launch.agent.phases import standby
-from pipette_launch.agent.phases.before_training import Prelude
-from pipette_launch.agent.phases.first_iteration import NEWS_S, Witness
+from pipette_launch.agent.phases.before_training import PhasesBeforeTraining
+from pipette_launch.agent.phases.first_iteration import NEWS_S, FirstIteration
 from pipette_launch.agent.streams import Streams
-from pipette_launch.agent.sync.agreement import MEETING_S, agree, begin_anew
+from pipette_launch.agent.sync.agreement import PEER_WAIT_S, agree, begin_anew
 from pipette_launch.agent.sync.exit_barrier import await_all, say_goodbye
-from pipette_launch.agent.sync.rendezvous import Meeting
+from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
-from pipette_launch.agent.sync.store import Exchange
+from pipette_launch.agent.sync.store import RoundStore
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.messages.round import Decision
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
     from torch.distributed.elastic.agent.server.api import WorkerGroup
 
-    from pipette_launch.agent.controller import Conductor
+    from pipette_launch.agent.controller import Controller
     from pipette_launch.facts.messages.failure import Failure
     from pipette_launch.facts.messages.round import AttemptEnd
 
@@ -54,24 +54,30 @@ class _NothingToRun(Exception):  # noqa: N818
 
 
 class PipetteAgent(LocalElasticAgent):
-    """The agent of one node. Everything that is a judgement is the conductor's."""
+    """The agent of one node. Everything that is a judgement is the controller's."""
 
     def __init__(
-        self, spec: WorkerSpec, logs_specs: LogsSpecs, *args: Any, conductor: Conductor, meeting: Meeting, **kwargs: Any
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        *args: Any,
+        controller: Controller,
+        rendezvous_settings: RendezvousSettings,
+        **kwargs: Any,
     ) -> None:
         # The fast path of rank assignment takes all nodes to be equal without asking them.
         os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
         self._handler = AgentStoreHandler(spec.rdzv_handler)
         spec.rdzv_handler = self._handler
         super().__init__(spec, logs_specs, *args, **kwargs)
-        self._conductor = conductor
-        self._meeting = meeting
+        self._controller = controller
+        self._rendezvous_settings = rendezvous_settings
         self._user_logs = logs_specs
         self._base_environment = dict(os.environ)
-        self._address = spec.local_addr or meeting.own_address()
-        self._exchange: Exchange | None = None
+        self._address = spec.local_addr or rendezvous_settings.own_address()
+        self._round_store: RoundStore | None = None
         self._decision: Decision | None = None
-        self._seats: tuple[Seat, ...] = ()
+        self._bindings: tuple[DeviceBinding, ...] = ()
         self._store_of_phase: TCPStore | None = None
         self._streams: Streams | None = None
         self._same_round = False
@@ -79,12 +85,12 @@ class PipetteAgent(LocalElasticAgent):
         self._attempt = -1
         self._starts = 0
         self._phase_began_s = 0.0
-        self._witness = Witness()
-        self._prelude = Prelude(conductor, self._handler, self._address)
+        self._first_iteration = FirstIteration()
+        self._before_training = PhasesBeforeTraining(controller, self._handler, self._address)
         self._verdict: AttemptEnd = "none"
         self._failure: Failure | None = None
         self._charged = False
-        self._token = conductor.begin(
+        self._token = controller.begin(
             Node(
                 entrypoint=spec.entrypoint or sys.executable,
                 arguments=tuple(str(word) for word in spec.args),
@@ -101,22 +107,22 @@ class PipetteAgent(LocalElasticAgent):
     ) -> list[Worker]:
         workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
         # Static rendezvous promises the order of --node-rank; group ranks follow the addresses.
-        first = group_rank if self._meeting.node_rank < 0 else self._meeting.node_rank
-        self._exchange = Exchange(store, group_rank, group_world_size, is_chief=first == 0)
-        self._decision = self._agree(self._exchange)
+        first = group_rank if self._rendezvous_settings.node_rank < 0 else self._rendezvous_settings.node_rank
+        self._round_store = RoundStore(store, group_rank, group_world_size, is_coordinator=first == 0)
+        self._decision = self._agree(self._round_store)
         return workers
 
-    def _agree(self, exchange: Exchange) -> Decision:
-        """Introduce this node, and hear what the chief decides for all."""
-        if self._verdict == "none" and self._witness.has_trained():
+    def _agree(self, round_store: RoundStore) -> Decision:
+        """Introduce this node, and hear what the coordinator decides for all."""
+        if self._verdict == "none" and self._first_iteration.has_trained():
             self._verdict = "after-first-iteration"
-        record = self._conductor.record(
+        record = self._controller.record(
             attempt=self._attempt,
             verdict=self._verdict,
             failure=self._failure,
             has_plan=self._decision is not None,
         )
-        decision = agree(exchange, record, self._decision, decide=self._conductor.decide)
+        decision = agree(round_store, record, self._decision, decide=self._controller.decide)
         if decision.free and self._charged:
             # A plan of ours could not start: that is no failure of the user's job.
             self._remaining_restarts += 1
@@ -132,16 +138,16 @@ class PipetteAgent(LocalElasticAgent):
 
     def _apply(self, worker_group: Any) -> None:
         """Give each worker the RANK of its slot, and the job a store of its own at the node of RANK 0."""
-        decision, exchange = self._current()
+        decision, round_store = self._current()
         ranks = decision.ranks_of(self._token)
         if not ranks:
             # On standby.
             worker_group.workers = []
         # torch binds a worker to the cores near device LOCAL_RANK: no other device may then hide behind that number.
-        self._seats = seats(ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None)
+        self._bindings = bindings(ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None)
         world_size = sum(decision.num_slots)
-        for worker, seat in zip(worker_group.workers, self._seats, strict=True):
-            worker.global_rank = worker.role_rank = seat.rank
+        for worker, binding in zip(worker_group.workers, self._bindings, strict=True):
+            worker.global_rank = worker.role_rank = binding.rank
             worker.world_size = worker.role_world_size = world_size
         # Static rendezvous promises GROUP_RANK == --node-rank; the decision lists the agents in that order.
         worker_group.group_rank = decision.place_of(self._token)
@@ -149,10 +155,10 @@ class PipetteAgent(LocalElasticAgent):
         key = f"store/{decision.key}"
         if 0 in ranks:
             self._store_of_phase = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-            exchange.put(key, f"{self._address} {self._store_of_phase.port}")
+            round_store.put(key, f"{self._address} {self._store_of_phase.port}")
         else:
             self._store_of_phase = None
-        place = exchange.take(key, what="the store of RANK 0", deadline_s=MEETING_S)
+        place = round_store.take(key, what="the store of RANK 0", deadline_s=PEER_WAIT_S)
         worker_group.master_addr, port = place.split()
         worker_group.master_port = int(port)
         logger.info("%s: ranks %s, store %s:%s", decision.key, ranks, worker_group.master_addr, port)
@@ -160,25 +166,25 @@ class PipetteAgent(LocalElasticAgent):
     # -- workers --------------------------------------------------------------------------------------------------
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        decision, exchange = self._current()
+        decision, round_store = self._current()
         if decision.phase == "stop":
             raise _NothingToRun
-        self._prelude.begin(decision)
-        self._witness.begin(exchange, proven=decision.proven)
-        if self._seats:
+        self._before_training.begin(decision)
+        self._first_iteration.begin(round_store, proven=decision.proven)
+        if self._bindings:
             self._set_up(worker_group.spec, decision)
         else:
             self._drop_logs()
             self._logs_specs = standby.run_nothing(worker_group.spec)
         self._phase_began_s = time.monotonic()
         self._attempt = decision.attempt if decision.phase == "train" else -1
-        self._conductor.show(decision, speaks=exchange.is_chief)
+        self._controller.show(decision, speaks=round_store.is_coordinator)
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     def _set_up(self, spec: WorkerSpec, decision: Decision) -> None:
         """Put in what the workers run, their variables, and where they write."""
-        command = self._conductor.command(decision)
+        command = self._controller.command(decision)
         spec.entrypoint, spec.args = command.entrypoint, command.arguments
         os.environ.clear()
         os.environ.update({**self._base_environment, **command.environment, **self._device_order()})
@@ -192,13 +198,13 @@ class PipetteAgent(LocalElasticAgent):
             self._logs_specs = WatchedLogs(self._user_logs, self._streams, self._starts)
             self._starts += 1
         else:
-            self._streams, self._logs_specs = self._prelude.open_logs(decision)
+            self._streams, self._logs_specs = self._before_training.open_logs(decision)
         if self._streams is not None:
             self._streams.start()
 
     def _device_order(self) -> dict[str, str]:
         """Order the visible devices so that the worker with LOCAL_RANK i finds its slot's device at i."""
-        order = [seat.device for seat in self._seats]
+        order = [binding.device for binding in self._bindings]
         if order == list(range(len(order))):
             return {}
         devices = visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), order)
@@ -206,40 +212,42 @@ class PipetteAgent(LocalElasticAgent):
 
     def _drop_logs(self, *, patience_s: float | None = None) -> None:
         self._close_streams(patience_s=patience_s)
-        self._prelude.drop_logs()
+        self._before_training.drop_logs()
 
     def _close_streams(self, *, patience_s: float | None = None) -> None:
         if self._streams is not None:
             self._streams.close(patience_s=patience_s)
 
     def _on_line(self, line: str) -> None:
-        if self._conductor.saw_line(line):
-            self._witness.see()
+        if self._controller.saw_line(line):
+            self._first_iteration.see()
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(*args, **kwargs)
         self._close_streams()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        decision, exchange = self._current()
-        if decision.phase == "trial" or (decision.phase == "warmup" and self._seats):
-            return self._monitor_prelude(worker_group)
-        if not self._seats:
-            is_over = standby.is_over(exchange, self._handler, decision.phase)
+        decision, round_store = self._current()
+        if decision.phase == "trial" or (decision.phase == "warmup" and self._bindings):
+            return self._monitor_before_training(worker_group)
+        if not self._bindings:
+            is_over = standby.is_over(round_store, self._handler, decision.phase)
             return self._succeeded(worker_group) if is_over else RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
-        self._witness.publish()
+        self._first_iteration.publish()
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._note_failure(result, decision)
         return result
 
-    def _monitor_prelude(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_before_training(self, worker_group: WorkerGroup) -> RunResult:
         """What fails or hangs before the training ends its phase on every node, and training goes on without it."""
-        decision, exchange = self._current()
+        decision, round_store = self._current()
         processes = worker_health.processes(self._pcontext)
-        if not self._prelude.is_over(exchange, decision, self._token, processes=processes, seats=self._seats):
+        if not self._before_training.is_over(
+            round_store, decision, self._token, processes=processes, bindings=self._bindings
+        ):
             return RunResult(state=WorkerState.HEALTHY)
-        why = self._prelude.why_anew(decision)
+        why = self._before_training.why_anew(decision)
         if why:
             self._remaining_restarts = begin_anew(why, self._remaining_restarts)
             self._rejoin = True
@@ -253,11 +261,11 @@ class PipetteAgent(LocalElasticAgent):
         self._close_streams()
         if decision.choice is None:
             return
-        trained = self._witness.has_trained(wait_s=NEWS_S) or self._conductor.trained(
+        trained = self._first_iteration.has_trained(wait_s=NEWS_S) or self._controller.trained(
             lived_s=time.monotonic() - self._phase_began_s,
             exit_codes={failure.exitcode for failure in result.failures.values()},
         )
-        self._verdict = self._witness.settle(trained=trained)
+        self._verdict = self._first_iteration.settle(trained=trained)
         self._failure = self._describe(result)
 
     def _describe(self, result: RunResult) -> Failure | None:
@@ -267,7 +275,7 @@ class PipetteAgent(LocalElasticAgent):
         tail = self._streams.tail(first.local_rank) if self._streams else ()
         why = megatron.explain_failure("\n".join(tail))
         why = why or megatron.failure_of(failures.first_line(first) or failures.last_words(tail))
-        return replace(why, rank=self._seats[first.local_rank].rank, exit_code=first.exitcode)
+        return replace(why, rank=self._bindings[first.local_rank].rank, exit_code=first.exitcode)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -282,8 +290,8 @@ class PipetteAgent(LocalElasticAgent):
         finally:
             # Workers that were told to end had things to say: a checkpoint that they saved, for one.
             self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
-            if self._exchange is not None and not signalled:
-                say_goodbye(self._exchange, hosts_store=self._meeting.may_host_store)
+            if self._round_store is not None and not signalled:
+                say_goodbye(self._round_store, hosts_store=self._rendezvous_settings.may_host_store)
         return result
 
     def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:
@@ -292,7 +300,7 @@ class PipetteAgent(LocalElasticAgent):
                 result: RunResult = super()._invoke_run(*args, **kwargs)
             except _NothingToRun:
                 return self._end(*self._current())
-            decision, exchange = self._current()
+            decision, round_store = self._current()
             if self._rejoin:
                 self._rejoin = False
                 continue
@@ -300,18 +308,18 @@ class PipetteAgent(LocalElasticAgent):
                 if self._has_next(decision):
                     continue
                 failure = self._failure or self._describe(result)
-                standby.tell_failure(exchange, failure.sentence if failure else "")
+                standby.tell_failure(round_store, failure.sentence if failure else "")
                 return result
             if decision.phase == "train":
                 return result
-            self._decision = self._prelude.following(exchange, decision, self._token)
+            self._decision = self._before_training.following(round_store, decision, self._token)
             self._same_round = True
 
-    def _end(self, decision: Decision, exchange: Exchange) -> RunResult:
+    def _end(self, decision: Decision, round_store: RoundStore) -> RunResult:
         """End the job without training: a dry run, or an error that the user wants to stop at."""
         if decision.failed:
             raise (UsageError if decision.is_misuse else PipetteError)(decision.reason)
-        self._conductor.show(decision, speaks=exchange.is_chief)
+        self._controller.show(decision, speaks=round_store.is_coordinator)
         return self._succeeded(self._worker_group)
 
     def _has_next(self, decision: Decision) -> bool:
@@ -320,14 +328,14 @@ class PipetteAgent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Wait for all nodes to finish the phase; a node that failed and waits to rejoin ends the wait."""
-        decision, exchange = self._current()
-        if self._rejoin or not self._seats or decision.phase == "trial":
+        decision, round_store = self._current()
+        if self._rejoin or not self._bindings or decision.phase == "trial":
             return
         self._in_exit_barrier = True
         try:
             timeout_s, num_nodes = self._exit_barrier_timeout, len(decision.tokens)
             self._rejoin = not await_all(
-                exchange, self._handler, decision.phase, num_nodes=num_nodes, timeout_s=timeout_s
+                round_store, self._handler, decision.phase, num_nodes=num_nodes, timeout_s=timeout_s
             )
         finally:
             self._in_exit_barrier = False
@@ -337,7 +345,7 @@ class PipetteAgent(LocalElasticAgent):
             state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
         )
 
-    def _current(self) -> tuple[Decision, Exchange]:
-        if self._decision is None or self._exchange is None:
+    def _current(self) -> tuple[Decision, RoundStore]:
+        if self._decision is None or self._round_store is None:
             raise ClusterError("no rendezvous has taken place yet")
-        return self._decision, self._exchange
+        return self._decision, self._round_store

@@ -26,7 +26,7 @@ _WAITS = re.compile(
     r"|remote process exited|ncclremoteerror|communicator was aborted|watchdog caught",
     re.IGNORECASE,
 )
-"""What a worker says that failed because another was not there: Conductor, TCPStore, gloo and NCCL."""
+"""What a worker says that failed because another was not there: the harness, TCPStore, gloo and NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

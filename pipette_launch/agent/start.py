@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Callable, Iterator
 
-    from pipette_launch.agent.controller import Conductor
-    from pipette_launch.agent.sync.rendezvous import Meeting
+    from pipette_launch.agent.controller import Controller
+    from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 
 
-def run(args: Namespace, conduct: Callable[[Meeting], Conductor]) -> None:
-    """Run a job as torchrun would, with a conductor.
+def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller]) -> None:
+    """Run a job as torchrun would, with a controller.
 
     Everything that torchrun does between its parser and its agent (and after it: error files, the rendezvous' end,
     exit codes) is torch's own code, of whatever version is installed.
     """
     place = rendezvous.settle(args)
-    with _agent_class(partial(PipetteAgent, conductor=conduct(place), meeting=place)):
+    with _agent_class(partial(PipetteAgent, controller=conduct(place), rendezvous_settings=place)):
         torchrun.run(args)  # type: ignore[no-untyped-call]
 
 

@@ -38,7 +38,7 @@ class _Pulse(NamedTuple):
     """When it last gave a sign or computed."""
 
 
-class Vitals:
+class WorkerHealth:
     """The warm-up workers of one node; time is the machine's monotonic clock, which signs carry too."""
 
     def __init__(

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pipette_launch.agent.controller import Command
+from pipette_launch.agent.controller import WorkerCommand
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 PATCH_RUNNER = "pipette_patches.run"
 
 
-def warmup(options_file: Path) -> Command:
+def warmup(options_file: Path) -> WorkerCommand:
     """Run one probe worker on every slot."""
-    return Command(
+    return WorkerCommand(
         entrypoint=os.environ.get("PYTHON_EXEC", sys.executable),
         arguments=("-u", "-m", "pipette_launch.probe.run", str(options_file)),
         # Not another number of threads than in training: torchrun sets it for several workers, and leaves one alone.
@@ -30,7 +30,7 @@ def warmup(options_file: Path) -> Command:
 
 def training(
     decision: Decision, options: Options, entrypoint: str | Callable[..., Any], arguments: Sequence[str]
-) -> Command:
+) -> WorkerCommand:
     """Run the user's script under a decision.
 
     Args:
@@ -45,7 +45,7 @@ def training(
     tail = list(options.script_arguments if decision.script_arguments is None else decision.script_arguments)
     if decision.patches:
         head = _patched(head, decision.patches)
-    return Command(entrypoint=entrypoint, arguments=(*head, *tail), environment=decision.environment)
+    return WorkerCommand(entrypoint=entrypoint, arguments=(*head, *tail), environment=decision.environment)
 
 
 def _patched(head: Sequence[str], patches: Sequence[str]) -> list[str]:

@@ -13,12 +13,12 @@ from pipette_launch.errors import PipetteError, ProbeError, UsageError
 from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.facts.some_hosts import without_hosts
-from pipette_launch.launch.cache.measurements import Machines
+from pipette_launch.launch.cache.measurements import MachineMeasurements
 from pipette_launch.launch.cache.plans import CLUSTER, Cache, key_of
 from pipette_launch.launch.cache.reuse import adopt, named_plan
 from pipette_launch.launch.health_policy import Ruling, apart, measured, rule, small_holders
 from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words
-from pipette_launch.launch.trials.run import Referee
+from pipette_launch.launch.trials.run import TrialCoordinator
 from pipette_launch.launch.user_script import Script
 from pipette_launch.probe.health.verdicts import judge
 
@@ -40,7 +40,7 @@ CPU_PATCHES = ("cpu_backend",)
 Judge: TypeAlias = "Callable[[Sequence[Host], Sequence[Sequence[DeviceCondition]]], Sequence[Verdict]]"
 
 
-class Chief:
+class Coordinator:
     """Decides for all nodes; every agent has one, and the first node's is asked."""
 
     def __init__(
@@ -48,6 +48,7 @@ class Chief:
         options: Options,
         folder: Path,
         *,
+        interruption: type[Exception] = InterruptedError,
         judge: Judge = judge,
         least_nodes: int = 1,
         is_static: bool = False,
@@ -57,6 +58,7 @@ class Chief:
         Args:
             options: what the user asked for.
             folder: a private one, where the warm-up leaves what it measured.
+            interruption: what a signal raises; it is no failure of a plan.
             judge: finds what is amiss, from what drivers tell of each host's devices.
             least_nodes: how few may train, MIN of --nnodes.
             is_static: whether the rendezvous waits for all nodes whatever --nnodes says.
@@ -64,6 +66,7 @@ class Chief:
         """
         self._options = options
         self._folder = folder
+        self._interruption = interruption
         self._judge = judge
         self._least_nodes = least_nodes
         self._is_static = is_static
@@ -78,9 +81,7 @@ class Chief:
         # The agent puts a plan's variables into its own environment; these are the user's.
         self._environ = dict(os.environ)
         self._script = Script(options, self._environ)
-        self._referee = Referee(options, self._script)
-        self.interruption: type[Exception] = InterruptedError
-        """What a signal raises."""
+        self._trials = TrialCoordinator(options, self._script)
         self.cache = Cache(None, "")
         self.measurements: Measurements | None = None
         """What the plan in force rests on, where it is known."""
@@ -167,13 +168,13 @@ class Chief:
 
         told = [one for host in hosts for one in self._conditions.get(host.name, ())]
         # Whoever asks for a measurement gets one of everything.
-        before = self._machines(hosts).path if self._options.probe_to is None else None
+        before = self._machine_measurements(hosts).path if self._options.probe_to is None else None
         orders = probe_options(job, hosts, options=self._options, folder=self._folder, known=before, conditions=told)
         return replace(bare, phase="warmup", probe_options=files.dumps(orders))
 
-    def _machines(self, hosts: tuple[Host, ...]) -> Machines:
+    def _machine_measurements(self, hosts: tuple[Host, ...]) -> MachineMeasurements:
         """What was measured of these hosts for whatever job."""
-        return Machines(self._options.cache, hosts, self._versions, environ=self._environ)
+        return MachineMeasurements(self._options.cache, hosts, self._versions, environ=self._environ)
 
     def _remembered(self, bare: Decision, hosts: tuple[Host, ...], ruling: Ruling) -> Decision | None:
         """Return the plan that an earlier job made without the hosts that it had found to be sick; None without one."""
@@ -240,7 +241,7 @@ class Chief:
         self._job = orders.job
         if failure:
             raise ProbeError(failure)
-        measurements = self._machines(orders.hosts).kept(files.read(self._folder / CLUSTER, Measurements))
+        measurements = self._machine_measurements(orders.hosts).kept(files.read(self._folder / CLUSTER, Measurements))
         if self._options.probe_to is not None:
             self.measurements = measurements
             files.write(self._options.probe_to, measurements, shared=True)
@@ -291,7 +292,7 @@ class Chief:
         return self._guarded(replace(bare, plan=None), lambda: self._after_trial(bare, ended, report))
 
     def _after_trial(self, bare: Decision, ended: Decision, report: TrialReport) -> Decision:
-        following = self._referee.judge(ended, report)
+        following = self._trials.judge(ended, report)
         if isinstance(following, Decision):
             return following
         if following.is_worth_keeping:
@@ -311,7 +312,7 @@ class Chief:
             environment=needed,
             patches=self._patches,
         )
-        if attempt == 0 and (following := self._referee.open(following, job)).phase == "trial":
+        if attempt == 0 and (following := self._trials.open(following, job)).phase == "trial":
             return following
         self._script.leave_record(plan, following.choice)
         if self._options.dry_run:
@@ -324,7 +325,7 @@ class Chief:
         is_misuse = False
         try:
             return decide()
-        except self.interruption:
+        except self._interruption:
             raise
         except PipetteError as error:
             reason = str(error)

@@ -1,4 +1,4 @@
-"""The story of a job on one node: introduce it, let the chief decide, run what was decided, show what came of it."""
+"""What each node does for a job: it introduces itself, runs what was decided, and shows what came of it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pipette_launch.facts import files
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.launch import commands
 from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, Cache
-from pipette_launch.launch.coordinator import Chief
+from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
 from pipette_launch.launch.training_signs import has_trained
 from pipette_launch.launch.trials.watch import TrialWatch, trial_words
-from pipette_launch.launch.warmup_progress import Ticker, parts_words
+from pipette_launch.launch.warmup_progress import ProgressLine, parts_words
 from pipette_launch.probe.health import condition, inventory
 from pipette_launch.probe.health.released_memory import await_memory
 from pipette_launch.probe.progress import last_error, last_sign
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Collection, Sequence
 
-    from pipette_launch.agent.controller import Command, Node
-    from pipette_launch.agent.sync.rendezvous import Meeting
+    from pipette_launch.agent.controller import Node, WorkerCommand
+    from pipette_launch.agent.sync.rendezvous import RendezvousSettings
     from pipette_launch.facts import Choice, Host, Plan
     from pipette_launch.facts.health.condition import DeviceCondition
     from pipette_launch.facts.messages.failure import Failure
@@ -57,34 +57,41 @@ def launch(args: Namespace, options: Options) -> None:
     # Made when it is needed: nothing is left of a launcher that a signal ends while it waits for the other nodes.
     folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
     try:
-        start.run(args, lambda meeting: Story(options, meeting, folder))
+        start.run(args, lambda rendezvous_settings: NodeController(options, rendezvous_settings, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class Story:
-    """The conductor of one agent (see `agent.controller.Conductor`). The chief's decides, everybody's carries out."""
+class NodeController:
+    """The controller of one agent (see `agent.controller`): its coordinator decides, and it carries out."""
 
-    def __init__(self, options: Options, meeting: Meeting, folder: Path) -> None:
+    def __init__(self, options: Options, rendezvous_settings: RendezvousSettings, folder: Path) -> None:
         self._options = options
-        self._meeting = meeting
+        self._rendezvous_settings = rendezvous_settings
         self._folder = folder
         self._token = uuid.uuid4().hex
-        self._chief = Chief(options, folder, least_nodes=meeting.least_nodes, is_static=meeting.node_rank >= 0)
+        self._cache = Cache(None, "")
+        """Where the plan in force and its outcome lie."""
         self._tracker: OutcomeTracker | None = None
         self._running: tuple[Choice, tuple[int, ...]] | None = None
         self._step_time_s = 0.0
         self._saved_before = ""
         self._trial = TrialWatch()
         self._shown: tuple[Plan, int] | None = None
-        self._ticker = Ticker(sys.stderr, budget_s=options.budget_s)
+        self._progress = ProgressLine(sys.stderr, budget_s=options.budget_s)
         self._leads = False
         self._measured_from_s = 0.0
 
     def begin(self, node: Node) -> str:
         """Take what torchrun knows of this node; return the token that names the agent."""
         self._node = node
-        self._chief.interruption = node.interruption
+        self._coordinator = Coordinator(
+            self._options,
+            self._folder,
+            interruption=node.interruption,
+            least_nodes=self._rendezvous_settings.least_nodes,
+            is_static=self._rendezvous_settings.node_rank >= 0,
+        )
         self._host: Host | None = None
         self._trouble, self._is_misuse = "", False
         self._conditions: tuple[DeviceCondition, ...] = ()
@@ -115,7 +122,7 @@ class Story:
             is_misuse=self._is_misuse,
             conditions=self._conditions,
             num_slots=self._node.num_slots,
-            node_rank=self._meeting.node_rank,
+            node_rank=self._rendezvous_settings.node_rank,
             script_digest=files.digest(self._options.script, self._options.script_arguments),
             versions=self._versions,
             attempt=attempt,
@@ -126,13 +133,13 @@ class Story:
 
     def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
         """Decide for all nodes what a new round does."""
-        return self._chief.decide(records, held)
+        return self._coordinator.decide(records, held)
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
         """Turn what the warm-up measured into a plan."""
         began_s = time.monotonic()
-        following = self._chief.after_warmup(decision, failure)
-        measured, now_s = self._chief.measurements, time.monotonic()
+        following = self._coordinator.after_warmup(decision, failure)
+        measured, now_s = self._coordinator.measurements, time.monotonic()
         if measured is not None and not failure:
             total_s = now_s - self._measured_from_s
             _say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
@@ -140,7 +147,7 @@ class Story:
 
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
         """Turn what came of a trial into the next one, or into the training."""
-        return self._chief.after_trial(decision, report)
+        return self._coordinator.after_trial(decision, report)
 
     def measured(self) -> str:
         """Return what the warm-up left on this node; empty where it left nothing."""
@@ -152,13 +159,13 @@ class Story:
         files.write_text(self._folder / CLUSTER, measured)
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
-        """Take note of what was decided; the chief tells the user."""
+        """Take note of what was decided; the coordinator tells the user."""
         self._begin_attempt(decision)
         if not speaks:
             return
         try:
             self._tell(decision)
-        except self._chief.interruption:
+        except self._node.interruption:
             raise
         except Exception:
             logger.exception("the plan could not be shown; the job goes on")
@@ -168,7 +175,7 @@ class Story:
         self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
         self._trial.begin(decision)
         if decision.phase == "warmup":
-            self._ticker = Ticker(sys.stderr, budget_s=self._options.budget_s)
+            self._progress = ProgressLine(sys.stderr, budget_s=self._options.budget_s)
             self._measured_from_s = time.monotonic()
         plan = decision.plan
         if plan is None or decision.phase != "train":
@@ -178,8 +185,8 @@ class Story:
         self._running = runs, decision.ranks_of(self._token) if self._token in decision.tokens else ()
         self._step_time_s = runs.step_time_s
         self._saved_before = megatron.saved_iteration(self._options.script_arguments)
-        if self._chief.cache.key != plan.provenance.key:
-            self._chief.cache = Cache(self._options.cache, plan.provenance.key)
+        decided_here = self._coordinator.cache.key == plan.provenance.key
+        self._cache = self._coordinator.cache if decided_here else Cache(self._options.cache, plan.provenance.key)
 
     def _tell(self, decision: Decision) -> None:
         if decision.reason:
@@ -194,8 +201,12 @@ class Story:
             _say(trial_words(decision, asked=self._options.trials))
         elif decision.plan is not None:
             self._show_plan(decision, decision.plan)
-        elif decision.phase == "stop" and self._options.probe_to is not None and self._chief.measurements is not None:
-            found, path = self._chief.measurements, self._options.probe_to
+        elif (
+            decision.phase == "stop"
+            and self._options.probe_to is not None
+            and self._coordinator.measurements is not None
+        ):
+            found, path = self._coordinator.measurements, self._options.probe_to
             sys.stdout.write(report.measured_screen(found, title="pipette probe", saved_to=path))
             sys.stdout.flush()
 
@@ -213,16 +224,16 @@ class Story:
             sys.stderr.write(
                 report.plan_screen(
                     plan,
-                    self._chief.measurements,
+                    self._coordinator.measurements,
                     arguments=self._options.script_arguments,
                     new_arguments=decision.script_arguments,
-                    saved_to=self._options.plan or self._chief.cache.plan_path,
-                    unsaved=self._chief.cache.trouble,
+                    saved_to=self._options.plan or self._cache.plan_path,
+                    unsaved=self._cache.trouble,
                 )
             )
             sys.stderr.flush()
 
-    def command(self, decision: Decision) -> Command:
+    def command(self, decision: Decision) -> WorkerCommand:
         """Return what this node's workers run under a decision."""
         if decision.phase != "warmup":
             return commands.training(decision, self._options, self._node.entrypoint, self._node.arguments)
@@ -251,7 +262,7 @@ class Story:
         return True
 
     def _keep_outcome(self, outcome: Outcome) -> None:
-        cache = self._chief.cache
+        cache = self._cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
         _say(report.outcome_line(outcome, None if trouble else cache.path(OUTCOME)))
         if trouble:
@@ -298,11 +309,11 @@ class Story:
         self._leads = leads
         if leads:
             # RANK 0 is the first of this node.
-            self._ticker.show(self.warmup_sign(0)[0])
+            self._progress.show(self.warmup_sign(0)[0])
 
     def warmup_is_over(self) -> None:
         """Wait until the devices are free again: training needs every byte."""
-        self._ticker.close(self.warmup_sign(0)[0] if self._leads else None)
+        self._progress.close(self.warmup_sign(0)[0] if self._leads else None)
         self._await_devices()
 
     def trial_is_over(self) -> tuple[float, ...]:
@@ -321,7 +332,7 @@ class Story:
         try:
             for trouble in await_memory(self._host):
                 _say(trouble)
-        except self._chief.interruption:
+        except self._node.interruption:
             raise
         except Exception:
             logger.exception("whether the workers' memory is free again cannot be told; the job goes on")

@@ -17,7 +17,7 @@ CLEAR = "\r\x1b[K"
 """Back to the first column, and nothing on the line."""
 
 
-class Ticker:
+class ProgressLine:
     """Shows the signs of one worker, that of RANK 0."""
 
     def __init__(

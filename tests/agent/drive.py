@@ -1,4 +1,4 @@
-"""A driver for agent tests: runs the real agent with a conductor that follows a script of its own.
+"""A driver for agent tests: runs the real agent with a controller that follows a script of its own.
 
 `python drive.py PLAN.json [torchrun flags] worker.py`: PLAN.json says what to decide.
 """
@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser
 
 from pipette_launch import replan
 from pipette_launch.agent import start
-from pipette_launch.agent.controller import Command, Node
+from pipette_launch.agent.controller import Node, WorkerCommand
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages.round import Decision, NodeRecord, TrialReport
 from pipette_launch.probe.progress import Sign, last_error, last_sign
@@ -141,12 +141,12 @@ class ScriptedConductor:
             attempt = decision.attempt if decision.plan else "own"
             sys.stderr.write(f"SHOW {decision.phase} attempt={attempt} reason={decision.reason}\n")
 
-    def command(self, decision: Decision) -> Command:
+    def command(self, decision: Decision) -> WorkerCommand:
         if decision.phase == "warmup":
-            return Command(
+            return WorkerCommand(
                 entrypoint=sys.executable, arguments=("-u", "-c", self.table["warmup"]), environment={"PHASE": "warmup"}
             )
-        return Command(
+        return WorkerCommand(
             entrypoint=self.entrypoint,
             arguments=self.arguments,
             environment={"PHASE": decision.key, "ATTEMPT": str(decision.attempt)},
@@ -175,7 +175,7 @@ def main() -> None:
     """Run one agent."""
     table = json.loads(Path(sys.argv[1]).read_text())
     args = get_args_parser().parse_args(sys.argv[2:])
-    start.run(args, lambda meeting: ScriptedConductor(table, meeting.node_rank))
+    start.run(args, lambda rendezvous_settings: ScriptedConductor(table, rendezvous_settings.node_rank))
 
 
 if __name__ == "__main__":

@@ -4,23 +4,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.agent.device_binding import Seat, seats, visible_devices
+from pipette_launch.agent.device_binding import DeviceBinding, bindings, visible_devices
 
 
 def test_local_rank_follows_rank_where_it_can() -> None:
     """The worker with LOCAL_RANK i has a RANK congruent to i, on the device that the plan gave that RANK."""
-    assert [Seat(rank=4, device=1), Seat(rank=7, device=0)] == list(seats([7, 4]))
+    assert [DeviceBinding(rank=4, device=1), DeviceBinding(rank=7, device=0)] == list(bindings([7, 4]))
 
 
 def test_physical_order_where_residues_meet() -> None:
     """Two ranks with one residue cannot both have it as LOCAL_RANK."""
-    assert [Seat(rank=2, device=0), Seat(rank=4, device=1)] == list(seats([2, 4]))
+    assert [DeviceBinding(rank=2, device=0), DeviceBinding(rank=4, device=1)] == list(bindings([2, 4]))
 
 
 @given(st.permutations(range(8)))
 def test_every_rank_keeps_its_device(ranks: list[int]) -> None:
     """Seating moves workers, never a RANK away from the device of the plan."""
-    assert {(seat.rank, seat.device) for seat in seats(ranks)} == {(rank, i) for i, rank in enumerate(ranks)}
+    assert {(binding.rank, binding.device) for binding in bindings(ranks)} == {
+        (rank, i) for i, rank in enumerate(ranks)
+    }
 
 
 @pytest.mark.parametrize(
@@ -45,4 +47,4 @@ def test_a_list_that_names_too_few_devices_is_left_alone() -> None:
 
 def test_a_binding_by_local_rank_keeps_its_devices() -> None:
     """The worker with LOCAL_RANK i then sits on device i whatever its rank."""
-    assert [(3, 0), (2, 1)] == [tuple(seat) for seat in seats([3, 2], keep_devices=True)]
+    assert [(3, 0), (2, 1)] == [tuple(binding) for binding in bindings([3, 2], keep_devices=True)]

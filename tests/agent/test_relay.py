@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from pipette_launch.agent.phases import standby
-from pipette_launch.agent.sync.store import Exchange
+from pipette_launch.agent.sync.store import RoundStore
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages.round import Decision
 
@@ -35,7 +35,7 @@ class Handler:
         return self.state
 
 
-class Conductor:
+class Controller:
     """One who measured something, or who is told what others measured."""
 
     def __init__(self, text: str = "") -> None:
@@ -55,11 +55,11 @@ class Conductor:
 
 def is_over(state: bool | Exception, **said: str) -> bool:
     """Look at a store in which this was said."""
-    exchange = Exchange(HashStore(), 0, 2, is_chief=False)
+    round_store = RoundStore(HashStore(), 0, 2, is_coordinator=False)
     for key, text in said.items():
-        exchange.put(key.replace("_", "/"), text)
+        round_store.put(key.replace("_", "/"), text)
     handler: Any = Handler(state)
-    return standby.is_over(exchange, handler, "train")
+    return standby.is_over(round_store, handler, "train")
 
 
 def test_it_waits_until_the_others_are_done() -> None:
@@ -84,57 +84,65 @@ def test_it_fails_with_the_job(state: bool | Exception, said: dict[str, str], ex
         is_over(state, **said)
 
 
-def relays(measured: str, decision: Decision = WITHOUT_FIRST) -> tuple[list[Any], list[Conductor]]:
+def relays(measured: str, decision: Decision = WITHOUT_FIRST) -> tuple[list[Any], list[Controller]]:
     """Three agents, of which the first decides and the second runs RANK 0."""
     store = HashStore()
-    conductors = [Conductor(), Conductor(measured), Conductor("nobody asks")]
+    controllers = [Controller(), Controller(measured), Controller("nobody asks")]
     return [
-        standby.Relay(Exchange(store, rank, 3, is_chief=rank == 0), decision, f"t{rank}", conductor)
-        for rank, conductor in enumerate(conductors)
-    ], conductors
+        standby.Relay(
+            RoundStore(store, rank, 3, is_coordinator=rank == 0),
+            decision,
+            f"t{rank}",
+            policy=controller,  # type: ignore[arg-type]
+            view=controller,  # type: ignore[arg-type]
+        )
+        for rank, controller in enumerate(controllers)
+    ], controllers
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 22, 7])
 def test_whoever_decides_learns_what_was_measured(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     """In pieces that the store takes."""
     monkeypatch.setattr(standby, "MOST_BYTES", piece_bytes)
-    agents, conductors = relays("gigabytes a second: äöü" * 50)
+    agents, controllers = relays("gigabytes a second: äöü" * 50)
 
     for agent in agents:
         agent.hand_over()
     agents[0].plan("", is_gone=lambda: False)
 
-    assert ("gigabytes a second: äöü" * 50, "") == (conductors[0].text, conductors[0].failure)
+    assert ("gigabytes a second: äöü" * 50, "") == (controllers[0].text, controllers[0].failure)
 
 
 def test_a_failed_warmup_is_known_on_standby() -> None:
     """From the store, for this node watched no workers; nothing is waited for then."""
-    agents, conductors = relays("half of it")
-    agents[1]._exchange.put("warmup-failed", "rank 1 hangs")
+    agents, controllers = relays("half of it")
+    agents[1]._round_store.put("warmup-failed", "rank 1 hangs")
 
     agents[0].plan("", is_gone=lambda: False)
 
-    assert ("rank 1 hangs", "") == (conductors[0].failure, conductors[0].text)
+    assert ("rank 1 hangs", "") == (controllers[0].failure, controllers[0].text)
 
 
 def test_what_never_comes_is_no_plan() -> None:
     """Nothing measured, or everybody gone: that is the reason, and the job trains without a plan."""
     for measured, gone, expected in (("", False, "left no measurements"), ("x", True, "the nodes of the job changed")):
-        agents, conductors = relays(measured)
+        agents, controllers = relays(measured)
         if not gone:
             agents[1].hand_over()
         agents[0].plan("", is_gone=lambda gone=gone: gone)
 
-        assert expected in conductors[0].failure
+        assert expected in controllers[0].failure
 
 
 def test_a_node_that_measured_keeps_what_it_has() -> None:
     """Where the one who decides took part itself, nothing goes through the store."""
-    agents, conductors = relays("x", DECISION.leaving_out(["c"]))
-    chief = standby.Relay(agents[0]._exchange, DECISION.leaving_out(["c"]), "t1", conductors[0])
+    agents, controllers = relays("x", DECISION.leaving_out(["c"]))
+    coordinator = standby.Relay(
+        agents[0]._round_store, DECISION.leaving_out(["c"]), "t1", policy=controllers[0], view=controllers[0]
+    )
 
-    chief.hand_over()
-    chief.plan("it hangs", is_gone=lambda: False)
+    coordinator.hand_over()
+    coordinator.plan("it hangs", is_gone=lambda: False)
 
-    assert ("", "it hangs") == (conductors[0].text, conductors[0].failure)
-    assert not agents[0]._exchange.has("measured")
+    assert ("", "it hangs") == (controllers[0].text, controllers[0].failure)
+    assert not agents[0]._round_store.has("measured")

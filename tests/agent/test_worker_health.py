@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pipette_launch.agent.worker_health import Vitals
+from pipette_launch.agent.worker_health import WorkerHealth
 from pipette_launch.probe.progress import Sign
 
 
@@ -20,11 +20,11 @@ class World:
     now_s = 0.0
     sign: Sign | None = Sign(phase="links", at_s=0.0, limit_s=60.0)
 
-    def watch(self, process: subprocess.Popen[bytes]) -> Vitals:
+    def watch(self, process: subprocess.Popen[bytes]) -> WorkerHealth:
         """Watch the worker from now on."""
-        return Vitals({0: process}, look_up=lambda _: (self.sign, ""), clock=lambda: self.now_s)
+        return WorkerHealth({0: process}, look_up=lambda _: (self.sign, ""), clock=lambda: self.now_s)
 
-    def hung_after(self, vitals: Vitals, *, until_s: float, step_s: float = 1.0) -> float | None:
+    def hung_after(self, vitals: WorkerHealth, *, until_s: float, step_s: float = 1.0) -> float | None:
         """When it was found, looking so often."""
         while self.now_s < until_s:
             self.now_s += step_s

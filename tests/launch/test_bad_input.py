@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch.worlds import ARGUMENTS, chief, options, plan, records
+from launch.worlds import ARGUMENTS, coordinator, options, plan, records
 
 from pipette_launch.facts import Layout, files
 
@@ -24,7 +24,7 @@ from pipette_launch.facts import Layout, files
 @pytest.mark.parametrize("on_error", ["train", "fail"])
 def test_contradictory_flags_are_named(tmp_path: Path, changes: list[str], expected: str, on_error: str) -> None:
     """The flag and its value stand in the message; the user's own words train, or with `fail` the job stops."""
-    decision = chief(tmp_path, options(*changes, on_error=on_error)).decide(records(), None)
+    decision = coordinator(tmp_path, options(*changes, on_error=on_error)).decide(records(), None)
 
     assert expected in decision.reason
     assert ({"train": "train", "fail": "stop"}[on_error], on_error == "fail") == (decision.phase, decision.failed)
@@ -49,7 +49,7 @@ def test_a_bad_plan_file_is_named(tmp_path: Path, content: str | None, expected:
     if content is not None:
         path.write_text(content)
 
-    decision = chief(tmp_path, options(plan=path, on_error=on_error)).decide(records(), None)
+    decision = coordinator(tmp_path, options(plan=path, on_error=on_error)).decide(records(), None)
 
     assert "--pipette-plan" in decision.reason
     assert "mine.json" in decision.reason
@@ -66,7 +66,7 @@ def test_a_device_that_is_not_there_is_an_error_of_the_users(tmp_path: Path, is_
     first, second = records()
     nodes = [first, replace(second, host=None, trouble="NVML shows no GPU", is_misuse=is_misuse)]
 
-    decision = chief(tmp_path, options(device="cuda")).decide(nodes, None)
+    decision = coordinator(tmp_path, options(device="cuda")).decide(nodes, None)
 
     assert (phase, is_misuse) == (decision.phase, decision.is_misuse)
     assert "node1: NVML shows no GPU" in decision.reason
@@ -76,7 +76,7 @@ def test_a_plan_for_hosts_that_have_gone_is_nobodys_error(tmp_path: Path) -> Non
     """A job that loses a node goes on without the plan that its user named for all of them."""
     path = tmp_path / "mine.json"
     files.write(path, plan(Layout(pp=2, dp=2)))
-    one = chief(tmp_path, options(plan=path))
+    one = coordinator(tmp_path, options(plan=path))
 
     decision = one.decide(records(1), one.decide(records(), None))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
-from launch.worlds import ARGUMENTS, chief, choice, options, plan, records, value
+from launch.worlds import ARGUMENTS, choice, coordinator, options, plan, records, value
 from search.legal import legal_layouts
 
 from pipette_launch import megatron
@@ -17,7 +17,7 @@ from pipette_launch.cost.learned.residual import features_of
 from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.launch.cache.plans import CLUSTER, PLAN
-from pipette_launch.launch.coordinator import Chief
+from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.outcome import OutcomeTracker
 from pipette_launch.megatron import Iteration
 from pipette_launch.probe.options import ProbeOptions
@@ -25,15 +25,15 @@ from pipette_launch.probe.options import ProbeOptions
 PP = Layout(pp=2, dp=2)
 
 
-def from_file(folder: Path, made: Plan, *more: str, **changes: Any) -> Chief:
-    """A chief whose user named a plan."""
+def from_file(folder: Path, made: Plan, *more: str, **changes: Any) -> Coordinator:
+    """A coordinator whose user named a plan."""
     files.write(folder / "mine.json", made)
-    return chief(folder, options(*more, plan=folder / "mine.json", **changes))
+    return coordinator(folder, options(*more, plan=folder / "mine.json", **changes))
 
 
 def test_without_a_plan_the_machines_are_measured(tmp_path: Path) -> None:
     """Every node gets the same orders; the script's words are not touched yet."""
-    decision = chief(tmp_path, options(budget_s=7.0)).decide(records(), None)
+    decision = coordinator(tmp_path, options(budget_s=7.0)).decide(records(), None)
     orders = files.loads(ProbeOptions, decision.probe_options, "orders")
 
     assert ("warmup", None, "") == (decision.phase, decision.plan, decision.reason)
@@ -48,13 +48,13 @@ def test_without_a_plan_the_machines_are_measured(tmp_path: Path) -> None:
 
 def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     """What was measured is solved, saved under the job's key, and found by the next job whatever its hosts' order."""
-    first = chief(tmp_path, options(cache=tmp_path / "cache"))
+    first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
     warmup = first.decide(records(), None)
     orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
     files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
 
     made = first.after_warmup(warmup, "")
-    again = chief(tmp_path, options(cache=tmp_path / "cache")).decide(records()[::-1], None)
+    again = coordinator(tmp_path, options(cache=tmp_path / "cache")).decide(records()[::-1], None)
 
     assert ("train", "train") == (made.phase, again.phase)
     assert made.plan is not None
@@ -71,12 +71,12 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
 def test_a_job_that_only_measures_writes_a_file_and_stops(tmp_path: Path) -> None:
     """Whatever plan is kept: everything is measured, nothing is planned, and nothing is believed of earlier times."""
     kept = options(cache=tmp_path / "cache")
-    first = chief(tmp_path, kept)
+    first = coordinator(tmp_path, kept)
     warmup = first.decide(records(), None)
     asked = files.loads(ProbeOptions, warmup.probe_options, "orders")
     files.write(Path(asked.output), tiny_measurements(tiny_cluster(), asked.cases))
     first.after_warmup(warmup, "")
-    one = chief(tmp_path, replace(kept, probe_to=tmp_path / "mine.json"))
+    one = coordinator(tmp_path, replace(kept, probe_to=tmp_path / "mine.json"))
 
     warmup = one.decide(records(), None)
     orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
@@ -93,7 +93,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
     """Steps that always took half as long again as predicted are predicted so, and the plan says it."""
     plans = []
     for margin in (0.02, 0.03):
-        one = chief(tmp_path, options(cache=tmp_path / "cache", margin=margin))
+        one = coordinator(tmp_path, options(cache=tmp_path / "cache", margin=margin))
         warmup = one.decide(records(), None)
         orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
         files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
@@ -122,7 +122,7 @@ def test_earlier_outcomes_on_such_machines_correct_the_next_plan(tmp_path: Path)
 @pytest.mark.parametrize(("on_error", "phase"), [("train", "train"), ("fail", "stop")])
 def test_a_failed_warmup_is_told_and_does_not_cost_the_job(tmp_path: Path, on_error: Any, phase: str) -> None:
     """The user's own words train, or nothing does if the user wants that."""
-    one = chief(tmp_path, options(on_error=on_error))
+    one = coordinator(tmp_path, options(on_error=on_error))
 
     decision = one.after_warmup(one.decide(records(), None), "the warm-up hangs after 60 s")
 
@@ -138,7 +138,7 @@ def test_without_a_plan_a_checkpoint_still_gets_its_sizes(tmp_path: Path) -> Non
     (tmp_path / "ckpt" / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "ckpt" / "iter_0000010" / "mp_rank_01").mkdir()
     (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("10")
-    one = chief(tmp_path, options("--load", str(tmp_path / "ckpt")))
+    one = coordinator(tmp_path, options("--load", str(tmp_path / "ckpt")))
 
     decision = one.after_warmup(one.decide(records(), None), "it hangs")
 
@@ -148,7 +148,7 @@ def test_without_a_plan_a_checkpoint_still_gets_its_sizes(tmp_path: Path) -> Non
 
 def test_words_that_are_not_megatrons_stay(tmp_path: Path) -> None:
     """There is no job to plan for: reason, own words, no patches."""
-    decision = chief(tmp_path, options(arguments=("--epochs", "3"))).decide(records(), None)
+    decision = coordinator(tmp_path, options(arguments=("--epochs", "3"))).decide(records(), None)
 
     assert ("train", None, ()) == (decision.phase, decision.script_arguments, decision.patches)
     assert "--num-layers" in decision.reason
@@ -162,7 +162,7 @@ def test_an_error_of_our_own_does_not_cost_the_job(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(megatron, "read_job", break_down)
 
-    decision = chief(tmp_path, options()).decide(records(), None)
+    decision = coordinator(tmp_path, options()).decide(records(), None)
 
     assert "train" == decision.phase
     assert "an error of pipette-launch itself: ZeroDivisionError: oh" in decision.reason
@@ -170,8 +170,7 @@ def test_an_error_of_our_own_does_not_cost_the_job(tmp_path: Path, monkeypatch: 
 
 def test_a_signal_is_nobodys_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches torch, which ends the workers."""
-    one = chief(tmp_path, options())
-    one.interruption = KeyError
+    one = Coordinator(options(), tmp_path, interruption=KeyError)
 
     def interrupt(*_: object, **__: object) -> None:
         raise KeyError("signal 15")
@@ -196,7 +195,7 @@ def test_nodes_that_no_plan_can_use_are_named(tmp_path: Path, changes: list[dict
     """The job runs as under torchrun, and the reason says which nodes and what."""
     nodes = [replace(node, **change) for node, change in zip(records(), changes, strict=True)]
 
-    decision = chief(tmp_path, options()).decide(nodes, None)
+    decision = coordinator(tmp_path, options()).decide(nodes, None)
 
     assert expected in decision.reason
     assert "train" == decision.phase
@@ -206,7 +205,7 @@ def test_static_nodes_keep_their_order(tmp_path: Path) -> None:
     """`--node-rank` orders them, not their addresses."""
     nodes = [replace(node, node_rank=rank) for node, rank in zip(records(), (1, 0), strict=True)]
 
-    assert ("node1", "node0") == chief(tmp_path, options()).decide(nodes, None).hosts
+    assert ("node1", "node0") == coordinator(tmp_path, options()).decide(nodes, None).hosts
 
 
 def test_a_plan_from_a_file_is_written_into_the_words(tmp_path: Path) -> None:
@@ -261,15 +260,17 @@ def test_plans_are_tried_one_after_the_other(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_restart_keeps_everything(tmp_path: Path) -> None:
-    """Plan, words and variables stay; that it has trained is remembered, also when the chief is another."""
+    """Plan, words and variables stay; that it has trained is remembered, also when the coordinator is another."""
     held = from_file(tmp_path, plan(PP)).decide(records(), None)
     died = [
         replace(node, attempt=0, verdict="after-first-iteration", failure=Failure(cause="x"), has_plan=True)
         for node in records()
     ]
 
-    kept = chief(tmp_path, options()).decide(died, held)
-    again = chief(tmp_path, options()).decide([replace(node, verdict="before-first-iteration") for node in died], kept)
+    kept = coordinator(tmp_path, options()).decide(died, held)
+    again = coordinator(tmp_path, options()).decide(
+        [replace(node, verdict="before-first-iteration") for node in died], kept
+    )
 
     assert replace(held, reason="x; starting again under the same plan", proven=True) == kept == again
 
@@ -291,7 +292,7 @@ def test_words_that_the_user_wrote_are_no_plans_fault(tmp_path: Path) -> None:
 
 
 def test_what_became_of_earlier_candidates_is_remembered(tmp_path: Path) -> None:
-    """By every node: the next chief may be another one."""
+    """By every node: the next coordinator may be another one."""
     one = from_file(tmp_path, plan(Layout(pp=4), Layout(pp=2, tp=2)))
     failed = [
         replace(
@@ -327,7 +328,7 @@ def test_other_hosts_are_measured_anew(tmp_path: Path) -> None:
     """A plan is for its hosts; the user hears which changed."""
     held = from_file(tmp_path, plan(PP)).decide(records(), None)
 
-    decision = chief(tmp_path, options()).decide(records(1), held)
+    decision = coordinator(tmp_path, options()).decide(records(1), held)
 
     assert "warmup" == decision.phase
     assert "the hosts changed from node0, node1 to node0" in decision.reason

@@ -15,21 +15,21 @@ from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.round import Decision
-from pipette_launch.launch.coordinator import Chief
+from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.probe.options import ProbeOptions
 
 SICK = Verdict(kind="busy", host="node2", figure="61 GB of 80 GB are held")
 SLOW = Verdict(kind="slow-device", host="node1", figure="the reference takes 2.1 ms", peers="1.0 ms")
 
 
-def judging(folder: Path, *verdicts: Verdict, least_nodes: int = 2, **changes: Any) -> Chief:
-    """A chief who is told these verdicts by the drivers."""
+def judging(folder: Path, *verdicts: Verdict, least_nodes: int = 2, **changes: Any) -> Coordinator:
+    """A coordinator who is told these verdicts by the drivers."""
     # A batch for two nodes and for three.
     asked = options("--global-batch-size", "24", **{"cache": folder / "cache", "on_sick": "exclude", **changes})
-    return Chief(asked, folder, judge=lambda *_: verdicts, least_nodes=least_nodes)
+    return Coordinator(asked, folder, judge=lambda *_: verdicts, least_nodes=least_nodes)
 
 
-def measured(one: Chief, warmup: Decision, *verdicts: Verdict) -> Decision:
+def measured(one: Coordinator, warmup: Decision, *verdicts: Verdict) -> Decision:
     """What follows a warm-up that found this."""
     orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
     cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
@@ -49,7 +49,7 @@ def test_what_the_drivers_told_goes_with_the_orders(tmp_path: Path) -> None:
         for node, record in enumerate(records(3))
     ]
     asked = options("--global-batch-size", "24", on_sick="exclude")
-    decision = Chief(asked, tmp_path, least_nodes=2).decide(told, None)
+    decision = Coordinator(asked, tmp_path, least_nodes=2).decide(told, None)
     orders = files.loads(ProbeOptions, decision.probe_options, "orders")
 
     assert ("node1",) == decision.standby_hosts
@@ -132,7 +132,7 @@ def test_by_default_a_sick_node_is_told_once(tmp_path: Path) -> None:
 def test_a_node_that_the_job_needs_stays(tmp_path: Path, batch: str, least: int, why: str) -> None:
     """MIN of --nnodes and the job's own configuration say how small it may become."""
     asked = options("--global-batch-size", batch, on_sick="exclude")
-    one = Chief(asked, tmp_path, judge=lambda *_: (SICK,), least_nodes=least)
+    one = Coordinator(asked, tmp_path, judge=lambda *_: (SICK,), least_nodes=least)
 
     decision = one.decide(records(3), None)
 

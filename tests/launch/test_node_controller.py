@@ -1,4 +1,4 @@
-"""What a node does and says under the chief's decisions, without any process."""
+"""What a node does and says under the coordinator's decisions, without any process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from launch.worlds import options, plan, records
 
 from pipette_launch import report
 from pipette_launch.agent.controller import Node
-from pipette_launch.agent.sync.rendezvous import Meeting
+from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages.round import Decision
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.launch import node_controller as module
-from pipette_launch.launch.node_controller import Story
+from pipette_launch.launch.node_controller import NodeController
 from pipette_launch.probe.health import inventory
 
 LINE = (
@@ -27,10 +27,12 @@ NODE = Node(entrypoint="python", arguments=("-u", "x"), num_slots=2, address="12
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 
 
-def story(folder: Path, **changes: Any) -> Story:
-    """One node's story, begun."""
+def begun(folder: Path, **changes: Any) -> NodeController:
+    """A node's controller that knows its node."""
     asked = options("--save", str(folder / "ckpt"), device="cpu", cache=folder / "cache", **changes)
-    made = Story(asked, Meeting(endpoint="localhost:0", node_rank=-1, may_host_store=True), folder / "own")
+    made = NodeController(
+        asked, RendezvousSettings(endpoint="localhost:0", node_rank=-1, may_host_store=True), folder / "own"
+    )
     made.begin(NODE)
     return made
 
@@ -50,7 +52,7 @@ def decision(made: Plan | None = TWO, **changes: Any) -> Decision:
 
 def test_a_restart_shows_nothing_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The screen stands once for each plan, and a fallback is told once."""
-    told = story(tmp_path)
+    told = begun(tmp_path)
     texts = []
     for step in (
         decision(),
@@ -72,14 +74,14 @@ def test_a_restart_shows_nothing_anew(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_only_one_node_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The others keep count in silence."""
-    story(tmp_path).show(decision(reason="why"), speaks=False)
+    begun(tmp_path).show(decision(reason="why"), speaks=False)
 
     assert "" == capsys.readouterr().err
 
 
 def test_a_screen_that_fails_does_not_cost_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal does get through."""
-    told = story(tmp_path)
+    told = begun(tmp_path)
     errors: list[Exception] = [ValueError("no such terminal"), KeyError("signal 15")]
 
     def fail(*_: object, **__: object) -> str:
@@ -94,7 +96,7 @@ def test_a_screen_that_fails_does_not_cost_the_job(tmp_path: Path, monkeypatch: 
 
 def test_an_outcome_never_mixes_two_attempts(tmp_path: Path) -> None:
     """Ten iterations of a plan and ten of the next are no twenty of either."""
-    told = story(tmp_path)
+    told = begun(tmp_path)
     told.show(decision(), speaks=False)
     assert all(told.saw_line(LINE.format(iteration, 1000.0)) for iteration in range(1, 11))
     told.show(decision(attempt=2), speaks=False)
@@ -111,7 +113,7 @@ def test_an_outcome_never_mixes_two_attempts(tmp_path: Path) -> None:
 
 def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:
     """A node that did not decide follows the key of the decision, also when it changes."""
-    told = story(tmp_path)
+    told = begun(tmp_path)
     for key in ("k", "other"):
         told.show(decision(plan(Layout(pp=4), key=key)), speaks=False)
         for iteration in range(1, 21):
@@ -123,7 +125,7 @@ def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:
 def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is told all the same, and then why there is no file."""
     (tmp_path / "cache").write_text("no folder")
-    told = story(tmp_path)
+    told = begun(tmp_path)
     told.show(decision(), speaks=False)
     for iteration in range(1, 21):
         told.saw_line(LINE.format(iteration, 1000.0))
@@ -136,7 +138,7 @@ def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pyte
 
 def test_without_a_plan_iterations_count_all_the_same(tmp_path: Path) -> None:
     """There is nothing to set them beside, but the job has trained."""
-    told = story(tmp_path)
+    told = begun(tmp_path)
     told.show(decision(None), speaks=False)
 
     assert told.saw_line(LINE.format(1, 100.0))
@@ -145,7 +147,7 @@ def test_without_a_plan_iterations_count_all_the_same(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_a_sign_of_training(tmp_path: Path) -> None:
     """One that was there before is none."""
-    told = story(tmp_path)
+    told = begun(tmp_path)
     tracker = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
     tracker.parent.mkdir()
     tracker.write_text("10")
@@ -165,7 +167,7 @@ def test_a_driver_in_disorder_is_told_to_the_others(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(inventory, "host", fail)
 
-    record = story(tmp_path).record(attempt=-1, verdict="none", failure="", has_plan=False)
+    record = begun(tmp_path).record(attempt=-1, verdict="none", failure="", has_plan=False)
 
     assert record.host is None
     assert "OSError: driver/library version mismatch" in record.trouble
@@ -173,7 +175,7 @@ def test_a_driver_in_disorder_is_told_to_the_others(tmp_path: Path, monkeypatch:
 
 def test_its_folder_is_made_when_it_is_needed(tmp_path: Path) -> None:
     """A launcher that waits for other nodes has left nothing to clean up."""
-    told = story(tmp_path)
+    told = begun(tmp_path)
     told.show(decision(None, reason="x"), speaks=False)
 
     assert "python" == told.command(decision(None, script_arguments=None)).entrypoint
@@ -182,7 +184,7 @@ def test_its_folder_is_made_when_it_is_needed(tmp_path: Path) -> None:
 
 def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are no iterations; the outcome has what they say beside the prediction."""
-    told = story(tmp_path)
+    told = begun(tmp_path)
     told.show(decision(), speaks=False)
     sizes = "allocated: 1.0 | max allocated: 4.0 | reserved: 4.0 | max reserved: 4.0"
     assert not told.saw_line(f"[Rank 2] (after 2 iterations) memory (MB) | {sizes}")
@@ -198,7 +200,7 @@ def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.Capture
 
 def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs each local rank's device is read, less what others held before; a driver in disorder costs nothing."""
-    told = story(tmp_path)
+    told = begun(tmp_path)
     assert told._host is not None
     device = replace(told._host.devices[0], kind="cuda", uuid="GPU", memory_total_bytes=1000, memory_free_bytes=900)
     told._host = replace(told._host, devices=(device, device))
@@ -221,7 +223,7 @@ def test_training_waits_for_the_memory_of_the_warmup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What stays full is told in a sentence, and a driver in disorder costs no job; a signal does get through."""
-    told = story(tmp_path)
+    told = begun(tmp_path)
     troubles: list[Exception] = [OSError("driver/library version mismatch"), KeyError("signal 15")]
 
     monkeypatch.setattr(module, "await_memory", lambda host: (f"{host.name}: GPU 0 still holds 1 GiB",))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipette_launch.launch.warmup_progress import CLEAR, Ticker, parts_words
+from pipette_launch.launch.warmup_progress import CLEAR, ProgressLine, parts_words
 from pipette_launch.probe.progress import PhaseEnd, Sign
 
 STARTED = PhaseEnd(phase="start", seconds=3.14, words="")
@@ -37,7 +37,7 @@ SIGNS = [
 def test_a_log_gets_a_line_for_each_phase_that_ends() -> None:
     """With what it took and what came of it; no line comes twice, and what ended last is told in the end."""
     stream = io.StringIO()
-    ticker = Ticker(stream, budget_s=60.0, clock=seconds(), is_terminal=False)
+    ticker = ProgressLine(stream, budget_s=60.0, clock=seconds(), is_terminal=False)
     for one in SIGNS:
         ticker.show(one)
     assert "pipette-launch: start 3.1 s\npipette-launch: compute 9.9 s: 3 shapes\n" == stream.getvalue()
@@ -50,7 +50,7 @@ def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -
     """It never wraps and never ends, and in the end nothing is left of it."""
     monkeypatch.setenv("COLUMNS", "70")
     stream = io.StringIO()
-    ticker = Ticker(stream, budget_s=60.0, clock=seconds(), is_terminal=True)
+    ticker = ProgressLine(stream, budget_s=60.0, clock=seconds(), is_terminal=True)
     for one in SIGNS:
         ticker.show(one)
     ticker.close(SIGNS[-1])
@@ -68,11 +68,11 @@ def test_a_terminal_has_one_line_that_changes(monkeypatch: pytest.MonkeyPatch) -
 def test_it_does_not_flicker() -> None:
     """Signs that follow each other at once are not all shown, nor what is on the screen already."""
     stream = io.StringIO()
-    ticker = Ticker(stream, budget_s=60.0, clock=lambda: 7.0, is_terminal=True)
+    ticker = ProgressLine(stream, budget_s=60.0, clock=lambda: 7.0, is_terminal=True)
     ticker.show(SIGNS[1])
     assert "" == stream.getvalue()
 
-    slow = Ticker(stream, budget_s=60.0, clock=iter((0.0, 1.0, 1.3)).__next__, is_terminal=True)
+    slow = ProgressLine(stream, budget_s=60.0, clock=iter((0.0, 1.0, 1.3)).__next__, is_terminal=True)
     slow.show(SIGNS[1])
     slow.show(SIGNS[1])
     assert 1 == stream.getvalue().count(CLEAR)
@@ -80,7 +80,7 @@ def test_it_does_not_flicker() -> None:
 
 def test_a_file_is_no_terminal() -> None:
     """Whatever TERM says."""
-    assert not Ticker(io.StringIO(), budget_s=1.0)._is_terminal
+    assert not ProgressLine(io.StringIO(), budget_s=1.0)._is_terminal
 
 
 def test_the_parts_of_a_warmup() -> None:

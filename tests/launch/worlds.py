@@ -11,7 +11,7 @@ from megatron_lines import SMALL
 
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages.round import Decision, NodeRecord
-from pipette_launch.launch.coordinator import Chief
+from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.options import Options
 
 SCRIPT = str(Path(__file__).parent.parent / "end_to_end" / "echo.py")
@@ -48,9 +48,9 @@ def options(*more: str, arguments: tuple[str, ...] = ARGUMENTS, **changes: Any) 
     )
 
 
-def chief(folder: Path, asked: Options) -> Chief:
+def coordinator(folder: Path, asked: Options) -> Coordinator:
     """The one who decides."""
-    return Chief(asked, folder)
+    return Coordinator(asked, folder)
 
 
 def choice(layout: Layout, placement: tuple[int, ...] | None = None) -> Choice:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipette_launch.agent.phases import standby
 from pipette_launch.agent.phases.trial import TrialRun
 from pipette_launch.agent.phases.warmup import Warmup
-from pipette_launch.agent.sync.agreement import MEETING_S, plan_of_first
+from pipette_launch.agent.sync.agreement import PEER_WAIT_S, plan_of_first
 from pipette_launch.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
-    from pipette_launch.agent.controller import Conductor
-    from pipette_launch.agent.device_binding import Seat
+    from pipette_launch.agent.controller import Controller
+    from pipette_launch.agent.device_binding import DeviceBinding
     from pipette_launch.agent.streams import Streams
     from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
-    from pipette_launch.agent.sync.store import Exchange
+    from pipette_launch.agent.sync.store import RoundStore
     from pipette_launch.facts.messages.round import Decision
 
 
-class Prelude:
+class PhasesBeforeTraining:
     """The phases before the training, as one agent sees them."""
 
-    def __init__(self, conductor: Conductor, handler: AgentStoreHandler, address: str) -> None:
-        self._conductor = conductor
+    def __init__(self, controller: Controller, handler: AgentStoreHandler, address: str) -> None:
+        self._controller = controller
         self._handler = handler
-        self._warmup = Warmup(conductor, address)
-        self._trial = TrialRun(conductor)
+        self._warmup = Warmup(controller, address)
+        self._trial = TrialRun(controller, controller)
 
     def begin(self, decision: Decision) -> None:
         """Forget an earlier trial; called on every node, also where no worker runs."""
@@ -49,17 +49,17 @@ class Prelude:
 
     def is_over(
         self,
-        exchange: Exchange,
+        round_store: RoundStore,
         decision: Decision,
         token: str,
         *,
         processes: Mapping[int, Popen[bytes]],
-        seats: Sequence[Seat],
+        bindings: Sequence[DeviceBinding],
     ) -> bool:
         """Whether the phase is over on all nodes; one that fails or hangs is over, too."""
         if decision.phase == "warmup":
-            return self._warmup.look(exchange, decision, token, processes) != "running"
-        return self._trial.look(exchange, decision, token, processes, seats, is_gone=self._handler.is_closed)
+            return self._warmup.look(round_store, decision, token, processes) != "running"
+        return self._trial.look(round_store, decision, token, processes, bindings, is_gone=self._handler.is_closed)
 
     def why_anew(self, decision: Decision) -> str:
         """Say why the round must end with the phase: nodes are gone; empty where none are."""
@@ -67,20 +67,20 @@ class Prelude:
             return self._warmup.failure if self._warmup.absent else ""
         return f"{', '.join(self._trial.absent)} vanished during a trial" if self._trial.absent else ""
 
-    def following(self, exchange: Exchange, decision: Decision, token: str) -> Decision:
+    def following(self, round_store: RoundStore, decision: Decision, token: str) -> Decision:
         """Return what all nodes do next."""
         if decision.phase == "warmup":
-            return self._plan(exchange, decision, token)
+            return self._plan(round_store, decision, token)
         if self._trial.following is None:
             raise ClusterError("a trial ended without a word on what comes next")
         return self._trial.following
 
-    def _plan(self, exchange: Exchange, decision: Decision, token: str) -> Decision:
-        relay = standby.Relay(exchange, decision, token, self._conductor)
+    def _plan(self, round_store: RoundStore, decision: Decision, token: str) -> Decision:
+        relay = standby.Relay(round_store, decision, token, policy=self._controller, view=self._controller)
         relay.hand_over()
         return plan_of_first(
-            exchange,
+            round_store,
             make=lambda: relay.plan(self._warmup.failure, is_gone=self._handler.is_closed),
             is_gone=self._handler.is_closed,
-            deadline_s=MEETING_S + self._conductor.warmup_deadline_s,
+            deadline_s=PEER_WAIT_S + self._controller.warmup_deadline_s,
         )

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipette_launch.agent.sync.store import Exchange
+    from pipette_launch.agent.sync.store import RoundStore
     from pipette_launch.facts.messages.round import AttemptEnd
 
 NEWS_S = 1.0
@@ -15,18 +15,18 @@ NEWS_S = 1.0
 SETTLE_S = 120.0
 
 
-class Witness:
+class FirstIteration:
     """What one agent saw of an attempt, and what the others have published about it."""
 
     def __init__(self) -> None:
-        self._exchange: Exchange | None = None
+        self._round_store: RoundStore | None = None
         self._proven = False
         self._seen = False
         self._published = False
 
-    def begin(self, exchange: Exchange, *, proven: bool) -> None:
+    def begin(self, round_store: RoundStore, *, proven: bool) -> None:
         """Forget the last attempt; `proven` says that this one is a restart of what has trained before."""
-        self._exchange, self._proven, self._seen, self._published = exchange, proven, False, False
+        self._round_store, self._proven, self._seen, self._published = round_store, proven, False, False
 
     def see(self) -> None:
         """Take note of an iteration; called by the thread that reads the workers' output."""
@@ -34,18 +34,18 @@ class Witness:
 
     def publish(self) -> None:
         """Let the other nodes know of the first iteration, once."""
-        if self._seen and not self._published and self._exchange is not None:
-            self._exchange.put("iterated", "yes")
+        if self._seen and not self._published and self._round_store is not None:
+            self._round_store.put("iterated", "yes")
             self._published = True
 
     def has_trained(self, *, wait_s: float = 0.0) -> bool:
         """Whether an iteration was seen anywhere under this plan."""
-        if self._proven or self._seen or self._exchange is None:
+        if self._proven or self._seen or self._round_store is None:
             return self._proven or self._seen
-        end = time.monotonic() + (wait_s if self._exchange.group_size > 1 else 0.0)
+        end = time.monotonic() + (wait_s if self._round_store.group_size > 1 else 0.0)
         # The store goes with its host; what was seen here is then all there is.
         with contextlib.suppress(RuntimeError):
-            while not (known := self._exchange.has("iterated")) and time.monotonic() < end:
+            while not (known := self._round_store.has("iterated")) and time.monotonic() < end:
                 time.sleep(0.1)
             return known
         return False
@@ -53,10 +53,10 @@ class Witness:
     def settle(self, *, trained: bool) -> AttemptEnd:
         """Agree with all nodes on how the attempt ended; the first word counts."""
         mine: AttemptEnd = "after-first-iteration" if trained else "before-first-iteration"
-        if self._exchange is None:
+        if self._round_store is None:
             return mine
         with contextlib.suppress(RuntimeError):
             self.publish()
-            settled = self._exchange.settle("verdict", mine, deadline_s=SETTLE_S)
+            settled = self._round_store.settle("verdict", mine, deadline_s=SETTLE_S)
             return "before-first-iteration" if settled == "before-first-iteration" else "after-first-iteration"
         return mine

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from pipette_launch.agent.sync.agreement import MEETING_S
+from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.store import MOST_BYTES, pack, unpack
 from pipette_launch.errors import ClusterError
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from pipette_launch.agent.controller import Conductor
+    from pipette_launch.agent.controller import Policy, WarmupView
     from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
-    from pipette_launch.agent.sync.store import Exchange
+    from pipette_launch.agent.sync.store import RoundStore
     from pipette_launch.facts.messages.round import Decision
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def run_nothing(spec: WorkerSpec) -> NoLogs:
     return NoLogs()
 
 
-def is_over(exchange: Exchange, handler: AgentStoreHandler, phase: str) -> bool:
+def is_over(round_store: RoundStore, handler: AgentStoreHandler, phase: str) -> bool:
     """Whether the nodes that work have ended a phase well.
 
     Raises:
@@ -66,9 +66,9 @@ def is_over(exchange: Exchange, handler: AgentStoreHandler, phase: str) -> bool:
     try:
         # In this order: whoever ends the phase says so before it closes the rendezvous.
         is_closed = handler.is_closed()
-        if exchange.has(f"over/{phase}"):
+        if round_store.has(f"over/{phase}"):
             return True
-        why = exchange.peek("failed")
+        why = round_store.peek("failed")
     except (RuntimeError, RendezvousError) as error:
         raise ClusterError(f"this node stood by, and the host of the rendezvous store is gone: {error}") from error
     if why is not None or is_closed:
@@ -76,32 +76,35 @@ def is_over(exchange: Exchange, handler: AgentStoreHandler, phase: str) -> bool:
     return False
 
 
-def tell_failure(exchange: Exchange, why: str) -> None:
+def tell_failure(round_store: RoundStore, why: str) -> None:
     """Let nodes on standby know why the job ends."""
     with contextlib.suppress(RuntimeError):
-        exchange.put("failed", why)
+        round_store.put("failed", why)
 
 
 class Relay:
     """Brings what the warm-up measured from the node of RANK 0 to the one that decides, if that one took no part."""
 
-    def __init__(self, exchange: Exchange, decision: Decision, token: str, conductor: Conductor) -> None:
-        self._exchange = exchange
+    def __init__(
+        self, round_store: RoundStore, decision: Decision, token: str, *, policy: Policy, view: WarmupView
+    ) -> None:
+        self._round_store = round_store
         self._decision = decision
-        self._conductor = conductor
+        self._policy = policy
+        self._view = view
         self._stood_by = token in decision.standby
         # In torchrun's order the node that decides comes first, unless it stands by.
-        self._gives = not exchange.is_chief and token == decision.tokens[0]
+        self._gives = not round_store.is_coordinator and token == decision.tokens[0]
 
     def hand_over(self) -> None:
         """Give the measurements away where they are not known to whoever decides."""
         if not self._gives:
             return
-        packed = pack(self._conductor.measured())
+        packed = pack(self._view.measured())
         pieces = [packed[start : start + MOST_BYTES] for start in range(0, len(packed), MOST_BYTES)]
         for index, piece in enumerate(pieces):
-            self._exchange.put(f"measured/{index}", piece)
-        self._exchange.put("measured", str(len(pieces)))
+            self._round_store.put(f"measured/{index}", piece)
+        self._round_store.put("measured", str(len(pieces)))
 
     def plan(self, failure: str, *, is_gone: Callable[[], bool]) -> Decision:
         """Let the node that decides make the plan.
@@ -113,18 +116,18 @@ class Relay:
         """
         if self._stood_by:
             # It has watched no workers.
-            failure = self._exchange.peek("warmup-failed") or self._take_over(is_gone)
-        return self._conductor.after_warmup(self._decision, failure)
+            failure = self._round_store.peek("warmup-failed") or self._take_over(is_gone)
+        return self._policy.after_warmup(self._decision, failure)
 
     def _take_over(self, is_gone: Callable[[], bool]) -> str:
         """Take the measurements from the other node; returns why they could not be had, or nothing."""
         try:
             what = "what the warm-up measured"
-            count = int(self._exchange.take("measured", what=what, deadline_s=MEETING_S, give_up=is_gone))
+            count = int(self._round_store.take("measured", what=what, deadline_s=PEER_WAIT_S, give_up=is_gone))
         except ClusterError as error:
             return str(error)
-        text = unpack("".join(self._exchange.peek(f"measured/{index}") or "" for index in range(count)))
+        text = unpack("".join(self._round_store.peek(f"measured/{index}") or "" for index in range(count)))
         if not text:
             return "the first worker of the warm-up left no measurements"
-        self._conductor.receive(text)
+        self._view.receive(text)
         return ""

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from subprocess import Popen
 
-    from pipette_launch.agent.controller import Conductor
-    from pipette_launch.agent.device_binding import Seat
-    from pipette_launch.agent.sync.store import Exchange
+    from pipette_launch.agent.controller import Policy, WorkerCommands
+    from pipette_launch.agent.device_binding import DeviceBinding
+    from pipette_launch.agent.sync.store import RoundStore
 
 REPORT_S = 75.0
 """How long an agent may take to end its workers and to see its devices free again."""
@@ -54,8 +54,9 @@ class QuietLogs(DefaultLogsSpecs):
 class TrialRun:
     """One trial after the other, as one agent sees them."""
 
-    def __init__(self, conductor: Conductor) -> None:
-        self._conductor = conductor
+    def __init__(self, commands: WorkerCommands, policy: Policy) -> None:
+        self._commands = commands
+        self._policy = policy
         self._logs = ""
         self._streams: Streams | None = None
         self._began_s = self._started_s = self._heard_s = 0.0
@@ -89,28 +90,28 @@ class TrialRun:
         self._logs = ""
 
     def _hear(self, line: str) -> None:
-        if self._conductor.saw_line(line):
+        if self._commands.saw_line(line):
             self._num_heard += 1
             self._heard_s = time.monotonic()
 
     def look(
         self,
-        exchange: Exchange,
+        round_store: RoundStore,
         decision: Decision,
         token: str,
         processes: Mapping[int, Popen[bytes]],
-        seats: Sequence[Seat],
+        bindings: Sequence[DeviceBinding],
         *,
         is_gone: Callable[[], bool],
     ) -> bool:
         """Whether the trial is over; then `following` says what comes next on all nodes.
 
         Args:
-            exchange: the keys of this round.
+            round_store: the keys of this round.
             decision: what is tried, and who takes part.
             token: this agent's.
             processes: the workers of this node, by local rank.
-            seats: their ranks, by local rank.
+            bindings: their ranks, by local rank.
             is_gone: whether the job has ended meanwhile.
 
         Raises:
@@ -118,61 +119,65 @@ class TrialRun:
 
         """
         try:
-            if not self._is_over(exchange, decision, processes, seats):
+            if not self._is_over(round_store, decision, processes, bindings):
                 return False
-            self._end(exchange, decision, token, processes)
-            if exchange.is_chief:
-                self._decide(exchange, decision)
-            text = exchange.take(
+            self._end(round_store, decision, token, processes)
+            if round_store.is_coordinator:
+                self._decide(round_store, decision)
+            text = round_store.take(
                 f"{decision.key}/next", what="what follows the trial", deadline_s=NEXT_S, give_up=is_gone
             )
         except RuntimeError as error:
             self._kill(processes)
             raise ClusterError(f"the rendezvous store is gone, or its node is, during a trial: {error}") from error
-        self.absent = tuple((exchange.peek(f"{decision.key}/absent") or "").split())
+        self.absent = tuple((round_store.peek(f"{decision.key}/absent") or "").split())
         self.following = None if self.absent else files.loads(Decision, text, "what follows the trial")
         return True
 
     def _is_over(
-        self, exchange: Exchange, decision: Decision, processes: Mapping[int, Popen[bytes]], seats: Sequence[Seat]
+        self,
+        round_store: RoundStore,
+        decision: Decision,
+        processes: Mapping[int, Popen[bytes]],
+        bindings: Sequence[DeviceBinding],
     ) -> bool:
         """Whether some node has seen the end; this one's own news are told on the way."""
         key = f"{decision.key}/end"
-        if exchange.has(key):
+        if round_store.has(key):
             return True
         codes = {local: process.poll() for local, process in processes.items()}
         if self._num_heard >= decision.iterations:
-            exchange.settle(key, "", deadline_s=SETTLE_S)
+            round_store.settle(key, "", deadline_s=SETTLE_S)
         elif any(codes.values()):
-            exchange.settle(key, files.dumps(self._describe(codes, seats)), deadline_s=SETTLE_S)
-        elif self._is_late(decision, seats):
+            round_store.settle(key, files.dumps(self._describe(codes, bindings)), deadline_s=SETTLE_S)
+        elif self._is_late(decision, bindings):
             waited_s = time.monotonic() - self._heard_s
             hung = Failure(cause=f"it hung: no iteration within {waited_s:.0f} s after {self._num_heard}")
-            exchange.settle(key, files.dumps(hung), deadline_s=SETTLE_S)
+            round_store.settle(key, files.dumps(hung), deadline_s=SETTLE_S)
         elif codes and all(code == 0 for code in codes.values()):
-            return self._all_have_ended(exchange, decision)
+            return self._all_have_ended(round_store, decision)
         else:
             return False
         return True
 
-    def _all_have_ended(self, exchange: Exchange, decision: Decision) -> bool:
+    def _all_have_ended(self, round_store: RoundStore, decision: Decision) -> bool:
         """Whether the script has ended by itself on every node, before the trial did."""
-        ended = exchange.count(f"{decision.key}/ended", 0 if self._has_ended else 1)
+        ended = round_store.count(f"{decision.key}/ended", 0 if self._has_ended else 1)
         self._has_ended = True
         if ended < len(decision.tokens):
             return False
-        exchange.settle(f"{decision.key}/end", "", deadline_s=SETTLE_S)
+        round_store.settle(f"{decision.key}/end", "", deadline_s=SETTLE_S)
         return True
 
-    def _is_late(self, decision: Decision, seats: Sequence[Seat]) -> bool:
+    def _is_late(self, decision: Decision, bindings: Sequence[DeviceBinding]) -> bool:
         """Whether the next iteration is overdue; whoever cannot hear them allows for all of them together."""
-        first_s, next_s = self._conductor.trial_patience_s
+        first_s, next_s = self._commands.trial_patience_s
         silent_s = time.monotonic() - self._heard_s
-        if any(seat.rank == sum(decision.num_slots) - 1 for seat in seats):
+        if any(binding.rank == sum(decision.num_slots) - 1 for binding in bindings):
             return silent_s > (next_s if self._num_heard else first_s)
         return silent_s > first_s + decision.iterations * next_s
 
-    def _describe(self, codes: Mapping[int, int | None], seats: Sequence[Seat]) -> Failure:
+    def _describe(self, codes: Mapping[int, int | None], bindings: Sequence[DeviceBinding]) -> Failure:
         """Say which worker died, and why; of several one whose words are known."""
         assert self._streams is not None
         # The reason is among the last words.
@@ -181,9 +186,11 @@ class TrialRun:
         known = {local: megatron.explain_failure("\n".join(self._streams.tail(local))) for local in dead}
         local = max(dead, key=lambda one: known[one] is not None)
         why = known[local] or megatron.failure_of(failures.last_words(self._streams.tail(local)))
-        return replace(why, rank=seats[local].rank, exit_code=codes[local] or 0)
+        return replace(why, rank=bindings[local].rank, exit_code=codes[local] or 0)
 
-    def _end(self, exchange: Exchange, decision: Decision, token: str, processes: Mapping[int, Popen[bytes]]) -> None:
+    def _end(
+        self, round_store: RoundStore, decision: Decision, token: str, processes: Mapping[int, Popen[bytes]]
+    ) -> None:
         """Leave nothing behind of this node's workers, and tell what they printed."""
         self._kill(processes)
         if self._streams is not None:
@@ -191,27 +198,27 @@ class TrialRun:
         self.drop_logs()
         if token not in decision.tokens:
             return
-        step_s = self._conductor.trial_is_over()
+        step_s = self._commands.trial_is_over()
         report = TrialReport(step_s=step_s, failure=None, took_s=time.monotonic() - self._began_s)
-        exchange.put(f"{decision.key}/report/{token}", files.dumps(report))
+        round_store.put(f"{decision.key}/report/{token}", files.dumps(report))
 
     def _kill(self, processes: Mapping[int, Popen[bytes]]) -> None:
         # Without workers there is no folder that tells their children from other processes.
         if self._logs:
             worker_health.end(processes, began_s=self._started_s, mark=self._logs)
 
-    def _decide(self, exchange: Exchange, decision: Decision) -> None:
+    def _decide(self, round_store: RoundStore, decision: Decision) -> None:
         """Hear all nodes, and tell them what comes next."""
-        told, absent = reports(exchange, decision, TrialReport, prefix=f"{decision.key}/report", patience_s=REPORT_S)
+        told, absent = reports(round_store, decision, TrialReport, prefix=f"{decision.key}/report", patience_s=REPORT_S)
         following = ""
         if absent:
-            exchange.put(f"{decision.key}/absent", " ".join(absent))
+            round_store.put(f"{decision.key}/absent", " ".join(absent))
         else:
-            end = exchange.peek(f"{decision.key}/end")
+            end = round_store.peek(f"{decision.key}/end")
             whole = TrialReport(
                 step_s=max((report.step_s for report in told), key=len),
                 failure=files.loads(Failure, end, "how the trial ended") if end else None,
                 took_s=max(report.took_s for report in told),
             )
-            following = files.dumps(self._conductor.after_trial(decision, whole))
-        exchange.put(f"{decision.key}/next", following)
+            following = files.dumps(self._policy.after_trial(decision, whole))
+        round_store.put(f"{decision.key}/next", following)

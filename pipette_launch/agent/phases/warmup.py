@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Logs
 from pipette_launch.agent import worker_health
 from pipette_launch.agent.failure_attribution import NodeReport, WarmupFailure, judge
 from pipette_launch.agent.sync.agreement import reports
-from pipette_launch.agent.worker_health import Vitals
+from pipette_launch.agent.worker_health import WorkerHealth
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from subprocess import Popen
 
-    from pipette_launch.agent.controller import Conductor
-    from pipette_launch.agent.sync.store import Exchange
+    from pipette_launch.agent.controller import WarmupView
+    from pipette_launch.agent.sync.store import RoundStore
     from pipette_launch.facts.messages.round import Decision
 
 logger = logging.getLogger(__name__)
@@ -45,12 +45,12 @@ VERDICT_S = REPORT_S + 5.0
 class Warmup:
     """The warm-up as one agent sees it."""
 
-    def __init__(self, conductor: Conductor, address: str) -> None:
-        self._conductor = conductor
+    def __init__(self, view: WarmupView, address: str) -> None:
+        self._view = view
         self._address = address
         self._logs = ""
         self._began_s = self._started_s = 0.0
-        self._vitals: Vitals | None = None
+        self._health: WorkerHealth | None = None
         self._has_ended = False
         self._is_done = False
         self.failure = ""
@@ -60,7 +60,7 @@ class Warmup:
 
     def begin(self) -> LogsSpecs:
         """Forget an earlier warm-up; returns where the workers of this one write."""
-        self.failure, self.absent, self._vitals = "", (), None
+        self.failure, self.absent, self._health = "", (), None
         self._has_ended = self._is_done = False
         self._began_s, self._started_s = time.monotonic(), time.time()
         self._logs = tempfile.mkdtemp(prefix="pipette_warmup_")
@@ -75,11 +75,13 @@ class Warmup:
     def _has_output(self) -> bool:
         return any(path.is_file() and path.stat().st_size for path in Path(self._logs).rglob("*"))
 
-    def look(self, exchange: Exchange, decision: Decision, token: str, processes: Mapping[int, Popen[bytes]]) -> State:
+    def look(
+        self, round_store: RoundStore, decision: Decision, token: str, processes: Mapping[int, Popen[bytes]]
+    ) -> State:
         """Say how the warm-up stands; one that fails or hangs ends the phase on every node.
 
         Args:
-            exchange: the keys of this round.
+            round_store: the keys of this round.
             decision: what is measured, and who takes part.
             token: this agent's.
             processes: the workers of this node, by local rank.
@@ -88,12 +90,12 @@ class Warmup:
             ClusterError: the rendezvous store is gone, and with it the way to the other nodes.
 
         """
-        if self._vitals is None:
-            self._vitals = Vitals(processes, look_up=self._conductor.warmup_sign)
-        self._vitals.sample()
-        self._conductor.warmup_goes_on(leads=token == decision.tokens[0])
+        if self._health is None:
+            self._health = WorkerHealth(processes, look_up=self._view.warmup_sign)
+        self._health.sample()
+        self._view.warmup_goes_on(leads=token == decision.tokens[0])
         try:
-            failure = self._judge(exchange, decision, token, self._vitals)
+            failure = self._judge(round_store, decision, token, self._health)
         except RuntimeError as error:
             self._end(processes)
             raise ClusterError(
@@ -109,14 +111,16 @@ class Warmup:
         self.failure, self.absent = "; ".join(filter(None, (failure.words, left))), failure.absent
         return "failed"
 
-    def _judge(self, exchange: Exchange, decision: Decision, token: str, watched: Vitals) -> WarmupFailure | None:
+    def _judge(
+        self, round_store: RoundStore, decision: Decision, token: str, watched: WorkerHealth
+    ) -> WarmupFailure | None:
         """Return why the warm-up fails; None while it does not, and once all nodes are done."""
         codes = watched.exit_codes()
-        if any(codes) or watched.is_hung or self._is_late() or exchange.has("warmup-alarm"):
-            return self._find_out(exchange, decision, token, watched)
+        if any(codes) or watched.is_hung or self._is_late() or round_store.has("warmup-alarm"):
+            return self._find_out(round_store, decision, token, watched)
         if all(code == 0 for code in codes):
             # Whoever is done still answers alarms: only when all are, the phase is over.
-            done = exchange.count("warmup-done", 0 if self._has_ended else 1)
+            done = round_store.count("warmup-done", 0 if self._has_ended else 1)
             self._has_ended = True
             self._is_done = done == len(decision.tokens)
         return None
@@ -124,32 +128,34 @@ class Warmup:
     def _end(self, processes: Mapping[int, Popen[bytes]]) -> str:
         """Leave nothing behind: no worker, nor what it has started; returns what the kernel would not end."""
         left = worker_health.end(processes, began_s=self._started_s, mark=self._logs)
-        self._conductor.warmup_is_over()
+        self._view.warmup_is_over()
         return f"the kernel cannot end process {', '.join(map(str, left))} of the warm-up" if left else ""
 
     def _is_late(self) -> bool:
-        return self._waited_s() > self._conductor.warmup_deadline_s
+        return self._waited_s() > self._view.warmup_deadline_s
 
     def _waited_s(self) -> float:
         return time.monotonic() - self._began_s
 
-    def _find_out(self, exchange: Exchange, decision: Decision, token: str, watched: Vitals) -> WarmupFailure:
+    def _find_out(
+        self, round_store: RoundStore, decision: Decision, token: str, watched: WorkerHealth
+    ) -> WarmupFailure:
         """Tell all how this node's workers are; returns what the first agent makes of it."""
         waited_s = self._waited_s()
-        exchange.put("warmup-alarm", "yes")
+        round_store.put("warmup-alarm", "yes")
         time.sleep(SETTLE_S)
         states = watched.states(
             host=decision.hosts[decision.tokens.index(token)], first_slot=min(decision.ranks_of(token))
         )
         report = NodeReport(workers=states, output=f"{self._logs} on {self._address}" if self._has_output() else "")
-        exchange.put(f"warmup-report/{token}", files.dumps(report))
+        round_store.put(f"warmup-report/{token}", files.dumps(report))
         if token == decision.tokens[0]:
-            found = reports(exchange, decision, NodeReport, prefix="warmup-report", patience_s=REPORT_S)
+            found = reports(round_store, decision, NodeReport, prefix="warmup-report", patience_s=REPORT_S)
             failure = judge(*found, waited_s=waited_s)
-            exchange.put("warmup-failed", failure.words)
-            exchange.put("warmup-verdict", files.dumps(failure))
+            round_store.put("warmup-failed", failure.words)
+            round_store.put("warmup-verdict", files.dumps(failure))
             return failure
         with contextlib.suppress(ClusterError):
-            text = exchange.take("warmup-verdict", what="why the warm-up failed", deadline_s=VERDICT_S)
+            text = round_store.take("warmup-verdict", what="why the warm-up failed", deadline_s=VERDICT_S)
             return files.loads(WarmupFailure, text, "verdict of the first agent")
         return judge([report], decision.hosts[:1], waited_s=waited_s)

@@ -19,7 +19,7 @@ STATIC_READ_S = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Meeting:
+class RendezvousSettings:
     """The rendezvous as this node sees it."""
 
     endpoint: str
@@ -47,7 +47,7 @@ class Meeting:
         return socket.getfqdn() if _is_loopback(address) else address
 
 
-def settle(args: Namespace) -> Meeting:
+def settle(args: Namespace) -> RendezvousSettings:
     """Say outright what torch would guess, in `args`, and return what this node needs to know.
 
     Static rendezvous cannot form a second round and reuses its keys at every restart, so it is run as c10d with the
@@ -70,7 +70,7 @@ def settle(args: Namespace) -> Meeting:
         # torch would take no node for the host; with its own guess it would try again as a client, so ours is
         # only said where its guess is wrong, and where no other agent of this machine was faster.
         _set(args, is_host=str(_can_bind(host, port)).lower())
-    return Meeting(
+    return RendezvousSettings(
         endpoint=endpoint,
         node_rank=node_rank,
         may_host_store=node_rank == 0 or (node_rank < 0 and here),

@@ -21,13 +21,13 @@ MOST_BYTES = 4 << 20
 """Of one value that holds a part of a long text; TCPStore takes 8 MiB in one value."""
 
 
-class Exchange:
+class RoundStore:
     """The keys of one rendezvous round; every backend that is used here gives each round a prefix of its own."""
 
-    def __init__(self, store: Store, group_rank: int, group_size: int, *, is_chief: bool) -> None:
+    def __init__(self, store: Store, group_rank: int, group_size: int, *, is_coordinator: bool) -> None:
         self.group_rank = group_rank
         self.group_size = group_size
-        self.is_chief = is_chief
+        self.is_coordinator = is_coordinator
         """Whether this node decides for all: the first in torchrun's own order."""
         self._store = store
 
@@ -62,9 +62,9 @@ class Exchange:
         return self._store.get(f"pipette/{key}").decode()
 
     def gather(self, key: str, text: str, *, deadline_s: float) -> list[str]:
-        """Give one's own text; the chief gets everybody's, in group order, the others an empty list."""
+        """Give one's own text; the coordinator gets everybody's, in group order, the others an empty list."""
         self.put(f"{key}/{self.group_rank}", text)
-        if not self.is_chief:
+        if not self.is_coordinator:
             return []
         return [
             self.take(f"{key}/{rank}", what=f"the record of node {rank} of {self.group_size}", deadline_s=deadline_s)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "clusters"
 
 
-class Machines:
+class MachineMeasurements:
     """The file of one set of hosts, versions and variables. What cannot be read or written costs time, not the job."""
 
     def __init__(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Contest:
+class _TrialsInProgress:
     """What is tried, and what has come of it so far."""
 
     job: Job
@@ -31,8 +31,8 @@ class _Contest:
     """Layouts that ended early, and why."""
 
 
-class Settled(NamedTuple):
-    """How a contest ended."""
+class TrialsResult(NamedTuple):
+    """How trials ended."""
 
     job: Job
     plan: Plan
@@ -41,13 +41,13 @@ class Settled(NamedTuple):
     """Whether the next start should believe it."""
 
 
-class Referee:
+class TrialCoordinator:
     """Orders the trials one by one, the user's own configuration first, and names the winner."""
 
     def __init__(self, options: Options, script: Script) -> None:
         self._options = options
         self._script = script
-        self._contest: _Contest | None = None
+        self._in_progress: _TrialsInProgress | None = None
 
     def open(self, training: Decision, job: Job) -> Decision:
         """Return the first trial, or the training itself where the user wants no trials or none can be run.
@@ -67,10 +67,10 @@ class Referee:
                 raise PlanError(reason) from error
             return replace(training, reason=joined(training.reason, reason))
         num_plans = min(self._options.trials, len(plan.contenders()))
-        self._contest = _Contest(job=job, plan=plan, num_plans=num_plans, warm_ups=warm_ups)
-        return self._next(training, self._contest)
+        self._in_progress = _TrialsInProgress(job=job, plan=plan, num_plans=num_plans, warm_ups=warm_ups)
+        return self._next(training, self._in_progress)
 
-    def judge(self, ended: Decision, report: TrialReport) -> Decision | Settled:
+    def judge(self, ended: Decision, report: TrialReport) -> Decision | TrialsResult:
         """Take what came of a trial; return the next one, in the end what was settled, or the end of the job.
 
         The job ends where the script died of what no plan can avoid, as it does in the training.
@@ -78,16 +78,16 @@ class Referee:
         # What prices plans is imported when one was tried: a start from the cache does without it.
         from pipette_launch.launch.trials.decision import settle, trial_line, tried
 
-        contest = self._contest
-        assert contest is not None
+        in_progress = self._in_progress
+        assert in_progress is not None
         run = tried(
-            ended.choice or contest.plan.own,
+            ended.choice or in_progress.plan.own,
             report,
             is_own=ended.choice is None,
-            warm_ups=contest.warm_ups,
+            warm_ups=in_progress.warm_ups,
             iterations=self._options.trial_iters,
         )
-        deaths = contest.deaths
+        deaths = in_progress.deaths
         if report.failure and run.step is None:
             # Other layouts' deaths alone tell that it is not the layout's doing.
             before = [failure for layout, failure in deaths if layout != run.layout]
@@ -102,22 +102,22 @@ class Referee:
                 )
             )
             if hopeless:
-                self._contest = None
+                self._in_progress = None
                 return replace(ended, phase="stop", plan=None, failed=True, reason=hopeless)
             deaths = (*deaths, (run.layout, report.failure))
-        self._contest = contest = replace(contest, runs=(*contest.runs, run), deaths=deaths)
-        if len(contest.runs) <= contest.num_plans:
-            return self._next(replace(ended, reason=trial_line(run)), contest)
-        trials = Trials(asked=self._options.trials, iterations=self._options.trial_iters, runs=contest.runs)
-        settled = settle(contest.plan, trials, margin=self._options.margin)
-        self._contest = None
-        any_ran = any(one.step for one in contest.runs)
-        return Settled(
-            job=contest.job,
-            plan=self._with_words(settled, contest.job),
+        self._in_progress = in_progress = replace(in_progress, runs=(*in_progress.runs, run), deaths=deaths)
+        if len(in_progress.runs) <= in_progress.num_plans:
+            return self._next(replace(ended, reason=trial_line(run)), in_progress)
+        trials = Trials(asked=self._options.trials, iterations=self._options.trial_iters, runs=in_progress.runs)
+        settled = settle(in_progress.plan, trials, margin=self._options.margin)
+        self._in_progress = None
+        any_ran = any(one.step for one in in_progress.runs)
+        return TrialsResult(
+            job=in_progress.job,
+            plan=self._with_words(settled, in_progress.job),
             reason=joined(trial_line(run), "" if any_ran else "no trial came to its end, so the prediction stands"),
             # A file that the user named is the user's.
-            is_worth_keeping=any_ran and contest.plan.provenance.source != "file",
+            is_worth_keeping=any_ran and in_progress.plan.provenance.source != "file",
         )
 
     def _wants(self, plan: Plan) -> bool:
@@ -143,23 +143,23 @@ class Referee:
             )
         return warm_ups
 
-    def _next(self, like: Decision, contest: _Contest) -> Decision:
+    def _next(self, like: Decision, in_progress: _TrialsInProgress) -> Decision:
         """Order the next trial, for the nodes of an earlier decision."""
         following = replace(
             like,
             phase="trial",
-            plan=contest.plan,
+            plan=in_progress.plan,
             attempt=0,
-            trial=len(contest.runs),
-            iterations=contest.warm_ups + self._options.trial_iters,
+            trial=len(in_progress.runs),
+            iterations=in_progress.warm_ups + self._options.trial_iters,
         )
         choice = following.choice
-        layout = choice.layout if choice else contest.job.own
-        words, _ = self._script.trial_words(self._script.words(contest.job, layout), contest.job)
+        layout = choice.layout if choice else in_progress.job.own
+        words, _ = self._script.trial_words(self._script.words(in_progress.job, layout), in_progress.job)
         return replace(
             following,
             script_arguments=words,
-            environment=self._script.environment(layout, contest.plan.device_kind, is_own=choice is None),
+            environment=self._script.environment(layout, in_progress.plan.device_kind, is_own=choice is None),
         )
 
     def _with_words(self, plan: Plan, job: Job) -> Plan:

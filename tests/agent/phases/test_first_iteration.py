@@ -8,16 +8,16 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from pipette_launch.agent.phases.first_iteration import Witness
-from pipette_launch.agent.sync.store import Exchange
+from pipette_launch.agent.phases.first_iteration import FirstIteration
+from pipette_launch.agent.sync.store import RoundStore
 
 
-def witnesses(count: int, *, proven: bool = False) -> list[Witness]:
+def witnesses(count: int, *, proven: bool = False) -> list[FirstIteration]:
     """One for each node of a round."""
     store = HashStore()
-    made = [Witness() for _ in range(count)]
+    made = [FirstIteration() for _ in range(count)]
     for rank, witness in enumerate(made):
-        witness.begin(Exchange(store, rank, count, is_chief=rank == 0), proven=proven)
+        witness.begin(RoundStore(store, rank, count, is_coordinator=rank == 0), proven=proven)
     return made
 
 
@@ -31,7 +31,7 @@ def test_an_iteration_is_known_everywhere() -> None:
     first.publish()
 
     assert (False, True, True) == (before, first.has_trained(), second.has_trained())
-    first.begin(Exchange(HashStore(), 0, 2, is_chief=True), proven=False)
+    first.begin(RoundStore(HashStore(), 0, 2, is_coordinator=True), proven=False)
     assert not first.has_trained()
 
 
@@ -81,8 +81,8 @@ def test_a_lost_store_leaves_what_was_seen_here() -> None:
 
         check = add = set = _raise  # type: ignore[assignment]
 
-    alone = Witness()
-    alone.begin(Exchange(Gone(), 1, 2, is_chief=False), proven=False)
+    alone = FirstIteration()
+    alone.begin(RoundStore(Gone(), 1, 2, is_coordinator=False), proven=False)
     silent = alone.has_trained(wait_s=1)
     alone.see()
 

@@ -70,9 +70,9 @@ def test_trains_on_two_of_three_nodes(tmp_path: Path) -> None:
     assert {"0", "1"} == {one["GROUP_RANK"] for one in got.values()}
     assert {"b", "c"} == nodes_of(tmp_path)
     # Whoever decides knows what was measured, also where it took no part in it.
-    (chief,) = [node for node, text in texts.items() if "SHOW" in text]
-    reason = "measured by b" if chief == "a" else ""
-    assert f"SHOW train attempt=0 reason={reason}\n" in texts[chief]
+    (coordinator,) = [node for node, text in texts.items() if "SHOW" in text]
+    reason = "measured by b" if coordinator == "a" else ""
+    assert f"SHOW train attempt=0 reason={reason}\n" in texts[coordinator]
     assert [] == [path.name for path in tmp_path.glob("pipette*")]
 
 

@@ -14,11 +14,11 @@ import pytest
 from agent.test_elastic import WARMUP, finish, free_port, start
 from torch.distributed import HashStore
 
-from pipette_launch.agent.device_binding import Seat
+from pipette_launch.agent.device_binding import DeviceBinding
 from pipette_launch.agent.phases import trial
 from pipette_launch.agent.phases.trial import TrialRun
 from pipette_launch.agent.sync.agreement import begin_anew
-from pipette_launch.agent.sync.store import Exchange
+from pipette_launch.agent.sync.store import RoundStore
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages.round import Decision, TrialReport
 
@@ -74,7 +74,7 @@ def test_trials_end_on_all_nodes_and_the_training_follows(tmp_path: Path) -> Non
 
 
 class Judge:
-    """What a trial asks of its conductor."""
+    """What a trial asks of its controller."""
 
     trial_patience_s = (60.0, 60.0)
 
@@ -98,9 +98,9 @@ class Node:
     def __init__(self, index: int, store: Any, code: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
         # A trial sets it for its workers.
         monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
-        self.exchange = Exchange(store, index, 2, is_chief=index == 0)
-        self.token, self.seats, self.judge = HOSTS[index], (Seat(rank=index, device=0),), Judge()
-        self.trial = TrialRun(self.judge)  # type: ignore[arg-type]
+        self.round_store = RoundStore(store, index, 2, is_coordinator=index == 0)
+        self.token, self.bindings, self.judge = HOSTS[index], (DeviceBinding(rank=index, device=0),), Judge()
+        self.trial = TrialRun(self.judge, self.judge)  # type: ignore[arg-type]
         self.trial.begin()
         self.trial.open_logs()[0].start()
         ends = f"sys.exit({code})" if code is not None else "time.sleep(600)"
@@ -108,7 +108,7 @@ class Node:
 
     def look(self) -> bool:
         return self.trial.look(
-            self.exchange, DECISION, self.token, {0: self.process}, self.seats, is_gone=lambda: False
+            self.round_store, DECISION, self.token, {0: self.process}, self.bindings, is_gone=lambda: False
         )
 
     def await_end(self) -> None:
@@ -117,13 +117,13 @@ class Node:
 
 
 def test_a_script_that_ends_by_itself_ends_the_trial_when_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no failure of its own; whether it printed enough is the chief's to judge."""
+    """It is no failure of its own; whether it printed enough is the coordinator's to judge."""
     store = HashStore()
     first, second = Node(0, store, 0, monkeypatch), Node(1, store, 0, monkeypatch)
     first.process.wait()
     assert not first.look()
     second.process.wait()
-    # The second node's last word needs the chief's answer.
+    # The second node's last word needs the coordinator's answer.
     store.set("pipette/trial-2/next", "")
     store.set("pipette/trial-2/absent", "nobody")
     second.await_end()

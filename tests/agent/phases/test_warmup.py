@@ -22,7 +22,7 @@ from torch.distributed import HashStore, TCPStore
 from pipette_launch.agent.phases import warmup
 from pipette_launch.agent.phases.warmup import Warmup
 from pipette_launch.agent.sync.agreement import begin_anew
-from pipette_launch.agent.sync.store import Exchange
+from pipette_launch.agent.sync.store import RoundStore
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages.round import Decision
 from pipette_launch.probe.progress import Sign, last_error, last_sign
@@ -34,7 +34,7 @@ DECISION = Decision(phase="warmup", tokens=HOSTS, hosts=HOSTS, num_slots=(2, 2))
 
 
 class Watcher:
-    """What a node's warm-up asks of its conductor."""
+    """What a node's warm-up asks of its controller."""
 
     warmup_deadline_s = 60.0
 
@@ -56,7 +56,7 @@ class Node:
     """One agent with two workers."""
 
     def __init__(self, folder: Path, index: int, store: Any, how: list[str]) -> None:
-        self.exchange = Exchange(store, index, 2, is_chief=index == 0)
+        self.round_store = RoundStore(store, index, 2, is_coordinator=index == 0)
         self.host = HOSTS[index]
         self.watcher = Watcher(folder / self.host)
         self.warmup = Warmup(self.watcher, self.host)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ class Node:
         """Look until the phase is over, as the agent's loop does."""
         while self.state == "running":
             time.sleep(0.05)
-            self.state = self.warmup.look(self.exchange, DECISION, self.host, self.processes)
+            self.state = self.warmup.look(self.round_store, DECISION, self.host, self.processes)
 
 
 @contextmanager
@@ -214,8 +214,8 @@ def test_a_store_that_is_gone_is_an_error(tmp_path: Path) -> None:
     assert host.stdout is not None
     port = int(host.stdout.readline())
     with nodes(tmp_path, "waits", "waits", "well", "well") as made:
-        made[0].exchange._store = TCPStore("127.0.0.1", port, wait_for_workers=False)
-        assert "running" == made[0].warmup.look(made[0].exchange, DECISION, HOSTS[0], made[0].processes)
+        made[0].round_store._store = TCPStore("127.0.0.1", port, wait_for_workers=False)
+        assert "running" == made[0].warmup.look(made[0].round_store, DECISION, HOSTS[0], made[0].processes)
         host.kill()
         host.communicate()
         with pytest.raises(

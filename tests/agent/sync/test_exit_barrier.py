@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from pipette_launch.agent.sync.exit_barrier import await_all, say_goodbye
-from pipette_launch.agent.sync.store import Exchange
+from pipette_launch.agent.sync.store import RoundStore
 
 
 class Waiting:
@@ -31,10 +31,10 @@ class Waiting:
 
 def wait(waiting: Any, *, done: int = 0, closed: bool = False, timeout_s: float = 0.3) -> bool:
     """Wait at the end of a phase with another node that may be done."""
-    exchange = Exchange(HashStore(), 0, 2, is_chief=True)
-    exchange.count("done/train", done)
+    round_store = RoundStore(HashStore(), 0, 2, is_coordinator=True)
+    round_store.count("done/train", done)
     handler: Any = Waiting(waiting, closed=closed)
-    return await_all(exchange, handler, "train", num_nodes=2, timeout_s=timeout_s)
+    return await_all(round_store, handler, "train", num_nodes=2, timeout_s=timeout_s)
 
 
 def test_all_are_done() -> None:
@@ -64,7 +64,7 @@ def test_a_job_that_another_node_gave_up_is_over() -> None:
 def test_the_host_leaves_last() -> None:
     """It waits for the others, and they for nobody."""
     store = HashStore()
-    host, guest = (Exchange(store, rank, 2, is_chief=rank == 0) for rank in range(2))
+    host, guest = (RoundStore(store, rank, 2, is_coordinator=rank == 0) for rank in range(2))
     timer = threading.Timer(0.3, lambda: say_goodbye(guest, hosts_store=False))
     began_s = time.monotonic()
     timer.start()

@@ -40,9 +40,9 @@ def test_static_waits_for_all_nodes_as_long_as_it_is_told() -> None:
     """As under torchrun the greatest number of nodes counts, `timeout` is heeded, and nobody warns of the node rank."""
     args = parsed("--nnodes=1:3", "--node-rank=2", "--rdzv-conf=timeout=77")
 
-    meeting = settle(args)
+    rendezvous_settings = settle(args)
 
-    assert ("3", 0, 2) == (args.nnodes, args.node_rank, meeting.node_rank)
+    assert ("3", 0, 2) == (args.nnodes, args.node_rank, rendezvous_settings.node_rank)
     assert "join_timeout=77" in args.rdzv_conf.split(",")
 
 

@@ -7,15 +7,15 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
 
 from pipette_launch.facts import ComputeCase
-from pipette_launch.launch.cache.measurements import Machines
+from pipette_launch.launch.cache.measurements import MachineMeasurements
 
 CLUSTER = tiny_cluster(2, 1)
 VERSIONS = {"torch": "2"}
 
 
-def machines(root: Path | None, **environ: str) -> Machines:
+def machines(root: Path | None, **environ: str) -> MachineMeasurements:
     """Two hosts."""
-    return Machines(root, CLUSTER.hosts, VERSIONS, environ=environ)
+    return MachineMeasurements(root, CLUSTER.hosts, VERSIONS, environ=environ)
 
 
 def test_what_was_measured_is_found_by_any_job_on_the_same_hosts(tmp_path: Path) -> None:
@@ -25,10 +25,10 @@ def test_what_was_measured_is_found_by_any_job_on_the_same_hosts(tmp_path: Path)
     machines(tmp_path).kept(found)
 
     assert found == machines(tmp_path).load()
-    assert found == Machines(tmp_path, CLUSTER.hosts[::-1], VERSIONS, environ={"HOME": "/"}).load()
+    assert found == MachineMeasurements(tmp_path, CLUSTER.hosts[::-1], VERSIONS, environ={"HOME": "/"}).load()
     assert machines(tmp_path, NCCL_ALGO="Tree").load() is None
-    assert Machines(tmp_path, tiny_cluster(3, 1).hosts, VERSIONS, environ={}).load() is None
-    assert Machines(tmp_path, CLUSTER.hosts, {"torch": "3"}, environ={}).load() is None
+    assert MachineMeasurements(tmp_path, tiny_cluster(3, 1).hosts, VERSIONS, environ={}).load() is None
+    assert MachineMeasurements(tmp_path, CLUSTER.hosts, {"torch": "3"}, environ={}).load() is None
 
 
 def test_without_a_folder_nothing_is_kept() -> None:

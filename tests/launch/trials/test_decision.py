@@ -1,4 +1,4 @@
-"""Who wins a contest, decided by measured step times alone."""
+"""Who wins the trials, decided by measured step times alone."""
 
 from __future__ import annotations
 

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
-from launch.worlds import chief, options, plan, records, value
+from launch.worlds import coordinator, options, plan, records, value
 
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.round import Decision, TrialReport
-from pipette_launch.launch.coordinator import Chief
+from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.megatron import failure_of
 from pipette_launch.probe.options import ProbeOptions
 
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 
 
-def asked(folder: Path, *more: str, made: Plan = TWO, **changes: Any) -> Chief:
-    """A chief whose user wants trials of the plan in a file."""
+def asked(folder: Path, *more: str, made: Plan = TWO, **changes: Any) -> Coordinator:
+    """A coordinator whose user wants trials of the plan in a file."""
     files.write(folder / "mine.json", made)
-    return chief(folder, options(*more, **{"plan": folder / "mine.json", "trials": 2, **changes}))
+    return coordinator(folder, options(*more, **{"plan": folder / "mine.json", "trials": 2, **changes}))
 
 
 def report(*steps_s: float, failure: Failure | None = None) -> TrialReport:
@@ -31,7 +31,7 @@ def report(*steps_s: float, failure: Failure | None = None) -> TrialReport:
     return TrialReport(step_s=(5.0, 5.0, *steps_s), failure=failure, took_s=3.0)
 
 
-def play(judge: Chief, first: Decision, steps_s: dict[Layout, float]) -> list[Decision]:
+def play(judge: Coordinator, first: Decision, steps_s: dict[Layout, float]) -> list[Decision]:
     """Let each layout take so long a step; returns all decisions."""
     decisions = [first]
     while decisions[-1].phase == "trial":
@@ -82,7 +82,7 @@ def test_no_record_lies_beside_checkpoints_before_the_choice(tmp_path: Path) -> 
 def test_the_next_start_believes_the_trials(tmp_path: Path) -> None:
     """What was tried lies with the cached plan; more plans, or more iterations, are tried again."""
     asks: dict[str, Any] = {"cache": tmp_path / "cache", "trials": 1}
-    first = chief(tmp_path, options(**asks))
+    first = coordinator(tmp_path, options(**asks))
     warmup = first.decide(records(), None)
     orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
     files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
@@ -90,7 +90,7 @@ def test_the_next_start_believes_the_trials(tmp_path: Path) -> None:
     ended = play(first, started, {Layout(dp=4): 1.0})[-1]
 
     def again(**changes: Any) -> Decision:
-        return chief(tmp_path, options(**{**asks, **changes})).decide(records(), None)
+        return coordinator(tmp_path, options(**{**asks, **changes})).decide(records(), None)
 
     assert ("trial", "train") == (started.phase, ended.phase)
     believed = again()

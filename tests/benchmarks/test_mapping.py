@@ -14,7 +14,7 @@ from benchmarks.mapping.small import problems
 
 @pytest.mark.parametrize(("stages", "host_order_ms"), [(2, 233.61), (4, 117.31), (8, 73.53), (16, 78.59)])
 def test_host_order_costs_what_was_measured_before(stages: int, host_order_ms: float) -> None:
-    """The figures of facts pipette.md, by the direct formula and by flows."""
+    """What Pipette's objective gives on its published bandwidths, by the direct formula and by flows."""
     problem = PipetteCost.of_gpt(measured_ms_per_mb(), stages)
     state_PS = np.arange(16).reshape(-1, stages)
 

@@ -159,5 +159,5 @@ def test_an_incomplete_schedule_is_refused(ranks: list[list[str]]) -> None:
     ],
 )
 def test_live_passes(schedule: Schedule, expected: list[int]) -> None:
-    """Warm-up forwards and one more are alive at the peak (megatron.md 8.3)."""
+    """Warm-up forwards and one more are alive at the peak."""
     assert expected == peak_live(schedule)

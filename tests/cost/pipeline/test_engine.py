@@ -77,7 +77,7 @@ def test_1f1b_equals_the_exact_form(stages: int) -> None:
 def test_1f1b_equals_what_was_simulated_elsewhere(
     stages: int, microbatches: int, hop_s: float, expected: float
 ) -> None:
-    """The table of facts/pipette.md section 2 comes out."""
+    """The makespans of an independent simulation come out."""
     makespan_s = Engine(one_forward_one_backward(stages, microbatches)).makespan_s(equal_stages(stages, hop_s=hop_s))
 
     assert makespan_s == pytest.approx(expected, abs=1e-9)
@@ -85,7 +85,7 @@ def test_1f1b_equals_what_was_simulated_elsewhere(
 
 @pytest.mark.parametrize(("vpp", "expected"), [(2, 0.099), (4, 0.052)])
 def test_interleaving_divides_the_bubble(vpp: int, expected: float) -> None:
-    """With p 8, n 32, F = B = W, no hop: the makespan bubbles of facts/schedules.md section 4."""
+    """With p 8, n 32, F = B = W, no hop: the bubbles of an independent simulation."""
     times = equal_stages(8 * vpp, forward_s=1.0 / vpp, backward_s=2.0 / vpp)
     makespan_s = Engine(interleaved(8, vpp, 32, 8)).makespan_s(times)
 

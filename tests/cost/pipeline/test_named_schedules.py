@@ -56,7 +56,7 @@ def test_every_schedule_is_complete_and_keeps_its_promises(
     ],
 )
 def test_published_peaks(name: str, vpp: int, group: int | None, expected: float) -> None:
-    """Micro-batches that the fullest of eight ranks keeps (facts/schedules.md section 3), reached, not only allowed."""
+    """Micro-batches that the fullest of eight ranks keeps, as the papers say: reached, not only allowed."""
     schedule = named_schedule(name, pp=8, vpp=vpp, num_microbatches=48, group_size=group)
 
     assert expected == max(peak_live(schedule)) / vpp
@@ -87,7 +87,7 @@ def test_published_peaks(name: str, vpp: int, group: int | None, expected: float
 def test_counted_orders_have_the_bubbles_simulated_elsewhere(
     name: str, vpp: int, group: int | None, times: tuple[float, float, float, float], expected: float
 ) -> None:
-    """P 8, n 32: facts/schedules.md section 4 to its three digits (0.1085 was printed as .108)."""
+    """P 8, n 32: to the three digits of an independent simulation (0.1085 was printed as .108)."""
     forward_s, input_s, weight_s, hop_s = times
     stages = 8 * vpp
     stage_times = StageTimes(

@@ -51,7 +51,7 @@ def split_times(pp: int, forward_s: float, input_s: float, weight_s: float, hop_
 def test_no_worse_than_simulated_elsewhere(
     name: str, times: tuple[float, float, float, float], expected: float
 ) -> None:
-    """P 8, n 32: the makespan bubbles of facts/schedules.md section 4, at their memory or less."""
+    """P 8, n 32: the bubbles of an independent simulation, at their memory or less."""
     stage_times = split_times(8, *times)
     schedule = named_schedule(name, pp=8, vpp=2, num_microbatches=32, times=stage_times)
 

@@ -17,7 +17,7 @@ from pipette_launch.cost.pipeline.zero_bubble import RULES, refilled, zero_bubbl
 from pipette_launch.errors import FactError
 from pipette_launch.facts.schedules import grouped_split, interleaved_zero_bubble, one_forward_one_backward
 
-# p, n, F, B, W, c in ms, then the published bubble rates of 1F1B, ZB-1p and ZB-2p (facts: schedules.md 7.2).
+# p, n, F, B, W, c in ms, then the bubble rates of 1F1B, ZB-1p and ZB-2p (Qi et al. 2024, Zero Bubble, table 5).
 PUBLISHED = [
     (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.0433),
     (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674, 0.0026),

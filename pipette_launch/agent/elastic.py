@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from dataclasses import replace
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore
@@ -18,14 +19,13 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
-from pipette_launch import megatron
 from pipette_launch.agent import failures, worker_health
 from pipette_launch.agent.controller import Node
 from pipette_launch.agent.device_binding import DeviceBinding, bindings, visible_devices
 from pipette_launch.agent.logs import WatchedLogs
 from pipette_launch.agent.phases import standby
+from pipette_launch.agent.phases.attempt import NEWS_S, Attempt, FirstIteration
 from pipette_launch.agent.phases.before_training import PhasesBeforeTraining
-from pipette_launch.agent.phases.first_iteration import NEWS_S, FirstIteration
 from pipette_launch.agent.streams import Streams
 from pipette_launch.agent.sync.agreement import PEER_WAIT_S, agree, begin_anew
 from pipette_launch.agent.sync.exit_barrier import await_all, say_goodbye
@@ -41,12 +41,22 @@ if TYPE_CHECKING:
 
     from pipette_launch.agent.controller import Controller
     from pipette_launch.facts.messages.failure import Failure
-    from pipette_launch.facts.messages.round import AttemptEnd
 
 logger = logging.getLogger(__name__)
 
 SIGNALLED_S = 5.0
 """How long an agent that a signal ends waits for a console that takes nothing."""
+
+
+class _Next(Enum):
+    """How the next phase begins once the workers of this one have ended well."""
+
+    NEW_ROUND = auto()
+    """All agents meet again in torch's rendezvous."""
+    SAME_ROUND = auto()
+    """The nodes are the same, and know what comes next."""
+    REJOIN = auto()
+    """Other nodes are gone or wait to come back, so that the phase must not end the job."""
 
 
 class _NothingToRun(Exception):  # noqa: N818
@@ -80,16 +90,11 @@ class PipetteAgent(LocalElasticAgent):
         self._bindings: tuple[DeviceBinding, ...] = ()
         self._store_of_phase: TCPStore | None = None
         self._streams: Streams | None = None
-        self._same_round = False
-        self._rejoin = False
-        self._attempt = -1
+        self._next = _Next.NEW_ROUND
+        self._attempt = Attempt()
         self._starts = 0
-        self._phase_began_s = 0.0
         self._first_iteration = FirstIteration()
         self._before_training = PhasesBeforeTraining(controller, self._handler, self._address)
-        self._verdict: AttemptEnd = "none"
-        self._failure: Failure | None = None
-        self._charged = False
         self._token = controller.begin(
             Node(
                 entrypoint=spec.entrypoint or sys.executable,
@@ -114,24 +119,26 @@ class PipetteAgent(LocalElasticAgent):
 
     def _agree(self, round_store: RoundStore) -> Decision:
         """Introduce this node, and hear what the coordinator decides for all."""
-        if self._verdict == "none" and self._first_iteration.has_trained():
-            self._verdict = "after-first-iteration"
+        last = self._attempt
+        ended = last.ended
+        if ended == "none" and self._first_iteration.has_trained():
+            ended = "after-first-iteration"
         record = self._controller.record(
-            attempt=self._attempt,
-            verdict=self._verdict,
-            failure=self._failure,
+            attempt=last.index,
+            verdict=ended,
+            failure=last.failure,
             has_plan=self._decision is not None,
         )
         decision = agree(round_store, record, self._decision, decide=self._controller.decide)
-        if decision.free and self._charged:
+        if decision.free and last.is_charged:
             # A plan of ours could not start: that is no failure of the user's job.
             self._remaining_restarts += 1
-        self._charged, self._verdict, self._failure = False, "none", None
+        self._attempt = Attempt(index=last.index)
         return decision
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        if self._same_round:
-            self._same_round = False
+        if self._next is _Next.SAME_ROUND:
+            self._next = _Next.NEW_ROUND
         else:
             super()._rendezvous(worker_group)
         self._apply(worker_group)
@@ -176,8 +183,8 @@ class PipetteAgent(LocalElasticAgent):
         else:
             self._drop_logs()
             self._logs_specs = standby.run_nothing(worker_group.spec)
-        self._phase_began_s = time.monotonic()
-        self._attempt = decision.attempt if decision.phase == "train" else -1
+        index = decision.attempt if decision.phase == "train" else -1
+        self._attempt = Attempt(index=index, began_s=time.monotonic())
         self._controller.show(decision, speaks=round_store.is_coordinator)
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
@@ -186,9 +193,10 @@ class PipetteAgent(LocalElasticAgent):
         """Put in what the workers run, their variables, and where they write."""
         command = self._controller.command(decision)
         spec.entrypoint, spec.args = command.entrypoint, command.arguments
-        os.environ.clear()
-        os.environ.update({**self._base_environment, **command.environment, **self._device_order()})
         self._open_logs(decision, is_function=callable(command.entrypoint))
+        added = {**command.environment, **self._device_order(), **self._before_training.variables(decision)}
+        os.environ.clear()
+        os.environ.update({**self._base_environment, **added})
 
     def _open_logs(self, decision: Decision, *, is_function: bool) -> None:
         self._drop_logs()
@@ -250,32 +258,28 @@ class PipetteAgent(LocalElasticAgent):
         why = self._before_training.why_anew(decision)
         if why:
             self._remaining_restarts = begin_anew(why, self._remaining_restarts)
-            self._rejoin = True
+            self._next = _Next.REJOIN
         super()._stop_workers(worker_group)
         return self._succeeded(worker_group)
 
     def _note_failure(self, result: RunResult, decision: Decision) -> None:
         """Settle with all nodes whether the job died before its first iteration, and keep the reason."""
-        self._charged = self._remaining_restarts > 0
+        self._attempt = replace(self._attempt, is_charged=self._remaining_restarts > 0)
         # An iteration may be among the last words.
         self._close_streams()
         if decision.choice is None:
             return
         trained = self._first_iteration.has_trained(wait_s=NEWS_S) or self._controller.trained(
-            lived_s=time.monotonic() - self._phase_began_s,
+            lived_s=time.monotonic() - self._attempt.began_s,
             exit_codes={failure.exitcode for failure in result.failures.values()},
         )
-        self._verdict = self._first_iteration.settle(trained=trained)
-        self._failure = self._describe(result)
+        self._attempt = replace(
+            self._attempt, ended=self._first_iteration.settle(trained=trained), failure=self._describe(result)
+        )
 
     def _describe(self, result: RunResult) -> Failure | None:
-        if not result.failures:
-            return None
-        first = failures.root_cause(result)
-        tail = self._streams.tail(first.local_rank) if self._streams else ()
-        why = megatron.explain_failure("\n".join(tail))
-        why = why or megatron.failure_of(failures.first_line(first) or failures.last_words(tail))
-        return replace(why, rank=self._bindings[first.local_rank].rank, exit_code=first.exitcode)
+        ranks = [binding.rank for binding in self._bindings]
+        return failures.failure(result, ranks, self._streams.tail if self._streams else lambda _local: ())
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -301,19 +305,20 @@ class PipetteAgent(LocalElasticAgent):
             except _NothingToRun:
                 return self._end(*self._current())
             decision, round_store = self._current()
-            if self._rejoin:
-                self._rejoin = False
+            if self._next is _Next.REJOIN:
+                self._next = _Next.NEW_ROUND
                 continue
             if result.state != WorkerState.SUCCEEDED:
-                if self._has_next(decision):
+                if self._attempt.ended == "before-first-iteration" and decision.choice is not None:
+                    # A new round runs the next candidate.
                     continue
-                failure = self._failure or self._describe(result)
+                failure = self._attempt.failure or self._describe(result)
                 standby.tell_failure(round_store, failure.sentence if failure else "")
                 return result
             if decision.phase == "train":
                 return result
             self._decision = self._before_training.following(round_store, decision, self._token)
-            self._same_round = True
+            self._next = _Next.SAME_ROUND
 
     def _end(self, decision: Decision, round_store: RoundStore) -> RunResult:
         """End the job without training: a dry run, or an error that the user wants to stop at."""
@@ -322,21 +327,16 @@ class PipetteAgent(LocalElasticAgent):
         self._controller.show(decision, speaks=round_store.is_coordinator)
         return self._succeeded(self._worker_group)
 
-    def _has_next(self, decision: Decision) -> bool:
-        """Whether a new round would run another candidate instead of ending the job."""
-        return self._verdict == "before-first-iteration" and decision.choice is not None
-
     def _exit_barrier(self) -> None:
         """Wait for all nodes to finish the phase; a node that failed and waits to rejoin ends the wait."""
         decision, round_store = self._current()
-        if self._rejoin or not self._bindings or decision.phase == "trial":
+        if self._next is _Next.REJOIN or not self._bindings or decision.phase == "trial":
             return
         self._in_exit_barrier = True
         try:
             timeout_s, num_nodes = self._exit_barrier_timeout, len(decision.tokens)
-            self._rejoin = not await_all(
-                round_store, self._handler, decision.phase, num_nodes=num_nodes, timeout_s=timeout_s
-            )
+            if not await_all(round_store, self._handler, decision.phase, num_nodes=num_nodes, timeout_s=timeout_s):
+                self._next = _Next.REJOIN
         finally:
             self._in_exit_barrier = False
 

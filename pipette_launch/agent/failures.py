@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipette_launch import megatron
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.elastic.agent.server.api import RunResult
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+    from pipette_launch.facts.messages.failure import Failure
+
 MOST_CHARACTERS = 300
+
+
+def failure(result: RunResult, ranks: Sequence[int], tail: Callable[[int], Sequence[str]]) -> Failure | None:
+    """Return why the first worker of a node died; None where none did.
+
+    Args:
+        result: what torch says of the workers that ended.
+        ranks: RANK of each worker, by LOCAL_RANK.
+        tail: the last lines of stderr of the worker with this LOCAL_RANK.
+
+    """
+    if not result.failures:
+        return None
+    first = root_cause(result)
+    lines = tail(first.local_rank)
+    why = megatron.explain_failure("\n".join(lines)) or megatron.failure_of(first_line(first) or last_words(lines))
+    return replace(why, rank=ranks[first.local_rank], exit_code=first.exitcode)
 
 
 def root_cause(result: RunResult) -> ProcessFailure:

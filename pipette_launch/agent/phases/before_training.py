@@ -42,6 +42,10 @@ class PhasesBeforeTraining:
         """Return who reads the output of this phase's workers, if anyone does, and where they write."""
         return (None, self._warmup.begin()) if decision.phase == "warmup" else self._trial.open_logs()
 
+    def variables(self, decision: Decision) -> dict[str, str]:
+        """Return the variables that the workers of this phase get beside those of the decision."""
+        return self._trial.variables if decision.phase == "trial" else {}
+
     def drop_logs(self) -> None:
         """Leave of the output only that of a failed warm-up."""
         self._warmup.drop_logs()

@@ -76,12 +76,15 @@ class TrialRun:
         self._started_s = time.time()
 
     def open_logs(self) -> tuple[Streams, LogsSpecs]:
-        """Return who reads the workers' output, and where they write, temporary files included."""
+        """Return who reads the workers' output, and where they write."""
         self._logs = tempfile.mkdtemp(prefix="pipette_trial_")
-        # Killed workers do not clean up after themselves: Python's multiprocessing alone leaves a folder for each.
-        os.environ["TMPDIR"] = self._logs
         self._streams = Streams(self._hear)
         return self._streams, WatchedLogs(QuietLogs(log_dir=self._logs), self._streams, 0)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of the workers: killed ones leave temporary files, multiprocessing alone a folder for each."""
+        return {"TMPDIR": self._logs}
 
     def drop_logs(self) -> None:
         """Leave nothing on disk."""
@@ -142,18 +145,17 @@ class TrialRun:
         bindings: Sequence[DeviceBinding],
     ) -> bool:
         """Whether some node has seen the end; this one's own news are told on the way."""
-        key = f"{decision.key}/end"
-        if round_store.has(key):
+        if round_store.has(f"{decision.key}/end"):
             return True
         codes = {local: process.poll() for local, process in processes.items()}
         if self._num_heard >= decision.iterations:
-            round_store.settle(key, "", deadline_s=SETTLE_S)
+            _publish_end(round_store, decision, None)
         elif any(codes.values()):
-            round_store.settle(key, files.dumps(self._describe(codes, bindings)), deadline_s=SETTLE_S)
+            _publish_end(round_store, decision, self._describe(codes, bindings))
         elif self._is_late(decision, bindings):
             waited_s = time.monotonic() - self._heard_s
             hung = Failure(cause=f"it hung: no iteration within {waited_s:.0f} s after {self._num_heard}")
-            round_store.settle(key, files.dumps(hung), deadline_s=SETTLE_S)
+            _publish_end(round_store, decision, hung)
         elif codes and all(code == 0 for code in codes.values()):
             return self._all_have_ended(round_store, decision)
         else:
@@ -166,7 +168,7 @@ class TrialRun:
         self._has_ended = True
         if ended < len(decision.tokens):
             return False
-        round_store.settle(f"{decision.key}/end", "", deadline_s=SETTLE_S)
+        _publish_end(round_store, decision, None)
         return True
 
     def _is_late(self, decision: Decision, bindings: Sequence[DeviceBinding]) -> bool:
@@ -217,8 +219,14 @@ class TrialRun:
             end = round_store.peek(f"{decision.key}/end")
             whole = TrialReport(
                 step_s=max((report.step_s for report in told), key=len),
-                failure=files.loads(Failure, end, "how the trial ended") if end else None,
+                failure=files.loads(TrialReport, end, "how the trial ended").failure if end else None,
                 took_s=max(report.took_s for report in told),
             )
             following = files.dumps(self._policy.after_trial(decision, whole))
         round_store.put(f"{decision.key}/next", following)
+
+
+def _publish_end(round_store: RoundStore, decision: Decision, failure: Failure | None) -> None:
+    """Tell all nodes that the trial is over, and why if it failed; the first to say so counts."""
+    report = TrialReport(step_s=(), failure=failure, took_s=0.0)
+    round_store.settle(f"{decision.key}/end", files.dumps(report), deadline_s=SETTLE_S)

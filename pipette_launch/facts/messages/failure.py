@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 FailureKind = Literal["out-of-memory", "unknown-flags", "refused-flag", "missing", "exception", "other"]
 """`missing`: a file or module that is missing under every plan. `exception`: one that no layout is known to cause."""
@@ -12,9 +12,6 @@ FailureKind = Literal["out-of-memory", "unknown-flags", "refused-flag", "missing
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
     """One cause, and the rank that told it."""
-
-    KIND: ClassVar[str] = "failure"
-    SCHEMA_VERSION: ClassVar[int] = 1
 
     cause: str
     """One sentence for the user; empty where nothing is known."""

@@ -1,18 +1,33 @@
-"""Whether the job has trained under the plan in force: only a plan that cannot start gives way to the next."""
+"""An attempt at training: whether it has trained, and how it ended, as one agent knows it."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipette_launch.agent.sync.store import RoundStore
+    from pipette_launch.facts.messages.failure import Failure
     from pipette_launch.facts.messages.round import AttemptEnd
 
 NEWS_S = 1.0
 """How long a node whose worker died waits for word of an iteration; the last rank's agent looks once an interval."""
 SETTLE_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """The last attempt at training on this node, which it tells of in the next round."""
+
+    index: int = -1
+    """`Decision.attempt`; -1 where the last phase was no training."""
+    began_s: float = 0.0
+    ended: AttemptEnd = "none"
+    failure: Failure | None = None
+    is_charged: bool = False
+    """torch has counted its end against --max-restarts."""
 
 
 class FirstIteration:

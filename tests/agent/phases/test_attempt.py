@@ -8,7 +8,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from pipette_launch.agent.phases.first_iteration import FirstIteration
+from pipette_launch.agent.phases.attempt import FirstIteration
 from pipette_launch.agent.sync.store import RoundStore
 
 

@@ -310,8 +310,7 @@ class PipetteAgent(LocalElasticAgent):
                 continue
             if result.state != WorkerState.SUCCEEDED:
                 if self._attempt.ended == "before-first-iteration" and decision.choice is not None:
-                    # A new round runs the next candidate.
-                    continue
+                    continue  # A new round runs the next candidate.
                 failure = self._attempt.failure or self._describe(result)
                 standby.tell_failure(round_store, failure.sentence if failure else "")
                 return result

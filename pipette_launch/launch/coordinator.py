@@ -76,8 +76,7 @@ class Coordinator:
         self._device_kind = ""
         self._job: Job | None = None
         self._is_start = True
-        self._told: tuple[str, ...] = ()
-        """What the user was told of the hosts before the warm-up."""
+        self._told_before_warmup: tuple[str, ...] = ()
         # The agent puts a plan's variables into its own environment; these are the user's.
         self._environ = dict(os.environ)
         self._script = Script(options, self._environ)
@@ -134,7 +133,7 @@ class Coordinator:
         self._conditions = {host.name: record.conditions for host, record in zip(hosts, records, strict=True)}
         verdicts = self._judge(hosts, [*self._conditions.values()])
         ruling = self._rule(verdicts, hosts)
-        self._told = ruling.reasons
+        self._told_before_warmup = ruling.reasons
         bare = replace(bare, reason=joined(reason, *small_holders(verdicts), *ruling.reasons))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
@@ -248,7 +247,7 @@ class Coordinator:
             return replace(bare, phase="stop")
         ruling = self._rule(measurements.verdicts, orders.hosts)
         # The warm-up knows again what the drivers had told before it.
-        bare = replace(bare, reason=joined(*(reason for reason in ruling.reasons if reason not in self._told)))
+        bare = replace(bare, reason=joined(*(reason for reason in ruling.reasons if reason not in self._told_before_warmup)))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
         if not ruling.leave_out:

@@ -247,7 +247,8 @@ class Coordinator:
             return replace(bare, phase="stop")
         ruling = self._rule(measurements.verdicts, orders.hosts)
         # The warm-up knows again what the drivers had told before it.
-        bare = replace(bare, reason=joined(*(reason for reason in ruling.reasons if reason not in self._told_before_warmup)))
+        news = (reason for reason in ruling.reasons if reason not in self._told_before_warmup)
+        bare = replace(bare, reason=joined(*news))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
         if not ruling.leave_out:

@@ -9,6 +9,7 @@ from pipette_launch.errors import FactError
 from pipette_launch.facts import (
     ComputeCase,
     ComputeTime,
+    Device,
     DeviceOverhead,
     Host,
     Job,
@@ -137,6 +138,11 @@ class ProbeOptions:
         """A slot as people write it: `node17:3`."""
         host, local = divmod(slot, self.devices_per_host)
         return f"{self.hosts[host].name}:{local}"
+
+    def device(self, slot: int) -> Device:
+        """The device of a slot."""
+        host, local = divmod(slot, self.devices_per_host)
+        return self.hosts[host].devices[local]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,7 +71,7 @@ class Phases:
     def alone(self) -> None:
         """Measure what needs no peer, under a fake communicator."""
         with self.progress.during("compute"):
-            bench = layers.Bench(options=self.options, slot=self.rank, progress=self.progress, meter=self.meter)
+            bench = layers.LayerBench(options=self.options, slot=self.rank, progress=self.progress, meter=self.meter)
             bench.measure(self.lockstep, self.budget)
             cases = len({one.case for one in bench.times})
             self.progress.sum_up(f"{len(bench.times)} parts of {cases} of {len(self.options.cases)} cases")

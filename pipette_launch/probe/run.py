@@ -60,7 +60,7 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
             f"RANK={place.rank} WORLD_SIZE={place.world_size} do not fit "
             f"{len(options.hosts)} hosts of {options.devices_per_host} devices"
         )
-    device = options.hosts[place.rank // options.devices_per_host].devices[progress.local_rank]
+    device = options.device(place.rank)
     sys.path[:0] = options.python_path
     # torch is imported only now, so that a bad order is answered at once.
     import torch

@@ -7,22 +7,22 @@ other cases are distributed, so that as many shapes are measured at a time as th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
-from pipette_launch.facts import ComputeCase, ComputeTime, LoadingTime, MemoryReading, ModelSpec
+from pipette_launch.facts import ComputeCase, ComputeTime, LoadingTime, MemoryReading
 from pipette_launch.facts.measurements import LAYERS
+from pipette_launch.probe.compute.bench import Bench, weight_bytes
 from pipette_launch.probe.compute.cpu_overheads import loading_time, loads_as_megatron_lm, short_layer, time_wake
-from pipette_launch.probe.compute.peak_memory import MemoryMeter
 from pipette_launch.probe.compute.slot_pace import PaceTest
 from pipette_launch.probe.compute.timing import HABITS, CoreSpeed, stopwatch_for, time_calls, time_part
 from pipette_launch.probe.harness import Budget, Lockstep
-from pipette_launch.probe.options import Pace, ProbeOptions
+from pipette_launch.probe.options import Pace
 from pipette_launch.probe.progress import Progress
-from pipette_launch.units import bytes_text
 from pipette_patches.workload import layers as patches_workload
-from pipette_patches.workload.layers import Workload, WorkloadError
+from pipette_patches.workload.layers import Workload, case_words
 from pipette_patches.workload.optimizer import optimizer_step
 
 COMPUTE_SHARE = 0.45
@@ -31,7 +31,6 @@ AGAIN_SHARE = 0.25
 """Once this part of the budget is spent, recompute is timed only in the reference case."""
 HASTE = 4.0
 """Cases other than the reference, and parts other than layers, are timed for so many times less time."""
-MAIN_GRADIENT_BYTES = 4
 
 
 def cases_of(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple[ComputeCase, ...]:
@@ -44,28 +43,15 @@ def cases_of(cases: tuple[ComputeCase, ...], slot: int, num_slots: int) -> tuple
     return (cases[0], *(others[(turn * num_slots + slot) % len(others)] for turn in range(rounds)))
 
 
-def weight_bytes(model: ModelSpec, case: ComputeCase) -> int:
-    """Least memory of one layer, embedding and head: weights, their gradients, and main gradients in fp32."""
-    if model.num_experts:
-        layer = model.num_experts * model.mlp_parameters(model.moe_ffn_hidden_size)
-    else:
-        layer = model.attention_parameters() + model.mlp_parameters()
-    tables = 2 if model.untie_embeddings_and_output_weights else 1
-    parameters = (layer + tables * model.padded_vocab_size(case.tp) * model.hidden_size) // case.tp
-    return parameters * (2 * model.dtype_bytes + MAIN_GRADIENT_BYTES)
-
-
 @dataclass(kw_only=True)
-class Bench:
+class LayerBench(Bench):
     """One slot, and what it has measured so far."""
 
-    options: ProbeOptions
-    slot: int
+    PHASE = "compute"
+
     progress: Progress
-    meter: MemoryMeter
     times: list[ComputeTime] = field(default_factory=list)
     memory: list[MemoryReading] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     refused: list[ComputeCase] = field(default_factory=list)
     paces: list[Pace] = field(default_factory=list)
     optimizer_s_per_parameter: float | None = None
@@ -90,7 +76,7 @@ class Bench:
         for index, case in enumerate(mine):
             if index and not lockstep.agree(goes_on):
                 break
-            lockstep.step(index, len(mine), patches_workload.case_words(case))
+            lockstep.step(index, len(mine), case_words(case))
             before_s = budget.clock()
             self._round(case, lockstep, budget)
             longest_s = max(longest_s, budget.clock() - before_s)
@@ -101,8 +87,9 @@ class Bench:
     def _round(self, case: ComputeCase, lockstep: Lockstep, budget: Budget) -> None:
         with ExitStack() as stack:
             work: Workload | None = None
-            with self._noting(case):
-                self._check_room(case)
+            with self.noting(case_words(case), partial(self.refused.append, case)):
+                needed_bytes = weight_bytes(self.options.job.model, case)
+                self.check_room(case_words(case), needed_bytes, " for one layer's weights and gradients")
                 work = stack.enter_context(
                     patches_workload.workload(self.options.job, case, device_kind=self.options.device_kind)
                 )
@@ -112,8 +99,7 @@ class Bench:
             # Also without work of its own: times are comparable only if all slots are busy at the same time.
             lockstep.barrier(max(budget.left_s(), 0.0))
             if work is not None:
-                with self._noting(case):
-                    self._run(work, case, again=budget.allows(AGAIN_SHARE))
+                self._run(work, case, again=budget.allows(AGAIN_SHARE))
 
     def _overheads(self, case: ComputeCase) -> None:
         """Measure what a stage on a CPU takes beside its layers."""
@@ -121,11 +107,14 @@ class Bench:
         loads = loads_as_megatron_lm(job)
         if self.options.device_kind == "cuda" or not self.times or not (wakes or loads):
             return
-        with self._noting(case, refuses=False), short_layer(job, case) as layer:
+        words = case_words(case)
+        with self.noting(f"a short layer of {words}"), short_layer(job, case) as layer:
             if wakes:
-                self.wake_s = time_wake(layer, self._stopwatch)
+                with self.noting(f"a layer of {words} after a wait"):
+                    self.wake_s = time_wake(layer, self._stopwatch)
             if loads:
-                self.loading = loading_time(job, layer, case.micro_batch_size)
+                with self.noting(f"the loading of micro-batches of {words}"):
+                    self.loading = loading_time(job, layer, case.micro_batch_size)
 
     def _reference(self, work: Workload | None, lockstep: Lockstep, budget: Budget) -> None:
         """Measure the reference case, which all slots do: with paces before and after it, and the optimizer last."""
@@ -133,15 +122,13 @@ class Bench:
         lap = self._lap(work, case) if work is not None else None
         test = PaceTest(options=self.options, slot=self.slot)
         test.first(lap, lockstep, left_s)
-        if work is not None and lap is not None:
-            with self._noting(case):
-                self._run(work, case, again=True)
-                # Until here all slots timed the same; in other cases some finish before others.
-                self._stopwatch.keep_share()
+        if work is not None and lap is not None and self._run(work, case, again=True):
+            # Until here all slots timed the same; in other cases some finish before others.
+            self._stopwatch.keep_share()
         test.again(lap, lockstep, left_s)
         self.paces += test.paces
         if work is not None and lap is not None:
-            with self._noting(case, refuses=False):
+            with self.noting(case_words(case)):
                 step = optimizer_step(work, self.options.job)
                 samples = time_calls(step.run, stopwatch=self._stopwatch, habits=self._habits)
                 self.optimizer_s_per_parameter = samples.median_s / step.num_parameters
@@ -156,57 +143,32 @@ class Bench:
                         part.backward(part.forward(1))
             self._stopwatch.settle()
 
-        with self._noting(case):
+        with self.noting(case_words(case), partial(self.refused.append, case)):
             lap()
             return lap
         return None
 
-    def _run(self, work: Workload, case: ComputeCase, *, again: bool) -> None:
+    def _run(self, work: Workload, case: ComputeCase, *, again: bool) -> bool:
+        """Time all parts of a case, then read the peak memory of a layer; returns whether that worked."""
         self.notes += work.notes
-        for part in work.parts:
-            haste = (1.0 if case == self.options.cases[0] else HASTE) * (1.0 if part.name in LAYERS else HASTE)
-            habits = self._habits.hastier(haste) if haste > 1 else self._habits
-            self.times.append(
-                time_part(part, case, slot=self.slot, stopwatch=self._stopwatch, habits=habits, again=again)
+        with self.noting(case_words(case), partial(self.refused.append, case)):
+            for part in work.parts:
+                haste = (1.0 if case == self.options.cases[0] else HASTE) * (1.0 if part.name in LAYERS else HASTE)
+                habits = self._habits.hastier(haste) if haste > 1 else self._habits
+                self.times.append(
+                    time_part(part, case, slot=self.slot, stopwatch=self._stopwatch, habits=habits, again=again)
+                )
+            # The MoE layer where there is one: it holds more.
+            layer = [part for part in work.parts if part.name in LAYERS][-1]
+            with self.progress.during("memory"), layer.accumulating():
+                peak = self.meter.peak(lambda: layer.backward(layer.forward(1)))
+            self.memory.append(
+                MemoryReading(
+                    case=case,
+                    slot=self.slot,
+                    allocator_peak_bytes=peak.allocator_bytes,
+                    device_peak_bytes=peak.device_bytes,
+                )
             )
-        with self.progress.during("memory"):
-            self.memory.append(self._memory(work, case))
-
-    def _memory(self, work: Workload, case: ComputeCase) -> MemoryReading:
-        """The peak of one layer, the MoE one where there is one: it holds more."""
-        layer = [part for part in work.parts if part.name in LAYERS][-1]
-        with layer.accumulating():
-            peak = self.meter.peak(lambda: layer.backward(layer.forward(1)))
-        return MemoryReading(
-            case=case,
-            slot=self.slot,
-            allocator_peak_bytes=peak.allocator_bytes,
-            device_peak_bytes=peak.device_bytes,
-        )
-
-    def _check_room(self, case: ComputeCase) -> None:
-        """Refuse a case that cannot fit: on CPU the kernel would kill this process, or another."""
-        host, local = divmod(self.slot, self.options.devices_per_host)
-        free = self.options.hosts[host].devices[local].memory_free_bytes
-        needed = weight_bytes(self.options.job.model, case)
-        if needed > free:
-            raise WorkloadError(
-                f"{patches_workload.case_words(case)} needs {bytes_text(needed)} for one layer's weights and "
-                f"gradients, slot {self.options.slot_name(self.slot)} has {bytes_text(free)}"
-            )
-
-    @contextmanager
-    def _noting(self, case: ComputeCase, *, refuses: bool = True) -> Iterator[None]:
-        """Turn a failure of this case into a note: the other cases may work."""
-        refused = [case] if refuses else []
-        try:
-            yield
-        except WorkloadError as error:
-            self.refused += refused
-            self.notes.append(f"compute: {error}")
-        except (RuntimeError, MemoryError) as error:
-            if not patches_workload.is_out_of_memory(error):
-                raise
-            self.refused += refused
-            words = patches_workload.case_words(case)
-            self.notes.append(f"compute: {words} ran out of memory on slot {self.options.slot_name(self.slot)}")
+            return True
+        return False

@@ -17,7 +17,8 @@ from probe.workers import OneRankStore, tiny_options
 
 from pipette_launch.facts import ComputeCase
 from pipette_launch.probe.compute import layers
-from pipette_launch.probe.compute.layers import Bench, cases_of, weight_bytes
+from pipette_launch.probe.compute.bench import weight_bytes
+from pipette_launch.probe.compute.layers import LayerBench, cases_of
 from pipette_launch.probe.compute.peak_memory import CpuMeter
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.progress import Progress
@@ -45,13 +46,13 @@ def test_every_case_is_dealt_and_all_slots_stay_busy(num_cases: int, slots: int)
     assert {1 + -(-(num_cases - 1) // slots)} == {len(hand) for hand in hands}
 
 
-def bench(folder: Path, **changes: object) -> Bench:
+def bench(folder: Path, **changes: object) -> LayerBench:
     """A slot that is alone on its host."""
     options = tiny_options(folder, hosts=1, devices=1, **{"cases": CASES[:2], **changes})
-    return Bench(options=options, slot=0, progress=Progress(folder=folder, local_rank=0), meter=CpuMeter())
+    return LayerBench(options=options, slot=0, progress=Progress(folder=folder, local_rank=0), meter=CpuMeter())
 
 
-def measure(slot: Bench, now_s: float = 0.0) -> None:
+def measure(slot: LayerBench, now_s: float = 0.0) -> None:
     """Run it, with ten seconds to spare unless told otherwise."""
     lockstep = Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1)
     slot.measure(lockstep, Budget(started_s=0, budget_s=10, clock=lambda: now_s))

@@ -16,8 +16,9 @@ from pipette_launch.facts import Device, Host, Layout, StageReading
 from pipette_launch.facts.machines.device_memory import memory_digest
 from pipette_launch.facts.messages.measuring_advice import StageCase
 from pipette_launch.probe.compute import whole_stages
+from pipette_launch.probe.compute.bench import state_bytes
 from pipette_launch.probe.compute.peak_memory import Peak
-from pipette_launch.probe.compute.whole_stages import StageBench, cases_of, state_bytes
+from pipette_launch.probe.compute.whole_stages import StageBench, cases_of
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import ProbeOptions
 from pipette_patches.whole_stage import StageRun

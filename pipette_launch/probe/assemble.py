@@ -8,14 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipette_launch.errors import ProbeError
-from pipette_launch.facts import (
-    Cluster,
-    ComputeCase,
-    ComputeTime,
-    DeviceOverhead,
-    LoadingTime,
-    Measurements,
-)
+from pipette_launch.facts import Cluster, ComputeCase, ComputeTime, LoadingTime, Measurements
 from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD
 from pipette_launch.facts.measurements import LAYERS, layers_digest
@@ -61,10 +54,14 @@ def assemble(
     if not any(result.compute for result in results):
         raise ProbeError(f"no slot could measure a layer: {'; '.join(notes) or 'no reason was given'}")
     found = speeds(options, [result.paces for result in results])
-    compute = _wall_times(options, results, found)
-    missing = _missing(options, compute)
+    of_slots = zip(results, factors(options, results, found), strict=True)
+    compute = tuple(time.times(factor) for result, factor in of_slots for time in result.compute)
+    measured = {time.case for time in compute}
+    missing = [case for case in options.cases if case not in measured]
     refused = tuple(sorted({case for result in results for case in result.refused}))
-    overhead = _largest([one.overhead for one in results if one.overhead])
+    overheads = [result.overhead for result in results if result.overhead]
+    overhead = max(overheads, key=lambda one: one.total_bytes, default=None)
+    loads = [result.loading for result in results if result.loading]
     wall = on_the_wall(results, found)
     return Measurements(
         cluster=Cluster(
@@ -75,7 +72,13 @@ def assemble(
         memory=tuple(reading for result in results for reading in result.memory),
         optimizer_s_per_parameter=_median([one.optimizer_s_per_parameter for one in results], wall),
         wake_s=_median([one.wake_s for one in results], wall) or 0.0,
-        loading=_median_loading([one.loading for one in results if one.loading]),
+        # These are wall times already.
+        loading=LoadingTime(
+            batch_s=statistics.median(one.batch_s for one in loads),
+            sample_s=statistics.median(one.sample_s for one in loads),
+        )
+        if loads
+        else None,
         refused=refused,
         unmeasured=tuple(case for case in missing if case not in refused),
         model_digest=layers_digest(options.job.model),
@@ -90,22 +93,6 @@ def assemble(
         conditions=options.conditions,
         verdicts=_verdicts(options, links, found),
     )
-
-
-def _wall_times(options: ProbeOptions, results: Sequence[WorkerResult], found: Speeds) -> tuple[ComputeTime, ...]:
-    """All slots' times, turned into wall times."""
-    of_slots = zip(results, factors(options, results, found), strict=True)
-    return tuple(time.times(factor) for result, factor in of_slots for time in result.compute)
-
-
-def _missing(options: ProbeOptions, compute: Sequence[ComputeTime]) -> tuple[ComputeCase, ...]:
-    """The cases that no slot measured."""
-    measured = {time.case for time in compute}
-    return tuple(case for case in options.cases if case not in measured)
-
-
-def _largest(overheads: Sequence[DeviceOverhead]) -> DeviceOverhead | None:
-    return max(overheads, key=lambda one: one.total_bytes, default=None)
 
 
 def _verdicts(options: ProbeOptions, links: FoundLinks, found: Speeds) -> tuple[Verdict, ...]:
@@ -127,16 +114,6 @@ def _median(seconds_S: Sequence[float | None], factor: float) -> float | None:
     """The median slot's time, times a factor; None where no slot measured it."""
     known = [seconds for seconds in seconds_S if seconds is not None]
     return statistics.median(known) * factor if known else None
-
-
-def _median_loading(times: Sequence[LoadingTime]) -> LoadingTime | None:
-    """The median slot's times, which are wall times already; None where no slot measured them."""
-    if not times:
-        return None
-    return LoadingTime(
-        batch_s=statistics.median(one.batch_s for one in times),
-        sample_s=statistics.median(one.sample_s for one in times),
-    )
 
 
 def _compute_notes(

@@ -120,13 +120,7 @@ class Lockstep:
 
     def agree(self, decide: Callable[[], bool]) -> bool:
         """Let rank 0 decide for all ranks."""
-        self._step += 1
-        key = f"decision/{self._step}"
-        if self.rank == 0:
-            answer = decide()
-            self.store.set(key, "yes" if answer else "no")
-            return answer
-        return self._get(key, "decision", self.timeout_s) == b"yes"
+        return self.broadcast(str(decide()) if self.rank == 0 else "") == str(True)
 
     def broadcast(self, text: str, extra_s: float = 0.0) -> str:
         """Return rank 0's text on every rank; rank 0 may be `extra_s` seconds later than the usual deadline."""
@@ -135,7 +129,8 @@ class Lockstep:
         if self.rank == 0:
             self.store.set(key, text)
             return text
-        return self._get(key, "text", self.timeout_s + extra_s).decode()
+        self._wait([key], f"{self.name_of(0)}'s decision", self.timeout_s + extra_s, missing=lambda: [0])
+        return self.store.get(key).decode()
 
     def barrier(self, extra_s: float = 0.0) -> None:
         """Return once every rank has called this; a rank may be `extra_s` seconds later than the usual deadline."""
@@ -184,10 +179,6 @@ class Lockstep:
             for rank in range(self.world_size)
             if not self.store.check([f"at/{rank}"]) or int(self.store.get(f"at/{rank}")) < self._step
         ]
-
-    def _get(self, key: str, what: str, timeout_s: float) -> bytes:
-        self._wait([key], f"{self.name_of(0)}'s {what}", timeout_s, missing=lambda: [0])
-        return self.store.get(key)
 
     def _wait(self, keys: list[str], what: str, timeout_s: float, *, missing: Callable[[], list[int]]) -> None:
         """Wait for keys of the store.

@@ -46,7 +46,7 @@ class ProbeOptions:
     output: str
     """Where rank 0 writes its Measurements."""
     progress_dir: str
-    """Each worker keeps the name of its phase in the file `<progress_dir>/<local rank>`."""
+    """Each worker keeps its progress message in the file `<progress_dir>/<local rank>.sign`."""
     message_sizes_bytes: tuple[int, ...]
     """Sizes of the messages and collectives that are timed; at least three, ascending."""
     full_hosts: int = FULL_HOSTS
@@ -212,12 +212,14 @@ class WorkerResult:
 
 
 def joined(before: WorkerResult, after: WorkerResult) -> WorkerResult:
-    """Put two parts of a worker's result together: lists are joined, of single figures the later one counts."""
+    """Put two parts of a worker's result together: lists are joined, and the later of single figures counts."""
 
-    def both(name: str) -> object:
+    def both(name: str, unmeasured: object) -> object:
         first, second = getattr(before, name), getattr(after, name)
         if isinstance(first, tuple):
             return (*first, *second)
-        return {**first, **second} if isinstance(first, dict) else second
+        if isinstance(first, dict):
+            return {**first, **second}
+        return first if second == unmeasured else second
 
-    return WorkerResult(**{field.name: both(field.name) for field in fields(WorkerResult)})  # type: ignore[arg-type]
+    return WorkerResult(**{each.name: both(each.name, each.default) for each in fields(WorkerResult)})  # type: ignore[arg-type]

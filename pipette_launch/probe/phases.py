@@ -75,13 +75,20 @@ class Phases:
             bench.measure(self.lockstep, self.budget)
             cases = len({one.case for one in bench.times})
             self.progress.sum_up(f"{len(bench.times)} parts of {cases} of {len(self.options.cases)} cases")
+        # Before any communicator exists.
+        alone_bytes = self.meter.overhead_bytes()
         self._add(
             compute=tuple(bench.times),
             refused=tuple(bench.refused),
             stretch=bench.stretch,
             paces=tuple(bench.paces),
             memory=tuple(bench.memory),
-            overhead=self._overhead_alone(),
+            overhead=DeviceOverhead(
+                alone_bytes=alone_bytes,
+                together_bytes=alone_bytes,
+                num_communicators=0,
+                workspace_bytes=self.meter.workspace_bytes(),
+            ),
             optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
             wake_s=bench.wake_s,
             loading=bench.loading,
@@ -101,7 +108,15 @@ class Phases:
             more = plan_hints.not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
             num_groups += self._collectives(more) if more else 0
         # While the communicators are open: they are most of the device memory outside the allocator.
-        self._add(overhead=self._overhead_together(num_groups))
+        assert self._mine.overhead is not None
+        self._add(
+            overhead=replace(
+                self._mine.overhead,
+                together_bytes=self.meter.overhead_bytes(),
+                # That of all ranks, and one for each of the groups.
+                num_communicators=1 + num_groups if self.options.num_slots > 1 else 0,
+            )
+        )
 
     def _collectives(self, dimensions: tuple[Dimension, ...]) -> int:
         """Time the collectives of more dimensions; returns the number of groups that this slot opened for that."""
@@ -153,7 +168,7 @@ class Phases:
                 self.options, rank=self.rank, lockstep=self.lockstep, budget=self._for_links(), between=sample
             )
             self.progress.sum_up(_links_words(linked, len(hosts)))
-        self._add_links(linked)
+        self._mine = joined(self._mine, linked)
         if not self._asks:
             return Advice()
         with self.progress.during("advice"):
@@ -194,20 +209,12 @@ class Phases:
             advise=advise,
             patience_s=ADVICE_PATIENCE_S,
         )
-        self._add_links(passed.linked)
+        self._mine = joined(self._mine, passed.linked)
         return passed
 
     def _for_links(self) -> Budget:
         """Links get their part, even if compute took longer than its share."""
         return self.budget.with_room(pairs.LINKS_SHARE, LINKS_LEAST)
-
-    def _add_links(self, linked: pairs.LinkResult) -> None:
-        self._add(
-            links=linked.links,
-            link_rounds=(linked.rounds,),
-            link_rounds_again=(linked.rounds_again,),
-            notes=linked.notes,
-        )
 
     def _ask(self, measurements: Measurements) -> Advice:
         """Ask, on rank 0, what plans would use."""
@@ -228,29 +235,9 @@ class Phases:
         self.lockstep.barrier(ADVICE_PATIENCE_S)
         return plan_hints.share((advice or Advice()) if self.rank == 0 else None, self.options.device_kind)
 
-    def _overhead_alone(self) -> DeviceOverhead:
-        """The memory that the device holds outside of the model before any communicator exists."""
-        bytes_now = self.meter.overhead_bytes()
-        return DeviceOverhead(
-            alone_bytes=bytes_now,
-            together_bytes=bytes_now,
-            num_communicators=0,
-            workspace_bytes=self.meter.workspace_bytes(),
-        )
-
-    def _overhead_together(self, num_groups: int) -> DeviceOverhead:
-        """The same with the communicators of this slot: that of all ranks, and one for each of its groups."""
-        return replace(
-            self._mine.overhead or self._overhead_alone(),
-            together_bytes=self.meter.overhead_bytes(),
-            num_communicators=1 + num_groups if self.options.num_slots > 1 else 0,
-        )
-
     def _add(self, **found: object) -> None:
-        """Add to the results of this worker: lists grow, other figures are replaced."""
-        kept = {name: getattr(self._mine, name) for name in found}
-        grown = {name: (*kept[name], *value) if isinstance(value, tuple) else value for name, value in found.items()}
-        self._mine = replace(self._mine, **grown)  # type: ignore[arg-type]
+        """Add to the results of this worker."""
+        self._mine = joined(self._mine, WorkerResult(slot=self.rank, **found))  # type: ignore[arg-type]
 
     def _send(self) -> None:
         """Send to rank 0 what was measured since the last time."""
@@ -273,14 +260,15 @@ class Phases:
         )
 
 
-def _links_words(linked: pairs.LinkResult, num_hosts: int) -> str:
+def _links_words(linked: WorkerResult, num_hosts: int) -> str:
     """Describe the links of one rank: `8 hosts in 7 rounds, 98.1 to 118 MB/s from the first slot`."""
     rates = sorted(one.sizes_bytes[-1] / one.samples[-1].median_s for one in linked.links)
     spread = f", {rate_text(rates[0])} to {rate_text(rates[-1])} from the first slot" if rates else ""
     if num_hosts == 1:
         return f"between the devices of one host{spread}"
-    again = f" and {linked.rounds_again} again for suspects" if linked.rounds_again else ""
-    return f"{num_hosts} hosts in {linked.rounds} rounds{again}{spread}"
+    rounds, rounds_again = sum(linked.link_rounds), sum(linked.link_rounds_again)
+    again = f" and {rounds_again} again for suspects" if rounds_again else ""
+    return f"{num_hosts} hosts in {rounds} rounds{again}{spread}"
 
 
 def _earlier(options: ProbeOptions) -> EarlierLinks | None:

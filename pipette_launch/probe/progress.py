@@ -98,7 +98,6 @@ class Progress:
     def announce(self, phase: str) -> None:
         """Write which phase begins, or continues."""
         self.phase = phase
-        self._write(str(self.local_rank), phase)
         # A phase within a phase keeps the count of the outer one.
         kept = self._sign if phase != START else Sign(phase=phase, at_s=0.0, limit_s=0.0, ended=self._sign.ended)
         self._show(replace(kept, phase=phase, limit_s=self.limit_s, waits_for="", peers=()))

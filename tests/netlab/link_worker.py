@@ -42,7 +42,7 @@ def main(order: str, found: str) -> None:
     budget = Budget(started_s=time.perf_counter(), budget_s=options.budget_s, clock=time.perf_counter)
     measured = pairs.measure(options, rank=rank, lockstep=lockstep, budget=budget)
     rates = [(link.source, link.target, fit_link(link).bytes_per_s * 8e-6) for link in measured.links]
-    Path(found, str(rank)).write_text(json.dumps({"rates": rates, "rounds": measured.rounds}))
+    Path(found, str(rank)).write_text(json.dumps({"rates": rates, "rounds": sum(measured.link_rounds)}))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -9,6 +9,7 @@ from facts_for_tests import tiny_job, tiny_model
 from probe.workers import REFERENCE, run_workers, tiny_options
 
 from pipette_launch.facts import ComputeCase, Layout, Measurements, files
+from pipette_launch.probe.progress import last_sign
 from pipette_launch.probe.run import main
 
 # Eight seconds on two idle cores, most of it imports; more than ten times that on a busy machine.
@@ -60,7 +61,8 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     assert all(found.phase_s[phase] > 0 for phase in ("start", "compute", "memory", "links", "collectives"))
     # Megatron's local layers know no context parallelism: said, not hidden.
     assert any(note.startswith("compute: megatron-core refuses tp1 cp2 mbs1") for note in found.notes)
-    assert ["done\n", "done\n"] == [(tmp_path / "progress" / name).read_text() for name in ("0", "1")]
+    signs = [last_sign(tmp_path / "progress", local_rank) for local_rank in range(2)]
+    assert ["done", "done"] == [sign.phase for sign in signs if sign]
 
 
 def test_what_is_advised_is_measured(tmp_path: Path) -> None:

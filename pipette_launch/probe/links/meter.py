@@ -87,36 +87,26 @@ class LinkMeter:
         self._ack = torch.zeros(TINY_BYTES, dtype=torch.uint8, device=self.options.device_kind)
         self._place = ""
 
-    def measure(self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0) -> tuple[LinkSamples, ...]:
-        """Measure pairs of hosts, all rails at once.
+    def measure(
+        self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0, within: bool = False
+    ) -> tuple[LinkSamples, ...]:
+        """Measure pairs of hosts, all rails at once, or pairs of local devices, in every host at once.
 
         Args:
-            rounds: in each, pairs of hosts; no host appears twice in a round.
+            rounds: in each, pairs of hosts or of local devices; none of them appears twice in a round.
             first: the number of the first round in error messages.
             of: the number of all rounds in error messages; 0 = as many as `rounds`.
+            within: the pairs are of local devices.
 
         Raises:
             ProbeError: a partner did not answer by the deadline; the message names its slot and the round.
 
         """
-        size = self.options.devices_per_host
-        groups = [rail_groups(pairs, size) for pairs in rounds]
-        return self._measure(groups, "between hosts", first=first, of=of)
-
-    def measure_within(
-        self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0
-    ) -> tuple[LinkSamples, ...]:
-        """Measure pairs of local devices, in every host at once; arguments and errors as `measure`."""
         num_hosts, size = len(self.options.hosts), self.options.devices_per_host
-        groups = [local_groups(pairs, num_hosts, size) for pairs in rounds]
-        return self._measure(groups, "within hosts", first=first, of=of)
-
-    def _measure(
-        self, rounds: Sequence[Sequence[Group]], where: str, *, first: int, of: int
-    ) -> tuple[LinkSamples, ...]:
         found = []
-        for number, groups in enumerate(rounds, start=first):
-            self._place = f"round {number} of {of or len(rounds)} {where}"
+        for number, pairs in enumerate(rounds, start=first):
+            groups = local_groups(pairs, num_hosts, size) if within else rail_groups(pairs, size)
+            self._place = f"round {number} of {of or len(rounds)} {'within' if within else 'between'} hosts"
             if self.lockstep is not None:
                 peers = [slot for group in groups for pair in group if self.rank in pair for slot in pair]
                 self.lockstep.step(number - 1, of or len(rounds), self._place, peers=set(peers) - {self.rank})
@@ -226,13 +216,9 @@ class LinkMeter:
         for work in works:
             assert work is not None, "every rank is in the world's communicator"
             # NCCL's wait only queues the work on the device, and its deadline does not reach the device.
-            work.wait() if self._is_cuda else work.wait(timedelta(seconds=timeout_s))
-        if self._is_cuda:
+            work.wait() if self._ack.is_cuda else work.wait(timedelta(seconds=timeout_s))
+        if self._ack.is_cuda:
             await_device(timeout_s, self.clock)
-
-    @property
-    def _is_cuda(self) -> bool:
-        return self.options.device_kind == "cuda"
 
     @contextmanager
     def _deadline(self, whom: str) -> Iterator[None]:

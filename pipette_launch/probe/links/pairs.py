@@ -8,7 +8,6 @@ Pairs are measured in rounds of disjoint pairs (`sampling`). What looks slow is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
@@ -22,7 +21,7 @@ from pipette_launch.probe.health.suspects import suspect_links
 from pipette_launch.probe.links.fits import fit_link
 from pipette_launch.probe.links.meter import LinkMeter
 from pipette_launch.probe.links.sampling import Round, all_pairs, rounds_of
-from pipette_launch.probe.options import LinkSamples, ProbeOptions
+from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
 
 LINKS_SHARE = 0.7
 """Links may use the budget up to this part of it; the rest belongs to collectives."""
@@ -42,20 +41,6 @@ def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
     return min(max(fair_s, LEAST_DIRECTION_S[device_kind]), MOST_DIRECTION_S)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinkResult:
-    """What one worker measured as a sender."""
-
-    links: tuple[LinkSamples, ...]
-    """First measurements before second ones."""
-    rounds: int
-    """Rounds between hosts."""
-    rounds_again: int
-    """Rounds in which suspects were measured a second time."""
-    notes: tuple[str, ...]
-    """What could not be measured, and why."""
-
-
 def measure(
     options: ProbeOptions,
     *,
@@ -63,8 +48,10 @@ def measure(
     lockstep: Lockstep,
     budget: Budget,
     between: Sequence[Round] | None = None,
-) -> LinkResult:
+) -> WorkerResult:
     """Time pairs of local devices and pairs of hosts, and what looks slow once more; every rank calls this.
+
+    The result has what this rank measured as a sender, and notes on what could not be measured.
 
     Args:
         options: the order of the warm-up.
@@ -94,20 +81,20 @@ def measure(
     for done, (is_between, number, pairs) in enumerate(in_turns(between, within)):
         if done >= needed and done % chunk == 0 and not has_time():
             note = f"links: {total - done} of {total} rounds were skipped, the budget was spent"
-            return LinkResult(links=tuple(found), rounds=rounds, rounds_again=0, notes=(note,))
+            return WorkerResult(slot=rank, links=tuple(found), link_rounds=(rounds,), notes=(note,))
         if is_between:
             found += meter.measure([pairs], first=number, of=len(between))
             rounds += 1
         elif number == 1 and options.device_kind == "cpu":
-            found += settled(partial(meter.measure_within, [pairs], of=len(within)), meter.largest, has_time)
+            found += settled(partial(meter.measure, [pairs], of=len(within), within=True), meter.largest, has_time)
         else:
-            found += meter.measure_within([pairs], first=number, of=len(within))
+            found += meter.measure([pairs], first=number, of=len(within), within=True)
     again = suspect_rounds(options, rank, found)
     if again and not has_time():
         note = f"links: {sum(map(len, again))} suspect pairs of hosts were not measured again, the budget was spent"
-        return LinkResult(links=tuple(found), rounds=rounds, rounds_again=0, notes=(note,))
+        return WorkerResult(slot=rank, links=tuple(found), link_rounds=(rounds,), notes=(note,))
     found += meter.measure(again)
-    return LinkResult(links=tuple(found), rounds=rounds, rounds_again=len(again), notes=())
+    return WorkerResult(slot=rank, links=tuple(found), link_rounds=(rounds,), link_rounds_again=(len(again),), notes=())
 
 
 def in_turns(between: Sequence[Round], within: Sequence[Round]) -> Iterator[tuple[bool, int, Round]]:

@@ -15,9 +15,9 @@ from pipette_launch.probe.harness import Budget, Line, Lockstep
 from pipette_launch.probe.links.adaptive import MOST_ROUNDS, Adapted, Lines, Measure, adapt
 from pipette_launch.probe.links.fits import LinkBook, host_fits
 from pipette_launch.probe.links.meter import LinkMeter
-from pipette_launch.probe.links.pairs import LINKS_SHARE, LinkResult, direction_s
+from pipette_launch.probe.links.pairs import LINKS_SHARE, direction_s
 from pipette_launch.probe.links.sampling import Pair, Round
-from pipette_launch.probe.options import LinkSamples, ProbeOptions
+from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
 
 T = TypeVar("T")
 STALE = 0.25
@@ -30,7 +30,7 @@ STALE_LEAST = 2
 class Passed:
     """The result of the passes."""
 
-    linked: LinkResult
+    linked: WorkerResult
     """What this rank measured as a sender."""
     adapted: Adapted | None
     """What rank 0 knows of all links; None on the others."""
@@ -103,7 +103,7 @@ def go(
     sent, adapted = in_step(
         lockstep, meter.measure, lambda links: lines_of(links, options), decide, patience_s=patience_s
     )
-    linked = LinkResult(links=sent, rounds=meter.num_rounds, rounds_again=0, notes=notes_of(adapted))
+    linked = WorkerResult(slot=rank, links=sent, link_rounds=(meter.num_rounds,), notes=notes_of(adapted))
     return Passed(linked=linked, adapted=adapted, advice=heard[-1] if heard else None)
 
 

@@ -13,12 +13,11 @@ from pipette_launch.facts import Samples
 from pipette_launch.probe.harness import Line, Lockstep
 from pipette_launch.probe.links.adaptive import Adapted, Lines, Measure, Pass
 from pipette_launch.probe.links.estimate import estimate
-from pipette_launch.probe.links.pairs import LinkResult
 from pipette_launch.probe.links.passes import Passed, in_step, notes_of
 from pipette_launch.probe.links.sampling import Pair, Round
-from pipette_launch.probe.options import LinkSamples
+from pipette_launch.probe.options import LinkSamples, WorkerResult
 
-NOTHING = LinkResult(links=(), rounds=0, rounds_again=0, notes=())
+NOTHING = WorkerResult(slot=0)
 
 
 def adapted(new: int, changed: Sequence[Pair], *, is_settled: bool = True) -> Adapted:

@@ -17,7 +17,7 @@ from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.probe.compute.bench import Bench, weight_bytes
 from pipette_launch.probe.compute.cpu_overheads import loading_time, loads_as_megatron_lm, short_layer, time_wake
 from pipette_launch.probe.compute.slot_pace import PaceTest
-from pipette_launch.probe.compute.timing import HABITS, CoreSpeed, stopwatch_for, time_calls, time_part
+from pipette_launch.probe.compute.timing import HABITS, stopwatch_for, time_calls, time_part
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import Pace
 from pipette_launch.probe.progress import Progress
@@ -61,7 +61,7 @@ class LayerBench(Bench):
 
     def __post_init__(self) -> None:
         self._habits = HABITS[self.options.device_kind]
-        self._stopwatch = stopwatch_for(self.options.device_kind, CoreSpeed())
+        self._stopwatch = stopwatch_for(self.options.device_kind)
 
     def measure(self, lockstep: Lockstep, budget: Budget) -> None:
         """Go through this slot's cases until rank 0 finds the budget spent."""

@@ -1,6 +1,6 @@
 """How fast each slot computes beside the others, which are slow, and which have to be measured again. Pure."""
 
-# S = slots, host by host; nan = not measured.
+# S = slots, host by host, T = turns; nan = not measured.
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipette_launch.facts import ComputeTime
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.probe.health.suspects import SlowSlot, confirmed_slots
 from pipette_launch.probe.options import Pace, ProbeOptions, WorkerResult
@@ -22,6 +22,7 @@ SAME_SPEED = {"cuda": 1.05, "cpu": 1.3}
 NUM_CONTROLS = 3
 """So many slots that do not differ are measured beside those that do, of each kind of device."""
 
+Floats = NDArray[np.float64]
 Paces = Sequence[Sequence[Pace]]
 """The times of each slot, turn by turn."""
 
@@ -44,26 +45,22 @@ def speeds(options: ProbeOptions, paces_S: Paces) -> Speeds:
 
     The median of its turns is its difference.
     """
-    first_S = _of_turn(paces_S, 0)
-    names = device_names(options)
-    same = SAME_SPEED[options.device_kind]
+    pace_TS, names = _by_turn(paces_S), device_names(options)
+    first_S, same = pace_TS[0], SAME_SPEED[options.device_kind]
     median_s = _centre(first_S)
     if math.isnan(median_s):
         note = "slot speeds are assumed equal: no slot measured the reference case"
         return Speeds(speed_S=(1.0,) * options.num_slots, straggle=1.0, slow=(), notes=(note,))
-    ratio_S = [_difference(ratios) for ratios in _ratios(options, paces_S)]
-    usual_S = _usual_of_each(first_S, names)
+    ratio_S, usual_S = _differences(options, pace_TS), _usual(first_S, names)
     straggle = _straggle(options, first_S, ratio_S)
-    speed_S, again_S = [], []
-    for usual_s, ratio, paces in zip(usual_S, ratio_S, paces_S, strict=True):
-        # A kind of device without any measurement counts as usual.
-        kind = usual_s / median_s if abs(math.log(usual_s / median_s)) > math.log(same) else 1.0
-        speed_S.append((1.0 if ratio == 1 else straggle) / (kind * ratio))
-        again_S.append(usual_s * ratio if len(paces) > 1 else math.nan)
+    kind_S = usual_S / median_s
+    # A kind of device without any measurement counts as usual.
+    kind_S[~(np.abs(np.log(kind_S)) > math.log(same))] = 1.0
+    again_S = np.where(np.isfinite(pace_TS).sum(axis=0) > 1, usual_S * ratio_S, np.nan)
     return Speeds(
-        speed_S=tuple(speed_S),
+        speed_S=tuple((np.where(ratio_S == 1, 1.0, straggle) / (kind_S * ratio_S)).tolist()),
         straggle=straggle,
-        slow=confirmed_slots(np.array(first_S), np.array(again_S), device_kind=options.device_kind, alike_S=names),
+        slow=confirmed_slots(first_S, again_S, device_kind=options.device_kind, alike_S=names),
         notes=tuple(
             f"slot {options.slot_name(slot)} computes at {1 / ratio:.2f} of its peers' speed"
             for slot, ratio in enumerate(ratio_S)
@@ -77,28 +74,24 @@ def to_measure(options: ProbeOptions, paces_S: Paces) -> tuple[int, ...]:
 
     On each host only as many slots work as have a core each: then healthy slots are equally fast.
     """
-    odd = [slot for slot, ratios in enumerate(_ratios(options, paces_S)) if _difference(ratios) != 1]
-    names, first_S = device_names(options), _of_turn(paces_S, 0)
-    usual_S = _usual_of_each(first_S, names)
+    pace_TS, names = _by_turn(paces_S), device_names(options)
+    odd = np.flatnonzero(_differences(options, pace_TS) != 1).tolist()
+    # How far each slot is from the usual time: nan for those that measured nothing.
+    distance_S = np.abs(np.log(pace_TS[0] / _usual(pace_TS[0], names)))
     busy = Counter(slot // options.devices_per_host for slot in odd)
-
-    def preference(slot: int) -> tuple[int, float]:
-        # On hosts where few slots work so far, and with times as usual as possible.
-        return busy[slot // options.devices_per_host], abs(math.log(first_S[slot] / usual_S[slot]))
-
     chosen = set(odd)
     for name in dict.fromkeys(names[slot] for slot in odd):
         for _ in range(NUM_CONTROLS):
+            # On hosts where few slots work so far, and with times as usual as possible.
             left = [
-                slot
-                for slot, seconds in enumerate(first_S)
+                (busy[slot // options.devices_per_host], distance_S[slot], slot)
+                for slot in np.flatnonzero(np.isfinite(distance_S)).tolist()
                 if names[slot] == name
                 and slot not in chosen
-                and not math.isnan(seconds)
                 and busy[slot // options.devices_per_host] < _room(options, slot)
             ]
             if left:
-                best = min(left, key=preference)
+                _, _, best = min(left)
                 busy[best // options.devices_per_host] += 1
                 chosen.add(best)
     return tuple(sorted(chosen))
@@ -112,8 +105,17 @@ def factors(options: ProbeOptions, results: Sequence[WorkerResult], found: Speed
     how much of the difference its times contain.
     """
     wall = on_the_wall(results, found)
-    layer_s_S = [_reference_s(options, result.compute) for result in results]
-    usual_s = _centre(layer_s_S)
+    # The layers of the reference case, forward and backward; 0 where they were not measured.
+    layer_s_S = [
+        sum(
+            samples.median_s
+            for time in result.compute
+            if time.case == options.cases[0] and time.part in LAYERS
+            for samples in (time.forward, time.input_grad, time.weight_grad)
+        )
+        for result in results
+    ]
+    usual_s = _centre(np.array(layer_s_S))
     return tuple(
         wall if speed == 1 or not seconds > 0 else wall * usual_s / seconds / speed
         for seconds, speed in zip(layer_s_S, found.speed_S, strict=True)
@@ -130,72 +132,54 @@ def device_names(options: ProbeOptions) -> tuple[str, ...]:
     return tuple(device.name for host in options.hosts for device in host.devices)
 
 
-def _ratios(options: ProbeOptions, paces_S: Paces) -> list[list[float]]:
-    """For each slot, turn by turn, its seconds over its peers'; 1 where they are the same but for noise.
+def _by_turn(paces_S: Paces) -> Floats:
+    """Seconds of each slot (column) in each turn (row); nan = it took no part."""
+    pace_TS = np.full((max((pace.turn + 1 for paces in paces_S for pace in paces), default=1), len(paces_S)), np.nan)
+    for slot, paces in enumerate(paces_S):
+        for pace in paces:
+            pace_TS[pace.turn, slot] = pace.seconds
+    return pace_TS
+
+
+def _differences(options: ProbeOptions, pace_TS: Floats) -> Floats:
+    """For each slot the median of its seconds over its peers'; 1 where its turns lie on both sides of that, or none is.
 
     Peers are all slots of the same device at first, then those of them that were usual at first, if any is there.
+    Ratios that noise explains are 1.
     """
-    names = device_names(options)
-    same = SAME_SPEED[options.device_kind]
-    usual_TS: list[list[float]] = []
-
-    def ratios(slot: int) -> list[float]:
-        found = [pace.seconds / usual_TS[pace.turn][slot] for pace in paces_S[slot] if pace.turn < len(usual_TS)]
-        return [ratio if ratio > same or ratio < 1 / same else 1.0 for ratio in found]
-
-    usual_TS.append(_usual_of_each(_of_turn(paces_S, 0), names))
-    usual = {slot for slot, paces in enumerate(paces_S) if paces and ratios(slot)[0] == 1}
-    for turn in range(1, max((pace.turn + 1 for paces in paces_S for pace in paces), default=0)):
-        seconds_S = _of_turn(paces_S, turn)
-        of_usual = [seconds if slot in usual else math.nan for slot, seconds in enumerate(seconds_S)]
-        pairs = zip(_usual_of_each(of_usual, names), _usual_of_each(seconds_S, names), strict=True)
-        usual_TS.append([of_all if math.isnan(of_them) else of_them for of_them, of_all in pairs])
-    return [ratios(slot) for slot in range(len(paces_S))]
+    names, same = device_names(options), SAME_SPEED[options.device_kind]
+    ratio_TS = np.empty_like(pace_TS)
+    for turn, seconds_S in enumerate(pace_TS):
+        peers_S = _usual(seconds_S, names)
+        if turn:
+            of_usual_S = _usual(np.where(ratio_TS[0] == 1, seconds_S, np.nan), names)
+            peers_S = np.where(np.isnan(of_usual_S), peers_S, of_usual_S)
+        ratio_S = seconds_S / peers_S
+        ratio_TS[turn] = np.where((ratio_S <= same) & (ratio_S >= 1 / same), 1.0, ratio_S)
+    known_S = [ratio_T[~np.isnan(ratio_T)] for ratio_T in ratio_TS.T]
+    return np.array([1.0 if not known.size or known.min() <= 1 <= known.max() else _centre(known) for known in known_S])
 
 
-def _difference(ratios: Sequence[float]) -> float:
-    """The median ratio, and 1 if they lie on both sides of it or there are none."""
-    if not ratios or min(ratios) <= 1 <= max(ratios):
-        return 1.0
-    return _centre(ratios)
-
-
-def _straggle(options: ProbeOptions, first_S: Sequence[float], ratio_S: Sequence[float]) -> float:
+def _straggle(options: ProbeOptions, first_S: Floats, ratio_S: Floats) -> float:
     """The slowest equal slot's seconds over its peers' usual ones, while all worked."""
-    seconds_S = _of_hosts(options, first_S)
-    usual_S = _usual_of_each(seconds_S, device_names(options))
-    same = SAME_SPEED[options.device_kind]
+    seconds_S = first_S.copy()
+    for slots in np.arange(options.num_slots).reshape(-1, options.devices_per_host):
+        known = first_S[slots][first_S[slots] > 0]
+        # Each of the slots that share their host's cores is slow by chance, so their harmonic mean counts.
+        if known.size and _room(options, int(slots[0])) < len(slots):
+            seconds_S[slots] = statistics.harmonic_mean(known.tolist())
+    late_S = seconds_S / _usual(seconds_S, device_names(options))
     # A slot that was slow at first and like the others later does not count among those that are always equal.
-    equal = (
-        seconds / usual_s
-        for seconds, ratio, usual_s in zip(seconds_S, ratio_S, usual_S, strict=True)
-        if ratio == 1 and 0 < seconds <= same * usual_s
-    )
-    return max([1.0, *equal])
+    equal = (ratio_S == 1) & (late_S <= SAME_SPEED[options.device_kind])
+    return float(max(1.0, late_S[equal].max(initial=1.0)))
 
 
-def _of_hosts(options: ProbeOptions, seconds_S: Sequence[float]) -> list[float]:
-    """The same, but with the harmonic mean of slots that share their host's cores: each of them is slow by chance."""
-    found = list(seconds_S)
-    size = options.devices_per_host
-    for first in range(0, options.num_slots, size):
-        known = [seconds for seconds in seconds_S[first : first + size] if seconds > 0]
-        if known and _room(options, first) < size:
-            found[first : first + size] = [statistics.harmonic_mean(known)] * size
-    return found
-
-
-def _of_turn(paces_S: Paces, turn: int) -> list[float]:
-    return [next((pace.seconds for pace in paces if pace.turn == turn), math.nan) for paces in paces_S]
-
-
-def _usual_of_each(seconds_S: Sequence[float], names: Sequence[str]) -> list[float]:
+def _usual(seconds_S: Floats, names: Sequence[str]) -> Floats:
     """For each slot the median time of the slots of the same device."""
-    usual = {
-        name: _centre([seconds for seconds, other in zip(seconds_S, names, strict=True) if other == name])
-        for name in dict.fromkeys(names)
-    }
-    return [usual[name] for name in names]
+    usual_S, name_S = np.empty_like(seconds_S), np.array(names)
+    for name in set(names):
+        usual_S[name_S == name] = _centre(seconds_S[name_S == name])
+    return usual_S
 
 
 def _room(options: ProbeOptions, slot: int) -> int:
@@ -204,18 +188,7 @@ def _room(options: ProbeOptions, slot: int) -> int:
     return len(host.devices) if options.device_kind == "cuda" else max(host.cores, 1)
 
 
-def _reference_s(options: ProbeOptions, compute: Sequence[ComputeTime]) -> float:
-    """Seconds of the reference case's layers, forward and backward; nan where they were not measured."""
-    passes = [
-        samples.median_s
-        for time in compute
-        if time.case == options.cases[0] and time.part in LAYERS
-        for samples in (time.forward, time.input_grad, time.weight_grad)
-    ]
-    return sum(passes) if passes else math.nan
-
-
-def _centre(values: Sequence[float]) -> float:
+def _centre(values: Floats) -> float:
     """The median of the known values, of an even number the geometric mean of the middle two; nan without any."""
-    known = [math.log(value) for value in values if value > 0]
-    return math.exp(statistics.median(known)) if known else math.nan
+    known = values[values > 0]
+    return float(np.exp(np.median(np.log(known)))) if known.size else math.nan

@@ -54,7 +54,12 @@ class CoreSpeed:
         now_s = self._clock()
         if now_s - self._checked_s >= CHECK_EVERY_S:
             self._checked_s = now_s
-            self._checks_s.append(statistics.median(self._once() for _ in range(CHECK_REPEATS)))
+            times_s = []
+            for _ in range(CHECK_REPEATS):
+                before_s = self._computed()
+                self._work()
+                times_s.append(self._computed() - before_s)
+            self._checks_s.append(statistics.median(times_s))
 
     @property
     def now(self) -> float:
@@ -65,11 +70,6 @@ class CoreSpeed:
     def usual(self) -> float:
         """The same of the median check."""
         return statistics.median(self._checks_s) / USUAL_CORE_S if self._checks_s else 1.0
-
-    def _once(self) -> float:
-        before_s = self._computed()
-        self._work()
-        return self._computed() - before_s
 
 
 def _fixed_work() -> Callable[[], object]:
@@ -89,12 +89,12 @@ class CpuStopwatch:
     """Counts the time that this thread computed, and apart from it how much longer that took on the wall.
 
     A layer of a few milliseconds is either preempted or not, so wall times of single runs scatter by the length of a
-    time slice. What other processes take away is a steady factor over many runs. With a `CoreSpeed`, times are those of
-    a core of usual speed, and the speed of this core is a part of the stretch.
+    time slice. What other processes take away is a steady factor over many runs. Once `check_speed` was called, times
+    are those of a core of usual speed, and the speed of this core is a part of the stretch.
     """
 
     def __init__(self, core_speed: CoreSpeed | None = None) -> None:
-        self._core_speed = core_speed
+        self._core_speed = core_speed or CoreSpeed()
         self._wall_s = 0.0
         self._computed_s = 0.0
         self._kept: float | None = None
@@ -108,12 +108,11 @@ class CpuStopwatch:
         computed_s = after[1] - before[1]
         self._wall_s += after[0] - before[0]
         self._computed_s += computed_s
-        return computed_s / self._core_speed.now if self._core_speed else computed_s
+        return computed_s / self._core_speed.now
 
     def check_speed(self) -> None:
         """Check how fast the core is; what is timed from now on is converted by that."""
-        if self._core_speed:
-            self._core_speed.check()
+        self._core_speed.check()
 
     def settle(self) -> None:
         """Return once the device has done all its work: on a CPU that is now."""
@@ -124,8 +123,7 @@ class CpuStopwatch:
 
     def stretch(self) -> float:
         """The factor that turns times into wall times while all slots work, on a core of its usual speed."""
-        pace = self._core_speed.usual if self._core_speed else 1.0
-        return pace * (self._kept or self._share())
+        return self._core_speed.usual * (self._kept or self._share())
 
     def _share(self) -> float:
         """Wall time over computing time of all that was timed so far."""
@@ -214,9 +212,9 @@ def num_values(seconds: float, habits: Habits) -> int:
     return max(habits.min_values, int(habits.value_s / seconds))
 
 
-def stopwatch_for(device_kind: str, core_speed: CoreSpeed | None = None) -> Stopwatch:
-    """The stopwatch of a device kind; a CPU's may follow the speed of its core."""
-    return CudaStopwatch() if device_kind == "cuda" else CpuStopwatch(core_speed)
+def stopwatch_for(device_kind: str) -> Stopwatch:
+    """The stopwatch of a device kind."""
+    return CudaStopwatch() if device_kind == "cuda" else CpuStopwatch()
 
 
 def time_part(
@@ -247,7 +245,22 @@ def time_part(
         turn_s = stopwatch.seconds(before, stopwatch.mark())
         values = turns(num_values(turn_s, habits), lengths)
         part.freeze(False)
-    return _joined(part, case, slot, warmups, values, timed_again=timed_again)
+
+    def samples(seconds: Callable[[Turn], float]) -> Samples:
+        return Samples(values_s=tuple(map(seconds, values)), warmup_s=tuple(map(seconds, warmups)))
+
+    weight = samples(lambda turn: turn.weight_s)
+    usual_s = weight.median_s
+    return ComputeTime(
+        case=case,
+        part=part.name,
+        slot=slot,
+        forward=samples(lambda turn: turn.forward_s),
+        # Less the usual weight gradient, not that of the turn: so the two medians add up to the whole backward's.
+        input_grad=samples(lambda turn: max(turn.backward_s - usual_s, 0.0) if part.source is not None else 0.0),
+        weight_grad=weight,
+        recompute=samples(lambda turn: turn.again_s) if timed_again else None,
+    )
 
 
 def time_calls(action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habits) -> Samples:
@@ -314,23 +327,3 @@ def run_part(part: Part, forward: Callable[[int], torch.Tensor], length: int, st
     part.backward(output)
     end = stopwatch.mark()
     return Run(stopwatch.seconds(start, middle), stopwatch.seconds(middle, end))
-
-
-def _joined(
-    part: Part, case: ComputeCase, slot: int, warmups: Sequence[Turn], values: Sequence[Turn], *, timed_again: bool
-) -> ComputeTime:
-    def samples(seconds: Callable[[Turn], float]) -> Samples:
-        return Samples(values_s=tuple(map(seconds, values)), warmup_s=tuple(map(seconds, warmups)))
-
-    weight = samples(lambda turn: turn.weight_s)
-    usual_s = weight.median_s
-    return ComputeTime(
-        case=case,
-        part=part.name,
-        slot=slot,
-        forward=samples(lambda turn: turn.forward_s),
-        # Less the usual weight gradient, not that of the turn: so the two medians add up to the whole backward's.
-        input_grad=samples(lambda turn: max(turn.backward_s - usual_s, 0.0) if part.source is not None else 0.0),
-        weight_grad=weight,
-        recompute=samples(lambda turn: turn.again_s) if timed_again else None,
-    )

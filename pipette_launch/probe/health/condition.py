@@ -46,11 +46,17 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
         reasons = ask("CurrentClocksThrottleReasons")
     links = [ask("NvLinkState", link) for link in range(driver.MAX_NVLINKS)]
     links = [state for state in links if state is not None]
-    address = _pci_address(ask("PciInfo"))
+    pci = ask("PciInfo")
+    # NVML's `00000000:3B:00.0` is sysfs' `0000:3b:00.0`.
+    address = driver.text(pci.busId).lower()[-len("0000:3b:00.0") :] if pci else ""
     nic, nic_distance = nearest_nic(address, sysfs)
     return DeviceCondition(
         uuid=uuid,
-        holders=_holders(ask("ComputeRunningProcesses") or ()),
+        holders=tuple(
+            _holder(process.pid, process.usedGpuMemory)
+            for process in ask("ComputeRunningProcesses") or ()
+            if process.pid != os.getpid()
+        ),
         used_bytes=None if memory is None else int(memory.used),
         utilisation=None if rates is None else rates.gpu / 100,
         sm_clock_hz=_hertz(ask("ClockInfo", driver.CLOCK_SM)),
@@ -143,31 +149,12 @@ def _numa_node(device: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _pci_address(info: Any | None) -> str:
-    """Turn NVML's `00000000:3B:00.0` into sysfs' `0000:3b:00.0`."""
-    if info is None:
-        return ""
-    domain, _, rest = driver.text(info.busId).lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
-
-
-def _holders(processes: Any) -> tuple[Holder, ...]:
-    return tuple(
-        Holder(
-            pid=int(process.pid),
-            name=_process_name(process.pid),
-            used_bytes=None if process.usedGpuMemory is None else int(process.usedGpuMemory),
-        )
-        for process in processes
-        if process.pid != os.getpid()
-    )
-
-
-def _process_name(pid: int) -> str:
+def _holder(pid: int, used_bytes: int | None) -> Holder:
     try:
-        return psutil.Process(pid).name()
+        name = psutil.Process(pid).name()
     except psutil.Error:
-        return "name unknown"
+        name = "name unknown"
+    return Holder(pid=pid, name=name, used_bytes=used_bytes)
 
 
 def _hertz(megahertz: int | None) -> int | None:

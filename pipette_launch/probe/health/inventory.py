@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
         UsageError: there are none although `cuda` was asked for.
 
     """
-    gpus = [] if device == "cpu" else _gpus(os.environ)
+    gpus = [] if device == "cpu" else _gpus()
     if device == "cuda" and not gpus:
         wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
         said = "is not set" if wanted is None else f"is {wanted!r}"
@@ -78,7 +79,7 @@ def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
 
 def num_gpus() -> int:
     """Number of GPUs that this process may use."""
-    return len(_gpus(os.environ))
+    return len(_gpus())
 
 
 def versions() -> dict[str, str]:
@@ -101,26 +102,17 @@ def device_used_bytes(uuid: str) -> int:
         return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).used)
 
 
-def _gpus(environ: Mapping[str, str]) -> list[Device]:
+def _gpus() -> list[Device]:
+    """Apply CUDA_VISIBLE_DEVICES as CUDA does: in its order, by index or UUID prefix, up to the first bad entry."""
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     with session() as nvml:
         if nvml is None:
             return []
-        return [_device(nvml, handle) for handle in _visible_handles(nvml, environ)]
-
-
-def _visible_handles(nvml: Any, environ: Mapping[str, str]) -> list[Any]:
-    """Apply CUDA_VISIBLE_DEVICES as CUDA does: in its order, by index or UUID prefix, up to the first bad entry."""
-    every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        return every
-    handles = []
-    for entry in (part.strip() for part in wanted.split(",")):
-        handle = _handle(nvml, every, entry)
-        if handle is None:
-            break
-        handles.append(handle)
-    return handles
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        if wanted is not None:
+            chosen = (_handle(nvml, handles, entry.strip()) for entry in wanted.split(","))
+            handles = list(takewhile(lambda handle: handle is not None, chosen))
+        return [_device(nvml, handle) for handle in handles]
 
 
 def _handle(nvml: Any, every: list[Any], entry: str) -> Any | None:
@@ -155,17 +147,10 @@ def _cpu_shares(num_devices: int) -> tuple[Device, ...]:
     # `max`, or an absent file, means that the container has no limit.
     total = min(memory.total, int(limit) if limit.isdecimal() else memory.total) // num_devices
     free = min(memory.available // num_devices, total)
-    name = _cpu_name()
+    # The processor's model as Linux prints it; Arm prints none.
+    with CPU_INFO.open(encoding="utf-8", errors="replace") as lines:
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "cpu")
     return tuple(
         Device(kind="cpu", uuid=f"cpu-{index}", name=name, memory_total_bytes=total, memory_free_bytes=free)
         for index in range(num_devices)
     )
-
-
-def _cpu_name() -> str:
-    """The processor's model as Linux prints it; `cpu` where it prints none (Arm)."""
-    with CPU_INFO.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return "cpu"

@@ -122,7 +122,7 @@ def slots_score(kind: str, *, noise: float, slow: float, clusters: int, seed: in
         truth[0] /= slow
         first, second = truth * np.exp(rng.normal(0, noise, (2, len(truth))))
         suspects = suspect_slots(first, device_kind=kind)  # type: ignore[arg-type]
-        again = np.where(np.isin(np.arange(len(truth)), suspects), second, np.nan)
+        again = np.where(np.isin(np.arange(len(truth)), list(suspects)), second, np.nan)
         slots = {one.slot for one in confirmed_slots(first, again, device_kind=kind)}  # type: ignore[arg-type]
         found += slow < 1 and 0 in slots
         accused += bool(slots - ({0} if slow < 1 else set()))

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import DeviceOverhead, Links, Measurements, files
@@ -233,7 +235,10 @@ class Phases:
             self._add(notes=(f"advice: {advice.words}",))
         # The deadline of a collective is short, and rank 0 may have waited for the adviser.
         self.lockstep.barrier(ADVICE_PATIENCE_S)
-        return plan_hints.share((advice or Advice()) if self.rank == 0 else None, self.options.device_kind)
+        # Not through the store: groups of thousands of ranks times thousands of readers would be its traffic.
+        texts = [files.dumps(advice or Advice()) if self.rank == 0 else None]
+        dist.broadcast_object_list(texts, src=0, device=torch.device(self.options.device_kind))
+        return files.loads(Advice, str(texts[0]), "rank 0's advice")
 
     def _add(self, **found: object) -> None:
         """Add to the results of this worker."""

@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Measurements, files
 from pipette_launch.facts.messages.measuring_advice import Advice, CollectiveKind, Dimension, MeasuringQuestion
@@ -82,13 +79,3 @@ def _shapes(dimension: Dimension, devices_per_host: int) -> set[tuple[Collective
         for kind in dimension.kinds
         for group in dimension.groups
     }
-
-
-def share(advice: Advice | None, device_kind: str) -> Advice:
-    """Return rank 0's advice on all ranks, over the communicator of all; the others pass None.
-
-    Not through the store: groups of thousands of ranks times thousands of readers would be its traffic.
-    """
-    texts = [None if advice is None else files.dumps(advice)]
-    dist.broadcast_object_list(texts, src=0, device=torch.device(device_kind))
-    return files.loads(Advice, str(texts[0]), "rank 0's advice")

@@ -11,11 +11,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
@@ -64,6 +62,7 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     sys.path[:0] = options.python_path
     # torch is imported only now, so that a bad order is answered at once.
     import torch
+    import torch.distributed as dist
 
     from pipette_launch.probe.compute.peak_memory import meter as meter_of
     from pipette_launch.probe.phases import Phases
@@ -75,7 +74,18 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
         torch.cuda.set_device(progress.local_rank if torch.cuda.device_count() > 1 else 0)
     # The most expensive import of a warm-up on CPU: it is the same whatever is measured.
     layers.load(options.device_kind)
-    store = _store(place, options)
+    # Rank 0 hosts a store where the agent has none.
+    store = dist.PrefixStore(
+        "pipette/warm-up",
+        dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            place.world_size,
+            is_master=place.rank == 0 and not place.agent_hosts_store,
+            timeout=timedelta(seconds=options.timeout_s),
+            wait_for_workers=False,
+        ),
+    )
     lockstep = Lockstep(
         store=store,
         rank=place.rank,
@@ -98,50 +108,26 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
         meter=meter,
     )
     phases.alone()
-    with _process_group(store, lockstep, place, options):
-        phases.together()
+    # The communicator of all ranks is for links and collectives; compute runs under a fake process group.
+    # The barrier comes first: the deadline of a connection must not cover the rest of the others' compute.
+    lockstep.barrier()
+    # No device_id: it would make NCCL split subgroups off the world, which asks for non-members too.
+    dist.init_process_group(
+        BACKENDS[options.device_kind],
+        store=dist.PrefixStore("world", store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=options.timeout_s),
+    )
+    phases.together()
+    # Not after a failure: peers may be gone, and NCCL would wait for them; the process ends anyway.
+    dist.destroy_process_group()
     phases.alone_again()
     progress.announce("report")
     found = phases.report()
     if found is not None:
         files.write(Path(options.output), found)
     progress.announce("done")
-
-
-def _store(place: WorkerPlace, options: ProbeOptions) -> Any:
-    """Connect to the agent's store; where there is none, rank 0 hosts one."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    store = TCPStore(
-        place.master_addr,
-        place.master_port,
-        place.world_size,
-        is_master=place.rank == 0 and not place.agent_hosts_store,
-        timeout=timedelta(seconds=options.timeout_s),
-        wait_for_workers=False,
-    )
-    return PrefixStore("pipette/warm-up", store)
-
-
-@contextmanager
-def _process_group(store: Any, lockstep: Lockstep, place: WorkerPlace, options: ProbeOptions) -> Iterator[None]:
-    """Open the communicator of all ranks, for links and collectives; compute runs under a fake process group."""
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore
-
-    # No device_id: it would make NCCL split subgroups off the world, which asks for non-members too.
-    # The barrier comes first: the deadline of a connection must not cover the rest of the others' compute.
-    lockstep.barrier()
-    dist.init_process_group(
-        BACKENDS[options.device_kind],
-        store=PrefixStore("world", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=options.timeout_s),
-    )
-    yield
-    # Not after a failure: peers may be gone, and NCCL would wait for them; the process ends anyway.
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ Everything found is a suspicion: the caller measures it again, and `confirmed_li
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -160,8 +160,8 @@ def confirmed_hosts(bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[SlowHost, .
 
 def suspect_slots(
     seconds_S: Vector, *, device_kind: Literal["cuda", "cpu"] = "cuda", alike_S: Sequence[str] = ()
-) -> tuple[int, ...]:
-    """Name the slots that ought to be timed again, slowest first.
+) -> dict[int, float]:
+    """Name the slots that ought to be timed again, slowest first, each with the usual seconds of its peers.
 
     Args:
         seconds_S: the same work on every slot, nan = not measured.
@@ -169,18 +169,25 @@ def suspect_slots(
         alike_S: names of the devices: only slots of one name are peers; empty = all are.
 
     """
-    seconds = np.asarray(seconds_S, dtype=np.float64)
-    found: list[tuple[float, int]] = []
-    for members in _alike(len(seconds), alike_S):
-        lag = np.log(seconds[members]) - _of_others(np.log(seconds[members]))
-        scale = MIN_SLOT_SCALE[device_kind]
+    name_S = np.array(alike_S or [""] * len(seconds_S))
+    found: list[tuple[float, int, float]] = []
+    for name in np.unique(name_S):
+        members = np.flatnonzero(name_S == name)
+        logs = np.log(seconds_S[members])
+        if len(members) >= FEW:
+            # Of many values the median of all is as good as that of the others.
+            usual = np.full(len(members), _centre(logs))
+        else:
+            usual = np.array([_centre(np.delete(logs, at)) for at in range(len(members))])
+        lag = logs - usual
+        count, scale = int(np.isfinite(lag).sum()), MIN_SLOT_SCALE[device_kind]
         # The scatter of few slots cannot be estimated from them: one slow slot of two would be half of it.
-        if np.isfinite(lag).sum() >= FEW:
+        if count >= FEW:
             scale = max(scale, _scatter(lag, 0.0))
         slow = (lag > -math.log(SUSPECT_SPEED[device_kind])) & (lag > SUSPECT_SCALES * scale)
-        if _is_exception(int(slow.sum()), int(np.isfinite(lag).sum())):
-            found += [(float(-lag[at]), int(members[at])) for at in np.flatnonzero(slow)]
-    return tuple(slot for _, slot in sorted(found))
+        if _is_exception(int(slow.sum()), count):
+            found += [(-lag[at], int(members[at]), math.exp(usual[at])) for at in np.flatnonzero(slow)]
+    return {slot: usual_s for _, slot, usual_s in sorted(found)}
 
 
 def confirmed_slots(
@@ -195,16 +202,13 @@ def confirmed_slots(
         alike_S: as for `suspect_slots`.
 
     """
-    first, again = (np.asarray(values, dtype=np.float64) for values in (seconds_S, again_S))
-    suspects = set(suspect_slots(first, device_kind=device_kind, alike_S=alike_S))
     found = []
-    for members in _alike(len(first), alike_S):
-        usual_s = np.exp(_of_others(np.log(first[members])))
-        for at, slot in enumerate(members.tolist()):
-            together_s = math.sqrt(first[slot] * again[slot])
-            slow_again = usual_s[at] / again[slot] < SUSPECT_SPEED[device_kind]
-            if slot in suspects and slow_again and usual_s[at] / together_s < FAULT_SPEED[device_kind]:
-                found.append(SlowSlot(slot=slot, seconds=together_s, peers_seconds=float(usual_s[at])))
+    for slot, usual_s in suspect_slots(seconds_S, device_kind=device_kind, alike_S=alike_S).items():
+        together_s = math.sqrt(seconds_S[slot] * again_S[slot])
+        # Comparisons with nan are false.
+        slow_again = usual_s / again_S[slot] < SUSPECT_SPEED[device_kind]
+        if slow_again and usual_s / together_s < FAULT_SPEED[device_kind]:
+            found.append(SlowSlot(slot=slot, seconds=together_s, peers_seconds=usual_s))
     return tuple(sorted(found, key=lambda slow: (slow.peers_seconds / slow.seconds, slow.slot)))
 
 
@@ -289,20 +293,6 @@ def _slow_hosts(rates_HH: Matrix) -> list[int]:
 def _is_exception(few: int, count: int) -> bool:
     """Whether so few of so many are outliers, and not another kind."""
     return few <= max(1, int(MOST_SHARE * count))
-
-
-def _alike(count: int, alike_S: Sequence[str]) -> Iterator[NDArray[np.int64]]:
-    """Indices of the slots of each name."""
-    names = np.asarray(alike_S or [""] * count)
-    for name in dict.fromkeys(names.tolist()):
-        yield np.flatnonzero(names == name)
-
-
-def _of_others(values: Vector) -> Vector:
-    """For each value the median of the others; of many values the median of all is as good."""
-    if len(values) >= FEW:
-        return np.full(len(values), _centre(values))
-    return np.array([_centre(np.delete(values, at)) for at in range(len(values))])
 
 
 def _centre(values: Vector) -> float:

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pipette_launch.facts import Host
+from pipette_launch.facts import Device, Host
 from pipette_launch.facts.health.condition import NEARNESS, DeviceCondition
 from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.probe.health.suspects import Matrix, SlowSlot, confirmed_hosts, confirmed_links
@@ -39,15 +39,13 @@ WAYS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _PlacedDevice:
-    """One device, with its host and its position there."""
+    """One device, with its host's name and its position there."""
 
     host: str
     index: int
-    """Among its host's devices."""
-    name: str
-    memory_bytes: int
+    device: Device
     condition: DeviceCondition
 
     def verdict(self, kind: str, figure: str, **more: object) -> Verdict:
@@ -65,15 +63,13 @@ def judge(hosts: Sequence[Host], conditions: Sequence[Sequence[DeviceCondition]]
 
     """
     devices = [
-        _PlacedDevice(
-            host=host.name, index=index, name=device.name, memory_bytes=device.memory_total_bytes, condition=condition
-        )
+        _PlacedDevice(host.name, index, *figures)
         for host, of_host in zip(hosts, conditions, strict=True)
-        for index, (device, condition) in enumerate(zip(host.devices, of_host, strict=False))
+        for index, figures in enumerate(zip(host.devices, of_host, strict=False))
     ]
     found: list[Verdict] = []
-    for name in dict.fromkeys(device.name for device in devices):
-        peers = [device for device in devices if device.name == name]
+    for name in dict.fromkeys(one.device.name for one in devices):
+        peers = [one for one in devices if one.device.name == name]
         for rule in (_throttled, _ecc, _rows, _nvlinks, _pcie, _nics):
             found += rule(peers)
         found += [verdict for device in peers for verdict in _busy(device)]
@@ -158,14 +154,15 @@ def _busy(device: _PlacedDevice) -> Iterator[Verdict]:
     used = condition.used_bytes or 0
     # In a container NVML hides the size, or the whole process; then the device's own count is used.
     held = [(one, used if one.used_bytes is None else one.used_bytes) for one in condition.holders]
+    share_bytes = BUSY_SHARE * device.device.memory_total_bytes
     advice = f"end it, take the device out of CUDA_VISIBLE_DEVICES, or {exclude(device.host)}"
     named = [(one, size) for one, size in held if size > BUSY_TOLERANCE_BYTES]
     for one, size in named:
         figure = f"process {one.pid} ({one.name}) holds {bytes_text(size)}"
-        yield device.verdict("busy", figure, advice=advice, is_sick=size > BUSY_SHARE * device.memory_bytes)
+        yield device.verdict("busy", figure, advice=advice, is_sick=size > share_bytes)
     if not condition.holders and used > BUSY_TOLERANCE_BYTES:
         figure = f"{bytes_text(used)} are held by a process that NVML does not name (another container?)"
-        yield device.verdict("busy", figure, advice=advice, is_sick=used > BUSY_SHARE * device.memory_bytes)
+        yield device.verdict("busy", figure, advice=advice, is_sick=used > share_bytes)
     if not named and (condition.utilisation or 0) > BUSY_SHARE:
         yield device.verdict("busy", f"others keep it busy {condition.utilisation:.0%} of the time", advice=advice)
 
@@ -175,7 +172,8 @@ def _throttled(peers: Sequence[_PlacedDevice]) -> Iterator[Verdict]:
         (device, [HELD_DOWN[reason] for reason in device.condition.clock_reasons or () if reason in HELD_DOWN])
         for device in peers
     ]
-    common = _is_common(sum(bool(reasons) for _, reasons in held), len(peers))
+    # Most of several peers.
+    common = len(peers) > 2 and 2 * sum(bool(reasons) for _, reasons in held) > len(peers)
     for device, reasons in held:
         if not reasons:
             continue
@@ -289,8 +287,3 @@ def _usual(peers: Sequence[_PlacedDevice], figure: Callable[[DeviceCondition], i
 def _usual_text(peers: Sequence[_PlacedDevice], figure: Callable[[DeviceCondition], int | None]) -> str:
     usual = _usual(peers, figure)
     return f"usually {usual:g}" if len(peers) > 1 and usual is not None else ""
-
-
-def _is_common(count: int, total: int) -> bool:
-    """Whether most of several peers have it."""
-    return total > 2 and 2 * count > total

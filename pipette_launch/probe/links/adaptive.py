@@ -18,7 +18,7 @@ import numpy as np
 from pipette_launch.facts import Links
 from pipette_launch.probe.harness import Line
 from pipette_launch.probe.links.estimate import Estimate, estimate
-from pipette_launch.probe.links.sampling import Pair, Place, Round, nested_groups, rounds_of
+from pipette_launch.probe.links.sampling import Pair, Place, Round, nested_groups, ordered, rounds_of
 from pipette_launch.probe.links.switches import scouting_round
 from pipette_launch.probe.options import FULL_HOSTS
 
@@ -104,7 +104,7 @@ def adapt(
     survey, left = _Survey(known, is_cached=is_cached), most_rounds
     if not is_cached:
         # As many rounds as the busiest host has pairs.
-        left -= max(Counter(host for pair in {_ordered(pair) for pair in known} for host in pair).values(), default=0)
+        left -= max(Counter(host for pair in {ordered(pair) for pair in known} for host in pair).values(), default=0)
         if num_hosts > FULL_HOSTS and len(nested_groups(num_hosts, places)) == 1:
             left -= survey.scout(num_hosts, measure, most=round(SCOUTING_SHARE * left), allows=allows, seed=seed)
     found = estimate(num_hosts, survey.lines, places)
@@ -135,7 +135,7 @@ class _Survey:
         self.lines = dict(known)
         self.passes: list[Pass] = []
         self.changed: list[Pair] = []
-        self._done: set[Pair] = set() if is_cached else {_ordered(pair) for pair in known}
+        self._done: set[Pair] = set() if is_cached else {ordered(pair) for pair in known}
         """Pairs that were measured in this warm-up, or could not be: they are not measured again."""
 
     def scout(self, num_hosts: int, measure: Measure, *, most: int, allows: Callable[[], bool], seed: int) -> int:
@@ -157,7 +157,7 @@ class _Survey:
             pairs = scouting_round(num_hosts, self.lines, rng)
             if not pairs and taken < BLIND_SCOUTING_ROUNDS:
                 order = rng.permutation(num_hosts).tolist()
-                drawn = (_ordered(pair) for pair in zip(order[::2], order[1::2], strict=False))
+                drawn = (ordered(pair) for pair in zip(order[::2], order[1::2], strict=False))
                 pairs = tuple(sorted(pair for pair in drawn if pair not in self._done))
             if 2 * len(pairs) < LEAST_SCOUTS * num_hosts or not allows():
                 return taken
@@ -180,7 +180,7 @@ class _Survey:
             is_scouting: the pairs were asked for to find out which hosts are near.
 
         """
-        pairs = list(dict.fromkeys(_ordered(pair) for pair in asked))
+        pairs = list(dict.fromkeys(ordered(pair) for pair in asked))
         rounds = rounds_of((pair for pair in pairs if pair not in self._done), most=most)
         self.passes.append(
             Pass(asked=len(pairs), new=sum(map(len, rounds)), rounds=len(rounds), is_scouting=is_scouting)
@@ -189,19 +189,20 @@ class _Survey:
             rounds = rounds if hope is None else _filled(rounds, hope, self._done)
             measured = measure(rounds)
             now = {pair for one in rounds for pair in one}
-            self.changed += [pair for pair in pairs if pair in now and self._is_changed(pair, measured)]
+            # The time of either direction was known and differs now.
+            self.changed += [
+                pair
+                for pair in pairs
+                if pair in now
+                and any(
+                    abs(self.lines[way].seconds_per_byte / measured[way].seconds_per_byte - 1) > CHANGED
+                    for way in (pair, pair[::-1])
+                    if way in self.lines and way in measured
+                )
+            ]
             self.lines.update(measured)
             self._done |= now
         return len(rounds)
-
-    def _is_changed(self, pair: Pair, measured: Lines) -> bool:
-        """Whether the time of either direction was known and differs now."""
-        return any(
-            way in self.lines
-            and way in measured
-            and abs(self.lines[way].seconds_per_byte / measured[way].seconds_per_byte - 1) > CHANGED
-            for way in (pair, pair[::-1])
-        )
 
 
 def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tuple[Round, ...]:
@@ -220,12 +221,8 @@ def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tup
             rates_H = np.where(idle_H, rates_HH[host], 0.0)
             partner = int(rates_H.argmax())
             if idle_H[host] and rates_H[partner] > 0:
-                more.append(_ordered((host, partner)))
+                more.append(ordered((host, partner)))
                 idle_H[[host, partner]] = False
                 rates_HH[host, partner] = rates_HH[partner, host] = 0.0
         filled.append(tuple(sorted(more)))
     return tuple(filled)
-
-
-def _ordered(pair: Pair) -> Pair:
-    return (pair[0], pair[1]) if pair[0] < pair[1] else (pair[1], pair[0])

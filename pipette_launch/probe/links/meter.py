@@ -25,7 +25,7 @@ import torch.distributed as dist
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Samples
 from pipette_launch.probe.harness import Clock, Lockstep
-from pipette_launch.probe.links.repeats import Tally, condensed, in_passes, in_step, ladder
+from pipette_launch.probe.links.repeats import Tally, condensed, in_step, ladder
 from pipette_launch.probe.links.sampling import Pair
 from pipette_launch.probe.options import TINY_BYTES, LinkSamples, ProbeOptions
 
@@ -143,41 +143,32 @@ class LinkMeter:
         return found
 
     def _direction(self, groups: Sequence[Group], mine: Mine | None, tally: Tally | None) -> None:
-        """Let all senders of one direction send, step by step, until none wants more; only a sender has a tally."""
+        """Let all senders of one direction send, step by step, until none wants more; only a sender has a tally.
+
+        Every message begins on all rails at once, and counts until the last of them has finished. Without that, rails
+        that share a wire drift apart, and each finds the wire free while the others pause.
+        """
+        has_rails = any(len(group) > 1 for group in groups)
         while True:
             wishes = torch.zeros((len(groups), len(self.sizes)), dtype=torch.float64)
             if mine is not None and tally is not None:
                 wishes[mine[0]] = torch.tensor(tally.wish(), dtype=torch.float64)
-            counts = [list(map(int, wish)) for wish in self._largest(wishes)]
-            if not any(map(any, counts)):
+            orders = [in_step(list(map(int, wish))) for wish in self._largest(wishes)]
+            if not any(orders):
                 return
-            if any(len(group) > 1 for group in groups):
-                self._together(counts, mine, tally)
-            elif mine is not None:
-                for index in in_passes(counts[mine[0]]):
-                    seconds = self._message(index, mine[1], is_sender=tally is not None)
-                    if tally is not None:
-                        tally.add(index, seconds)
-
-    def _together(self, counts: Sequence[Sequence[int]], mine: Mine | None, tally: Tally | None) -> None:
-        """Begin every message on all rails at once, and record when the last of them has finished.
-
-        Without that, rails that share a wire drift apart, and each finds the wire free while the others pause.
-        """
-        orders = [in_step(each) for each in counts]
-        for step in range(max(map(len, orders))):
-            times = torch.zeros((len(orders), 1), dtype=torch.float64)
-            own: list[float] = []
-            index = 0
-            if mine is not None and step < len(orders[mine[0]]):
-                index, count = orders[mine[0]][step]
-                own = [self._message(index, mine[1], is_sender=tally is not None) for _ in range(count)]
-                times[mine[0]] = max(own) if tally is not None else 0.0
-            slowest = self._largest(times)
-            if mine is not None and tally is not None:
-                for seconds in own:
-                    # A tiny message is all latency: it does not share the wire with other rails.
-                    tally.add(index, seconds, slowest[mine[0]][0] if index else seconds)
+            for step in range(max(map(len, orders))):
+                times = torch.zeros((len(groups), 1), dtype=torch.float64)
+                index = 0
+                own_s: list[float] = []
+                if mine is not None and step < len(orders[mine[0]]):
+                    index, count = orders[mine[0]][step]
+                    own_s = [self._message(index, mine[1], is_sender=tally is not None) for _ in range(count)]
+                    times[mine[0]] = max(own_s) if tally is not None else 0.0
+                slowest = self._largest(times) if has_rails else times.tolist()
+                if mine is not None and tally is not None:
+                    for seconds in own_s:
+                        # A tiny message is all latency: it does not share the wire with other rails.
+                        tally.add(index, seconds, slowest[mine[0]][0] if index else seconds)
 
     def _largest(self, wishes: torch.Tensor) -> list[list[float]]:
         """For each group the largest numbers of its rails; all ranks leave this call at the same time."""

@@ -22,6 +22,11 @@ Tier = list[list[int]]
 """Hosts by the switch above them."""
 
 
+def ordered(pair: Pair) -> Pair:
+    """The pair with its lower host first."""
+    return (pair[0], pair[1]) if pair[0] < pair[1] else (pair[1], pair[0])
+
+
 def all_pairs(hosts: Sequence[int]) -> tuple[Round, ...]:
     """Split all pairs of these hosts into the fewest rounds, by the circle method: N-1, or N where N is odd.
 
@@ -34,7 +39,7 @@ def all_pairs(hosts: Sequence[int]) -> tuple[Round, ...]:
     for _ in range(len(ring) - 1):
         half = len(ring) // 2
         pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
-        rounds.append(tuple(sorted((min(a, b), max(a, b)) for a, b in pairs if -1 not in (a, b))))
+        rounds.append(tuple(sorted(ordered(pair) for pair in pairs if -1 not in pair)))
         ring = [ring[0], ring[-1], *ring[1:-1]]
     return tuple(rounds)
 
@@ -47,10 +52,9 @@ def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round,
         most: the largest number of rounds; a host that has too many pairs loses the last of them.
 
     """
-    wanted = list(dict.fromkeys((min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]))
     degree: Counter[int] = Counter()
     kept: list[Pair] = []
-    for pair in wanted:
+    for pair in dict.fromkeys(ordered(pair) for pair in pairs if pair[0] != pair[1]):
         # One pair of a host less than rounds: the colouring may need one round more. A single round is a matching.
         if most is None or max(degree[host] for host in pair) < max(most - 1, 1):
             kept.append(pair)
@@ -117,13 +121,13 @@ def _across(tier: Tier, switches: Tier, rng: np.random.Generator) -> Iterator[Ro
     """Pairs under one switch of a tier, each between two switches of the tier below; without end."""
     below = {host: number for number, hosts in enumerate(switches) for host in hosts}
     for _ in counted():
-        pairs = []
+        pairs: list[Pair] = []
         for hosts in tier:
             # The list holds the hosts switch by switch, so hosts half a list apart mostly have different switches.
             rank = rng.permutation(len(switches))
             order = sorted((int(host) for host in rng.permutation(hosts)), key=lambda host: int(rank[below[host]]))
             half = len(order) // 2
-            pairs += [(min(a, b), max(a, b)) for a, b in zip(order[:half], order[half:], strict=False)]
+            pairs += map(ordered, zip(order[:half], order[half:], strict=False))
         yield tuple(sorted(pair for pair in pairs if below[pair[0]] != below[pair[1]]))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.probe.harness import Line
-from pipette_launch.probe.links.sampling import Pair, Place, Round
+from pipette_launch.probe.links.sampling import Pair, Place, Round, ordered
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -95,7 +95,7 @@ def scouting_round(num_hosts: int, lines: Mapping[Pair, Line], rng: np.random.Ge
                 if not idle_H[host] or not open_H.any():
                     continue
                 other = int(rng.choice(np.flatnonzero(open_H)))
-                pairs.append((min(host, other), max(host, other)))
+                pairs.append(ordered((host, other)))
                 idle_H[[host, other]] = False
                 tests_CC[group_H[host], group_H[other]] = tests_CC[group_H[other], group_H[host]] = SURE
         outer_H = grouping.home_H
@@ -128,8 +128,8 @@ def lowest_level(log_N: Floats) -> float | None:
 def _pairs(lines: Mapping[Pair, Line]) -> tuple[Ints, Ints, Floats]:
     """Measured pairs, each once, with the better of both directions."""
     rates: dict[Pair, float] = {}
-    for (one, other), line in lines.items():
-        pair = (min(one, other), max(one, other))
+    for ends, line in lines.items():
+        pair = ordered(ends)
         rates[pair] = max(rates.get(pair, 0.0), 1 / line.seconds_per_byte)
     one_N, other_N = np.array(list(rates), dtype=np.int64).reshape(-1, 2).T
     log_N = np.log(np.array(list(rates.values())))

@@ -70,7 +70,7 @@ def test_a_slow_slot_is_found_among_its_own_kind() -> None:
     names = ["new"] * 4 + ["old"] * 2
     again = np.array([math.nan, math.nan, 1.3, math.nan, math.nan, math.nan])
 
-    assert (2,) == suspect_slots(seconds, alike_S=names)
+    assert {2: 1.0} == suspect_slots(seconds, alike_S=names)
     (slow,) = confirmed_slots(seconds, again, alike_S=names)
     assert (2, pytest.approx(1.3), 1.0) == (slow.slot, slow.seconds, slow.peers_seconds)
 
@@ -232,7 +232,7 @@ def test_a_slow_slot_is_found_and_healthy_ones_are_not(kind: str, speed: float, 
             truth[0] = 1 / speed if sick else 1.0
             first, second = truth * np.exp(rng.normal(0, noise, (2, count)))
             suspects = suspect_slots(first, device_kind=kind)  # type: ignore[arg-type]
-            again = np.where(np.isin(np.arange(count), suspects), second, np.nan)
+            again = np.where(np.isin(np.arange(count), list(suspects)), second, np.nan)
             slow = confirmed_slots(first, again, device_kind=kind)  # type: ignore[arg-type]
 
             assert [0] * sick == [one.slot for one in slow]
@@ -250,7 +250,7 @@ def test_a_slot_that_was_not_timed_is_not_suspected() -> None:
     """Only the slow one is."""
     seconds = np.array([1.0, 1.0, 1.0, 1.15, math.nan])
 
-    assert (3,) == suspect_slots(seconds)
+    assert [3] == list(suspect_slots(seconds))
 
 
 def test_what_was_not_measured_is_not_judged() -> None:

@@ -124,7 +124,7 @@ class Phases:
         """Time the collectives of more dimensions; returns the number of groups that this slot opened for that."""
         before, self._dimensions = len(self._dimensions), (*self._dimensions, *dimensions)
         with self.progress.during("collectives"):
-            grouped = collectives.measure(
+            found, num_groups = collectives.measure(
                 self.options,
                 dimensions,
                 first=before,
@@ -132,9 +132,9 @@ class Phases:
                 lockstep=self.lockstep,
                 budget=self.budget.with_room(collectives.COLLECTIVES_SHARE, COLLECTIVES_LEAST),
             )
-            self.progress.sum_up(f"{len(grouped.groups)} collectives of {len(dimensions)} dimensions")
-        self._add(collectives=grouped.groups, notes=grouped.notes)
-        return grouped.num_groups
+            self.progress.sum_up(f"{len(found.collectives)} collectives of {len(dimensions)} dimensions")
+        self._mine = joined(self._mine, found)
+        return num_groups
 
     def alone_again(self) -> None:
         """Run whole stages under a fake communicator; that of all ranks is closed."""

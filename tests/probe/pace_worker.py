@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from pipette_launch.facts import files
-from pipette_launch.probe.compute.slot_pace import PaceTest
+from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.harness import Lockstep
 from pipette_launch.probe.options import ProbeOptions
 

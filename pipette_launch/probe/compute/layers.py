@@ -16,7 +16,7 @@ from pipette_launch.facts import ComputeCase, ComputeTime, LoadingTime, MemoryRe
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.probe.compute.bench import Bench, weight_bytes
 from pipette_launch.probe.compute.cpu_overheads import loading_time, loads_as_megatron_lm, short_layer, time_wake
-from pipette_launch.probe.compute.slot_pace import PaceTest
+from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.compute.timing import HABITS, stopwatch_for, time_calls, time_part
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import Pace

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -19,7 +18,7 @@ from pipette_launch.facts import Samples
 from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.links.meter import align
-from pipette_launch.probe.options import GroupSamples, ProbeOptions
+from pipette_launch.probe.options import GroupSamples, ProbeOptions, WorkerResult
 
 COLLECTIVES_SHARE = 0.9
 """No further dimension begins once this part of the budget is spent."""
@@ -40,16 +39,6 @@ REACH_LEAST = 2
 """A size below so many times the largest message says nothing new."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CollectiveResult:
-    """What one worker measured, and notes on what could not be measured."""
-
-    groups: tuple[GroupSamples, ...]
-    notes: tuple[str, ...]
-    num_groups: int
-    """Number of groups of this worker beside that of all ranks; they stay open until that one is closed."""
-
-
 def padded_bytes(size_bytes: int, group_size: int) -> int:
     """Round up so that every member's share is a whole number of elements."""
     step = ELEMENT_BYTES * group_size
@@ -64,7 +53,7 @@ def measure(
     rank: int,
     lockstep: Lockstep,
     budget: Budget,
-) -> CollectiveResult:
+) -> tuple[WorkerResult, int]:
     """Time each kind of each dimension; every rank calls this, whether or not it is in a group.
 
     Args:
@@ -74,6 +63,10 @@ def measure(
         rank: the rank of this worker.
         lockstep: keeps the ranks in step.
         budget: the first dimension is timed in any case.
+
+    Returns:
+        The samples, with notes on what could not be measured, and the number of groups of this worker beside that of
+        all ranks; they stay open until that one is closed.
 
     """
     found: list[GroupSamples] = []
@@ -102,7 +95,7 @@ def measure(
             elif timer.timed:
                 sizes, samples = tuple(timer.timed), tuple(timer.timed.values())
                 found.append(GroupSamples(kind=kind, dimension=first + index, sizes_bytes=sizes, samples=samples))
-    return CollectiveResult(groups=tuple(found), notes=tuple(notes), num_groups=num_groups)
+    return WorkerResult(slot=rank, collectives=tuple(found), notes=tuple(notes)), num_groups
 
 
 def _open(members: tuple[int, ...], options: ProbeOptions) -> dist.ProcessGroup:

@@ -5,7 +5,7 @@ A clean measurement occupies both ends, so a round is a matching: disjoint pairs
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice, pairwise, zip_longest
 from itertools import count as counted
@@ -59,9 +59,9 @@ def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round,
         if most is None or max(degree[host] for host in pair) < max(most - 1, 1):
             kept.append(pair)
             degree.update(pair)
-    colouring = _Colouring(max(degree.values(), default=0))
+    colouring = _Colouring()
     for pair in kept:
-        colouring.add(*pair)
+        colouring.add(*pair, most_edges=max(degree.values()))
     return colouring.rounds()
 
 
@@ -139,78 +139,67 @@ def _along(num_hosts: int) -> Iterator[Round]:
             yield tuple((start, start + apart) for start in starts if start + apart < num_hosts)
 
 
+Edges = Iterable[tuple[int, int, int]]
+"""Two hosts and a colour each."""
+
+
 class _Colouring:
-    """An edge colouring that grows edge by edge, in at most one colour more than the largest degree.
+    """Colours edges so that no two of a host have the same colour, with one colour more than the largest degree.
 
     Misra and Gries, "A constructive proof of Vizing's theorem" (1992); their step is taken only where the ends of an
     edge have no colour in common that is free.
     """
 
-    def __init__(self, most_edges: int) -> None:
-        self._most_edges = most_edges
-        """Largest degree there will be."""
-        self._at: dict[int, dict[int, int]] = {}
+    def __init__(self) -> None:
+        self._at: defaultdict[int, dict[int, int]] = defaultdict(dict)
         """For each host the other end of its edge of each colour."""
 
-    def add(self, one: int, other: int) -> None:
-        """Colour one more edge, which must be new."""
-        for host in (one, other):
-            self._at.setdefault(host, {})
-        shared = self._free(one, other)
-        if shared < self._most_edges:
-            self._paint(one, other, shared)
+    def add(self, hub: int, new: int, most_edges: int) -> None:
+        """Colour one more edge, which must be new; `most_edges` is the largest degree that there will be."""
+        shared = self._free(hub, new)
+        if shared < most_edges:
+            self._paint([(hub, new, shared)])
             return
-        fan = self._fan(one, other)
-        ours, theirs = self._free(one), self._free(fan[-1])
-        self._invert(one, theirs, ours)
-        # The fan up to the first host at which the colour is free.
-        size = next(at for at, host in enumerate(fan) if theirs not in self._at[host]) + 1
-        self._rotate(one, fan[:size], theirs)
+        # The fan: neighbours of the hub, each by a colour that is free at the one before; the longest such list.
+        left, fan = self._colour_of(hub), [new]
+        while (end := next((host for host in left if left[host] not in self._at[fan[-1]]), None)) is not None:
+            fan.append(end)
+            del left[end]
+        ours, theirs = self._free(hub), self._free(fan[-1])
+        # Exchange both colours along the path that begins at the hub with theirs; ours is free there.
+        path = [hub]
+        while (end := self._at[path[-1]].get((theirs, ours)[(len(path) - 1) % 2])) is not None:
+            path.append(end)
+        edges = [(one, other, (theirs, ours)[step % 2]) for step, (one, other) in enumerate(pairwise(path))]
+        self._clear(edges)
+        self._paint((one, other, ours + theirs - colour) for one, other, colour in edges)
+        # Up to the first host of the fan at which theirs is free: each edge takes the colour of the next.
+        fan = fan[: next(place for place, host in enumerate(fan) if theirs not in self._at[host]) + 1]
+        colour_of = self._colour_of(hub)
+        colours = [colour_of[host] for host in fan[1:]]
+        self._clear((hub, host, colour) for host, colour in zip(fan[1:], colours, strict=True))
+        self._paint((hub, host, colour) for host, colour in zip(fan, [*colours, theirs], strict=True))
 
     def rounds(self) -> tuple[Round, ...]:
         """Edges by colour, ascending."""
-        by_colour: dict[int, list[Pair]] = {}
+        by_colour: defaultdict[int, list[Pair]] = defaultdict(list)
         for host, edges in self._at.items():
             for colour, other in edges.items():
                 if host < other:
-                    by_colour.setdefault(colour, []).append((host, other))
+                    by_colour[colour].append((host, other))
         return tuple(tuple(sorted(by_colour[colour])) for colour in sorted(by_colour))
 
     def _free(self, *hosts: int) -> int:
         """The lowest colour that none of the hosts has."""
         return next(colour for colour in counted() if not any(colour in self._at[host] for host in hosts))
 
-    def _paint(self, one: int, other: int, colour: int) -> None:
-        self._at[one][colour], self._at[other][colour] = other, one
+    def _colour_of(self, hub: int) -> dict[int, int]:
+        return {other: colour for colour, other in self._at[hub].items()}
 
-    def _fan(self, hub: int, first: int) -> list[int]:
-        """Neighbours of the hub, each by a colour that is free at the one before; the longest such list."""
-        left = {other: colour for colour, other in self._at[hub].items()}
-        fan = [first]
-        while True:
-            following = next((other for other, colour in left.items() if colour not in self._at[fan[-1]]), None)
-            if following is None:
-                return fan
-            fan.append(following)
-            del left[following]
+    def _paint(self, edges: Edges) -> None:
+        for one, other, colour in edges:
+            self._at[one][colour], self._at[other][colour] = other, one
 
-    def _invert(self, host: int, first: int, second: int) -> None:
-        """Exchange two colours along the path from a host that begins with the first; the second is free there."""
-        path = [host]
-        colours = [first, second]
-        while (following := self._at[path[-1]].get(colours[(len(path) - 1) % 2])) is not None:
-            path.append(following)
-        edges = [(one, other, colours[at % 2]) for at, (one, other) in enumerate(pairwise(path))]
+    def _clear(self, edges: Edges) -> None:
         for one, other, colour in edges:
             del self._at[one][colour], self._at[other][colour]
-        for one, other, colour in edges:
-            self._paint(one, other, first + second - colour)
-
-    def _rotate(self, hub: int, fan: list[int], last: int) -> None:
-        """Give every edge of the fan the colour of the next, and the last one the given colour."""
-        colour_of = {other: colour for colour, other in self._at[hub].items()}
-        colours = [colour_of[host] for host in fan[1:]]
-        for host, colour in zip(fan[1:], colours, strict=True):
-            del self._at[hub][colour], self._at[host][colour]
-        for host, colour in zip(fan, [*colours, last], strict=True):
-            self._paint(hub, host, colour)

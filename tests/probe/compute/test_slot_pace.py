@@ -19,9 +19,8 @@ from probe.pace_worker import FolderStore
 from probe.workers import OneRankStore, tiny_options
 
 from pipette_launch.facts import files
-from pipette_launch.probe.compute import slot_pace
-from pipette_launch.probe.compute.slot_pace import PaceTest, queued_s
-from pipette_launch.probe.compute.slot_speeds import Speeds, speeds
+from pipette_launch.probe.compute import slot_speeds
+from pipette_launch.probe.compute.slot_speeds import PaceTest, Speeds, queued_s, speeds
 from pipette_launch.probe.harness import Lockstep
 from pipette_launch.probe.options import Pace, ProbeOptions
 
@@ -46,7 +45,7 @@ def alone(tmp_path: Path) -> tuple[PaceTest, Lockstep, list[float], Callable[[],
 
 def test_a_window_counts_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second of work in eighths is four runs; a slot that is alone differs from nobody."""
-    monkeypatch.setattr(slot_pace, "queued_s", lambda: 0.0)
+    monkeypatch.setattr(slot_speeds, "queued_s", lambda: 0.0)
     test, lockstep, now, work = alone(tmp_path)
     test.first(work, lockstep, 0.0)
     test.again(work, lockstep, 0.0)
@@ -58,7 +57,7 @@ def test_a_window_counts_whole_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_who_had_to_wait_for_a_core_began_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All had begun three eighths of a second before; so of the window one run is left, which took all of it."""
     waited = iter((1.0, 1.375))
-    monkeypatch.setattr(slot_pace, "queued_s", lambda: next(waited))
+    monkeypatch.setattr(slot_speeds, "queued_s", lambda: next(waited))
     test, lockstep, _, work = alone(tmp_path)
     test.first(work, lockstep, 0.0)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -28,9 +29,10 @@ from pipette_launch.probe.compute.peak_memory import MemoryMeter
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.links import collectives, pairs, passes
+from pipette_launch.probe.links.adaptive import MOST_ROUNDS, Adapted, Measure, adapt
 from pipette_launch.probe.links.fits import EarlierLinks
-from pipette_launch.probe.links.passes import Passed
-from pipette_launch.probe.links.sampling import blind_rounds
+from pipette_launch.probe.links.meter import LinkMeter
+from pipette_launch.probe.links.sampling import Pair, blind_rounds
 from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
 from pipette_launch.probe.progress import Progress
 from pipette_launch.units import rate_text
@@ -53,7 +55,6 @@ class Phases:
     """One worker: what it has measured, and on rank 0 what all workers have sent so far."""
 
     options: ProbeOptions
-    rank: int
     lockstep: Lockstep
     progress: Progress
     budget: Budget
@@ -68,6 +69,7 @@ class Phases:
     """Links of an earlier warm-up that are still believed, on rank 0."""
 
     def __post_init__(self) -> None:
+        self.rank = self.lockstep.rank
         self._mine = WorkerResult(slot=self.rank)
 
     def alone(self) -> None:
@@ -128,7 +130,6 @@ class Phases:
                 self.options,
                 dimensions,
                 first=before,
-                rank=self.rank,
                 lockstep=self.lockstep,
                 budget=self.budget.with_room(collectives.COLLECTIVES_SHARE, COLLECTIVES_LEAST),
             )
@@ -156,26 +157,24 @@ class Phases:
         if self._asks and self.lockstep.agree(lambda: earlier is not None and bool(earlier.between)):
             self._earlier = earlier
             with self.progress.during("advice"):
-                passed = self._pass(is_cached=True)
+                advice, adapted = self._pass(is_cached=True)
             are_few = len(hosts) <= self.options.full_hosts
-            if not self.lockstep.agree(lambda: passed.is_stale(are_few=are_few)):
-                return self._shared(passed.advice)
+            if not self.lockstep.agree(lambda: passes.is_stale(adapted, are_few=are_few)):
+                return self._shared(advice)
             self._earlier = None
         sample = None
         if self._asks and len(hosts) > self.options.full_hosts:
             places = [host.place for host in hosts]
             sample = blind_rounds(len(hosts), places, self.options.blind_rounds, np.random.default_rng(0))
         with self.progress.during("links"):
-            linked = pairs.measure(
-                self.options, rank=self.rank, lockstep=self.lockstep, budget=self._for_links(), between=sample
-            )
+            linked = pairs.measure(self.options, lockstep=self.lockstep, budget=self._for_links(), between=sample)
             self.progress.sum_up(_links_words(linked, len(hosts)))
         self._mine = joined(self._mine, linked)
         if not self._asks:
             return Advice()
         with self.progress.during("advice"):
             if sample is not None:
-                return self._shared(self._pass(is_cached=False).advice)
+                return self._shared(self._pass(is_cached=False)[0])
             return self._advice()
 
     @property
@@ -188,31 +187,46 @@ class Phases:
         self._send()
         return self._shared(self._ask(self._measurements()) if self.rank == 0 else None)
 
-    def _pass(self, *, is_cached: bool) -> Passed:
-        """Measure the links that plans would use, in passes."""
+    def _pass(self, *, is_cached: bool) -> tuple[Advice | None, Adapted | None]:
+        """Measure the links that plans would use, in passes.
+
+        Returns the last advice, and what is known of all links then; None on all ranks but rank 0.
+        """
         self._send()
-        base = self._measurements() if self.rank == 0 else None
-        known = {}
-        if self.rank == 0:
+        options, budget = self.options, self._for_links()
+        bound_s = pairs.direction_s(budget.left_s(pairs.LINKS_SHARE), MOST_ROUNDS, options.device_kind)
+        meter = LinkMeter(options=options, lockstep=self.lockstep, bound_s=bound_s)
+        heard: list[Advice] = []
+
+        def decide(measure: Measure) -> Adapted:
+            base = self._measurements()
             links = [link for result in self._gathered for link in result.links]
-            known = dict(self._earlier.between) if is_cached and self._earlier else passes.lines_of(links, self.options)
 
-        def advise(between: Links) -> Advice:
-            assert base is not None
-            return self._ask(replace(base, cluster=replace(base.cluster, between_hosts=between)))
+            def advise(between: Links) -> Sequence[Pair]:
+                heard.append(self._ask(replace(base, cluster=replace(base.cluster, between_hosts=between))))
+                return [(one, other) for one, other in heard[-1].host_pairs]
 
-        passed = passes.go(
-            self.options,
-            rank=self.rank,
-            lockstep=self.lockstep,
-            budget=self._for_links(),
-            known=known,
-            is_cached=is_cached,
-            advise=advise,
+            return adapt(
+                len(options.hosts),
+                self._earlier.between if is_cached and self._earlier else passes.lines_of(links, options),
+                measure=measure,
+                advise=advise,
+                most_rounds=MOST_ROUNDS,
+                places=[host.place for host in options.hosts],
+                is_cached=is_cached,
+                # Cached links are checked once, however little time is left.
+                allows=lambda: not heard or budget.allows(pairs.LINKS_SHARE),
+            )
+
+        sent, adapted = passes.in_step(
+            self.lockstep,
+            meter.measure,
+            lambda links: passes.lines_of(links, options),
+            decide,
             patience_s=ADVICE_PATIENCE_S,
         )
-        self._mine = joined(self._mine, passed.linked)
-        return passed
+        self._add(links=sent, link_rounds=(meter.num_rounds,), notes=passes.notes_of(adapted))
+        return heard[-1] if heard else None, adapted
 
     def _for_links(self) -> Budget:
         """Links get their part, even if compute took longer than its share."""

@@ -101,7 +101,6 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     progress.phase_s[START] = now_s - started_s
     phases = Phases(
         options=options,
-        rank=place.rank,
         lockstep=lockstep,
         progress=progress,
         budget=Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter),

@@ -40,7 +40,7 @@ def main(order: str, found: str) -> None:
     store, rank = meet(options.num_slots)
     lockstep = Lockstep(store=store, rank=rank, world_size=options.num_slots, timeout_s=LIMIT_S)
     budget = Budget(started_s=time.perf_counter(), budget_s=options.budget_s, clock=time.perf_counter)
-    measured = pairs.measure(options, rank=rank, lockstep=lockstep, budget=budget)
+    measured = pairs.measure(options, lockstep=lockstep, budget=budget)
     rates = [(link.source, link.target, fit_link(link).bytes_per_s * 8e-6) for link in measured.links]
     Path(found, str(rank)).write_text(json.dumps({"rates": rates, "rounds": sum(measured.link_rounds)}))
     dist.barrier()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
+from pipette_launch.probe.harness import Lockstep
 from pipette_launch.probe.links.meter import LinkMeter
 from pipette_launch.probe.links.pairs import shared_bandwidth_HH
 from pipette_launch.probe.links.sampling import all_pairs
@@ -28,13 +29,14 @@ def main(order: str, port: str, rank_text: str, silent: str) -> None:
     options, rank = files.read(Path(order), ProbeOptions), int(rank_text)
     store = dist.TCPStore("127.0.0.1", int(port), wait_for_workers=False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.num_slots)
-    meter = LinkMeter(options=options, rank=rank, bound_s=0.1)
+    lockstep = Lockstep(store=store, rank=rank, world_size=options.num_slots, timeout_s=HANG_S)
+    meter = LinkMeter(options=options, lockstep=lockstep, bound_s=0.1)
     links = meter.measure(all_pairs(range(len(options.hosts))))
     rates_HH = shared_bandwidth_HH(options, rank, links)
     found = {"links": [files.to_plain(link) for link in links], "rates": rates_HH.tolist()}
     folder = Path(options.output).parent
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
-    meter = LinkMeter(options=replace(options, timeout_s=DEADLINE_S), rank=rank, bound_s=0.1)
+    meter = LinkMeter(options=replace(options, timeout_s=DEADLINE_S), lockstep=lockstep, bound_s=0.1)
     if rank == int(silent):
         meter._message = lambda *_, **__: time.sleep(HANG_S)  # type: ignore[method-assign]
     try:

@@ -50,7 +50,6 @@ def measure(
     dimensions: Sequence[Dimension],
     *,
     first: int = 0,
-    rank: int,
     lockstep: Lockstep,
     budget: Budget,
 ) -> tuple[WorkerResult, int]:
@@ -60,7 +59,6 @@ def measure(
         options: the order of the warm-up.
         dimensions: groups of slots, most important first.
         first: the index of the first of these dimensions in the samples.
-        rank: the rank of this worker.
         lockstep: keeps the ranks in step.
         budget: the first dimension is timed in any case.
 
@@ -71,7 +69,7 @@ def measure(
     """
     found: list[GroupSamples] = []
     notes: list[str] = []
-    num_groups = 0
+    rank, num_groups = lockstep.rank, 0
     for index, dimension in enumerate(dimensions):
         if index and not lockstep.agree(lambda: budget.allows(COLLECTIVES_SHARE)):
             skipped = ", ".join(skipped.name for skipped in dimensions[index:])

@@ -72,11 +72,10 @@ class LinkMeter:
     """
 
     options: ProbeOptions
-    rank: int
+    lockstep: Lockstep
+    """Where this worker reports its progress."""
     bound_s: float
     """Seconds that one direction of a pair may take."""
-    lockstep: Lockstep | None = None
-    """Where this worker reports its progress."""
     clock: Clock = time.perf_counter
     num_rounds: int = field(default=0, init=False)
     """How many rounds have been measured."""
@@ -86,6 +85,7 @@ class LinkMeter:
         self._buffer = torch.zeros(self.sizes[-1], dtype=torch.uint8, device=self.options.device_kind)
         self._ack = torch.zeros(TINY_BYTES, dtype=torch.uint8, device=self.options.device_kind)
         self._place = ""
+        self._rank = self.lockstep.rank
 
     def measure(
         self, rounds: Sequence[Sequence[Pair]], *, first: int = 1, of: int = 0, within: bool = False
@@ -107,25 +107,24 @@ class LinkMeter:
         for number, pairs in enumerate(rounds, start=first):
             groups = local_groups(pairs, num_hosts, size) if within else rail_groups(pairs, size)
             self._place = f"round {number} of {of or len(rounds)} {'within' if within else 'between'} hosts"
-            if self.lockstep is not None:
-                peers = [slot for group in groups for pair in group if self.rank in pair for slot in pair]
-                self.lockstep.step(number - 1, of or len(rounds), self._place, peers=set(peers) - {self.rank})
+            peers = [slot for group in groups for pair in group if self._rank in pair for slot in pair]
+            self.lockstep.step(number - 1, of or len(rounds), self._place, peers=set(peers) - {self._rank})
             found.append(self._round(groups))
             self.num_rounds += 1
         return tuple(link for link in found if link is not None)
 
     def _round(self, groups: Sequence[Group]) -> LinkSamples | None:
         """Measure both directions of all pairs, low ends first; returns what this rank sent, if it had a partner."""
-        mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self.rank in pair), None)
+        mine = next(((index, pair) for index, group in enumerate(groups) for pair in group if self._rank in pair), None)
         with self._deadline("the others"):
             align(self.options.device_kind)
         if mine is not None:
             # The first contact opens connections, which training does once; no timed message should pay for it.
-            self._swap(self._ack, self._ack.clone(), mine[1], sends_first=self.rank == mine[1][0])
+            self._swap(self._ack, self._ack.clone(), mine[1], sends_first=self._rank == mine[1][0])
         found = None
         for end in (0, 1):
             tally = None
-            if mine is not None and self.rank == mine[1][end]:
+            if mine is not None and self._rank == mine[1][end]:
                 options = self.options
                 tally = Tally(sizes=self.sizes, repeats=options.repeats, warmups=options.warmups, bound_s=self.bound_s)
             self._direction(groups, mine, tally)
@@ -134,7 +133,7 @@ class LinkMeter:
                 _, together = tally.samples()
                 has_rails = len(groups[mine[0]]) > 1
                 found = LinkSamples(
-                    source=self.rank,
+                    source=self._rank,
                     target=mine[1][1 - end],
                     sizes_bytes=sizes,
                     samples=tuple(map(condensed, one_way(own))),
@@ -194,7 +193,7 @@ class LinkMeter:
 
     def _swap(self, outgoing: torch.Tensor, incoming: torch.Tensor, pair: Pair, *, sends_first: bool) -> None:
         """Send one message and receive one, in this order or the other, and wait until the device has done both."""
-        peer = pair[0] + pair[1] - self.rank
+        peer = pair[0] + pair[1] - self._rank
         send = dist.P2POp(dist.isend, outgoing, peer)
         receive = dist.P2POp(dist.irecv, incoming, peer)
         with self._deadline(self.options.slot_name(peer)):

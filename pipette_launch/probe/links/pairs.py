@@ -44,7 +44,6 @@ def direction_s(left_s: float, num_rounds: int, device_kind: str) -> float:
 def measure(
     options: ProbeOptions,
     *,
-    rank: int,
     lockstep: Lockstep,
     budget: Budget,
     between: Sequence[Round] | None = None,
@@ -55,7 +54,6 @@ def measure(
 
     Args:
         options: the order of the warm-up.
-        rank: the rank of this worker, which is its slot.
         lockstep: keeps the ranks in step.
         budget: at least one round of each kind is measured, and no further one once the share of links is spent.
         between: the rounds between hosts; None = all pairs of hosts.
@@ -66,10 +64,10 @@ def measure(
     total = len(between) + len(within)
     meter = LinkMeter(
         options=options,
-        rank=rank,
         lockstep=lockstep,
         bound_s=direction_s(budget.left_s(LINKS_SHARE), total, options.device_kind),
     )
+    rank = lockstep.rank
     chunk = -(-total // MAX_DECISIONS)
     needed = bool(between) + bool(within)
     found: list[LinkSamples] = []

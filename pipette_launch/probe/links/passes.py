@@ -1,23 +1,17 @@
 """All workers measure the links that plans would use, in passes: where hosts are many, or to check cached links."""
 
-# H = hosts.
-
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
-from pipette_launch.facts import Links, files
-from pipette_launch.facts.messages.measuring_advice import Advice
-from pipette_launch.probe.harness import Budget, Line, Lockstep
-from pipette_launch.probe.links.adaptive import MOST_ROUNDS, Adapted, Lines, Measure, adapt
+from pipette_launch.facts import files
+from pipette_launch.probe.harness import Line, Lockstep
+from pipette_launch.probe.links.adaptive import Adapted, Lines, Measure
 from pipette_launch.probe.links.fits import LinkBook, host_fits
-from pipette_launch.probe.links.meter import LinkMeter
-from pipette_launch.probe.links.pairs import LINKS_SHARE, direction_s
 from pipette_launch.probe.links.sampling import Pair, Round
-from pipette_launch.probe.options import LinkSamples, ProbeOptions, WorkerResult
+from pipette_launch.probe.options import LinkSamples, ProbeOptions
 
 T = TypeVar("T")
 STALE = 0.25
@@ -26,85 +20,18 @@ STALE_LEAST = 2
 """A single changed link says nothing of the others."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passed:
-    """The result of the passes."""
+def is_stale(adapted: Adapted | None, *, are_few: bool) -> bool:
+    """Whether all cached links ought to be measured anew, by the passes that rank 0 went through.
 
-    linked: WorkerResult
-    """What this rank measured as a sender."""
-    adapted: Adapted | None
-    """What rank 0 knows of all links; None on the others."""
-    advice: Advice | None
-    """The last advice of the planner, on rank 0; None on the others."""
-
-    def is_stale(self, *, are_few: bool) -> bool:
-        """Whether all cached links ought to be measured anew; asked on rank 0.
-
-        The links of few hosts are quickly measured, and only all of them together show which one is slower than its
-        peers. So among few hosts one changed link is enough, and also if nothing could be checked.
-        """
-        if self.adapted is None:
-            return False
-        changed, measured = len(self.adapted.changed), sum(one.new for one in self.adapted.passes)
-        if are_few:
-            return changed > 0 or measured == 0
-        return changed >= STALE_LEAST and changed > STALE * measured
-
-
-def go(
-    options: ProbeOptions,
-    *,
-    rank: int,
-    lockstep: Lockstep,
-    budget: Budget,
-    known: Lines,
-    is_cached: bool,
-    advise: Callable[[Links], Advice],
-    patience_s: float,
-) -> Passed:
-    """Go through the passes; every rank calls this.
-
-    Args:
-        options: the order of the warm-up.
-        rank: the rank of this worker.
-        lockstep: keeps the ranks in step.
-        budget: no pass begins when the share of links is spent.
-        known: links between hosts so far, on rank 0; the others need none.
-        is_cached: `known` is from an earlier warm-up.
-        advise: asks, on rank 0, what plans would use.
-        patience_s: the longest that an answer may take.
-
+    The links of few hosts are quickly measured, and only all of them together show which one is slower than its peers.
+    So among few hosts one changed link is enough, and also if nothing could be checked.
     """
-    meter = LinkMeter(
-        options=options,
-        rank=rank,
-        lockstep=lockstep,
-        bound_s=direction_s(budget.left_s(LINKS_SHARE), MOST_ROUNDS, options.device_kind),
-    )
-    heard: list[Advice] = []
-
-    def wanted(links: Links) -> list[Pair]:
-        heard.append(advise(links))
-        return [(one, other) for one, other in heard[-1].host_pairs]
-
-    def decide(measure: Measure) -> Adapted:
-        return adapt(
-            len(options.hosts),
-            known,
-            measure=measure,
-            advise=wanted,
-            most_rounds=MOST_ROUNDS,
-            places=[host.place for host in options.hosts],
-            is_cached=is_cached,
-            # Cached links are checked once, however little time is left.
-            allows=lambda: not heard or budget.allows(LINKS_SHARE),
-        )
-
-    sent, adapted = in_step(
-        lockstep, meter.measure, lambda links: lines_of(links, options), decide, patience_s=patience_s
-    )
-    linked = WorkerResult(slot=rank, links=sent, link_rounds=(meter.num_rounds,), notes=notes_of(adapted))
-    return Passed(linked=linked, adapted=adapted, advice=heard[-1] if heard else None)
+    if adapted is None:
+        return False
+    changed, measured = len(adapted.changed), sum(one.new for one in adapted.passes)
+    if are_few:
+        return changed > 0 or measured == 0
+    return changed >= STALE_LEAST and changed > STALE * measured
 
 
 def in_step(

@@ -42,7 +42,6 @@ def test_a_spent_budget_keeps_the_first_dimension(tmp_path: Path, monkeypatch: p
     found, num_groups = collectives.measure(
         options,
         options.dimensions(),
-        rank=0,
         lockstep=Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
         budget=Budget(started_s=0, budget_s=10, clock=lambda: 10.0),
     )

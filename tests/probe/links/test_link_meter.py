@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from probe.workers import LIMIT_S, ROOT, tiny_options
+from probe.workers import LIMIT_S, ROOT, OneRankStore, tiny_options
 
 from pipette_launch.facts import files
+from pipette_launch.probe.harness import Lockstep
 from pipette_launch.probe.links.meter import LinkMeter, await_device
 from pipette_launch.probe.options import LinkSamples, ProbeOptions
 
@@ -116,7 +117,10 @@ def test_work_on_a_device_has_a_deadline_too(
     """NCCL's wait takes no time limit that reaches the device: the meter looks at an event until the deadline."""
     clock = iter(range(99))
     meter = LinkMeter(
-        options=tiny_options(tmp_path, hosts=2, devices=1), rank=0, bound_s=1.0, clock=lambda: float(next(clock))
+        options=tiny_options(tmp_path, hosts=2, devices=1),
+        lockstep=Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
+        bound_s=1.0,
+        clock=lambda: float(next(clock)),
     )
     monkeypatch.setattr(meter, "_ack", SimpleNamespace(is_cuda=True))
     waited = []

@@ -60,7 +60,6 @@ def test_a_spent_budget_cuts_rounds_but_not_the_first(
     clock = deque(times)
     found = pairs.measure(
         tiny_options(tmp_path, hosts=hosts, devices=devices),
-        rank=0,
         lockstep=Lockstep(store=OneRankStore(), rank=0, world_size=1, timeout_s=1),
         budget=Budget(started_s=0, budget_s=10, clock=clock.popleft),
     )

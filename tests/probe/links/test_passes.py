@@ -13,11 +13,9 @@ from pipette_launch.facts import Samples
 from pipette_launch.probe.harness import Line, Lockstep
 from pipette_launch.probe.links.adaptive import Adapted, Lines, Measure, Pass
 from pipette_launch.probe.links.estimate import estimate
-from pipette_launch.probe.links.passes import Passed, in_step, notes_of
+from pipette_launch.probe.links.passes import in_step, is_stale, notes_of
 from pipette_launch.probe.links.sampling import Pair, Round
-from pipette_launch.probe.options import LinkSamples, WorkerResult
-
-NOTHING = WorkerResult(slot=0)
+from pipette_launch.probe.options import LinkSamples
 
 
 def adapted(new: int, changed: Sequence[Pair], *, is_settled: bool = True) -> Adapted:
@@ -46,11 +44,11 @@ def test_earlier_links_are_stale_if_many_have_changed(
     new: int, changed: list[Pair], among_many: bool, among_few: bool
 ) -> None:
     """More than a quarter of those that were measured again, and more than one; of few hosts a single one."""
-    passed = Passed(linked=NOTHING, adapted=adapted(new, changed), advice=None)
+    found = adapted(new, changed)
 
-    assert among_many == passed.is_stale(are_few=False)
-    assert among_few == passed.is_stale(are_few=True)
-    assert not Passed(linked=NOTHING, adapted=None, advice=None).is_stale(are_few=True)
+    assert among_many == is_stale(found, are_few=False)
+    assert among_few == is_stale(found, are_few=True)
+    assert not is_stale(None, are_few=True)
 
 
 def test_what_the_passes_did_is_said() -> None:

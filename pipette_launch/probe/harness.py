@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import accumulate, combinations
@@ -103,20 +103,14 @@ class Lockstep:
     rank: int
     world_size: int
     timeout_s: float
-    progress: Progress | None = None
-    """Where this worker reports what it waits for."""
+    progress: Progress = field(default_factory=Progress)
+    """Where this worker reports what it does, and what it waits for."""
     name_of: Callable[[int], str] = "rank {}".format
     """The name of a rank in messages, for example `node17:3`."""
     _step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if self.progress is not None:
-            self.progress.limit_s = self.timeout_s
-
-    def step(self, done: int, total: int, words: str = "", *, peers: Iterable[int] = (), limit_s: float = 0.0) -> None:
-        """Report progress within a phase; arguments as for `Progress.step`."""
-        if self.progress is not None:
-            self.progress.step(done, total, words, peers=peers, limit_s=limit_s)
+        self.progress.limit_s = self.timeout_s
 
     def agree(self, decide: Callable[[], bool]) -> bool:
         """Let rank 0 decide for all ranks."""
@@ -181,21 +175,12 @@ class Lockstep:
         ]
 
     def _wait(self, keys: list[str], what: str, timeout_s: float, *, missing: Callable[[], list[int]]) -> None:
-        """Wait for keys of the store.
+        """Wait until the store has all these keys, which stand for `what`.
 
-        Args:
-            keys: all of them must be there.
-            what: what they stand for, in words.
-            timeout_s: the longest wait.
-            missing: names the ranks whose keys are not there; called after the deadline.
-
-        Raises:
-            MissingError: some rank did not set its key before the deadline.
-            ProbeError: the store is gone.
-
+        After the deadline `missing` names the ranks whose keys are not there, for a MissingError. A ProbeError says
+        that the store is gone.
         """
-        if self.progress is not None:
-            self.progress.waits(what, limit_s=timeout_s + 2 * LATER_S)
+        self.progress.waits(what, limit_s=timeout_s + 2 * LATER_S)
         try:
             self.store.wait(keys, timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -208,13 +193,11 @@ class Lockstep:
             # None is missing where the last of them came just now.
             if ranks:
                 self._raise_missing(ranks, len(ranks), what, timeout_s)
-        if self.progress is not None:
-            self.progress.goes_on()
+        self.progress.goes_on()
 
     def _raise_missing(self, ranks: Sequence[int], count: int, what: str, timeout_s: float) -> NoReturn:
         """Raise the error that names the missing ranks: `count` ranks, of which the first few are in `ranks`."""
-        if self.progress is not None:
-            self.progress.waits(what, limit_s=timeout_s, peers=ranks[:MOST_NAMED])
+        self.progress.waits(what, limit_s=timeout_s, peers=ranks[:MOST_NAMED])
         names = ", ".join(self.name_of(rank) for rank in ranks[:MOST_NAMED])
         more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
         missing = "" if list(ranks) == [0] else f" (missing: {names}{more})"

@@ -34,7 +34,6 @@ from pipette_launch.probe.links.fits import EarlierLinks
 from pipette_launch.probe.links.meter import LinkMeter
 from pipette_launch.probe.links.sampling import Pair, blind_rounds
 from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
-from pipette_launch.probe.progress import Progress
 from pipette_launch.units import rate_text
 from pipette_patches import registry
 
@@ -56,7 +55,6 @@ class Phases:
 
     options: ProbeOptions
     lockstep: Lockstep
-    progress: Progress
     budget: Budget
     meter: MemoryMeter
     _mine: WorkerResult = field(init=False)
@@ -69,13 +67,13 @@ class Phases:
     """Links of an earlier warm-up that are still believed, on rank 0."""
 
     def __post_init__(self) -> None:
-        self.rank = self.lockstep.rank
+        self.rank, self.progress = self.lockstep.rank, self.lockstep.progress
         self._mine = WorkerResult(slot=self.rank)
 
     def alone(self) -> None:
         """Measure what needs no peer, under a fake communicator."""
         with self.progress.during("compute"):
-            bench = layers.LayerBench(options=self.options, slot=self.rank, progress=self.progress, meter=self.meter)
+            bench = layers.LayerBench(options=self.options, slot=self.rank, meter=self.meter)
             bench.measure(self.lockstep, self.budget)
             cases = len({one.case for one in bench.times})
             self.progress.sum_up(f"{len(bench.times)} parts of {cases} of {len(self.options.cases)} cases")

@@ -67,8 +67,9 @@ class Sign:
 class Progress:
     """Writes for the agent which phase this worker is in and how far, and measures how long each phase takes."""
 
-    folder: Path
-    local_rank: int
+    folder: Path | None = None
+    """None = nothing is written."""
+    local_rank: int = 0
     clock: Callable[[], float] = time.perf_counter
     phase: str = START
     limit_s: float = SIGN_S
@@ -146,6 +147,8 @@ class Progress:
         self._write(f"{self.local_rank}.sign", files.dumps(self._sign))
 
     def _write(self, name: str, text: str) -> None:
+        if self.folder is None:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{name}.{os.getpid()}"
         temporary.write_text(text + "\n", encoding="utf-8")

@@ -102,7 +102,6 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     phases = Phases(
         options=options,
         lockstep=lockstep,
-        progress=progress,
         budget=Budget(started_s=now_s, budget_s=options.budget_s, clock=time.perf_counter),
         meter=meter,
     )

@@ -124,7 +124,7 @@ def test_those_who_are_missing_are_named_to_all(steps: int, tmp_path: Path) -> N
             world_size=6,
             timeout_s=7,
             name_of="node{}:0".format,
-            progress=progress if rank == 1 else None,
+            progress=progress if rank == 1 else Progress(),
         )
         for rank in range(6)
     ]

@@ -20,7 +20,6 @@ from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.compute.timing import HABITS, stopwatch_for, time_calls, time_part
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import Pace
-from pipette_launch.probe.progress import Progress
 from pipette_patches.workload import layers as patches_workload
 from pipette_patches.workload.layers import Workload, case_words
 from pipette_patches.workload.optimizer import optimizer_step
@@ -49,7 +48,6 @@ class LayerBench(Bench):
 
     PHASE = "compute"
 
-    progress: Progress
     times: list[ComputeTime] = field(default_factory=list)
     memory: list[MemoryReading] = field(default_factory=list)
     refused: list[ComputeCase] = field(default_factory=list)
@@ -76,7 +74,7 @@ class LayerBench(Bench):
         for index, case in enumerate(mine):
             if index and not lockstep.agree(goes_on):
                 break
-            lockstep.step(index, len(mine), case_words(case))
+            lockstep.progress.step(index, len(mine), case_words(case))
             before_s = budget.clock()
             self._round(case, lockstep, budget)
             longest_s = max(longest_s, budget.clock() - before_s)
@@ -99,7 +97,7 @@ class LayerBench(Bench):
             # Also without work of its own: times are comparable only if all slots are busy at the same time.
             lockstep.barrier(max(budget.left_s(), 0.0))
             if work is not None:
-                self._run(work, case, again=budget.allows(AGAIN_SHARE))
+                self._run(work, case, lockstep, again=budget.allows(AGAIN_SHARE))
 
     def _overheads(self, case: ComputeCase) -> None:
         """Measure what a stage on a CPU takes beside its layers."""
@@ -122,7 +120,7 @@ class LayerBench(Bench):
         lap = self._lap(work, case) if work is not None else None
         test = PaceTest(options=self.options, slot=self.slot)
         test.first(lap, lockstep, left_s)
-        if work is not None and lap is not None and self._run(work, case, again=True):
+        if work is not None and lap is not None and self._run(work, case, lockstep, again=True):
             # Until here all slots timed the same; in other cases some finish before others.
             self._stopwatch.keep_share()
         test.again(lap, lockstep, left_s)
@@ -148,7 +146,7 @@ class LayerBench(Bench):
             return lap
         return None
 
-    def _run(self, work: Workload, case: ComputeCase, *, again: bool) -> bool:
+    def _run(self, work: Workload, case: ComputeCase, lockstep: Lockstep, *, again: bool) -> bool:
         """Time all parts of a case, then read the peak memory of a layer; returns whether that worked."""
         self.notes += work.notes
         with self.noting(case_words(case), partial(self.refused.append, case)):
@@ -160,7 +158,7 @@ class LayerBench(Bench):
                 )
             # The MoE layer where there is one: it holds more.
             layer = [part for part in work.parts if part.name in LAYERS][-1]
-            with self.progress.during("memory"), layer.accumulating():
+            with lockstep.progress.during("memory"), layer.accumulating():
                 peak = self.meter.peak(lambda: layer.backward(layer.forward(1)))
             self.memory.append(
                 MemoryReading(

@@ -217,20 +217,16 @@ class PaceTest:
     paces: list[Pace] = field(default_factory=list)
 
     def first(self, work: Callable[[], None] | None, lockstep: Lockstep, extra_s: float) -> None:
-        """Work for a window while all others do; a slot without work (None) leaves its core to the others."""
+        """Work for a window while all others do; a slot without work (None) leaves its core to the others.
+
+        Another rank may be `extra_s` seconds late beyond the usual deadline.
+        """
         late_s = self._meet(lockstep, extra_s)
         if work is not None:
             self._work(work, late_s, turn=0)
 
     def again(self, work: Callable[[], None] | None, lockstep: Lockstep, extra_s: float) -> None:
-        """Repeat it for the slots that differ, beside a few others, until none differs or it was repeated enough.
-
-        Args:
-            work: one layer of each kind, forward and backward; None where this slot cannot run it.
-            lockstep: keeps the ranks in step.
-            extra_s: seconds that another rank may be late beyond the usual deadline.
-
-        """
+        """Repeat it for the slots that differ, beside a few others, until none differs or it was repeated enough."""
         everyone: list[tuple[Pace, ...]] = [()] * self.options.num_slots
         for turn in range(1, RETESTS + 1):
             last = next((repr(pace.seconds) for pace in self.paces if pace.turn == turn - 1), "")

@@ -57,7 +57,7 @@ class StageBench(Bench):
                     self.notes.append(f"stages: {left} of {len(cases)} were not measured for want of time")
                 return
             before_s = budget.clock()
-            lockstep.step(turn, -(-len(cases) // self.options.num_slots))
+            lockstep.progress.step(turn, -(-len(cases) // self.options.num_slots))
             if case is not None:
                 self._measure(case)
             lockstep.barrier(max(budget.left_s(), 0.0))

@@ -139,18 +139,9 @@ class _Survey:
         """Pairs that were measured in this warm-up, or could not be: they are not measured again."""
 
     def scout(self, num_hosts: int, measure: Measure, *, most: int, allows: Callable[[], bool], seed: int) -> int:
-        """Find out which hosts are near to each other, round by round, until few pairs would tell more.
+        """Find out which hosts are near to each other, in at most so many rounds, until few pairs would tell more.
 
-        Args:
-            num_hosts: H.
-            measure: see `Measure`.
-            most: the largest number of rounds.
-            allows: whether the budget has room for another round.
-            seed: of the random choice of pairs.
-
-        Returns:
-            The number of rounds.
-
+        Returns the number of rounds; `allows` tells whether the budget has room for another one.
         """
         rng = np.random.default_rng(seed)
         for taken in range(most):
@@ -169,16 +160,10 @@ class _Survey:
     def go(
         self, asked: Sequence[Pair], measure: Measure, *, most: int, hope: Links | None, is_scouting: bool = False
     ) -> int:
-        """Measure what is new among the pairs asked for; returns the number of rounds.
+        """Measure what is new among the pairs asked for, the most important first; returns the number of rounds.
 
-        Args:
-            asked: most important first.
-            measure: see `Measure`.
-            most: the largest number of rounds.
-            hope: hosts that would be idle in a round measure the partner that may be the fastest by these links, as
-                that costs nothing; None = they stay idle.
-            is_scouting: the pairs were asked for to find out which hosts are near.
-
+        Hosts that would be idle in a round measure the partner that may be the fastest by the links `hope`, as that
+        costs nothing; None = they stay idle.
         """
         pairs = list(dict.fromkeys(ordered(pair) for pair in asked))
         rounds = rounds_of((pair for pair in pairs if pair not in self._done), most=most)

@@ -76,12 +76,12 @@ def measure(
             notes.append(f"collectives: groups of {skipped} were skipped, the budget was spent")
             break
         members = next((group for group in dimension.groups if rank in group), ())
-        lockstep.step(index, len(dimensions), f"opening the groups of {dimension.name}")
+        lockstep.progress.step(index, len(dimensions), f"opening the groups of {dimension.name}")
         opened = _open(members or (rank,), options)
         group = opened if members else None
         num_groups += group is not None and group is not dist.group.WORLD
         for kind in dimension.kinds:
-            lockstep.step(index, len(dimensions), f"{kind} of {dimension.name}")
+            lockstep.progress.step(index, len(dimensions), f"{kind} of {dimension.name}")
             timer = _Timer(options, kind, size=len(members), group=group)
             for asked_bytes in options.message_sizes_bytes:
                 timer.time(asked_bytes)

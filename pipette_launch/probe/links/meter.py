@@ -108,7 +108,7 @@ class LinkMeter:
             groups = local_groups(pairs, num_hosts, size) if within else rail_groups(pairs, size)
             self._place = f"round {number} of {of or len(rounds)} {'within' if within else 'between'} hosts"
             peers = [slot for group in groups for pair in group if self._rank in pair for slot in pair]
-            self.lockstep.step(number - 1, of or len(rounds), self._place, peers=set(peers) - {self._rank})
+            self.lockstep.progress.step(number - 1, of or len(rounds), self._place, peers=set(peers) - {self._rank})
             found.append(self._round(groups))
             self.num_rounds += 1
         return tuple(link for link in found if link is not None)

@@ -21,7 +21,6 @@ from pipette_launch.probe.compute.bench import weight_bytes
 from pipette_launch.probe.compute.layers import LayerBench, cases_of
 from pipette_launch.probe.compute.peak_memory import CpuMeter
 from pipette_launch.probe.harness import Budget, Lockstep
-from pipette_launch.probe.progress import Progress
 from pipette_patches.workload.layers import Part, Workload, WorkloadError
 from pipette_patches.workload.optimizer import OptimizerStep
 
@@ -49,7 +48,7 @@ def test_every_case_is_dealt_and_all_slots_stay_busy(num_cases: int, slots: int)
 def bench(folder: Path, **changes: object) -> LayerBench:
     """A slot that is alone on its host."""
     options = tiny_options(folder, hosts=1, devices=1, **{"cases": CASES[:2], **changes})
-    return LayerBench(options=options, slot=0, progress=Progress(folder=folder, local_rank=0), meter=CpuMeter())
+    return LayerBench(options=options, slot=0, meter=CpuMeter())
 
 
 def measure(slot: LayerBench, now_s: float = 0.0) -> None:

@@ -43,13 +43,7 @@ def assemble(
         taken_at: UTC, ISO 8601.
 
     """
-    links = found_links(
-        options,
-        [link for result in results for link in result.links],
-        rounds=sum(results[0].link_rounds),
-        rounds_again=sum(results[0].link_rounds_again),
-        earlier=earlier,
-    )
+    links = found_links(options, results, earlier)
     notes = tuple(dict.fromkeys(note for result in results for note in result.notes))
     if not any(result.compute for result in results):
         raise ProbeError(f"no slot could measure a layer: {'; '.join(notes) or 'no reason was given'}")
@@ -59,9 +53,8 @@ def assemble(
     measured = {time.case for time in compute}
     missing = [case for case in options.cases if case not in measured]
     refused = tuple(sorted({case for result in results for case in result.refused}))
-    overheads = [result.overhead for result in results if result.overhead]
+    overheads = (result.overhead for result in results if result.overhead)
     overhead = max(overheads, key=lambda one: one.total_bytes, default=None)
-    loads = [result.loading for result in results if result.loading]
     wall = on_the_wall(results, found)
     return Measurements(
         cluster=Cluster(
@@ -72,13 +65,7 @@ def assemble(
         memory=tuple(reading for result in results for reading in result.memory),
         optimizer_s_per_parameter=_median([one.optimizer_s_per_parameter for one in results], wall),
         wake_s=_median([one.wake_s for one in results], wall) or 0.0,
-        # These are wall times already.
-        loading=LoadingTime(
-            batch_s=statistics.median(one.batch_s for one in loads),
-            sample_s=statistics.median(one.sample_s for one in loads),
-        )
-        if loads
-        else None,
+        loading=_median_loading([result.loading for result in results if result.loading]),
         refused=refused,
         unmeasured=tuple(case for case in missing if case not in refused),
         model_digest=layers_digest(options.job.model),
@@ -114,6 +101,16 @@ def _median(seconds_S: Sequence[float | None], factor: float) -> float | None:
     """The median slot's time, times a factor; None where no slot measured it."""
     known = [seconds for seconds in seconds_S if seconds is not None]
     return statistics.median(known) * factor if known else None
+
+
+def _median_loading(times: Sequence[LoadingTime]) -> LoadingTime | None:
+    """The median slot's times, which are wall times already; None where no slot measured them."""
+    if not times:
+        return None
+    return LoadingTime(
+        batch_s=statistics.median(one.batch_s for one in times),
+        sample_s=statistics.median(one.sample_s for one in times),
+    )
 
 
 def _compute_notes(

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
@@ -58,7 +59,6 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
             f"RANK={place.rank} WORLD_SIZE={place.world_size} do not fit "
             f"{len(options.hosts)} hosts of {options.devices_per_host} devices"
         )
-    device = options.device(place.rank)
     sys.path[:0] = options.python_path
     # torch is imported only now, so that a bad order is answered at once.
     import torch
@@ -69,23 +69,13 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     from pipette_patches.workload import layers
 
     # Before anything touches the device: the meter subtracts what other processes hold there.
-    meter = meter_of(device.kind, device.uuid)
-    if device.kind == "cuda":
+    meter = meter_of(options.device_kind, options.device(place.rank).uuid)
+    if options.device_kind == "cuda":
         torch.cuda.set_device(progress.local_rank if torch.cuda.device_count() > 1 else 0)
     # The most expensive import of a warm-up on CPU: it is the same whatever is measured.
     layers.load(options.device_kind)
-    # Rank 0 hosts a store where the agent has none.
-    store = dist.PrefixStore(
-        "pipette/warm-up",
-        dist.TCPStore(
-            place.master_addr,
-            place.master_port,
-            place.world_size,
-            is_master=place.rank == 0 and not place.agent_hosts_store,
-            timeout=timedelta(seconds=options.timeout_s),
-            wait_for_workers=False,
-        ),
-    )
+    timeout = timedelta(seconds=options.timeout_s)
+    store = dist.PrefixStore("pipette/warm-up", _store(place, timeout))
     lockstep = Lockstep(
         store=store,
         rank=place.rank,
@@ -110,13 +100,8 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     # The barrier comes first: the deadline of a connection must not cover the rest of the others' compute.
     lockstep.barrier()
     # No device_id: it would make NCCL split subgroups off the world, which asks for non-members too.
-    dist.init_process_group(
-        BACKENDS[options.device_kind],
-        store=dist.PrefixStore("world", store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timedelta(seconds=options.timeout_s),
-    )
+    world, backend = dist.PrefixStore("world", store), BACKENDS[options.device_kind]
+    dist.init_process_group(backend, store=world, rank=place.rank, world_size=place.world_size, timeout=timeout)
     phases.together()
     # Not after a failure: peers may be gone, and NCCL would wait for them; the process ends anyway.
     dist.destroy_process_group()
@@ -126,6 +111,20 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     if found is not None:
         files.write(Path(options.output), found)
     progress.announce("done")
+
+
+def _store(place: WorkerPlace, timeout: timedelta) -> Any:
+    """Connect to the agent's store; where there is none, rank 0 hosts one."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        place.master_addr,
+        place.master_port,
+        place.world_size,
+        is_master=place.rank == 0 and not place.agent_hosts_store,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
 
 
 if __name__ == "__main__":

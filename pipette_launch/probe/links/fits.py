@@ -156,27 +156,17 @@ def _line(links: Links, source: int, target: int) -> Line:
 
 
 def found_links(
-    options: ProbeOptions,
-    links: Iterable[LinkSamples],
-    *,
-    rounds: int,
-    rounds_again: int,
-    earlier: EarlierLinks | None = None,
+    options: ProbeOptions, results: Sequence[WorkerResult], earlier: EarlierLinks | None = None
 ) -> FoundLinks:
     """Turn the samples of all workers into matrices of links.
 
-    Args:
-        options: the order of the warm-up.
-        links: first measurements before second ones.
-        rounds: number of rounds between hosts.
-        rounds_again: number of rounds in which suspects were measured a second time.
-        earlier: links of an earlier warm-up; they are used where none was measured now. The rest is estimated.
+    Links of an earlier warm-up are used where none was measured now. The rest is estimated.
 
     Raises:
         ProbeError: no link between hosts, or none within a host, was measured.
 
     """
-    book = LinkBook.of(links)
+    book = LinkBook.of(link for result in results for link in result.links)
     best, size, num_hosts = book.best(), options.devices_per_host, len(options.hosts)
     hosts = host_fits(best, size)
     known = {**(earlier.between if earlier else {}), **{pair: fit.line for pair, fit in hosts.items()}}
@@ -196,8 +186,8 @@ def found_links(
             spread_HH=_by_pair({pair: fit.spread for pair, fit in hosts.items()}, num_hosts, 0.0),
             origin_HH=_origin_HH(num_hosts, cached=earlier.between if earlier else (), measured=hosts, again=again),
             rails=_rails(best, hosts, size) if size > 1 else (),
-            rounds=rounds,
-            rounds_again=rounds_again,
+            rounds=sum(results[0].link_rounds),
+            rounds_again=sum(results[0].link_rounds_again),
         )
     return FoundLinks(
         between=between,

@@ -71,6 +71,8 @@ def measure(
     chunk = -(-total // MAX_DECISIONS)
     needed = bool(between) + bool(within)
     found: list[LinkSamples] = []
+    again: tuple[Round, ...] = ()
+    notes: tuple[str, ...] = ()
     rounds = 0
 
     def has_time() -> bool:
@@ -78,8 +80,8 @@ def measure(
 
     for done, (is_between, number, pairs) in enumerate(in_turns(between, within)):
         if done >= needed and done % chunk == 0 and not has_time():
-            note = f"links: {total - done} of {total} rounds were skipped, the budget was spent"
-            return WorkerResult(slot=rank, links=tuple(found), link_rounds=(rounds,), notes=(note,))
+            notes = (f"links: {total - done} of {total} rounds were skipped, the budget was spent",)
+            break
         if is_between:
             found += meter.measure([pairs], first=number, of=len(between))
             rounds += 1
@@ -87,12 +89,16 @@ def measure(
             found += settled(partial(meter.measure, [pairs], of=len(within), within=True), meter.largest, has_time)
         else:
             found += meter.measure([pairs], first=number, of=len(within), within=True)
-    again = suspect_rounds(options, rank, found)
-    if again and not has_time():
-        note = f"links: {sum(map(len, again))} suspect pairs of hosts were not measured again, the budget was spent"
-        return WorkerResult(slot=rank, links=tuple(found), link_rounds=(rounds,), notes=(note,))
+    else:
+        again = suspect_rounds(options, rank, found)
+        if again and not has_time():
+            pairs_left = sum(map(len, again))
+            notes = (f"links: {pairs_left} suspect pairs of hosts were not measured again, the budget was spent",)
+            again = ()
     found += meter.measure(again)
-    return WorkerResult(slot=rank, links=tuple(found), link_rounds=(rounds,), link_rounds_again=(len(again),), notes=())
+    return WorkerResult(
+        slot=rank, links=tuple(found), link_rounds=(rounds,), link_rounds_again=(len(again),), notes=notes
+    )
 
 
 def in_turns(between: Sequence[Round], within: Sequence[Round]) -> Iterator[tuple[bool, int, Round]]:

@@ -17,7 +17,7 @@ from pipette_launch.facts.messages.measuring_advice import Dimension
 from pipette_launch.probe.harness import Line
 from pipette_launch.probe.links.fits import LinkFit, fit_link, found_links, group_times, host_fits
 from pipette_launch.probe.links.repeats import ladder
-from pipette_launch.probe.options import GroupSamples, LinkSamples
+from pipette_launch.probe.options import GroupSamples, LinkSamples, WorkerResult
 
 SIZES = (8, 4096, 65536)
 PAIRS = Dimension(name="pairs", kinds=("all_reduce",), groups=((0, 1), (2, 3)))
@@ -41,11 +41,17 @@ def both_ways(a: int, b: int, rate: float) -> list[LinkSamples]:
     return [link(a, b, rate), link(b, a, rate)]
 
 
+def sent(links: Sequence[LinkSamples], *, rounds: int, rounds_again: int = 0) -> list[WorkerResult]:
+    """All samples as one worker's result; who measured them does not matter."""
+    again = (rounds_again,) if rounds_again else ()
+    return [WorkerResult(slot=0, links=tuple(links), link_rounds=(rounds,), link_rounds_again=again)]
+
+
 def test_two_hosts_of_two_by_hand(tmp_path: Path) -> None:
     """Rails of 4 and 2 MB/s one way, 3 and 3 the other, the last through at 2 and 3; local links of 9 and 8."""
     options = tiny_options(tmp_path, hosts=2, devices=2)
     rails = [rail(0, 2, 4e6, 2e6), rail(1, 3, 2e6, 2e6), rail(2, 0, 3e6, 3e6), rail(3, 1, 3e6, 3e6)]
-    found = found_links(options, [*rails, *both_ways(0, 1, 9e6), *both_ways(2, 3, 8e6)], rounds=1, rounds_again=0)
+    found = found_links(options, sent([*rails, *both_ways(0, 1, 9e6), *both_ways(2, 3, 8e6)], rounds=1))
     assert found.survey
 
     assert np.allclose([[0, 2e6], [3e6, 0]], found.between.bandwidth_bytes_per_s)
@@ -64,7 +70,7 @@ def test_rails_on_one_wire_count_by_the_last(tmp_path: Path) -> None:
     options = tiny_options(tmp_path, hosts=2, devices=2)
     local = [*both_ways(0, 1, 9e6), *both_ways(2, 3, 9e6)]
     rails = [rail(a, b, own, 1e6) for a, b, own in ((0, 2, 2e6), (1, 3, 1e6), (2, 0, 1e6), (3, 1, 2e6))]
-    found = found_links(options, [*rails, *local], rounds=1, rounds_again=0)
+    found = found_links(options, sent([*rails, *local], rounds=1))
 
     assert np.allclose([[0, 1e6], [1e6, 0]], found.between.bandwidth_bytes_per_s)
 
@@ -84,9 +90,7 @@ def test_the_better_of_two_measurements_stands(tmp_path: Path) -> None:
     healthy = [*both_ways(0, 2, 4e6), *both_ways(1, 2, 4e6)]
     found = found_links(
         options,
-        [*healthy, link(0, 1, 1e6), link(1, 0, 4e6), link(0, 1, 4e6), link(1, 0, 2e6)],
-        rounds=3,
-        rounds_again=1,
+        sent([*healthy, link(0, 1, 1e6), link(1, 0, 4e6), link(0, 1, 4e6), link(1, 0, 2e6)], rounds=3, rounds_again=1),
     )
     assert found.survey
 
@@ -99,7 +103,7 @@ def test_the_better_of_two_measurements_stands(tmp_path: Path) -> None:
 def test_links_that_scatter_are_marked(tmp_path: Path) -> None:
     """Both ways of a pair, of which one scatters by 30 %."""
     options = tiny_options(tmp_path, hosts=2, devices=1)
-    found = found_links(options, [link(0, 1, 1e6, jitter=0.3), link(1, 0, 1e6)], rounds=1, rounds_again=0)
+    found = found_links(options, sent([link(0, 1, 1e6, jitter=0.3), link(1, 0, 1e6)], rounds=1))
     assert found.survey
 
     assert [[0, 1]] == np.argwhere(found.survey.spread_HH > UNSTABLE_SPREAD).tolist()
@@ -108,7 +112,7 @@ def test_links_that_scatter_are_marked(tmp_path: Path) -> None:
 
 def test_one_host_has_no_survey(tmp_path: Path) -> None:
     """There is nothing between hosts."""
-    found = found_links(tiny_options(tmp_path, hosts=1, devices=1), [], rounds=0, rounds_again=0)
+    found = found_links(tiny_options(tmp_path, hosts=1, devices=1), sent([], rounds=0))
 
     assert found.survey is None
     assert 1 == found.between.size
@@ -138,7 +142,7 @@ def test_pairs_of_slots_that_take_turns_on_cores_are_alike(tmp_path: Path, cores
     options = tiny_options(tmp_path, hosts=1, devices=3)
     options = replace(options, hosts=tuple(replace(host, cores=cores) for host in options.hosts))
     measured = [*both_ways(0, 1, 3e6), *both_ways(0, 2, 1e6), *both_ways(1, 2, 2e6)]
-    (within,) = found_links(options, measured, rounds=0, rounds_again=0).within
+    (within,) = found_links(options, sent(measured, rounds=0)).within
 
     assert pytest.approx(expected) == within.bandwidth_bytes_per_s[0, 1]
     assert (cores == 2) == bool(np.ptp(within.bandwidth_bytes_per_s[~np.eye(3, dtype=bool)]) < 1)

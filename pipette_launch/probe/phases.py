@@ -28,8 +28,8 @@ from pipette_launch.probe.compute import layers, whole_stages
 from pipette_launch.probe.compute.peak_memory import MemoryMeter
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.health import inventory
-from pipette_launch.probe.links import collectives, pairs, passes
-from pipette_launch.probe.links.adaptive import MOST_ROUNDS, Adapted, Measure, adapt
+from pipette_launch.probe.links import collectives, pairs
+from pipette_launch.probe.links.adaptive import MOST_ROUNDS, Adapted, Measure, adapt, in_step, lines_of
 from pipette_launch.probe.links.fits import EarlierLinks
 from pipette_launch.probe.links.meter import LinkMeter
 from pipette_launch.probe.links.sampling import Pair, blind_rounds
@@ -157,7 +157,7 @@ class Phases:
             with self.progress.during("advice"):
                 advice, adapted = self._pass(is_cached=True)
             are_few = len(hosts) <= self.options.full_hosts
-            if not self.lockstep.agree(lambda: passes.is_stale(adapted, are_few=are_few)):
+            if not self.lockstep.agree(lambda: adapted is not None and adapted.is_stale(are_few=are_few)):
                 return self._shared(advice)
             self._earlier = None
         sample = None
@@ -206,7 +206,7 @@ class Phases:
 
             return adapt(
                 len(options.hosts),
-                self._earlier.between if is_cached and self._earlier else passes.lines_of(links, options),
+                self._earlier.between if is_cached and self._earlier else lines_of(links, options),
                 measure=measure,
                 advise=advise,
                 most_rounds=MOST_ROUNDS,
@@ -216,14 +216,16 @@ class Phases:
                 allows=lambda: not heard or budget.allows(pairs.LINKS_SHARE),
             )
 
-        sent, adapted = passes.in_step(
+        sent, adapted = in_step(
             self.lockstep,
             meter.measure,
-            lambda links: passes.lines_of(links, options),
+            lambda links: lines_of(links, options),
             decide,
             patience_s=ADVICE_PATIENCE_S,
         )
-        self._add(links=sent, link_rounds=(meter.num_rounds,), notes=passes.notes_of(adapted))
+        self._add(
+            links=sent, link_rounds=(meter.num_rounds,), notes=(adapted.words(),) if adapted and adapted.passes else ()
+        )
         return heard[-1] if heard else None, adapted
 
     def _for_links(self) -> Budget:

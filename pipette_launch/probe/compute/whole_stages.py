@@ -25,8 +25,7 @@ HEAP_FACTOR = 1.6
 def cases_of(cases: Sequence[StageCase], slot: int, num_slots: int) -> tuple[StageCase | None, ...]:
     """One case or none of this slot for each turn; the most promising cases are measured first."""
     turns = -(-len(cases) // num_slots)
-    mine = (turn * num_slots + slot for turn in range(turns))
-    return tuple(cases[index] if index < len(cases) else None for index in mine)
+    return (*cases, *[None] * (turns * num_slots - len(cases)))[slot::num_slots]
 
 
 @dataclass(kw_only=True)

@@ -77,7 +77,8 @@ class SlowHost:
     """A host whose best link is slower than other hosts' best."""
 
     host: int
-    direction: Literal["sends", "receives"]
+    direction: str
+    """`sends` or `receives`."""
     bytes_per_s: float
     peers_bytes_per_s: float
 
@@ -144,9 +145,7 @@ def confirmed_hosts(bandwidth_HH: Matrix, again_HH: Matrix) -> tuple[SlowHost, .
     if _excess(known)[1] > RANDOM_SCALE:
         return ()
     found = []
-    directions: tuple[tuple[Literal["sends", "receives"], Matrix, Matrix], ...]
-    directions = ("sends", known, second), ("receives", known.T, second.T)
-    for direction, first, again in directions:
+    for direction, first, again in (("sends", known, second), ("receives", known.T, second.T)):
         best, best_again = _best(first), _best(again)
         usual = _centre(best)
         for host in _slow_hosts(first):
@@ -185,7 +184,7 @@ def suspect_slots(
         if count >= FEW:
             scale = max(scale, _scatter(lag, 0.0))
         slow = (lag > -math.log(SUSPECT_SPEED[device_kind])) & (lag > SUSPECT_SCALES * scale)
-        if _is_exception(int(slow.sum()), count):
+        if slow.sum() <= max(1, int(MOST_SHARE * count)):
             found += [(-lag[at], int(members[at]), math.exp(usual[at])) for at in np.flatnonzero(slow)]
     return {slot: usual_s for _, slot, usual_s in sorted(found)}
 
@@ -287,12 +286,7 @@ def _slow_hosts(rates_HH: Matrix) -> list[int]:
     usual = _centre(best)
     scale = max(MIN_SCALE, _scatter(best, usual))
     slow = np.flatnonzero((best - usual < math.log(SUSPECT_RATIO)) & (best - usual < -SUSPECT_SCALES * scale))
-    return [int(host) for host in slow] if _is_exception(len(slow), count) else []
-
-
-def _is_exception(few: int, count: int) -> bool:
-    """Whether so few of so many are outliers, and not another kind."""
-    return few <= max(1, int(MOST_SHARE * count))
+    return slow.tolist() if len(slow) <= max(1, int(MOST_SHARE * count)) else []
 
 
 def _centre(values: Vector) -> float:

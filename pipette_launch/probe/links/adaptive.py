@@ -1,4 +1,4 @@
-"""Measure the links that plans would use, plan again, and so on: about 30 rounds, however many hosts there are. Pure.
+"""Measure the links that plans would use, plan again, and so on: about 30 rounds, however many hosts there are.
 
 Links that were not measured are estimated (`estimate`). The first passes show the planner hopeful estimates, so that a
 plan tries links that may be fast, and they are known afterwards. The last pass shows likely estimates, so that the
@@ -9,19 +9,23 @@ final plan rests on links that were measured.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from pipette_launch.facts import Links
-from pipette_launch.probe.harness import Line
+from pipette_launch.facts import Links, files
+from pipette_launch.probe.harness import Line, Lockstep
 from pipette_launch.probe.links.estimate import Estimate, estimate
+from pipette_launch.probe.links.fits import LinkBook, host_fits
 from pipette_launch.probe.links.sampling import Pair, Place, Round, nested_groups, ordered, rounds_of
 from pipette_launch.probe.links.switches import scouting_round
-from pipette_launch.probe.options import FULL_HOSTS
+from pipette_launch.probe.options import FULL_HOSTS, LinkSamples, ProbeOptions
 
+T = TypeVar("T")
 Lines = Mapping[Pair, Line]
 Measure = Callable[[Sequence[Round]], Lines]
 """Measures rounds of pairs of hosts; returns both directions of each pair that could be measured."""
@@ -41,6 +45,10 @@ BLIND_SCOUTING_ROUNDS = 4
 """So many scouting rounds measure random pairs while no groups of hosts are seen."""
 CHANGED = 0.10
 """A cached link whose time for a byte is off by more than this has changed."""
+STALE = 0.25
+"""If more than this part of the cached links that were measured again have changed, none of them is believed."""
+STALE_LEAST = 2
+"""A single changed link says nothing of the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +80,30 @@ class Adapted:
     def rounds(self) -> int:
         """Number of rounds of all passes."""
         return sum(one.rounds for one in self.passes)
+
+    def is_stale(self, *, are_few: bool) -> bool:
+        """Whether all cached links ought to be measured anew.
+
+        The links of few hosts are quickly measured, and only all of them together show which one is slower than its
+        peers. So among few hosts one changed link is enough, and also if nothing could be checked.
+        """
+        changed, measured = len(self.changed), sum(one.new for one in self.passes)
+        if are_few:
+            return changed > 0 or measured == 0
+        return changed >= STALE_LEAST and changed > STALE * measured
+
+    def words(self) -> str:
+        """Describe the passes in a sentence."""
+        passes = [one for one in self.passes if not one.is_scouting]
+        measured, rounds = sum(one.new for one in passes), sum(one.rounds for one in passes)
+        scouting = self.rounds - rounds
+        before = f", after {scouting} to find out which hosts are near to each other" if scouting else ""
+        end = "" if self.is_settled else "; the rounds were spent before the plans stopped asking for more"
+        changed = f", {len(self.changed)} of them not as they were" if self.changed else ""
+        return (
+            f"links: {measured} pairs of hosts that plans would use were measured in {rounds} rounds"
+            f"{before}{changed}{end}"
+        )
 
 
 def adapt(
@@ -211,3 +243,53 @@ def _filled(rounds: Sequence[Round], hope: Links, done: Collection[Pair]) -> tup
                 rates_HH[host, partner] = rates_HH[partner, host] = 0.0
         filled.append(tuple(sorted(more)))
     return tuple(filled)
+
+
+def in_step(
+    lockstep: Lockstep,
+    meter: Callable[[Sequence[Round]], Sequence[LinkSamples]],
+    merge: Callable[[Sequence[LinkSamples]], Lines],
+    decide: Callable[[Measure], T],
+    *,
+    patience_s: float,
+) -> tuple[tuple[LinkSamples, ...], T | None]:
+    """Let rank 0 choose rounds that all ranks measure; every rank calls this.
+
+    Args:
+        lockstep: keeps the ranks in step.
+        meter: measures rounds of pairs of hosts on this rank, as all ranks do at the same time.
+        merge: turns what all slots sent into links between hosts.
+        decide: runs on rank 0 alone, and may call the `Measure` that it gets as often as it likes.
+        patience_s: the longest that rank 0 may take between two of these calls.
+
+    Returns:
+        What this rank sent, and on rank 0 what `decide` returned.
+
+    """
+    mine: list[LinkSamples] = []
+
+    def take(rounds: Sequence[Round]) -> list[str]:
+        taken = meter(rounds)
+        mine.extend(taken)
+        return lockstep.gather(json.dumps([files.to_plain(link) for link in taken]), extra_s=patience_s) or []
+
+    def measure(rounds: Sequence[Round]) -> Lines:
+        lockstep.broadcast(json.dumps(rounds))
+        links: list[LinkSamples] = []
+        for rank, text in enumerate(take(rounds)):
+            links += files.from_plain(tuple[LinkSamples, ...], json.loads(text), f"links of rank {rank}")
+        return merge(links)
+
+    if lockstep.rank == 0:
+        found = decide(measure)
+        lockstep.broadcast("[]")
+        return tuple(mine), found
+    while rounds := json.loads(lockstep.broadcast("", extra_s=patience_s)):
+        take([tuple((one, other) for one, other in pairs) for pairs in rounds])
+    return tuple(mine), None
+
+
+def lines_of(links: Sequence[LinkSamples], options: ProbeOptions) -> dict[Pair, Line]:
+    """The line of each pair of hosts, by the samples of all slots."""
+    fits = host_fits(LinkBook.of(links).best(), options.devices_per_host)
+    return {pair: fit.line for pair, fit in fits.items()}

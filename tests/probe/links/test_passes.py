@@ -11,9 +11,8 @@ from torch.distributed import HashStore
 
 from pipette_launch.facts import Samples
 from pipette_launch.probe.harness import Line, Lockstep
-from pipette_launch.probe.links.adaptive import Adapted, Lines, Measure, Pass
+from pipette_launch.probe.links.adaptive import Adapted, Lines, Measure, Pass, in_step
 from pipette_launch.probe.links.estimate import estimate
-from pipette_launch.probe.links.passes import in_step, is_stale, notes_of
 from pipette_launch.probe.links.sampling import Pair, Round
 from pipette_launch.probe.options import LinkSamples
 
@@ -46,20 +45,18 @@ def test_earlier_links_are_stale_if_many_have_changed(
     """More than a quarter of those that were measured again, and more than one; of few hosts a single one."""
     found = adapted(new, changed)
 
-    assert among_many == is_stale(found, are_few=False)
-    assert among_few == is_stale(found, are_few=True)
-    assert not is_stale(None, are_few=True)
+    assert among_many == found.is_stale(are_few=False)
+    assert among_few == found.is_stale(are_few=True)
 
 
 def test_what_the_passes_did_is_said() -> None:
     """How much was measured in how many rounds, what had changed, and whether the plans wanted more."""
     whole = "links: 8 pairs of hosts that plans would use were measured in 2 rounds"
 
-    assert (whole,) == notes_of(adapted(8, []))
+    assert whole == adapted(8, []).words()
     assert (
-        f"{whole}, 1 of them not as they were; the rounds were spent before the plans stopped asking for more",
-    ) == notes_of(adapted(8, [(0, 1)], is_settled=False))
-    assert () == notes_of(None)
+        f"{whole}, 1 of them not as they were; the rounds were spent before the plans stopped asking for more"
+    ) == adapted(8, [(0, 1)], is_settled=False).words()
 
 
 def sent(rank: int, rounds: Sequence[Round]) -> list[LinkSamples]:

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -79,23 +79,23 @@ def time_wake(layer: Part, stopwatch: Stopwatch, sleep: Callable[[float], None] 
     return max(statistics.median(found[WARMUPS:]), 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
 class GptSamples(Dataset[dict[str, torch.Tensor]]):
     """The tensors that Megatron's GPT dataset returns for each sample, made by the same operations."""
 
-    def __init__(self, num_samples: int, seq_length: int, *, has_mask: bool) -> None:
-        self._num_samples = num_samples
-        self._seq_length = seq_length
-        self._has_mask = has_mask
+    num_samples: int
+    seq_length: int
+    has_mask: bool
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return self._num_samples
+        return self.num_samples
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Make one sample."""
-        length = self._seq_length
+        length = self.seq_length
         text = torch.arange(index, index + length + 1)
-        mask = {"attention_mask": torch.tril(torch.ones((1, length, length))) < 0.5} if self._has_mask else {}
+        mask = {"attention_mask": torch.tril(torch.ones((1, length, length))) < 0.5} if self.has_mask else {}
         return {
             "tokens": text[:-1].contiguous(),
             "labels": text[1:].contiguous(),
@@ -120,7 +120,7 @@ def loading_time(job: Job, layer: Part, micro_batch_size: int) -> LoadingTime:
     for size in sizes:
         # As Megatron-LM's trainer does (megatron/training/datasets/data_samplers.py of core_v0.16).
         loader = DataLoader(
-            GptSamples(num_batches * size, job.model.seq_length, has_mask=has_mask),
+            GptSamples(num_samples=num_batches * size, seq_length=job.model.seq_length, has_mask=has_mask),
             batch_size=size,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,

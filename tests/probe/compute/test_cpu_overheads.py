@@ -75,14 +75,14 @@ def test_a_loader_on_cores_of_its_own_costs_nothing() -> None:
 
 def test_samples_are_those_of_megatrons_gpt_dataset() -> None:
     """Labels are the next tokens, and the mask says what a token may not see."""
-    sample = GptSamples(2, 3, has_mask=True)[1]
+    sample = GptSamples(num_samples=2, seq_length=3, has_mask=True)[1]
 
     assert [1, 2, 3] == sample["tokens"].tolist()
     assert [2, 3, 4] == sample["labels"].tolist()
     assert [[[False, True, True], [False, False, True], [False, False, False]]] == sample["attention_mask"].tolist()
     assert (3,) == sample["loss_mask"].shape
     assert torch.int64 == sample["position_ids"].dtype
-    assert "attention_mask" not in GptSamples(2, 3, has_mask=False)[0]
+    assert "attention_mask" not in GptSamples(num_samples=2, seq_length=3, has_mask=False)[0]
 
 
 def test_only_the_loader_of_megatron_lms_own_trainer_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,9 +223,9 @@ class Phases:
             decide,
             patience_s=ADVICE_PATIENCE_S,
         )
-        self._add(
-            links=sent, link_rounds=(meter.num_rounds,), notes=(adapted.words(),) if adapted and adapted.passes else ()
-        )
+        self._add(links=sent)
+        if adapted is not None and adapted.passes:
+            self._add(link_rounds=(adapted.rounds,), notes=(adapted.words(),))
         return heard[-1] if heard else None, adapted
 
     def _for_links(self) -> Budget:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -77,8 +77,6 @@ class LinkMeter:
     bound_s: float
     """Seconds that one direction of a pair may take."""
     clock: Clock = time.perf_counter
-    num_rounds: int = field(default=0, init=False)
-    """How many rounds have been measured."""
 
     def __post_init__(self) -> None:
         self.sizes = ladder(self.options.message_sizes_bytes)
@@ -110,7 +108,6 @@ class LinkMeter:
             peers = [slot for group in groups for pair in group if self._rank in pair for slot in pair]
             self.lockstep.progress.step(number - 1, of or len(rounds), self._place, peers=set(peers) - {self._rank})
             found.append(self._round(groups))
-            self.num_rounds += 1
         return tuple(link for link in found if link is not None)
 
     def _round(self, groups: Sequence[Group]) -> LinkSamples | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.errors import ProbeError
 from pipette_launch.facts import Links
 from pipette_launch.probe.harness import Line
 from pipette_launch.probe.links.sampling import Pair, Place, nested_groups
@@ -47,15 +46,10 @@ def estimate(num_hosts: int, lines: Mapping[Pair, Line], places: Sequence[Place]
 
     Args:
         num_hosts: H, two or more.
-        lines: measured lines by (sender, receiver), for both directions of a pair or for one.
+        lines: measured lines by (sender, receiver), for both directions of a pair or for one; at least one.
         places: the switches above each host; where they are not known, they are inferred.
 
-    Raises:
-        ProbeError: nothing was measured.
-
     """
-    if not lines:
-        raise ProbeError(f"no link between {num_hosts} places was measured; raise --pipette-budget")
     latency_HH, seconds_HH = (np.full((num_hosts, num_hosts), np.nan) for _ in range(2))
     ends = np.array(list(lines), dtype=np.int64).T
     latency_HH[ends[0], ends[1]], seconds_HH[ends[0], ends[1]] = np.array(list(lines.values())).T

@@ -84,13 +84,14 @@ def assemble(
 
 def _verdicts(options: ProbeOptions, links: FoundLinks, found: Speeds) -> tuple[Verdict, ...]:
     """Compare devices by what their drivers report and by their speeds, and links by two measurements."""
-    first_HH = links.first_HH
+    first_HH, size = links.first_HH, options.devices_per_host
+    conditions = [options.conditions[first : first + size] for first in range(0, options.num_slots, size)]
     if links.survey is not None:
         # A link that scatters is not reported.
         first_HH = np.where(links.survey.spread_HH > UNSTABLE_SPREAD, np.nan, first_HH)
     return faults_first(
         [
-            *judge(options.hosts, options.conditions_of_hosts()),
+            *judge(options.hosts, conditions),
             *link_verdicts([host.name for host in options.hosts], first_HH, links.again_HH),
             *device_verdicts(options.hosts, found.slow),
         ]

@@ -104,11 +104,6 @@ class ProbeOptions:
         """What the slots are."""
         return self.hosts[0].devices[0].kind
 
-    def conditions_of_hosts(self) -> tuple[tuple[DeviceCondition, ...], ...]:
-        """The conditions of each host's devices."""
-        size = self.devices_per_host
-        return tuple(self.conditions[host * size : (host + 1) * size] for host in range(len(self.hosts)))
-
     def dimensions(self) -> tuple[Dimension, ...]:
         """Groups of slots whose collectives are timed where no adviser names others.
 

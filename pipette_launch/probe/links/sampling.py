@@ -47,10 +47,8 @@ def all_pairs(hosts: Sequence[int]) -> tuple[Round, ...]:
 def rounds_of(pairs: Iterable[Pair], *, most: int | None = None) -> tuple[Round, ...]:
     """Split any pairs into rounds: at most one round more than the busiest host has pairs.
 
-    Args:
-        pairs: most important first, in either direction; a pair that comes twice is measured once.
-        most: the largest number of rounds; a host that has too many pairs loses the last of them.
-
+    Pairs are given in either direction, the most important first. A pair that comes twice is measured once. Where there
+    may be `most` rounds, a host that has too many pairs loses the last of them.
     """
     degree: Counter[int] = Counter()
     kept: list[Pair] = []

@@ -23,6 +23,7 @@ FLOORS = [
 SUB_FLOORS = {
     # Sub-rooms and the files beside them: each imports from itself and from lower floors of its own room only.
     "facts": [
+        {"checks"},
         {"files", "health", "layout", "performance", "schedule"},
         {"layout_columns", "model", "schedules"},
         {"job"},

@@ -69,16 +69,18 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     """
     if dataclasses.is_dataclass(kind):
         return _fact(kind, value, where)
-    origin = typing.get_origin(kind)
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _optional(kind, value, where)
+        return None if value is None else from_plain(inner[0], value, where)
+    if origin is tuple:
+        items = _checked(list, value, where)
+        return tuple(from_plain(inner[0], item, f"{where}[{index}]") for index, item in enumerate(items))
+    if origin is dict:
+        items = _checked(dict, value, where)
+        return {key: from_plain(inner[1], item, f"{where}: {key}") for key, item in items.items()}
     # NDArray is np.ndarray's alias, and from numpy 2.5 on a type alias that is its own origin.
-    if origin in (tuple, dict, np.ndarray, NDArray):
-        return _collection(origin, kind, value, where)
-    if origin is typing.Literal:
-        if value in typing.get_args(kind):
-            return value
-        raise FileFormatError(f"{where}: {value!r} is none of {', '.join(map(repr, typing.get_args(kind)))}")
+    if origin in (np.ndarray, NDArray):
+        return _matrix(value, where)
     return _scalar(kind, value, where)
 
 
@@ -94,16 +96,16 @@ def loads(kind: type[D], text: str | bytes, source: str) -> D:
         plain = json.loads(text)
     except ValueError as error:
         raise FileFormatError(f"{source}: not JSON ({error}); mend the file, or remove it") from error
-    if not isinstance(plain, dict) or plain.get("kind") != kind.KIND:
-        found = plain.get("kind") if isinstance(plain, dict) else type(plain).__name__
+    found = plain.pop("kind", None) if isinstance(plain, dict) else type(plain).__name__
+    if found != kind.KIND or not isinstance(plain, dict):
         raise FileFormatError(f"{source}: expected a {kind.KIND!r} document, found {found!r}")
-    if plain.get("schema_version") != kind.SCHEMA_VERSION:
+    version = plain.pop("schema_version", None)
+    if version != kind.SCHEMA_VERSION:
         raise FileFormatError(
-            f"{source}: schema_version {plain.get('schema_version')!r} is not {kind.SCHEMA_VERSION}, "
+            f"{source}: schema_version {version!r} is not {kind.SCHEMA_VERSION}, "
             f"the version that this pipette-launch reads; mend the file, or remove it"
         )
-    body = {key: item for key, item in plain.items() if key not in ("kind", "schema_version")}
-    document: D = from_plain(kind, body, source)
+    document: D = from_plain(kind, plain, source)
     return document
 
 
@@ -169,11 +171,17 @@ def digest(*facts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _checked(kind: type, value: Any, where: str) -> Any:
+    """Return an object or a list of JSON as it is; raises FileFormatError where the value is something else."""
+    if isinstance(value, kind):
+        return value
+    expected = "an object" if kind is dict else "a list"
+    raise FileFormatError(f"{where}: expected {expected}, found {type(value).__name__}")
+
+
 def _fact(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise FileFormatError(f"{where}: expected an object, found {type(value).__name__}")
     hints, required = _fields(kind)
-    unknown = sorted(value.keys() - hints.keys())
+    unknown = sorted(_checked(dict, value, where).keys() - hints.keys())
     if unknown:
         raise FileFormatError(f"{where}: unknown field {unknown[0]!r}")
     missing = sorted(required - value.keys())
@@ -195,56 +203,24 @@ def _fields(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
     return {field.name: hints[field.name] for field in fields}, required
 
 
-def _optional(kind: Any, value: Any, where: str) -> Any:
-    inner = [option for option in typing.get_args(kind) if option is not type(None)]
-    if len(inner) != 1:
-        raise TypeError(f"only X | None can be read, not {kind}")
-    return None if value is None else from_plain(inner[0], value, where)
-
-
-def _collection(origin: Any, kind: Any, value: Any, where: str) -> Any:
-    if origin is tuple:
-        return _tuple(kind, value, where)
-    return _mapping(kind, value, where) if origin is dict else _matrix(value, where)
-
-
-def _tuple(kind: Any, value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise FileFormatError(f"{where}: expected a list, found {type(value).__name__}")
-    inner, *rest = typing.get_args(kind)
-    if rest != [Ellipsis]:
-        raise TypeError(f"only tuple[X, ...] can be read, not {kind}")
-    return tuple(from_plain(inner, item, f"{where}[{index}]") for index, item in enumerate(value))
-
-
-def _mapping(kind: Any, value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise FileFormatError(f"{where}: expected an object, found {type(value).__name__}")
-    _, inner = typing.get_args(kind)
-    return {key: from_plain(inner, item, f"{where}: {key}") for key, item in value.items()}
-
-
 def _matrix(value: Any, where: str) -> NDArray[np.float64]:
     """Read rows of numbers, a row at once where all of it is well; else item by item, so that the bad one is named."""
-    if not isinstance(value, list):
-        raise FileFormatError(f"{where}: expected a list, found {type(value).__name__}")
-    rows = [_row(row, f"{where}[{index}]") for index, row in enumerate(value)]
+    rows = []
+    for index, row in enumerate(_checked(list, value, where)):
+        is_plain = isinstance(row, list) and set(map(type, row)) <= {float} and np.isfinite(row).all()
+        rows.append(row if is_plain else from_plain(tuple[float, ...], row, f"{where}[{index}]"))
     odd = next((index for index, row in enumerate(rows) if len(row) != len(rows)), None)
     if odd is not None:
         raise FileFormatError(f"{where}[{odd}]: {len(rows[odd])} numbers in a matrix of {len(rows)} rows")
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(rows))
 
 
-def _row(row: Any, where: str) -> NDArray[np.float64]:
-    if isinstance(row, list) and set(map(type, row)) <= {float}:
-        numbers = np.array(row, dtype=np.float64)
-        if np.isfinite(numbers).all():
-            return numbers
-    return np.array(_tuple(tuple[float, ...], row, where), dtype=np.float64)
-
-
 def _scalar(kind: Any, value: Any, where: str) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if typing.get_origin(kind) is typing.Literal:
+        if value in typing.get_args(kind):
+            return value
+        raise FileFormatError(f"{where}: {value!r} is none of {', '.join(map(repr, typing.get_args(kind)))}")
+    if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise FileFormatError(f"{where}: expected {kind.__name__}, found {value!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipette_launch.errors import FactError
+from pipette_launch.facts.checks import check_numbers
 from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
@@ -17,8 +17,7 @@ class Batch:
     global_batch_size: int
 
     def __post_init__(self) -> None:
-        if self.global_batch_size < 1:
-            raise FactError(f"global_batch_size must be at least 1, got {self.global_batch_size}")
+        check_numbers(self, "global_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from pipette_launch.errors import LayoutError
+from pipette_launch.facts.checks import check_numbers
 
 
 class Cell(NamedTuple):
@@ -64,9 +65,7 @@ class Layout:
     recompute: Recompute = NO_RECOMPUTE
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "cp", "ep", "etp", "vpp", "micro_batch_size"):
-            if getattr(self, name) < 1:
-                raise LayoutError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_numbers(self, "tp", "pp", "dp", "cp", "ep", "etp", "vpp", "micro_batch_size", error=LayoutError)
         if self.vpp > 1 and self.pp == 1:
             raise LayoutError(f"vpp={self.vpp} needs pp > 1")
         if self.layers_per_chunk and len(self.layers_per_chunk) != self.pp * self.vpp:

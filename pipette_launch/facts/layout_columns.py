@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,27 +15,13 @@ from pipette_launch.errors import LayoutError
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout, Recompute
 
 Ints = NDArray[np.int64]
-Field = Literal[
-    "tp",
-    "pp",
-    "dp",
-    "cp",
-    "ep",
-    "etp",
-    "vpp",
-    "microbatch_group_size",
-    "micro_batch_size",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "use_tp_pp_dp_mapping",
-    "recompute",
-    "layers_per_chunk",
-]
-_FIELDS: tuple[Field, ...] = get_args(Field)
-NUMBERS = tuple(name for name in _FIELDS if name not in ("recompute", "layers_per_chunk"))
-"""Fields whose columns hold the values themselves, not indices."""
+Field: TypeAlias = str
+"""The name of a column: that of a field of `Layout`."""
+_FIELDS = tuple(field.name for field in fields(Layout))
+NUMBERS: dict[Field, type] = {
+    field.name: type(field.default) for field in fields(Layout) if field.name not in ("recompute", "layers_per_chunk")
+}
+"""Fields whose columns hold the values themselves, not indices, with their types: `int` or `bool`."""
 _CODE_LIMIT = 1 << 62
 
 
@@ -88,10 +74,8 @@ class LayoutColumns:
     @classmethod
     def of(cls, layouts: Sequence[Layout]) -> LayoutColumns:
         """Turn layouts into columns."""
-        recomputes = {layout.recompute: 0 for layout in layouts} or {NO_RECOMPUTE: 0}
-        cuts = {layout.layers_per_chunk: 0 for layout in layouts} or {(): 0}
-        recomputes = {value: place for place, value in enumerate(recomputes)}
-        cuts = {value: place for place, value in enumerate(cuts)}
+        recomputes = {value: i for i, value in enumerate(dict.fromkeys(layout.recompute for layout in layouts))}
+        cuts = {value: i for i, value in enumerate(dict.fromkeys(layout.layers_per_chunk for layout in layouts))}
         numbers = {
             name: np.array([getattr(layout, name) for layout in layouts], dtype=np.int64).reshape(len(layouts))
             for name in NUMBERS
@@ -100,8 +84,8 @@ class LayoutColumns:
             **numbers,
             recompute=np.array([recomputes[layout.recompute] for layout in layouts], dtype=np.int64),
             layers_per_chunk=np.array([cuts[layout.layers_per_chunk] for layout in layouts], dtype=np.int64),
-            recomputes=tuple(recomputes),
-            cuts=tuple(cuts),
+            recomputes=tuple(recomputes) or (NO_RECOMPUTE,),
+            cuts=tuple(cuts) or ((),),
         )
 
     def __len__(self) -> int:
@@ -111,22 +95,9 @@ class LayoutColumns:
     def layout(self, row: int) -> Layout:
         """One row as a layout; raises LayoutError where its degrees contradict each other."""
         return Layout(
-            tp=int(self.tp[row]),
-            pp=int(self.pp[row]),
-            dp=int(self.dp[row]),
-            cp=int(self.cp[row]),
-            ep=int(self.ep[row]),
-            etp=int(self.etp[row]),
-            vpp=int(self.vpp[row]),
-            microbatch_group_size=int(self.microbatch_group_size[row]),
-            micro_batch_size=int(self.micro_batch_size[row]),
-            sequence_parallel=bool(self.sequence_parallel[row]),
-            use_distributed_optimizer=bool(self.use_distributed_optimizer[row]),
-            overlap_grad_reduce=bool(self.overlap_grad_reduce[row]),
-            overlap_param_gather=bool(self.overlap_param_gather[row]),
-            use_tp_pp_dp_mapping=bool(self.use_tp_pp_dp_mapping[row]),
             recompute=self.recomputes[self.recompute[row]],
             layers_per_chunk=self.cuts[self.layers_per_chunk[row]],
+            **{name: kind(getattr(self, name)[row]) for name, kind in NUMBERS.items()},
         )
 
     def rows_of(self, layout: Layout) -> Ints:

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
+from pipette_launch.facts.checks import check_numbers
 from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.health.verdict import Verdict
@@ -95,10 +96,7 @@ class ComputeTime:
     """What forward and backward take longer where full recompute runs a layer again; None = not measured."""
 
     def __post_init__(self) -> None:
-        if self.forward_idle_s < 0 or self.backward_idle_s < 0:
-            raise FactError(
-                f"{self.part}: idle {self.forward_idle_s} s and {self.backward_idle_s} s must not be negative"
-            )
+        check_numbers(self, "forward_idle_s", "backward_idle_s", limit=0)
 
     def times(self, factor: float) -> ComputeTime:
         """All passes multiplied; the idle part of them is left as it is."""
@@ -127,8 +125,7 @@ class CollectiveTime:
     sizes_bytes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.seconds_per_byte < 0:
-            raise FactError(f"{self.kind}: negative fit, latency {self.latency_s} s, {self.seconds_per_byte} s/byte")
+        check_numbers(self, "latency_s", "seconds_per_byte", limit=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,8 +150,7 @@ class LoadingTime:
     """For each sample."""
 
     def __post_init__(self) -> None:
-        if self.batch_s < 0 or self.sample_s < 0:
-            raise FactError(f"loading takes {self.batch_s} s a batch and {self.sample_s} s a sample: negative")
+        check_numbers(self, "batch_s", "sample_s", limit=0)
 
     def seconds(self, micro_batch_size: int) -> float:
         """Of one micro-batch."""

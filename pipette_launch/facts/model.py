@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.checks import check_numbers
 from pipette_launch.facts.files import ADDED_LATER
 
 
@@ -27,10 +28,7 @@ class LatentAttention:
     v_head_dim: int
 
     def __post_init__(self) -> None:
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise FactError(f"{name} must be at least 1, got {value}")
+        check_numbers(self, "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
     @property
     def query_channels(self) -> int:
@@ -93,26 +91,14 @@ class ModelSpec:
     """Query and key (with latent attention: their latents) are normalised."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "seq_length",
-            "vocab_size",
-            "make_vocab_size_divisible_by",
-        ):
-            if getattr(self, name) < 1:
-                raise FactError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_numbers(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+        check_numbers(self, "kv_channels", "seq_length", "vocab_size", "make_vocab_size_divisible_by")
+        check_numbers(self, "mtp_num_layers", limit=0)
         if self.num_attention_heads % self.num_query_groups:
             raise FactError(
                 f"num_query_groups={self.num_query_groups} does not divide "
                 f"num_attention_heads={self.num_attention_heads}"
             )
-        if self.mtp_num_layers < 0:
-            raise FactError(f"mtp_num_layers must not be negative, got {self.mtp_num_layers}")
         if len(self.moe_layer_freq) != (self.num_layers if self.num_experts else 0):
             raise FactError(f"moe_layer_freq has {len(self.moe_layer_freq)} entries for {self.num_layers} layers")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -10,42 +12,33 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.schedule import Action, Kind, Schedule
+from pipette_launch.facts.schedule import Action, Schedule
 
 Count = TypeVar("Count", int, NDArray[np.int64])
 
-_FORWARD: Kind = "F"
-_BACKWARD: Kind = "B"
-_INPUT: Kind = "I"
-_WEIGHT: Kind = "W"
+
+Ranks = tuple[tuple[Action, ...], ...]
+"""What each pipeline rank does, in order."""
 
 
 @lru_cache(maxsize=256)
 def no_pipelining(microbatches: int) -> Schedule:
     """One rank: forward and backward of each micro-batch in turn (megatron-core, forward_backward_no_pipelining)."""
-    order = ((microbatch, 0) for microbatch in range(microbatches))
-    actions = _one_forward_one_backward(tuple(order), pp=1, vpp=1, rank=0, num_warmup=0)
-    return Schedule(name="no-pipelining", pp=1, vpp=1, num_microbatches=microbatches, ranks=(actions,))
+    ranks = _whole_backwards([0], microbatches)
+    return Schedule(name="no-pipelining", pp=1, vpp=1, num_microbatches=microbatches, ranks=ranks)
 
 
 @lru_cache(maxsize=256)
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards, both in the order of the micro-batches."""
-    ranks = tuple(
-        tuple(Action(stage, kind, microbatch) for kind in (_FORWARD, _BACKWARD) for microbatch in range(microbatches))
-        for stage in range(stages)
-    )
+    ranks = _whole_backwards([microbatches] * stages, microbatches)
     return Schedule(name="gpipe", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
 
 
 @lru_cache(maxsize=256)
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
     """1F1B: rank r runs pp - r - 1 forwards ahead, then one forward and one backward in turn (schedules.py:2093)."""
-    order = tuple((microbatch, 0) for microbatch in range(microbatches))
-    ranks = tuple(
-        _one_forward_one_backward(order, pp=stages, vpp=1, rank=rank, num_warmup=stages - rank - 1)
-        for rank in range(stages)
-    )
+    ranks = _whole_backwards(range(stages)[::-1], microbatches)
     return Schedule(name="1f1b", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
 
 
@@ -62,13 +55,9 @@ def eager_one_forward_one_backward(stages: int, microbatches: int, extra: int | 
     """
     if extra is not None and extra < 0:
         raise LayoutError(f"eager 1F1B runs 0 or more forwards more ahead than 1F1B, got {extra}")
-    order = tuple((microbatch, 0) for microbatch in range(microbatches))
-    ranks = []
-    for rank in range(stages):
-        ahead = stages - rank - 1
-        ahead += ahead if extra is None else min(ahead, extra)
-        ranks.append(_one_forward_one_backward(order, pp=stages, vpp=1, rank=rank, num_warmup=ahead))
-    return Schedule(name="eager-1f1b", pp=stages, vpp=1, num_microbatches=microbatches, ranks=tuple(ranks))
+    most = stages if extra is None else extra
+    ranks = _whole_backwards([ahead + min(ahead, most) for ahead in reversed(range(stages))], microbatches)
+    return Schedule(name="eager-1f1b", pp=stages, vpp=1, num_microbatches=microbatches, ranks=ranks)
 
 
 @lru_cache(maxsize=256)
@@ -78,16 +67,19 @@ def interleaved(pp: int, vpp: int, microbatches: int, group_size: int) -> Schedu
     Rank r runs 2(pp - r - 1) + (vpp - 1) * group_size chunk forwards ahead (schedules.py:762-786); both passes follow
     the schedule table (schedules.py:798), the backward with the chunks reversed.
 
+    Args:
+        pp: pipeline ranks.
+        vpp: chunks of each rank.
+        microbatches: of one step.
+        group_size: micro-batches that go through one chunk before the next.
+
     Raises:
         LayoutError: Megatron would refuse these numbers (schedules.py:996-1019).
 
     """
     check_interleaving(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
-    order = schedule_table(vpp, microbatches, group_size)
-    ranks = tuple(
-        _one_forward_one_backward(order, pp=pp, vpp=vpp, rank=rank, num_warmup=num_warmup(pp, vpp, group_size, rank))
-        for rank in range(pp)
-    )
+    ahead = [num_warmup(pp, vpp, group_size, rank) for rank in range(pp)]
+    ranks = _whole_backwards(ahead, microbatches, vpp, group_size)
     return Schedule(name="interleaved-1f1b", pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=ranks)
 
 
@@ -97,14 +89,13 @@ def grouped_split(pp: int, vpp: int, microbatches: int, group_size: int) -> Sche
 
     Rank r runs (vpp - 1) * group_size + pp - r - 1 chunk forwards ahead; groups may be
     smaller than the pipeline (GIS-H: half of it), which costs (pp - g)(vpp - 1) chunk forwards and saves as much memory
-    as it leaves in flight: (g(vpp - 1) + pp)/vpp micro-batches on rank 0.
+    as it leaves in flight: (g(vpp - 1) + pp)/vpp micro-batches on rank 0. Parameters are those of `interleaved`.
 
     Raises:
         LayoutError: the groups are too small for the pipeline, as their last one may be.
 
     """
-    _check_groups(pp=pp, vpp=vpp, microbatches=microbatches, group_size=group_size)
-    ranks = _split_ranks(pp, vpp, microbatches, group_size, delayed=False)
+    ranks = _split_backwards(pp, vpp, microbatches, group_size, lags=[0] * pp)
     return Schedule(name="gis", pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=ranks)
 
 
@@ -115,8 +106,7 @@ def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
     So each rank holds as many chunk passes as rank 0, pp * vpp, and the cool-down is a chain of I alone (the idea of
     ZB-H1, arXiv 2401.10241, on the interleaved order). With one chunk it is ZB-H1.
     """
-    _check_groups(pp=pp, vpp=vpp, microbatches=microbatches, group_size=pp)
-    ranks = _split_ranks(pp, vpp, microbatches, pp, delayed=True)
+    ranks = _split_backwards(pp, vpp, microbatches, pp, lags=range(pp))
     name = "interleaved-zb" if vpp > 1 else "zb-h1"
     return Schedule(name=name, pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=ranks)
 
@@ -161,11 +151,28 @@ def schedule_of(layout: Layout, num_microbatches: int) -> Schedule:
     return interleaved(layout.pp, layout.vpp, num_microbatches, layout.microbatch_group_size or layout.pp)
 
 
-def _check_groups(*, pp: int, vpp: int, microbatches: int, group_size: int) -> None:
-    """Refuse what could deadlock: a rank waits for a backward before it has sent the forwards that the backward needs.
+def _whole_backwards(ahead: Sequence[int], microbatches: int, vpp: int = 1, group_size: int = 1) -> Ranks:
+    """Run `ahead[r]` forwards on rank r, then one backward and one forward in turn, then the backwards that are left.
 
-    Two groups in a row must hold pp - 1 micro-batches (tried for every pp < 12, vpp < 5, g < pp + 4, n <= 3g: all that
-    this lets pass can run; of what it refuses, 734 of 840 deadlock).
+    The backwards take the order of the forwards with the chunks reversed.
+    """
+    pp, order = len(ahead), schedule_table(vpp, microbatches, group_size)
+    ranks = []
+    for rank, most in enumerate(ahead):
+        forward = [Action(chunk * pp + rank, "F", microbatch) for microbatch, chunk in order]
+        backward = [Action((vpp - 1 - chunk) * pp + rank, "B", microbatch) for microbatch, chunk in order]
+        first = min(most, len(forward))
+        turns = chain.from_iterable(zip(forward[first:], backward, strict=False))
+        ranks.append((*forward[:first], *turns, *backward[len(forward) - first :]))
+    return tuple(ranks)
+
+
+def _split_backwards(pp: int, vpp: int, microbatches: int, group_size: int, *, lags: Sequence[int]) -> Ranks:
+    """Run groups with a short warm-up, backwards split: on rank r, W follows `lags[r]` backward passes after its I.
+
+    Two groups in a row must hold pp - 1 micro-batches, or a rank could wait for a backward before it has sent the
+    forwards that the backward needs (tried for every pp < 12, vpp < 5, g < pp + 4, n <= 3g: all that this lets pass can
+    run; of what it refuses, 734 of 840 deadlock).
     """
     if min(pp, vpp, microbatches, group_size) < 1:
         raise LayoutError(
@@ -177,39 +184,17 @@ def _check_groups(*, pp: int, vpp: int, microbatches: int, group_size: int) -> N
             f"{microbatches} micro-batches in groups of {group_size} end with a group of {last}; two groups in a row "
             f"need {pp - 1} micro-batches for pp={pp}: take larger groups, or as many micro-batches as fill them"
         )
-
-
-def _one_forward_one_backward(
-    order: tuple[tuple[int, int], ...], *, pp: int, vpp: int, rank: int, num_warmup: int
-) -> tuple[Action, ...]:
-    """Run `num_warmup` forwards ahead, then alternate; the backward takes the same order with the chunks reversed."""
-    forward = [Action(chunk * pp + rank, _FORWARD, microbatch) for microbatch, chunk in order]
-    backward = [Action((vpp - 1 - chunk) * pp + rank, _BACKWARD, microbatch) for microbatch, chunk in order]
-    ahead = min(num_warmup, len(forward))
-    actions = forward[:ahead]
-    for position in range(ahead, len(forward)):
-        actions += (forward[position], backward[position - ahead])
-    return (*actions, *backward[len(forward) - ahead :])
-
-
-def _split_ranks(
-    pp: int, vpp: int, microbatches: int, group_size: int, *, delayed: bool
-) -> tuple[tuple[Action, ...], ...]:
-    """1F1B order of each rank with its short warm-up; W follows its I at once, or r backward passes later."""
-    order = schedule_table(vpp, microbatches, group_size)
+    ahead = [(vpp - 1) * group_size + pp - rank - 1 for rank in range(pp)]
     ranks = []
-    for rank in range(pp):
-        ahead = (vpp - 1) * group_size + pp - rank - 1
-        whole = _one_forward_one_backward(order, pp=pp, vpp=vpp, rank=rank, num_warmup=ahead)
+    for lag, whole in zip(lags, _whole_backwards(ahead, microbatches, vpp, group_size), strict=True):
         actions: list[Action] = []
         waiting: list[Action] = []
-        lag = rank if delayed else 0
         for action in whole:
             if action.kind == "F":
                 actions.append(action)
                 continue
-            actions.append(action._replace(kind=_INPUT))
-            waiting.append(action._replace(kind=_WEIGHT))
+            actions.append(action._replace(kind="I"))
+            waiting.append(action._replace(kind="W"))
             if len(waiting) > lag:
                 actions.append(waiting.pop(0))
         ranks.append((*actions, *waiting))

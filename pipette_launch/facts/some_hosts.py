@@ -5,13 +5,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.machines.cluster import Cluster, Links
 from pipette_launch.facts.machines.link_survey import LinkSurvey
-from pipette_launch.facts.measurements import ComputeTime, Measurements, MemoryReading
+from pipette_launch.facts.measurements import ComputeTime, Measurements
 
 
 def without_hosts(measurements: Measurements, names: Collection[str]) -> Measurements:
@@ -38,42 +40,40 @@ def without_hosts(measurements: Measurements, names: Collection[str]) -> Measure
     if len(kept_H) == len(cluster.hosts):
         return measurements
     size = cluster.devices_per_host
+    kept_HH = np.ix_(kept_H, kept_H)
+    links, survey = cluster.between_hosts, measurements.survey
     slots = {host * size + local: new * size + local for new, host in enumerate(kept_H) for local in range(size)}
+    read = {reading.case for reading in measurements.memory if reading.slot in slots}
+    speeds = [cluster.slot_speed[slot] for slot in slots]
+    middle = statistics.median(speeds)
     return replace(
         measurements,
-        cluster=_cluster(cluster, kept_H, slots),
+        cluster=Cluster(
+            hosts=tuple(cluster.hosts[host] for host in kept_H),
+            between_hosts=Links(
+                latency_s=links.latency_s[kept_HH], bandwidth_bytes_per_s=links.bandwidth_bytes_per_s[kept_HH]
+            ),
+            within_host=tuple(cluster.within_host[host] for host in kept_H),
+            # 1.0 is the median slot, of those that are left.
+            slot_speed=tuple(speed / middle for speed in speeds),
+        ),
         compute=_compute(measurements, slots),
         collectives=tuple(
             replace(time, slots=tuple(slots[slot] for slot in time.slots))
             for time in measurements.collectives
             if slots.keys() >= set(time.slots)
         ),
-        memory=_memory(measurements.memory, slots),
-        # A stage needs the same memory on any device.
+        # Memory is the same on any device, so readings of slots left out count where there are no others of a case.
+        memory=tuple(
+            replace(reading, slot=slots.get(reading.slot, 0))
+            for reading in measurements.memory
+            if reading.slot in slots or reading.case not in read
+        ),
         stages=tuple(replace(reading, slot=slots.get(reading.slot, 0)) for reading in measurements.stages),
         conditions=tuple(measurements.conditions[slot] for slot in slots) if measurements.conditions else (),
         verdicts=tuple(one for one in measurements.verdicts if one.host not in names and one.other_host not in names),
-        survey=_survey(measurements.survey, kept_H) if measurements.survey else None,
+        survey=_survey(survey, kept_H) if survey else None,
         notes=(*measurements.notes, f"measured with {', '.join(sorted(names))}, and planned without"),
-    )
-
-
-def _cluster(cluster: Cluster, kept_H: Sequence[int], slots: Iterable[int]) -> Cluster:
-    speeds = [cluster.slot_speed[slot] for slot in slots]
-    # 1.0 is the median slot, of those that are left.
-    middle = statistics.median(speeds)
-    return Cluster(
-        hosts=tuple(cluster.hosts[host] for host in kept_H),
-        between_hosts=_links(cluster.between_hosts, kept_H),
-        within_host=tuple(cluster.within_host[host] for host in kept_H),
-        slot_speed=tuple(speed / middle for speed in speeds),
-    )
-
-
-def _links(links: Links, kept_H: Sequence[int]) -> Links:
-    rows, columns = [[index] for index in kept_H], list(kept_H)
-    return Links(
-        latency_s=links.latency_s[rows, columns], bandwidth_bytes_per_s=links.bandwidth_bytes_per_s[rows, columns]
     )
 
 
@@ -81,7 +81,7 @@ def _survey(survey: LinkSurvey, kept_H: Sequence[int]) -> LinkSurvey:
     new = {host: index for index, host in enumerate(kept_H)}
     return replace(
         survey,
-        spread_HH=survey.spread_HH[[[host] for host in kept_H], list(kept_H)],
+        spread_HH=survey.spread_HH[np.ix_(kept_H, kept_H)],
         origin_HH=tuple("".join(survey.origin_HH[host][other] for other in kept_H) for host in kept_H),
         rails=tuple(
             replace(rail, source=new[rail.source], target=new[rail.target])
@@ -106,13 +106,3 @@ def _compute(measurements: Measurements, slots: dict[int, int]) -> tuple[Compute
             idle = {name: factor * getattr(time, name) for name in ("forward_idle_s", "backward_idle_s")}
             times.append(replace(time.times(factor), slot=slots[stand_in], **idle))
     return tuple(times)
-
-
-def _memory(readings: Sequence[MemoryReading], slots: dict[int, int]) -> tuple[MemoryReading, ...]:
-    """Readings of the slots that are left, and of others what was read nowhere else: it is the same on every slot."""
-    read = {reading.case for reading in readings if reading.slot in slots}
-    return tuple(
-        replace(reading, slot=slots.get(reading.slot, 0))
-        for reading in readings
-        if reading.slot in slots or reading.case not in read
-    )

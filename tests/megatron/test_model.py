@@ -108,5 +108,5 @@ def test_a_bad_rank_is_named() -> None:
         job("--multi-latent-attention --kv-lora-rank 0", for_prediction=True)
     with pytest.raises(MegatronError, match="q_lora_rank must be at least 1, got 0"):
         job("--multi-latent-attention --q-lora-rank 0", for_prediction=True)
-    with pytest.raises(MegatronError, match="mtp_num_layers must not be negative"):
+    with pytest.raises(MegatronError, match="mtp_num_layers must be at least 0, got -1"):
         job("--mtp-num-layers -1", for_prediction=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.checks import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,11 +20,9 @@ class Link:
     """Devices that have to share it when all of them send: 8 for one network card in a host of 8 devices."""
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bytes_per_s <= 0 or self.shared_by < 1:
-            raise FactError(
-                f"a link needs latency_s >= 0, bytes_per_s > 0 and shared_by >= 1, got {self.latency_s}, "
-                f"{self.bytes_per_s} and {self.shared_by}"
-            )
+        check_numbers(self, "latency_s", limit=0)
+        check_numbers(self, "bytes_per_s", limit=0, above=True)
+        check_numbers(self, "shared_by")
 
     @property
     def fair_bytes_per_s(self) -> float:
@@ -61,9 +60,7 @@ class Efficiency:
         for name in ("matmul_share", "attention_share", "memory_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise FactError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
-        for name in ("half_size", "launch_s", "step_s"):
-            if getattr(self, name) < 0:
-                raise FactError(f"{name}={getattr(self, name)} must not be negative")
+        check_numbers(self, "half_size", "launch_s", "step_s", limit=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,10 +85,8 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         if not self.flops_per_s or not all(peak > 0 for peak in self.flops_per_s.values()):
             raise FactError(f"device {self.name} needs peaks above 0, got {self.flops_per_s}")
-        if self.memory_bytes_per_s <= 0 or self.memory_bytes <= 0:
-            raise FactError(f"device {self.name} needs a memory size and bandwidth above 0")
-        if self.devices_per_host < 1 or self.domain_hosts < 1:
-            raise FactError(f"device {self.name} needs at least one device a host and one host a domain")
+        check_numbers(self, "memory_bytes_per_s", "memory_bytes", limit=0, above=True)
+        check_numbers(self, "devices_per_host", "domain_hosts")
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak for one element type; raises FactError with those that are known."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
+from pipette_launch.facts.checks import check_numbers
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 
@@ -24,8 +25,7 @@ class DeviceOverhead:
     """Inside the allocator: workspaces that libraries keep from their first use."""
 
     def __post_init__(self) -> None:
-        if min(self.alone_bytes, self.together_bytes, self.num_communicators, self.workspace_bytes) < 0:
-            raise FactError(f"an overhead cannot be negative, got {self}")
+        check_numbers(self, "alone_bytes", "together_bytes", "num_communicators", "workspace_bytes", limit=0)
 
     @property
     def total_bytes(self) -> int:
@@ -82,8 +82,7 @@ class StageReading:
     def __post_init__(self) -> None:
         if not 0 <= self.pp_rank < self.layout.pp:
             raise FactError(f"pp_rank={self.pp_rank} is not one of the layout's {self.layout.pp}")
-        if min(self.slot, self.allocator_peak_bytes, self.reserved_peak_bytes, self.device_peak_bytes) < 0:
-            raise FactError(f"a reading of memory cannot be negative, got {self}")
+        check_numbers(self, "slot", "allocator_peak_bytes", "reserved_peak_bytes", "device_peak_bytes", limit=0)
 
 
 def memory_digest(job: Job) -> str:

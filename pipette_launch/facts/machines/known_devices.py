@@ -126,27 +126,16 @@ _DGX_A100_STEP_S = 48e-3
 _DGX_H100_STEP_S = 31e-3
 
 
-def _efficiency(*shares: float, half_size: float, step_s: float = _DGX_H100_STEP_S) -> Efficiency:
-    """Shares of products, of flash attention and of the memory bandwidth."""
-    matmul, attention, memory = shares
-    return Efficiency(
-        matmul_share=matmul,
-        half_size=half_size,
-        attention_share=attention,
-        memory_share=memory,
-        launch_s=_LAUNCH_S,
-        step_s=step_s,
-    )
-
-
-_AMPERE = _efficiency(0.80, 0.5, 0.8, half_size=64, step_s=_DGX_A100_STEP_S)
+_DGX_A100 = partial(Efficiency, launch_s=_LAUNCH_S, step_s=_DGX_A100_STEP_S)
+_DGX_H100 = partial(Efficiency, launch_s=_LAUNCH_S, step_s=_DGX_H100_STEP_S)
+_AMPERE = _DGX_A100(matmul_share=0.80, attention_share=0.5, memory_share=0.8, half_size=64)
 # Its board takes 300 W and not 400; NVIDIA puts such a card at 90 % of the SXM module.
-_AMPERE_300_W = _efficiency(0.72, 0.45, 0.8, half_size=64, step_s=_DGX_A100_STEP_S)
+_AMPERE_300_W = _DGX_A100(matmul_share=0.72, attention_share=0.45, memory_share=0.8, half_size=64)
 # A dense product at full clock exceeds the power limit of these, so less of the nominal peak is left.
-_HOPPER = _efficiency(0.72, 0.4, 0.8, half_size=128)
-_BLACKWELL = _efficiency(0.70, 0.35, 0.8, half_size=192)
-_VOLTA = _efficiency(0.75, 0.4, 0.8, half_size=64, step_s=_DGX_A100_STEP_S)
-_ADA = _efficiency(0.85, 0.6, 0.85, half_size=64)
+_HOPPER = _DGX_H100(matmul_share=0.72, attention_share=0.4, memory_share=0.8, half_size=128)
+_BLACKWELL = _DGX_H100(matmul_share=0.70, attention_share=0.35, memory_share=0.8, half_size=192)
+_VOLTA = _DGX_A100(matmul_share=0.75, attention_share=0.4, memory_share=0.8, half_size=64)
+_ADA = _DGX_H100(matmul_share=0.85, attention_share=0.6, memory_share=0.85, half_size=64)
 
 _NVLINK3 = (6.5, 230.0)
 _NVLINK4 = (4.0, 360.0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.checks import check_numbers
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Measurements
@@ -27,8 +28,7 @@ class MeasuringQuestion:
     """Seconds that the search for plans may take."""
 
     def __post_init__(self) -> None:
-        if not self.budget_s > 0:
-            raise FactError(f"an answer needs time, got budget_s={self.budget_s}")
+        check_numbers(self, "budget_s", limit=0, above=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.checks import check_numbers
 from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.device_memory import MemoryNeed
@@ -54,11 +55,8 @@ class Choice:
             raise FactError(
                 f"placement must hold every rank from 0 to {self.layout.world_size - 1} once, got {self.placement}"
             )
-        for name in ("step_time_s", "step_correction", "memory_correction"):
-            if not getattr(self, name) > 0:
-                raise FactError(f"{name} must be above 0, got {getattr(self, name)}")
-        if not self.bound_s >= 0:
-            raise FactError(f"bound_s must be at least 0, got {self.bound_s}")
+        check_numbers(self, "step_time_s", "step_correction", "memory_correction", limit=0, above=True)
+        check_numbers(self, "bound_s", limit=0)
         if min(self.peak_memory_bytes, default=0) <= 0:
             raise FactError(f"peak_memory_bytes must be above 0 on each stage, got {self.peak_memory_bytes}")
 
@@ -110,9 +108,7 @@ class Setting:
     """What lies between imagined hosts; empty where it was measured or there is one host."""
 
     def __post_init__(self) -> None:
-        for name in ("num_parameters", "global_batch_size", "seq_length", "device_memory_bytes"):
-            if getattr(self, name) < 1:
-                raise FactError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_numbers(self, "num_parameters", "global_batch_size", "seq_length", "device_memory_bytes")
 
     @property
     def tokens_per_step(self) -> int:

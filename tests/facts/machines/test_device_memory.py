@@ -43,9 +43,9 @@ def reading(**changes: object) -> StageReading:
 
 def test_nothing_is_negative() -> None:
     """Neither overheads nor readings."""
-    with pytest.raises(FactError, match="cannot be negative"):
+    with pytest.raises(FactError, match="alone_bytes must be at least 0, got -1"):
         DeviceOverhead(alone_bytes=-1, together_bytes=0, num_communicators=0, workspace_bytes=0)
-    with pytest.raises(FactError, match="cannot be negative"):
+    with pytest.raises(FactError, match="allocator_peak_bytes must be at least 0, got -1"):
         reading(allocator_peak_bytes=-1)
 
 

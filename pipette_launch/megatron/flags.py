@@ -1,4 +1,4 @@
-"""Megatron's flags by release, and a command line cut into tokens exactly as Megatron's own parser cuts it.
+"""Megatron's flags by release, and a command line cut into tokens by argparse, as Megatron's own parser cuts it.
 
 The table (`data/flags.json`) is made by `benchmarks/make_flag_table.py`. Tokens keep the user's own words, so that the
 command line can be written back unchanged but for what a plan changes.
@@ -6,20 +6,19 @@ command line can be written back unchanged but for what a plan changes.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NoReturn
 
 from pipette_launch.errors import MegatronError
 
 OLDEST = (0, 14)
-NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
-"""What argparse takes for a value although it begins with a dash (Python 3.10 to 3.13)."""
 CLOSE = 0.85
 """difflib's ratio from which a word counts as a mistyped flag: 12 letters with two of them swapped have 0.92."""
 
@@ -36,6 +35,13 @@ class Flag:
     """`int`, `float`, `bool`, or None for text and for what Megatron parses itself."""
     default: Any
 
+    @property
+    def constant(self) -> bool:
+        """What is stored for a flag that takes no value."""
+        return (
+            not self.option.startswith("--no-") if self.action == "boolean_optional" else self.action != "store_false"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Token:
@@ -43,7 +49,8 @@ class Token:
 
     words: tuple[str, ...]
     flag: Flag | None = None
-    values: tuple[str, ...] = ()
+    value: Any = None
+    """What Megatron's parser would store: a list where the flag takes several values."""
 
     @property
     def dest(self) -> str | None:
@@ -108,73 +115,60 @@ def likely_flag(option: str, version: str) -> str | None:
     return near[0] if near else None
 
 
-def tokenise(words: Sequence[str], table: Mapping[str, Flag]) -> tuple[Token, ...]:
+class _Record(argparse.Action):
+    """Keeps option and value of each flag, in the order of the command line."""
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, option: str | None = None
+    ) -> None:
+        namespace.found.append((option, value))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Megatron's flags of one release; an error in the command line is raised, in argparse's words."""
+
+    def __init__(self, table: Mapping[str, Flag]) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        kinds = {"int": int, "float": float, "bool": bool, None: str}
+        # Without -h, the only short one: to such a one argparse lets others be joined.
+        for flag in (flag for flag in table.values() if flag.option.startswith("--")):
+            self.add_argument(flag.option, dest=flag.dest, nargs=flag.nargs, type=kinds[flag.kind], action=_Record)
+
+    def error(self, message: str) -> NoReturn:
+        raise MegatronError(message.removeprefix("argument "))
+
+
+@functools.cache
+def _parser(release: str) -> _Parser:
+    return _Parser(_table(release))
+
+
+def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
     """Cut a command line as argparse without abbreviations does; joined, the tokens' words are the input.
 
     Unknown flags, their values and stray words become tokens of one word each. After a bare `--` nothing is a flag.
 
     Raises:
-        MegatronError: a known flag has too few values, or a value where it takes none.
+        MegatronError: a known flag has too few values or one of another type, or a value where it takes none.
 
     """
+    end = list(words).index("--") if "--" in words else len(words)
+    seen = argparse.Namespace(found=[])
+    _parser(known_release(version)).parse_known_args(list(words[:end]), seen)
+    table = flag_table(version)
     tokens = []
     place = 0
-    end = list(words).index("--") if "--" in words else len(words)
-    while place < end:
-        option, explicit = _split(words[place], table)
-        if option is None:
+    for option, value in seen.found:
+        while words[place].partition("=")[0] != option:
             tokens.append(Token(words=(words[place],)))
             place += 1
-            continue
         flag = table[option]
-        available = [] if explicit is not None else list(_values_after(words[place + 1 : end], table))
-        values = (explicit,) if explicit is not None else tuple(available[: _most(flag)])
-        _check_count(flag, values, explicit)
-        size = 1 if explicit is not None else 1 + len(values)
-        tokens.append(Token(words=tuple(words[place : place + size]), flag=flag, values=values))
-        place += size
-    return (*tokens, *(Token(words=(word,)) for word in words[end:]))
-
-
-def _split(word: str, table: Mapping[str, Flag]) -> tuple[str | None, str | None]:
-    """The known option of a word, and its value if it stands behind an equals sign."""
-    if word in table:
-        return word, None
-    option, equals, value = word.partition("=")
-    if equals and option.startswith("-") and option in table:
-        return option, value
-    return None, None
-
-
-def _is_value(word: str, table: Mapping[str, Flag]) -> bool:
-    """Whether argparse would take a word as a value rather than as a flag."""
-    if not word.startswith("-") or word == "-":
-        return True
-    if _split(word, table)[0] is not None:
-        return False
-    return NEGATIVE_NUMBER.fullmatch(word) is not None or " " in word
-
-
-def _values_after(words: Sequence[str], table: Mapping[str, Flag]) -> Iterator[str]:
-    for word in words:
-        if not _is_value(word, table):
-            return
-        yield word
-
-
-def _most(flag: Flag) -> int | None:
-    if flag.nargs in ("+", "*"):
-        return None
-    return 1 if flag.nargs is None else int(flag.nargs)
-
-
-def _check_count(flag: Flag, values: tuple[str, ...], explicit: str | None) -> None:
-    if flag.nargs == 0 and explicit is not None:
-        raise MegatronError(f"{flag.option}={explicit}: {flag.option} takes no value; write it alone")
-    least = 0 if flag.nargs == "*" else 1 if flag.nargs in ("+", None) else int(flag.nargs)
-    if len(values) < least:
-        found = f"got {' '.join(values)!r}" if values else "got none"
-        raise MegatronError(f"{flag.option} needs {least} value{'s' if least != 1 else ''}, {found}")
+        count = len(value) if isinstance(value, list) else 1
+        after = place + (1 if words[place] != option else 1 + count)
+        stored = flag.constant if flag.nargs == 0 else value
+        tokens.append(Token(words=tuple(words[place:after]), flag=flag, value=stored))
+        place = after
+    return (*tokens, *(Token(words=(word,)) for word in words[place:]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,10 +181,7 @@ class Arguments:
     @classmethod
     def parse(cls, words: Sequence[str], version: str) -> Arguments:
         """Read a command line; raises MegatronError where Megatron's parser would refuse it."""
-        tokens = tokenise(words, flag_table(version))
-        for token in tokens:
-            _value(token)  # Megatron's parser converts, and refuses, also what a later flag replaces
-        return cls(tokens=tokens, version=version)
+        return cls(tokens=tokenise(words, version), version=version)
 
     @property
     def table(self) -> Mapping[str, Flag]:
@@ -210,7 +201,7 @@ class Arguments:
         """What Megatron's parser would store: the last value wins; None for what this release does not know."""
         for token in reversed(self.tokens):
             if token.dest == dest:
-                return _value(token)
+                return token.value
         return next((flag.default for flag in self.table.values() if flag.dest == dest), None)
 
     def size(self, dest: str, *, default: int = 1) -> int:
@@ -231,9 +222,8 @@ class Arguments:
 
     def with_flag(self, option: str, *values: str) -> Arguments:
         """Give a flag, in place of its last occurrence if there is one, else at the end (but before a bare `--`)."""
-        flag = self.table[option]
-        new = Token(words=(option, *values), flag=flag, values=values)
-        places = [i for i, token in enumerate(self.tokens) if token.dest == flag.dest]
+        (new,) = tokenise((option, *values), self.version)
+        places = [i for i, token in enumerate(self.tokens) if token.dest == new.dest]
         if places:
             tokens = (*self.tokens[: places[-1]], new, *self.tokens[places[-1] + 1 :])
         else:
@@ -245,29 +235,3 @@ class Arguments:
         """Delete every flag of these destinations."""
         kept = tuple(token for token in self.tokens if token.dest not in dests)
         return Arguments(tokens=kept, version=self.version)
-
-
-def _value(token: Token) -> Any:
-    flag = token.flag
-    if flag is None:
-        return None
-    if flag.action in ("store_true", "store_false"):
-        return flag.action == "store_true"
-    if flag.action == "boolean_optional":
-        return not flag.option.startswith("--no-")
-    if flag.action == "help":
-        return True
-    values = [_convert(flag, text) for text in token.values]
-    return values[0] if flag.nargs is None else values
-
-
-def _convert(flag: Flag, text: str) -> Any:
-    if flag.kind == "bool":
-        return bool(text)
-    if flag.kind is None:
-        return text
-    try:
-        return int(text) if flag.kind == "int" else float(text)
-    except ValueError:
-        kind = "a whole number" if flag.kind == "int" else "a number"
-        raise MegatronError(f"{flag.option} {text}: {text!r} is not {kind}") from None

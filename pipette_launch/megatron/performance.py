@@ -69,7 +69,7 @@ DESTS = {
 def performance_flags(arguments: Arguments) -> tuple[str, ...]:
     """Each such flag as `--flag value`, as it counts (the last of several), sorted."""
     last = {
-        token.flag.dest: " ".join((token.flag.option, *token.values))
+        token.flag.dest: " ".join((*token.words[0].split("=", 1), *token.words[1:]))
         for token in arguments.tokens
         if token.flag and token.flag.dest in DESTS
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from pipette_launch.errors import MegatronError, UsageError
@@ -26,6 +26,25 @@ SHORT_NAMES = {
 ELEMENTWISE = ("adam", "sgd", "lion")
 """Optimizers that treat every weight alone, so that no cut of a matrix changes what they do."""
 OPTIMIZER_FIELDS = ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer")
+HELD_BY: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
+    (
+        (
+            "use_precision_aware_optimizer",
+            "fp8_param_gather",
+            "optimizer_cpu_offload",
+            "overlap_param_gather_with_optimizer_step",
+        ),
+        OPTIMIZER_FIELDS,
+        ": the distributed optimizer stays",
+    ),
+    (
+        ("distribute_saved_activations", "enable_cuda_graph", "moe_layer_recompute"),
+        ("recompute",),
+        ": recompute stays",
+    ),
+    (("data_parallel_random_init",), ("dp",), " seeds each data-parallel rank apart: dp stays"),
+)
+"""Destinations of flags that hold layout fields wherever they are on, and the reason behind the flag."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,81 +72,61 @@ def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-REFUSED: tuple[tuple[str, str], ...] = (
-    ("local_rank", "a rank's device is the launcher's to choose; remove it, LOCAL_RANK in the environment says it"),
-    ("yaml_cfg", "the file outranks the command line, which is all that a plan rewrites; give its values as flags"),
-    (
-        "multi_latent_attention",
-        "the probes cannot time multi-latent attention; `pipette predict` and `pipette plan --gpu` read it",
-    ),
-    (
-        "mtp_num_layers",
-        "the probes cannot time multi-token prediction; `pipette predict` and `pipette plan --gpu` read it",
-    ),
-    ("hybrid_layer_pattern", "hybrid models are not modelled"),
-    ("hybrid_override_pattern", "hybrid models are not modelled"),
-    ("is_hybrid_model", "hybrid models are not modelled"),
-    ("experimental_attention_variant", "this attention is not modelled"),
-    ("linear_attention_freq", "linear attention is not modelled"),
-    ("heterogeneous_layers_config_path", "layers of different shapes are not modelled"),
-    ("heterogeneous_layers_config_encoded_json", "layers of different shapes are not modelled"),
-    ("moe_latent_size", "latent experts are not modelled"),
-    ("enable_mhc_connections", "hyper-connections are not modelled"),
-    ("use_legacy_models", "only Megatron-Core's models are modelled"),
-    ("decoder_num_layers", "encoder-decoder models are not modelled"),
-    ("decoder_seq_length", "encoder-decoder models are not modelled"),
-    ("vision_pretraining", "vision models are not modelled"),
-    ("img_h", "vision models are not modelled"),
-    ("retro_project_dir", "retrieval models are not modelled"),
-    ("ict_head_size", "biencoders are not modelled"),
-    ("perform_rl_step", "reinforcement learning steps are not modelled"),
-    ("skip_train", "nothing is trained, so there is nothing to plan"),
-    ("fake_process_group", "one process plays all ranks, so there is nothing to place"),
-    ("fine_grained_activation_offloading", "what it moves to the host is not modelled: peaks came out twice as high"),
-    ("use_torch_fsdp2", "FSDP is not modelled"),
-    ("use_megatron_fsdp", "FSDP is not modelled"),
-    ("hybrid_context_parallel", "dynamic context parallelism is not modelled"),
-    ("tensor_parallel_num_weight_shards", "weight shards beyond tensor parallelism are not modelled"),
-    ("expert_tensor_parallel_num_weight_shards", "weight shards beyond tensor parallelism are not modelled"),
-    ("step_batch_size_schedule", "a global batch size that changes by a schedule cannot be pinned"),
-    ("inprocess_restart", "a restart inside the process re-assigns ranks and would lose the placement"),
-    ("batch_size", "no longer valid in Megatron; use --micro-batch-size"),
-    ("model_parallel_size", "no longer valid in Megatron; use --tensor-model-parallel-size"),
-)
-"""Destinations that, when given and not off, mean a job that is not planned."""
-REFUSED_VALUES: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("non_persistent_ckpt_type", ("local",), "local checkpoints need the same rank on the same host at every start"),
-    ("dataloader_type", ("external",), "what an external data loader gives to each rank is unknown"),
-    ("position_embedding_type", ("relative", "mrope"), "these position embeddings are not modelled"),
-)
-REFUSED_ON_GPU: tuple[tuple[str, tuple[str, ...] | None, str], ...] = (
-    ("tp_comm_overlap", None, "userbuffers tie tensor-parallel groups to hosts, which a placement does not promise"),
-    (
-        "moe_token_dispatcher_type",
-        ("flex",),
-        "this dispatcher ties blocks of expert-parallel ranks to hosts, which a placement does not promise",
-    ),
-)
-
-
-PREDICTED = frozenset(
-    {
-        "dataloader_type",
-        "inprocess_restart",
-        "local_rank",
-        "moe_token_dispatcher_type",
-        "mtp_num_layers",
-        "multi_latent_attention",
-        "non_persistent_ckpt_type",
-        "step_batch_size_schedule",
-        "tp_comm_overlap",
-    }
-)
-"""Destinations that keep a job from being planned or placed, though what it holds and costs can be told."""
-
-
-UNTIMED = frozenset({"mtp_num_layers", "multi_latent_attention"})
-"""Destinations of models whose layers no probe can time; on imagined machines they can be planned."""
+REFUSED = {
+    "yaml_cfg": "the file outranks the command line, which is all that a plan rewrites; give its values as flags",
+    "hybrid_layer_pattern": "hybrid models are not modelled",
+    "hybrid_override_pattern": "hybrid models are not modelled",
+    "is_hybrid_model": "hybrid models are not modelled",
+    "experimental_attention_variant": "this attention is not modelled",
+    "linear_attention_freq": "linear attention is not modelled",
+    "heterogeneous_layers_config_path": "layers of different shapes are not modelled",
+    "heterogeneous_layers_config_encoded_json": "layers of different shapes are not modelled",
+    "moe_latent_size": "latent experts are not modelled",
+    "enable_mhc_connections": "hyper-connections are not modelled",
+    "use_legacy_models": "only Megatron-Core's models are modelled",
+    "decoder_num_layers": "encoder-decoder models are not modelled",
+    "decoder_seq_length": "encoder-decoder models are not modelled",
+    "vision_pretraining": "vision models are not modelled",
+    "img_h": "vision models are not modelled",
+    "retro_project_dir": "retrieval models are not modelled",
+    "ict_head_size": "biencoders are not modelled",
+    "perform_rl_step": "reinforcement learning steps are not modelled",
+    "skip_train": "nothing is trained, so there is nothing to plan",
+    "fake_process_group": "one process plays all ranks, so there is nothing to place",
+    "fine_grained_activation_offloading": "what it moves to the host is not modelled: peaks came out twice as high",
+    "use_torch_fsdp2": "FSDP is not modelled",
+    "use_megatron_fsdp": "FSDP is not modelled",
+    "hybrid_context_parallel": "dynamic context parallelism is not modelled",
+    "tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
+    "expert_tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
+    "batch_size": "no longer valid in Megatron; use --micro-batch-size",
+    "model_parallel_size": "no longer valid in Megatron; use --tensor-model-parallel-size",
+    "position_embedding_type=relative": "these position embeddings are not modelled",
+    "position_embedding_type=mrope": "these position embeddings are not modelled",
+}
+"""Destinations (or a destination's value) that, when given and not off, mean a job of which nothing is known."""
+UNPLANNED = {
+    "local_rank": "a rank's device is the launcher's to choose; remove it, LOCAL_RANK in the environment says it",
+    "step_batch_size_schedule": "a global batch size that changes by a schedule cannot be pinned",
+    "inprocess_restart": "a restart inside the process re-assigns ranks and would lose the placement",
+    "non_persistent_ckpt_type=local": "local checkpoints need the same rank on the same host at every start",
+    "dataloader_type=external": "what an external data loader gives to each rank is unknown",
+}
+"""The same of jobs that are not planned, though what they hold and cost can be told."""
+UNTIMED = {
+    dest: f"the probes cannot time {name}; `pipette predict` and `pipette plan --gpu` read it"
+    for dest, name in (
+        ("multi_latent_attention", "multi-latent attention"),
+        ("mtp_num_layers", "multi-token prediction"),
+    )
+}
+"""The same of models whose layers no probe can time; on imagined machines they can be planned."""
+UNPLACED = {
+    "tp_comm_overlap": "userbuffers tie tensor-parallel groups to hosts, which a placement does not promise",
+    "moe_token_dispatcher_type=flex": "this dispatcher ties blocks of expert-parallel ranks to hosts, which a "
+    "placement does not promise",
+}
+"""The same of jobs on GPUs that cannot be placed."""
 
 
 def check_planned(
@@ -136,35 +135,54 @@ def check_planned(
     """Raise MegatronError for a job that is not planned (or not even predicted), with the flag and the reason.
 
     The launcher then trains with the user's own configuration, as torchrun would, and shows the reason.
+
+    Args:
+        arguments: the job's flags.
+        device_kind: `cuda` or `cpu`.
+        for_prediction: refuse only what nothing can be said of.
+        without_probes: the plan rests on no probe of this job's layers.
+
     """
-    for dest, reason in REFUSED:
-        if (for_prediction and dest in PREDICTED) or (without_probes and dest in UNTIMED):
-            continue
-        if arguments.is_given(dest) and (arguments.get(dest) or dest == "local_rank"):
+    refused = dict(REFUSED)
+    if not for_prediction:
+        refused |= UNPLANNED
+        refused |= {} if without_probes else UNTIMED
+        refused |= UNPLACED if device_kind == "cuda" else {}
+    for key, reason in refused.items():
+        dest, _, refused_value = key.partition("=")
+        value = arguments.get(dest)
+        # A local rank of 0 is one, too.
+        is_on = arguments.is_given(dest) and bool(value or dest == "local_rank")
+        if value == refused_value if refused_value else is_on:
             raise MegatronError(f"{arguments.shown(dest)}: {reason}")
-    spec = arguments.get("spec")
-    if spec and spec != ["local"]:
+    if arguments.get("spec") not in (None, [], ["local"]):
         raise MegatronError(f"{arguments.shown('spec')}: layers of a module of your own are not modelled")
-    for dest, values, reason in REFUSED_VALUES:
-        if arguments.get(dest) in values and not (for_prediction and dest in PREDICTED):
-            raise MegatronError(f"{arguments.shown(dest)}: {reason}")
-    if device_kind == "cuda":
-        for dest, bad, reason in REFUSED_ON_GPU:
-            value = arguments.get(dest)
-            if value and (bad is None or value in bad) and not for_prediction:
-                raise MegatronError(f"{arguments.shown(dest)}: {reason}")
 
 
 def pins(arguments: Arguments, own: Layout, device_kind: str) -> Iterator[Pin]:
     """What must stay as the user has it for the job to learn the same, or to run at all."""
-    for rule in (_data, _loss, _experts, _optimizer, _devices, _randomness):
-        yield from rule(arguments, own, device_kind)
+    yield from _data(arguments, own)
+    if arguments.get("num_experts"):
+        yield from _experts(arguments)
+    kind = arguments.get("optimizer")
+    if kind not in ELEMENTWISE:
+        # Muon and its kin orthogonalise whole matrices, or the shards that tensor parallelism leaves of them.
+        yield Pin(
+            fields=(*OPTIMIZER_FIELDS, "etp", "tp"),
+            note=f"{arguments.shown('optimizer')} works on matrices: tp, etp and the distributed optimizer stay",
+        )
+    elif kind != "adam":
+        yield Pin(fields=OPTIMIZER_FIELDS, note=f"{arguments.shown('optimizer')}: the distributed optimizer stays")
+    if device_kind == "cpu":
+        yield Pin(fields=("cp",), note="context parallelism needs Transformer Engine, and so a GPU: cp stays 1 on CPU")
+    for dests, held, reason in HELD_BY:
+        for dest in dests:
+            if arguments.get(dest):
+                yield Pin(fields=held, note=f"{arguments.shown(dest)}{reason}")
 
 
-Rule = Callable[[Arguments, Layout, str], Iterator[Pin]]
-
-
-def _data(arguments: Arguments, own: Layout, _device_kind: str) -> Iterator[Pin]:
+def _data(arguments: Arguments, own: Layout) -> Iterator[Pin]:
+    """What depends on the order of the samples, and on how the loss averages them."""
     if arguments.get("dataloader_type") == "cyclic":
         yield Pin(
             fields=("dp", "micro_batch_size"),
@@ -177,10 +195,7 @@ def _data(arguments: Arguments, own: Layout, _device_kind: str) -> Iterator[Pin]
             fields=held,
             note=f"{arguments.shown('rampup_batch_size')} must divide at every step: {', '.join(held)} stay",
         )
-
-
-def _loss(arguments: Arguments, _own: Layout, _device_kind: str) -> Iterator[Pin]:
-    """The loss is a mean of micro-batch means: with unequally many tokens in each, their size is part of it."""
+    # The loss is a mean of micro-batch means: with unequally many tokens in each, their size is part of it.
     uneven = next((dest for dest in ("eod_mask_loss", "sft", "fim_data") if arguments.get(dest)), None)
     if uneven and not arguments.get("calculate_per_token_loss"):
         yield Pin(
@@ -190,9 +205,7 @@ def _loss(arguments: Arguments, _own: Layout, _device_kind: str) -> Iterator[Pin
         )
 
 
-def _experts(arguments: Arguments, _own: Layout, _device_kind: str) -> Iterator[Pin]:
-    if not arguments.get("num_experts"):
-        return
+def _experts(arguments: Arguments) -> Iterator[Pin]:
     balancing = _as_list(arguments.get("moe_router_load_balancing_type"))
     weights = _as_list(arguments.get("moe_aux_loss_coeff"))
     shown = arguments.shown("moe_router_load_balancing_type")
@@ -206,36 +219,6 @@ def _experts(arguments: Arguments, _own: Layout, _device_kind: str) -> Iterator[
             note=f"{arguments.shown('moe_expert_capacity_factor')} drops tokens by each rank's own count: "
             f"cp, ep, etp, micro-batch and tp stay",
         )
-
-
-def _optimizer(arguments: Arguments, _own: Layout, _device_kind: str) -> Iterator[Pin]:
-    kind = arguments.get("optimizer")
-    if kind in ELEMENTWISE and kind != "adam":
-        yield Pin(fields=OPTIMIZER_FIELDS, note=f"{arguments.shown('optimizer')}: the distributed optimizer stays")
-    elif kind != "adam":
-        # Muon and its kin orthogonalise whole matrices, or the shards that tensor parallelism leaves of them.
-        yield Pin(
-            fields=(*OPTIMIZER_FIELDS, "etp", "tp"),
-            note=f"{arguments.shown('optimizer')} works on matrices: tp, etp and the distributed optimizer stay",
-        )
-    keeps = ("use_precision_aware_optimizer", "fp8_param_gather", "optimizer_cpu_offload")
-    for dest in (*keeps, "overlap_param_gather_with_optimizer_step"):
-        if arguments.get(dest):
-            yield Pin(fields=OPTIMIZER_FIELDS, note=f"{arguments.shown(dest)}: the distributed optimizer stays")
-
-
-def _devices(arguments: Arguments, _own: Layout, device_kind: str) -> Iterator[Pin]:
-    if device_kind == "cpu":
-        yield Pin(fields=("cp",), note="context parallelism needs Transformer Engine, and so a GPU: cp stays 1 on CPU")
-    keeps = ("distribute_saved_activations", "enable_cuda_graph")
-    for dest in (*keeps, "moe_layer_recompute"):
-        if arguments.get(dest):
-            yield Pin(fields=("recompute",), note=f"{arguments.shown(dest)}: recompute stays")
-
-
-def _randomness(arguments: Arguments, _own: Layout, _device_kind: str) -> Iterator[Pin]:
-    if arguments.get("data_parallel_random_init"):
-        yield Pin(fields=("dp",), note="--data-parallel-random-init seeds each data-parallel rank apart: dp stays")
 
 
 def _as_list(value: object) -> list[object]:

@@ -6,6 +6,7 @@ learning rate, the data and their index files are those of the training; whateve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,75 +15,21 @@ from pipette_launch.megatron.flags import Arguments
 
 WRITERS = (
     # Checkpoints, and what goes into their folder.
-    "save",
-    "save_interval",
-    "save_retain_interval",
-    "save_activations_interval",
-    "save_dgrads_interval",
-    "save_params_interval",
-    "save_tokens_per_expert_interval",
-    "save_wgrads_interval",
-    "async_save",
-    "use_persistent_ckpt_worker",
-    "ckpt_pg_tensors_cache_create",
-    "non_persistent_ckpt_type",
-    "non_persistent_global_ckpt_dir",
-    "non_persistent_local_ckpt_algo",
-    "non_persistent_local_ckpt_dir",
-    "non_persistent_save_interval",
-    "calc_ft_timeouts",
-    "log_progress",
-    "result_rejected_tracker_filename",
+    *("save", r"save_\w*interval", "async_save", r"non_persistent_\w+", "use_persistent_ckpt_worker"),
+    *("ckpt_pg_tensors_cache_create", "calc_ft_timeouts", "log_progress", "result_rejected_tracker_filename"),
     # Loggers that write elsewhere.
-    "tensorboard_dir",
-    "wandb_entity",
-    "wandb_exp_name",
-    "wandb_project",
-    "wandb_save_dir",
-    "inference_wandb_logging",
-    "one_logger_async",
-    "one_logger_project",
-    "one_logger_run_name",
-    "otel_enabled",
-    "otel_service_name",
-    "otel_span_groups",
+    *("tensorboard_dir", r"wandb_\w+", "inference_wandb_logging", r"one_logger_\w+", r"otel_\w+"),
     # Profiles, traces, dumps.
-    "profile",
-    "use_pytorch_profiler",
-    "pytorch_profiler_collect_callstack",
-    "pytorch_profiler_collect_chakra",
-    "pytorch_profiler_collect_shapes",
-    "record_shapes",
-    "record_memory_history",
-    "config_logger_dir",
-    "dump_param_to_param_group_map",
-    "flight_recorder_dump_path",
-    "logits_save_dir",
-    "logits_save_dtype",
-    "logits_save_top_k",
-    "logits_save_top_p",
-    "logits_save_top_p_min_k",
-    "moe_routing_trace_capture_hidden_states",
-    "moe_routing_trace_capture_logits",
-    "moe_routing_trace_dump_weights",
-    "moe_routing_trace_max_training_iters",
-    "moe_routing_trace_path",
-    "rl_profile",
-    "rl_profile_dir",
+    *("profile", "use_pytorch_profiler", r"pytorch_profiler_\w+", "record_shapes", "record_memory_history"),
+    *("config_logger_dir", "dump_param_to_param_group_map", "flight_recorder_dump_path", r"logits_save_\w+"),
+    *(r"moe_routing_trace_\w+", "rl_profile", "rl_profile_dir"),
 )
-"""Where Megatron stores the flags that make a script leave something behind."""
-ENDS = (
-    "adlr_autoresume",
-    "exit_duration_in_mins",
-    "exit_interval",
-    "exit_signal",
-    "exit_signal_handler",
-    "exit_signal_handler_for_dataloader",
-    "exit_signal_handler_for_training",
-)
+"""Where Megatron stores the flags that make a script leave something behind, as regular expressions."""
+ENDS = ("adlr_autoresume", "exit_duration_in_mins", "exit_interval", r"exit_signal\w*")
 """Flags by which a script decides itself when to end: a trial is ended from outside."""
 GROWING = ("rampup_batch_size",)
 """A training that begins with small batches is tried with the batches on which it will spend its time."""
+TAKEN_OUT = re.compile("|".join((*WRITERS, *ENDS, *GROWING)))
 REFUSED: tuple[tuple[str, str], ...] = (
     ("ckpt_convert_format", "the script converts a checkpoint and trains nothing"),
     ("moe_use_upcycling", "the script first writes an upcycled checkpoint"),
@@ -121,17 +68,14 @@ def trial_arguments(arguments: Sequence[str], version: str) -> TrialWords:
     for dest, why in REFUSED:
         if given.is_given(dest):
             raise MegatronError(f"{given.shown(dest)}: {why}, so that a short run would not be thrown away")
-    logs_elsewhere = any(given.is_given(dest) for dest in WRITERS if dest.startswith("one_logger"))
-    tried = given.without(*WRITERS, *ENDS, *GROWING)
-    if logs_elsewhere:
+    dests = {token.dest for token in given.tokens if token.dest}
+    tried = given.without(*(dest for dest in dests if TAKEN_OUT.fullmatch(dest)))
+    if any(dest.startswith("one_logger_") for dest in dests):
         tried = tried.with_flag("--no-one-logger")
     if tried.get("log_interval") != 1:
         tried = tried.with_flag("--log-interval", "1")
-    return TrialWords(tried.words, _warm_ups(given))
-
-
-def _warm_ups(given: Arguments) -> int:
-    """CUDA graphs are captured after iterations of their own."""
+    # CUDA graphs are captured after iterations of their own.
     captures = given.get("enable_cuda_graph") or given.get("external_cuda_graph")
     captures = captures or given.get("cuda_graph_impl") not in (None, "none")
-    return max(WARM_UPS, 1 + (given.get("cuda_graph_warmup_steps") or 0)) if captures else WARM_UPS
+    capture_warm_ups = 1 + (given.get("cuda_graph_warmup_steps") or 0) if captures else 0
+    return TrialWords(tried.words, max(WARM_UPS, capture_warm_ups))

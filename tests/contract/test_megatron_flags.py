@@ -12,7 +12,7 @@ from pipette_launch.megatron.checkpoint.metadata import NAMES
 from pipette_launch.megatron.chunks import SPLIT_DESTS
 from pipette_launch.megatron.flags import flag_table, releases
 from pipette_launch.megatron.performance import DESTS
-from pipette_launch.megatron.pins import REFUSED, REFUSED_ON_GPU, REFUSED_VALUES
+from pipette_launch.megatron.pins import HELD_BY, REFUSED, UNPLACED, UNPLANNED, UNTIMED
 
 ONE, NONE = ("store", None), ("store_true", 0)
 WRITTEN = {
@@ -58,6 +58,9 @@ NOT_EVERYWHERE = {
 """Destinations that we read and that some releases lack; there `Arguments.get` gives None, which means off."""
 
 
+REFUSED_DESTS = [key.partition("=")[0] for key in (*REFUSED, *UNPLANNED, *UNTIMED, *UNPLACED)]
+
+
 def dests(release: str) -> set[str]:
     """Every destination of a release."""
     return {flag.dest for flag in flag_table(release).values()}
@@ -100,7 +103,8 @@ def test_read_destinations_are_known() -> None:
 def test_tables_of_destinations_are_known() -> None:
     """No refusal and no performance flag is misspelt."""
     somewhere = set.union(*(dests(release) for release in releases()))
-    named = {row[0] for row in (*REFUSED, *REFUSED_VALUES, *REFUSED_ON_GPU)} | DESTS | set(SPLIT_DESTS)
+    named = set(REFUSED_DESTS) | DESTS | set(SPLIT_DESTS)
+    named |= {dest for dests_of_row, *_ in HELD_BY for dest in dests_of_row}
 
     assert named <= somewhere
     # Megatron derives this one; it is in its namespace and so in its checkpoints.
@@ -120,6 +124,6 @@ def test_every_refusal_is_documented() -> None:
     """docs/command_line.md names each flag that leaves a job unplanned, and each that a plan writes."""
     text = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
     options = {flag.dest: option for release in releases() for option, flag in flag_table(release).items()}
-    refused = [options[row[0]] for row in (*REFUSED, *REFUSED_VALUES, *REFUSED_ON_GPU)]
+    refused = [options[dest] for dest in REFUSED_DESTS]
 
     assert [option for option in (*refused, *WRITTEN) if f"`{option}" not in text] == []

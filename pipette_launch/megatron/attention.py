@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts.machines.known_devices import compute_capability
@@ -11,7 +11,7 @@ from pipette_launch.megatron.flags import Arguments
 
 Backend = Literal["flash", "fused", "unfused", "local", "auto"]
 
-BACKENDS: tuple[Backend, ...] = ("flash", "fused", "unfused", "local", "auto")
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 VARIABLES: dict[str, tuple[Backend, ...]] = {
     "NVTE_FLASH_ATTN": ("flash", "auto"),
     "NVTE_FUSED_ATTN": ("fused", "auto"),
@@ -40,14 +40,17 @@ def read_backend(
         MegatronError: the flag is unknown, or Megatron would stop because the environment contradicts it.
 
     """
-    flag: Backend = arguments.get("attention_backend")
-    if flag not in BACKENDS:
-        raise MegatronError(
-            f"{arguments.shown('attention_backend')}: {flag!r} is not understood; known are {', '.join(BACKENDS)}"
-        )
+    flag = cast("Backend", arguments.choice("attention_backend", BACKENDS))
     if transformer_impl == "local":
         return flag
-    _check_environment(arguments, flag, environment)
+    # Megatron asserts the same (language_module.py, _set_attention_backend, core_v0.11 to core_v0.19).
+    for name, switched_on_by in VARIABLES.items():
+        wanted = "1" if flag in switched_on_by else "0"
+        if environment.get(name, wanted) != wanted:
+            raise MegatronError(
+                f"{name}={environment[name]} in the environment contradicts {arguments.shown('attention_backend')}, "
+                f"for which Megatron demands {wanted}; unset it and choose by --attention-backend"
+            )
     if flag != "auto":
         return flag
     if not (arguments.get("bf16") or arguments.get("fp16")):
@@ -58,14 +61,3 @@ def read_backend(
     if capability < _AMPERE:
         return "unfused"
     return "flash" if capability == _AMPERE else "fused"
-
-
-def _check_environment(arguments: Arguments, flag: Backend, environment: Mapping[str, str]) -> None:
-    """Refuse what Megatron asserts against (language_module.py, _set_attention_backend, core_v0.11 to core_v0.19)."""
-    for name, switched_on_by in VARIABLES.items():
-        wanted = "1" if flag in switched_on_by else "0"
-        if environment.get(name, wanted) != wanted:
-            raise MegatronError(
-                f"{name}={environment[name]} in the environment contradicts {arguments.shown('attention_backend')}, "
-                f"for which Megatron demands {wanted}; unset it and choose by --attention-backend"
-            )

@@ -11,7 +11,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NoReturn
@@ -212,6 +212,13 @@ class Arguments:
         if value < 1:
             raise MegatronError(f"{self.shown(dest)}: must be at least 1")
         return int(value)
+
+    def choice(self, dest: str, known: Collection[str]) -> str:
+        """Return one of some words; raises MegatronError for any other value."""
+        value: str = self.get(dest)
+        if value not in known:
+            raise MegatronError(f"{self.shown(dest)}: {value!r} is not understood; known are {', '.join(known)}")
+        return value
 
     def shown(self, dest: str) -> str:
         """The user's own words for a destination, for messages: `--micro-batch-size 4`; else its option string."""

@@ -14,6 +14,8 @@ GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 SIZE_DESTS = (TP, PP, CP, EP, ETP, GROUP_SIZE, *SPLIT_DESTS)
 SIZE_FIELDS = frozenset({"tp", "pp", "dp", "cp", "ep", "etp", "vpp", "layers_per_chunk", "microbatch_group_size"})
 """What `SIZE_DESTS` say of a layout."""
+SWITCHES = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "use_tp_pp_dp_mapping")
+"""Destinations that are fields of a layout."""
 OWN_MODULES_OF_TE = {"layernorm", "moe_act", "mla_up_proj"}
 """Recompute modules that crash without Transformer Engine (seen with megatron-core 0.16.1)."""
 
@@ -43,9 +45,15 @@ def read_recompute(arguments: Arguments) -> Recompute:
     return Recompute(granularity="full", method=method, num_layers=arguments.size("recompute_num_layers"))
 
 
+def known_dest(arguments: Arguments, dest: str) -> str:
+    """Return the destination that the user's flags fill: the layers' number and the length have old names, too."""
+    is_old = arguments.get(dest) is None and arguments.get(f"encoder_{dest}") is not None
+    return f"encoder_{dest}" if is_old else dest
+
+
 def num_layers_of(arguments: Arguments) -> int:
-    """Layers of the model; `--encoder-num-layers` is the old word for it."""
-    return arguments.size("num_layers" if arguments.get("num_layers") is not None else "encoder_num_layers")
+    """Layers of the model."""
+    return arguments.size(known_dest(arguments, "num_layers"))
 
 
 def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
@@ -82,11 +90,8 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
             micro_batch_size=arguments.size("micro_batch_size"),
             # Megatron drops the flag in silence at TP 1.
             sequence_parallel=bool(arguments.get("sequence_parallel")) and tp > 1,
-            use_distributed_optimizer=bool(arguments.get("use_distributed_optimizer")),
-            overlap_grad_reduce=bool(arguments.get("overlap_grad_reduce")),
-            overlap_param_gather=bool(arguments.get("overlap_param_gather")),
-            use_tp_pp_dp_mapping=bool(arguments.get("use_tp_pp_dp_mapping")),
             recompute=read_recompute(arguments),
+            **{dest: bool(arguments.get(dest)) for dest in SWITCHES},
         )
     except LayoutError as error:
         raise MegatronError(f"the job's own configuration: {error}") from error
@@ -96,7 +101,8 @@ def check_layout(
     layout: Layout, model: ModelSpec, arguments: Arguments, *, device_kind: str, global_batch_size: int
 ) -> None:
     """Raise MegatronError where Megatron itself would refuse this configuration, naming flag, value and remedy."""
-    _check_device(layout, device_kind)
+    if device_kind == "cpu":
+        _check_cpu(layout)
     _check_widths(layout, model, arguments)
     _check_experts(layout, model, arguments)
     _check_batch(layout, arguments, global_batch_size)
@@ -112,10 +118,8 @@ def _shown(arguments: Arguments, *dests: str) -> str:
     return " with ".join(given) or "the parallel sizes"
 
 
-def _check_device(layout: Layout, device_kind: str) -> None:
-    """Raise MegatronError for what needs Transformer Engine, and so a GPU, in a job on CPU."""
-    if device_kind != "cpu":
-        return
+def _check_cpu(layout: Layout) -> None:
+    """Raise MegatronError for what needs Transformer Engine, and so a GPU."""
     if layout.cp > 1:
         raise MegatronError(
             f"--context-parallel-size {layout.cp}: context parallelism needs Transformer Engine and so a GPU; "

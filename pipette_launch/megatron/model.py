@@ -10,7 +10,7 @@ from pipette_launch.errors import FactError, MegatronError
 from pipette_launch.facts import LatentAttention, ModelSpec
 from pipette_launch.megatron.attention import read_backend
 from pipette_launch.megatron.flags import Arguments
-from pipette_launch.megatron.layout import num_layers_of
+from pipette_launch.megatron.layout import known_dest, num_layers_of
 from pipette_launch.megatron.vocabulary import Vocabulary
 
 REQUIRED = (
@@ -21,18 +21,13 @@ REQUIRED = (
     "max_position_embeddings",
     "micro_batch_size",
 )
-OLD_WORDS = {"num_layers": "encoder_num_layers", "seq_length": "encoder_seq_length"}
 POSITIONS = {"learned_absolute": "learned_absolute", "rope": "rope", "yarn": "rope", "none": "none"}
 """Position embeddings, by what they cost; YaRN computes the same product as RoPE with other angles."""
 
 
 def check_required(arguments: Arguments) -> None:
     """Raise MegatronError naming every missing flag at once."""
-    missing = [
-        dest
-        for dest in REQUIRED
-        if arguments.get(dest) is None and (dest not in OLD_WORDS or arguments.get(OLD_WORDS[dest]) is None)
-    ]
+    missing = [dest for dest in REQUIRED if arguments.get(known_dest(arguments, dest)) is None]
     if missing:
         flags = ", ".join(arguments.shown(dest) for dest in missing)
         raise MegatronError(f"the command line lacks {flags}; add what is missing to the script's arguments")
@@ -48,33 +43,36 @@ def read_model(
 ) -> ModelSpec:
     """Read the model's shape with Megatron's own defaults and derivations (`validate_args` of core_v0.16.1).
 
+    Args:
+        arguments: the job's flags.
+        vocabulary: what they say of the tokens.
+        device_kind: `cuda` or `cpu`.
+        environment: of the workers, for the variables that choose an attention backend.
+        device_name: of the GPUs; empty for unknown ones.
+
     Raises:
         MegatronError: a flag is missing, or the shape contradicts itself.
 
     """
-    check_required(arguments)
-    ffn = arguments.size("ffn_hidden_size", default=_default_ffn(arguments))
-    has_bias = bool(arguments.get("add_bias_linear"))
     # Transformer Engine needs CUDA: on CPU a layer can only be Megatron's own.
     known = ("local", "transformer_engine")
-    transformer_impl: Any = "local" if device_kind == "cpu" else _choice(arguments, "transformer_impl", known)
+    transformer_impl: Any = "local" if device_kind == "cpu" else arguments.choice("transformer_impl", known)
+    normalization: Any = arguments.choice("normalization", ("LayerNorm", "RMSNorm"))
+    has_bias = bool(arguments.get("add_bias_linear"))
     try:
         return ModelSpec(
-            num_layers=num_layers_of(arguments),
-            ffn_hidden_size=ffn,
-            **_heads(arguments),
-            **_lengths(arguments),
+            **_sizes(arguments),
             vocab_size=vocabulary.size,
             make_vocab_size_divisible_by=vocabulary.divisible_by,
             gated_linear_unit=bool(arguments.get("swiglu") or arguments.get("quick_geglu")),
-            normalization=_choice(arguments, "normalization", ("LayerNorm", "RMSNorm")),
+            normalization=normalization,
             add_bias_linear=has_bias,
             add_qkv_bias=has_bias or bool(arguments.get("add_qkv_bias")),
             position_embedding_type=_positions(arguments),
             untie_embeddings_and_output_weights=bool(arguments.get("untie_embeddings_and_output_weights")),
             attention_dropout=arguments.get("attention_dropout"),
             hidden_dropout=arguments.get("hidden_dropout"),
-            params_dtype=_dtype(arguments),
+            params_dtype="fp16" if arguments.get("fp16") else "bf16" if arguments.get("bf16") else "fp32",
             transformer_impl=transformer_impl,
             attention_backend=read_backend(
                 arguments, transformer_impl, environment=environment, device_name=device_name
@@ -82,83 +80,56 @@ def read_model(
             latent_attention=_latent_attention(arguments),
             mtp_num_layers=arguments.get("mtp_num_layers") or 0,
             qk_layernorm=bool(arguments.get("qk_layernorm")),
-            **_experts(arguments, ffn),
         )
     except FactError as error:
         raise MegatronError(f"the model's flags contradict each other: {error}") from error
 
 
-def _heads(arguments: Arguments) -> dict[str, Any]:
+def _sizes(arguments: Arguments) -> dict[str, Any]:
+    """Layers, widths, heads, lengths and experts, as fields of ModelSpec."""
+    if arguments.get("fp16") and arguments.get("bf16"):
+        raise MegatronError("--fp16 and --bf16 exclude each other; remove one")
     hidden, heads = arguments.size("hidden_size"), arguments.size("num_attention_heads")
     if arguments.get("kv_channels") is None and hidden % heads:
         raise MegatronError(
             f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; or give --kv-channels"
         )
-    return {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_query_groups": arguments.size("num_query_groups") if arguments.get("group_query_attention") else heads,
-        "kv_channels": arguments.size("kv_channels", default=hidden // heads),
-    }
-
-
-def _lengths(arguments: Arguments) -> dict[str, Any]:
-    seq_length = arguments.size("seq_length" if arguments.get("seq_length") is not None else "encoder_seq_length")
+    seq_length = arguments.size(known_dest(arguments, "seq_length"))
     positions = arguments.size("max_position_embeddings")
     if positions < seq_length:
         raise MegatronError(f"--max-position-embeddings {positions} is less than --seq-length {seq_length}")
-    return {"seq_length": seq_length, "max_position_embeddings": positions}
-
-
-def _default_ffn(arguments: Arguments) -> int:
-    """Four times the hidden size; with SwiGLU two thirds of that, rounded down to a multiple of 64."""
-    hidden = arguments.size("hidden_size")
-    return int((4 * hidden * 2 / 3) / 64) * 64 if arguments.get("swiglu") else 4 * hidden
-
-
-def _choice(arguments: Arguments, dest: str, known: tuple[str, ...]) -> Any:
-    value = arguments.get(dest)
-    if value not in known:
-        raise MegatronError(f"{arguments.shown(dest)}: {value!r} is not understood; known are {', '.join(known)}")
-    return value
-
-
-def _positions(arguments: Arguments) -> Any:
-    if arguments.get("use_rotary_position_embeddings"):
-        return "rope"
-    kind = arguments.get("position_embedding_type")
-    if kind not in POSITIONS:
-        raise MegatronError(f"{arguments.shown('position_embedding_type')}: {kind!r} is not understood")
-    return POSITIONS[kind]
-
-
-def _dtype(arguments: Arguments) -> Any:
-    if arguments.get("fp16") and arguments.get("bf16"):
-        raise MegatronError("--fp16 and --bf16 exclude each other; remove one")
-    return "fp16" if arguments.get("fp16") else "bf16" if arguments.get("bf16") else "fp32"
-
-
-def _latent_attention(arguments: Arguments) -> LatentAttention | None:
-    if not arguments.get("multi_latent_attention"):
-        return None
-    return LatentAttention(
-        q_lora_rank=arguments.get("q_lora_rank"),
-        kv_lora_rank=arguments.size("kv_lora_rank"),
-        qk_head_dim=arguments.size("qk_head_dim"),
-        qk_pos_emb_head_dim=arguments.size("qk_pos_emb_head_dim"),
-        v_head_dim=arguments.size("v_head_dim"),
-    )
-
-
-def _experts(arguments: Arguments, ffn: int) -> dict[str, Any]:
+    # With SwiGLU two thirds of the usual width, rounded down to a multiple of 64.
+    usual_ffn = int((4 * hidden * 2 / 3) / 64) * 64 if arguments.get("swiglu") else 4 * hidden
+    ffn = arguments.size("ffn_hidden_size", default=usual_ffn)
     num_experts = arguments.get("num_experts") or None
     return {
+        "num_layers": num_layers_of(arguments),
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "num_attention_heads": heads,
+        "num_query_groups": arguments.size("num_query_groups") if arguments.get("group_query_attention") else heads,
+        "kv_channels": arguments.size("kv_channels", default=hidden // heads),
+        "seq_length": seq_length,
+        "max_position_embeddings": positions,
         "num_experts": num_experts,
         "moe_layer_freq": _expert_layers(arguments) if num_experts else (),
         "moe_router_topk": arguments.size("moe_router_topk", default=2),
         "moe_ffn_hidden_size": arguments.size("moe_ffn_hidden_size", default=ffn),
         "moe_shared_expert_intermediate_size": arguments.get("moe_shared_expert_intermediate_size") or 0,
     }
+
+
+def _positions(arguments: Arguments) -> Any:
+    if arguments.get("use_rotary_position_embeddings"):
+        return "rope"
+    return POSITIONS[arguments.choice("position_embedding_type", POSITIONS)]
+
+
+def _latent_attention(arguments: Arguments) -> LatentAttention | None:
+    if not arguments.get("multi_latent_attention"):
+        return None
+    sizes = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    return LatentAttention(q_lora_rank=arguments.get("q_lora_rank"), **{dest: arguments.size(dest) for dest in sizes})
 
 
 def _expert_layers(arguments: Arguments) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from pipette_launch.megatron.flags import Arguments, known_release, likely_flag,
 from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, check_layout, read_layout
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import performance_flags
-from pipette_launch.megatron.pins import Pin, check_planned, fixed_fields, pins
+from pipette_launch.megatron.pins import check_planned, fixed_fields, pins
 from pipette_launch.megatron.vocabulary import read_vocabulary
 
 
@@ -51,31 +51,28 @@ def read_job(
 
     """
     fixed = fixed_fields(fix)
+    environment = environment or {}
     given = Arguments.parse(arguments, megatron_version)
     check_planned(given, device_kind, for_prediction=for_prediction, without_probes=without_probes)
     check_required(given)
     vocabulary = read_vocabulary(given)
-    model = read_model(
-        given, vocabulary, device_kind=device_kind, environment=environment or {}, device_name=device_name
-    )
+    model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, device_name=device_name)
     flags_layout, refusal = _flags_layout(given, world_size, for_planning=for_planning)
-    batch = Batch(global_batch_size=_global_batch_size(given, flags_layout))
+    batch = _batch(given, flags_layout)
     demands = constraints.demands(given, flags_layout, num_layers=model.num_layers)
     own = demands.applied(flags_layout)
     if not for_planning:
         check_layout(own, model, given, device_kind=device_kind, global_batch_size=batch.global_batch_size)
     held = (*pins(given, own, device_kind), *demands.pins)
+    pinned = {*fixed, *(name for pin in held for name in pin.fields)}
+    # On CPU cp stays 1, whatever the user's sizes are.
+    if refusal and pinned & SIZE_FIELDS - ({"cp"} if device_kind == "cpu" else set()):
+        raise refusal
     notes = [vocabulary.note, *demands.notes, *(pin.note for pin in held), *_notes(given, own, flags_layout, refusal)]
     notes += _unknown(given) if for_prediction or for_planning else []
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
-    return Job(
-        model=model,
-        batch=batch,
-        own=own,
-        pinned=_pinned(fixed, held, refusal, device_kind),
-        notes=tuple(dict.fromkeys(note for note in notes if note)),
-        **_training(given, batch, environment or {}),
-    )
+    fields = {"model": model, "batch": batch, "own": own, **_training(given, batch, environment)}
+    return Job(**fields, pinned=tuple(sorted(pinned)), notes=tuple(dict.fromkeys(filter(None, notes))))
 
 
 def _flags_layout(given: Arguments, world_size: int, *, for_planning: bool) -> tuple[Layout, MegatronError | None]:
@@ -89,36 +86,13 @@ def _flags_layout(given: Arguments, world_size: int, *, for_planning: bool) -> t
         return read_layout(given.without(*SIZE_DESTS), world_size=world_size), error
 
 
-def _pinned(
-    fixed: Sequence[str], held: Sequence[Pin], refusal: MegatronError | None, device_kind: str
-) -> tuple[str, ...]:
-    """Name what stays; raises the refusal of the user's sizes where one of them would have to."""
-    pinned = {*fixed, *(name for pin in held for name in pin.fields)}
-    # On CPU cp stays 1, whatever the user's sizes are.
-    if refusal is not None and pinned & SIZE_FIELDS - ({"cp"} if device_kind == "cpu" else set()):
-        raise refusal
-    return tuple(sorted(pinned))
+def _batch(given: Arguments, own: Layout) -> Batch:
+    """Megatron's default is one micro-batch on each replica of the user's own layout."""
+    return Batch(global_batch_size=given.size("global_batch_size", default=own.micro_batch_size * own.dp))
 
 
 def _training(given: Arguments, batch: Batch, environment: Mapping[str, str]) -> dict[str, Any]:
     """What a step does beside the model's passes, how many there are, which are printed, and by which release."""
-    return {
-        "megatron_version": given.version,
-        "grad_reduce_in_bf16": bool(given.get("grad_reduce_in_bf16")),
-        "optimizer": given.get("optimizer"),
-        "performance_flags": performance_flags(given),
-        "log_interval": given.size("log_interval"),
-        "train_iters": _train_iters(given, batch),
-        "cublas_workspace_config": environment.get("CUBLAS_WORKSPACE_CONFIG", ""),
-    }
-
-
-def _global_batch_size(given: Arguments, own: Layout) -> int:
-    """Megatron's default is one micro-batch on each replica of the user's own layout."""
-    return given.size("global_batch_size", default=own.micro_batch_size * own.dp)
-
-
-def _train_iters(given: Arguments, batch: Batch) -> int:
     iterations, samples = given.get("train_iters"), given.get("train_samples")
     if iterations and samples:
         raise MegatronError(
@@ -128,7 +102,15 @@ def _train_iters(given: Arguments, batch: Batch) -> int:
         raise MegatronError("the command line lacks --train-iters (or --train-samples); add one")
     if given.get("rampup_batch_size") and not samples:
         raise MegatronError(f"{given.shown('rampup_batch_size')} works only with --train-samples; remove one")
-    return int(iterations or 0) or -(-int(samples or 0) // batch.global_batch_size)
+    return {
+        "cublas_workspace_config": environment.get("CUBLAS_WORKSPACE_CONFIG", ""),
+        "megatron_version": given.version,
+        "grad_reduce_in_bf16": bool(given.get("grad_reduce_in_bf16")),
+        "optimizer": given.get("optimizer"),
+        "performance_flags": performance_flags(given),
+        "log_interval": given.size("log_interval"),
+        "train_iters": int(iterations or 0) or -(-int(samples or 0) // batch.global_batch_size),
+    }
 
 
 def _unknown(given: Arguments) -> list[str]:

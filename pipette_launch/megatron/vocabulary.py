@@ -80,8 +80,10 @@ def _count(arguments: Arguments, kind: str) -> tuple[int, bool]:
 
 def _count_file(arguments: Arguments, kind: str) -> tuple[int, bool] | None:
     if kind == "GPT2BPETokenizer":
-        counted = _json_entries(arguments.get("vocab_file"))
-        return (GPT2_TOKENS, False) if counted is None else (counted, True)
+        try:
+            return len(json.loads(Path(arguments.get("vocab_file")).read_text(encoding="utf-8"))), True
+        except (OSError, ValueError, TypeError):
+            return GPT2_TOKENS, False
     model = arguments.get("tokenizer_model")
     if model is None:
         return None
@@ -91,13 +93,6 @@ def _count_file(arguments: Arguments, kind: str) -> tuple[int, bool] | None:
         return None if not pieces else (pieces, kind != "SentencePieceTokenizer")
     entries = _tokenizer_json_tokens(Path(model))
     return None if entries is None else (entries, kind == "HuggingFaceTokenizer")
-
-
-def _json_entries(path: str | None) -> int | None:
-    try:
-        return len(json.loads(Path(path).read_text(encoding="utf-8"))) if path else None
-    except (OSError, ValueError):
-        return None
 
 
 def _tokenizer_json_tokens(path: Path) -> int | None:

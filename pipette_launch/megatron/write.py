@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.facts import Job, Layout, ModelSpec
+from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.megatron.chunks import read_chunks, write_chunks
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import CP, EP, ETP, GROUP_SIZE, PP, TP, read_recompute
@@ -19,6 +19,7 @@ SIZES = (
     ("micro_batch_size", "micro_batch_size", "--micro-batch-size"),
 )
 SWITCHES = (
+    ("sequence_parallel", "--sequence-parallel"),
     ("use_distributed_optimizer", "--use-distributed-optimizer"),
     ("overlap_grad_reduce", "--overlap-grad-reduce"),
     ("overlap_param_gather", "--overlap-param-gather"),
@@ -50,22 +51,25 @@ def write_arguments(arguments: Sequence[str], *, job: Job, layout: Layout) -> tu
     for name, dest, option in SIZES:
         if written.size(dest) != getattr(layout, name):
             written = written.with_flag(option, str(getattr(layout, name)))
-    written = _expert_tensor_size(written, layout, has_experts=bool(job.model.num_experts))
+    if written.size(ETP, default=layout.tp) != layout.etp:
+        is_default = layout.etp == layout.tp or not job.model.num_experts
+        etp = str(layout.etp)
+        written = written.without(ETP) if is_default else written.with_flag("--expert-tensor-parallel-size", etp)
     written = _chunks(written, layout, job.model.num_layers)
-    written = _switches(written, layout)
-    written = _recompute(written, layout)
-    written = _vocabulary(written, given, job.model, layout)
+    for name, option in SWITCHES:
+        is_on = getattr(layout, name)
+        # Megatron ignores --sequence-parallel at TP 1, so that it may stay there.
+        if bool(written.get(name)) != is_on and (layout.tp > 1 or name != "sequence_parallel"):
+            written = written.with_flag(option) if is_on else written.without(name)
+    written = _recompute(written, layout.recompute)
+    # Its padding takes part in the softmax, so the embedding stays as large as the user's own flags make it.
+    rows = job.model.padded_vocab_size(given.size(TP))
+    is_kept = rows == job.model.padded_vocab_size(layout.tp)
+    if not is_kept and rows % layout.tp == 0 and read_vocabulary(given).is_certain:
+        written = written.with_flag("--padded-vocab-size", str(rows))
     if not written.is_given("global_batch_size"):
         written = written.with_flag("--global-batch-size", str(job.batch.global_batch_size))
     return written.words
-
-
-def _expert_tensor_size(written: Arguments, layout: Layout, *, has_experts: bool) -> Arguments:
-    if written.size(ETP, default=layout.tp) == layout.etp:
-        return written
-    if layout.etp == layout.tp or not has_experts:
-        return written.without(ETP)
-    return written.with_flag("--expert-tensor-parallel-size", str(layout.etp))
 
 
 def _chunks(written: Arguments, layout: Layout, num_layers: int) -> Arguments:
@@ -77,29 +81,15 @@ def _chunks(written: Arguments, layout: Layout, num_layers: int) -> Arguments:
         written = write_chunks(
             written, pp=layout.pp, vpp=layout.vpp, chunks=layout.layers_per_chunk, num_layers=num_layers
         )
-    if written.size(GROUP_SIZE, default=0) == layout.microbatch_group_size:
+    size = layout.microbatch_group_size
+    if written.size(GROUP_SIZE, default=0) == size:
         return written
-    if layout.microbatch_group_size == 0:
+    if size == 0:
         return written.without(GROUP_SIZE)
-    return written.with_flag("--microbatch-group-size-per-virtual-pipeline-stage", str(layout.microbatch_group_size))
+    return written.with_flag("--microbatch-group-size-per-virtual-pipeline-stage", str(size))
 
 
-def _switches(written: Arguments, layout: Layout) -> Arguments:
-    # Megatron ignores the flag at TP 1, so that it may stay there.
-    if layout.tp > 1 and bool(written.get("sequence_parallel")) != layout.sequence_parallel:
-        written = _switched(written, "sequence_parallel", "--sequence-parallel", on=layout.sequence_parallel)
-    for name, option in SWITCHES:
-        if bool(written.get(name)) != getattr(layout, name):
-            written = _switched(written, name, option, on=getattr(layout, name))
-    return written
-
-
-def _switched(written: Arguments, dest: str, option: str, *, on: bool) -> Arguments:
-    return written.with_flag(option) if on else written.without(dest)
-
-
-def _recompute(written: Arguments, layout: Layout) -> Arguments:
-    wanted = layout.recompute
+def _recompute(written: Arguments, wanted: Recompute) -> Arguments:
     if read_recompute(written) == wanted:
         return written
     written = written.without(*RECOMPUTE_DESTS)
@@ -110,12 +100,3 @@ def _recompute(written: Arguments, layout: Layout) -> Arguments:
         written = written.with_flag("--recompute-method", wanted.method)
         return written.with_flag("--recompute-num-layers", str(wanted.num_layers))
     return written.with_flag("--recompute-modules", *wanted.modules) if wanted.modules else written
-
-
-def _vocabulary(written: Arguments, given: Arguments, model: ModelSpec, layout: Layout) -> Arguments:
-    """Keep the embedding as large as the user's own flags make it: its padding takes part in the softmax."""
-    rows = model.padded_vocab_size(given.size(TP))
-    is_certain = read_vocabulary(given).is_certain
-    if not is_certain or rows == model.padded_vocab_size(layout.tp) or rows % layout.tp:
-        return written
-    return written.with_flag("--padded-vocab-size", str(rows))

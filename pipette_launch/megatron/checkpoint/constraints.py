@@ -12,7 +12,7 @@ from pipette_launch.errors import FileFormatError, LayoutError, MegatronError
 from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.megatron.checkpoint.metadata import Saved, read_saved
 from pipette_launch.megatron.chunks import SPLIT_DESTS, read_chunks
-from pipette_launch.megatron.flags import Arguments, release_of, releases
+from pipette_launch.megatron.flags import Arguments, newest_release, release_of
 from pipette_launch.megatron.pins import OPTIMIZER_FIELDS, Pin
 
 RECORD_NAME = "pipette-plan.json"
@@ -28,7 +28,7 @@ class Demands:
 
     own: Mapping[str, Any]
     """Layout fields whose values the checkpoint dictates."""
-    pins: tuple[Pin, ...]
+    pins: tuple[Pin, ...] = ()
     notes: tuple[str, ...] = ()
 
     def applied(self, own: Layout) -> Layout:
@@ -52,23 +52,25 @@ class Demands:
             ) from error
 
 
-NONE = Demands(own={}, pins=())
-
-
 def record_path(arguments: Sequence[str]) -> Path | None:
     """Where the launcher writes the plan beside the checkpoints that it will make; None without `--save`.
 
     The record's `chosen` must be what really runs, also after a fallback.
     """
-    save = Arguments.parse(arguments, releases()[-1]).get("save")
+    save = Arguments.parse(arguments, newest_release()).get("save")
     return Path(save) / RECORD_NAME if save else None
 
 
 def saved_iteration(arguments: Sequence[str]) -> str:
     """The newest iteration that a checkpoint in the job's `--save` was written at, as Megatron notes it, or nothing."""
-    save = Arguments.parse(arguments, releases()[-1]).get("save")
+    path = record_path(arguments)
+    return _tracked(path.parent) if path else ""
+
+
+def _tracked(root: Path) -> str:
+    """What Megatron's tracker file in a folder of checkpoints says; empty where it cannot be read."""
     try:
-        return (Path(save) / TRACKER_NAME).read_text(encoding="utf-8").strip() if save else ""
+        return (root / TRACKER_NAME).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError):
         return ""
 
@@ -77,9 +79,10 @@ def checkpoint_folder(arguments: Arguments) -> tuple[Path, bool] | None:
     """The folder of the checkpoint that Megatron would load, and whether it loads the optimizer; None for a new run."""
     reads_optimizer = not (arguments.get("finetune") or arguments.get("no_load_optim"))
     for dest, optimizer in (("load", reads_optimizer), ("pretrained_checkpoint", False)):
-        root = arguments.get(dest)
-        folder = _latest(Path(root), arguments.get("ckpt_step")) if root else None
-        if folder:
+        root, step = arguments.get(dest), arguments.get("ckpt_step")
+        name = str(step) if step is not None else _tracked(Path(root)) if root else ""
+        folder = Path(root or "") / (f"iter_{int(name):07d}" if name.isdigit() else name)
+        if root and name and folder.is_dir():
             return folder, optimizer
     return None
 
@@ -95,33 +98,16 @@ def demands(arguments: Arguments, own: Layout, *, num_layers: int) -> Demands:
     """
     found = checkpoint_folder(arguments)
     if not found:
-        return NONE
+        return Demands(own={})
     folder, reads_optimizer = found
     if (folder / "metadata.json").is_file():
         return _distributed(arguments, own, folder, reads_optimizer=reads_optimizer, num_layers=num_layers)
-    ranks = [match for match in map(RANK_FOLDER.fullmatch, _names(folder)) if match]
+    ranks = [match for match in (RANK_FOLDER.fullmatch(path.name) for path in folder.iterdir()) if match]
     record, _ = _recorded(folder)
     if ranks:
         return _legacy(own, folder, ranks, record, reads_optimizer=reads_optimizer)
     note = f"{folder}: a checkpoint of an unknown format; everything that cuts the model stays"
     return Demands(own={}, pins=(Pin(fields=(*MODEL_FIELDS, "cp", *OPTIMIZER_FIELDS), note=note),))
-
-
-def _latest(root: Path, step: int | None) -> Path | None:
-    """The folder that the tracker file (or `--ckpt-step`) names, if it is there."""
-    if step is None:
-        try:
-            text = (root / TRACKER_NAME).read_text(encoding="utf-8").strip()
-        except OSError:
-            return None
-        name = f"iter_{int(text):07d}" if text.isdigit() else text
-    else:
-        name = f"iter_{step:07d}"
-    return root / name if name and (root / name).is_dir() else None
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def _recorded(folder: Path) -> tuple[Layout | None, str]:
@@ -163,7 +149,9 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
     """Weights reshard freely; the distributed optimizer's state only where it was saved so."""
     saved, sharding = read_saved(folder)
     record, problem = _recorded(folder)
-    written = _saved_layout(saved, num_layers, arguments.version) or _fields(record)
+    written = _saved_layout(saved, num_layers, arguments.version)
+    if record and not written:
+        written = {name: getattr(record, name) for name in (*MODEL_FIELDS, *OPTIMIZER_FIELDS)}
     source = (
         "the checkpoint" if "tensor_model_parallel_size" in saved else "the plan beside it" if record else "the flags"
     )
@@ -203,10 +191,6 @@ def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool
         return ("use_distributed_optimizer",)
     # Buckets must be equal too, and those depend on whether gradients are reduced early.
     return (*MODEL_FIELDS, *OPTIMIZER_FIELDS)
-
-
-def _fields(layout: Layout | None) -> dict[str, Any]:
-    return {} if layout is None else {name: getattr(layout, name) for name in (*MODEL_FIELDS, *OPTIMIZER_FIELDS)}
 
 
 def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Megatron's command line read into facts, and facts written back; the only room that knows a flag's name."""
 
-from pipette_launch.megatron.checkpoint.constraints import record_path, saved_iteration
+from pipette_launch.megatron.checkpoint import record_path, saved_iteration
 from pipette_launch.megatron.environment import environment, script_version
 from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
 from pipette_launch.megatron.flags import newest_release

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
-from pipette_launch.megatron.checkpoint import constraints
+from pipette_launch.megatron import checkpoint
 from pipette_launch.megatron.flags import Arguments, known_release, likely_flag, release_of
 from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, check_layout, read_layout
 from pipette_launch.megatron.model import check_required, read_model
@@ -59,7 +59,7 @@ def read_job(
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, device_name=device_name)
     flags_layout, refusal = _flags_layout(given, world_size, for_planning=for_planning)
     batch = _batch(given, flags_layout)
-    demands = constraints.demands(given, flags_layout, num_layers=model.num_layers)
+    demands = checkpoint.demands(given, flags_layout, num_layers=model.num_layers)
     own = demands.applied(flags_layout)
     if not for_planning:
         check_layout(own, model, given, device_kind=device_kind, global_batch_size=batch.global_batch_size)
@@ -133,7 +133,7 @@ def _notes(given: Arguments, own: Layout, flags_layout: Layout, refusal: Megatro
         notes.append("--global-batch-size is not given: pinned to one micro-batch on each replica of your own layout")
     if own != flags_layout:
         notes.append(f"your own configuration is taken as {own.words()}, as the checkpoint demands")
-    if given.get("use_checkpoint_args") and constraints.checkpoint_folder(given):
+    if given.get("use_checkpoint_args") and checkpoint.checkpoint_folder(given):
         notes.append("--use-checkpoint-args: assumed that the model's flags agree with the checkpoint")
     newest = known_release(given.version)
     if release_of(given.version) > release_of(newest):

@@ -1,16 +1,22 @@
-"""What a checkpoint that is about to be loaded does not let a plan change."""
+"""What a checkpoint that is about to be loaded does not let a plan change.
+
+`common.pt` of a torch_dist checkpoint holds the arguments of the run that wrote it, pickled by torch. A pickle is a
+program, so it is never loaded: the few numbers and words that are wanted are read from its list of instructions.
+"""
 
 from __future__ import annotations
 
+import pickletools
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pipette_launch.errors import FileFormatError, LayoutError, MegatronError
 from pipette_launch.facts import Layout, Plan, files
-from pipette_launch.megatron.checkpoint.metadata import Saved, read_saved
 from pipette_launch.megatron.chunks import SPLIT_DESTS, read_chunks
 from pipette_launch.megatron.flags import Arguments, newest_release, release_of
 from pipette_launch.megatron.pins import OPTIMIZER_FIELDS, Pin
@@ -20,6 +26,28 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 MODEL_FIELDS = ("tp", "pp", "vpp", "layers_per_chunk", "ep", "etp")
 """What cuts the model into shards."""
 RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?")
+SHARDING_TYPES = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "fully_sharded_bucket_space")
+"""How a distributed optimizer was saved (`distrib_optim_sharding_type`)."""
+NAMES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "use_distributed_optimizer",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+)
+Saved = Mapping[str, "int | bool | str | None"]
+MEMO = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+PLAIN = ("BININT", "BININT1", "BININT2", "BINUNICODE")
+"""Instructions of pickle's protocol 2: what only numbers a value, what stands for one, and what has it behind it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,3 +244,28 @@ def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]
         "etp": saved.get("expert_tensor_parallel_size") or tp,
     }
     return found | {name: saved[name] for name in OPTIMIZER_FIELDS if isinstance(saved.get(name), bool)}
+
+
+def read_saved(directory: Path) -> tuple[Saved, str | None]:
+    """Arguments by name, as far as they are found, and how the distributed optimizer was saved, if it was.
+
+    Args:
+        directory: `iter_0000010` of a torch_dist checkpoint.
+
+    """
+    found: list[tuple[str, Any]] = []
+    try:
+        with zipfile.ZipFile(directory / "common.pt") as archive:
+            data = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+        for opcode, value, _ in pickletools.genops(data):
+            if opcode.name not in MEMO:
+                found.append((opcode.name, CONSTANTS.get(opcode.name, value)))
+    except (OSError, zipfile.BadZipFile, StopIteration, ValueError):
+        pass  # what was found counts
+    arguments: dict[str, int | bool | str | None] = {}
+    for (_, name), (opcode_name, value) in pairwise(found):
+        if name in NAMES and (opcode_name in CONSTANTS or opcode_name in PLAIN):
+            arguments.setdefault(name, value)
+    texts = {value for opcode_name, value in found if opcode_name == "BINUNICODE"}
+    kinds = [kind for kind in SHARDING_TYPES if kind in texts]
+    return arguments, kinds[0] if len(kinds) == 1 else None

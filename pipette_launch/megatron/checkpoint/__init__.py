@@ -1,1 +1,0 @@
-"""What a saved checkpoint says, and what it pins."""

@@ -34,7 +34,7 @@ SUB_FLOORS = {
     ],
     "megatron": [
         {"environment", "flags", "logs"},
-        {"attention", "chunks", "faults", "performance", "pins", "trial", "vocabulary"},
+        {"chunks", "faults", "performance", "pins", "trial", "vocabulary"},
         {"checkpoint", "layout"},
         {"model", "write"},
         {"read"},

@@ -35,7 +35,7 @@ def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> tuple[int,
         vpp, chunks = _from_layout(arguments, pp, num_layers)
     else:
         vpp = _virtual_stages(arguments, pp, num_layers)
-        chunks = _from_stages(arguments, _stage_layers(arguments, pp, num_layers), vpp)
+        chunks = _from_stages(arguments, pp, num_layers, vpp)
     if vpp > 1 and pp == 1:
         raise MegatronError(
             f"{vpp} virtual stages need --pipeline-model-parallel-size above 1; remove "
@@ -53,18 +53,14 @@ def write_chunks(arguments: Arguments, *, pp: int, vpp: int, chunks: Chunks, num
         if arguments.is_given("num_virtual_stages_per_pipeline_rank"):
             return bare.with_flag("--num-virtual-stages-per-pipeline-rank", str(vpp))
         return bare.with_flag("--num-layers-per-virtual-pipeline-stage", str(num_layers // (pp * vpp)))
-    if vpp == 1 and _has_even_middle(chunks):
+    # By Megatron's rules the counts of the first and the last stage say all where those between are equal.
+    if vpp == 1 and min(chunks) > 0 and len(set(chunks[1:-1])) <= 1:
         bare = bare.with_flag("--decoder-first-pipeline-num-layers", str(chunks[0]))
         return bare.with_flag("--decoder-last-pipeline-num-layers", str(chunks[-1]))
     stages = ["t" * layers if layers < 3 else f"t*{layers}" for layers in chunks]
     # The depths of multi-token prediction lie where they do without a layout: before the head.
     depths = "m" * int(arguments.get("mtp_num_layers") or 0)
     return bare.with_flag("--pipeline-model-parallel-layout", f"E{'|'.join(stages)}{depths}L")
-
-
-def _has_even_middle(chunks: Chunks) -> bool:
-    """Whether the first and last stage's counts say everything, by Megatron's rules for them."""
-    return min(chunks) > 0 and len(set(chunks[1:-1])) <= 1
 
 
 def _check_exclusive(arguments: Arguments) -> None:
@@ -82,8 +78,15 @@ def _check_exclusive(arguments: Arguments) -> None:
 
 
 def _from_layout(arguments: Arguments, pp: int, num_layers: int) -> tuple[int, Chunks]:
-    stages = _expand(arguments.get("pipeline_model_parallel_layout"), arguments)
+    """Read `Et*3|(tt|)*2,L` as stages "Ettt", "tt", "tt", "L"; commas are cosmetic."""
     shown = arguments.shown("pipeline_model_parallel_layout")
+    text = arguments.get("pipeline_model_parallel_layout").replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
+    strange = set(text) - set("EtmL|")
+    if strange:
+        raise MegatronError(f"{shown}: {''.join(sorted(strange))!r} is no layer")
+    stages = text.split("|")
     if len(stages) % pp:
         raise MegatronError(f"{shown}: {len(stages)} stages are no multiple of --pipeline-model-parallel-size {pp}")
     if not stages[0].startswith("E") or not stages[-1].endswith("L"):
@@ -96,19 +99,6 @@ def _from_layout(arguments: Arguments, pp: int, num_layers: int) -> tuple[int, C
     if sum(chunks) != num_layers or sum(len(stage) for stage in stages) != num_layers + depths + 2:
         raise MegatronError(f"{shown}: names {sum(chunks)} layers (t) of --num-layers {num_layers}, one E and one L")
     return len(stages) // pp, chunks
-
-
-def _expand(text: str, arguments: Arguments) -> list[str]:
-    """`Et*3|(tt|)*2,L` -> ["Ettt", "tt", "tt", "L"]; commas are cosmetic."""
-    text = text.replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
-    strange = set(text) - set("EtmL|")
-    if strange:
-        raise MegatronError(
-            f"{arguments.shown('pipeline_model_parallel_layout')}: {''.join(sorted(strange))!r} is no layer"
-        )
-    return text.split("|")
 
 
 def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:
@@ -132,8 +122,8 @@ def _virtual_stages(arguments: Arguments, pp: int, num_layers: int) -> int:
     return counted // pp // per_chunk
 
 
-def _stage_layers(arguments: Arguments, pp: int, num_layers: int) -> list[int]:
-    """What each pipeline rank has to share among its chunks; embedding and loss count as layers where asked."""
+def _from_stages(arguments: Arguments, pp: int, num_layers: int, vpp: int) -> Chunks:
+    """Share each pipeline rank's layers among its chunks; embedding and loss count as layers where asked."""
     ends = {place: arguments.get(dest) for place, dest in ((0, SPLIT_DESTS[3]), (pp - 1, SPLIT_DESTS[4]))}
     given = {place: int(layers) for place, layers in ends.items() if layers is not None}
     counted = num_layers + sum(bool(arguments.get(dest)) for dest in SPLIT_DESTS[5:])
@@ -146,17 +136,14 @@ def _stage_layers(arguments: Arguments, pp: int, num_layers: int) -> list[int]:
             f"{' with ' + ' and '.join(ends_shown) if ends_shown else ''}: {left} layers for {ranks} ranks; "
             f"choose a pipeline size that divides them"
         )
-    return [given.get(rank, left // ranks if ranks else 0) for rank in range(pp)]
-
-
-def _from_stages(arguments: Arguments, stages: list[int], vpp: int) -> Chunks:
+    stages = [given.get(rank, left // ranks if ranks else 0) for rank in range(pp)]
     for rank, layers in enumerate(stages):
         if layers % vpp:
             raise MegatronError(
                 f"{layers} layers of pipeline rank {rank} do not divide into {vpp} virtual stages; "
                 f"use --pipeline-model-parallel-layout for uneven chunks"
             )
-    chunks = [layers // vpp for _ in range(vpp) for layers in stages]
+    chunks = [layers // vpp for layers in stages] * vpp
     chunks[0] -= bool(arguments.get(SPLIT_DESTS[5]))
     chunks[-1] -= bool(arguments.get(SPLIT_DESTS[6]))
     return tuple(chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -21,7 +21,12 @@ def script_version(script: str, environ: Mapping[str, str]) -> str:
     Looked for as Python does: beside the script (in the working directory for a module), on PYTHONPATH, then among the
     installed packages; at last in the folders above the script, which some of NVIDIA's examples add themselves.
     """
-    for folder in _first_folders(script, environ):
+    path = Path(script)
+    # Python puts the real folder of a linked script on its path.
+    first = path.resolve().parent if path.is_file() else Path.cwd()
+    # An empty entry is the working directory.
+    entries = [Path(entry).absolute() for entry in environ.get("PYTHONPATH", "").split(os.pathsep)]
+    for folder in (first, *entries):
         found = _checkout_version(folder)
         if found:
             return found
@@ -29,7 +34,7 @@ def script_version(script: str, environ: Mapping[str, str]) -> str:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         pass
-    for folder in Path(script).absolute().parents:
+    for folder in path.absolute().parents:
         found = _checkout_version(folder)
         if found:
             return found
@@ -37,14 +42,6 @@ def script_version(script: str, environ: Mapping[str, str]) -> str:
         f"no Megatron is beside {script}, on PYTHONPATH, or installed; install megatron-core or set PYTHONPATH to a "
         f"checkout of Megatron-LM"
     )
-
-
-def _first_folders(script: str, environ: Mapping[str, str]) -> Iterator[Path]:
-    path = Path(script)
-    # Python puts the real folder of a linked script on its path.
-    yield path.resolve().parent if path.is_file() else Path.cwd()
-    for entry in environ.get("PYTHONPATH", "").split(os.pathsep):
-        yield Path(entry) if entry else Path.cwd()
 
 
 def _checkout_version(folder: Path) -> str | None:

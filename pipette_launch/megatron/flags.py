@@ -93,19 +93,15 @@ def known_release(version: str) -> str:
 
 
 @functools.cache
-def _table(release: str) -> Mapping[str, Flag]:
-    place = releases().index(release)
+def flag_table(version: str) -> Mapping[str, Flag]:
+    """Every option string that Megatron registers in this release (newer ones: as in the newest known)."""
+    place = releases().index(known_release(version))
     table = {}
     for option, rows in _data()["flags"].items():
         for first, last, dest, action, nargs, kind, default in rows:
             if releases().index(first) <= place <= releases().index(last):
                 table[option] = Flag(option=option, dest=dest, action=action, nargs=nargs, kind=kind, default=default)
     return table
-
-
-def flag_table(version: str) -> Mapping[str, Flag]:
-    """Every option string that Megatron registers in this release (newer ones: as in the newest known)."""
-    return _table(known_release(version))
 
 
 def likely_flag(option: str, version: str) -> str | None:
@@ -139,8 +135,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 @functools.cache
-def _parser(release: str) -> _Parser:
-    return _Parser(_table(release))
+def _parser(version: str) -> _Parser:
+    return _Parser(flag_table(version))
 
 
 def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
@@ -154,7 +150,7 @@ def tokenise(words: Sequence[str], version: str) -> tuple[Token, ...]:
     """
     end = list(words).index("--") if "--" in words else len(words)
     seen = argparse.Namespace(found=[])
-    _parser(known_release(version)).parse_known_args(list(words[:end]), seen)
+    _parser(version).parse_known_args(list(words[:end]), seen)
     table = flag_table(version)
     tokens = []
     place = 0

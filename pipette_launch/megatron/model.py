@@ -8,7 +8,7 @@ from typing import Any
 
 from pipette_launch.errors import FactError, MegatronError
 from pipette_launch.facts import LatentAttention, ModelSpec
-from pipette_launch.megatron.attention import read_backend
+from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import known_dest, num_layers_of
 from pipette_launch.megatron.vocabulary import Vocabulary
@@ -23,6 +23,15 @@ REQUIRED = (
 )
 POSITIONS = {"learned_absolute": "learned_absolute", "rope": "rope", "yarn": "rope", "none": "none"}
 """Position embeddings, by what they cost; YaRN computes the same product as RoPE with other angles."""
+BACKENDS = ("flash", "fused", "unfused", "local", "auto")
+"""Attention, as Megatron's flag names it."""
+VARIABLES: dict[str, tuple[str, ...]] = {
+    "NVTE_FLASH_ATTN": ("flash", "auto"),
+    "NVTE_FUSED_ATTN": ("fused", "auto"),
+    "NVTE_UNFUSED_ATTN": ("unfused", "auto"),
+}
+"""TransformerEngine's switches, and the flags under which Megatron sets them to 1; to 0 under all others."""
+_AMPERE = 8
 
 
 def check_required(arguments: Arguments) -> None:
@@ -74,9 +83,7 @@ def read_model(
             hidden_dropout=arguments.get("hidden_dropout"),
             params_dtype="fp16" if arguments.get("fp16") else "bf16" if arguments.get("bf16") else "fp32",
             transformer_impl=transformer_impl,
-            attention_backend=read_backend(
-                arguments, transformer_impl, environment=environment, device_name=device_name
-            ),
+            attention_backend=_backend(arguments, transformer_impl, environment, device_name),
             latent_attention=_latent_attention(arguments),
             mtp_num_layers=arguments.get("mtp_num_layers") or 0,
             qk_layernorm=bool(arguments.get("qk_layernorm")),
@@ -123,6 +130,40 @@ def _positions(arguments: Arguments) -> Any:
     if arguments.get("use_rotary_position_embeddings"):
         return "rope"
     return POSITIONS[arguments.choice("position_embedding_type", POSITIONS)]
+
+
+def _backend(arguments: Arguments, transformer_impl: str, environment: Mapping[str, str], device_name: str) -> Any:
+    """Read the attention backend of a job's layers.
+
+    `auto` is resolved as TransformerEngine does (get_attention_backend of v2.8): fp32 and GPUs before Ampere have only
+    the unfused one; Ampere takes flash, Hopper and later cuDNN's fused one, in deterministic runs too. Flash attention
+    and cuDNN 9 are taken to be installed. `auto` stays where the GPU is unknown, and for Megatron's own layers.
+
+    Raises:
+        MegatronError: the flag is unknown, or Megatron would stop because the environment contradicts it.
+
+    """
+    flag = arguments.choice("attention_backend", BACKENDS)
+    if transformer_impl == "local":
+        return flag
+    # Megatron asserts the same (language_module.py, _set_attention_backend, core_v0.11 to core_v0.19).
+    for name, switched_on_by in VARIABLES.items():
+        wanted = "1" if flag in switched_on_by else "0"
+        if environment.get(name, wanted) != wanted:
+            raise MegatronError(
+                f"{name}={environment[name]} in the environment contradicts {arguments.shown('attention_backend')}, "
+                f"for which Megatron demands {wanted}; unset it and choose by --attention-backend"
+            )
+    if flag != "auto":
+        return flag
+    if not (arguments.get("bf16") or arguments.get("fp16")):
+        return "unfused"
+    capability = compute_capability(device_name)
+    if capability is None:
+        return "auto"
+    if capability < _AMPERE:
+        return "unfused"
+    return "flash" if capability == _AMPERE else "fused"
 
 
 def _latent_attention(arguments: Arguments) -> LatentAttention | None:

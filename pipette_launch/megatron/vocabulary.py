@@ -67,32 +67,26 @@ def _count(arguments: Arguments, kind: str) -> tuple[int, bool]:
         return int(given) + (1 if release_of(arguments.version) < (0, 18) else 0), True
     if kind == "TikTokenizer":
         return int(given or TIKTOKEN_DEFAULT_TOKENS), True
-    counted = _count_file(arguments, kind)
-    if counted is not None:
-        return counted
+    if kind == "GPT2BPETokenizer":
+        try:
+            return len(json.loads(Path(arguments.get("vocab_file")).read_text(encoding="utf-8"))), True
+        except (OSError, ValueError, TypeError):
+            return GPT2_TOKENS, False
+    path = arguments.get("tokenizer_model")
+    if path is not None and kind in SENTENCEPIECE:
+        # Only SentencePieceTokenizer adds tokens of its own, which depend on what the model lacks.
+        counted, is_exact = _sentencepiece_pieces(Path(path)), kind != "SentencePieceTokenizer"
+    else:
+        counted = None if path is None else _tokenizer_json_tokens(Path(path))
+        is_exact = kind == "HuggingFaceTokenizer"
+    if counted:
+        return counted, is_exact
     if given is not None:
         return int(given), False
     raise MegatronError(
         f"{arguments.shown('tokenizer_type')} with {arguments.shown('tokenizer_model')}: its vocabulary cannot be "
         f"counted without loading it; add --padded-vocab-size N, as Megatron prints it at the start"
     )
-
-
-def _count_file(arguments: Arguments, kind: str) -> tuple[int, bool] | None:
-    if kind == "GPT2BPETokenizer":
-        try:
-            return len(json.loads(Path(arguments.get("vocab_file")).read_text(encoding="utf-8"))), True
-        except (OSError, ValueError, TypeError):
-            return GPT2_TOKENS, False
-    model = arguments.get("tokenizer_model")
-    if model is None:
-        return None
-    if kind in SENTENCEPIECE:
-        pieces = _sentencepiece_pieces(Path(model))
-        # Only this one adds tokens of its own, which depend on what the model lacks.
-        return None if not pieces else (pieces, kind != "SentencePieceTokenizer")
-    entries = _tokenizer_json_tokens(Path(model))
-    return None if entries is None else (entries, kind == "HuggingFaceTokenizer")
 
 
 def _tokenizer_json_tokens(path: Path) -> int | None:

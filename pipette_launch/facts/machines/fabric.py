@@ -16,12 +16,10 @@ from numpy.typing import NDArray
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.files import ADDED_LATER
-from pipette_launch.facts.machines.accelerator import DeviceSpec
+from pipette_launch.facts.machines.accelerator import DeviceSpec, Link
 from pipette_launch.facts.machines.cluster import Links
 from pipette_launch.units import rate_text
 
-_OPTIONAL = ADDED_LATER
-"""A field that may be left out of the file."""
 DOMAIN = "NVLink domain"
 MOST_NAMED = 4
 """Slow hosts that a sentence lists."""
@@ -32,17 +30,17 @@ class Tier:
     """Groups of hosts, and the link from a device to one of another host of its group."""
 
     name: str
-    hosts_per_group: int | None = field(default=None, metadata=_OPTIONAL)
+    hosts_per_group: int | None = field(default=None, metadata=ADDED_LATER)
     """So many hosts in a row are a group; left out, and without `groups`, all hosts are one."""
-    groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=_OPTIONAL)
+    groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=ADDED_LATER)
     """The groups by the names of their hosts, where they are no rows of equal length."""
-    link: Literal["card", "nvlink"] = field(default="card", metadata=_OPTIONAL)
+    link: Literal["card", "nvlink"] = field(default="card", metadata=ADDED_LATER)
     """What carries it: the device's share of its host's network cards, or the link between devices of one host."""
-    share: float | None = field(default=None, metadata=_OPTIONAL)
+    share: float | None = field(default=None, metadata=ADDED_LATER)
     """Part of the link's bandwidth that is left when all devices send: 0.5 behind switches with 2:1 fewer uplinks."""
-    bandwidth_bytes_per_s: float | None = field(default=None, metadata=_OPTIONAL)
+    bandwidth_bytes_per_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Of one device when all send, in place of a share of what the device's own description says."""
-    latency_s: float | None = field(default=None, metadata=_OPTIONAL)
+    latency_s: float | None = field(default=None, metadata=ADDED_LATER)
     """Left out, that of the link."""
 
     def __post_init__(self) -> None:
@@ -64,15 +62,19 @@ class Tier:
         if twice:
             raise FactError(f"tier {self.name!r}: {twice[0]} is in its groups more than once")
 
+    def carrier(self, device: DeviceSpec) -> Link:
+        """Return the device's link that this tier is made of."""
+        return device.between_hosts if self.link == "card" else device.within_host
+
     def bandwidth(self, device: DeviceSpec) -> float:
         """Bytes per second of one device in one direction when all send."""
-        base = device.between_hosts if self.link == "card" else device.within_host
-        return self.bandwidth_bytes_per_s or base.fair_bytes_per_s * (1.0 if self.share is None else self.share)
+        return self.bandwidth_bytes_per_s or self.carrier(device).fair_bytes_per_s * (
+            1.0 if self.share is None else self.share
+        )
 
     def latency(self, device: DeviceSpec) -> float:
         """Seconds until the first byte arrives."""
-        base = device.between_hosts if self.link == "card" else device.within_host
-        return base.latency_s if self.latency_s is None else self.latency_s
+        return self.carrier(device).latency_s if self.latency_s is None else self.latency_s
 
     def words(self, device: DeviceSpec) -> str:
         """Name the tier with its link."""
@@ -96,11 +98,11 @@ class FabricSpec:
     """Where the figures come from, one sentence; plans repeat it."""
     tiers: tuple[Tier, ...]
     """From the inside out; the last one holds all hosts."""
-    hosts: tuple[str, ...] = field(default=(), metadata=_OPTIONAL)
+    hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
     """Names in torchrun's own order; left out, host0 and so on. A plan can run only on hosts of the names it has."""
-    network_factor: dict[str, float] = field(default_factory=dict, metadata=_OPTIONAL)
+    network_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Hosts whose network cards are slower than others': part of the bandwidth that they reach."""
-    compute_factor: dict[str, float] = field(default_factory=dict, metadata=_OPTIONAL)
+    compute_factor: dict[str, float] = field(default_factory=dict, metadata=ADDED_LATER)
     """Hosts whose devices compute more slowly: part of the others' speed."""
 
     def __post_init__(self) -> None:
@@ -224,12 +226,9 @@ def built_in_fabric(name: str) -> FabricSpec | None:
 
 
 def _factors_H(factors: Mapping[str, float], names: Sequence[str], what: str) -> NDArray[np.float64]:
-    index = {name: place for place, name in enumerate(names)}
     factor_H = np.ones(len(names))
     for host, factor in factors.items():
-        if host not in index:
-            raise FactError(f"{what}: {host} is none of the job's hosts {names[0]} to {names[-1]}")
-        factor_H[index[host]] = factor
+        factor_H[_index(host, names, what)] = factor
     return factor_H
 
 
@@ -237,11 +236,15 @@ def _groups_H(tier: Tier, names: Sequence[str]) -> NDArray[np.int64]:
     """Number the group of each host; hosts in no group are groups of their own."""
     if not tier.groups:
         return np.arange(len(names)) // (tier.hosts_per_group or len(names))
-    index = {name: place for place, name in enumerate(names)}
     group_H = len(tier.groups) + np.arange(len(names))
     for number, group in enumerate(tier.groups):
         for host in group:
-            if host not in index:
-                raise FactError(f"tier {tier.name!r}: {host} is none of the job's hosts {names[0]} to {names[-1]}")
-            group_H[index[host]] = number
+            group_H[_index(host, names, f"tier {tier.name!r}")] = number
     return group_H
+
+
+def _index(host: str, names: Sequence[str], what: str) -> int:
+    """Find a host that a file names among the job's hosts."""
+    if host not in names:
+        raise FactError(f"{what}: {host} is none of the job's hosts {names[0]} to {names[-1]}")
+    return names.index(host)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Layout, ModelSpec, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
+from pipette_launch.facts.schedules import check_interleaving
 from pipette_launch.megatron.chunks import SPLIT_DESTS, read_chunks
 from pipette_launch.megatron.flags import Arguments
 
@@ -182,10 +183,11 @@ def _check_batch(layout: Layout, arguments: Arguments, global_batch_size: int) -
     if layout.pp == 2 and arguments.get("overlap_p2p_comm") is False:
         raise MegatronError("--no-overlap-p2p-communication with virtual stages needs a pipeline of more than 2 ranks")
     group = layout.microbatch_group_size or layout.pp
-    remainder = micro_batches % group
-    if not layout.pp <= group <= micro_batches or 0 < remainder < layout.pp:
+    try:
+        check_interleaving(pp=layout.pp, vpp=layout.vpp, microbatches=micro_batches, group_size=group)
+    except LayoutError as error:
         raise MegatronError(
             f"{micro_batches} micro-batches do not interleave over {layout.pp} pipeline ranks in groups of {group}: "
             f"they must be a multiple of {group}: change --global-batch-size {global_batch_size} or "
             f"{arguments.shown('micro_batch_size')}, or give up virtual stages"
-        )
+        ) from error

@@ -91,13 +91,12 @@ def _options(flags: tuple[str, ...], version: str) -> PerformanceOptions:
         arguments = Arguments.parse(words, version)
     except MegatronError:
         arguments = Arguments.parse(words, releases()[0])
-    values = {name: arguments.get(name) for name in _NAMES}
-    # None is a release that does not know the option, or one that says nothing: the record's default.
-    return PerformanceOptions(**{name: _as_field(name, value) for name, value in values.items() if value is not None})
-
-
-def _as_field(name: str, value: Any) -> Any:
-    """Bring a value to its field's type: where that is a tuple, a release may take one value only, or text."""
-    if name not in _ELEMENT_TYPES:
-        return value
-    return tuple(_ELEMENT_TYPES[name](item) for item in (value if isinstance(value, list) else [value]))
+    values: dict[str, Any] = {}
+    for name in _NAMES:
+        value = arguments.get(name)
+        if name in _ELEMENT_TYPES and value is not None:
+            # A release may take one value only where others take several, or text where they take numbers.
+            value = tuple(_ELEMENT_TYPES[name](item) for item in (value if isinstance(value, list) else [value]))
+        # None is a release that does not know the option, or one that says nothing: the record's default.
+        values |= {} if value is None else {name: value}
+    return PerformanceOptions(**values)

@@ -58,17 +58,14 @@ class Pin:
 def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
     """Layout fields of what `--pipette-fix` names, sorted; raises UsageError for a name that is none."""
     found: set[str] = set()
+    known = SHORT_NAMES | {field: (field,) for field in LAYOUT_FIELDS}
     for name in names:
         plain = name.strip().replace("-", "_")
-        if plain in LAYOUT_FIELDS:
-            found.add(plain)
-        elif plain in SHORT_NAMES:
-            found.update(SHORT_NAMES[plain])
-        else:
-            known = (*SHORT_NAMES, *LAYOUT_FIELDS)
+        if plain not in known:
             near = difflib.get_close_matches(plain, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
             raise UsageError(f"--pipette-fix {name}: no such part of a layout; {hint}")
+        found.update(known[plain])
     return tuple(sorted(found))
 
 

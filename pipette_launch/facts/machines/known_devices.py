@@ -178,6 +178,7 @@ _H100 = partial(
     sheet="H100, SXM5, without sparsity",
     remark="; a card of 400 Gbit/s for each device",
 )
+_BLACKWELL_DEVICE = partial(_nvidia, within=_NVLINK5, between=_NDR, efficiency=_BLACKWELL)
 _RTX_4090 = partial(
     _nvidia,
     half_tflops=165.2,
@@ -214,29 +215,23 @@ _DEVICES = (
         remark="; steps between hosts as published for nanotron's cluster (all-gather of 256 MB on 2 to 64 nodes)",
     ),
     _H100("H200", memory_gib=139.8, memory_gb_per_s=4800, sheet="H200, SXM, without sparsity"),
-    _nvidia(
+    _BLACKWELL_DEVICE(
         "B200",
         half_tflops=2250,
         fp32_tflops=75,
         fp8_tflops=4500,
         memory_gb_per_s=7700,
         memory_gib=178.35,
-        within=_NVLINK5,
-        between=_NDR,
-        efficiency=_BLACKWELL,
         sheet="Blackwell, HGX B200, without sparsity",
         remark="; a card of 400 Gbit/s for each device",
     ),
-    _nvidia(
+    _BLACKWELL_DEVICE(
         "GB200-NVL72",
         half_tflops=2500,
         fp32_tflops=80,
         fp8_tflops=5000,
         memory_gb_per_s=8000,
         memory_gib=184.31,
-        within=_NVLINK5,
-        between=_NDR,
-        efficiency=_BLACKWELL,
         sheet="Blackwell, GB200 NVL72, without sparsity",
         remark="; 18 trays of 4 devices in one NVLink domain, a card of 400 Gbit/s for each device",
         devices_per_host=4,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import ClassVar, Literal
 
 from pipette_launch.errors import FactError
@@ -112,16 +113,15 @@ class Decision:
 
     def leaving_out(self, names: Collection[str]) -> Decision:
         """Return the decision with these of its hosts on standby."""
-        places = [*zip(self.tokens, self.hosts, self.num_slots, strict=True)]
-        stay = [place for place in places if place[1] not in names]
-        leave = [place for place in places if place[1] in names]
+        stays = [host not in names for host in self.hosts]
+        leaves = [host in names for host in self.hosts]
         return replace(
             self,
-            tokens=tuple(token for token, _, _ in stay),
-            hosts=tuple(host for _, host, _ in stay),
-            num_slots=tuple(count for _, _, count in stay),
-            standby=(*self.standby, *(token for token, _, _ in leave)),
-            standby_hosts=(*self.standby_hosts, *(host for _, host, _ in leave)),
+            tokens=tuple(compress(self.tokens, stays)),
+            hosts=tuple(compress(self.hosts, stays)),
+            num_slots=tuple(compress(self.num_slots, stays)),
+            standby=(*self.standby, *compress(self.tokens, leaves)),
+            standby_hosts=(*self.standby_hosts, *compress(self.hosts, leaves)),
         )
 
     def place_of(self, token: str) -> int:

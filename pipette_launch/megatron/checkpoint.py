@@ -211,11 +211,9 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
 
 
 def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:
-    if not is_sharded:
-        return ("use_distributed_optimizer",)  # the plain optimizer's state follows its parameters
-    if sharding is None:
-        sharding = "fully_sharded_model_space" if release_of(arguments.version) < (0, 15) else "dp_reshardable"
-    if sharding in ("fully_reshardable", "fully_sharded_model_space"):
+    usual = "fully_sharded_model_space" if release_of(arguments.version) < (0, 15) else "dp_reshardable"
+    # The plain optimizer's state follows its parameters.
+    if not is_sharded or (sharding or usual) in ("fully_reshardable", "fully_sharded_model_space"):
         return ("use_distributed_optimizer",)
     # Buckets must be equal too, and those depend on whether gradients are reduced early.
     return (*MODEL_FIELDS, *OPTIMIZER_FIELDS)

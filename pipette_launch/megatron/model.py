@@ -67,6 +67,9 @@ def read_model(
     known = ("local", "transformer_engine")
     transformer_impl: Any = "local" if device_kind == "cpu" else arguments.choice("transformer_impl", known)
     normalization: Any = arguments.choice("normalization", ("LayerNorm", "RMSNorm"))
+    position_kind: Any = "rope"
+    if not arguments.get("use_rotary_position_embeddings"):
+        position_kind = POSITIONS[arguments.choice("position_embedding_type", POSITIONS)]
     has_bias = bool(arguments.get("add_bias_linear"))
     try:
         return ModelSpec(
@@ -77,7 +80,7 @@ def read_model(
             normalization=normalization,
             add_bias_linear=has_bias,
             add_qkv_bias=has_bias or bool(arguments.get("add_qkv_bias")),
-            position_embedding_type=_positions(arguments),
+            position_embedding_type=position_kind,
             untie_embeddings_and_output_weights=bool(arguments.get("untie_embeddings_and_output_weights")),
             attention_dropout=arguments.get("attention_dropout"),
             hidden_dropout=arguments.get("hidden_dropout"),
@@ -124,12 +127,6 @@ def _sizes(arguments: Arguments) -> dict[str, Any]:
         "moe_ffn_hidden_size": arguments.size("moe_ffn_hidden_size", default=ffn),
         "moe_shared_expert_intermediate_size": arguments.get("moe_shared_expert_intermediate_size") or 0,
     }
-
-
-def _positions(arguments: Arguments) -> Any:
-    if arguments.get("use_rotary_position_embeddings"):
-        return "rope"
-    return POSITIONS[arguments.choice("position_embedding_type", POSITIONS)]
 
 
 def _backend(arguments: Arguments, transformer_impl: str, environment: Mapping[str, str], device_name: str) -> Any:

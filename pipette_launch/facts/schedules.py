@@ -112,7 +112,10 @@ def interleaved_zero_bubble(pp: int, vpp: int, microbatches: int) -> Schedule:
 
 
 def check_interleaving(*, pp: int, vpp: int, microbatches: int, group_size: int) -> None:
-    """Raise LayoutError where Megatron's interleaved schedule would refuse to run (schedules.py:996-1019)."""
+    """Raise LayoutError where Megatron's interleaved schedule would refuse to run (schedules.py:996-1019).
+
+    Parameters are those of `interleaved`.
+    """
     if pp < 2 or vpp < 2:
         raise LayoutError(f"an interleaved schedule needs pp > 1 and vpp > 1, got pp={pp} and vpp={vpp}")
     if not pp <= group_size <= microbatches:
@@ -138,7 +141,10 @@ def schedule_table(vpp: int, microbatches: int, group_size: int) -> tuple[tuple[
 
 
 def num_warmup(pp: Count, vpp: Count, group_size: Count, rank: Count) -> Count:
-    """Forwards that a rank of an interleaved schedule runs before its first backward (not capped by their number)."""
+    """Forwards that a rank of an interleaved schedule runs before its first backward (not capped by their number).
+
+    Parameters are those of `interleaved`, as numbers or as arrays of equal shapes.
+    """
     return 2 * (pp - rank - 1) + (vpp - 1) * group_size
 
 

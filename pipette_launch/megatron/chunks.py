@@ -45,7 +45,16 @@ def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> tuple[int,
 
 
 def write_chunks(arguments: Arguments, *, pp: int, vpp: int, chunks: Chunks, num_layers: int) -> Arguments:
-    """Say the same cut in flags, deleting whatever said another one; every release from 0.14 on knows all of them."""
+    """Say a cut in flags, deleting whatever said another one; every release from 0.14 on knows all of them.
+
+    Args:
+        arguments: the user's flags.
+        pp: pipeline ranks.
+        vpp: chunks of each rank.
+        chunks: layers of each chunk, in model order; () where all have equally many.
+        num_layers: of the model.
+
+    """
     bare = arguments.without(*SPLIT_DESTS)
     if not chunks:
         if vpp == 1:

@@ -101,7 +101,16 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
 def check_layout(
     layout: Layout, model: ModelSpec, arguments: Arguments, *, device_kind: str, global_batch_size: int
 ) -> None:
-    """Raise MegatronError where Megatron itself would refuse this configuration, naming flag, value and remedy."""
+    """Raise MegatronError where Megatron itself would refuse this configuration, naming flag, value and remedy.
+
+    Args:
+        layout: what would run.
+        model: what is trained.
+        arguments: the user's flags, for the words of the error.
+        device_kind: `cuda` or `cpu`.
+        global_batch_size: samples of one step.
+
+    """
     if device_kind == "cpu":
         _check_cpu(layout)
     _check_widths(layout, model, arguments)

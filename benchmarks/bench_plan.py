@@ -45,7 +45,7 @@ PARTS = {
         "search.solve:BoundColumns.rough_of_columns",
         "cost.learned.corrected:CorrectedPredictor.bound_s",
     ),
-    "placing": ("search.tasks:perform",),
+    "placing": ("search.search_loop:price", "search.search_loop:with_better_placement"),
     "certificate": ("search.search_loop:SearchLoop._sharpened",),
 }
 """What belongs to which part, by where it is called from; a call inside another counts for its own part only."""

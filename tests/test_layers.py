@@ -68,7 +68,7 @@ SUB_FLOORS = {
         {"step_model"},
         {"placement"},
         {"candidates"},
-        {"choose", "frontier", "no_plan", "tasks"},
+        {"choose", "frontier", "no_plan"},
         {"explanations", "search_loop"},
         {"solve"},
     ],

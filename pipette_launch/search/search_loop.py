@@ -6,16 +6,17 @@ else, so more time never gives a slower plan.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 
-from pipette_launch.facts import Layout
+from pipette_launch.facts import Layout, files
 from pipette_launch.search.bounds.placement_bound import placement_bound_s
 from pipette_launch.search.candidates import MANY_SLOTS, Candidate, Field
 from pipette_launch.search.choose import LEANER
 from pipette_launch.search.frontier import Frontier, Promising
-from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, num_placements
-from pipette_launch.search.placement.slots import IsLate, Placed, Placement, Slots
-from pipette_launch.search.tasks import Task, Tried, perform
+from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, exhaustion, num_placements
+from pipette_launch.search.placement.search import begin, improve
+from pipette_launch.search.placement.slots import IsLate, Placement, PlacementProblem, Slots, faster, host_order
 
 FIRST_BATCH = 6
 """Layouts that are priced before the placement of the best is improved; each batch is half as large again."""
@@ -106,13 +107,6 @@ class SearchLoop:
             is_cut_short=self._is_late(),
         )
 
-    def _run_tasks(self, tasks: list[Task]) -> list[Tried | None]:
-        """Return the results of a batch in its order, None for a task that would begin after the deadline."""
-        return [
-            None if self._is_late() else perform(self._field, task, seed=self._seed, is_late=self._is_late)
-            for task in tasks
-        ]
-
     def _price_own(self) -> None:
         """Price the user's own layout, if it has a price, even after the deadline: every choice is compared with it."""
         field, own = self._field, self._field.job.own
@@ -121,21 +115,23 @@ class SearchLoop:
         else:
             first = (self._frontier.dive(1) or self._frontier.take(1))[:1]
         for one in first:
-            task = Task(stage="price", layout=one.layout)
-            tried = perform(self._field, task, seed=self._seed, is_late=self._is_late)
-            self._pool[one.layout] = _candidate(one, tried)
+            self._keep(price(field, one, is_late=self._is_late))
 
     def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
         """Price those of a batch that were not priced before."""
-        batch = [one for one in batch if one.layout not in self._pool and one.layout not in self._beaten]
-        found = self._run_tasks([Task(stage="price", layout=one.layout, beat_s=beat_s) for one in batch])
-        for one, tried in zip(batch, found, strict=True):
-            if tried is None:
+        for one in batch:
+            if one.layout in self._pool or one.layout in self._beaten:
+                continue
+            if self._is_late():
                 self._missed_s = min(self._missed_s, one.least_s)
-            elif tried.is_priced:
-                self._pool[one.layout] = _candidate(one, tried)
             else:
-                self._beaten[one.layout] = replace(one, least_s=tried.bound_s)
+                self._keep(price(self._field, one, beat_s=beat_s, is_late=self._is_late))
+
+    def _keep(self, found: Candidate | Promising) -> None:
+        if isinstance(found, Candidate):
+            self._pool[found.layout] = found
+        else:
+            self._beaten[found.layout] = found
 
     def _surround(self) -> None:
         """Price the neighbours of the best layout in its placement, until none of them is better.
@@ -151,33 +147,21 @@ class SearchLoop:
                 return
             self._surrounded.add((leader.layout, placement))
             near = self._frontier.neighbours(leader.layout, below_s=best_s)
-            tasks = [Task(stage="carry", layout=one.layout, placement=placement, beat_s=best_s) for one in near]
-            for one, tried in zip(near, self._run_tasks(tasks), strict=True):
-                if tried is not None and tried.cost_s < best_s:
+            for one in near:
+                if self._is_late():
+                    return
+                found = price(self._field, one, beat_s=best_s, is_late=self._is_late, carried=placement)
+                if isinstance(found, Candidate):
                     known = self._pool.get(one.layout)
-                    self._pool[one.layout] = _better(known, tried) if known else _candidate(one, tried)
+                    self._pool[one.layout] = replace(known, placed=found.placed) if known else found
                     self._beaten.pop(one.layout, None)
 
     def _place(self, width: int) -> None:
         """Improve the placements of the most promising layouts by one round, then price the neighbours of the best."""
-        hopes = self._hopes(width)
-        tasks = [
-            Task(
-                stage="improve",
-                layout=one.layout,
-                placement=one.placed.placement,
-                cost_s=one.placed.cost_s,
-                bound_s=one.bound_s,
-                round=one.rounds,
-            )
-            for one in hopes
-        ]
-        for one, tried in zip(hopes, self._run_tasks(tasks), strict=True):
-            if tried is not None:
-                gained = tried.cost_s < one.placed.cost_s * (1 - GAIN)
-                self._pool[one.layout] = replace(
-                    _better(one, tried), rounds=one.rounds + 1, stalled=0 if gained else one.stalled + 1
-                )
+        for one in self._hopes(width):
+            if self._is_late():
+                return
+            self._pool[one.layout] = with_better_placement(self._field, one, seed=self._seed, is_late=self._is_late)
         self._surround()
 
     def _hopes(self, width: int) -> list[Candidate]:
@@ -205,13 +189,10 @@ class SearchLoop:
         """Try every placement of the best layout, where there are few."""
         leader = self._leader()
         few = AT_ONCE < num_placements(leader.layout, Slots.of(self._field.cluster)) <= EXACT
-        if leader.meets_bound or not few:
-            return
-        placed = leader.placed
-        task = Task(stage="exhaust", layout=leader.layout, placement=placed.placement, cost_s=placed.cost_s)
-        for tried in self._run_tasks([task]):
-            if tried is not None:
-                self._pool[leader.layout] = _better(leader, tried)
+        if few and not leader.meets_bound and not self._is_late():
+            problem = _placement_problem(self._field, leader.layout, leader.bound_s)
+            *_, placed = leader.placed, *exhaustion(problem, leader.placed, is_late=self._is_late)
+            self._pool[leader.layout] = replace(leader, placed=placed)
 
     def _price_runners_up(self) -> None:
         """Price some layouts that cannot win, as alternatives: those of the lowest bounds, and some of less memory."""
@@ -243,18 +224,56 @@ class SearchLoop:
         return min((one.placed.cost_s for one in self._pool.values()), default=float("inf"))
 
 
-def _candidate(one: Promising, tried: Tried) -> Candidate:
+def price(
+    field: Field, one: Promising, *, is_late: IsLate, beat_s: float = float("inf"), carried: Placement | None = None
+) -> Candidate | Promising:
+    """Bound a layout, and price it in torchrun's order and in the best start; what cannot win comes with its bound.
+
+    Args:
+        field: what layouts are judged by.
+        one: the layout.
+        is_late: whether to try no more starts.
+        beat_s: seconds; a layout that takes as long is not priced.
+        carried: the placement of another layout, priced instead of the starts.
+
+    """
+    layout = one.layout
+    bound_s = field.predictor.bound_s(layout)
+    beaten = replace(one, least_s=bound_s)
+    if bound_s >= beat_s:
+        return beaten
+    problem = _placement_problem(field, layout, bound_s)
+    best = problem.best_of([carried]) if carried else None
+    if best and best.cost_s >= beat_s:
+        return beaten
+    in_host_order = problem.best_of([host_order(layout.world_size)])
+    if best is None:
+        best = in_host_order
+        if not best.is_optimal:
+            started = begin(problem, is_late=is_late)
+            best = started if started.is_optimal else faster(best, started)
     return Candidate(
-        layout=one.layout,
-        peak_bytes=one.peak_bytes,
-        bound_s=tried.bound_s,
-        host_order_s=tried.host_order_s,
-        placed=Placed(placement=tried.placement, cost_s=tried.cost_s, is_optimal=tried.is_optimal),
+        layout=layout, peak_bytes=one.peak_bytes, bound_s=bound_s, host_order_s=in_host_order.cost_s, placed=best
     )
 
 
-def _better(one: Candidate, tried: Tried) -> Candidate:
-    """The candidate with the placement that was found, where it is no worse."""
-    if tried.cost_s > one.placed.cost_s:
-        return one
-    return replace(one, placed=Placed(placement=tried.placement, cost_s=tried.cost_s, is_optimal=tried.is_optimal))
+def with_better_placement(field: Field, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
+    """Search one round for a better placement; what is found depends on the candidate and the seed alone.
+
+    Args:
+        field: what layouts are judged by.
+        one: a layout and its best placement so far.
+        seed: of all chance.
+        is_late: whether to end the round early.
+
+    """
+    problem = _placement_problem(field, one.layout, one.bound_s)
+    rng = random.Random(files.digest(seed, one.layout, one.rounds))
+    placed = improve(problem, one.placed, turn=one.rounds, rng=rng, is_late=is_late)
+    gained = placed.cost_s < one.placed.cost_s * (1 - GAIN)
+    return replace(one, placed=placed, rounds=one.rounds + 1, stalled=0 if gained else one.stalled + 1)
+
+
+def _placement_problem(field: Field, layout: Layout, bound_s: float) -> PlacementProblem:
+    objective = field.predictor.placement_cost(layout)
+    return PlacementProblem(layout=layout, cluster=field.cluster, objective=objective, bound_s=bound_s)

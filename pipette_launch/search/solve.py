@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pipette_launch.cost.columns.step_bounds import BoundColumns
@@ -17,7 +18,6 @@ from pipette_launch.search.choose import choose
 from pipette_launch.search.frontier import BEATEN, Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 from pipette_launch.search.search_loop import Searched, SearchLoop
-from pipette_launch.search.tasks import Clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ def solve(
     measurements: Measurements,
     *,
     options: SolveOptions,
-    clock: Clock,
+    clock: Callable[[], float],
     provenance: Provenance,
     corrections: Corrections = NOTHING_LEARNED,
 ) -> Plan:
@@ -80,12 +80,7 @@ def solve(
     )
     field = replace(field, own_fault=found.own_fault)
     frontier = _frontier(field, found, options)
-    searched = SearchLoop(
-        field,
-        frontier,
-        seed=options.seed,
-        is_late=lambda: clock() >= deadline_s,
-    ).run()
+    searched = SearchLoop(field, frontier, seed=options.seed, is_late=lambda: clock() >= deadline_s).run()
     dropped = Counter(found.dropped) + frontier.dropped
     if not searched.is_cut_short:
         legal = found.num_layouts - (found.own_fault is not None)

@@ -26,8 +26,9 @@ from typing import TypeVar
 from pipette_launch.facts import Job, ModelSpec, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.search.layouts.layout_parts import JobConstraints, MemoryOptions
+from pipette_launch.search.layouts.layout_parts import MemoryOptions
 from pipette_launch.search.layouts.partition import SLACK, LayerSeconds, balanced_chunks, stage_seconds
+from pipette_launch.search.layouts.rules import Rules
 
 T = TypeVar("T")
 
@@ -128,23 +129,23 @@ def chunk_cuts(job: Job, pp: int, seconds: LayerSeconds) -> Iterator[tuple[int, 
             yield vpp, balanced
 
 
-def states(terms: JobConstraints, tp: int, *, has_replicas: bool) -> Iterator[MemoryOptions]:
+def states(rules: Rules, tp: int, *, has_replicas: bool) -> Iterator[MemoryOptions]:
     """Sequence parallelism, distributed optimizer and overlap, the quickest first; without recompute."""
-    job = terms.job
+    job = rules.job
     shardings = (True, False) if has_replicas else (job.own.use_distributed_optimizer,)
     for sequence_parallel in values(job, "sequence_parallel", (True, False)) if tp > 1 else (False,):
         for sharded in values(job, "use_distributed_optimizer", shardings):
-            for overlap in _overlaps(terms, sharded=sharded, has_replicas=has_replicas):
+            for overlap in _overlaps(rules, sharded=sharded, has_replicas=has_replicas):
                 yield MemoryOptions(sequence_parallel, sharded, *overlap, NO_RECOMPUTE)
 
 
-def _overlaps(terms: JobConstraints, *, sharded: bool, has_replicas: bool) -> Iterator[tuple[bool, bool]]:
+def _overlaps(rules: Rules, *, sharded: bool, has_replicas: bool) -> Iterator[tuple[bool, bool]]:
     """Overlap of the gradients' reduction and of the parameters' gathering.
 
     Where nothing is reduced, or no stream of its own hides it, as on CPU, only what the user has.
     """
-    job, own = terms.job, terms.job.own
-    hides = has_replicas and terms.device_kind == "cuda"
+    job, own = rules.job, rules.job.own
+    hides = has_replicas and rules.device_kind == "cuda"
     for reduce in values(job, "overlap_grad_reduce", (True, False) if hides else (own.overlap_grad_reduce,)):
         may_gather = (sharded and reduce) or "overlap_param_gather" in job.pinned
         gathers = (True, False) if hides else (own.overlap_param_gather,)

@@ -1,12 +1,10 @@
-"""The two halves of a layout, degrees and memory options, and the facts of a job that they are checked against."""
+"""The two halves of a layout: degrees and memory options."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipette_launch.facts import Job, Recompute
-from pipette_launch.facts.performance import PerformanceOptions
+from pipette_launch.facts import Recompute
 
 
 class Degrees(NamedTuple):
@@ -44,17 +42,3 @@ class MemoryOptions(NamedTuple):
     overlap_grad_reduce: bool
     overlap_param_gather: bool
     recompute: Recompute
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobConstraints:
-    """A job, where it runs, and its performance options, which bind a layout."""
-
-    job: Job
-    device_kind: str
-    options: PerformanceOptions
-
-    @property
-    def release(self) -> tuple[int, ...]:
-        """`0.16.1` -> (0, 16)."""
-        return tuple(int(part) for part in self.job.megatron_version.split(".")[:2] if part.isdigit())

@@ -1,6 +1,6 @@
 """Megatron's constraints on a layout, each with the reason that is counted when it is broken."""
 
-# Sources: validate_args (megatron/training/arguments.py) and TransformerConfig (TC) of core_v0.14.0 to v0.19.0, line
+# Sources: validate_args (megatron/training/arguments.py) and TransformerConfig of core_v0.14.0 to v0.19.0, line
 # numbers of v0.16.1, and what fails only at run time.
 
 from __future__ import annotations
@@ -10,37 +10,45 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.performance import flag_of
+from pipette_launch.facts import Job, Layout, Recompute
+from pipette_launch.facts.performance import PerformanceOptions, flag_of
+from pipette_launch.megatron.layout import OWN_MODULES_OF_TE
 from pipette_launch.megatron.performance import performance_options
-from pipette_launch.search.layouts import memory_option_rules
-from pipette_launch.search.layouts.layout_parts import Degrees, JobConstraints, MemoryOptions
+from pipette_launch.search.layouts.layout_parts import Degrees, MemoryOptions
+
+ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
+NEEDS_DISTRIBUTED_OPTIMIZER = (
+    "fp8_param_gather",
+    "use_precision_aware_optimizer",
+    "overlap_param_gather_with_optimizer_step",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rules(JobConstraints):
+class Rules:
     """What Megatron allows for one job on one kind of device.
 
     There is a check for each axis, which sees that axis and those before it only: TP, PP, CP, DP, EP with ETP, chunks,
     micro-batches, memory options. Each yields a sentence for every constraint that is broken.
     """
 
+    job: Job
+    device_kind: str
+    options: PerformanceOptions
+
     @classmethod
     def of(cls, job: Job, *, device_kind: str) -> Rules:
         """Read the rules that a job's own flags add."""
         return cls(job=job, device_kind=device_kind, options=performance_options(job))
 
+    @property
+    def release(self) -> tuple[int, ...]:
+        """`0.16.1` -> (0, 16)."""
+        return tuple(int(part) for part in self.job.megatron_version.split(".")[:2] if part.isdigit())
+
     def fault(self, layout: Layout) -> str | None:
         """Name the first constraint that a layout breaks, or None for a legal one."""
-        degrees = Degrees(
-            tp=layout.tp,
-            pp=layout.pp,
-            dp=layout.dp,
-            cp=layout.cp,
-            ep=layout.ep,
-            etp=layout.etp,
-            use_tp_pp_dp_mapping=layout.use_tp_pp_dp_mapping,
-        )
+        degrees = Degrees(*(getattr(layout, name) for name in Degrees._fields))
         options = MemoryOptions(*(getattr(layout, name) for name in MemoryOptions._fields))
         faults = chain(
             self.tensor_faults(layout.tp),
@@ -74,12 +82,32 @@ class Rules(JobConstraints):
 
     def state_faults(self, tp: int, cp: int, options: MemoryOptions) -> Iterator[str]:
         """Check sequence parallelism, the distributed optimizer and the overlap of its communication."""
-        yield from memory_option_rules.sequence_faults(self, tp, cp, options)
-        yield from memory_option_rules.optimizer_faults(self, options)
+        yield from self._sequence_faults(tp, cp, options)
+        yield from self._optimizer_faults(options)
 
     def recompute_faults(self, tp: int, layers: frozenset[int], options: MemoryOptions) -> Iterator[str]:
-        """Check recompute against the chunks' layers and the flags that exclude it or ask for it."""
-        return memory_option_rules.recompute_faults(self, tp, layers, options)
+        """Check recompute against the chunks' layers and the flags that exclude or need it.
+
+        Args:
+            tp: tensor-parallel ranks.
+            layers: the different numbers of layers that chunks have.
+            options: the memory options to check.
+
+        """
+        recompute = options.recompute
+        full = recompute.granularity == "full"
+        yield from self._unit_faults(recompute, layers)
+        yield from self._module_faults(recompute)
+        if full and self.options.overlap_moe_expert_parallel_comm:
+            yield "MoE overlap excludes full recompute"
+        graphs = self.options.cuda_graph_impl in ("local", "transformer_engine")
+        if full and graphs and self.options.cuda_graph_scope != ("full_iteration",):
+            yield "CUDA graphs exclude full recompute"
+        if recompute.granularity != "none" and self.options.cpu_offloading_num_layers:
+            yield f"{flag_of('cpu_offloading_num_layers')} excludes recompute"
+        if self.options.distribute_saved_activations and not (full and tp > 1 and not options.sequence_parallel):
+            flag = flag_of("distribute_saved_activations")
+            yield f"{flag} needs full recompute and tp > 1 without sequence parallelism"
 
     def layers_of_chunks(self, layout: Layout) -> frozenset[int]:
         """The different numbers of layers that chunks have."""
@@ -161,7 +189,7 @@ class Rules(JobConstraints):
             yield f"ep does not divide num_experts={model.num_experts}"
         if model.moe_ffn_hidden_size % degrees.etp:
             yield f"etp does not divide moe_ffn_hidden_size={model.moe_ffn_hidden_size}"
-        # TC:1574, from core_v0.15.0 on.
+        # Checked by TransformerConfig from core_v0.15.0 on.
         if model.add_bias_linear and degrees.etp > 1 and self.release >= (0, 15):
             yield "experts with biases need etp = 1 (--disable-bias-linear would free it)"
         if degrees.use_tp_pp_dp_mapping and degrees.pp > 1 and degrees.expert_dp != degrees.dp:
@@ -206,3 +234,59 @@ class Rules(JobConstraints):
         at_once = self.options.eval_micro_batch_size or micro_batch_size
         if evaluated % (at_once * dp):
             yield f"dp does not divide the micro-batches of {flag_of('eval_global_batch_size')}"
+
+    def _sequence_faults(self, tp: int, cp: int, options: MemoryOptions) -> Iterator[str]:
+        model = self.job.model
+        if not options.sequence_parallel:
+            if model.num_experts and tp > 1:
+                yield "experts with tp > 1 need sequence parallelism"
+            if self.options.tp_comm_overlap:
+                yield f"{flag_of('tp_comm_overlap')} needs sequence parallelism"
+            return
+        if tp == 1:
+            yield "sequence parallelism needs tp > 1"
+        if self.device_kind == "cpu":
+            yield "sequence parallelism does not run on CPU"
+        if model.seq_length // cp % tp:
+            yield f"tp does not divide seq_length={model.seq_length}/cp for sequence parallelism"
+
+    def _optimizer_faults(self, options: MemoryOptions) -> Iterator[str]:
+        sharded = options.use_distributed_optimizer
+        needs_sharding = [flag_of(name) for name in NEEDS_DISTRIBUTED_OPTIMIZER if getattr(self.options, name)]
+        if sharded and self.job.optimizer != "adam":
+            yield ONLY_ADAM_SHARDS
+        if needs_sharding and not sharded:
+            yield f"{'/'.join(needs_sharding)} needs the distributed optimizer"
+        if options.overlap_param_gather and not (sharded and options.overlap_grad_reduce):
+            yield "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce"
+        if self.options.overlap_param_gather_with_optimizer_step and not options.overlap_param_gather:
+            yield f"{flag_of('overlap_param_gather_with_optimizer_step')} needs overlap_param_gather"
+
+    def _unit_faults(self, recompute: Recompute, layers: frozenset[int]) -> Iterator[str]:
+        if recompute.method != "uniform":
+            return
+        # transformer_block.py:536-547 runs whole units, past the end of the chunk; from 0.17 on the last is cut short.
+        if self.release < (0, 17) and any(size % recompute.num_layers for size in layers):
+            yield "before 0.17 uniform recompute takes units that divide every chunk's layers"
+        if self.job.model.mtp_num_layers and recompute.num_layers > 1:
+            yield "uniform recompute with multi-token prediction takes units of one layer"
+
+    def _module_faults(self, recompute: Recompute) -> Iterator[str]:
+        """Check the modules of selective recompute."""
+        if recompute.granularity != "selective":
+            return
+        model, modules = self.job.model, {*(recompute.modules or ("core_attn",))}
+        if model.transformer_impl == "local" and modules & OWN_MODULES_OF_TE:
+            yield "recompute of layernorm, moe_act and mla_up_proj needs Transformer Engine"
+        # Seen with megatron-core 0.16.1: the backward never ends.
+        if "mlp" in modules and model.add_bias_linear:
+            yield "recompute of mlp hangs where layers have biases"
+        if "moe_act" in modules and not self.options.moe_grouped_gemm:
+            yield f"recompute of moe_act needs {flag_of('moe_grouped_gemm')}"
+        if "mla_up_proj" in modules and model.latent_attention is None:
+            yield "recompute of mla_up_proj needs multi-latent attention"
+        if "shared_experts" in modules and self.options.moe_shared_expert_overlap:
+            yield f"{flag_of('moe_shared_expert_overlap')} excludes recompute of shared_experts"
+        is_delayed = self.options.fp8 is not None and self.options.fp8_recipe == "delayed"
+        if is_delayed and modules & {"layernorm", "moe_act"}:
+            yield "delayed scaling of FP8 excludes recompute of layernorm and moe_act"

@@ -14,7 +14,7 @@ from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.search.candidates import Candidate, Field, doublings_apart
-from pipette_launch.search.placement.slots import host_order
+from pipette_launch.search.placement.slots import Placement, host_order
 
 EQUAL = 0.005
 """Steps that differ by less than this part count as equally fast: predictions are off by several times as much."""
@@ -116,25 +116,9 @@ def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, 
     else:
         nearest = min(candidates, key=lambda one: (doublings_apart(one.layout, own), one.host_order_s))
         priced = basis = nearest.layout
-    step = field.predictor.step_time(priced, placement)
-    peaks = _own_peaks(field, priced)
     known = {one.layout: (one.bound_s, one.bound_reason) for one in candidates}
-    bound_s, reason = known.get(priced) or (field.predictor.bound_s(priced), "")
-    choice = Choice(
-        layout=own,
-        placement=placement,
-        schedule=own.schedule_name,
-        step_time_s=step.total_s,
-        breakdown_s=dict(step.breakdown_s),
-        peak_memory_bytes=peaks,
-        memory_limit_bytes=field.limit_bytes(own),
-        memory=field.memory_need(own, peaks),
-        bound_s=bound_s,
-        bound_reason=reason,
-        rate=Rate.of(field.job, own, step.total_s, field.cluster),
-        **_evidence(field, own if basis is None else None),
-    )
-    return choice, basis
+    bound = known.get(priced) or (field.predictor.bound_s(priced), "")
+    return _choice(field, own, placement, priced=priced, peaks=_own_peaks(field, priced), bound=bound), basis
 
 
 def _own_peaks(field: Field, priced: Layout) -> tuple[int, ...]:
@@ -145,23 +129,9 @@ def _own_peaks(field: Field, priced: Layout) -> tuple[int, ...]:
         return field.predictor.peaks(priced)
 
 
-def _to_choice(field: Field, candidate: Candidate) -> Choice:
-    layout, placement = candidate.layout, candidate.placed.placement
-    step = field.predictor.step_time(layout, placement)
-    return Choice(
-        layout=layout,
-        placement=placement,
-        schedule=layout.schedule_name,
-        step_time_s=step.total_s,
-        breakdown_s=dict(step.breakdown_s),
-        peak_memory_bytes=candidate.peak_bytes,
-        memory_limit_bytes=field.limit_bytes(layout),
-        memory=field.memory_need(layout, candidate.peak_bytes),
-        bound_s=candidate.bound_s,
-        bound_reason=candidate.bound_reason,
-        rate=Rate.of(field.job, layout, step.total_s, field.cluster),
-        **_evidence(field, layout),
-    )
+def _to_choice(field: Field, one: Candidate) -> Choice:
+    bound = (one.bound_s, one.bound_reason)
+    return _choice(field, one.layout, one.placed.placement, priced=one.layout, peaks=one.peak_bytes, bound=bound)
 
 
 class _Evidence(TypedDict, total=False):
@@ -173,16 +143,40 @@ class _Evidence(TypedDict, total=False):
     features: dict[str, float]
 
 
-def _evidence(field: Field, layout: Layout | None) -> _Evidence:
-    """What a layout's outcome can teach; nothing where another layout's price stands for it."""
-    if layout is None:
-        return {}
-    return {
-        "step_correction": field.predictor.factor(layout),
-        "memory_correction": field.predictor.memory_correction(layout),
-        "device_peak_bytes": field.device_peaks(layout),
-        "features": features_of(field.job, layout, devices_per_host=field.cluster.devices_per_host),
-    }
+def _choice(
+    field: Field,
+    layout: Layout,
+    placement: Placement,
+    *,
+    priced: Layout,
+    peaks: tuple[int, ...],
+    bound: tuple[float, str],
+) -> Choice:
+    """Describe a layout by the step time of `priced`; where that is another, its outcome can teach nothing."""
+    step = field.predictor.step_time(priced, placement)
+    evidence: _Evidence = {}
+    if priced == layout:
+        evidence = {
+            "step_correction": field.predictor.factor(layout),
+            "memory_correction": field.predictor.memory_correction(layout),
+            "device_peak_bytes": field.device_peaks(layout),
+            "features": features_of(field.job, layout, devices_per_host=field.cluster.devices_per_host),
+        }
+    bound_s, bound_reason = bound
+    return Choice(
+        layout=layout,
+        placement=placement,
+        schedule=layout.schedule_name,
+        step_time_s=step.total_s,
+        breakdown_s=dict(step.breakdown_s),
+        peak_memory_bytes=peaks,
+        memory_limit_bytes=field.limit_bytes(layout),
+        memory=field.memory_need(layout, peaks),
+        bound_s=bound_s,
+        bound_reason=bound_reason,
+        rate=Rate.of(field.job, layout, step.total_s, field.cluster),
+        **evidence,
+    )
 
 
 def _is_own(candidate: Candidate, own: Choice) -> bool:

@@ -204,7 +204,7 @@ class BoundArguments:
             trials = self._mean.times(self._pp)
             last_s = ring.tour.thresholds_s[-1]
             self._add_ring(trials, ring, last_s, has_best=True)
-            words = f"some gradient ring needs a link no better than {self._link_words(ring.tour, last_s)}"
+            words = f"some gradient ring needs a link no better than {self._link_words(ring.tour.cost_s_HH, last_s)}"
             yield BoundArgument(words=words, trials=trials)
 
     def _of_exchanges(self) -> Iterator[BoundArgument]:
@@ -213,7 +213,8 @@ class BoundArguments:
             trials = self._one.times(self._pp)
             last_s = tour.thresholds_s[-1]
             self._exchange(trials, name, tour, last_s, own_rank=True)
-            words = f"some {GROUP_NAMES[name]} group needs a link no better than {self._link_words(tour, last_s)}"
+            link = self._link_words(tour.cost_s_HH, last_s)
+            words = f"some {GROUP_NAMES[name]} group needs a link no better than {link}"
             yield BoundArgument(words=words, trials=trials)
 
     def _of_parts(self) -> Iterator[BoundArgument]:
@@ -225,8 +226,8 @@ class BoundArguments:
         if dense is None and layout.dp * layout.cp * layout.tp > self.unit:
             return
         units = dense.tour.units if dense else 1
-        send_s_HH = self._hops[0]
-        for part_H, cross_s in partitions(dense.tour.cost_s_HH if dense else send_s_HH, most=_PARTITIONS):
+        cost_s_HH = dense.tour.cost_s_HH if dense else self._hops[0]
+        for part_H, cross_s in partitions(cost_s_HH, most=_PARTITIONS):
             fits = np.bincount(part_H) * self._per_place // units
             longest = int(fits.max())
             trials = []
@@ -237,8 +238,8 @@ class BoundArguments:
                 trials += self._with_parts(part_H, longest)
             what = "rings or pipelines" if dense else "pipelines"
             words = f"{what} cross between parts of the cluster, where no link is better than "
-            best = self._link_words(dense.tour, cross_s) if dense else self._best_link(send_s_HH, cross_s)
-            yield BoundArgument(words=words + best, trials=side_by_side(trials))
+            words += self._link_words(cost_s_HH, cross_s)
+            yield BoundArgument(words=words, trials=side_by_side(trials))
 
     def _with_parts(self, part_H: Ints, longest: int) -> Iterator[RaisedPrices]:
         """Cut all pipelines between parts after the same stages, so that whole stages lie in each part.
@@ -303,22 +304,17 @@ class BoundArguments:
 
     def _with_hops(self, trial: RaisedPrices, hops: Sequence[tuple[int, ...]], seconds: float) -> RaisedPrices:
         """Make trials in which some hops take at least so many seconds: one set of hops in each."""
-        found = []
-        for chosen in hops:
-            one = trial.times(1)
+        trials = [trial.times(1) for _ in hops]
+        for one, chosen in zip(trials, hops, strict=True):
             _raise(one, hops=chosen, seconds=seconds)
-            found.append(one)
-        return side_by_side(found)
+        return side_by_side(trials)
 
     def _place_words(self, place: int) -> str:
         rates = self.places.links.bandwidth_bytes_per_s
         best = min(float(np.delete(way, place).max()) for way in (rates[place], rates[:, place]))
         return f"{self.places.names[place]}, whose best is {rate_text(best)}"
 
-    def _link_words(self, tour: Tour, seconds: float) -> str:
-        return self._best_link(tour.cost_s_HH, seconds)
-
-    def _best_link(self, cost_HH: Floats, seconds: float) -> str:
+    def _link_words(self, cost_HH: Floats, seconds: float) -> str:
         sender, receiver = divmod(int(np.abs(cost_HH - seconds).argmin()), len(self.places))
         rate = float(self.places.links.bandwidth_bytes_per_s[sender, receiver])
         return f"{self.places.names[sender]} to {self.places.names[receiver]}, {rate_text(rate)}"

@@ -121,7 +121,16 @@ def cuts(
         recomputes=(NO_RECOMPUTE,),
         cuts=tuple(chunks_and_batches.cuts),
     )
-    return _with_options(rules, columns.take(np.argsort(columns.tp > devices_per_host, kind="stable")), dropped)
+    tables = MemoryOptionTables(rules)
+    columns, count_N, refused = tables.first(columns.take(np.argsort(columns.tp > devices_per_host, kind="stable")))
+    own_fault = rules.fault(job.own)
+    return Cuts(
+        tables=tables,
+        columns=columns.take(np.flatnonzero(count_N)),
+        dropped=dict((dropped + refused).most_common()),
+        own_fault=own_fault,
+        num_layouts=int(count_N.sum()) + (own_fault is not None),
+    )
 
 
 def compute_cases(own: Layout, found: LayoutColumns) -> tuple[ComputeCase, ...]:
@@ -270,20 +279,6 @@ def _thinned(
             dropped[f"set aside, as there are more than {MOST}: {words}"] += number
         kept = kept[~aside]
     return kept
-
-
-def _with_options(rules: Rules, columns: LayoutColumns, dropped: Counter[str]) -> Cuts:
-    """Give each cut its first variant, drop cuts without any, and count all variants."""
-    tables = MemoryOptionTables(rules)
-    columns, count_N, refused = tables.first(columns)
-    own_fault = rules.fault(rules.job.own)
-    return Cuts(
-        tables=tables,
-        columns=columns.take(np.flatnonzero(count_N)),
-        dropped=dict((dropped + refused).most_common()),
-        own_fault=own_fault,
-        num_layouts=int(count_N.sum()) + (own_fault is not None),
-    )
 
 
 def _num_cut_choices(columns: LayoutColumns, layout: Layout) -> Ints:

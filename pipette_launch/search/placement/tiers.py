@@ -31,8 +31,6 @@ class Tiers:
     """Hosts in an order in which near ones stand side by side: every group of every tier is a run of it."""
     group_LH: Ints
     """The group of each host in each tier, finest tier first, numbered from 0 along the order; no row = all alike."""
-    reach_s_L: Floats
-    """Seconds of a typical message over the longest joint inside a group of each tier."""
 
     @property
     def num_tiers(self) -> int:
@@ -62,7 +60,6 @@ def tiers_of(links: Links) -> Tiers:
     return Tiers(
         order_H=order_H,
         group_LH=np.array(rows, dtype=np.int64).reshape(len(rows), links.size),
-        reach_s_L=np.array([lengths[cut - 1] for cut in cuts]),
     )
 
 

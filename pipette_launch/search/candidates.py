@@ -66,7 +66,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Field:
+class SearchInputs:
     """What every layout is judged by: the job, the machines, the predictor and the memory that must stay free."""
 
     job: Job
@@ -85,8 +85,8 @@ class Field:
         *,
         memory_margin: float,
         corrections: Corrections = NOTHING_LEARNED,
-    ) -> Field:
-        """Make a field of a job and of what was measured; the user's own layout is assumed to be legal.
+    ) -> SearchInputs:
+        """Take a job and what was measured; the user's own layout is assumed to be legal.
 
         Args:
             job: what is trained.

@@ -13,7 +13,7 @@ from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.results.rate import Rate
-from pipette_launch.search.candidates import Candidate, Field, doublings_apart
+from pipette_launch.search.candidates import Candidate, SearchInputs, doublings_apart
 from pipette_launch.search.placement.slots import Placement, host_order
 
 EQUAL = 0.005
@@ -45,7 +45,7 @@ class Chosen:
         return self.own_basis if self.keeps_own and self.own_basis is not None else self.choice.layout
 
 
-def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
+def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
     """Take the fastest candidate that beats the user's own configuration, or the fastest of all if that does not fit.
 
     It has to save the margin, and more than the scatter of the compute times could explain. Among layouts that count as
@@ -53,23 +53,23 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
     every gain counts.
 
     Args:
-        field: the job and the machines.
+        inputs: the job and the machines.
         candidates: the layouts that were priced.
         margin: part of the user's own step that another plan must save.
         num_alternatives: how many others to return.
 
     """
-    own, basis = _own_choice(field, candidates)
+    own, basis = _own_choice(inputs, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
-    own_runs = own.fits and field.own_fault is None
-    doubt = Uncertainty(field.predictor.compute, field.measurements)
+    own_runs = own.fits and inputs.own_fault is None
+    doubt = Uncertainty(inputs.predictor.compute, inputs.measurements)
     own_priced = basis or own.layout
 
     def least_gain_s(one: Candidate) -> float:
         chance_s = 0.0
         # The parts of a step cost a whole prediction, so they are computed only where the times are uncertain.
         if margin and not doubt.have_same_source(one.layout, own_priced):
-            parts_s = field.predictor.step_time(one.layout, one.placed.placement).breakdown_s
+            parts_s = inputs.predictor.step_time(one.layout, one.placed.placement).breakdown_s
             chance_s = doubt.chance_s((one.layout, parts_s), (own_priced, own.breakdown_s))
         return max(margin * own.step_time_s, chance_s)
 
@@ -89,8 +89,8 @@ def choose(field: Field, candidates: Sequence[Candidate], *, margin: float, num_
         # The user's own configuration is tried last, so a slower alternative is of no use.
         rest = [one for one in rest if one.placed.cost_s < own.step_time_s]
     return Chosen(
-        choice=_to_choice(field, winner) if winner else own,
-        alternatives=tuple(_to_choice(field, one) for one in _diverse(rest, best, num_alternatives)),
+        choice=_to_choice(inputs, winner) if winner else own,
+        alternatives=tuple(_to_choice(inputs, one) for one in _diverse(rest, best, num_alternatives)),
         own=own,
         own_basis=basis,
         best=best,
@@ -107,31 +107,31 @@ def num_axes(layout: Layout) -> int:
     return sum(degree > 1 for degree in degrees) + sum(map(bool, others)) + (layout.recompute != NO_RECOMPUTE)
 
 
-def _own_choice(field: Field, candidates: Sequence[Candidate]) -> tuple[Choice, Layout | None]:
+def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[Choice, Layout | None]:
     """Describe the user's own configuration in torchrun's order, by its nearest neighbour where it has no price."""
-    own = field.job.own
-    placement = host_order(field.cluster.num_slots)
-    if field.can_price_own:
+    own = inputs.job.own
+    placement = host_order(inputs.cluster.num_slots)
+    if inputs.can_price_own:
         priced, basis = own, None
     else:
         nearest = min(candidates, key=lambda one: (doublings_apart(one.layout, own), one.host_order_s))
         priced = basis = nearest.layout
     known = {one.layout: (one.bound_s, one.bound_reason) for one in candidates}
-    bound = known.get(priced) or (field.predictor.bound_s(priced), "")
-    return _choice(field, own, placement, priced=priced, peaks=_own_peaks(field, priced), bound=bound), basis
+    bound = known.get(priced) or (inputs.predictor.bound_s(priced), "")
+    return _choice(inputs, own, placement, priced=priced, peaks=_own_peaks(inputs, priced), bound=bound), basis
 
 
-def _own_peaks(field: Field, priced: Layout) -> tuple[int, ...]:
+def _own_peaks(inputs: SearchInputs, priced: Layout) -> tuple[int, ...]:
     try:
-        return field.predictor.peaks(field.job.own)
+        return inputs.predictor.peaks(inputs.job.own)
     except LayoutError:
-        # Megatron refuses this layout; the plan gives `Field.own_fault` as the reason.
-        return field.predictor.peaks(priced)
+        # Megatron refuses this layout; the plan gives `SearchInputs.own_fault` as the reason.
+        return inputs.predictor.peaks(priced)
 
 
-def _to_choice(field: Field, one: Candidate) -> Choice:
+def _to_choice(inputs: SearchInputs, one: Candidate) -> Choice:
     bound = (one.bound_s, one.bound_reason)
-    return _choice(field, one.layout, one.placed.placement, priced=one.layout, peaks=one.peak_bytes, bound=bound)
+    return _choice(inputs, one.layout, one.placed.placement, priced=one.layout, peaks=one.peak_bytes, bound=bound)
 
 
 class _Evidence(TypedDict, total=False):
@@ -144,7 +144,7 @@ class _Evidence(TypedDict, total=False):
 
 
 def _choice(
-    field: Field,
+    inputs: SearchInputs,
     layout: Layout,
     placement: Placement,
     *,
@@ -153,14 +153,14 @@ def _choice(
     bound: tuple[float, str],
 ) -> Choice:
     """Describe a layout by the step time of `priced`; where that is another, its outcome can teach nothing."""
-    step = field.predictor.step_time(priced, placement)
+    step = inputs.predictor.step_time(priced, placement)
     evidence: _Evidence = {}
     if priced == layout:
         evidence = {
-            "step_correction": field.predictor.factor(layout),
-            "memory_correction": field.predictor.memory_correction(layout),
-            "device_peak_bytes": field.device_peaks(layout),
-            "features": features_of(field.job, layout, devices_per_host=field.cluster.devices_per_host),
+            "step_correction": inputs.predictor.factor(layout),
+            "memory_correction": inputs.predictor.memory_correction(layout),
+            "device_peak_bytes": inputs.device_peaks(layout),
+            "features": features_of(inputs.job, layout, devices_per_host=inputs.cluster.devices_per_host),
         }
     bound_s, bound_reason = bound
     return Choice(
@@ -170,11 +170,11 @@ def _choice(
         step_time_s=step.total_s,
         breakdown_s=dict(step.breakdown_s),
         peak_memory_bytes=peaks,
-        memory_limit_bytes=field.limit_bytes(layout),
-        memory=field.memory_need(layout, peaks),
+        memory_limit_bytes=inputs.limit_bytes(layout),
+        memory=inputs.memory_need(layout, peaks),
         bound_s=bound_s,
         bound_reason=bound_reason,
-        rate=Rate.of(field.job, layout, step.total_s, field.cluster),
+        rate=Rate.of(inputs.job, layout, step.total_s, inputs.cluster),
         **evidence,
     )
 

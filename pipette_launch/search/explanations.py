@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipette_launch.cost.learned.corrected import LEARNED
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.facts import Choice
-from pipette_launch.search.candidates import Field, doublings_apart
+from pipette_launch.search.candidates import SearchInputs, doublings_apart
 from pipette_launch.search.choose import EQUAL, Chosen
 from pipette_launch.units import bytes_text, seconds_text
 
@@ -30,38 +30,38 @@ _NOTHING = 0.0005
 """Less than this part of a step prints as 0.0 %."""
 
 
-def reasons(field: Field, chosen: Chosen, *, floor_s: float, margin: float) -> tuple[str, ...]:
+def reasons(inputs: SearchInputs, chosen: Chosen, *, floor_s: float, margin: float) -> tuple[str, ...]:
     """Say why this plan was chosen and not another, and how much faster any other could be.
 
     Args:
-        field: the job and the machines.
+        inputs: the job and the machines.
         chosen: the decision.
         floor_s: seconds; no legal layout that fits is faster.
         margin: part of the user's own step that another plan had to save.
 
     """
-    why = _why_own(chosen, margin) if chosen.keeps_own else _why_other(field, chosen)
+    why = _why_own(chosen, margin) if chosen.keeps_own else _why_other(inputs, chosen)
     return (*why, *_runner_up(chosen), _bound(chosen), _floor(chosen, floor_s))
 
 
-def notes(field: Field, chosen: Chosen) -> tuple[str, ...]:
+def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
     """Say what was measured badly, assumed, pinned, or is not modelled."""
-    found = [*field.job.notes, *field.measurements.notes, *field.predictor.notes(chosen.priced_layout)]
+    found = [*inputs.job.notes, *inputs.measurements.notes, *inputs.predictor.notes(chosen.priced_layout)]
     own = chosen.own
-    if field.own_fault is not None:
-        found.append(f"Megatron refuses the user's own layout {own.layout.words()}: {field.own_fault}.")
+    if inputs.own_fault is not None:
+        found.append(f"Megatron refuses the user's own layout {own.layout.words()}: {inputs.own_fault}.")
     elif chosen.own_basis is not None:
         found.append(
             f"The user's own layout could not be priced; the step time of {chosen.own_basis.words()}, the nearest that "
             f"could, stands for it."
         )
-    found += _taken(field)
+    found += _taken(inputs)
     found += [
         f"{len(host.devices)} slots share the {host.cores} cores of {host.name}: steps may be slower than predicted."
-        for host in field.cluster.hosts
+        for host in inputs.cluster.hosts
         if host.shares_cores
     ][:1]
-    found += _learning(field, chosen)
+    found += _learning(inputs, chosen)
     found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]
     return tuple(dict.fromkeys(found))
 
@@ -90,10 +90,10 @@ def _why_own(chosen: Chosen, margin: float) -> list[str]:
     return [f"{kept}; the best other, {other}, would save {gain:.1%}, less than {short_of}."]
 
 
-def _why_other(field: Field, chosen: Chosen) -> list[str]:
+def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     choice, own = chosen.choice, chosen.own
     found = []
-    if field.own_fault is not None:
+    if inputs.own_fault is not None:
         found.append(f"{choice.layout.words()} takes {seconds_text(choice.step_time_s)} a step.")
     elif not own.fits:
         shown = own.memory_shown
@@ -184,9 +184,9 @@ def _floor(chosen: Chosen, floor_s: float) -> str:
     return f"No legal layout that fits takes less than {seconds_text(floor_s)} in any placement: a gap of {gap:.1%}."
 
 
-def _taken(field: Field) -> list[str]:
+def _taken(inputs: SearchInputs) -> list[str]:
     """Name the GPU on which others hold most memory, where that is more than a driver's own share."""
-    devices = [(host.name, device) for host in field.cluster.hosts for device in host.devices]
+    devices = [(host.name, device) for host in inputs.cluster.hosts for device in host.devices]
     name, fullest = min(devices, key=lambda pair: pair[1].memory_free_bytes)
     if fullest.kind != "cuda" or fullest.memory_free_bytes >= (1 - DRIVERS_SHARE) * fullest.memory_total_bytes:
         return []
@@ -194,12 +194,12 @@ def _taken(field: Field) -> list[str]:
     return [f"Only {free} of {total} are free on {fullest.uuid} of {name}; every rank is planned for that."]
 
 
-def _learning(field: Field, chosen: Chosen) -> list[str]:
+def _learning(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     """Say how a change of layout changes the numbers of a fresh run (Megatron's own seeds and padding)."""
     new, old = chosen.choice.layout, chosen.own.layout
     if new == old or doublings_apart(new, old) == 0:
         return []
-    model = field.job.model
+    model = inputs.job.model
     found = []
     if (new.tp, new.pp, new.ep) != (old.tp, old.pp, old.ep):
         found.append(

@@ -20,7 +20,7 @@ from pipette_launch.cost.memory.overhead import num_communicators
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.layout_columns import LayoutColumns
-from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs
 from pipette_launch.search.layouts.enumerate import Cuts
 
 BEATEN = "its bound shows that no placement of it can win"
@@ -74,17 +74,19 @@ class Frontier:
     the layouts that remain.
     """
 
-    def __init__(self, field: Field, cuts: Cuts, bounds: BoundColumns, typical: BoundColumns | None = None) -> None:
+    def __init__(
+        self, inputs: SearchInputs, cuts: Cuts, bounds: BoundColumns, typical: BoundColumns | None = None
+    ) -> None:
         """Bound all cuts roughly.
 
         Args:
-            field: what layouts are judged by.
+            inputs: what layouts are judged by.
             cuts: the legal ones.
             bounds: lower bounds of the job on this allocation.
             typical: order of `dive`: bounds as if all links were like those that rings must use; None = `bounds`.
 
         """
-        self._field = field
+        self._inputs = inputs
         self._typical = typical or bounds
         self._cuts = cuts
         self._bounds = bounds
@@ -92,7 +94,7 @@ class Frontier:
         self.dropped: Counter[str] = Counter()
         self.num_met = 0
         """Variants of the cuts that were listed."""
-        rough_N = _rough_N(cuts.columns, bounds) * field.predictor.least_factor
+        rough_N = _rough_N(cuts.columns, bounds) * inputs.predictor.least_factor
         unknown = np.flatnonzero(np.isnan(rough_N))
         if len(unknown):
             self.dropped[NOT_MEASURED] = len(cuts.spread(unknown)[0])
@@ -139,7 +141,7 @@ class Frontier:
         taken: list[_Ready] = []
         while len(taken) < count and self._ready and self._ready[0].least_s < below_s:
             taken.append(heapq.heappop(self._ready))
-        peaks = self._field.predictor.all_peaks([one.layout for one in taken]) if taken else ()
+        peaks = self._inputs.predictor.all_peaks([one.layout for one in taken]) if taken else ()
         return [
             Promising(least_s=one.least_s, number=one.number, layout=one.layout, peak_bytes=peak_bytes)
             for one, peak_bytes in zip(taken, peaks, strict=True)
@@ -150,7 +152,7 @@ class Frontier:
         columns = self._cuts.neighbours(layout)
         if not len(columns):
             return []
-        least_M = self._bounds.of_columns(columns) * self._field.predictor.least_factor
+        least_M = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
         order = np.argsort(least_M, kind="stable")
         order = order[least_M[order] < below_s]
         return self._with_peaks([columns.layout(row) for row in order.tolist()])
@@ -182,7 +184,7 @@ class Frontier:
 
     def _open(self, rows: Ints, below_s: float) -> None:
         """Make ready those variants of some cuts that fit and could beat a step time."""
-        predictor = self._field.predictor
+        predictor = self._inputs.predictor
         least_N = _least_N(self._cuts, rows, self._bounds) * predictor.least_factor
         rows = rows[least_N < below_s]
         if not len(rows):
@@ -205,7 +207,7 @@ class Frontier:
         if any(recomputes_no_more(other, layout.recompute) for other in others):
             return
         others.append(layout.recompute)
-        if layout != self._field.job.own:
+        if layout != self._inputs.job.own:
             self._num_ready += 1
             heapq.heappush(self._ready, _Ready(least_s, self._num_ready, layout))
 
@@ -220,7 +222,7 @@ class Frontier:
             found += [some.layout(row) for row in np.flatnonzero(self._fits_N(some)).tolist()]
             if len(found) > LOOKED_THROUGH:
                 break
-        return [layout for layout in found if layout != self._field.job.own]
+        return [layout for layout in found if layout != self._inputs.job.own]
 
     def _could_fit(self, rows: Ints) -> bool:
         """Whether any variant of some cuts fits: all kinds of recompute are tried in the state that is leanest."""
@@ -235,7 +237,7 @@ class Frontier:
     def _with_peaks(self, layouts: Sequence[Layout]) -> list[Promising]:
         """Return those layouts that fit, with their peaks; their infinite bound says nothing, as they come again."""
         layouts = list(dict.fromkeys(layouts))
-        peaks = self._field.predictor.all_peaks(layouts) if layouts else ()
+        peaks = self._inputs.predictor.all_peaks(layouts) if layouts else ()
         return [
             Promising(least_s=math.inf, number=number, layout=layout, peak_bytes=peak_bytes)
             for number, (layout, peak_bytes) in enumerate(zip(layouts, peaks, strict=True))
@@ -246,14 +248,14 @@ class Frontier:
         """Whether each of many layouts fits into its memory limit."""
         degrees = columns.groups("tp", "cp", "pp", "dp", "ep")
         limits = [self._limit(columns.layout(row)) for row in degrees.first_U.tolist()]
-        fits_N: NDArray[np.bool_] = self._field.predictor.fullest_N(columns) <= np.array(limits)[degrees.group_N]
+        fits_N: NDArray[np.bool_] = self._inputs.predictor.fullest_N(columns) <= np.array(limits)[degrees.group_N]
         return fits_N
 
     def _limit(self, layout: Layout) -> int:
         """The memory limit; nothing of a layout but its number of communicators moves it."""
         groups = num_communicators(layout)
         if groups not in self._limits:
-            self._limits[groups] = self._field.limit_bytes(layout)
+            self._limits[groups] = self._inputs.limit_bytes(layout)
         return self._limits[groups]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
-from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field, measured_overhead
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, measured_overhead
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 from pipette_launch.units import bytes_text
 
@@ -15,41 +15,41 @@ MOST_HOSTS_MORE = 8
 """A larger allocation is proposed up to so many times its hosts."""
 
 
-def nothing_left(field: Field, *, dropped: Mapping[str, int], memory_margin: float) -> PlanError:
+def nothing_left(inputs: SearchInputs, *, dropped: Mapping[str, int], memory_margin: float) -> PlanError:
     """Explain why no legal layout is left to price."""
     if dropped.get(OVER_MEMORY):
-        return _nothing_fits(field, memory_margin)
+        return _nothing_fits(inputs, memory_margin)
     if dropped.get(NOT_MEASURED):
         cases = ", ".join(
-            f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in field.measurements.compute_cases()
+            f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in inputs.measurements.compute_cases()
         )
         return PlanError(
             f"no layout can be priced: compute was measured for {cases or 'nothing'}, which no legal layout uses; "
             f"measure again with more time"
         )
-    return _nothing_legal(field)
+    return _nothing_legal(inputs)
 
 
-def _nothing_legal(field: Field) -> PlanError:
-    job, slots = field.job, field.cluster.num_slots
+def _nothing_legal(inputs: SearchInputs) -> PlanError:
+    job, slots = inputs.job, inputs.cluster.num_slots
     pins = f" with {', '.join(job.pinned)} fixed" if job.pinned else ""
-    broken = f"; the user's own {job.own.words()} breaks: {field.own_fault}" if field.own_fault else ""
-    ways = [*_released(field, must_fit=False), *_other_sizes(field)]
+    broken = f"; the user's own {job.own.words()} breaks: {inputs.own_fault}" if inputs.own_fault else ""
+    ways = [*_released(inputs, must_fit=False), *_other_sizes(inputs)]
     return PlanError(f"no layout is legal for {slots} ranks{pins}{broken}. {_help(ways)}")
 
 
-def _nothing_fits(field: Field, memory_margin: float) -> PlanError:
-    cluster = field.cluster
-    found = _legal(field.job, field, cluster.num_slots)
-    legal = found.leanest if field.own_fault else (field.job.own, *found.leanest)
-    needs = dict(zip(legal, field.predictor.all_peaks(legal), strict=True))
-    leanest = min(legal, key=lambda layout: max(needs[layout]) - field.limit_bytes(layout))
-    need, shown = max(needs[leanest]), field.memory_need(leanest, needs[leanest])
+def _nothing_fits(inputs: SearchInputs, memory_margin: float) -> PlanError:
+    cluster = inputs.cluster
+    found = _legal(inputs.job, inputs, cluster.num_slots)
+    legal = found.leanest if inputs.own_fault else (inputs.job.own, *found.leanest)
+    needs = dict(zip(legal, inputs.predictor.all_peaks(legal), strict=True))
+    leanest = min(legal, key=lambda layout: max(needs[layout]) - inputs.limit_bytes(layout))
+    need, shown = max(needs[leanest]), inputs.memory_need(leanest, needs[leanest])
     ways = [
-        *_released(field, must_fit=True),
-        *_more_hosts(field),
-        *_less_margin(field, legal, needs),
-        f"use devices with {bytes_text(_more_memory(field, leanest, need))} more memory each",
+        *_released(inputs, must_fit=True),
+        *_more_hosts(inputs),
+        *_less_margin(inputs, legal, needs),
+        f"use devices with {bytes_text(_more_memory(inputs, leanest, need))} more memory each",
     ]
     return PlanError(
         f"no layout fits in memory: the leanest of {found.num_layouts}, {leanest.words()}, is predicted to need "
@@ -59,21 +59,23 @@ def _nothing_fits(field: Field, memory_margin: float) -> PlanError:
     )
 
 
-def _less_margin(field: Field, legal: Sequence[Layout], needs: Mapping[Layout, tuple[int, ...]]) -> Iterator[str]:
+def _less_margin(
+    inputs: SearchInputs, legal: Sequence[Layout], needs: Mapping[Layout, tuple[int, ...]]
+) -> Iterator[str]:
     """Propose to leave less memory free, where a layout fits without any margin."""
-    bare = replace(field, memory_margin=0.0)
-    if field.memory_margin > 0 and any(max(needs[layout]) <= bare.limit_bytes(layout) for layout in legal):
-        yield f"leave less memory free than {field.memory_margin:.0%}"
+    bare = replace(inputs, memory_margin=0.0)
+    if inputs.memory_margin > 0 and any(max(needs[layout]) <= bare.limit_bytes(layout) for layout in legal):
+        yield f"leave less memory free than {inputs.memory_margin:.0%}"
 
 
-def _more_memory(field: Field, layout: Layout, need: int) -> int:
+def _more_memory(inputs: SearchInputs, layout: Layout, need: int) -> int:
     """Bytes by which every device would have to be larger for a layout to fit, with margin and overhead."""
-    overhead = measured_overhead(field.job, layout, field.measurements)
-    free = field.cluster.memory_bytes
+    overhead = measured_overhead(inputs.job, layout, inputs.measurements)
+    free = inputs.cluster.memory_bytes
     low, high = 0, 1 << 50
     while low < high:
         middle = (low + high) // 2
-        if overhead.limit_bytes(free + middle, memory_margin=field.memory_margin) >= need:
+        if overhead.limit_bytes(free + middle, memory_margin=inputs.memory_margin) >= need:
             high = middle
         else:
             low = middle + 1
@@ -86,47 +88,47 @@ def _help(ways: list[str]) -> str:
     return f"What would help: {', or '.join(ways)}"
 
 
-def _released(field: Field, *, must_fit: bool) -> Iterator[str]:
+def _released(inputs: SearchInputs, *, must_fit: bool) -> Iterator[str]:
     """Name the pinned flags of which each alone, if released, would allow a plan."""
-    job = field.job
+    job = inputs.job
     for pin in job.pinned:
         freed = replace(job, pinned=tuple(name for name in job.pinned if name != pin))
-        others = _legal(freed, field, field.cluster.num_slots)
-        count = sum(_fit(field, others.leanest)) if must_fit else others.num_layouts
+        others = _legal(freed, inputs, inputs.cluster.num_slots)
+        count = sum(_fit(inputs, others.leanest)) if must_fit else others.num_layouts
         if count:
             yield f"let {pin} change ({count} {'layout' if count == 1 else 'layouts'})"
 
 
-def _other_sizes(field: Field) -> Iterator[str]:
+def _other_sizes(inputs: SearchInputs) -> Iterator[str]:
     """Name the nearest smaller number of whole hosts that has a legal layout."""
-    devices = field.cluster.devices_per_host
-    for hosts in range(len(field.cluster.hosts) - 1, 0, -1):
-        if len(_legal(field.job, field, hosts * devices)):
+    devices = inputs.cluster.devices_per_host
+    for hosts in range(len(inputs.cluster.hosts) - 1, 0, -1):
+        if len(_legal(inputs.job, inputs, hosts * devices)):
             yield f"use {hosts} {'host' if hosts == 1 else 'hosts'} ({hosts * devices} ranks)"
             return
 
 
-def _more_hosts(field: Field) -> Iterator[str]:
+def _more_hosts(inputs: SearchInputs) -> Iterator[str]:
     """Name the nearest multiple of the hosts on which a layout fits."""
-    hosts = len(field.cluster.hosts)
+    hosts = len(inputs.cluster.hosts)
     for times in range(2, MOST_HOSTS_MORE + 1):
-        ranks = times * field.cluster.num_slots
-        if any(_fit(field, _legal(field.job, field, ranks).leanest)):
+        ranks = times * inputs.cluster.num_slots
+        if any(_fit(inputs, _legal(inputs.job, inputs, ranks).leanest)):
             yield f"use {times * hosts} hosts ({ranks} ranks)"
             return
 
 
-def _fit(field: Field, layouts: Sequence[Layout]) -> Iterator[bool]:
+def _fit(inputs: SearchInputs, layouts: Sequence[Layout]) -> Iterator[bool]:
     """Whether each layout fits."""
-    for layout, peaks in zip(layouts, field.predictor.all_peaks(layouts), strict=True):
-        yield max(peaks) <= field.limit_bytes(layout)
+    for layout, peaks in zip(layouts, inputs.predictor.all_peaks(layouts), strict=True):
+        yield max(peaks) <= inputs.limit_bytes(layout)
 
 
-def _legal(job: Job, field: Field, world_size: int) -> Cuts:
+def _legal(job: Job, inputs: SearchInputs, world_size: int) -> Cuts:
     """The legal cuts for another number of ranks or with other pins."""
     return cuts(
         job,
         world_size=world_size,
-        devices_per_host=field.cluster.devices_per_host,
-        device_kind=field.cluster.device_kind,
+        devices_per_host=inputs.cluster.devices_per_host,
+        device_kind=inputs.cluster.device_kind,
     )

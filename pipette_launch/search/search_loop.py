@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipette_launch.facts import Layout, files
 from pipette_launch.search.bounds.placement_bound import placement_bound_s
-from pipette_launch.search.candidates import MANY_SLOTS, Candidate, Field
+from pipette_launch.search.candidates import MANY_SLOTS, Candidate, SearchInputs
 from pipette_launch.search.choose import LEANER
 from pipette_launch.search.frontier import Frontier, Promising
 from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, exhaustion, num_placements
@@ -53,7 +53,7 @@ class SearchLoop:
 
     def __init__(
         self,
-        field: Field,
+        inputs: SearchInputs,
         frontier: Frontier,
         *,
         seed: int,
@@ -62,13 +62,13 @@ class SearchLoop:
         """Begin with nothing priced.
 
         Args:
-            field: what layouts are judged by.
+            inputs: what layouts are judged by.
             frontier: the layouts.
             seed: of all chance.
             is_late: whether the search must end.
 
         """
-        self._field = field
+        self._inputs = inputs
         self._frontier = frontier
         self._seed = seed
         self._is_late = is_late
@@ -95,7 +95,7 @@ class SearchLoop:
             size = min(size + size // 2, MOST_AT_ONCE)
             if self._is_late():
                 break
-        for width in AFTER_PRICING if self._field.cluster.num_slots <= MANY_SLOTS else AFTER_PRICING_MANY:
+        for width in AFTER_PRICING if self._inputs.cluster.num_slots <= MANY_SLOTS else AFTER_PRICING_MANY:
             self._place(width)
         self._exhaust()
         self._price_runners_up()
@@ -109,13 +109,13 @@ class SearchLoop:
 
     def _price_own(self) -> None:
         """Price the user's own layout, if it has a price, even after the deadline: every choice is compared with it."""
-        field, own = self._field, self._field.job.own
-        if field.own_fault is None and field.own_dropped is None:
-            first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=field.predictor.peaks(own))]
+        inputs, own = self._inputs, self._inputs.job.own
+        if inputs.own_fault is None and inputs.own_dropped is None:
+            first = [Promising(least_s=0.0, number=0, layout=own, peak_bytes=inputs.predictor.peaks(own))]
         else:
             first = (self._frontier.dive(1) or self._frontier.take(1))[:1]
         for one in first:
-            self._keep(price(field, one, is_late=self._is_late))
+            self._keep(price(inputs, one, is_late=self._is_late))
 
     def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
         """Price those of a batch that were not priced before."""
@@ -125,7 +125,7 @@ class SearchLoop:
             if self._is_late():
                 self._missed_s = min(self._missed_s, one.least_s)
             else:
-                self._keep(price(self._field, one, beat_s=beat_s, is_late=self._is_late))
+                self._keep(price(self._inputs, one, beat_s=beat_s, is_late=self._is_late))
 
     def _keep(self, found: Candidate | Promising) -> None:
         if isinstance(found, Candidate):
@@ -150,7 +150,7 @@ class SearchLoop:
             for one in near:
                 if self._is_late():
                     return
-                found = price(self._field, one, beat_s=best_s, is_late=self._is_late, carried=placement)
+                found = price(self._inputs, one, beat_s=best_s, is_late=self._is_late, carried=placement)
                 if isinstance(found, Candidate):
                     known = self._pool.get(one.layout)
                     self._pool[one.layout] = replace(known, placed=found.placed) if known else found
@@ -161,7 +161,7 @@ class SearchLoop:
         for one in self._hopes(width):
             if self._is_late():
                 return
-            self._pool[one.layout] = with_better_placement(self._field, one, seed=self._seed, is_late=self._is_late)
+            self._pool[one.layout] = with_better_placement(self._inputs, one, seed=self._seed, is_late=self._is_late)
         self._surround()
 
     def _hopes(self, width: int) -> list[Candidate]:
@@ -180,7 +180,7 @@ class SearchLoop:
     def _sharpened(self, one: Candidate) -> Candidate:
         """Bound a layout by the links that it must use, once; that is cheaper than improving its placement."""
         if not one.bound_reason:
-            bound = placement_bound_s(self._field.predictor.placement_cost(one.layout))
+            bound = placement_bound_s(self._inputs.predictor.placement_cost(one.layout))
             one = replace(one, bound_s=max(bound.seconds, one.bound_s), bound_reason=bound.words)
             self._pool[one.layout] = one
         return one
@@ -188,9 +188,9 @@ class SearchLoop:
     def _exhaust(self) -> None:
         """Try every placement of the best layout, where there are few."""
         leader = self._leader()
-        few = AT_ONCE < num_placements(leader.layout, Slots.of(self._field.cluster)) <= EXACT
+        few = AT_ONCE < num_placements(leader.layout, Slots.of(self._inputs.cluster)) <= EXACT
         if few and not leader.meets_bound and not self._is_late():
-            problem = _placement_problem(self._field, leader.layout, leader.bound_s)
+            problem = _placement_problem(self._inputs, leader.layout, leader.bound_s)
             *_, placed = leader.placed, *exhaustion(problem, leader.placed, is_late=self._is_late)
             self._pool[leader.layout] = replace(leader, placed=placed)
 
@@ -225,12 +225,17 @@ class SearchLoop:
 
 
 def price(
-    field: Field, one: Promising, *, is_late: IsLate, beat_s: float = float("inf"), carried: Placement | None = None
+    inputs: SearchInputs,
+    one: Promising,
+    *,
+    is_late: IsLate,
+    beat_s: float = float("inf"),
+    carried: Placement | None = None,
 ) -> Candidate | Promising:
     """Bound a layout, and price it in torchrun's order and in the best start; what cannot win comes with its bound.
 
     Args:
-        field: what layouts are judged by.
+        inputs: what layouts are judged by.
         one: the layout.
         is_late: whether to try no more starts.
         beat_s: seconds; a layout that takes as long is not priced.
@@ -238,11 +243,11 @@ def price(
 
     """
     layout = one.layout
-    bound_s = field.predictor.bound_s(layout)
+    bound_s = inputs.predictor.bound_s(layout)
     beaten = replace(one, least_s=bound_s)
     if bound_s >= beat_s:
         return beaten
-    problem = _placement_problem(field, layout, bound_s)
+    problem = _placement_problem(inputs, layout, bound_s)
     best = problem.best_of([carried]) if carried else None
     if best and best.cost_s >= beat_s:
         return beaten
@@ -257,23 +262,23 @@ def price(
     )
 
 
-def with_better_placement(field: Field, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
+def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
     """Search one round for a better placement; what is found depends on the candidate and the seed alone.
 
     Args:
-        field: what layouts are judged by.
+        inputs: what layouts are judged by.
         one: a layout and its best placement so far.
         seed: of all chance.
         is_late: whether to end the round early.
 
     """
-    problem = _placement_problem(field, one.layout, one.bound_s)
+    problem = _placement_problem(inputs, one.layout, one.bound_s)
     rng = random.Random(files.digest(seed, one.layout, one.rounds))
     placed = improve(problem, one.placed, turn=one.rounds, rng=rng, is_late=is_late)
     gained = placed.cost_s < one.placed.cost_s * (1 - GAIN)
     return replace(one, placed=placed, rounds=one.rounds + 1, stalled=0 if gained else one.stalled + 1)
 
 
-def _placement_problem(field: Field, layout: Layout, bound_s: float) -> PlacementProblem:
-    objective = field.predictor.placement_cost(layout)
-    return PlacementProblem(layout=layout, cluster=field.cluster, objective=objective, bound_s=bound_s)
+def _placement_problem(inputs: SearchInputs, layout: Layout, bound_s: float) -> PlacementProblem:
+    objective = inputs.predictor.placement_cost(layout)
+    return PlacementProblem(layout=layout, cluster=inputs.cluster, objective=objective, bound_s=bound_s)

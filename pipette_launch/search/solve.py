@@ -13,7 +13,7 @@ from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import explanations, no_plan
 from pipette_launch.search.bounds.links import with_ring_links
-from pipette_launch.search.candidates import Field
+from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choose
 from pipette_launch.search.frontier import BEATEN, Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
@@ -70,58 +70,58 @@ def solve(
     started_s = clock()
     deadline_s = started_s + options.budget_s
     cluster = measurements.cluster
-    field = Field.of(job, measurements, memory_margin=options.memory_margin, corrections=corrections)
+    inputs = SearchInputs.of(job, measurements, memory_margin=options.memory_margin, corrections=corrections)
     found = cuts(
         job,
         world_size=cluster.num_slots,
         devices_per_host=cluster.devices_per_host,
         device_kind=cluster.device_kind,
-        table=field.predictor.compute,
+        table=inputs.predictor.compute,
     )
-    field = replace(field, own_fault=found.own_fault)
-    frontier = _frontier(field, found, options)
-    searched = SearchLoop(field, frontier, seed=options.seed, is_late=lambda: clock() >= deadline_s).run()
+    inputs = replace(inputs, own_fault=found.own_fault)
+    frontier = _frontier(inputs, found, options)
+    searched = SearchLoop(inputs, frontier, seed=options.seed, is_late=lambda: clock() >= deadline_s).run()
     dropped = Counter(found.dropped) + frontier.dropped
     if not searched.is_cut_short:
         legal = found.num_layouts - (found.own_fault is not None)
         dropped += Counter({BEATEN: legal - len(searched.candidates) - frontier.dropped.total()})
-    plan = _plan(field, searched, options, corrections.notes, provenance)
+    plan = _plan(inputs, searched, options, corrections.notes, provenance)
     return replace(
         plan, num_layouts=found.num_layouts, dropped=dict(dropped.most_common()), solve_s=clock() - started_s
     )
 
 
-def _frontier(field: Field, found: Cuts, options: SolveOptions) -> Frontier:
+def _frontier(inputs: SearchInputs, found: Cuts, options: SolveOptions) -> Frontier:
     """Bound the cuts; raises PlanError where neither a cut nor the user's own layout can be chosen."""
-    job, measurements = field.job, field.measurements
-    bounds = BoundColumns.of(job, measurements, field.predictor)
-    typical = BoundColumns.elsewhere(job, with_ring_links(measurements), field.predictor)
-    frontier = Frontier(field, found, bounds, typical)
-    own_dropped = None if found.own_fault else field.own_dropped
+    job, measurements = inputs.job, inputs.measurements
+    bounds = BoundColumns.of(job, measurements, inputs.predictor)
+    typical = BoundColumns.elsewhere(job, with_ring_links(measurements), inputs.predictor)
+    frontier = Frontier(inputs, found, bounds, typical)
+    own_dropped = None if found.own_fault else inputs.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1
     if (found.own_fault or own_dropped) and not frontier.find_any():
-        raise no_plan.nothing_left(field, dropped=frontier.dropped, memory_margin=options.memory_margin)
+        raise no_plan.nothing_left(inputs, dropped=frontier.dropped, memory_margin=options.memory_margin)
     return frontier
 
 
 def _plan(
-    field: Field, searched: Searched, options: SolveOptions, learned: tuple[str, ...], provenance: Provenance
+    inputs: SearchInputs, searched: Searched, options: SolveOptions, learned: tuple[str, ...], provenance: Provenance
 ) -> Plan:
     """Choose among the layouts that were priced, with reasons; the caller adds the counts of dropped layouts."""
-    chosen = choose(field, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
+    chosen = choose(inputs, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
     cut_short = (explanations.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
     return Plan(
-        hosts=tuple(host.name for host in field.cluster.hosts),
-        devices_per_host=field.cluster.devices_per_host,
-        device_kind=field.cluster.device_kind,
+        hosts=tuple(host.name for host in inputs.cluster.hosts),
+        devices_per_host=inputs.cluster.devices_per_host,
+        device_kind=inputs.cluster.device_kind,
         chosen=chosen.choice,
         alternatives=chosen.alternatives,
         own=chosen.own,
-        own_fault=field.own_fault or "",
+        own_fault=inputs.own_fault or "",
         keeps_own=chosen.keeps_own,
-        reasons=(*cut_short, *explanations.reasons(field, chosen, floor_s=searched.floor_s, margin=options.margin)),
-        notes=(*learned, *explanations.notes(field, chosen)),
+        reasons=(*cut_short, *explanations.reasons(inputs, chosen, floor_s=searched.floor_s, margin=options.margin)),
+        notes=(*learned, *explanations.notes(inputs, chosen)),
         num_layouts=0,
         dropped={},
         floor_s=searched.floor_s,

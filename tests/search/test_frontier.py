@@ -15,7 +15,7 @@ from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.facts import ComputeCase, Job, Layout, Measurements, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search import frontier as frontier_module
-from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, Field
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs
 from pipette_launch.search.frontier import Frontier, recomputes_no_more
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 
@@ -24,21 +24,21 @@ MANY = 10_000
 
 def opened(
     job: Job, measurements: Measurements | None = None, *, memory_margin: float = 0.08
-) -> tuple[Frontier, Cuts, Field]:
+) -> tuple[Frontier, Cuts, SearchInputs]:
     """A frontier over all cuts of a job."""
     measurements = measurements or tiny_measurements(tiny_cluster())
     found = cuts(job, world_size=4, devices_per_host=2, device_kind="cpu")
-    field = Field.of(job, measurements, memory_margin=memory_margin)
-    return Frontier(field, found, BoundColumns.of(job, measurements)), found, field
+    inputs = SearchInputs.of(job, measurements, memory_margin=memory_margin)
+    return Frontier(inputs, found, BoundColumns.of(job, measurements)), found, inputs
 
 
-def every_layout(job: Job, field: Field) -> list[Layout]:
+def every_layout(job: Job, inputs: SearchInputs) -> list[Layout]:
     """All legal layouts but the user's own that fit and can be priced."""
     listed = legal_layouts(job, world_size=4, devices_per_host=2, device_kind="cpu")[1:]
     return [
         layout
         for layout in listed
-        if field.predictor.can_price(layout) and max(field.predictor.peaks(layout)) <= field.limit_bytes(layout)
+        if inputs.predictor.can_price(layout) and max(inputs.predictor.peaks(layout)) <= inputs.limit_bytes(layout)
     ]
 
 
@@ -49,17 +49,17 @@ def test_all_that_fit_come_once_by_rising_bound(share: float) -> None:
     _, _, roomy = opened(job)
     needs = sorted(max(roomy.predictor.peaks(layout)) for layout in every_layout(job, roomy))
     tight = tiny_measurements(tiny_cluster(memory_bytes=needs[int(share * (len(needs) - 1))]))
-    frontier, _, field = opened(job, tight, memory_margin=0.0)
+    frontier, _, inputs = opened(job, tight, memory_margin=0.0)
     taken = frontier.take(MANY)
-    fitting = every_layout(job, field)
+    fitting = every_layout(job, inputs)
     bare = [replace(layout, recompute=NO_RECOMPUTE) for layout in (*fitting, job.own)]
 
     assert {one.layout for one in taken} <= set(fitting)
     assert len(taken) == len({one.layout for one in taken})
     assert {replace(one.layout, recompute=NO_RECOMPUTE) for one in taken} | {job.own} >= set(bare)
     assert [one.least_s for one in taken] == sorted(one.least_s for one in taken)
-    assert all(one.least_s <= field.predictor.bound_s(one.layout) for one in taken)
-    assert all(one.peak_bytes == field.predictor.peaks(one.layout) for one in taken)
+    assert all(one.least_s <= inputs.predictor.bound_s(one.layout) for one in taken)
+    assert all(one.peak_bytes == inputs.predictor.peaks(one.layout) for one in taken)
     assert frontier.least_s == math.inf
 
 
@@ -99,17 +99,17 @@ def test_what_does_not_fit_and_what_was_not_measured_are_counted() -> None:
 
 def test_a_dive_finds_what_is_quick_and_what_is_lean() -> None:
     """The first of many cuts in their quickest state, and runners-up that need less memory than asked."""
-    frontier, _, field = opened(tiny_job(4))
+    frontier, _, inputs = opened(tiny_job(4))
     dived = frontier.dive(6)
     most = 0.9 * max(dived[0].peak_bytes)
     more = frontier.runners_up(3, most_bytes=most)
     known = {one.layout for one in dived}
 
     assert 6 <= len(dived) <= 9
-    assert all(max(one.peak_bytes) <= field.limit_bytes(one.layout) for one in dived)
+    assert all(max(one.peak_bytes) <= inputs.limit_bytes(one.layout) for one in dived)
     assert any(max(one.peak_bytes) <= most for one in more)
     assert any(one.layout not in known for one in more)
-    assert frontier.take(1)[0].least_s <= min(field.predictor.bound_s(one.layout) for one in dived)
+    assert frontier.take(1)[0].least_s <= min(inputs.predictor.bound_s(one.layout) for one in dived)
 
 
 SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
@@ -138,11 +138,11 @@ def test_which_recompute_runs_no_more_again(one: Recompute, others: list[Recompu
 
 def test_the_leanest_variant_has_the_leanest_state() -> None:
     """No variant of a cut needs less than the best recompute in the state that is taken for the leanest."""
-    _, found, field = opened(tiny_job(4))
+    _, found, inputs = opened(tiny_job(4))
     rows = np.arange(len(found))
     place_M, columns = found.spread(rows)
     lean = found.tables.leanest(found.columns)
-    fullest_M = field.predictor.fullest_N(columns)
+    fullest_M = inputs.predictor.fullest_N(columns)
     states = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
     in_state_M = np.logical_and.reduce([getattr(columns, name) == getattr(lean, name)[place_M] for name in states])
     counts = Counter(place_M.tolist())

@@ -7,14 +7,14 @@ from search.toys import never
 from search.worlds import two_racks
 
 from pipette_launch.facts import Batch, Layout
-from pipette_launch.search.candidates import Candidate, Field
+from pipette_launch.search.candidates import Candidate, SearchInputs
 from pipette_launch.search.frontier import Promising
 from pipette_launch.search.search_loop import price, with_better_placement
 
 
-def promising(field: Field, layout: Layout) -> Promising:
+def promising(inputs: SearchInputs, layout: Layout) -> Promising:
     """Return a layout as the frontier hands it out."""
-    return Promising(least_s=0.0, number=0, layout=layout, peak_bytes=field.predictor.peaks(layout))
+    return Promising(least_s=0.0, number=0, layout=layout, peak_bytes=inputs.predictor.peaks(layout))
 
 
 def test_a_layout_gets_the_same_result_whatever_was_done_before_it() -> None:
@@ -23,7 +23,7 @@ def test_a_layout_gets_the_same_result_whatever_was_done_before_it() -> None:
     layouts = [Layout(pp=4), Layout(pp=2, dp=2), Layout(dp=4), Layout(tp=2, pp=2)]
 
     def found(order: list[Layout]) -> dict[Layout, tuple[Candidate, Candidate]]:
-        shared = Field.of(job, tiny_measurements(two_racks()), memory_margin=0.08)
+        shared = SearchInputs.of(job, tiny_measurements(two_racks()), memory_margin=0.08)
         results = {}
         for layout in order:
             first = price(shared, promising(shared, layout), is_late=never)
@@ -36,14 +36,14 @@ def test_a_layout_gets_the_same_result_whatever_was_done_before_it() -> None:
 
 def test_what_cannot_win_is_not_priced() -> None:
     """A layout whose bound is no better than what is to be beaten comes back with its bound alone."""
-    field = Field.of(tiny_job(4), tiny_measurements(tiny_cluster()), memory_margin=0.08)
-    layout = field.job.own
-    bound_s = field.predictor.bound_s(layout)
-    one = promising(field, layout)
-    beaten, priced = (price(field, one, beat_s=seconds, is_late=never) for seconds in (bound_s, 2 * bound_s))
+    inputs = SearchInputs.of(tiny_job(4), tiny_measurements(tiny_cluster()), memory_margin=0.08)
+    layout = inputs.job.own
+    bound_s = inputs.predictor.bound_s(layout)
+    one = promising(inputs, layout)
+    beaten, priced = (price(inputs, one, beat_s=seconds, is_late=never) for seconds in (bound_s, 2 * bound_s))
 
     assert isinstance(beaten, Promising)
     assert beaten.least_s == bound_s
     assert isinstance(priced, Candidate)
     placed = priced.placed
-    assert placed.cost_s == field.predictor.placement_cost(layout).cost(placed.placement) <= priced.host_order_s
+    assert placed.cost_s == inputs.predictor.placement_cost(layout).cost(placed.placement) <= priced.host_order_s

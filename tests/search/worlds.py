@@ -9,7 +9,6 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.toys import never
 
 from pipette_launch.facts import Batch, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
-from pipette_launch.search.candidates import Field
 from pipette_launch.search.placement.exhaustive import AT_ONCE, num_placements
 from pipette_launch.search.placement.search import ROUNDS, begin, improve
 from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem
@@ -62,12 +61,6 @@ def planned(job: Job, measurements: Measurements | None = None, **options: float
         clock=still,
         provenance=PROVENANCE,
     )
-
-
-def field_of(job: Job, measurements: Measurements | None = None, *, memory_margin: float = 0.08) -> Field:
-    """What the search looks at."""
-    measurements = measurements or tiny_measurements(tiny_cluster())
-    return Field.of(job, measurements, memory_margin=memory_margin)
 
 
 def improvements(problem: PlacementProblem, *, seed: int = 0, is_late: IsLate = never) -> list[Placed]:

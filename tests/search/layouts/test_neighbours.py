@@ -12,7 +12,7 @@ from search.worlds import PROVENANCE, two_racks
 
 from pipette_launch.facts import Layout
 from pipette_launch.facts.job import Batch
-from pipette_launch.search.candidates import Field
+from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 from pipette_launch.search.solve import SolveOptions, solve
@@ -63,11 +63,11 @@ def test_a_plan_does_not_lose_to_itself_with_one_choice_changed(monkeypatch: pyt
     for name in ("dive", "take", "runners_up"):
         monkeypatch.setattr(Frontier, name, lambda *_, **__: [])
     plan = solve(JOB, measurements, options=SolveOptions(margin=0.0), clock=lambda: 0.0, provenance=PROVENANCE)
-    field = Field.of(JOB, measurements, memory_margin=0.08)
+    inputs = SearchInputs.of(JOB, measurements, memory_margin=0.08)
     best = plan.chosen
-    found = cuts(JOB, world_size=4, devices_per_host=2, device_kind="cpu", table=field.predictor.compute)
+    found = cuts(JOB, world_size=4, devices_per_host=2, device_kind="cpu", table=inputs.predictor.compute)
     columns = found.neighbours(best.layout)
     near = [columns.layout(row) for row in range(len(columns))]
 
     assert near
-    assert best.step_time_s <= min(field.predictor.step_time(one, best.placement).total_s for one in near)
+    assert best.step_time_s <= min(inputs.predictor.step_time(one, best.placement).total_s for one in near)

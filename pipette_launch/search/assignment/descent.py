@@ -62,18 +62,14 @@ def descend(
         idle = 0 if len(better) else idle + 1
         if not idle:
             better = better[np.argsort(rise_P[better], kind="stable")]
-            here = _swapped(prices, here, one_P[better], two_P[better])
+            one_A, two_A = one_P[better], two_P[better]
+            made = prices.apart(one_A, two_A)
+            place_Q = here.place_Q.copy()
+            place_Q[one_A[made]], place_Q[two_A[made]] = here.place_Q[two_A[made]], here.place_Q[one_A[made]]
+            here = prices.position(place_Q)
         if here.cost_s < best.cost_s:
             best = here
     return Arrangement(place_Q=best.place_Q, cost_s=best.cost_s)
-
-
-def _swapped(prices: SwapPrices, here: Position, one_A: Ints, two_A: Ints) -> Position:
-    """Make the swaps that do not meet an earlier one."""
-    made = prices.apart(one_A, two_A)
-    place_Q = here.place_Q.copy()
-    place_Q[one_A[made]], place_Q[two_A[made]] = here.place_Q[two_A[made]], here.place_Q[one_A[made]]
-    return prices.position(place_Q)
 
 
 def _spread(flows: Flows, here: Position) -> float:

@@ -11,9 +11,17 @@ from functools import cached_property
 import numpy as np
 
 from pipette_launch.cost.step.placed import PlacementCost
-from pipette_launch.search.bounds.links import Floats, Ints, cheapest_between, cuts, partitions, returning_cuts
+from pipette_launch.search.bounds.links import (
+    Floats,
+    Ints,
+    best_ways,
+    cheapest_between,
+    cuts,
+    partitions,
+    returning_cuts,
+)
 from pipette_launch.search.bounds.raised_prices import RaisedPrices, side_by_side
-from pipette_launch.search.bounds.rings import Places, Ring, Tour, best_hops, exchange_tours, group_shapes, rings_of
+from pipette_launch.search.bounds.rings import Places, Ring, Tour, exchange_tours, group_shapes, rings_of
 from pipette_launch.units import rate_text
 
 _WORST = 2
@@ -100,7 +108,9 @@ class BoundArguments:
 
     @cached_property
     def _hops(self) -> tuple[Floats, Floats, Floats]:
-        return best_hops(self.places)
+        """What a hop between any two places takes, and the best from each place and to it."""
+        send_s_HH = self.places.link_s_HH("send", 2, self._model.work.hop_bytes)
+        return (send_s_HH, *best_ways(send_s_HH))
 
     @property
     def _all_hops_cross(self) -> bool:

@@ -38,7 +38,7 @@ def through(cost_HH: Floats, *, visits_once: bool) -> Floats:
     where it went.
     """
     cost = _without_own(cost_HH)
-    out_H, in_H = cost.min(axis=1), cost.min(axis=0)
+    out_H, in_H = best_ways(cost_HH)
     best_H: Floats = np.maximum(out_H, in_H)
     if not visits_once or len(cost) < 3:
         return best_H

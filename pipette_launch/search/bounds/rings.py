@@ -14,7 +14,7 @@ from pipette_launch.cost.communication.scales import Scale
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.cluster import Links
-from pipette_launch.search.bounds.links import Floats, best_ways, ring_thresholds, through
+from pipette_launch.search.bounds.links import Floats, ring_thresholds, through
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -248,9 +248,3 @@ def num_units(members: int, stride: int, unit: int) -> int:
         return 0
     each = max(1, unit // stride)
     return members // each if members % each == 0 else int(members > each)
-
-
-def best_hops(places: Places) -> tuple[Floats, Floats, Floats]:
-    """Return what a hop between any two places takes, and the best from each place and to it."""
-    send_s_HH = places.link_s_HH("send", 2, places.model.work.hop_bytes)
-    return (send_s_HH, *best_ways(send_s_HH))

@@ -111,17 +111,14 @@ class MemoryOptionTables:
         """Flags of the legal states."""
         states = axes.states(self._rules, where.tp, has_replicas=where.has_replicas)
         legal = [state for state in states if not drops(self._rules.state_faults(where.tp, where.cp, state), dropped)]
-        is_timed = any(state.sequence_parallel for state in legal) and not self._must_not_split_sequences
+        # Megatron distributes saved activations only without sequence parallelism.
+        distributes = self._rules.options.distribute_saved_activations
+        is_timed = any(state.sequence_parallel for state in legal) and not distributes
         for state in legal:
             if is_timed and not state.sequence_parallel:
                 dropped[UNTIMED] += 1
             else:
                 yield tuple(int(flag) for flag in state[:-1])
-
-    @property
-    def _must_not_split_sequences(self) -> bool:
-        """Whether some flag goes only without sequence parallelism."""
-        return self._rules.options.distribute_saved_activations
 
     def _build_depths(self, key: tuple[_Depth, bool], dropped: Counter[str]) -> Iterator[tuple[int, ...]]:
         """Numbers of the legal recomputes."""

@@ -115,19 +115,16 @@ def _join(
     snapshots = {}
     for done, (_, one, other) in enumerate(joints, start=1):
         left, right = sorted((int(name_H[one]), int(name_H[other])))
-        chain = _joined(chains[left], chains.pop(right), distance_HH)
+        # Both chains are turned so that their nearest ends meet.
+        near, far = chains[left], chains.pop(right)
+        turned = [(first, second) for first in (near, near[::-1]) for second in (far, far[::-1])]
+        first, second = min(turned, key=lambda pair: distance_HH[pair[0][-1], pair[1][0]])
+        chain = first + second
         name_H[chain] = left
         chains[left] = chain
         if done in gaps:
             snapshots[done] = name_H.copy()
     return chains[0], snapshots
-
-
-def _joined(left: list[int], right: list[int], distance_HH: Floats) -> list[int]:
-    """Two chains as one, turned so that their nearest ends meet."""
-    options = [(one, two) for one in (left, left[::-1]) for two in (right, right[::-1])]
-    one, two = min(options, key=lambda pair: distance_HH[pair[0][-1], pair[1][0]])
-    return one + two
 
 
 def _told_apart(snapshots: dict[int, Ints], lengths: Floats) -> list[int]:

@@ -111,7 +111,10 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
     residual, stream = residual_bytes(model, layout), stream_bytes(job, layout)
     narrow = model.dtype_bytes if computes_in_fp8(job) else 1
     fuses_attention_norm, fuses_mlp_norm = uses_te and model.latent_attention is None, uses_te and not moe
-    projected, latents = attention.projected_bytes(job, layout) + _attention_in_fp8(job, layout), 0
+    projected, latents = attention.projected_bytes(job, layout), 0
+    if computes_in_fp8(job):
+        # The projection's input is a copy of the context in one byte an element (TE module/linear.py).
+        projected += tokens(model, layout) * (model.num_attention_heads // layout.tp) * model.kv_channels
     if model.latent_attention:
         fused = uses_te and performance_options(job).apply_rope_fusion
         kept = latent_attention.attention_activations(model, model.latent_attention, layout, fused_rope=fused)
@@ -120,7 +123,12 @@ def layer_activations(job: Job, layout: Layout, *, moe: bool) -> LayerActivation
         routed = experts.expert_activations(job, layout)
         fc1, act, shared = routed.routed - routed.activation, routed.activation, routed.shared
     else:
-        (fc1, act), shared = _mlp(job, layout, model.ffn_hidden_size), 0
+        # Outputs of the first matrix, input of the second: fused SwiGLU 6f/h, unfused 8f/h or 10f/h, GELU 4f/h. The
+        # 10f/h is what the contract test of saved bytes finds.
+        act, shared = model.dtype_bytes * tokens(model, layout) * model.ffn_hidden_size // layout.tp, 0
+        fc1 = (2 if model.gated_linear_unit else 1) * act
+        if model.gated_linear_unit and not performance_options(job).bias_swiglu_fusion:
+            fc1 += experts.unfused_gate_copies(job.megatron_version) * act
     masks = 2 * (residual // model.dtype_bytes) * _MASK_BYTES if model.hidden_dropout > 0 else 0
     return LayerActivations(
         layer_input=stream,
@@ -161,7 +169,11 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     if moe:
         freed = layer.mlp + layer.mlp_activation + layer.shared_experts + layer.mlp_input + layer.mlp_norm
         core = 2 * residual + attention.backward_bytes(job, layout) - freed
-        return max(experts.exchange_bytes(job, layout), core) + _overlapped_bytes(job, layout)
+        # The next micro-batch's forward runs beside this backward, layer by layer: one more layer keeps its share
+        # (megatron-core, pipeline_parallel/combined_1f1b.py).
+        overlaps = performance_options(job).overlap_moe_expert_parallel_comm
+        beside = kept_bytes(job, layout, moe=True) if overlaps else 0
+        return max(experts.exchange_bytes(job, layout), core) + beside
     gathered = residual * layout.tp if layout.sequence_parallel else 0
     dropped = residual if model.hidden_dropout > 0 else 0
     matrix = model.dtype_bytes * model.hidden_size * model.ffn_hidden_size // layout.tp
@@ -172,14 +184,6 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     freed = layer.mlp + layer.mlp_activation + layer.mlp_input + layer.mlp_norm
     core = 2 * residual + attention.backward_bytes(job, layout) - freed
     return max(second, activation, core)
-
-
-def _overlapped_bytes(job: Job, layout: Layout) -> int:
-    """What one more layer keeps: the next micro-batch's forward runs beside this backward, layer by layer.
-
-    megatron-core, pipeline_parallel/combined_1f1b.py, with `--overlap-moe-expert-parallel-comm`.
-    """
-    return kept_bytes(job, layout, moe=True) if performance_options(job).overlap_moe_expert_parallel_comm else 0
 
 
 def prediction_bytes(job: Job, layout: Layout) -> int:
@@ -193,27 +197,3 @@ def prediction_bytes(job: Job, layout: Layout) -> int:
         layer = kept_bytes(job, layout, moe=model.has_expert_prediction)
     own = latent_attention.prediction_activations(model, layout) + embedding_and_head.embedding_bytes(job, layout)
     return model.mtp_num_layers * (layer + own)
-
-
-def _attention_in_fp8(job: Job, layout: Layout) -> int:
-    """With FP8 the projection's input is a copy of the context in one byte an element (TE module/linear.py)."""
-    model = job.model
-    if not computes_in_fp8(job):
-        return 0
-    return tokens(model, layout) * (model.num_attention_heads // layout.tp) * model.kv_channels
-
-
-def _mlp(job: Job, layout: Layout, ffn_hidden_size: int) -> tuple[int, int]:
-    """Outputs of the first matrix, input of the second: fused SwiGLU 6f/h, unfused 8f/h or 10f/h, GELU 4f/h.
-
-    The 10f/h is what the contract test of saved bytes finds.
-    """
-    one = job.model.dtype_bytes * tokens(job.model, layout) * ffn_hidden_size // layout.tp
-    return _first_matrices(job) * one, one
-
-
-def _first_matrices(job: Job) -> int:
-    if not job.model.gated_linear_unit:
-        return 1
-    is_fused = performance_options(job).bias_swiglu_fusion
-    return 2 + (0 if is_fused else experts.unfused_gate_copies(job.megatron_version))

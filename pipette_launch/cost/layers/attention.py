@@ -29,7 +29,20 @@ def projected_bytes(job: Job, layout: Layout) -> int:
     element = model.dtype_bytes * tokens(model, layout)
     heads, groups = _heads(model, layout), _groups(model, layout)
     kept = 2 * element * (heads + groups) * model.kv_channels
-    return kept + _context_copy_bytes(job, layout) + _query_key_norm_bytes(model, layout) + _rotary_bytes(job, layout)
+    if not is_local(model) and model.attention_backend == "flash" and layout.micro_batch_size > 1:
+        # Flash attention wants the batch in front: with more than one sample its output is kept in both orders. TE
+        # backends.py, FlashAttention.forward: inputs are transposed and made contiguous, the output is transposed back
+        # for the projection, which keeps its own copy (v1.7 to v1.11, and from v2.3 on). On the golden A100 rows: 7B,
+        # tp 4, micro-batch 2: 32 MiB a layer; with context parallelism 1 MiB a layer, at 6 and at 12 layers.
+        kept += element * heads * model.kv_channels
+    if model.qk_layernorm:
+        # Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481).
+        vectors = tokens(model, layout) * (heads + groups)
+        kept += vectors * (model.dtype_bytes * model.kv_channels + _STATISTICS_BYTES[model.normalization])
+    if model.position_embedding_type == "rope" and not performance_options(job).apply_rope_fusion:
+        # Sines and cosines that the unfused embedding computes for query and for key (rope_utils.py:90-130).
+        kept += 2 * 2 * model.dtype_bytes * model.seq_length // layout.cp * model.kv_channels
+    return kept
 
 
 def core_bytes(job: Job, layout: Layout) -> int:
@@ -108,35 +121,6 @@ def tokens(model: ModelSpec, layout: Layout) -> int:
 def local_tokens(model: ModelSpec, layout: Layout) -> int:
     """Tokens of one micro-batch on one rank where sequence parallelism splits them: norms, router and dispatcher."""
     return tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
-
-
-def _context_copy_bytes(job: Job, layout: Layout) -> int:
-    """Flash attention wants the batch in front: with more than one sample its output is kept in both orders.
-
-    TE backends.py, FlashAttention.forward: inputs are transposed and made contiguous, the output is transposed back for
-    the projection, which keeps its own copy (v1.7 to v1.11, and from v2.3 on). On the golden A100 rows: 7B, tp 4,
-    micro-batch 2: 32 MiB a layer; with context parallelism 1 MiB a layer, at 6 and at 12 layers.
-    """
-    model = job.model
-    if is_local(model) or model.attention_backend != "flash" or layout.micro_batch_size == 1:
-        return 0
-    return model.dtype_bytes * tokens(model, layout) * _heads(model, layout) * model.kv_channels
-
-
-def _query_key_norm_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Inputs of the norms of query and key, and their statistics (MC transformer/attention.py:1477-1481)."""
-    if not model.qk_layernorm:
-        return 0
-    vectors = tokens(model, layout) * (_heads(model, layout) + _groups(model, layout))
-    return vectors * (model.dtype_bytes * model.kv_channels + _STATISTICS_BYTES[model.normalization])
-
-
-def _rotary_bytes(job: Job, layout: Layout) -> int:
-    """Sines and cosines that the unfused rotary embedding computes for query and for key (rope_utils.py:90-130)."""
-    model = job.model
-    if model.position_embedding_type != "rope" or performance_options(job).apply_rope_fusion:
-        return 0
-    return 2 * 2 * model.dtype_bytes * model.seq_length // layout.cp * model.kv_channels
 
 
 def _softmax_is_wide(job: Job, layout: Layout) -> bool:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from pipette_launch.cost.layers.attention import tokens
+from pipette_launch.cost.layers.attention import local_tokens, tokens
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import Ints
-from pipette_launch.facts.model import ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 _FP32_BYTES = 4
@@ -24,7 +23,7 @@ _TOKEN_ID_BYTES = 8
 def embedding_bytes(job: Job, layout: Layout) -> int:
     """Count token ids of one micro-batch and the embedding's dropout mask: 8*s*b + s*b*h."""
     model = job.model
-    mask = _shard(model, layout) * _MASK_BYTES if model.hidden_dropout > 0 else 0
+    mask = local_tokens(model, layout) * model.hidden_size * _MASK_BYTES if model.hidden_dropout > 0 else 0
     return _TOKEN_ID_BYTES * tokens(model, layout) + mask
 
 
@@ -51,7 +50,7 @@ def head_bytes(job: Job, layout: Layout) -> int:
     copy, gradient = loss_bytes_per_logit(job)
     depths = model.mtp_num_layers
     each = (1 + min(depths, 1)) * model.dtype_bytes + (1 + depths) * copy + gradient
-    return 2 * model.dtype_bytes * _shard(model, layout) + elements * each
+    return 2 * model.dtype_bytes * local_tokens(model, layout) * model.hidden_size + elements * each
 
 
 def loss_bytes_per_logit(job: Job) -> tuple[int, int]:
@@ -81,15 +80,10 @@ def deferred_bytes(job: Job, layout: Layout) -> int:
         return 0
     model = job.model
     vocabulary = model.padded_vocab_size(layout.tp) // layout.tp
-    return model.dtype_bytes * (_shard(model, layout) + tokens(model, layout) * vocabulary)
+    return model.dtype_bytes * (local_tokens(model, layout) * model.hidden_size + tokens(model, layout) * vocabulary)
 
 
 def deferred_microbatches(job: Job, num_microbatches: Ints) -> Ints:
     """Count the micro-batches that are deferred: `--wgrad-deferral-limit` limits their number, 0 defers all."""
     limit = performance_options(job).wgrad_deferral_limit
     return np.minimum(num_microbatches, limit) if limit else num_microbatches
-
-
-def _shard(model: ModelSpec, layout: Layout) -> int:
-    """Elements of T*h; sequence parallelism splits them over t."""
-    return tokens(model, layout) * model.hidden_size // (layout.tp if layout.sequence_parallel else 1)

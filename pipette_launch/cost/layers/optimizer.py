@@ -100,16 +100,10 @@ def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layou
     options = performance_options(job)
     offloaded = options.optimizer_offload_fraction if options.optimizer_cpu_offload else 0.0
     states = np.rint(resident * (state_bytes_per_parameter(job) * (1 - offloaded))).astype(np.int64)
-    return states, resident * _step_bytes_per_parameter(job)
-
-
-def _step_bytes_per_parameter(job: Job) -> int:
-    """Bytes of the step's temporaries for one parameter that a rank holds."""
-    sgd = job.optimizer == "sgd"
-    step = 0 if job.model.transformer_impl == "transformer_engine" or sgd else _FP32_BYTES
-    if gradient_bytes_per_parameter(job) != _FP32_BYTES and not performance_options(job).use_precision_aware_optimizer:
+    step = 0 if job.model.transformer_impl == "transformer_engine" or job.optimizer == "sgd" else _FP32_BYTES
+    if gradient_bytes_per_parameter(job) != _FP32_BYTES and not options.use_precision_aware_optimizer:
         step += _FP32_BYTES
-    return step
+    return states, resident * step
 
 
 def state_bytes_per_parameter(job: Job) -> int:

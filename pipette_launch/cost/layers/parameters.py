@@ -81,23 +81,30 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
     """
     moe = layer_parameters(model, layout, moe=True) if model.num_experts else Parameters(dense=0)
     plain = layer_parameters(model, layout, moe=False)
-    prediction = _prediction(model, layout, moe if model.has_expert_prediction else plain)
-    return UnitParameters(
-        layer=plain,
-        moe_layer=moe,
-        embedding=Parameters(dense=_embedding(model, layout)),
-        head=Parameters(dense=_head(model, layout)) + prediction,
-    )
+    words = word_embedding_parameters(model, layout)
+    learned = model.position_embedding_type == "learned_absolute"
+    embedding = words + (model.max_position_embeddings * model.hidden_size if learned else 0)
+    has_own_words = model.untie_embeddings_and_output_weights or layout.pp > 1
+    head = Parameters(dense=model.norm_parameters() + (words if has_own_words else 0))
+    depths = model.mtp_num_layers
+    if depths:
+        # Each depth of multi-token prediction has a layer, and a last rank that is not the first embeddings to look up,
+        # beside the head's copy of a tied embedding (megatron-core, gpt_model.py:149-157, 240-254).
+        layer, own = (
+            moe if model.has_expert_prediction else plain,
+            latent_attention.prediction_parameters(model, layout),
+        )
+        copied = embedding if layout.pp > 1 else 0
+        head += Parameters(dense=depths * (layer.dense + own) + copied, expert=depths * layer.expert)
+    return UnitParameters(layer=plain, moe_layer=moe, embedding=Parameters(dense=embedding), head=head)
 
 
 def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
     """Count every chunk in model order: embeddings on the first, final norm and head on the last."""
     unit = unit_parameters(model, layout)
-    plain, moe = unit.layer, unit.moe_layer
+    plain, moe = unit.layer.dense, unit.moe_layer
     chunks = [
-        Parameters(
-            dense=plain.dense * (layers - with_experts) + moe.dense * with_experts, expert=moe.expert * with_experts
-        )
+        Parameters(dense=plain * (layers - with_experts) + moe.dense * with_experts, expert=moe.expert * with_experts)
         for layers, with_experts in chunk_layers(model, layout)
     ]
     chunks[0] += unit.embedding
@@ -123,30 +130,6 @@ def stage_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]
 def by_rank(chunks: tuple[Parameters, ...], pp: int) -> tuple[Parameters, ...]:
     """Add up the chunks of each pipeline rank."""
     return tuple(sum(chunks[rank::pp], Parameters(dense=0)) for rank in range(pp))
-
-
-def _embedding(model: ModelSpec, layout: Layout) -> int:
-    learned = model.position_embedding_type == "learned_absolute"
-    positions = model.max_position_embeddings * model.hidden_size if learned else 0
-    return word_embedding_parameters(model, layout) + positions
-
-
-def _head(model: ModelSpec, layout: Layout) -> int:
-    has_own = model.untie_embeddings_and_output_weights or layout.pp > 1
-    return model.norm_parameters() + (word_embedding_parameters(model, layout) if has_own else 0)
-
-
-def _prediction(model: ModelSpec, layout: Layout, layer: Parameters) -> Parameters:
-    """Depths of multi-token prediction: a layer each, and on a last rank that is not the first, embeddings to look up.
-
-    Those come beside the head's copy of a tied embedding (megatron-core, gpt_model.py:149-157, 240-254).
-    """
-    depths = model.mtp_num_layers
-    if not depths:
-        return Parameters(dense=0)
-    copied = _embedding(model, layout) if layout.pp > 1 else 0
-    own = latent_attention.prediction_parameters(model, layout)
-    return Parameters(dense=depths * (layer.dense + own) + copied, expert=depths * layer.expert)
 
 
 def _attention(model: ModelSpec, tp: int) -> int:

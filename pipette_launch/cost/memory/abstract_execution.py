@@ -15,8 +15,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts.files import digest, from_plain, to_plain, write_text
@@ -67,7 +66,7 @@ def execute(
         return executor.execute(job, layout, pp_ranks)
 
 
-class Executor:
+class Executor(contextlib.AbstractContextManager["Executor"]):
     """One worker process for many requests: importing megatron-core takes longer than an answer.
 
     The process starts with the first request that the cache cannot answer.
@@ -78,32 +77,17 @@ class Executor:
         self._python = python
         self._limit_s = limit_s
         self._worker: subprocess.Popen[str] | None = None
-        self._errors: IO[str] | None = None
+        self._resources = contextlib.ExitStack()
 
-    def __enter__(self) -> Executor:  # noqa: PYI034 typing.Self is newer than Python 3.10
-        """Return itself; no process is started yet."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the worker."""
         self.close()
 
     def close(self) -> None:
         """End the worker; the next request starts another."""
-        if self._worker is not None:
-            if self._worker.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    self._worker.stdin.close()
-            self._worker.kill()
-            self._worker.wait()
-            if self._worker.stdout is not None:
-                self._worker.stdout.close()
-            self._worker = None
-        if self._errors is not None:
-            self._errors.close()
-            self._errors = None
+        self._worker = None
+        with contextlib.suppress(BrokenPipeError):
+            self._resources.close()
 
     def execute(self, job: Job, layout: Layout, pp_ranks: Sequence[int]) -> tuple[ExecutedMemory, ...]:
         """As the function of this name."""
@@ -128,9 +112,7 @@ class Executor:
                 f"use the closed form"
             )
         if not line:
-            reason = self._worker_errors()
-            self.close()
-            raise PlanError(f"abstract execution ended without an answer: {reason}")
+            raise PlanError(f"abstract execution ended without an answer: {self._last_errors()}")
         try:
             answer: ExecutionAnswer = _read(ExecutionAnswer, line)
         except FileFormatError as error:
@@ -143,9 +125,9 @@ class Executor:
 
     def _exchange(self, line: str) -> tuple[str, bool]:
         """Send a line; return the one that comes back, empty if none does, and whether the time ran out."""
-        worker = self._started()
-        if worker.stdin is None or worker.stdout is None:
-            raise PlanError("the worker of abstract execution has no pipes")
+        worker = self._worker = self._worker or self._started()
+        assert worker.stdin
+        assert worker.stdout
         late = threading.Event()
 
         def stop() -> None:
@@ -165,29 +147,32 @@ class Executor:
             clock.cancel()
 
     def _started(self) -> subprocess.Popen[str]:
-        if self._worker is None:
-            self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
-            try:
-                self._worker = subprocess.Popen(
-                    [self._python, *WORKER],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._errors,
-                    text=True,
-                    encoding="utf-8",
-                    env=_environment(self._python),
-                )
-            except OSError as error:
-                raise PlanError(f"cannot start {self._python} for abstract execution: {error.strerror}") from error
-        return self._worker
+        """Start a worker that ends with `close`, and keep what it says on stderr."""
+        self._errors = self._resources.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8"))  # noqa: SIM115
+        try:
+            worker = subprocess.Popen(
+                [self._python, *WORKER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                encoding="utf-8",
+                env=_environment(self._python),
+            )
+        except OSError as error:
+            raise PlanError(f"cannot start {self._python} for abstract execution: {error.strerror}") from error
+        self._resources.enter_context(worker)
+        self._resources.callback(worker.kill)
+        return worker
 
-    def _worker_errors(self) -> str:
-        if self._worker is None or self._errors is None:
-            return "it is not running"
-        self._worker.wait()
+    def _last_errors(self) -> str:
+        """End the worker, and return what it said last."""
+        assert self._worker
+        code = self._worker.wait()
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()[-_ERROR_LINES:]
-        return " / ".join(lines) or f"exit code {self._worker.returncode}"
+        self.close()
+        return " / ".join(lines) or f"exit code {code}"
 
     def _cached(self, job: Job, layout: Layout, pp_rank: int) -> ExecutedMemory | None:
         if self._cache is None:
@@ -215,11 +200,7 @@ def _name(job: Job, layout: Layout, pp_rank: int) -> str:
         layout,
         pp_rank,
     )
-    return f"executed-{digest(*facts, REVISION, *_versions())}.json"
-
-
-def _versions() -> tuple[str, ...]:
-    return tuple(_version(package) for package in ("torch", "megatron-core"))
+    return f"executed-{digest(*facts, REVISION, _version('torch'), _version('megatron-core'))}.json"
 
 
 def _version(package: str) -> str:

@@ -15,7 +15,6 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout_columns import Field, Ints, LayoutColumns, codes_of
 from pipette_launch.facts.schedules import num_warmup, schedule_table
 
-Flags = NDArray[np.bool_]
 LAYER: tuple[Field, ...] = ("tp", "cp", "ep", "etp", "micro_batch_size", "sequence_parallel", "recompute")
 """What the bytes of a layer and of the model's ends depend on."""
 
@@ -63,33 +62,23 @@ class Stages:
         return size_S
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunks:
-    """What the chunks of layouts keep for one micro-batch; layouts that cut and keep the same share theirs."""
-
-    starts_N: Ints
-    """The first chunk of each layout; the others follow in model order."""
-    bytes_C: Ints
-
-
 def _chunk_layers(job: Job, layouts: LayoutColumns) -> tuple[Ints, Ints, Ints]:
     """Return the first chunk of each layout (N), the layout of each chunk (C) and its number of layers (C)."""
     counts = layouts.pp * layouts.vpp
     starts = np.cumsum(counts) - counts
     rows = np.repeat(np.arange(len(layouts)), counts)
     layers = (job.model.num_layers // np.maximum(counts, 1))[rows]
-    even = np.array([not cut for cut in layouts.cuts])[layouts.layers_per_chunk]
-    for row in np.flatnonzero(even & (job.model.num_layers % counts != 0))[:1]:
-        layouts.layout(int(row)).chunk_layers(job.model.num_layers)
     for index, cut in enumerate(layouts.cuts):
-        mine = np.flatnonzero(layouts.layers_per_chunk == index) if cut else np.zeros(0, dtype=np.int64)
-        for row in mine[:1]:
+        mine = np.flatnonzero(layouts.layers_per_chunk == index)
+        # One of each cut, and the first that does not divide evenly, say what is wrong with it.
+        for row in mine[:1] if cut else mine[job.model.num_layers % counts[mine] != 0][:1]:
             layouts.layout(int(row)).chunk_layers(job.model.num_layers)
-        layers[np.isin(rows, mine)] = np.tile(np.array(cut, dtype=np.int64), len(mine))
+        if cut:
+            layers[np.isin(rows, mine)] = np.tile(np.array(cut, dtype=np.int64), len(mine))
     return starts, rows, layers
 
 
-def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Chunks:
+def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tuple[Ints, Ints]:
     """Count what each chunk's layers keep for one micro-batch.
 
     Full recompute keeps one input for each unit: a unit is k layers (method `uniform`), or each of the first k layers
@@ -100,6 +89,10 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Chu
         layouts: N layouts.
         layer: columns of N: bytes of one `dense` and one `moe` layer, of the `stream` between layers, and of
             multi-token `prediction`, which the last chunk keeps besides.
+
+    Returns:
+        The first chunk of each layout (N), behind which its others follow in model order, and what each chunk keeps
+        (C); layouts that cut and keep the same share theirs.
 
     """
     groups = layouts.groups(*LAYER, "pp", "vpp", "layers_per_chunk")
@@ -118,7 +111,7 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Chu
     dense = layers - again - moe
     size_C = inputs * layer["stream"][rows] + dense * layer["dense"][rows] + moe * layer["moe"][rows]
     size_C[starts + layouts.pp * layouts.vpp - 1] += layer["prediction"]
-    return Chunks(starts_N=starts[groups.group_N], bytes_C=size_C)
+    return starts[groups.group_N], size_C
 
 
 def live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microbatches: Ints) -> Ints:
@@ -140,26 +133,21 @@ def live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microbat
     return np.where(vpp > 1, interleaved, np.minimum(num_microbatches, pp - stage))
 
 
-def live_bytes(stages: Stages, chunks: Chunks) -> Ints:
-    """Count the bytes of all live micro-batches on each stage."""
+def live_bytes(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
+    """Count the bytes of all live micro-batches on each stage; chunks as of `chunk_bytes`."""
     layouts, row = stages.layouts, stages.row_S
     pp, vpp = layouts.pp[row], layouts.vpp[row]
-    own = chunks.starts_N[row] + stages.stage_S
+    own = chunk_N[row] + stages.stage_S
     group_size, microbatches = layouts.microbatch_group_size[row], stages.microbatches_N[row]
-    kept: Ints = live_passes(pp, vpp, group_size, stages.stage_S, microbatches) * chunks.bytes_C[own]
-    equal = _own_chunks_are_equal(own, pp, vpp, chunks.bytes_C)
+    kept: Ints = live_passes(pp, vpp, group_size, stages.stage_S, microbatches) * bytes_C[own]
+    equal = np.ones(len(own), dtype=bool)
+    for turn in range(1, int(vpp.max(initial=1))):
+        some = np.flatnonzero(vpp > turn)
+        equal[some] &= bytes_C[own[some] + turn * pp[some]] == bytes_C[own[some]]
     for at in np.flatnonzero(~equal).tolist():
-        sizes = chunks.bytes_C[own[at] : own[at] + pp[at] * vpp[at] : pp[at]]
+        sizes = bytes_C[own[at] : own[at] + pp[at] * vpp[at] : pp[at]]
         kept[at] = _uneven(stages, at, tuple(sizes.tolist()))
     return kept
-
-
-def _own_chunks_are_equal(own_S: Ints, pp_S: Ints, vpp_S: Ints, bytes_C: Ints) -> Flags:
-    equal = np.ones(len(own_S), dtype=bool)
-    for turn in range(1, int(vpp_S.max(initial=1))):
-        some = np.flatnonzero(vpp_S > turn)
-        equal[some] &= bytes_C[own_S[some] + turn * pp_S[some]] == bytes_C[own_S[some]]
-    return equal
 
 
 def _uneven(stages: Stages, at: int, sizes_V: tuple[int, ...]) -> int:
@@ -189,18 +177,15 @@ def peak_live_bytes(
         return min(num_microbatches, pp - stage) * chunk_bytes_V[0]
     group_size = group_size or pp
     ahead = num_warmup(pp, vpp, group_size, stage)
-    chunks_M = _chunk_order(vpp, _repeating(num_microbatches, vpp, group_size, ahead), group_size)
+    # Whole groups are left out of the middle: after the warm-up every group holds what the last one held.
+    groups, rest = divmod(num_microbatches, group_size)
+    repeating = min(groups, -(-ahead // (vpp * group_size)) + 2) * group_size + rest
+    chunks_M = _chunk_order(vpp, repeating, group_size)
     weights_V = np.array(chunk_bytes_V, dtype=np.int64)
     forward = np.cumsum(weights_V[chunks_M])
     backward = np.concatenate(([0], np.cumsum(weights_V[vpp - 1 - chunks_M])))
     done = np.maximum(np.arange(len(forward)) - ahead, 0)
     return int((forward - backward[done]).max())
-
-
-def _repeating(num_microbatches: int, vpp: int, group_size: int, ahead: int) -> int:
-    """Cut whole groups from the middle of the schedule: after the warm-up every group holds what the last one held."""
-    groups, rest = divmod(num_microbatches, group_size)
-    return min(groups, -(-ahead // (vpp * group_size)) + 2) * group_size + rest
 
 
 @lru_cache(maxsize=1024)

@@ -3,20 +3,26 @@
 All of pipette-launch uses this rule: a layout fits if
 `reserve * (model's peak + workspace) + context + communicators` stays below the device's memory less a margin.
 Not in it: routing that gives one expert more tokens than another, and fragmentation beyond the allocator's reserve.
+
+Workspaces of matrix libraries are read, none is fitted: PyTorch gives each pair of thread and stream that multiplies
+matrices a cuBLAS workspace and keeps it. A training rank has two: the main thread runs forwards, autograd's own thread
+runs backwards (ATen, CublasHandlePool.cpp). TransformerEngine keeps one of its own (`get_cublas_workspace_size_bytes`),
+and four more for grouped GEMMs, one a stream (`get_multi_stream_cublas_workspace`).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipette_launch.cost.memory.workspaces import workspace_bytes
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.device_memory import DeviceOverhead, MemoryNeed
 from pipette_launch.facts.machines.known_devices import compute_capability
+from pipette_launch.megatron.performance import performance_options
 from pipette_launch.units import MIB
 
 DENSE_RESERVE = 1.03
@@ -31,6 +37,16 @@ COMMUNICATOR_SOURCE = (
 UNKNOWN_CAPABILITY = 9
 MEASURED = "measured by the warm-up"
 CPU_SOURCE = "a host has no context, no communicators and no workspaces on a device"
+NUM_CUBLAS_THREADS = 2
+"""The main thread and the backward's."""
+NUM_GROUPED_GEMM_STREAMS = 4
+NUM_OVERLAP_STREAMS = 3
+"""With `--tp-comm-overlap` TransformerEngine's own workspace serves so many at once (pytorch/module/base.py)."""
+_KIB = 1 << 10
+_HOPPER = 9
+_LARGE_BYTES = 32 << 20
+_SMALL_CUBLAS_BYTES = (2 * 4096 + 8 * 16) * _KIB
+_SMALL_TE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,11 +150,12 @@ def overhead_of(
 
     """
     if device_kind == "cpu":
-        outside = Figure(value=measured_bytes, source=MEASURED, is_measured=True) if measured_bytes else _nothing()
+        nothing = Figure(value=0, source=CPU_SOURCE)
+        outside = Figure(value=measured_bytes, source=MEASURED, is_measured=True) if measured_bytes else nothing
         return Overhead(
-            workspace=_nothing(),
+            workspace=nothing,
             context=outside,
-            communicators=_nothing(),
+            communicators=nothing,
             reserve=Figure(value=1.0, source="a host's allocator keeps no reserve"),
         )
     reserve = MOE_RESERVE if job.model.num_experts else DENSE_RESERVE
@@ -158,8 +175,13 @@ def overhead_of(
         communicators = Figure(value=COMMUNICATOR_BYTES * num_communicators(layout), source=COMMUNICATOR_SOURCE)
     if environment is None:
         environment = {"CUBLAS_WORKSPACE_CONFIG": job.cublas_workspace_config}
+    capability = compute_capability(device_name)
+    known = device_name if capability else "a GPU of unknown type, taken as of capability 9"
     return Overhead(
-        workspace=_workspace(job, device_name, environment),
+        workspace=Figure(
+            value=workspace_bytes(job, compute_capability=capability or UNKNOWN_CAPABILITY, environment=environment),
+            source=f"default: the libraries' own constants for {known}",
+        ),
         context=context,
         communicators=communicators,
         reserve=Figure(value=reserve, source=RESERVE_SOURCE),
@@ -175,12 +197,33 @@ def num_communicators(layout: Layout) -> int:
     return sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.dp * layout.cp, layout.ep))
 
 
-def _workspace(job: Job, device_name: str, environment: Mapping[str, str]) -> Figure:
-    capability = compute_capability(device_name)
-    known = device_name if capability else "a GPU of unknown type, taken as of capability 9"
-    size = workspace_bytes(job, compute_capability=capability or UNKNOWN_CAPABILITY, environment=environment)
-    return Figure(value=size, source=f"default: the libraries' own constants for {known}")
+def workspace_bytes(job: Job, *, compute_capability: int, environment: Mapping[str, str]) -> int:
+    """Bytes of all workspaces that one rank of a job holds all the time.
+
+    Checked on Megatron's golden values: A100 64 + 4 MiB, H100 64 + 32 MiB, both to 0.1 MiB at pp 1; the
+    test with `--tp-comm-overlap` holds 64 MiB more.
+
+    Args:
+        job: its implementation and grouped GEMMs count.
+        compute_capability: the major number: 8 for A100 and RTX 4090, 9 for H100, 10 for B200.
+        environment: of the worker; CUBLAS_WORKSPACE_CONFIG counts, which deterministic runs must set.
+
+    """
+    total = NUM_CUBLAS_THREADS * cublas_workspace_bytes(compute_capability, environment)
+    if job.model.transformer_impl == "transformer_engine":
+        own = _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_TE_BYTES
+        grouped = bool(job.model.num_experts) and performance_options(job).moe_grouped_gemm
+        streams = NUM_OVERLAP_STREAMS if performance_options(job).tp_comm_overlap else 1
+        total += own * (streams + (NUM_GROUPED_GEMM_STREAMS if grouped else 0))
+    return total
 
 
-def _nothing() -> Figure:
-    return Figure(value=0, source=CPU_SOURCE)
+def cublas_workspace_bytes(compute_capability: int, environment: Mapping[str, str]) -> int:
+    """Bytes of one of PyTorch's cuBLAS workspaces: 8.1 MiB, 32 MiB from Hopper on, or what the environment says.
+
+    A value that has no `:SIZE:COUNT` in it counts as none, as in PyTorch.
+    """
+    pools = re.findall(r":(\d+):(\d+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pools:
+        return sum(int(size) * int(count) * _KIB for size, count in pools)
+    return _LARGE_BYTES if compute_capability >= _HOPPER else _SMALL_CUBLAS_BYTES

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import partial
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.layers import activations, attention, embedding_and_head, experts
-from pipette_launch.cost.layers.dummy_gradients import dummy_gradient_bytes
-from pipette_launch.cost.layers.fp8_weights import fp8_weight_bytes
+from pipette_launch.cost.layers.beside_weights import dummy_gradient_bytes, fp8_weight_bytes
 from pipette_launch.cost.layers.optimizer import buffered_parameters, gradient_bytes_per_parameter, optimizer_bytes
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memo import Memo
@@ -40,7 +40,7 @@ _SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
 
 # A search predicts many batches of layouts, and most batches share these figures.
 _LAYERS: Memo[dict[str, int]] = Memo()
-_COUNTS: Memo[list[tuple[int, int, int]]] = Memo()
+_COUNTS: Memo[Ints] = Memo()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +82,8 @@ class PeakParts(Generic[Bytes]):
     @property
     def total(self) -> Bytes:
         """The peak: static, and the larger of forward-backward and optimizer step."""
-        at_loss, at_backward = self._instants
-        return self.static + _larger(self._kept + _larger(at_loss, at_backward), self.optimizer_step)
+        larger = max if isinstance(self.weights, int) else np.maximum
+        return self.static + larger(self._kept + larger(*self._instants), self.optimizer_step)
 
     @property
     def _lasting(self) -> Bytes:
@@ -141,18 +141,12 @@ class MemoryColumns:
 
     def totals(self) -> tuple[tuple[int, ...], ...]:
         """Return the peaks of every layout's stages."""
-        totals = self.total_S.tolist()
-        starts = self.starts_N.tolist()
-        stops = [*starts[1:], len(totals)]
-        return tuple(tuple(totals[start:stop]) for start, stop in zip(starts, stops, strict=False))
+        return tuple(tuple(stages.tolist()) for stages in np.split(self.total_S, self.starts_N)[1:])
 
     def of(self, row: int) -> tuple[MemoryParts, ...]:
         """Return the parts of one layout's stages."""
-        columns = {name: getattr(self.parts_S, name) for name in _PARTS}
-        first = int(self.starts_N[row])
-        stop = int(self.starts_N[row + 1]) if row + 1 < len(self.starts_N) else len(self.parts_S.weights)
-        stages = zip(*(column[first:stop].tolist() for column in columns.values()), strict=True)
-        return tuple(MemoryParts(**dict(zip(columns, stage, strict=True))) for stage in stages)
+        columns = (np.split(getattr(self.parts_S, name), self.starts_N)[row + 1].tolist() for name in _PARTS)
+        return tuple(MemoryParts(**dict(zip(_PARTS, stage, strict=True))) for stage in zip(*columns, strict=True))
 
 
 def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
@@ -186,7 +180,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         optimizer=optimizer,
         shared_buffer=stages.spread(layer["shared"], last=layer["shared_last"]),
         dummy_gradients=stages.spread(layer["dummies"], last=layer["dummies_last"]),
-        activations=live_bytes(stages, chunk_bytes(job, layouts, layer)),
+        activations=live_bytes(stages, *chunk_bytes(job, layouts, layer)),
         embedding=input_bytes(stages, layer),
         recompute=stages.spread(_recompute(job, layouts, layer)),
         backward=stages.spread(layer["backward"]),
@@ -223,8 +217,10 @@ def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
 def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
     """Columns of N for the figures that depend on the fields `LAYER` alone."""
     groups = layouts.groups(*LAYER)
-    chosen = [layouts.layout(row) for row in groups.first_U.tolist()]
-    figures = [_LAYERS.get((job, _key(layout, LAYER)), partial(_layer_figures, job, layout)) for layout in chosen]
+    figures = [
+        _LAYERS.get((job, *attrgetter(*LAYER)(layout)), partial(_layer_figures, job, layout))
+        for layout in map(layouts.layout, groups.first_U.tolist())
+    ]
     table = np.array([list(each.values()) for each in figures], dtype=np.int64)
     return dict(zip(figures[0], table.T[:, groups.group_N], strict=True))
 
@@ -258,14 +254,11 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
     }
 
 
-def _key(layout: Layout, fields_: tuple[Field, ...]) -> tuple[object, ...]:
-    return tuple(getattr(layout, name) for name in fields_)
-
-
-def _stage_counts(job: Job, layout: Layout) -> list[tuple[int, int, int]]:
+def _stage_counts(job: Job, layout: Layout) -> Ints:
     """Dense and expert parameters of each stage, and bytes of its FP8 copies."""
     counts, copies = stage_parameters(job.model, layout), fp8_weight_bytes(job, layout)
-    return [(each.dense, each.expert, copy) for each, copy in zip(counts, copies, strict=True)]
+    rows = [(each.dense, each.expert, copy) for each, copy in zip(counts, copies, strict=True)]
+    return np.array(rows, dtype=np.int64)
 
 
 def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...]:
@@ -273,12 +266,12 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...
     groups = layouts.groups(*_PARAMETERS, *_SHARDS)
     chosen = layouts.take(groups.first_U)
     cut = chosen.groups(*_PARAMETERS)
-    counts = []
-    for row in cut.first_U.tolist():
-        layout = chosen.layout(row)
-        counts.append(_COUNTS.get((job, _key(layout, _PARAMETERS)), partial(_stage_counts, job, layout)))
+    counts = [
+        _COUNTS.get((job, *attrgetter(*_PARAMETERS)(layout)), partial(_stage_counts, job, layout))
+        for layout in map(chosen.layout, cut.first_U.tolist())
+    ]
     starts = np.cumsum([0, *map(len, counts)])[cut.group_N]
-    table = np.array([stage for each in counts for stage in each], dtype=np.int64)
+    table = np.concatenate(counts)
     row_R = np.repeat(np.arange(len(chosen)), chosen.pp)
     firsts = np.cumsum(chosen.pp) - chosen.pp
     dense, expert, copies = table[starts[row_R] + np.arange(len(row_R)) - firsts[row_R]].T
@@ -309,9 +302,3 @@ def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints
     is_selective = np.array([each.granularity == "selective" for each in layouts.recomputes])[layouts.recompute]
     back = units * layer["unit"] + is_selective * layer["recomputed"]
     return np.asarray(back, dtype=np.int64)
-
-
-def _larger(one: Bytes, other: Bytes) -> Bytes:
-    if isinstance(one, int):
-        return max(one, other)
-    return np.maximum(one, other)

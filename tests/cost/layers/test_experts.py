@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from pipette_launch.cost.layers.experts import (
     exchange_bytes,
     expert_activations,
-    expert_options,
+    expert_capacity,
     expert_rows,
     gather_buffer_bytes,
     local_tokens,
+    probability_bytes,
     router_parameters,
 )
 from pipette_launch.facts import Job, Layout
@@ -37,33 +38,36 @@ def job(*flags: str, **changes: object) -> Job:
 
 def rows(work: Job, layout: Layout) -> int:
     """Rows that the experts of one rank work on."""
-    return expert_rows(work.model, layout, expert_options(work))
+    return expert_rows(work, layout)
+
+
+def router(*flags: str) -> int:
+    """Bytes that the router keeps."""
+    return expert_activations(job(*flags), Layout()).router
 
 
 def test_defaults_are_megatrons() -> None:
-    """All-gather, one expert after the other, no losses, probabilities in the type of the model."""
-    options = expert_options(job())
-
-    assert ("allgather", False, False, 2, (), None) == (
-        options.dispatcher,
-        options.grouped,
-        options.permute_fusion,
-        options.router_bytes,
-        options.balancing,
-        options.capacity_factor,
-    )
+    """All-gather, no losses, no capacity, probabilities in the type of the model."""
+    assert probability_bytes(job()) == 2
+    assert expert_capacity(job(), Layout()) is None
+    assert router() == router("--moe-aux-loss-coeff 0")
+    gathers = job("--moe-token-dispatcher-type allgather")
+    assert gather_buffer_bytes(job(), Layout(ep=2, dp=2)) == gather_buffer_bytes(gathers, Layout(ep=2, dp=2)) > 0
 
 
 def test_flags_are_read() -> None:
     """Losses without weight do not count, a sinkhorn does; a negative capacity is none."""
-    flags = ("--moe-aux-loss-coeff 0 1e-2", "--moe-router-load-balancing-type aux_loss seq_aux_loss")
+    kinds = "--moe-router-load-balancing-type aux_loss seq_aux_loss"
 
-    assert expert_options(job(*flags)).balancing == ("seq_aux_loss",)
-    assert expert_options(job("--moe-router-load-balancing-type sinkhorn")).balancing == ("sinkhorn",)
-    assert expert_options(job("--moe-aux-loss-coeff 1e-2")).balancing == ("aux_loss",)
-    assert expert_options(job("--moe-expert-capacity-factor -1")).capacity_factor is None
-    assert expert_options(job("--moe-router-dtype fp64")).router_bytes == 8
-    assert expert_options(job("--moe-token-dispatcher-type alltoall_seq")).dispatcher == "alltoall"
+    assert router("--moe-aux-loss-coeff 0 1e-2", kinds) == router("--moe-aux-loss-coeff 1e-2") > router()
+    assert router("--moe-aux-loss-coeff 0 0", kinds) == router()
+    assert router("--moe-router-load-balancing-type sinkhorn") == 32 * 4 * (4 + 1)
+    assert expert_capacity(job("--moe-expert-capacity-factor -1"), Layout()) is None
+    assert probability_bytes(job("--moe-router-dtype fp64")) == 8
+    both = [
+        expert_activations(job(f"--moe-token-dispatcher-type {one}"), Layout()) for one in ("alltoall", "alltoall_seq")
+    ]
+    assert both[0] == both[1]
 
 
 def test_rows_of_a_rank() -> None:

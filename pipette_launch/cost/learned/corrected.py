@@ -33,22 +33,6 @@ class Corrections:
     notes: tuple[str, ...] = ()
     """What was learned or why it was not, one sentence each; none where nothing was recorded."""
 
-    def step_factor(self, job: Job, layout: Layout, *, devices_per_host: int) -> float:
-        """What to multiply a predicted step with; 1 where nothing was learned."""
-        if self.step is None:
-            return 1.0
-        features = features_of(job, layout, devices_per_host=devices_per_host)
-        found = self.step.correction(features)
-        return found.factor if found else self.step.unlike(features)
-
-    def memory_factor(self, job: Job, layout: Layout, *, devices_per_host: int) -> float:
-        """What to multiply a predicted peak with, so that about one measured peak of six is higher, not one of two."""
-        if self.memory is None:
-            return 1.0
-        features = features_of(job, layout, devices_per_host=devices_per_host)
-        found = self.memory.correction(features)
-        return found.careful_factor if found else self.memory.unlike(features)
-
 
 NOTHING_LEARNED = Corrections()
 
@@ -92,12 +76,24 @@ class CorrectedPredictor(Predictor):
 
     def factor(self, layout: Layout) -> float:
         """What a layout's step is multiplied with."""
-        if self._corrections.step is None:
-            return 1.0
         if layout not in self._factors:
-            devices = self._measurements.cluster.devices_per_host
-            self._factors[layout] = self._corrections.step_factor(self._job, layout, devices_per_host=devices)
+            self._factors[layout] = self._learned(self._corrections.step, layout, careful=False)
         return self._factors[layout]
+
+    def memory_factor(self, layout: Layout) -> float:
+        """What a layout's predicted peaks are multiplied with: about one measured peak of six is higher, not of two."""
+        return self._learned(self._corrections.memory, layout, careful=True)
+
+    def _learned(self, residual: Residual | None, layout: Layout, *, careful: bool) -> float:
+        """What earlier outcomes say of a figure of such layouts; 1 where nothing was learned."""
+        if residual is None:
+            return 1.0
+        devices = self._measurements.cluster.devices_per_host
+        features = features_of(self._job, layout, devices_per_host=devices)
+        found = residual.correction(features)
+        if found is None:
+            return residual.unlike(features)
+        return found.careful_factor if careful else found.factor
 
     def step_time(self, layout: Layout, placement: Sequence[int]) -> StepTime:
         """Predict the step; what was learned is a part of its own, below 0 where steps were shorter than predicted."""
@@ -129,12 +125,9 @@ class CorrectedPredictor(Predictor):
     def all_peaks(self, layouts: Sequence[Layout]) -> tuple[tuple[int, ...], ...]:
         """Return `peaks` of many layouts, far faster than one by one."""
         totals = peak_memory_columns(self._job, LayoutColumns.of(layouts)).totals()
-        factors = [1.0] * len(layouts)
-        if self._corrections.memory is not None:
-            factors = [self.memory_factor(layout) for layout in layouts]
         return tuple(
             self._stages.peaks(layout, [math.ceil(total * factor) for total in stages])
-            for layout, stages, factor in zip(layouts, totals, factors, strict=True)
+            for layout, stages, factor in zip(layouts, totals, map(self.memory_factor, layouts), strict=True)
         )
 
     def fullest_N(self, columns: LayoutColumns) -> NDArray[np.float64]:
@@ -150,11 +143,6 @@ class CorrectedPredictor(Predictor):
             if len(rows):
                 fullest_N[rows] = max(self.peaks(layout))
         return fullest_N
-
-    def memory_factor(self, layout: Layout) -> float:
-        """What a layout's predicted peaks are multiplied with."""
-        devices = self._measurements.cluster.devices_per_host
-        return self._corrections.memory_factor(self._job, layout, devices_per_host=devices)
 
     def memory_correction(self, layout: Layout) -> float:
         """The peak of the fullest stage over its closed form: what was learned, or what measuring it showed."""

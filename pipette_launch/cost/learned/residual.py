@@ -90,7 +90,7 @@ class Residual:
             return None
         if not all(self._covers(name, value) for name, value in features.items()):
             return None
-        here_F = _scaled(np.array([features[name] for name in self.names]), self.low_F, self.high_F)
+        here_F = (np.array([features[name] for name in self.names]) - self.low_F) / (self.high_F - self.low_F)
         if math.sqrt(_square_distances(here_F[None, :], self.points_NF).min()) > self.reach + _SAME:
             return None
         mean, variance = _predict(self.points_NF, self.log_error_N, here_F, self.settings)
@@ -119,7 +119,13 @@ def learn(points: Sequence[Point]) -> tuple[Residual | None, str]:
     Of runs with equal features the newest counts. Whether it helps is judged by leaving each point out in turn and
     choosing the kernel anew without it, so that no point is predicted with its own help.
     """
-    merged = _merged(points)[-MOST_POINTS:]
+    newest: dict[tuple[tuple[str, float], ...], Point] = {}
+    for point in points:
+        if math.isfinite(point.log_error):
+            key = tuple(sorted(point.features.items()))
+            newest.pop(key, None)
+            newest[key] = point
+    merged = list(newest.values())[-MOST_POINTS:]
     if len(merged) < LEAST_POINTS:
         return None, f"{len(merged)} different configurations were measured, and {LEAST_POINTS} are needed"
     names = tuple(sorted(merged[0].features))
@@ -129,8 +135,14 @@ def learn(points: Sequence[Point]) -> tuple[Residual | None, str]:
     varies = np.ptp(raw, axis=0) > _SAME
     raw_NF, error_N = raw[:, varies], np.array([point.log_error for point in merged])
     low_F, high_F = raw_NF.min(axis=0), raw_NF.max(axis=0)
-    points_NF = _scaled(raw_NF, low_F, high_F)
-    before, after = _rms(error_N), _rms(_left_out(points_NF, error_N))
+    # Every feature from 0 to 1 over the measured range.
+    points_NF = (raw_NF - low_F) / (high_F - low_F)
+    left_N = np.empty(len(error_N))
+    for index in range(len(error_N)):
+        others = np.arange(len(error_N)) != index
+        settings = _best(points_NF[others], error_N[others])
+        left_N[index] = error_N[index] - _predict(points_NF[others], error_N[others], points_NF[index], settings)[0]
+    before, after = _rms(error_N), _rms(left_N)
     if after > WORTH * before:
         return None, f"predicting each run from the others leaves {after:.1%} of error, after {before:.1%} without"
     distances = np.sqrt(_square_distances(points_NF, points_NF))
@@ -182,73 +194,44 @@ def features_of(job: Job, layout: Layout, *, devices_per_host: int) -> dict[str,
     }
 
 
-def _merged(points: Sequence[Point]) -> list[Point]:
-    """The newest point of each set of features, the newest last; points without a finite error are left out."""
-    newest: dict[tuple[tuple[str, float], ...], Point] = {}
-    for point in points:
-        if math.isfinite(point.log_error):
-            key = tuple(sorted(point.features.items()))
-            newest.pop(key, None)
-            newest[key] = point
-    return list(newest.values())
-
-
-def _scaled(raw: Array, low_F: Array, high_F: Array) -> Array:
-    """Bring every feature to 0 to 1 over the measured range."""
-    scaled: Array = (raw - low_F) / (high_F - low_F)
-    return scaled
-
-
 def _square_distances(one: Array, other: Array) -> Array:
     """Mean over the features of squared differences, in units of a uniform feature's variance (1/12)."""
     if one.shape[1] == 0:
         return np.zeros((len(one), len(other)))
-    squares: Array = 12.0 * np.mean((one[:, None, :] - other[None, :, :]) ** 2, axis=2)
-    return squares
+    return np.asarray(12.0 * np.mean((one[:, None, :] - other[None, :, :]) ** 2, axis=2))
 
 
-def _kernel(one: Array, other: Array, length: float) -> Array:
-    """Covariance of signals of variance 1."""
+def _signal(one: Array, other: Array, settings: Settings) -> Array:
+    """Covariance of the signals of two sets of points whose errors have variance 1."""
+    length, noise = settings
     near = np.exp(-_square_distances(one, other) / (2 * length**2))
-    covariance: Array = _CONSTANT + (1 - _CONSTANT) * near
-    return covariance
+    return np.asarray((1 - noise) * (_CONSTANT + (1 - _CONSTANT) * near))
+
+
+def _covariance(points_NF: Array, settings: Settings) -> Array:
+    """Covariance of what is measured at points: the signals', and noise of each."""
+    return _signal(points_NF, points_NF, settings) + settings[1] * np.eye(len(points_NF))
 
 
 def _predict(points_NF: Array, error_N: Array, here_F: Array, settings: Settings) -> tuple[float, float]:
     """Mean and variance of what will be seen here (Rasmussen and Williams 2006, eq. 2.25 and 2.26)."""
-    length, noise = settings
     variance = float(np.mean(error_N**2))
     if variance == 0:
         return 0.0, 0.0
-    covariance = (1 - noise) * _kernel(points_NF, points_NF, length) + noise * np.eye(len(error_N))
-    to_here_N = (1 - noise) * _kernel(points_NF, here_F[None, :], length)[:, 0]
-    weights_N = np.linalg.solve(covariance, to_here_N)
+    to_here_N = _signal(points_NF, here_F[None, :], settings)[:, 0]
+    weights_N = np.linalg.solve(_covariance(points_NF, settings), to_here_N)
     return float(weights_N @ error_N), variance * max(0.0, 1.0 - float(weights_N @ to_here_N))
-
-
-def _leave_one_out(points_NF: Array, error_N: Array, settings: Settings) -> Array:
-    """Each point's error when the others predict it, in one inversion (Rasmussen and Williams 2006, eq. 5.12)."""
-    length, noise = settings
-    covariance = (1 - noise) * _kernel(points_NF, points_NF, length) + noise * np.eye(len(error_N))
-    inverse = np.linalg.inv(covariance)
-    left: Array = (inverse @ error_N) / np.diag(inverse)
-    return left
 
 
 def _best(points_NF: Array, error_N: Array) -> Settings:
     """The kernel under which the points predict each other best."""
-    return min(GRID, key=lambda settings: _rms(_leave_one_out(points_NF, error_N, settings)))
 
+    def error(settings: Settings) -> float:
+        """Each point predicted by the others, in one inversion (Rasmussen and Williams 2006, eq. 5.12)."""
+        inverse = np.linalg.inv(_covariance(points_NF, settings))
+        return _rms((inverse @ error_N) / np.diag(inverse))
 
-def _left_out(points_NF: Array, error_N: Array) -> Array:
-    """Each point's error when the others choose the kernel and predict it."""
-    errors = np.empty(len(error_N))
-    for index in range(len(error_N)):
-        others = np.arange(len(error_N)) != index
-        settings = _best(points_NF[others], error_N[others])
-        mean, _ = _predict(points_NF[others], error_N[others], points_NF[index], settings)
-        errors[index] = error_N[index] - mean
-    return errors
+    return min(GRID, key=error)
 
 
 def _rms(values_N: Array) -> float:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.facts.layout import Layout
@@ -17,15 +16,6 @@ MODELLED_ERROR = 0.1
 +14 %, 12 % in the root of the mean square, over half to eight times the tokens."""
 COMPUTED = ("compute", "recompute", "bubble")
 """Parts of a step that grow with the compute times."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _CaseError:
-    """How well the compute time of a case is known."""
-
-    error: float
-    """Standard error of its layers' time, because few samples were taken, as part of that time."""
-    is_modelled: bool
 
 
 class Uncertainty:
@@ -43,8 +33,10 @@ class Uncertainty:
         for time in measurements.compute:
             if time.part in LAYERS:
                 layers.setdefault(time.case, []).append(time)
+        # Of each case the standard error of the mean of several slots' layers, because few samples were taken, as part
+        # of it; and whether a model of the device made it.
         self._errors = {
-            case: _CaseError(error=_sampling_error(times), is_modelled=any(time.source == "modelled" for time in times))
+            case: (math.hypot(*map(_scatter, times)) / len(times), any(time.source == "modelled" for time in times))
             for case, times in layers.items()
         }
 
@@ -64,26 +56,20 @@ class Uncertainty:
         """
         if self.have_same_source(one[0], other[0]):
             return 0.0
-        errors = [self._error_of(case_of(layout)) for layout, _ in (one, other)]
-        are_both_modelled = all(own.is_modelled for own in errors)
+        errors, are_modelled = [], []
+        for layout, _ in (one, other):
+            case = case_of(layout)
+            source = self._table.source(case)
+            error, is_modelled = self._errors.get(source, (0.0, False)) if source else (0.0, False)
+            errors.append(error)
+            # A case that takes its time from another is carried over, too.
+            are_modelled.append(is_modelled or source != case)
+        own_error = MODELLED_ERROR if not all(are_modelled) else 0.0
         errors_s = [
-            math.hypot(own.error, MODELLED_ERROR if own.is_modelled and not are_both_modelled else 0.0)
-            * sum(parts_s.get(name, 0.0) for name in COMPUTED)
-            for own, (_, parts_s) in zip(errors, (one, other), strict=True)
+            math.hypot(error, own_error * is_modelled) * sum(parts_s.get(name, 0.0) for name in COMPUTED)
+            for error, is_modelled, (_, parts_s) in zip(errors, are_modelled, (one, other), strict=True)
         ]
         return ERRORS_APART * math.hypot(*errors_s)
-
-    def _error_of(self, case: ComputeCase) -> _CaseError:
-        """A case that takes its time from another is carried over, too."""
-        source = self._table.source(case)
-        known = self._errors.get(source) if source is not None else None
-        own = known or _CaseError(error=0.0, is_modelled=False)
-        return own if source == case else replace(own, is_modelled=True)
-
-
-def _sampling_error(times: Sequence[ComputeTime]) -> float:
-    """Standard error of the mean of several slots' layers, as part of it."""
-    return math.hypot(*map(_scatter, times)) / len(times) if times else 0.0
 
 
 def _scatter(time: ComputeTime) -> float:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -96,8 +95,7 @@ class Engine:
         ends_A = np.flatnonzero((kind_A != FORWARD) & (kind_A != INPUT))
         last_S = np.zeros(self._order.num_stages, dtype=np.int64)
         np.maximum.at(last_S, stage_A[ends_A], ends_A)
-        places: Ints = self.place_A[last_S]
-        return places
+        return np.asarray(self.place_A[last_S])
 
     def drain_s(self, times: StageTimes) -> list[float]:
         """End of each stage's last backward: from then on its gradients can be reduced."""
@@ -158,10 +156,12 @@ class Engine:
         end_A = [ends[place] for place in self.place_A[:-1].tolist()]
         duration_A = self._duration_A().tolist()
         start_A = [end - durations[duration] for end, duration in zip(end_A, duration_A, strict=True)]
-        return Timeline(
-            start_s=self._by_rank(start_A),
-            end_s=self._by_rank(end_A),
-        )
+        bounds = np.cumsum([0, *np.bincount(self.dependencies.columns.rank_A).tolist()]).tolist()
+
+        def by_rank(values_A: list[float]) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(values_A[start:stop]) for start, stop in itertools.pairwise(bounds))
+
+        return Timeline(start_s=by_rank(start_A), end_s=by_rank(end_A))
 
     @cached_property
     def _steps(self) -> list[tuple[int, int, int, int, int]]:
@@ -173,12 +173,12 @@ class Engine:
         return np.argsort(self.dependencies.level_A, kind="stable")
 
     @cached_property
-    def _num_levels(self) -> int:
-        return int(self.dependencies.level_A.max()) + 1
-
-    @cached_property
     def _splits_backward(self) -> bool:
         return bool((self.dependencies.columns.kind_A == WEIGHT).any())
+
+    @cached_property
+    def _num_levels(self) -> int:
+        return int(self.dependencies.level_A.max()) + 1
 
     @cached_property
     def _levels(self) -> list[tuple[int, int, Ints, Ints, Ints, Ints, Ints]]:
@@ -220,16 +220,13 @@ class Engine:
             return np.full(len(hop_A), none)
         if not self._order.rendezvous:
             previous_A = self.dependencies.previous_A
-            sent_A = np.where(previous_A < 0, none, self._sent_hop_A()[previous_A])
+            # The hop of each action's result, which its own rank may be the one to need.
+            rank_A, stage_A, kind_A, _ = self.dependencies.columns
+            stays_A = self.dependencies.target_A(np.array(self._order.rank_S)) == rank_A
+            way_A = np.where(kind_A == FORWARD, stage_A, self._order.num_stages - 2 + stage_A)
+            sent_A = np.where(previous_A < 0, none, np.where(stays_A, none, way_A)[previous_A])
             hop_A = np.where(hop_A == none, sent_A, hop_A)
         return np.where(self._order.blocked_A, hop_A, none)
-
-    def _sent_hop_A(self) -> Ints:
-        """Where the time of each action's outgoing hop stands in `StageTimes.hops_s`."""
-        rank_A, stage_A, kind_A, _ = self.dependencies.columns
-        stages = self._order.num_stages
-        hop_A = np.where(kind_A == FORWARD, stage_A, stages - 2 + stage_A)
-        return np.where(self.dependencies.target_A(np.array(self._order.rank_S)) == rank_A, 2 * (stages - 1), hop_A)
 
     def _check(self, num_durations: int) -> None:
         stages = self._order.num_stages
@@ -258,10 +255,6 @@ class Engine:
             ready, free = ends[cause] + hops[hop], ends[previous]
             ends[place] = (free if free > ready else ready) + durations[duration]  # noqa: FURB136
         return ends
-
-    def _by_rank(self, values_A: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-        bounds = np.cumsum([0, *np.bincount(self.dependencies.columns.rank_A).tolist()]).tolist()
-        return tuple(tuple(values_A[start:stop]) for start, stop in itertools.pairwise(bounds))
 
 
 def simulate(schedule: Schedule, times: StageTimes) -> Timeline:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,16 +86,13 @@ class DraftSchedule:
         """End of the last action."""
         return max(rank[-1][1] for rank in self.ranks)
 
-    @property
-    def longest_span_s(self) -> float:
-        """The longest that one rank takes from its first start to its last end."""
-        return max(rank[-1][1] - rank[0][0] for rank in self.ranks)
-
     def score_s(self, problem: SchedulingProblem) -> float:
         """What the problem wants short; infinite where some actions could not run."""
         if not self.complete:
             return _NEVER
-        return self.makespan_s if problem.objective == "makespan" else self.longest_span_s
+        if problem.objective == "makespan":
+            return self.makespan_s
+        return max(rank[-1][1] - rank[0][0] for rank in self.ranks)
 
     def schedule(self, name: str, problem: SchedulingProblem) -> Schedule:
         """Return the order that was found."""
@@ -150,7 +147,12 @@ class _Clock:
         self.free_s = [0.0] * problem.pp
         self.ran: list[list[tuple[float, float, Action]]] = [[] for _ in order]
         self.events = [(0.0, rank) for rank in range(problem.pp)]
-        self.chains = _chains(order) if rules.pull != "none" else []
+        # For each rank, where the micro-batches of each stage and kind stand in its order.
+        self.chains: list[defaultdict[tuple[int, str], list[int]]] = []
+        for actions in order if rules.pull != "none" else ():
+            self.chains.append(defaultdict(list))
+            for place, action in enumerate(actions):
+                self.chains[-1][action.stage, action.kind].append(place)
         self.ceiling_P = [limit * (1 + _SLACK) for limit in problem.limit_P]
 
     def run(self) -> DraftSchedule:
@@ -283,14 +285,3 @@ def order_of(schedule: Schedule, num_microbatches: int) -> PassOrder:
         tuple(action for action in actions if action.kind != "W" and action.microbatch < num_microbatches)
         for actions in schedule.ranks
     )
-
-
-def _chains(order: Sequence[Sequence[Action]]) -> list[dict[tuple[int, str], list[int]]]:
-    """For each rank, where the micro-batches of each stage and kind stand in its order."""
-    chains: list[dict[tuple[int, str], list[int]]] = []
-    for actions in order:
-        places: dict[tuple[int, str], list[int]] = {}
-        for place, action in enumerate(actions):
-            places.setdefault((action.stage, action.kind), []).append(place)
-        chains.append(places)
-    return chains

@@ -20,6 +20,8 @@ _ACTIONS = 1_000_000
 _SAME = 1e-9
 
 Ran = tuple[float, float, Action]
+Choice = tuple[int, FillRules]
+"""The place of an order among all, and how W are put into it."""
 
 
 def best_draft(
@@ -49,9 +51,12 @@ def best_draft(
         choices = [choice for _, choice in _ranked(shorter, orders, tried)][:_FINALISTS]
     ranked = _ranked(problem, orders, choices)
     all_orders = tuple(orders(problem))
+    best_of: dict[int, tuple[DraftSchedule, FillRules]] = {}
+    for draft, (place, rule) in ranked:
+        best_of.setdefault(place, (draft, rule))
     drafts = [
         polish(problem, all_orders[place], rule, draft, _fills(problem) // (4 * _KEPT))
-        for draft, (place, rule) in _of_different_orders(ranked)
+        for place, (draft, rule) in list(best_of.items())[:_KEPT]
     ]
     best = min(drafts, key=lambda draft: draft.score_s(problem))
     if not best.complete:
@@ -89,32 +94,22 @@ def _fills(problem: SchedulingProblem) -> int:
 def _ranked(
     problem: SchedulingProblem,
     orders: Callable[[SchedulingProblem], Iterable[PassOrder]],
-    choices: Sequence[tuple[int, FillRules]],
-) -> list[tuple[DraftSchedule, tuple[int, FillRules]]]:
+    choices: Sequence[Choice],
+) -> list[tuple[DraftSchedule, Choice]]:
     """Drafts of the choices, the shortest first."""
     made = tuple(orders(problem))
-    seen: dict[tuple[PassOrder, FillRules], tuple[DraftSchedule, tuple[int, FillRules]]] = {}
+    seen: dict[tuple[PassOrder, FillRules], tuple[DraftSchedule, Choice]] = {}
     for place, rule in choices:
         if (made[place], rule) not in seen:
             seen[made[place], rule] = (fill(problem, made[place], rule), (place, rule))
     return sorted(seen.values(), key=lambda found: found[0].score_s(problem))
 
 
-def _of_different_orders(
-    ranked: list[tuple[DraftSchedule, tuple[int, FillRules]]],
-) -> list[tuple[DraftSchedule, tuple[int, FillRules]]]:
-    """The best draft of each of the best few orders."""
-    first: dict[int, tuple[DraftSchedule, tuple[int, FillRules]]] = {}
-    for draft, (place, rule) in ranked:
-        first.setdefault(place, (draft, (place, rule)))
-    return list(first.values())[:_KEPT]
-
-
 def _waits(problem: SchedulingProblem, draft: DraftSchedule) -> Iterator[frozenset[Action]]:
     """For each link on the critical path, the actions before it that could have started but for a W before them."""
     where = {action: (rank, place) for rank, ran in enumerate(draft.ranks) for place, (_, _, action) in enumerate(ran)}
     lengths = [ran[-1][1] - (0.0 if problem.objective == "makespan" else ran[0][0]) for ran in draft.ranks]
-    rank = max(range(problem.pp), key=lambda index: (lengths[index], -index))
+    rank = lengths.index(max(lengths))
     place = len(draft.ranks[rank]) - 1
     while True:
         # To where the busy time of the rank begins that the action belongs to.

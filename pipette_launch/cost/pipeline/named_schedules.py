@@ -192,7 +192,11 @@ def named_schedule(
         FactError: times, sizes or limits contradict each other, or the limits leave no order.
 
     """
-    known = _known(name)
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
+        guess = f"; did you mean {near[0]}?" if near else ""
+        raise LayoutError(f"no schedule is called {name!r}{guess} Known are {', '.join(SCHEDULES)}")
+    known = SCHEDULES[name]
     group = pp if group_size is None else group_size
     counts = Counts(pp=pp, vpp=vpp, num_microbatches=num_microbatches, group_size=group, extra=extra)
     _check(name, known, counts, chooses_group=group_size is not None)
@@ -219,14 +223,6 @@ def named_schedule(
         return refilled(known.by_counts(counts), problem)
     assert known.by_times
     return known.by_times(problem)
-
-
-def _known(name: str) -> NamedSchedule:
-    if name not in SCHEDULES:
-        near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
-        guess = f"; did you mean {near[0]}?" if near else ""
-        raise LayoutError(f"no schedule is called {name!r}{guess} Known are {', '.join(SCHEDULES)}")
-    return SCHEDULES[name]
 
 
 def _check(name: str, known: NamedSchedule, counts: Counts, *, chooses_group: bool) -> None:

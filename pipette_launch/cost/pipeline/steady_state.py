@@ -47,7 +47,11 @@ class SteadyEngine(Engine):
         """Price several pipelines at once, each as it would be priced alone; arguments as of `Engine`."""
         shape = self._shape
         drained = np.empty((shape.num_stages, durations_R.shape[1]))
-        todo = [(_first_length(shape), np.arange(durations_R.shape[1]))]
+        # A last group that is not full is not like the others: every length that is tried has as many in it.
+        group, last_group = (shape.group_size, shape.num_microbatches % shape.group_size) if shape.vpp > 1 else (1, 0)
+        # The fewest micro-batches of which the state can be read as often as it takes.
+        fewest = 4 * group + last_group if shape.vpp > 1 else 2 * shape.pp + 1
+        todo = [(fewest, np.arange(durations_R.shape[1]))]
         while todo:
             length, some = todo.pop()
             if length >= shape.num_microbatches:
@@ -62,7 +66,7 @@ class SteadyEngine(Engine):
             drained[:, some[done_R]] = ended[:, done_R] + later_s_R[done_R]
             # What is left out must be a multiple of the period; where there is none yet, it may come later.
             for rest in np.unique(rest_R[~done_R]).tolist():
-                longer = length + rest * start.turn if rest > 0 else _twice(shape, length)
+                longer = length + rest * start.turn if rest > 0 else 2 * length - last_group
                 todo.append((longer, some[rest_R == rest]))
         return drained
 
@@ -72,7 +76,8 @@ class _Start(Engine):
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)
-        self.turn = _turn(order)
+        self.turn = order.group_size if order.vpp > 1 else 1
+        """Micro-batches after which the same chunks come again."""
         self._shape = order
 
     def price(self, durations_R: Floats, hops_R: Floats) -> tuple[Floats, Ints, Floats]:
@@ -168,19 +173,3 @@ def _kept(order: Order, make: type[E]) -> E:
             room += _engines.popitem(last=False)[1].num_prepared
     _engines[make, order] = engine
     return engine
-
-
-def _turn(order: Order) -> int:
-    """Micro-batches of one turn: after them the same chunks come again."""
-    return order.group_size if order.vpp > 1 else 1
-
-
-def _first_length(order: Order) -> int:
-    """Fewest micro-batches of which the state can be read so often, with as many in the last group as in the step."""
-    if order.vpp == 1:
-        return 2 * order.pp + 1
-    return 4 * order.group_size + order.num_microbatches % order.group_size
-
-
-def _twice(order: Order, length: int) -> int:
-    return 2 * length if order.vpp == 1 else 2 * length - length % order.group_size

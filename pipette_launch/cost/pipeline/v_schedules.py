@@ -99,29 +99,22 @@ def linear_blocks(pp: int, slopes: Slopes) -> tuple[Block, ...]:
 
     At its ends the V may wait a few units; of all such waits those remain in which no two passes of a rank ever meet.
     """
-    blocks = []
-    for waits in itertools.product(range(PERIOD), repeat=3):
-        block = _linear_block(pp, slopes, waits)
-        if all(len({slot % PERIOD for slot in slots}) == 4 for slots in block):
-            blocks.append(block)
-    return tuple(sorted(blocks, key=lambda block: (_life(block), block)))
-
-
-def _linear_block(pp: int, slopes: Slopes, waits: tuple[int, ...]) -> Block:
     down, up, back_down, back_up = slopes
     last = pp - 1
-    turn = down * last + 1 + waits[0]
-    back = turn + up * last + 1 + waits[1]
-    back_turn = back + back_down * last + 1 + waits[2]
-    return tuple(
-        (down * rank, turn + up * (last - rank), back + back_down * rank, back_turn + back_up * (last - rank))
-        for rank in range(pp)
-    )
-
-
-def _life(block: Block) -> int:
-    """Units that the passes of a rank are alive, on the worst rank."""
-    return max(slots[3] - slots[0] + slots[2] - slots[1] for slots in block)
+    blocks = []
+    for waits in itertools.product(range(PERIOD), repeat=3):
+        turn = down * last + 1 + waits[0]
+        back = turn + up * last + 1 + waits[1]
+        back_turn = back + back_down * last + 1 + waits[2]
+        block = tuple(
+            (down * rank, turn + up * (last - rank), back + back_down * rank, back_turn + back_up * (last - rank))
+            for rank in range(pp)
+        )
+        if all(len({slot % PERIOD for slot in slots}) == 4 for slots in block):
+            # Units that the passes of a rank are alive, on the worst rank.
+            life = max(slots[3] - slots[0] + slots[2] - slots[1] for slots in block)
+            blocks.append((life, block))
+    return tuple(block for _, block in sorted(blocks))
 
 
 Residues = tuple[int, int, int, int]
@@ -135,7 +128,11 @@ def short_lived_blocks(pp: int) -> tuple[Block, ...]:
     On every rank the four passes fill the period, so a rank has one of 36 patterns, and the way from a rank to the next
     is fixed by their patterns: a shortest path over the ranks.
     """
-    patterns = _whole_patterns()
+    patterns = []
+    for first, second, back, last in itertools.product(range(PERIOD), repeat=4):
+        used = {first, second, back, (back + 1) % PERIOD, last, (last + 1) % PERIOD}
+        if len(used) == PERIOD:
+            patterns.append((first, second, back, last))
     best: dict[Residues, tuple[int, tuple[Residues, ...]]] = {
         own: (_delay(own[0], own[1], 1) + _delay(own[2], own[3], 2), (own,)) for own in patterns
     }
@@ -148,15 +145,6 @@ def short_lived_blocks(pp: int) -> tuple[Block, ...]:
     # Patterns that differ by a turn of the period are the same block.
     shapes = {_block_of(ranks): None for _, ranks in found}
     return tuple(shapes)
-
-
-def _whole_patterns() -> tuple[Residues, ...]:
-    patterns = []
-    for first, second, back, last in itertools.product(range(PERIOD), repeat=4):
-        used = {first, second, back, (back + 1) % PERIOD, last, (last + 1) % PERIOD}
-        if len(used) == PERIOD:
-            patterns.append((first, second, back, last))
-    return tuple(patterns)
 
 
 def _delay(before: int, after: int, units: int) -> int:
@@ -172,15 +160,15 @@ def _between(own: Residues, after: Residues) -> int:
 
 def _block_of(ranks: tuple[Residues, ...]) -> Block:
     """Slots of a chain of patterns, from 0 on."""
-    down = list(itertools.accumulate(_steps(ranks, 0, 1), initial=0))
-    up = list(itertools.accumulate(_steps(ranks[::-1], 1, 1), initial=down[-1] + _delay(ranks[-1][0], ranks[-1][1], 1)))
-    back = list(itertools.accumulate(_steps(ranks, 2, 2), initial=up[-1] + _delay(ranks[0][1], ranks[0][2], 1)))
-    last = list(
-        itertools.accumulate(_steps(ranks[::-1], 3, 2), initial=back[-1] + _delay(ranks[-1][2], ranks[-1][3], 2))
-    )
-    return tuple(zip(down, up[::-1], back, last[::-1], strict=True))
 
+    def slots(ways: tuple[Residues, ...], which: int, units: int, start: int) -> list[int]:
+        """The slots of one pass on each rank, in the order in which it comes to them."""
+        steps = (_delay(before[which], after[which], units) for before, after in itertools.pairwise(ways))
+        return list(itertools.accumulate(steps, initial=start))
 
-def _steps(ranks: tuple[Residues, ...], which: int, units: int) -> Iterator[int]:
-    for before, after in itertools.pairwise(ranks):
-        yield _delay(before[which], after[which], units)
+    back_up, first, last = ranks[::-1], ranks[0], ranks[-1]
+    down = slots(ranks, 0, 1, 0)
+    up = slots(back_up, 1, 1, down[-1] + _delay(last[0], last[1], 1))
+    back = slots(ranks, 2, 2, up[-1] + _delay(first[1], first[2], 1))
+    end = slots(back_up, 3, 2, back[-1] + _delay(last[2], last[3], 2))
+    return tuple(zip(down, up[::-1], back, end[::-1], strict=True))

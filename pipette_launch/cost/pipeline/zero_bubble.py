@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from pipette_launch.cost.pipeline.engine import simulate
 from pipette_launch.cost.pipeline.greedy import FillRules, PassOrder, SchedulingProblem, order_of
 from pipette_launch.cost.pipeline.local_search import best_draft
-from pipette_launch.facts.schedule import Action, Schedule
+from pipette_launch.facts.schedule import Action, Kind, Schedule
 
+_KINDS: tuple[Kind, Kind] = ("F", "I")
 RULES = tuple(FillRules(weight_gap=gap) for gap in (0.25, 0.9, 0.0, 0.5))
 """A W is put into any gap, or into those that it nearly fits: which is best depends on the times (measured)."""
 
@@ -48,9 +49,17 @@ def refilled(schedule: Schedule, problem: SchedulingProblem) -> Schedule:
 
 
 def _orders(problem: SchedulingProblem) -> Iterator[PassOrder]:
-    """One order for each rule of the warm-up; some may be the same."""
+    """One order for each rule of the warm-up, some the same: forwards, then a backward and a forward in turn."""
     for rule in _WARMUPS:
-        yield _order(problem, tuple(_ahead(problem, rank, rule) for rank in range(problem.pp)))
+        ranks = []
+        for rank in range(problem.pp):
+            ahead = _ahead(problem, rank, rule)
+            forward, backward = (
+                [Action(rank, kind, microbatch) for microbatch in range(problem.num_microbatches)] for kind in _KINDS
+            )
+            turns = itertools.zip_longest(backward, forward[ahead:])
+            ranks.append((*forward[:ahead], *(action for turn in turns for action in turn if action is not None)))
+        yield tuple(ranks)
 
 
 def _ahead(problem: SchedulingProblem, rank: int, count: Callable[[SchedulingProblem, int], int]) -> int:
@@ -87,14 +96,3 @@ _WARMUPS: tuple[Callable[[SchedulingProblem, int], int], ...] = (
     _covers_beside_first,
 )
 """Forwards before a rank's first backward: as in 1F1B, in eager 1F1B, or as many as the wait for a gradient holds."""
-
-
-def _order(problem: SchedulingProblem, ahead_P: tuple[int, ...]) -> PassOrder:
-    """One backward and one forward in turn, after so many forwards on each rank."""
-    ranks = []
-    for rank, ahead in enumerate(ahead_P):
-        forward = [Action(rank, "F", microbatch) for microbatch in range(problem.num_microbatches)]
-        backward = [Action(rank, "I", microbatch) for microbatch in range(problem.num_microbatches)]
-        turns = itertools.zip_longest(backward, forward[ahead:])
-        ranks.append((*forward[:ahead], *(action for turn in turns for action in turn if action is not None)))
-    return tuple(ranks)

@@ -64,11 +64,11 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassLoads:
-    """The three passes of a part."""
+    """The three passes of a part; one that asks for nothing is left out."""
 
-    forward: Load
-    input_grad: Load
-    weight_grad: Load
+    forward: Load = Load()
+    input_grad: Load = Load()
+    weight_grad: Load = Load()
 
     def __add__(self, other: PassLoads) -> PassLoads:
         """Run one after the other."""
@@ -83,11 +83,6 @@ def layer_loads(job: Job, layout: Layout, *, moe: bool) -> PassLoads:
     """One transformer layer on one rank: of its communication only what the host does to start it."""
     mlp = _experts(job, layout) if moe else _mlp(job.model, layout, job.model.ffn_hidden_size)
     return _attention(job.model, layout) + mlp + _norms_and_residuals(job.model, layout) + _launches(layout)
-
-
-def core_attention_loads(model: ModelSpec, layout: Layout) -> PassLoads:
-    """Scores, softmax and context of one layer: flash attention, or every score written out."""
-    return _flash(model, layout) if is_flash(model) else _unfused(model, layout)
 
 
 def is_flash(model: ModelSpec) -> bool:
@@ -125,26 +120,22 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
 
 
 def _attention(model: ModelSpec, layout: Layout) -> PassLoads:
-    tokens = attention.tokens(model, layout)
-    latent = model.latent_attention
-    matrices = _projections(model, layout) if latent is None else _latent_projections(model, latent, layout)
-    groups = model.num_attention_heads if latent else max(layout.tp, model.num_query_groups)
-    width = latent.qk_pos_emb_head_dim if latent else model.kv_channels
+    tokens, latent = attention.tokens(model, layout), model.latent_attention
+    if latent:
+        matrices, groups, width = (
+            _latent_projections(model, latent, layout),
+            model.num_attention_heads,
+            latent.qk_pos_emb_head_dim,
+        )
+    else:
+        query = model.num_attention_heads * model.kv_channels // layout.tp
+        key = max(1, model.num_query_groups // layout.tp) * model.kv_channels
+        matrices = _matrix(tokens, query + 2 * key, model.hidden_size) + _matrix(tokens, model.hidden_size, query)
+        groups, width = max(layout.tp, model.num_query_groups), model.kv_channels
     turned = (model.num_attention_heads + groups) // layout.tp * width
     rotary = 4.0 * tokens * turned * model.dtype_bytes if latent or model.position_embedding_type == "rope" else 0.0
-    turns = PassLoads(
-        forward=Load(moved_bytes=rotary, kernels=4 if rotary else 0),
-        input_grad=Load(moved_bytes=rotary, kernels=4 if rotary else 0),
-        weight_grad=Load(),
-    )
-    return matrices + turns + core_attention_loads(model, layout)
-
-
-def _projections(model: ModelSpec, layout: Layout) -> PassLoads:
-    tokens = attention.tokens(model, layout)
-    query = model.num_attention_heads * model.kv_channels // layout.tp
-    groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
-    return _matrix(tokens, query + 2 * groups, model.hidden_size) + _matrix(tokens, model.hidden_size, query)
+    turn = Load(moved_bytes=rotary, kernels=4 if rotary else 0)
+    return matrices + PassLoads(forward=turn, input_grad=turn) + core_attention_loads(model, layout)
 
 
 def _latent_projections(model: ModelSpec, latent: LatentAttention, layout: Layout) -> PassLoads:
@@ -160,26 +151,23 @@ def _latent_projections(model: ModelSpec, latent: LatentAttention, layout: Layou
     return loads + _matrix(tokens, latent.q_lora_rank, hidden) + _matrix(tokens, query, latent.q_lora_rank)
 
 
-def _flash(model: ModelSpec, layout: Layout) -> PassLoads:
-    """Half of 2 * T * s * a * (d of query + d of value) / t is behind the causal mask and skipped.
+def core_attention_loads(model: ModelSpec, layout: Layout) -> PassLoads:
+    """Scores, softmax and context of one layer: flash attention, or every score written out.
 
-    The backward has 5 products to the forward's 2 (Dao 2023).
+    Flash: half of 2 * T * s * a * (d of query + d of value) / t is behind the causal mask and skipped; the backward has
+    5 products to the forward's 2 (Dao 2023). Otherwise scores and context in full, and T * s * a / t scores written,
+    masked and normalised, dropped, and read again.
     """
+    tokens, one = attention.tokens(model, layout), model.seq_length
     heads = model.num_attention_heads // layout.tp
-    flops = 1.0 * attention.tokens(model, layout) * model.seq_length * heads * sum(_head_channels(model))
-    return PassLoads(
-        forward=Load(attention_flops=flops, kernels=2),
-        input_grad=Load(attention_flops=2.5 * flops, kernels=4),
-        weight_grad=Load(),
-    )
-
-
-def _unfused(model: ModelSpec, layout: Layout) -> PassLoads:
-    """Scores and context in full, and T * s * a / t scores written, masked and normalised, dropped, and read again."""
-    heads = model.num_attention_heads // layout.tp
-    batch = heads * attention.tokens(model, layout) / model.seq_length
-    query, value = _head_channels(model)
-    one = model.seq_length
+    latent = model.latent_attention
+    query, value = (latent.query_channels, latent.v_head_dim) if latent else (model.kv_channels, model.kv_channels)
+    if is_flash(model):
+        flops = 1.0 * tokens * one * heads * (query + value)
+        return PassLoads(
+            forward=Load(attention_flops=flops, kernels=2), input_grad=Load(attention_flops=2.5 * flops, kernels=4)
+        )
+    batch = heads * tokens / one
     scores = Product(m=one, n=one, k=query, count=batch)
     context = Product(m=one, n=value, k=one, count=batch)
     probabilities = batch * one * one * model.dtype_bytes
@@ -189,14 +177,7 @@ def _unfused(model: ModelSpec, layout: Layout) -> PassLoads:
         input_grad=Load(
             products=(scores, scores, context, context), moved_bytes=3 * probabilities + dropout, kernels=10
         ),
-        weight_grad=Load(),
     )
-
-
-def _head_channels(model: ModelSpec) -> tuple[int, int]:
-    """Channels of one head's query and key, and of its value."""
-    latent = model.latent_attention
-    return (latent.query_channels, latent.v_head_dim) if latent else (model.kv_channels, model.kv_channels)
 
 
 def _mlp(model: ModelSpec, layout: Layout, ffn_hidden_size: int) -> PassLoads:
@@ -211,7 +192,6 @@ def _activation(one_bytes: float, gates: int) -> PassLoads:
     return PassLoads(
         forward=Load(moved_bytes=(gates + 1) * one_bytes, kernels=2),
         input_grad=Load(moved_bytes=(2 * gates + 1) * one_bytes, kernels=2),
-        weight_grad=Load(),
     )
 
 
@@ -234,7 +214,6 @@ def _experts(job: Job, layout: Layout) -> PassLoads:
     loads += PassLoads(
         forward=Load(moved_bytes=sorted_bytes, kernels=20),
         input_grad=Load(moved_bytes=sorted_bytes, kernels=16),
-        weight_grad=Load(),
     )
     if model.moe_shared_expert_intermediate_size:
         loads += _mlp(model, layout, model.moe_shared_expert_intermediate_size)
@@ -253,19 +232,17 @@ def _norms_and_residuals(model: ModelSpec, layout: Layout) -> PassLoads:
     return PassLoads(
         forward=Load(moved_bytes=2 * (2 * one) + 2 * (3 * one + mask), kernels=6),
         input_grad=Load(moved_bytes=2 * (3 * one) + 2 * (2 * one + mask) + 2 * (3 * one + biases), kernels=10),
-        weight_grad=Load(),
     )
 
 
 def _launches(layout: Layout) -> PassLoads:
     """Tensor-parallel collectives of a layer, each worth a few kernels to the host (torch's process group)."""
     if layout.tp == 1:
-        return PassLoads(forward=Load(), input_grad=Load(), weight_grad=Load())
+        return PassLoads()
     forward, backward = (4, 6) if layout.sequence_parallel else (2, 2)
     return PassLoads(
         forward=Load(kernels=forward * _KERNELS_PER_COLLECTIVE),
         input_grad=Load(kernels=backward * _KERNELS_PER_COLLECTIVE),
-        weight_grad=Load(),
     )
 
 

@@ -9,7 +9,7 @@ seconds of a pass = max(host, device), with
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -127,24 +127,24 @@ def imagined_cluster(
     device: DeviceSpec, *, num_hosts: int, devices_per_host: int, fabric: FabricSpec = UNIFORM
 ) -> Cluster:
     """Return hosts of equal devices, with the device's usual links within and the fabric's between them."""
-
-    def host(index: int, name: str) -> Host:
-        devices = tuple(
-            Device(
-                kind="cuda",
-                uuid=f"imagined-{index}-{local}",
-                name=device.name,
-                memory_total_bytes=device.memory_bytes,
-                memory_free_bytes=device.memory_bytes,
-            )
-            for local in range(devices_per_host)
-        )
-        return Host(name=name, address="", cores=devices_per_host, devices=devices)
-
     inside = device.within_host
     within = Links.uniform(devices_per_host, latency_s=inside.latency_s, bandwidth_bytes_per_s=inside.fair_bytes_per_s)
+    one = Device(
+        kind="cuda",
+        uuid="",
+        name=device.name,
+        memory_total_bytes=device.memory_bytes,
+        memory_free_bytes=device.memory_bytes,
+    )
+    devices_HD = [
+        tuple(replace(one, uuid=f"imagined-{host}-{local}") for local in range(devices_per_host))
+        for host in range(num_hosts)
+    ]
     return Cluster(
-        hosts=tuple(host(index, name) for index, name in enumerate(fabric.host_names(num_hosts))),
+        hosts=tuple(
+            Host(name=name, address="", cores=devices_per_host, devices=devices)
+            for name, devices in zip(fabric.host_names(num_hosts), devices_HD, strict=True)
+        ),
         between_hosts=fabric.links(num_hosts, device),
         within_host=(within,) * num_hosts,
         slot_speed=fabric.slot_speed(num_hosts, devices_per_host),
@@ -195,9 +195,14 @@ def moved_byte_s(device: DeviceSpec) -> float:
 
 def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[bool]) -> Iterator[ComputeTime]:
     """Time every part of the model; `kinds` says whether it has layers with experts, without, or both."""
-    case = case_of(layout)
-    dtype = job.model.params_dtype
-    for name, loads in _parts(job, layout, kinds).items():
+    case, dtype = case_of(layout), job.model.params_dtype
+    parts: dict[Part, PassLoads] = {
+        "embedding": embedding_loads(job, layout),
+        "head": head_loads(job, layout),
+        "core_attention": core_attention_loads(job.model, layout),
+        **{"moe_layer" if moe else "layer": layer_loads(job, layout, moe=moe) for moe in sorted(kinds)},
+    }
+    for name, loads in parts.items():
         # The two passes of a backward run as one: the host is ahead in one of them while the other is short.
         backward = loads.input_grad + loads.weight_grad
         backward_s = pass_s(device, dtype, backward)
@@ -216,77 +221,42 @@ def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozense
         )
 
 
-def _parts(job: Job, layout: Layout, kinds: frozenset[bool]) -> dict[Part, PassLoads]:
-    parts: dict[Part, PassLoads] = {"embedding": embedding_loads(job, layout), "head": head_loads(job, layout)}
-    parts["core_attention"] = core_attention_loads(job.model, layout)
-    if False in kinds:
-        parts["layer"] = layer_loads(job, layout, moe=False)
-    if True in kinds:
-        parts["moe_layer"] = layer_loads(job, layout, moe=True)
-    return parts
-
-
 def _collective_times(device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout]) -> Iterator[CollectiveTime]:
+    """Price rings of equal steps; between hosts each member of a host brings its own share of the network cards.
+
+    A group of one size may lie on as few hosts as possible, doubled up to one member a host. An all-to-all is not a
+    ring: each member sends its pieces for other hosts through its own share alone, while those for its own host pass
+    inside.
+    """
     latency_s_HH = np.asarray(cluster.between_hosts.latency_s)
     byte_s_HH = cluster.between_hosts.seconds_per_byte()
+    inside_latency_s, inside_byte_s = device.within_host.latency_s, 1 / device.within_host.fair_bytes_per_s
     shapes = {(one.tp, one.cp, one.ep, one.etp, one.dp, one.pp): one for one in layouts}
     sizes = {size for layout in shapes.values() for size in (*group_sizes(layout).values(), min(layout.pp, 2))}
     for size in sorted(sizes - {1}):
-        for hosts in _spans(size, cluster):
-            members = -(-size // hosts)
+        fewest, most = -(-size // cluster.devices_per_host), min(size, len(cluster.hosts))
+        doubled = (fewest << power for power in range(most.bit_length()))
+        for hosts in sorted({most, *(spans for spans in doubled if spans <= most)}):
             first, second = np.arange(hosts), np.roll(np.arange(hosts), -1)
-            across = _Across(
-                hosts=hosts,
-                latency_s=float(latency_s_HH[first, second].max()),
-                ring_byte_s=float(byte_s_HH[first, second].max()),
-                worst_byte_s=float(byte_s_HH[:hosts, :hosts].max()),
-            )
-            slots = [host * cluster.devices_per_host + local for host in range(hosts) for local in range(members)]
+            slots = [
+                host * cluster.devices_per_host + local for host in range(hosts) for local in range(-(-size // hosts))
+            ]
+            members = max(1, size // hosts)
             for kind in _COLLECTIVES:
-                yield _collective_time(device, kind, tuple(slots[:size]), across)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Across:
-    """The slowest links between the hosts of a group, of one device when all send."""
-
-    hosts: int
-    latency_s: float
-    ring_byte_s: float
-    """Along the ring of its hosts."""
-    worst_byte_s: float
-    """Between any two of them."""
-
-
-def _spans(size: int, cluster: Cluster) -> list[int]:
-    """Numbers of hosts that a group of `size` may lie on: as few as possible, doubled up to one member a host."""
-    fewest = -(-size // cluster.devices_per_host)
-    most = min(size, len(cluster.hosts))
-    return sorted({most, *(fewest << power for power in range(most.bit_length()) if fewest << power <= most)})
-
-
-def _collective_time(device: DeviceSpec, kind: Kind, slots: tuple[int, ...], across: _Across) -> CollectiveTime:
-    """Price a ring of equal steps; between hosts each member of a host brings its own share of the network cards.
-
-    An all-to-all is not a ring: each member sends its pieces for other hosts through its own share alone, while those
-    for its own host pass inside.
-    """
-    size = len(slots)
-    steps = num_steps(kind, size)
-    members = max(1, size // across.hosts)
-    inside_byte_s = 1 / device.within_host.fair_bytes_per_s
-    latency_s = device.within_host.latency_s
-    byte_s = steps * chunk_share(kind, size) * inside_byte_s
-    if across.hosts > 1:
-        latency_s = max(latency_s, across.latency_s)
-        byte_s = steps * chunk_share(kind, size) * max(inside_byte_s, across.ring_byte_s / members)
-    if across.hosts > 1 and kind == "all_to_all":
-        byte_s = max((members - 1) * inside_byte_s, (size - members) * across.worst_byte_s) / size
-    return CollectiveTime(
-        kind=kind,
-        slots=slots,
-        latency_s=steps * latency_s,
-        seconds_per_byte=byte_s,
-        spread=0.0,
-        sizes_bytes=(),
-    )
+                steps = num_steps(kind, size)
+                latency_s, step_byte_s = inside_latency_s, inside_byte_s
+                if hosts > 1:
+                    latency_s = max(latency_s, float(latency_s_HH[first, second].max()))
+                    step_byte_s = max(inside_byte_s, float(byte_s_HH[first, second].max()) / members)
+                byte_s = steps * chunk_share(kind, size) * step_byte_s
+                if hosts > 1 and kind == "all_to_all":
+                    worst_byte_s = float(byte_s_HH[:hosts, :hosts].max())
+                    byte_s = max((members - 1) * inside_byte_s, (size - members) * worst_byte_s) / size
+                yield CollectiveTime(
+                    kind=kind,
+                    slots=tuple(slots[:size]),
+                    latency_s=steps * latency_s,
+                    seconds_per_byte=byte_s,
+                    spread=0.0,
+                    sizes_bytes=(),
+                )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -71,7 +71,13 @@ class ComputeTable:
         """Of all slots: `cuda` or `cpu`."""
         self._passes = _median_passes(measurements)
         self._origins = {time.case: time.source for time in measurements.compute if time.source != "measured"}
-        self._again = _measured_again(measurements)
+        shares: dict[tuple[ComputeCase, str], list[float]] = {}
+        for time in measurements.compute:
+            if time.recompute and time.recompute.median_s and time.forward.median_s:
+                share = time.recompute.median_s / time.forward.median_s
+                shares.setdefault((time.case, time.part), []).append(share)
+        # What full recompute of a layer took, in forwards of that layer: median over the slots that measured it.
+        self._again = {key: statistics.median(each) for key, each in shares.items()}
         self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
         # In pipelines each pass of a chunk comes after a wait.
         self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
@@ -122,7 +128,24 @@ class ComputeTable:
             PlanError: no case of this tp was measured.
 
         """
-        return tuple(self._chunks(layout, self._part_passes(case_of(layout))))
+        model = self._job.model
+        part = self._part_passes(case_of(layout))
+        loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
+        chunks = []
+        first = 0
+        seen: dict[tuple[int, ...], Passes] = {}
+        for layers in layout.chunk_layers(model.num_layers):
+            # 1 for each layer that has experts.
+            kinds = model.moe_layer_freq[first : first + layers] or (0,) * layers
+            first += layers
+            if kinds not in seen:
+                layers_passes = (self._layer(layout, part, index, moe=bool(moe)) for index, moe in enumerate(kinds))
+                seen[kinds] = sum(layers_passes, Passes())
+            chunks.append(seen[kinds])
+        chunks[0] += part["embedding"] + loaded
+        # A single stage has loaded the labels with the tokens.
+        chunks[-1] += part["head"] + self._prediction(part) + (loaded if layout.pp > 1 else Passes())
+        return tuple(chunk + self.wake if layout.pp > 1 else chunk for chunk in chunks)
 
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return what `chunk_passes` adds up; of layers that the model has none of, passes of 0 s.
@@ -166,11 +189,8 @@ class ComputeTable:
         return {name: passes.forward_s + passes.backward_s for name, passes in self._part_passes(case).items()}
 
     def _part_passes(self, case: ComputeCase) -> dict[str, Passes]:
-        if case not in self._scaled:
-            self._scaled[case] = self._new_passes(case)
-        return self._scaled[case]
-
-    def _new_passes(self, case: ComputeCase) -> dict[str, Passes]:
+        if case in self._scaled:
+            return self._scaled[case]
         source = self.source(case)
         if source is None:
             raise PlanError(
@@ -179,34 +199,8 @@ class ComputeTable:
             )
         factor = _tokens(case, source)
         known = (*self._parts, *((_CORE,) if (source, _CORE) in self._passes else ()))
-        return {name: self._passes[source, name] * factor for name in known}
-
-    def _again_share(self, case: ComputeCase, part: str) -> float:
-        """Forwards that a layer costs under full recompute; 1 where the warm-up timed no recompute.
-
-        Where it timed that in other cases alone, they stand for this one: it hardly differs between shapes.
-        """
-        source = self.source(case)
-        return self._usual_again[part] if source is None else self._again.get((source, part), self._usual_again[part])
-
-    def _chunks(self, layout: Layout, part: dict[str, Passes]) -> Iterable[Passes]:
-        model = self._job.model
-        first, loaded = 0, Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
-        seen: dict[tuple[int, ...], Passes] = {}
-        for chunk, layers in enumerate(layout.chunk_layers(model.num_layers)):
-            kinds = model.moe_layer_freq[first : first + layers] or (0,) * layers
-            first += layers
-            if kinds not in seen:
-                # 1 for each layer that has experts.
-                layers_passes = (self._layer(layout, part, index, moe=bool(moe)) for index, moe in enumerate(kinds))
-                seen[kinds] = sum(layers_passes, Passes())
-            total = seen[kinds]
-            if chunk == 0:
-                total += part["embedding"] + loaded
-            if chunk == layout.num_chunks - 1:
-                # A single stage has loaded the labels with the tokens.
-                total += part["head"] + self._prediction(part) + (loaded if layout.pp > 1 else Passes())
-            yield total + self.wake if layout.pp > 1 else total
+        self._scaled[case] = {name: self._passes[source, name] * factor for name in known}
+        return self._scaled[case]
 
     def _prediction(self, part: dict[str, Passes]) -> Passes:
         """Each depth of multi-token prediction runs a layer and the head once more (DeepSeek-V3, section 2.2)."""
@@ -216,11 +210,13 @@ class ComputeTable:
         return (part["moe_layer" if model.has_expert_prediction else "layer"] + part["head"]) * model.mtp_num_layers
 
     def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, *, moe: bool) -> Passes:
-        model = self._job.model
-        layer = part["moe_layer" if moe else "layer"]
+        model, name = self._job.model, "moe_layer" if moe else "layer"
+        layer, source = part[name], self.source(case_of(layout))
         share = recompute_share(model, layout, index_in_chunk, moe=moe)
-        if layout.recompute.granularity == "full":
-            share *= self._again_share(case_of(layout), "moe_layer" if moe else "layer")
+        if layout.recompute.granularity == "full" and source:
+            # 1 where the warm-up timed no recompute. Where it timed that in other cases alone, they stand for this one:
+            # it hardly differs between shapes.
+            share *= self._again.get((source, name), self._usual_again[name])
         if _CORE in part and "core_attn" in recompute_modules(layout):
             share += part[_CORE].forward_s / layer.forward_s - attention_core_share(model, moe=moe)
         return layer.again(share)
@@ -300,16 +296,6 @@ def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str], 
         )
         for key, group in times.items()
     }
-
-
-def _measured_again(measurements: Measurements) -> dict[tuple[ComputeCase, str], float]:
-    """What full recompute of a layer took, in forwards of that layer: median over the slots that measured it."""
-    shares: dict[tuple[ComputeCase, str], list[float]] = {}
-    for time in measurements.compute:
-        if time.recompute and time.recompute.median_s and time.forward.median_s:
-            share = time.recompute.median_s / time.forward.median_s
-            shares.setdefault((time.case, time.part), []).append(share)
-    return {key: statistics.median(each) for key, each in shares.items()}
 
 
 def _tokens(case: ComputeCase, source: ComputeCase) -> float:

@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Fabric, Kind
 from pipette_launch.cost.communication.groups import group_sizes
-from pipette_launch.cost.communication.traffic import Exchange, LayerCounts, exchanges_of, hop_bytes, meets_receivers
+from pipette_launch.cost.communication.traffic import Exchange, LayerCounts, exchanges_of, hop_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import unit_parameters, word_embedding_parameters
@@ -24,7 +25,6 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout, Recompute
 from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
 from pipette_launch.facts.measurements import ComputeCase, Measurements
-from pipette_launch.facts.model import ModelSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -60,32 +60,15 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
 def _parts_SX(job: Job, layout: Layout) -> Ints:
     """Count the parts of every chunk; most cuts come again with every degree and micro-batch."""
     key = (job.model, layout.chunk_layers(job.model.num_layers), layout.recompute)
-    return _PARTS.get(key, lambda: _counted_SX(job, layout))
+    return _PARTS.get(key, partial(_new_parts_SX, job, layout))
 
 
-def _counted_SX(job: Job, layout: Layout) -> Ints:
+def _new_parts_SX(job: Job, layout: Layout) -> Ints:
     counts = LayerCounts.of(job, layout)
-    attention, again, moe, moe_again = (
-        np.array(each) for each in (counts.attention, counts.attention_again, counts.moe, counts.moe_again)
-    )
-    dense, dense_again = attention - moe, again - moe_again
-    parts = (dense - dense_again, dense_again, moe - moe_again, moe_again, counts.embedding, counts.head)
-    return np.stack([np.array(part) for part in parts], axis=-1)
-
-
-def _one_of_each(model: ModelSpec) -> LayerCounts:
-    """A stage for each part, in the order of X."""
-    shared = int(model.moe_shared_expert_intermediate_size > 0)
-    return LayerCounts.of_rows(
-        [
-            (1, 0, 1, 0, 0, 0, 0, 0),
-            (1, 1, 1, 1, 0, 0, 0, 0),
-            (1, 0, shared, 0, 1, 0, 0, 0),
-            (1, 1, shared, shared, 1, 1, 0, 0),
-            (0, 0, 0, 0, 0, 0, 1, 0),
-            (0, 0, 0, 0, 0, 0, 0, 1),
-        ]
-    )
+    moe_S, moe_again_S = counts.moe_S, counts.moe_again_S
+    dense_S, dense_again_S = counts.attention_S - moe_S, counts.attention_again_S - moe_again_S
+    ends = (counts.embedding_S, counts.head_S)
+    return np.stack([dense_S - dense_again_S, dense_again_S, moe_S - moe_again_S, moe_again_S, *ends], axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,63 +110,43 @@ class UnitTimes:
         return found[0], found[1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitCounts:
-    """Parameters of what chunks are made of on one rank, for each group of layouts."""
-
-    group_N: Ints
-    counts_U2X: Ints
-    """Dense and expert ones."""
-
-    def chunk_parameters(self, parts_KX: Ints) -> tuple[Ints, Ints]:
-        """Dense and expert parameters of every kind of chunk for every group."""
-        counts_U2K = self.counts_U2X @ parts_KX.T
-        return counts_U2K[:, 0], counts_U2K[:, 1]
-
-
 class Tables:
     """Everything that many layouts share, worked out once."""
 
     def __init__(self, job: Job, measurements: Measurements, compute: ComputeTable, fabric: Fabric) -> None:
-        self._job = job
-        self._compute = compute
+        self.job = job
+        self.compute = compute
+        self.once_a_step = OnceAStep.of(measurements)
         self._fabric = fabric
         slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
-        self._fastest, self._slowest = min(slowness), max(slowness)
+        self.fastest, self.slowest = min(slowness), max(slowness)
         self._num_slots = measurements.cluster.num_slots
         self.whole_1X = _parts_SX(job, Layout())
         """What the whole model is made of, nothing run again."""
         self._passes: dict[tuple[ComputeCase, Recompute], Floats] = {}
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
-        self._one_of_each = _one_of_each(job.model)
-        self._once = OnceAStep.of(measurements)
-
-    def once_a_step_s(self, resident: Ints, gradient_bytes: Ints) -> Floats:
-        """Price what a slot of the fastest kind does once a step; see `OnceAStep.seconds`."""
-        return self._once.seconds(resident, gradient_bytes) * self._fastest
-
-    @property
-    def has_slow_slots(self) -> bool:
-        """Whether slots differ in speed."""
-        return self._slowest > self._fastest
-
-    def wake_s(self, stages: int, *, slow: bool) -> float:
-        """Return what a pass costs after a wait on the fastest slot or the slowest; nothing without a pipeline."""
-        return self._compute.wake.forward_s * (self._slowest if slow else self._fastest) if stages > 1 else 0.0
-
-    def meets_receivers(self, layout: Layout) -> bool:
-        """Whether this pipeline's messages start once they are asked for; see `traffic.meets_receivers`."""
-        return meets_receivers(self._job, layout, self._compute.device_kind)
+        shared = int(job.model.moe_shared_expert_intermediate_size > 0)
+        # A stage for each part, in the order of X.
+        self._one_of_each = LayerCounts.of_rows(
+            [
+                (1, 0, 1, 0, 0, 0, 0, 0),
+                (1, 1, 1, 1, 0, 0, 0, 0),
+                (1, 0, shared, 0, 1, 0, 0, 0),
+                (1, 1, shared, shared, 1, 1, 0, 0),
+                (0, 0, 0, 0, 0, 0, 1, 0),
+                (0, 0, 0, 0, 0, 0, 0, 1),
+            ]
+        )
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether compute times are known, and batch, layers and slots divide as the layouts have them."""
         cases = columns.groups("tp", "cp", "micro_batch_size")
-        known_U = [self._compute.source(case_of(columns.layout(int(row)))) is not None for row in cases.first_U]
+        known_U = [self.compute.source(case_of(columns.layout(int(row)))) is not None for row in cases.first_U]
         cuts = columns.groups("pp", "vpp", "layers_per_chunk")
-        cuts_U = [_divides(columns.layout(int(row)), self._job.model.num_layers) for row in cuts.first_U]
+        cuts_U = [_divides(columns.layout(int(row)), self.job.model.num_layers) for row in cuts.first_U]
         runs_N = np.array(known_U, dtype=bool)[cases.group_N] & np.array(cuts_U, dtype=bool)[cuts.group_N]
         world_N = columns.tp * columns.pp * columns.dp * columns.cp
-        batch = self._job.batch.global_batch_size
+        batch = self.job.batch.global_batch_size
         divides_N = batch % (columns.dp * columns.micro_batch_size) == 0
         # facts.schedules.check_interleaving
         microbatches_N = self.microbatches_N(columns)
@@ -194,7 +157,7 @@ class Tables:
 
     def microbatches_N(self, columns: LayoutColumns) -> Ints:
         """Micro-batches of one step."""
-        return np.asarray(self._job.batch.global_batch_size // (columns.dp * columns.micro_batch_size))
+        return np.asarray(self.job.batch.global_batch_size // (columns.dp * columns.micro_batch_size))
 
     def unit_times(self, columns: LayoutColumns) -> UnitTimes:
         """Look up, or work out, the times of what the layouts' chunks are made of."""
@@ -210,16 +173,25 @@ class Tables:
             passes_U4X=passes[kernel_U],
             exchanges_U2X=exchanges[network_U, :2],
             hop_s_U=exchanges[network_U, 2, 0],
-            fastest=self._fastest,
-            slowest=self._slowest,
+            fastest=self.fastest,
+            slowest=self.slowest,
         )
 
-    def unit_parameters(self, columns: LayoutColumns) -> UnitCounts:
-        """Look up, or count, the parameters of what the layouts' chunks are made of."""
+    def unit_parameters(self, columns: LayoutColumns) -> tuple[Ints, Ints]:
+        """Count the parameters of what the layouts' chunks are made of.
+
+        Returns:
+            The group of each layout (N), and of each group the dense and the expert parameters of X on one rank.
+
+        """
         codes_N = codes_of([columns.tp, columns.ep, columns.etp, (columns.pp > 1).astype(np.int64)])
         _, first_U, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
-        found = [self._unit_counts(columns.layout(int(row))) for row in first_U]
-        return UnitCounts(group_N=group_N.reshape(-1), counts_U2X=np.array(found, dtype=np.int64))
+        found = []
+        for row in first_U.tolist():
+            unit = unit_parameters(self.job.model, columns.layout(row))
+            parts = (unit.layer, unit.layer, unit.moe_layer, unit.moe_layer, unit.embedding, unit.head)
+            found.append([[part.dense for part in parts], [part.expert for part in parts]])
+        return group_N.reshape(-1), np.array(found, dtype=np.int64)
 
     def bound_s(self, kind: Kind, size_T: Ints, bytes_TVP: NDArray[np.int64]) -> Floats:
         """Price groups of so many slots over the best links (`Fabric.bounds_s`)."""
@@ -231,18 +203,13 @@ class Tables:
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
         """Sum the gradient of a tied word embedding over the first and the last stage."""
-        model = self._job.model
+        model = self.job.model
         if model.untie_embeddings_and_output_weights:
             return np.zeros(len(columns))
         groups = columns.groups("tp")
-        gradient = gradient_bytes_per_parameter(self._job)
-        seconds_U = [
-            self._fabric.bound_s("all_reduce", 2, word_embedding_parameters(model, columns.layout(int(row))) * gradient)
-            if columns.pp[row] > 1
-            else 0.0
-            for row in groups.first_U
-        ]
-        return np.array(seconds_U)[groups.group_N]
+        parameters_U = [word_embedding_parameters(model, columns.layout(int(row))) for row in groups.first_U]
+        size_U = np.array(parameters_U) * gradient_bytes_per_parameter(self.job)
+        return self._fabric.bounds_s("all_reduce", 2, size_U)[groups.group_N] * (columns.pp > 1)
 
     def _unit_passes(self, layout: Layout) -> Floats:
         """Rows of X: forward, backward with recompute, and what of each the device waits; worked out once."""
@@ -250,7 +217,7 @@ class Tables:
         if key not in self._passes:
             rows = [
                 (one.forward_s, one.backward_s + one.recompute_s, one.forward_idle_s, one.backward_idle_s)
-                for one in self._compute.unit_passes(layout)
+                for one in self.compute.unit_passes(layout)
             ]
             self._passes[key] = np.array(rows).T
         return self._passes[key]
@@ -261,41 +228,25 @@ class Tables:
         Sizes grow with the micro-batch and nothing else does, so layouts that differ in it are priced together.
         """
         cases = columns.groups("tp", "cp", "micro_batch_size")
-        hiding_U = [self._compute.hiding(columns.layout(int(row))) for row in cases.first_U]
+        hiding_U = [self.compute.hiding(columns.layout(int(row))) for row in cases.first_U]
         found = np.zeros((len(columns), 3, NUM_PARTS))
         for rows in split_by_code(columns.groups("tp", "cp", "sequence_parallel", "ep", "etp").group_N):
             shape = columns.layout(int(rows[0]))
-            one = Layout(
-                tp=shape.tp,
-                cp=shape.cp,
-                dp=shape.ep * shape.etp,
-                ep=shape.ep,
-                etp=shape.etp,
-                sequence_parallel=shape.sequence_parallel,
-            )
+            degrees = {name: getattr(shape, name) for name in ("tp", "cp", "ep", "etp", "sequence_parallel")}
+            one = Layout(**degrees, dp=shape.ep * shape.etp)
             samples = columns.micro_batch_size[rows].astype(np.float64)
-            for item in self._exchanges_of(one):
+            if one not in self._exchanges:
+                self._exchanges[one] = exchanges_of(self.job, one, self._one_of_each)
+            for item in self._exchanges[one]:
                 seconds = self._fabric.bounds_s(item.kind, group_sizes(one)[item.group], item.size_bytes * samples)
                 if item.behind:
                     hidden_s = [getattr(hiding_U[case], item.behind) for case in cases.group_N[rows].tolist()]
                     seconds = np.maximum(seconds - np.array(hidden_s) * item.behind_share, 0.0)
                 found[rows, :2] += seconds[:, None, None] * np.array([item.forward, item.backward])
             if self._num_slots > 1:
-                hop_s = self._fabric.bounds_s("send", 2, hop_bytes(self._job, one) * samples)
+                hop_s = self._fabric.bounds_s("send", 2, hop_bytes(self.job, one) * samples)
                 found[rows, 2] = hop_s[:, None]
         return found
-
-    def _exchanges_of(self, layout: Layout) -> tuple[Exchange, ...]:
-        """List the collectives of a layout's groups, for a stage of each of X; worked out once."""
-        if layout not in self._exchanges:
-            self._exchanges[layout] = exchanges_of(self._job, layout, self._one_of_each)
-        return self._exchanges[layout]
-
-    def _unit_counts(self, layout: Layout) -> Ints:
-        """Rows of X: dense and expert parameters."""
-        unit = unit_parameters(self._job.model, layout)
-        parts = (unit.layer, unit.layer, unit.moe_layer, unit.moe_layer, unit.embedding, unit.head)
-        return np.asarray(np.array([(part.dense, part.expert) for part in parts], dtype=np.int64).T)
 
 
 def split_by_code(codes_N: Ints) -> list[Ints]:

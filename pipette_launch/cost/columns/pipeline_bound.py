@@ -59,13 +59,15 @@ def drains(pipelines: Pipelines, *, slow: Pipelines | None = None) -> Drains:
     """
     chains = _Chains.of(pipelines)
     stay = _stay(pipelines, chains)
-    zigzag_U = _zigzag(pipelines)
-    any_UP, first_UP = stay.drains_UP(chains, zigzag_U)
+    later_2UP = np.maximum.accumulate(stay.by_rank_2UP[..., ::-1], axis=2)[..., ::-1]
+    all_2U1 = np.maximum(stay.by_last_2UP.max(axis=2), _zigzag(pipelines))[..., None]
+    # Without what follows the last backward of each rank's first chunk.
+    drains_2UP = np.maximum(later_2UP, all_2U1) - chains.out_UVP[:, 0]
     if slow is not None:
         held = _stay(slow, chains)
-        any_UP[:, 0] = np.maximum(any_UP[:, 0], held.whole_UP.min(axis=1))
-        first_UP[:, 0] = np.maximum(first_UP[:, 0], held.whole_first_UP.min(axis=1))
-    return Drains(any_UP=any_UP, first_UP=first_UP, early_UP=stay.early_UP)
+        whole_2U = np.maximum(held.by_rank_2UP, held.by_last_2UP).min(axis=2)
+        drains_2UP[..., 0] = np.maximum(drains_2UP[..., 0], whole_2U)
+    return Drains(any_UP=drains_2UP[0], first_UP=drains_2UP[1], early_UP=stay.early_UP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,46 +95,26 @@ class _Chains:
         out_US = backward_sum_US - backward_US + hops_US
         whole_U1 = forward_sum_US[:, -1:] + backward_sum_US[:, -1:] + 2 * hops_US[:, -1:]
         last = slice(-shape[-1], None)
-        turn_UP = (whole_U1 - in_US - out_US - backward_US)[:, last]
         return cls(
             in_UVP=in_US.reshape(shape),
             out_UVP=out_US.reshape(shape),
-            turn_UP=turn_UP,
+            turn_UP=(whole_U1 - in_US - out_US - backward_US)[:, last],
             back_UP=(whole_U1 - in_US - out_US - forward_US)[:, last],
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stay:
-    """Lengths of paths that stay on one rank, by rank; `whole` ends with the first stage's last backward."""
+    """Lengths of paths that stay on one rank, by rank, up to the first stage's last backward.
 
-    by_rank_UP: Floats
+    Two of each: of any path (0), and of paths that hold the first forward of every stage (1).
+    """
+
+    by_rank_2UP: Floats
     """Paths that come back through the ranks before this one only."""
-    by_last_UP: Floats
+    by_last_2UP: Floats
     """Paths whose end comes through the last rank, hence through all."""
-    by_rank_first_UP: Floats
-    by_last_first_UP: Floats
     early_UP: Floats
-
-    @property
-    def whole_UP(self) -> Floats:
-        return np.maximum(self.by_rank_UP, self.by_last_UP)
-
-    @property
-    def whole_first_UP(self) -> Floats:
-        return np.maximum(self.by_rank_first_UP, self.by_last_first_UP)
-
-    def drains_UP(self, chains: _Chains, zigzag_U: Floats) -> tuple[Floats, Floats]:
-        """Take off each path what follows the last backward of each rank's first chunk."""
-        found = []
-        for by_rank_UP, by_last_UP in (
-            (self.by_rank_UP, self.by_last_UP),
-            (self.by_rank_first_UP, self.by_last_first_UP),
-        ):
-            later_UP = np.maximum.accumulate(by_rank_UP[:, ::-1], axis=1)[:, ::-1]
-            all_U1 = np.maximum(by_last_UP.max(axis=1), zigzag_U)[:, None]
-            found.append(np.maximum(later_UP, all_U1) - chains.out_UVP[:, 0])
-        return found[0], found[1]
 
 
 def _stay(own: Pipelines, chains: _Chains) -> _Stay:
@@ -170,10 +152,8 @@ def _stay(own: Pipelines, chains: _Chains) -> _Stay:
         by_last_UP = np.maximum(by_last_UP, best_in_UP + out_last_UP)
         first_turn_UP = np.maximum(first_turn_UP, in_turn_UP + out_last_UP)
     return _Stay(
-        by_rank_UP=run_UP + best_in_UP + straight_UP,
-        by_last_UP=run_UP + by_last_UP,
-        by_rank_first_UP=run_UP + in_turn_UP + straight_UP,
-        by_last_first_UP=run_UP + first_turn_UP,
+        by_rank_2UP=run_UP + np.stack([best_in_UP, in_turn_UP]) + straight_UP,
+        by_last_2UP=run_UP + np.stack([by_last_UP, first_turn_UP]),
         early_UP=run_UP + best_in_UP - late_UP,
     )
 
@@ -182,8 +162,7 @@ def _first_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
     """Sum of a rank's first so many forwards."""
     if seconds_UVP.shape[1] == 1:
         return passed_UP * seconds_UVP[:, 0]
-    total_UP: Floats = (_counts_UVP(passed_UP, own) * seconds_UVP).sum(axis=1)
-    return total_UP
+    return np.asarray((_counts_UVP(passed_UP, own) * seconds_UVP).sum(axis=1))
 
 
 def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
@@ -193,8 +172,7 @@ def _last_s(seconds_UVP: Floats, passed_UP: Ints, own: Pipelines) -> Floats:
         return passed_UP * seconds_UVP[:, 0]
     n_U1 = own.microbatches_U[:, None]
     before_UVP = _counts_UVP(n_U1 * chunks - passed_UP, own)[:, ::-1]
-    total_UP: Floats = ((n_U1[:, None] - before_UVP) * seconds_UVP).sum(axis=1)
-    return total_UP
+    return np.asarray(((n_U1[:, None] - before_UVP) * seconds_UVP).sum(axis=1))
 
 
 def _counts_UVP(passed_UP: Ints, own: Pipelines) -> Ints:
@@ -205,8 +183,7 @@ def _counts_UVP(passed_UP: Ints, own: Pipelines) -> Ints:
     rest_U1P = (passed_UP - rounds_UP * group_U1 * chunks)[:, None]
     size_U1P = np.minimum(group_U1, n_U1 - rounds_UP * group_U1)[:, None]
     begun_UVP = rest_U1P - np.arange(chunks)[:, None] * size_U1P
-    counts_UVP: Ints = (rounds_UP * group_U1)[:, None] + np.minimum(np.maximum(begun_UVP, 0), size_U1P)
-    return counts_UVP
+    return np.asarray((rounds_UP * group_U1)[:, None] + np.minimum(np.maximum(begun_UVP, 0), size_U1P))
 
 
 def _zigzag(pipelines: Pipelines) -> Floats:
@@ -227,5 +204,4 @@ def _zigzag(pipelines: Pipelines) -> Floats:
     at_start_U = sums[rows, short_U]
     at_end_U = np.where(trips_U > 2, whole_U - sums[rows, ranks - short_U], np.inf)
     hops_U = 2 * pipelines.hop_s_U * (trips_U * (ranks - 1) - short_U)
-    length_U: Floats = trips_U * whole_U - np.minimum(at_start_U, at_end_U) + hops_U
-    return length_U
+    return np.asarray(trips_U * whole_U - np.minimum(at_start_U, at_end_U) + hops_U)

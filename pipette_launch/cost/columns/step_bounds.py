@@ -19,11 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.bound_tables import Content, Tables, UnitCounts, UnitTimes, contents_of, split_by_code
+from pipette_launch.cost.columns.bound_tables import Content, Tables, UnitTimes, contents_of, split_by_code
 from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
-from pipette_launch.cost.communication.collectives import Fabric, Kind
-from pipette_launch.cost.communication.traffic import aligns_gathers, num_buckets
-from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, shard
+from pipette_launch.cost.communication.collectives import Fabric
+from pipette_launch.cost.communication.traffic import aligns_gathers, meets_receivers, num_buckets
+from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, resident_parameters
+from pipette_launch.cost.layers.parameters import expert_dp
+from pipette_launch.cost.step.first_gathers import waits_one_by_one_s
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -42,21 +44,20 @@ _AT_ONCE = 1 << 16
 class BoundColumns:
     """Bounds the step time of layouts of one job on one allocation."""
 
-    def __init__(self, job: Job, tables: Tables) -> None:
-        self._job = job
+    def __init__(self, tables: Tables) -> None:
         self._tables = tables
 
     @classmethod
     def of(cls, job: Job, measurements: Measurements, predictor: Predictor | None = None) -> BoundColumns:
         """Prepare the tables of a job; those of a predictor of the same job are used where one is given."""
         predictor = predictor or Predictor(job, measurements)
-        return cls(job, Tables(job, measurements, predictor.compute, predictor.fabric))
+        return cls(Tables(job, measurements, predictor.compute, predictor.fabric))
 
     @classmethod
     def elsewhere(cls, job: Job, measurements: Measurements, predictor: Predictor) -> BoundColumns:
         """Prepare the tables of the same job on other links, with the compute times of a predictor."""
         fabric = Fabric(measurements.cluster, measurements.collectives)
-        return cls(job, Tables(job, measurements, predictor.compute, fabric))
+        return cls(Tables(job, measurements, predictor.compute, fabric))
 
     def seconds_N(self, layouts: Sequence[Layout]) -> Floats:
         """No placement of a layout is faster than this many seconds; nan where it cannot be priced."""
@@ -89,17 +90,15 @@ class BoundColumns:
         if not len(known):
             return seconds_N
         columns, overlaps_N2 = columns.take(known), overlaps_N2[known]
-        units = self._tables.unit_times(columns), self._tables.unit_parameters(columns)
+        unit, (group_N, unit_parameters_U2X) = self._tables.unit_times(columns), self._tables.unit_parameters(columns)
         for rows in split_by_code(codes_of([columns.pp, columns.vpp])):
-            content = contents_of(self._job, columns.take(rows))
+            content = contents_of(self._tables.job, columns.take(rows))
             pieces = -(-len(rows) * int(columns.pp[rows[0]] * columns.vpp[rows[0]]) // _AT_ONCE)
             for place in np.array_split(np.arange(len(rows)), pieces):
                 part = rows[place]
                 some, here = columns.take(part), replace(content, cut_N=content.cut_N[place])
-                passes = _Passes.of(self._tables, some, units[0].take(part), here)
-                update = _UpdatePrices.of(
-                    self._job, self._tables, some, replace(units[1], group_N=units[1].group_N[part]), here
-                )
+                passes = _Passes.of(self._tables, some, unit.take(part), here)
+                update = _UpdatePrices.of(self._tables, some, (group_N[part], unit_parameters_U2X), here)
                 seconds_N[known[part]] = _steps(passes, update, overlaps_N2[part])
         return seconds_N * (1 - _ROUNDING)
 
@@ -126,7 +125,9 @@ class _Passes:
 
         def pipelines(*, slow: bool) -> Pipelines:
             forward_RK, backward_RK = unit.chunk_times(content.parts_KX, slow=slow)
-            wake_s = tables.wake_s(kinds_UVP.shape[2], slow=slow)
+            # In pipelines each pass comes after a wait.
+            wake_s = tables.compute.wake.forward_s * (tables.slowest if slow else tables.fastest)
+            wake_s *= kinds_UVP.shape[2] > 1
             rows_U11 = rows_U[:, None, None]
             return Pipelines(
                 forward_s_UVP=forward_RK[rows_U11, kinds_UVP] + wake_s,
@@ -136,13 +137,14 @@ class _Passes:
                 group_size_U=group_size_U,
             )
 
-        fast = pipelines(slow=False)
-        slow = pipelines(slow=True) if tables.has_slow_slots else fast
-        meets = tables.meets_receivers(columns.layout(0))
-        by_paths, slow_by_paths = (_met(fast), _met(slow)) if meets else (fast, slow)
+        fast = slow = by_paths = slow_by_paths = pipelines(slow=False)
+        if tables.slowest > tables.fastest:
+            slow = slow_by_paths = pipelines(slow=True)
+        if meets_receivers(tables.job, columns.layout(0), tables.compute.device_kind):
+            by_paths, slow_by_paths = _met(fast), _met(slow)
         return cls(
             group_N=group_N.reshape(-1),
-            drains=drains(by_paths, slow=slow_by_paths if tables.has_slow_slots else None),
+            drains=drains(by_paths, slow=slow_by_paths if slow is not fast else None),
             first_forward_s_U=fast.forward_s_UVP[:, 0, 0],
             first_backward_s_U=slow.backward_s_UVP[:, 0, 0],
         )
@@ -177,38 +179,37 @@ class _UpdatePrices:
     """As `LayoutWork.aligns_gathers`: the same for all, as they are of one shape of pipelines."""
 
     @classmethod
-    def of(cls, job: Job, tables: Tables, columns: LayoutColumns, unit: UnitCounts, content: Content) -> _UpdatePrices:
+    def of(cls, tables: Tables, columns: LayoutColumns, unit: tuple[Ints, Ints], content: Content) -> _UpdatePrices:
+        job, (unit_N, parameters_R2X) = tables.job, unit
         fields = [columns.dp, columns.cp, columns.ep, columns.etp, columns.use_distributed_optimizer]
-        codes_N = codes_of([unit.group_N, content.cut_N, *fields])
+        codes_N = codes_of([unit_N, content.cut_N, *fields])
         _, first_T, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
         groups = columns.take(first_T)
         kinds_TVP = content.kind_CVP[content.cut_N[first_T]]
-        rows_T11 = unit.group_N[first_T][:, None, None]
-        counts = [each_RK[rows_T11, kinds_TVP] for each_RK in unit.chunk_parameters(content.parts_KX)]
+        rows_T11 = unit_N[first_T][:, None, None]
+        dense_TVP, expert_TVP = (
+            each_RK[rows_T11, kinds_TVP] for each_RK in np.moveaxis(parameters_R2X @ content.parts_KX.T, 1, 0)
+        )
         replicas_T = groups.dp * groups.cp
-        expert_replicas_T = groups.tp * groups.cp * groups.dp // (groups.etp * groups.ep)
         is_sharded_T = groups.use_distributed_optimizer > 0
-        reduces: tuple[Kind, Kind] = ("all_reduce", "reduce_scatter")
-        reduce_s = np.zeros(kinds_TVP.shape)
-        gather_s = np.zeros(kinds_TVP.shape)
-        gradients_TP = np.zeros(kinds_TVP[:, 0].shape, dtype=np.int64)
-        for count_TVP, size_T in zip(counts, (replicas_T, expert_replicas_T), strict=True):
-            gradient_bytes = count_TVP * gradient_bytes_per_parameter(job)
-            gradients_TP += gradient_bytes.sum(axis=1)
-            for kind, chosen_T in zip(reduces, (~is_sharded_T, is_sharded_T), strict=True):
-                reduce_s += tables.bound_s(kind, np.where(chosen_T, size_T, 1), gradient_bytes)
-            gather_s += tables.bound_s(
-                "all_gather", np.where(is_sharded_T, size_T, 1), count_TVP * job.model.dtype_bytes
-            )
-        of_rank = [count_TVP.sum(axis=1) for count_TVP in counts]
-        sharded_TP = shard(job, of_rank[0], replicas_T[:, None]) + shard(job, of_rank[1], expert_replicas_T[:, None])
-        resident_TP = np.where(is_sharded_T[:, None], sharded_TP, of_rank[0] + of_rank[1])
+        gradient = gradient_bytes_per_parameter(job)
+        reduce_s, gather_s = np.zeros(kinds_TVP.shape), np.zeros(kinds_TVP.shape)
+        for count_TVP, size_T in ((dense_TVP, replicas_T), (expert_TVP, expert_dp(groups))):
+            sharded_T, whole_T = np.where(is_sharded_T, size_T, 1), np.where(is_sharded_T, 1, size_T)
+            reduce_s += tables.bound_s("all_reduce", whole_T, count_TVP * gradient)
+            reduce_s += tables.bound_s("reduce_scatter", sharded_T, count_TVP * gradient)
+            gather_s += tables.bound_s("all_gather", sharded_T, count_TVP * job.model.dtype_bytes)
+        # Ranks first, so that figures of T stand behind.
+        dense_PT, expert_PT = dense_TVP.sum(axis=1).T, expert_TVP.sum(axis=1).T
+        optimizer_s_PT = tables.once_a_step.seconds(
+            resident_parameters(job, dense_PT, expert_PT, groups), (dense_PT + expert_PT) * gradient
+        )
         return cls(
             group_N=group_N.reshape(-1),
             reduce_s_TVP=reduce_s,
             gather_s_TVP=gather_s,
-            buckets_T=num_buckets((counts[0] + counts[1])[:, 0, 0], replicas_T),
-            optimizer_s_TP=tables.once_a_step_s(resident_TP, gradients_TP),
+            buckets_T=num_buckets((dense_TVP + expert_TVP)[:, 0, 0], replicas_T),
+            optimizer_s_TP=optimizer_s_PT.T * tables.fastest,
             embedding_s_T=tables.embedding_s_N(groups),
             aligns_gathers=aligns_gathers(job, columns.layout(0)),
         )
@@ -251,7 +252,7 @@ def _drains(
     if update.aligns_gathers:
         wait_N1 = np.where(has_gather_N, own_N, 0.0)[:, None]
         return any_NP + wait_N1, early_NP + wait_N1
-    more_N = np.maximum(own_N - passes.first_forward_s_U[u], 0.0) * (buckets_N - 1)
-    exposed_N = (update.gather_s_TVP.sum(axis=(1, 2))[t] - own_N) + (own_N + more_N) / buckets_N
+    exposed_N = update.gather_s_TVP.sum(axis=(1, 2))[t] - own_N
+    exposed_N += waits_one_by_one_s(own_N, passes.first_forward_s_U[u], buckets_N)
     exposed_N = np.where(has_gather_N, exposed_N, 0.0)
     return np.maximum(any_NP, passes.drains.first_UP[u] + exposed_N[:, None]), early_NP

@@ -21,7 +21,7 @@ itself: their contention is in the price as far as it was in the measurement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,7 +61,7 @@ class Fabric:
         self._best_across = best_links([cluster.between_hosts])
         self._best_within = best_links(cluster.within_host)
         self._measured = MeasuredGroups(cluster, collectives, self._table)
-        self._bound_lines: dict[tuple[Kind, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        self._bound_lines: dict[tuple[Kind, int], list[tuple[float, float]]] = {}
 
     def seconds(self, kind: Kind, slots: Sequence[int], size_bytes: float) -> float:
         """Price one group; its ring runs in the order of `slots`."""
@@ -82,12 +82,14 @@ class Fabric:
         if kind != "all_to_all":
             return self.routed_s_G(kind, size, self.routes(kind, slots_GK), size_bytes)
         hosts_G = self._num_hosts(slots_GK)
-        step_s_G: NDArray[np.float64] | None = None
-        for receiver_GL in _partners(slots_GK, links_at_once):
-            sender_GL = np.tile(slots_GK, (1, receiver_GL.shape[1] // size))
-            some_s_G = self._step_s_G(kind, size, self._routes(hosts_G, sender_GL, receiver_GL), size_bytes)
-            step_s_G = some_s_G if step_s_G is None else np.maximum(step_s_G, some_s_G)
-        assert step_s_G is not None
+        step_s_G = np.zeros(len(slots_GK))
+        at_once = max(1, links_at_once // max(slots_GK.size, 1))
+        for first in range(1, size, at_once):
+            # To the receivers of each member, shift by shift.
+            shifts = range(first, min(first + at_once, size))
+            receiver_GL = np.concatenate([np.roll(slots_GK, -shift, axis=1) for shift in shifts], axis=1)
+            routes = self._routes(hosts_G, np.tile(slots_GK, (1, len(shifts))), receiver_GL)
+            step_s_G = np.maximum(step_s_G, self._step_s_G(kind, size, routes, size_bytes))
         return self._steps_s(kind, size, hosts_G, step_s_G)
 
     def send_s(self, sender: NDArray[np.int64], receiver: NDArray[np.int64], size_bytes: float) -> NDArray[np.float64]:
@@ -155,26 +157,22 @@ class Fabric:
 
         A group on one host has only links within hosts; one on several crosses hosts at least once.
         """
-        fixed_s_L, byte_s_L = self._bound_lines_of(kind, size)
-        return float((fixed_s_L + byte_s_L * size_bytes).min())
+        return float(self.bounds_s(kind, size, np.array(size_bytes, dtype=np.float64)))
 
     def bounds_s(self, kind: Kind, size: int, size_bytes: NDArray[np.int64 | np.float64]) -> NDArray[np.float64]:
         """Return `bound_s` of many sizes at once; what has nothing to send takes no time."""
+        if (kind, size) not in self._bound_lines:
+            self._bound_lines[kind, size] = self._new_bound_lines(kind, size)
         found = np.full(size_bytes.shape, np.inf)
-        for fixed_s, byte_s in zip(*(each.tolist() for each in self._bound_lines_of(kind, size)), strict=True):
+        for fixed_s, byte_s in self._bound_lines[kind, size]:
             found = np.minimum(found, fixed_s + byte_s * size_bytes)
         return np.where(size_bytes > 0, found, 0.0)
 
-    def _bound_lines_of(self, kind: Kind, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def _new_bound_lines(self, kind: Kind, size: int) -> list[tuple[float, float]]:
         """Return fixed seconds and seconds per byte of some lines, the lowest of which is the bound at every size."""
-        if (kind, size) not in self._bound_lines:
-            self._bound_lines[kind, size] = self._new_bound_lines(kind, size)
-        return self._bound_lines[kind, size]
-
-    def _new_bound_lines(self, kind: Kind, size: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         steps = num_steps(kind, size)
         if steps == 0:
-            return np.zeros(1), np.zeros(1)
+            return [(0.0, 0.0)]
         scale = self.scale(kind, size)
         fewest = -(-size // self.cluster.devices_per_host)
         most = min(size, len(self.cluster.hosts))
@@ -190,7 +188,7 @@ class Fabric:
         lines_2L = steps * np.unique(np.concatenate(pieces, axis=1), axis=1)
         # Sorted by the fixed part: a line counts where it is cheaper by the byte than all before it.
         cheaper_L = np.append(True, lines_2L[1, 1:] < np.minimum.accumulate(lines_2L[1])[:-1])
-        return lines_2L[0, cheaper_L], lines_2L[1, cheaper_L]
+        return [(fixed_s, byte_s) for fixed_s, byte_s in lines_2L[:, cheaper_L].T.tolist()]
 
     def scale(self, kind: Kind, size: int) -> Scale:
         """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
@@ -205,12 +203,3 @@ class Fabric:
             hosts_GK.sort(axis=1)
         counts: NDArray[np.int64] = 1 + (hosts_GK[:, 1:] != hosts_GK[:, :-1]).sum(axis=1)
         return counts
-
-
-def _partners(slots_GK: NDArray[np.int64], links_at_once: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the receivers of each member in an all-to-all, shift by shift, in pieces of bounded size."""
-    size = slots_GK.shape[1]
-    at_once = max(1, links_at_once // max(slots_GK.size, 1))
-    for first in range(1, size, at_once):
-        shifts = range(first, min(first + at_once, size))
-        yield np.concatenate([np.roll(slots_GK, -shift, axis=1) for shift in shifts], axis=1)

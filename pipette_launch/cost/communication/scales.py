@@ -162,7 +162,9 @@ class MeasuredGroups:
 
     def _carried(self, measured: CollectiveTime, kind: Kind, size: int) -> tuple[float, float, float]:
         """What a measured group says of each step of another operation."""
-        latency_factor, extra_s, bytes_factor = self._correction(measured)
+        if id(measured) not in self._corrections:
+            self._corrections[id(measured)] = self._correction(measured)
+        latency_factor, extra_s, bytes_factor = self._corrections[id(measured)]
         if self._device_kind == "cpu":
             # Most of it is waiting for the others, which each operation does once: all-reduces of 4 slots on 2 hosts
             # took 10 ms as those of 2 slots took 7, and at so much for each step they were priced at 24.
@@ -171,25 +173,16 @@ class MeasuredGroups:
 
     def _correction(self, measured: CollectiveTime) -> tuple[float, float, float]:
         """Latency factor, extra latency of a step and byte factor that make the formula give the measured times."""
-        if id(measured) not in self._corrections:
-            size = len(measured.slots)
-            steps = num_steps(measured.kind, size)
-            link_s, per_byte_s = self._slowest(measured)
-            step_s = measured.latency_s / steps
-            together = float(links_together(measured.kind, size, np.array(self._num_hosts(measured))))
-            byte_s = steps * chunk_share(measured.kind, size) * per_byte_s / together
-            factor = step_s / link_s if step_s < link_s else 1.0
-            found = factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s
-            self._corrections[id(measured)] = found
-        return self._corrections[id(measured)]
-
-    def _slowest(self, measured: CollectiveTime) -> tuple[float, float]:
-        """Largest latency and largest time per byte of the links that a measured group used."""
-        latency_s = per_byte_s = 0.0
-        slots = np.array(measured.slots)
+        slots, size = np.array(measured.slots), len(measured.slots)
         is_ring = measured.kind != "all_to_all"
-        for shift in (ring_shift(measured.kind, self._device_kind),) if is_ring else range(1, len(slots)):
-            links = self._table.links(slots, np.roll(slots, -shift))
-            latency_s = max(latency_s, float(self._table.latency_s_L[links].max()))
-            per_byte_s = max(per_byte_s, float(self._table.seconds_per_byte_L[links].max()))
-        return latency_s, per_byte_s
+        shifts = [ring_shift(measured.kind, self._device_kind)] if is_ring else range(1, size)
+        used = np.concatenate([self._table.links(slots, np.roll(slots, -shift)) for shift in shifts])
+        # The slowest of the links that the group used.
+        link_s = float(self._table.latency_s_L[used].max(initial=0.0))
+        per_byte_s = float(self._table.seconds_per_byte_L[used].max(initial=0.0))
+        steps = num_steps(measured.kind, size)
+        step_s = measured.latency_s / steps
+        together = float(links_together(measured.kind, size, np.array(self._num_hosts(measured))))
+        byte_s = steps * chunk_share(measured.kind, size) * per_byte_s / together
+        factor = step_s / link_s if step_s < link_s else 1.0
+        return factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s

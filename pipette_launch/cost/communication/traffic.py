@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,6 +21,10 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.megatron.performance import performance_options
 
 Ints = NDArray[np.int64]
+Group = Literal["tp", "cp", "ep", "etp", "ep_etp"]
+"""Fields of `Groups`."""
+Behind = Literal["core_attention_s", "input_grad_s", "weight_grad_s"]
+"""Fields of `Hiding`."""
 
 _FP32_BYTES = 4
 _CROSS_ENTROPY_REDUCTIONS = 3
@@ -42,20 +47,24 @@ class Hiding:
 class Exchange:
     """One collective inside the passes of a micro-batch."""
 
-    part: Literal["tensor_parallel", "context_parallel", "expert_parallel"]
     kind: Kind
-    group: Literal["tp", "cp", "ep", "etp", "ep_etp"]
+    group: Group
     size_bytes: float
     """The full tensor on one rank, as in `CollectiveTime`."""
     forward: tuple[float, ...]
     """How many of them the forward of each stage runs."""
     backward: tuple[float, ...]
-    behind: Literal["core_attention_s", "input_grad_s", "weight_grad_s"] | None = None
+    behind: Behind | None = None
     """The part of `Hiding` behind which each passes; None = behind nothing."""
     behind_share: float = 1.0
     """How much of that part is there for it."""
     hidden_s: float = 0.0
     """Seconds of each that pass behind compute; known once there is a `Hiding`."""
+
+    @property
+    def part(self) -> str:
+        """The part of a step to which it belongs (`StepTime.breakdown_s`)."""
+        return {"tp": "tensor_parallel", "cp": "context_parallel"}.get(self.group, "expert_parallel")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,11 +139,8 @@ def exchanges(job: Job, layout: Layout, hiding: Hiding) -> tuple[Exchange, ...]:
 
 def exchanges_of(job: Job, layout: Layout, counts: LayerCounts) -> tuple[Exchange, ...]:
     """List the collectives of stages that hold other layers than the layout gives them; they are linear in `counts`."""
-    found = [
-        *_tensor_parallel(job, layout, counts),
-        *_context_parallel(job, layout, counts),
-        *_expert_parallel(job, layout, counts),
-    ]
+    makers = (_tensor_parallel, _context_parallel, _expert_parallel)
+    found = itertools.chain.from_iterable(make(job, layout, counts) for make in makers)
     return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
 
 
@@ -171,24 +177,25 @@ def num_buckets(parameters: Ints | int, replicas: Ints | int) -> Ints:
 class LayerCounts:
     """What each stage holds: layers that run a forward, those that run it again in the backward, embedding and head."""
 
-    attention: tuple[int, ...]
-    attention_again: tuple[int, ...]
-    dense_mlp: tuple[int, ...]
+    attention_S: Ints
+    attention_again_S: Ints
+    dense_mlp_S: Ints
     """Tensor-parallel MLPs: dense layers, and shared experts of the others."""
-    dense_mlp_again: tuple[int, ...]
-    moe: tuple[int, ...]
-    moe_again: tuple[int, ...]
-    embedding: tuple[int, ...]
-    head: tuple[int, ...]
+    dense_mlp_again_S: Ints
+    moe_S: Ints
+    moe_again_S: Ints
+    embedding_S: Ints
+    head_S: Ints
 
     @classmethod
     def of(cls, job: Job, layout: Layout) -> LayerCounts:
         """Count them for every chunk of a layout, in model order."""
-        model = job.model
+        model, recompute = job.model, layout.recompute
         rows: list[tuple[int, ...]] = []
         first = 0
         for stage, layers in enumerate(layout.chunk_layers(model.num_layers)):
-            again = _recomputed_layers(layout, layers)
+            again = layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
+            again = again if recompute.granularity == "full" else 0
             moe = [model.is_moe_layer(first + index) for index in range(layers)]
             mlp = [not is_moe or model.moe_shared_expert_intermediate_size > 0 for is_moe in moe]
             ends = (int(stage == 0), int(stage == layout.num_chunks - 1))
@@ -199,14 +206,7 @@ class LayerCounts:
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[int, ...]]) -> LayerCounts:
         """One row for each stage, in the order of the fields."""
-        return cls(**dict(zip(cls.__slots__, zip(*rows, strict=True), strict=True)))
-
-
-def _recomputed_layers(layout: Layout, layers: int) -> int:
-    recompute = layout.recompute
-    if recompute.granularity != "full":
-        return 0
-    return layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
+        return cls(**dict(zip(cls.__slots__, np.array(rows, dtype=np.int64).T, strict=True)))
 
 
 def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
@@ -219,42 +219,21 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     """
     if layout.tp == 1:
         return
-    size = job.model.dtype_bytes * attention.tokens(job.model, layout) * job.model.hidden_size
-    pairs = [attention + mlp for attention, mlp in zip(counts.attention, counts.dense_mlp, strict=True)]
-    again = [attention + mlp for attention, mlp in zip(counts.attention_again, counts.dense_mlp_again, strict=True)]
-    embedding, head = counts.embedding, counts.head
-    none = [0 for _ in head]
-    behind = (_add(none), _add(pairs, head))
+    tokens = attention.tokens(job.model, layout)
+    size = job.model.dtype_bytes * tokens * job.model.hidden_size
+    once_S, again_S = counts.attention_S + counts.dense_mlp_S, counts.attention_again_S + counts.dense_mlp_again_S
+    embedding_S, head_S = counts.embedding_S, counts.head_S
+    none_S = 0 * head_S
     if layout.sequence_parallel:
-        yield _over_tp("all_gather", size, (_add(pairs, head), _add(pairs, again, embedding)))
-        yield _over_tp("all_gather", size, behind, overlapped="input_grad_s")
-        yield _over_tp("reduce_scatter", size, (_add(pairs, embedding), _add(again)))
-        yield _over_tp("reduce_scatter", size, behind, overlapped="weight_grad_s")
+        yield _exchange("all_gather", "tp", size, once_S + head_S, once_S + again_S + embedding_S)
+        yield _exchange("all_gather", "tp", size, none_S, once_S + head_S, behind="input_grad_s")
+        yield _exchange("reduce_scatter", "tp", size, once_S + embedding_S, again_S)
+        yield _exchange("reduce_scatter", "tp", size, none_S, once_S + head_S, behind="weight_grad_s")
     else:
         is_async = performance_options(job).async_tensor_model_parallel_allreduce
-        yield _over_tp("all_reduce", size, (_add(pairs, embedding), _add(again)))
-        yield _over_tp("all_reduce", size, behind, overlapped="weight_grad_s" if is_async else None)
-    losses = [_CROSS_ENTROPY_REDUCTIONS * last for last in head]
-    loss_bytes = _FP32_BYTES * attention.tokens(job.model, layout)
-    yield _over_tp("all_reduce", loss_bytes, (_add(losses), _add(none)))
-
-
-def _over_tp(
-    kind: Kind,
-    size_bytes: float,
-    passes: tuple[tuple[float, ...], tuple[float, ...]],
-    *,
-    overlapped: Literal["input_grad_s", "weight_grad_s"] | None = None,
-) -> Exchange:
-    return Exchange(
-        part="tensor_parallel",
-        kind=kind,
-        group="tp",
-        size_bytes=size_bytes,
-        forward=passes[0],
-        backward=passes[1],
-        behind=overlapped,
-    )
+        yield _exchange("all_reduce", "tp", size, once_S + embedding_S, again_S)
+        yield _exchange("all_reduce", "tp", size, none_S, once_S + head_S, behind="weight_grad_s" if is_async else None)
+    yield _exchange("all_reduce", "tp", _FP32_BYTES * tokens, _CROSS_ENTROPY_REDUCTIONS * head_S, none_S)
 
 
 def _context_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
@@ -267,16 +246,10 @@ def _context_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator
         return
     model = job.model
     groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
-    yield Exchange(
-        part="context_parallel",
-        kind="all_gather",
-        group="cp",
-        size_bytes=2 * model.dtype_bytes * groups * attention.tokens(model, layout) * layout.cp,
-        forward=_add(counts.attention),
-        backward=_add(counts.attention, counts.attention, counts.attention_again),
-        behind="core_attention_s",
-        behind_share=(layout.cp - 1) / layout.cp,
-    )
+    size = 2 * model.dtype_bytes * groups * attention.tokens(model, layout) * layout.cp
+    backward_S = 2 * counts.attention_S + counts.attention_again_S
+    one = _exchange("all_gather", "cp", size, counts.attention_S, backward_S, behind="core_attention_s")
+    yield replace(one, behind_share=(layout.cp - 1) / layout.cp)
 
 
 def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
@@ -286,34 +259,29 @@ def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     default, gathers every token over ep * etp and scatters the sums (megatron-core, moe/token_dispatcher.py).
     """
     model = job.model
-    local = attention.tokens(model, layout) // (layout.tp if layout.sequence_parallel else 1)
-    token_bytes = model.dtype_bytes * local * model.hidden_size
-    once, both = _add(counts.moe), _add(counts.moe, counts.moe)
-    once_back = _add(counts.moe, counts.moe_again)
-    kinds: tuple[Kind, Kind] = ("all_gather", "reduce_scatter")
+    size = model.dtype_bytes * attention.local_tokens(model, layout) * model.hidden_size
+    group: Group = "ep_etp"
+    forward_S, backward_S = counts.moe_S, counts.moe_S + counts.moe_again_S
     dispatcher = performance_options(job).moe_token_dispatcher_type
-    if dispatcher == "allgather":
-        size = token_bytes * layout.ep * layout.etp
-        for kind in kinds if layout.ep * layout.etp > 1 else ():
-            yield _over_experts(kind, "ep_etp", size, (once, once_back))
-        return
-    routed = token_bytes * model.moe_router_topk
-    if layout.ep > 1:
-        yield _over_experts("all_to_all", "ep", routed, (both, _add(once_back, once_back)))
-    for kind in kinds if layout.etp > 1 else ():
-        yield _over_experts(kind, "etp", routed * layout.etp, (once, once_back))
+    if dispatcher != "allgather":
+        size, group = size * model.moe_router_topk, "etp"
+        if layout.ep > 1:
+            yield _exchange("all_to_all", "ep", size, 2 * forward_S, 2 * backward_S)
+    members = layout.etp * (layout.ep if group == "ep_etp" else 1)
+    if members > 1:
+        yield _exchange("all_gather", group, size * members, forward_S, backward_S)
+        yield _exchange("reduce_scatter", group, size * members, forward_S, backward_S)
 
 
-def _over_experts(
-    kind: Kind,
-    group: Literal["ep", "etp", "ep_etp"],
-    size_bytes: float,
-    passes: tuple[tuple[float, ...], tuple[float, ...]],
+def _exchange(
+    kind: Kind, group: Group, size_bytes: float, forward_S: Ints, backward_S: Ints, *, behind: Behind | None = None
 ) -> Exchange:
+    """Return one collective; arguments as the fields of `Exchange`."""
     return Exchange(
-        part="expert_parallel", kind=kind, group=group, size_bytes=size_bytes, forward=passes[0], backward=passes[1]
+        kind=kind,
+        group=group,
+        size_bytes=size_bytes,
+        forward=tuple(map(float, forward_S.tolist())),
+        backward=tuple(map(float, backward_S.tolist())),
+        behind=behind,
     )
-
-
-def _add(*counts: tuple[int, ...] | list[int] | tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(float(sum(values)) for values in zip(*counts, strict=True))

@@ -32,6 +32,7 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 
 Array = NDArray[np.float64]
+_PASSES = ("forward_s", "backward_s", "recompute_s", "forward_idle_s", "backward_idle_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +80,7 @@ class LayoutWork:
                 rendezvous=meets_receivers(job, layout, compute.device_kind),
                 blocking_ends=blocks_at_ends(job, layout, compute.device_kind),
             ),
-            forward_s_S=np.array([chunk.forward_s for chunk in passes]),
-            backward_s_S=np.array([chunk.backward_s for chunk in passes]),
-            recompute_s_S=np.array([chunk.recompute_s for chunk in passes]),
-            forward_idle_s_S=np.array([chunk.forward_idle_s for chunk in passes]),
-            backward_idle_s_S=np.array([chunk.backward_idle_s for chunk in passes]),
+            **{f"{name}_S": np.array([getattr(chunk, name) for chunk in passes]) for name in _PASSES},
             exchanges=exchanges(job, layout, compute.hiding(layout)),
             hop_bytes=hop_bytes(job, layout),
             traffic=traffic,
@@ -156,7 +153,12 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     stages = slice(rank, None, work.layout.pp)
     replica = int(drain_SD[stages].max(axis=0).argmax())
     end_s = float(drain_SD[stages, replica].max())
-    no_hop_s, no_gather_s = _without_s(work, durations_D[:, replica], stages)
+    # When its stages drain without hops, and without hops and overlapped gathers.
+    first = 2 * len(work.rank_S)
+    ungathered_B = np.concatenate([durations_D[:first, replica], durations_D[: len(work.rank_S), replica]])
+    both_B2 = np.stack([durations_D[:, replica], ungathered_B], axis=1)
+    without_S2 = work.engine.drain_s_SR(both_B2, np.zeros((first - 1, 2)))
+    no_hop_s, no_gather_s = without_S2[stages].max(axis=0).tolist()
     breakdown = _busy_s(work, prices, rank, replica)
     bubble_s = no_gather_s - sum(breakdown.values())
     breakdown["pipeline_transfer"] = end_s - no_hop_s
@@ -167,16 +169,6 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     breakdown["optimizer"] = float(finish.optimizer_s_K[0])
     breakdown["parameter_gather"] = float(finish.gather_s_K[0]) + (no_hop_s - no_gather_s)
     return StepTime(total_s=float(finish.total_s_K[0]), breakdown_s=breakdown)
-
-
-def _without_s(work: LayoutWork, durations_B: Array, stages: slice) -> tuple[float, float]:
-    """Return when some stages of one pipeline drain without hops, and without hops and overlapped gathers."""
-    first = 2 * len(work.rank_S)
-    ungathered_B = np.concatenate([durations_B[:first], durations_B[: len(work.rank_S)]])
-    both_B2 = np.stack([durations_B, ungathered_B], axis=1)
-    drain_S2 = work.engine.drain_s_SR(both_B2, np.zeros((first - 1, 2)))
-    no_hop_s, no_gather_s = drain_S2[stages].max(axis=0).tolist()
-    return no_hop_s, no_gather_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +213,7 @@ def _first_gather_s(work: LayoutWork, prices: Prices, durations_D: Array, hops_D
     gather_SK = prices.gather_s_S.reshape(stages, -1)
     gather_SR = np.repeat(gather_SK, forward_SD.shape[1] // gather_SK.shape[1], axis=1)
     if not work.aligns_gathers:
-        return waits_one_by_one_s(gather_SR, forward_SD, work.traffic.num_buckets)
+        return waits_one_by_one_s(gather_SR, forward_SD, np.array(work.traffic.num_buckets)[:, None])
     forwards = Forwards(forward_s_SR=forward_SD, hop_s_SR=hops_D[: stages - 1], rendezvous=work.engine.meets_receivers)
     return waits_aligned_s(work.layout, gather_SR, forwards)
 
@@ -314,13 +306,13 @@ def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[s
         for item, seconds_PD in zip(work.exchanges, prices.exchange_s_PD, strict=True)
     ]
     for way, idle_s_S in (("forward", work.forward_idle_s_S), ("backward", work.backward_idle_s_S)):
-        counts_S = [np.array(getattr(item, way)[stages]) for item in work.exchanges]
-        exchanged_S = sum(
-            (count * each for count, each in zip(counts_S, seconds, strict=True)), np.zeros(work.layout.vpp)
-        )
+        each_S = [
+            each * np.array(getattr(item, way)[stages]) for item, each in zip(work.exchanges, seconds, strict=True)
+        ]
+        exchanged_S = sum(each_S, np.zeros(work.layout.vpp))
         left_S = np.maximum(exchanged_S - slowness * idle_s_S[stages], 0.0)
         # What passes while the device is idle anyway is taken off all exchanges alike.
         shown_S = np.divide(left_S, exchanged_S, out=np.zeros_like(left_S), where=exchanged_S > 0)
-        for item, counts, each in zip(work.exchanges, counts_S, seconds, strict=True):
-            busy[item.part] += work.num_microbatches * each * float((counts * shown_S).sum())
+        for item, exchange_S in zip(work.exchanges, each_S, strict=True):
+            busy[item.part] += work.num_microbatches * float((exchange_S * shown_S).sum())
     return busy

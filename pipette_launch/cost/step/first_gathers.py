@@ -19,7 +19,6 @@ DistributedDataParallel, `start_param_sync` and `finish_param_sync` (param_and_g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 from pipette_launch.facts.layout import Layout
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +57,10 @@ class Forwards:
         )
 
 
-def waits_one_by_one_s(gather_s_SR: Floats, forward_s_SR: Floats, num_buckets: Sequence[int]) -> Floats:
-    """Return the wait of each first forward that dispatches its own gather (module docstring)."""
-    buckets_S1 = np.array(num_buckets)[:, None]
-    more_SR = (buckets_S1 - 1) * np.maximum(gather_s_SR - forward_s_SR, 0.0)
-    waits_SR: Floats = gather_s_SR / buckets_S1 + more_SR / buckets_S1
-    return waits_SR
+def waits_one_by_one_s(gather_s: Floats, forward_s: Floats, num_buckets: Ints) -> Floats:
+    """Return the wait of each first forward that dispatches its own gather (module docstring); shapes broadcast."""
+    waits_s: Floats = (gather_s + (num_buckets - 1) * np.maximum(gather_s - forward_s, 0.0)) / num_buckets
+    return waits_s
 
 
 def waits_aligned_s(layout: Layout, gather_s_SR: Floats, forwards: Forwards) -> Floats:

@@ -83,10 +83,10 @@ class PlacementCost:
             key = (item.kind, item.group, item.size_bytes)
             if key not in priced:
                 ranks_GM: Ints = getattr(groups, item.group)
+                way = (item.group, self.fabric.ring_shift(item.kind))
                 if item.kind == "all_to_all":
                     seconds = self.fabric.seconds_G(item.kind, _placed(slot_KW, ranks_GM), item.size_bytes)
                 else:
-                    way = (item.group, self.fabric.ring_shift(item.kind))
                     if way not in rings:
                         rings[way] = self.fabric.routes(item.kind, _placed(slot_KW, ranks_GM))
                     seconds = self.fabric.routed_s_G(item.kind, ranks_GM.shape[1], rings[way], item.size_bytes)
@@ -133,8 +133,7 @@ class PlacementCost:
         if not size:
             return np.zeros(len(slot_KW))
         seconds = self.fabric.seconds_G("all_reduce", _placed(slot_KW, self.groups.embedding), size)
-        slowest: Floats = seconds.reshape(len(slot_KW), -1).max(axis=1)
-        return slowest
+        return np.asarray(seconds.reshape(len(slot_KW), -1).max(axis=1))
 
     def _once_a_step_SK(self, slot_KW: Ints) -> tuple[Floats, Floats]:
         """Reduce every stage's gradients, and gather its parameters: slowest group of the pipeline rank."""
@@ -166,8 +165,7 @@ class PlacementCost:
         num_placements = len(routes.hosts_G) // shape[0]
         size_G = np.tile(np.repeat(size_P, lanes), num_placements)
         seconds_G = self.fabric.routed_s_G(kind, shape[1], routes, size_G) * (size_G > 0)
-        slowest: Floats = seconds_G.reshape(num_placements, -1, lanes).max(axis=2).T
-        return slowest
+        return np.asarray(seconds_G.reshape(num_placements, -1, lanes).max(axis=2).T)
 
 
 def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices:
@@ -210,5 +208,4 @@ def _placed(slot_KW: Ints, ranks_GM: Ints) -> Ints:
 
 def _columns(values_KPD: Floats) -> Floats:
     """Lay the replicas of all placements side by side."""
-    columns: Floats = values_KPD.transpose(1, 0, 2).reshape(values_KPD.shape[1], -1)
-    return columns
+    return np.asarray(values_KPD.transpose(1, 0, 2).reshape(values_KPD.shape[1], -1))

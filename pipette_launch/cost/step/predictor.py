@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -75,8 +76,9 @@ class Predictor:
         self.fabric = Fabric(measurements.cluster, measurements.collectives)
         """What groups of slots take to exchange something."""
         self._slowness_W = 1.0 / np.array(measurements.cluster.slot_speed)
-        self._works: dict[Layout, LayoutWork] = {}
-        self._placement_costs: dict[Layout, PlacementCost] = {}
+        # Those that were asked for last are kept.
+        self._work = lru_cache(_CACHED_LAYOUTS)(self._new_work)
+        self._placement_cost = lru_cache(_CACHED_LAYOUTS)(self._new_placement_cost)
 
     def can_price(self, layout: Layout) -> bool:
         """Whether compute times for this layout were measured, or can be scaled from measured ones as `notes` says."""
@@ -107,8 +109,7 @@ class Predictor:
         ranks = [int(rank) for rank in placement]
         if sorted(ranks) != list(range(self._slots_of(layout))):
             raise PlanError(f"a placement holds every RANK from 0 to {layout.world_size - 1} once, got {ranks}")
-        work = self._work(layout)
-        return step_parts(work, self.placement_cost(layout).prices(ranks))
+        return step_parts(self._work(layout), self.placement_cost(layout).prices(ranks))
 
     def placement_cost(self, layout: Layout) -> PlacementCost:
         """Return what prices placements of this layout, one by one or many at once, as `step_time` does to the digit.
@@ -118,10 +119,7 @@ class Predictor:
 
         """
         self._slots_of(layout)
-        if layout not in self._placement_costs:
-            _make_room(self._placement_costs)
-            self._placement_costs[layout] = PlacementCost(self._work(layout), self.fabric, self._slowness_W)
-        return self._placement_costs[layout]
+        return self._placement_cost(layout)
 
     def bound_s(self, layout: Layout) -> float:
         """No placement of this layout is faster: the same model with the best link everywhere.
@@ -144,14 +142,13 @@ class Predictor:
             )
         return layout.world_size
 
-    def _work(self, layout: Layout) -> LayoutWork:
-        if layout not in self._works:
-            _make_room(self._works)
-            told_bytes = loss_report_bytes(self._measurements.cluster.device_kind)
-            loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, told_bytes) if told_bytes else 0.0
-            once = OnceAStep.of(self._measurements)
-            self._works[layout] = LayoutWork.of(self._job, layout, self.compute, once, loss_s=loss_s)
-        return self._works[layout]
+    def _new_work(self, layout: Layout) -> LayoutWork:
+        told_bytes = loss_report_bytes(self._measurements.cluster.device_kind)
+        loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, told_bytes)
+        return LayoutWork.of(self._job, layout, self.compute, OnceAStep.of(self._measurements), loss_s=loss_s)
+
+    def _new_placement_cost(self, layout: Layout) -> PlacementCost:
+        return PlacementCost(self._work(layout), self.fabric, self._slowness_W)
 
 
 def _unpriced(job: Job) -> Iterator[str]:
@@ -169,9 +166,3 @@ def _unpriced(job: Job) -> Iterator[str]:
             f"step time: "
             f"gradients and parameters are priced as exchanged by all replicas at once."
         )
-
-
-def _make_room(cache: dict[Layout, LayoutWork] | dict[Layout, PlacementCost]) -> None:
-    """Forget the layout that was met first once the cache is full."""
-    if len(cache) >= _CACHED_LAYOUTS:
-        del cache[next(iter(cache))]

@@ -48,7 +48,7 @@ def megatron_waits_s(order: Order, times: StageTimes, gather_s_S: list[float]) -
 @pytest.mark.parametrize(("buckets", "expected"), [(1, 6.0), (2, 3.0 + 1.0), (3, 2.0 + 2 * 2 / 3)])
 def test_a_bucket_is_dispatched_when_the_one_before_has_arrived(buckets: int, expected: float) -> None:
     """A gather of 6 and a forward of 4: g/n, and for each further bucket what the last one's layers do not hide."""
-    assert expected == pytest.approx(waits_one_by_one_s(column(6.0), column(4.0), [buckets])[0, 0])
+    assert expected == pytest.approx(waits_one_by_one_s(column(6.0), column(4.0), np.array([buckets]))[0, 0])
 
 
 def test_aligned_waits_do_not_add_up() -> None:

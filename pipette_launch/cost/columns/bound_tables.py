@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -101,13 +102,11 @@ class UnitTimes:
         """Forward and backward of every kind of chunk for every group, on the fastest slot or on the slowest."""
         slowness = self.slowest if slow else self.fastest
         passes_U4K, exchanges_U2K = self.passes_U4X @ parts_KX.T, self.exchanges_U2X @ parts_KX.T
-        found = []
-        for way in (0, 1):
-            compute_UK, idle_UK, exchange_UK = passes_U4K[:, way], passes_U4K[:, 2 + way], exchanges_U2K[:, way]
-            # Were more of a pass idle than it lasts, a faster slot could be the slower one.
-            hides_UK = idle_UK * np.where(idle_UK <= compute_UK, slowness, self.slowest)
-            found.append(compute_UK * slowness + np.maximum(exchange_UK - hides_UK, 0.0))
-        return found[0], found[1]
+        compute_U2K, idle_U2K = passes_U4K[:, :2], passes_U4K[:, 2:]
+        # Were more of a pass idle than it lasts, a faster slot could be the slower one.
+        hides_U2K = idle_U2K * np.where(idle_U2K <= compute_U2K, slowness, self.slowest)
+        seconds_U2K = compute_U2K * slowness + np.maximum(exchanges_U2K - hides_U2K, 0.0)
+        return seconds_U2K[:, 0], seconds_U2K[:, 1]
 
 
 class Tables:
@@ -143,8 +142,11 @@ class Tables:
         cases = columns.groups("tp", "cp", "micro_batch_size")
         known_U = [self.compute.source(case_of(columns.layout(int(row)))) is not None for row in cases.first_U]
         cuts = columns.groups("pp", "vpp", "layers_per_chunk")
-        cuts_U = [_divides(columns.layout(int(row)), self.job.model.num_layers) for row in cuts.first_U]
-        runs_N = np.array(known_U, dtype=bool)[cases.group_N] & np.array(cuts_U, dtype=bool)[cuts.group_N]
+        cuts_U = np.zeros(len(cuts.first_U), dtype=bool)
+        for group, row in enumerate(cuts.first_U.tolist()):
+            with contextlib.suppress(LayoutError):
+                cuts_U[group] = bool(columns.layout(row).chunk_layers(self.job.model.num_layers))
+        runs_N = np.array(known_U, dtype=bool)[cases.group_N] & cuts_U[cuts.group_N]
         world_N = columns.tp * columns.pp * columns.dp * columns.cp
         batch = self.job.batch.global_batch_size
         divides_N = batch % (columns.dp * columns.micro_batch_size) == 0
@@ -253,11 +255,3 @@ def split_by_code(codes_N: Ints) -> list[Ints]:
     """Rows of each code."""
     order = np.argsort(codes_N, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(codes_N[order])) + 1)
-
-
-def _divides(layout: Layout, num_layers: int) -> bool:
-    try:
-        layout.chunk_layers(num_layers)
-    except LayoutError:
-        return False
-    return True

@@ -68,12 +68,7 @@ class Fabric:
         return float(self.seconds_G(kind, np.array([slots], dtype=np.int64), size_bytes)[0])
 
     def seconds_G(
-        self,
-        kind: Kind,
-        slots_GK: NDArray[np.int64],
-        size_bytes: float | NDArray[np.float64],
-        *,
-        links_at_once: int = LINKS_AT_ONCE,
+        self, kind: Kind, slots_GK: NDArray[np.int64], size_bytes: float | NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """Price groups of one size, each by itself; `size_bytes` may differ from group to group."""
         size = slots_GK.shape[1]
@@ -83,7 +78,7 @@ class Fabric:
             return self.routed_s_G(kind, size, self.routes(kind, slots_GK), size_bytes)
         hosts_G = self._num_hosts(slots_GK)
         step_s_G = np.zeros(len(slots_GK))
-        at_once = max(1, links_at_once // max(slots_GK.size, 1))
+        at_once = max(1, LINKS_AT_ONCE // max(slots_GK.size, 1))
         for first in range(1, size, at_once):
             # To the receivers of each member, shift by shift.
             shifts = range(first, min(first + at_once, size))
@@ -140,8 +135,7 @@ class Fabric:
         chunk = np.asarray(size_bytes, dtype=np.float64) * chunk_share(kind, size)
         step_s_GL = per_byte_s * (chunk[:, None] if chunk.ndim else chunk)
         step_s_GL += latency_s
-        slowest: NDArray[np.float64] = step_s_GL.max(axis=1)
-        return slowest
+        return np.asarray(step_s_GL.max(axis=1))
 
     def _steps_s(
         self, kind: Kind, size: int, hosts_G: NDArray[np.int64], step_s_G: NDArray[np.float64]
@@ -149,27 +143,29 @@ class Fabric:
         scale = self.scale(kind, size)
         if scale.is_measured:
             step_s_G = step_s_G + scale.extra_latency_s[hosts_G]
-        seconds: NDArray[np.float64] = num_steps(kind, size) * step_s_G
-        return seconds
+        return num_steps(kind, size) * step_s_G
 
     def bound_s(self, kind: Kind, size: int, size_bytes: float) -> float:
         """No group of `size` slots, wherever it lies, is faster than this: its slowest link is at best the best one.
 
         A group on one host has only links within hosts; one on several crosses hosts at least once.
         """
-        return float(self.bounds_s(kind, size, np.array(size_bytes, dtype=np.float64)))
+        return min(fixed_s + byte_s * size_bytes for fixed_s, byte_s in self._bound_lines_of(kind, size))
 
     def bounds_s(self, kind: Kind, size: int, size_bytes: NDArray[np.int64 | np.float64]) -> NDArray[np.float64]:
         """Return `bound_s` of many sizes at once; what has nothing to send takes no time."""
-        if (kind, size) not in self._bound_lines:
-            self._bound_lines[kind, size] = self._new_bound_lines(kind, size)
         found = np.full(size_bytes.shape, np.inf)
-        for fixed_s, byte_s in self._bound_lines[kind, size]:
+        for fixed_s, byte_s in self._bound_lines_of(kind, size):
             found = np.minimum(found, fixed_s + byte_s * size_bytes)
         return np.where(size_bytes > 0, found, 0.0)
 
-    def _new_bound_lines(self, kind: Kind, size: int) -> list[tuple[float, float]]:
+    def _bound_lines_of(self, kind: Kind, size: int) -> list[tuple[float, float]]:
         """Return fixed seconds and seconds per byte of some lines, the lowest of which is the bound at every size."""
+        if (kind, size) not in self._bound_lines:
+            self._bound_lines[kind, size] = self._new_bound_lines(kind, size)
+        return self._bound_lines[kind, size]
+
+    def _new_bound_lines(self, kind: Kind, size: int) -> list[tuple[float, float]]:
         steps = num_steps(kind, size)
         if steps == 0:
             return [(0.0, 0.0)]
@@ -201,5 +197,4 @@ class Fabric:
         hosts_GK = self.host_S[slots_GK]
         if (hosts_GK[:, 1:] < hosts_GK[:, :-1]).any():
             hosts_GK.sort(axis=1)
-        counts: NDArray[np.int64] = 1 + (hosts_GK[:, 1:] != hosts_GK[:, :-1]).sum(axis=1)
-        return counts
+        return np.asarray(1 + (hosts_GK[:, 1:] != hosts_GK[:, :-1]).sum(axis=1))

@@ -69,8 +69,7 @@ class Groups:
             met_PDCT = met_PDCT[..., :1]
         if (met_PDCT == met_PDCT[:, :, :1]).all():
             met_PDCT = met_PDCT[:, :, :1]
-        met_PDL: NDArray[np.int64] = met_PDCT.reshape(*met_PDCT.shape[:2], -1)
-        return met_PDL
+        return np.asarray(met_PDCT.reshape(*met_PDCT.shape[:2], -1))
 
 
 def group_sizes(layout: Layout) -> dict[str, int]:
@@ -95,12 +94,10 @@ def _grid(layout: Layout, replicas: int, outer: int, inner: int) -> Ranks:
     """RANK of each (pp, replica, outer, inner); experts have a grid of their own over the same ranks."""
     ranks = np.arange(layout.world_size, dtype=np.int64)
     if layout.use_tp_pp_dp_mapping:
-        swapped: Ranks = ranks.reshape(replicas, layout.pp, outer, inner).transpose(1, 0, 2, 3).copy()
-        return swapped
+        return np.asarray(ranks.reshape(replicas, layout.pp, outer, inner).transpose(1, 0, 2, 3).copy())
     return ranks.reshape(layout.pp, replicas, outer, inner)
 
 
 def _rows(grid: Ranks, axes: tuple[int, int, int, int]) -> Ranks:
     """Lay the last of `axes` along the rows."""
-    rows: Ranks = grid.transpose(axes).reshape(-1, grid.shape[axes[-1]])
-    return rows
+    return np.asarray(grid.transpose(axes).reshape(-1, grid.shape[axes[-1]]))

@@ -306,13 +306,13 @@ def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[s
         for item, seconds_PD in zip(work.exchanges, prices.exchange_s_PD, strict=True)
     ]
     for way, idle_s_S in (("forward", work.forward_idle_s_S), ("backward", work.backward_idle_s_S)):
-        each_S = [
-            each * np.array(getattr(item, way)[stages]) for item, each in zip(work.exchanges, seconds, strict=True)
-        ]
-        exchanged_S = sum(each_S, np.zeros(work.layout.vpp))
+        counts_S = [np.array(getattr(item, way)[stages]) for item in work.exchanges]
+        exchanged_S = sum(
+            (count * each for count, each in zip(counts_S, seconds, strict=True)), np.zeros(work.layout.vpp)
+        )
         left_S = np.maximum(exchanged_S - slowness * idle_s_S[stages], 0.0)
         # What passes while the device is idle anyway is taken off all exchanges alike.
         shown_S = np.divide(left_S, exchanged_S, out=np.zeros_like(left_S), where=exchanged_S > 0)
-        for item, exchange_S in zip(work.exchanges, each_S, strict=True):
-            busy[item.part] += work.num_microbatches * float((exchange_S * shown_S).sum())
+        for item, counts, each in zip(work.exchanges, counts_S, seconds, strict=True):
+            busy[item.part] += work.num_microbatches * each * float((counts * shown_S).sum())
     return busy

@@ -32,18 +32,13 @@ def deciding_replicas(times_R: Array, placements: int) -> tuple[Ints, Ints, Ints
         chosen = undominated(times_KDT[0].T) if stays_KD.sum() > 1 else np.flatnonzero(stays_KD)
         return chosen, np.arange(len(chosen)), np.zeros_like(chosen)
     placement_R, replica_R = np.nonzero(stays_KD)
-    first, alike_R = _alike(times_KDT[stays_KD])
-    return (placement_R * replicas + replica_R)[first], alike_R, placement_R
-
-
-def _alike(times_RT: Array) -> tuple[Ints, Ints]:
-    """Return the first of all rows that are equal, and for each row which of these it is like."""
+    # The first of all that are equal, and for each which of these it is like.
+    times_RT = times_KDT[stays_KD]
     weights_T = np.random.default_rng(0).random(times_RT.shape[1])
     _, first, alike_R = np.unique(times_RT @ weights_T, return_index=True, return_inverse=True)
-    if (times_RT[first][alike_R] == times_RT).all():
-        return first, alike_R
-    every = np.arange(len(times_RT))
-    return every, every
+    if not (times_RT[first][alike_R] == times_RT).all():
+        first = alike_R = np.arange(len(times_RT))
+    return (placement_R * replicas + replica_R)[first], alike_R, placement_R
 
 
 def undominated(times_D: Array) -> NDArray[np.int64]:

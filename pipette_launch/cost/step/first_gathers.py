@@ -43,12 +43,9 @@ class Forwards:
     def arrival_s(self, stage: int, sent_s_R: Floats, free_s_R: Floats) -> Floats:
         """Return when a stage can start: the stage before sent at `sent_s_R`, its own rank is free at `free_s_R`."""
         hop_s_R = self.hop_s_SR[stage - 1]
-        arrival_s_R: Floats
         if self.rendezvous:
-            arrival_s_R = np.maximum(sent_s_R, free_s_R) + hop_s_R
-        else:
-            arrival_s_R = np.maximum(sent_s_R + hop_s_R, free_s_R)
-        return arrival_s_R
+            return np.asarray(np.maximum(sent_s_R, free_s_R) + hop_s_R)
+        return np.asarray(np.maximum(sent_s_R + hop_s_R, free_s_R))
 
     def take(self, some_R: NDArray[np.int64]) -> Forwards:
         """Return those of some pipelines."""
@@ -59,8 +56,8 @@ class Forwards:
 
 def waits_one_by_one_s(gather_s: Floats, forward_s: Floats, num_buckets: Ints) -> Floats:
     """Return the wait of each first forward that dispatches its own gather (module docstring); shapes broadcast."""
-    waits_s: Floats = (gather_s + (num_buckets - 1) * np.maximum(gather_s - forward_s, 0.0)) / num_buckets
-    return waits_s
+    more_s = (num_buckets - 1) * np.maximum(gather_s - forward_s, 0.0)
+    return np.asarray(gather_s / num_buckets + more_s / num_buckets)
 
 
 def waits_aligned_s(layout: Layout, gather_s_SR: Floats, forwards: Forwards) -> Floats:

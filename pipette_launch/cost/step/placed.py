@@ -54,8 +54,7 @@ class PlacementCost:
         block = max(1, _SLOTS_AT_ONCE // len(self._slots))
         blocks = [placement_KW[first : first + block] for first in range(0, len(placement_KW), block)]
         seconds = [totals_s_K(self.work, self._prices(self._slot_KW(some))) for some in blocks]
-        costs_K: Floats = np.concatenate(seconds) if seconds else np.zeros(0)
-        return costs_K if self.factor == 1.0 else costs_K * self.factor
+        return (np.concatenate(seconds) if seconds else np.zeros(0)) * self.factor
 
     def prices(self, placement: Sequence[int] | Ints) -> Prices:
         """Price every group on the slots that the placement gives it; without `factor`."""

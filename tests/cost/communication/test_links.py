@@ -6,10 +6,12 @@ import random
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from facts_for_tests import drawn_cluster, tiny_cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipette_launch.cost.communication import collectives
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.links import LinkTable, best_links
 from pipette_launch.facts import Links
@@ -65,6 +67,8 @@ def test_an_all_to_all_in_pieces_is_the_slowest_of_all_pairs(seed: int, size: in
         pairs = [fabric.seconds("send", (a, b), 1000 / size) for a in slots for b in slots if a != b]
         expected.append((size - 1) * max(pairs))
 
-    found = fabric.seconds_G("all_to_all", slots_GK, 1000.0, links_at_once=at_once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "LINKS_AT_ONCE", at_once)
+        found = fabric.seconds_G("all_to_all", slots_GK, 1000.0)
 
     assert np.allclose(expected, found, rtol=1e-12)

@@ -7,8 +7,9 @@ takes comes from the nearest one that was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 from pipette_launch.cost.compute.imagined_device import modelled_compute
@@ -46,13 +47,35 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
 
     """
     known = _complete(measurements)
-    missing = [case for case in measurements.unmeasured if not _is_doubtful(case, measurements)]
+    ran = {time.case.cp for time in measurements.compute}
+
+    def may_fail(case: ComputeCase) -> bool:
+        """Whether a case may fail as a refused one did: it needs as much memory, or no case with its cp ran."""
+        alike = (refused for refused in measurements.refused if refused.cp == case.cp)
+        return any(
+            case.cp not in ran or (refused.tp >= case.tp and refused.micro_batch_size <= case.micro_batch_size)
+            for refused in alike
+        )
+
+    missing = [case for case in measurements.unmeasured if not may_fail(case)]
     if not known or not missing:
         return measurements
     spec = spec_of(measurements.cluster.hosts[0].devices[0])
-    modelled = modelled_compute(job, spec, [_layout(job, case) for case in (*known, *missing)])
-    model: Model = {(time.case, time.part): time for time in modelled}
-    added = [time for case in missing for time in _carried(case, _nearest(case, known), known, model)]
+    # Layouts that run the cases, with the experts of the user's own.
+    own = Layout(dp=job.own.ep, ep=job.own.ep)
+    layouts = [
+        replace(own, tp=one.tp, cp=one.cp, micro_batch_size=one.micro_batch_size, sequence_parallel=one.tp > 1)
+        for one in (*known, *missing)
+    ]
+    model: Model = {(time.case, time.part): time for time in modelled_compute(job, spec, layouts)}
+
+    def apart(case: ComputeCase, other: ComputeCase) -> tuple[float, ComputeCase]:
+        """Doublings between two cases; one of tp counts twice, as it changes the kernels."""
+        tokens = case.micro_batch_size * other.cp / (case.cp * other.micro_batch_size)
+        return 2 * abs(math.log2(case.tp / other.tp)) + abs(math.log2(tokens)), other
+
+    nearest = {case: min(known, key=partial(apart, case)) for case in missing}
+    added = [time for case in missing for time in _carried(case, nearest[case], known, model)]
     names = ", ".join(f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in missing[:3])
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     note = f"compute: {names}{more} were not measured; their times are measured ones, carried over by a device model"
@@ -61,15 +84,15 @@ def with_extrapolated_times(job: Job, measurements: Measurements) -> Measurement
 
 def spec_of(device: Device) -> DeviceSpec:
     """Return the known device that is most like this one: its type is in the driver's name, its memory is near."""
+
+    def type_of(spec: DeviceSpec) -> str:
+        """`H100` of `AWS-P5-H100` and of `H100-SXM`: the longest word that has letters and digits."""
+        words = [word for word in spec.name.upper().split("-") if any(map(str.isdigit, word)) and word[0].isalpha()]
+        return max(words, key=len, default=spec.name.upper())
+
     words = device.name.replace("-", " ").upper().split()
-    alike = [spec for spec in known_devices().values() if _type_of(spec) in words]
+    alike = [spec for spec in known_devices().values() if type_of(spec) in words]
     return min(alike, key=lambda spec: abs(spec.memory_bytes - device.memory_total_bytes), default=GENERIC)
-
-
-def _type_of(spec: DeviceSpec) -> str:
-    """`H100` of `AWS-P5-H100` and of `H100-SXM`: the longest word that has letters and digits."""
-    words = [word for word in spec.name.upper().split("-") if any(map(str.isdigit, word)) and word[0].isalpha()]
-    return max(words, key=len, default=spec.name.upper())
 
 
 def _complete(measurements: Measurements) -> dict[ComputeCase, dict[str, ComputeTime]]:
@@ -88,39 +111,6 @@ def _complete(measurements: Measurements) -> dict[ComputeCase, dict[str, Compute
         for case, parts in times.items()
         if not parts.keys().isdisjoint(LAYERS)
     }
-
-
-def _is_doubtful(case: ComputeCase, measurements: Measurements) -> bool:
-    """Whether a case may fail as a refused one did: it needs as much memory, or no case with its cp ran."""
-    ran = {time.case.cp for time in measurements.compute}
-    return any(
-        refused.cp == case.cp
-        and (case.cp not in ran or (refused.tp >= case.tp and refused.micro_batch_size <= case.micro_batch_size))
-        for refused in measurements.refused
-    )
-
-
-def _nearest(case: ComputeCase, known: Iterable[ComputeCase]) -> ComputeCase:
-    """The known case that is the fewest doublings away; one of tp counts twice, as it changes the kernels."""
-
-    def apart(other: ComputeCase) -> tuple[float, ComputeCase]:
-        tokens = case.micro_batch_size * other.cp / (case.cp * other.micro_batch_size)
-        return 2 * abs(math.log2(case.tp / other.tp)) + abs(math.log2(tokens)), other
-
-    return min(known, key=apart)
-
-
-def _layout(job: Job, case: ComputeCase) -> Layout:
-    """A layout that runs a case, with the experts of the user's own."""
-    ep = job.own.ep
-    return Layout(
-        tp=case.tp,
-        cp=case.cp,
-        dp=ep,
-        ep=ep,
-        micro_batch_size=case.micro_batch_size,
-        sequence_parallel=case.tp > 1,
-    )
 
 
 def _carried(

@@ -129,8 +129,8 @@ def live_passes(pp: Ints, vpp: Ints, group_size: Ints, stage: Ints, num_microbat
 
     """
     ahead = num_warmup(pp, vpp, np.where(group_size > 0, group_size, pp), stage)
-    interleaved: Ints = np.minimum(ahead + 1, num_microbatches * vpp)
-    return np.where(vpp > 1, interleaved, np.minimum(num_microbatches, pp - stage))
+    one_chunk = np.minimum(num_microbatches, pp - stage)
+    return np.asarray(np.where(vpp > 1, np.minimum(ahead + 1, num_microbatches * vpp), one_chunk))
 
 
 def live_bytes(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:

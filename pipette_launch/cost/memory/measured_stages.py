@@ -39,10 +39,17 @@ class MeasuredStages:
         known = self._readings.get(layout)
         if not known:
             return tuple(predicted)
-        workspace = self._workspace_bytes(layout)
-        return tuple(
-            self._peak(known[rank], peak, workspace) if rank in known else peak for rank, peak in enumerate(predicted)
-        )
+        cluster = self._cluster
+        device = cluster.hosts[0].devices[0].name
+        overhead = overhead_of(self._job, layout, device_kind=cluster.device_kind, device_name=device)
+        peaks = list(predicted)
+        for rank, reading in known.items():
+            if reading.ran_out:
+                peaks[rank] = max(peaks[rank], cluster.memory_bytes)
+            else:
+                # The limit leaves room for workspaces; here they are part of what was read.
+                peaks[rank] = max(reading.allocator_peak_bytes - int(overhead.workspace.value), 1)
+        return tuple(peaks)
 
     def notes(self, layout: Layout) -> tuple[str, ...]:
         """Which of a layout's stages were run, one sentence; none where none was."""
@@ -50,18 +57,3 @@ class MeasuredStages:
         if not ranks:
             return ()
         return (f"Peak memory of stage {', '.join(map(str, ranks))} was measured by running it, not predicted.",)
-
-    def _peak(self, reading: StageReading, predicted: int, workspace: int) -> int:
-        if reading.ran_out:
-            return max(predicted, self._cluster.memory_bytes)
-        # The limit leaves room for workspaces; here they are part of what was read.
-        return max(reading.allocator_peak_bytes - workspace, 1)
-
-    def _workspace_bytes(self, layout: Layout) -> int:
-        overhead = overhead_of(
-            self._job,
-            layout,
-            device_kind=self._cluster.device_kind,
-            device_name=self._cluster.hosts[0].devices[0].name,
-        )
-        return int(overhead.workspace.value)

@@ -101,10 +101,6 @@ class Overhead:
             limit_bytes=allowed_bytes(capacity_bytes, memory_margin=memory_margin),
         )
 
-    def fits(self, allocated_bytes: int, capacity_bytes: int, *, memory_margin: float) -> bool:
-        """Whether a rank with this peak leaves the margin free."""
-        return self.device_peak_bytes(allocated_bytes) <= allowed_bytes(capacity_bytes, memory_margin=memory_margin)
-
     def notes(self) -> tuple[str, ...]:
         """Where every figure comes from that is not 0, one sentence each."""
         named = (
@@ -158,7 +154,6 @@ def overhead_of(
             communicators=nothing,
             reserve=Figure(value=1.0, source="a host's allocator keeps no reserve"),
         )
-    reserve = MOE_RESERVE if job.model.num_experts else DENSE_RESERVE
     if apart is not None and apart.communicator_bytes:
         needed = num_communicators(layout)
         context = Figure(value=apart.alone_bytes, source=MEASURED, is_measured=True)
@@ -184,7 +179,7 @@ def overhead_of(
         ),
         context=context,
         communicators=communicators,
-        reserve=Figure(value=reserve, source=RESERVE_SOURCE),
+        reserve=Figure(value=MOE_RESERVE if job.model.num_experts else DENSE_RESERVE, source=RESERVE_SOURCE),
     )
 
 

@@ -48,8 +48,7 @@ class Dependencies:
         last = len(rank_S) - 1
         sends_on_A = (kind_A == FORWARD) & (stage_A < last)
         sends_back_A = ((kind_A == BACKWARD) | (kind_A == INPUT)) & (stage_A > 0)
-        target_A: Ints = rank_S[stage_A + sends_on_A - sends_back_A]
-        return target_A
+        return np.asarray(rank_S[stage_A + sends_on_A - sends_back_A])
 
 
 def _causes(schedule: Schedule | Order, columns: Columns) -> Ints:

@@ -192,14 +192,9 @@ def named_schedule(
         FactError: times, sizes or limits contradict each other, or the limits leave no order.
 
     """
-    if name not in SCHEDULES:
-        near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
-        guess = f"; did you mean {near[0]}?" if near else ""
-        raise LayoutError(f"no schedule is called {name!r}{guess} Known are {', '.join(SCHEDULES)}")
-    known = SCHEDULES[name]
     group = pp if group_size is None else group_size
     counts = Counts(pp=pp, vpp=vpp, num_microbatches=num_microbatches, group_size=group, extra=extra)
-    _check(name, known, counts, chooses_group=group_size is not None)
+    known = _checked(name, counts, chooses_group=group_size is not None)
     refills = times is not None and known.refills
     if known.by_counts and not refills:
         if limit_P is not None:
@@ -225,8 +220,13 @@ def named_schedule(
     return known.by_times(problem)
 
 
-def _check(name: str, known: NamedSchedule, counts: Counts, *, chooses_group: bool) -> None:
-    """Raise LayoutError where the numbers are none of this schedule's."""
+def _checked(name: str, counts: Counts, *, chooses_group: bool) -> NamedSchedule:
+    """Look up a schedule; raise LayoutError where there is none of this name or the numbers are none of its own."""
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
+        guess = f"; did you mean {near[0]}?" if near else ""
+        raise LayoutError(f"no schedule is called {name!r}{guess} Known are {', '.join(SCHEDULES)}")
+    known = SCHEDULES[name]
     pp, vpp = counts.pp, counts.vpp
     if min(pp, vpp, counts.num_microbatches) < 1:
         raise LayoutError(f"{name}: pp={pp}, vpp={vpp} and {counts.num_microbatches} micro-batches must be positive")
@@ -238,11 +238,11 @@ def _check(name: str, known: NamedSchedule, counts: Counts, *, chooses_group: bo
         raise LayoutError(f"{name} has no micro-batch groups to choose, got group_size={counts.group_size}")
     if counts.extra is not None and not known.has_extra:
         raise LayoutError(f"{name} has no forwards more ahead to choose; extra={counts.extra} is eager-1f1b's")
+    return known
 
 
 def _equal_times(stages: int) -> StageTimes:
-    hops = (0.0,) * (stages - 1)
-    one = (1.0,) * stages
+    one, hops = (1.0,) * stages, (0.0,) * (stages - 1)
     return StageTimes(
         forward_s=one, backward_s=(2.0,) * stages, input_s=one, weight_s=one, forward_hop_s=hops, backward_hop_s=hops
     )

@@ -40,9 +40,6 @@ class SteadyEngine(Engine):
         super().__init__(order)
         self._shape = order
 
-    def _prepare(self) -> None:
-        """Nothing yet: Megatron's own schedules never deadlock."""
-
     def drain_s_SR(self, durations_R: Floats, hops_R: Floats) -> Floats:
         """Price several pipelines at once, each as it would be priced alone; arguments as of `Engine`."""
         shape = self._shape

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipette_launch.cost.memory.overhead import (
     Figure,
     Overhead,
+    allowed_bytes,
     cublas_workspace_bytes,
     num_communicators,
     overhead_of,
@@ -61,7 +62,7 @@ def test_the_limit_is_the_other_side_of_what_fits(
     if limit == 0:
         return
 
-    assert (peak <= limit) == one.fits(peak, capacity, memory_margin=margin)
+    assert (peak <= limit) == (one.device_peak_bytes(peak) <= allowed_bytes(capacity, memory_margin=margin))
 
 
 def test_a_host_has_no_overhead() -> None:

@@ -118,11 +118,8 @@ class MeasuredGroups:
 
     def scale(self, kind: Kind, size: int) -> Scale:
         """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
-        if (kind, size) not in self._scales:
-            self._scales[kind, size] = self._scale(kind, size)
-        return self._scales[kind, size]
-
-    def _scale(self, kind: Kind, size: int) -> Scale:
+        if (kind, size) in self._scales:
+            return self._scales[kind, size]
         rows = np.tile([1.0, 0.0, 1.0], (self._hosts + 1, 1))
         candidates: list[CollectiveTime] = []
         for name in (kind, *_STAND_IN[kind]) if kind != "send" else ():
@@ -136,12 +133,13 @@ class MeasuredGroups:
                 if across and spans.max() == 1:
                     rows[counts, 2] = np.minimum(rows[counts, 2], most_from_within(kind, self._device_kind))
                 rows[counts, 2] /= links_together(kind, size, counts)
-        return Scale(
+        self._scales[kind, size] = Scale(
             latency_factor=rows[:, 0],
             extra_latency_s=rows[:, 1],
             bytes_factor=rows[:, 2],
             is_measured=bool(candidates),
         )
+        return self._scales[kind, size]
 
     def _nearest(self, candidates: Sequence[CollectiveTime], size: int, *, across: bool) -> list[CollectiveTime]:
         """Within a host or across hosts first, then members; what is left is in the order of its slots.

@@ -62,22 +62,6 @@ class Stages:
         return size_S
 
 
-def _chunk_layers(job: Job, layouts: LayoutColumns) -> tuple[Ints, Ints, Ints]:
-    """Return the first chunk of each layout (N), the layout of each chunk (C) and its number of layers (C)."""
-    counts = layouts.pp * layouts.vpp
-    starts = np.cumsum(counts) - counts
-    rows = np.repeat(np.arange(len(layouts)), counts)
-    layers = (job.model.num_layers // np.maximum(counts, 1))[rows]
-    for index, cut in enumerate(layouts.cuts):
-        mine = np.flatnonzero(layouts.layers_per_chunk == index)
-        # One of each cut, and the first that does not divide evenly, say what is wrong with it.
-        for row in mine[:1] if cut else mine[job.model.num_layers % counts[mine] != 0][:1]:
-            layouts.layout(int(row)).chunk_layers(job.model.num_layers)
-        if cut:
-            layers[np.isin(rows, mine)] = np.tile(np.array(cut, dtype=np.int64), len(mine))
-    return starts, rows, layers
-
-
 def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tuple[Ints, Ints]:
     """Count what each chunk's layers keep for one micro-batch.
 
@@ -97,7 +81,17 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
     """
     groups = layouts.groups(*LAYER, "pp", "vpp", "layers_per_chunk")
     layouts, layer = layouts.take(groups.first_U), {name: each[groups.first_U] for name, each in layer.items()}
-    starts, rows, layers = _chunk_layers(job, layouts)
+    counts = layouts.pp * layouts.vpp
+    starts, rows = np.cumsum(counts) - counts, np.repeat(np.arange(len(layouts)), counts)
+    layers = (job.model.num_layers // np.maximum(counts, 1))[rows]
+    for index, cut in enumerate(layouts.cuts):
+        mine = np.flatnonzero(layouts.layers_per_chunk == index)
+        # One of each cut, and the first that does not divide evenly, say what is wrong with it.
+        for row in mine[:1] if cut else mine[job.model.num_layers % counts[mine] != 0][:1]:
+            layouts.layout(int(row)).chunk_layers(job.model.num_layers)
+        if cut:
+            layers[np.isin(rows, mine)] = np.tile(np.array(cut, dtype=np.int64), len(mine))
+    # Layers of the same layout in front of each chunk.
     before = np.cumsum(layers) - layers
     before -= before[starts][rows]
     units = [(each.method == "uniform", each.method == "block", max(1, each.num_layers)) for each in layouts.recomputes]
@@ -110,7 +104,7 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
     moe = experts[before + layers] - experts[before + again]
     dense = layers - again - moe
     size_C = inputs * layer["stream"][rows] + dense * layer["dense"][rows] + moe * layer["moe"][rows]
-    size_C[starts + layouts.pp * layouts.vpp - 1] += layer["prediction"]
+    size_C[starts + counts - 1] += layer["prediction"]
     return starts[groups.group_N], size_C
 
 

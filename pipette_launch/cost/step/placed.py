@@ -93,6 +93,11 @@ class PlacementCost:
             exchange_s.append(priced[key])
         forward_s, backward_s = self._hops_PR(slot_KW)
         reduce_s, gather_s = self._once_a_step_SK(slot_KW)
+        embedding_s_K = np.zeros(len(slot_KW))
+        if work.traffic.embedding_bytes:
+            pairs = _placed(slot_KW, groups.embedding)
+            seconds_G = self.fabric.seconds_G("all_reduce", pairs, work.traffic.embedding_bytes)
+            embedding_s_K = seconds_G.reshape(len(slot_KW), -1).max(axis=1)
         slowness_KPD = self.slowness_W[slot_KW][:, groups.grid_PDCT].max(axis=(3, 4))
         return Prices(
             slowness_PD=_columns(slowness_KPD),
@@ -101,7 +106,7 @@ class PlacementCost:
             backward_hop_s_PD=backward_s,
             reduce_s_S=reduce_s,
             gather_s_S=gather_s,
-            embedding_s=self._embedding_s_K(slot_KW),
+            embedding_s=embedding_s_K,
         )
 
     def _lanes_PR(self, group: str, seconds_KG: Floats) -> Floats:
@@ -126,13 +131,6 @@ class PlacementCost:
             for way in ((sender, receiver), (receiver, sender))
         )
         return forward_s, backward_s
-
-    def _embedding_s_K(self, slot_KW: Ints) -> Floats:
-        size = self.work.traffic.embedding_bytes
-        if not size:
-            return np.zeros(len(slot_KW))
-        seconds = self.fabric.seconds_G("all_reduce", _placed(slot_KW, self.groups.embedding), size)
-        return np.asarray(seconds.reshape(len(slot_KW), -1).max(axis=1))
 
     def _once_a_step_SK(self, slot_KW: Ints) -> tuple[Floats, Floats]:
         """Reduce every stage's gradients, and gather its parameters: slowest group of the pipeline rank."""

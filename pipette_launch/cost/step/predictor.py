@@ -143,8 +143,8 @@ class Predictor:
         return layout.world_size
 
     def _new_work(self, layout: Layout) -> LayoutWork:
-        told_bytes = loss_report_bytes(self._measurements.cluster.device_kind)
-        loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, told_bytes) if told_bytes else 0.0
+        report_bytes = loss_report_bytes(self._measurements.cluster.device_kind)
+        loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, report_bytes) if report_bytes else 0.0
         return LayoutWork.of(self._job, layout, self.compute, OnceAStep.of(self._measurements), loss_s=loss_s)
 
     def _new_placement_cost(self, layout: Layout) -> PlacementCost:

@@ -195,8 +195,7 @@ def named_schedule(
     group = pp if group_size is None else group_size
     counts = Counts(pp=pp, vpp=vpp, num_microbatches=num_microbatches, group_size=group, extra=extra)
     known = _checked(name, counts, chooses_group=group_size is not None)
-    refills = times is not None and known.refills
-    if known.by_counts and not refills:
+    if known.by_counts and not (known.refills and times is not None):
         if limit_P is not None:
             raise LayoutError(f"the order of {name} is fixed and takes no memory limit")
         return known.by_counts(counts)

@@ -51,14 +51,7 @@ class Searched:
 class SearchLoop:
     """The state of a search: the layouts that were priced, their best placements, and how often each was improved."""
 
-    def __init__(
-        self,
-        inputs: SearchInputs,
-        frontier: Frontier,
-        *,
-        seed: int,
-        is_late: IsLate,
-    ) -> None:
+    def __init__(self, inputs: SearchInputs, frontier: Frontier, *, seed: int, is_late: IsLate) -> None:
         """Begin with nothing priced.
 
         Args:
@@ -100,10 +93,12 @@ class SearchLoop:
         self._exhaust()
         self._price_runners_up()
         self._prove()
+        # The least of all lower bounds: layouts that the bound ruled out lie above the best.
+        floors_s = [one.floor_s for one in self._pool.values()]
         return Searched(
             candidates=tuple(self._pool.values()),
             num_seen=len(self._pool) + len(self._beaten),
-            floor_s=self._floor_s(),
+            floor_s=min(self._best_s(), self._missed_s, self._frontier.least_s, *floors_s),
             is_cut_short=self._is_late(),
         )
 
@@ -212,11 +207,6 @@ class SearchLoop:
                 return
             self._sharpened(lowest)
 
-    def _floor_s(self) -> float:
-        """The least of all lower bounds; layouts that the bound ruled out lie above the best."""
-        floors = [one.floor_s for one in self._pool.values()]
-        return min(self._best_s(), self._missed_s, self._frontier.least_s, *floors)
-
     def _leader(self) -> Candidate:
         return min(self._pool.values(), key=lambda one: one.placed.cost_s)
 
@@ -232,7 +222,7 @@ def price(
     beat_s: float = float("inf"),
     carried: Placement | None = None,
 ) -> Candidate | Promising:
-    """Bound a layout, and price it in torchrun's order and in the best start; what cannot win comes with its bound.
+    """Bound a layout, and price it in torchrun's order and in the best start; one that cannot win gets only its bound.
 
     Args:
         inputs: what layouts are judged by.

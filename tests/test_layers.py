@@ -40,7 +40,7 @@ SUB_FLOORS = {
         {"read"},
     ],
     "pipette_patches": [
-        {"errors", "imports"},
+        {"errors"},
         {"registry", "replacements"},
         {"without_cuda"},
         {"cpu", "workload"},

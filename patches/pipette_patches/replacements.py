@@ -1,16 +1,77 @@
-"""Replace named attributes of modules, whether those are imported yet or not, and put the originals back."""
+"""Replace named attributes of modules, at once or as soon as those are imported, and put the originals back."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from pipette_patches.errors import PatchError
-from pipette_patches.imports import forget, when_imported
 
+Action = Callable[[ModuleType], None]
 _INHERITED = object()
+
+
+class _Waiting(MetaPathFinder):
+    """The actions that wait for modules which nobody has imported yet."""
+
+    def __init__(self) -> None:
+        self.actions: dict[str, list[Action]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find an awaited module as every other finder would, and let its loader act after it has run the module."""
+        if fullname not in self.actions:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                self._act_after(spec.loader)
+                return spec
+        return None
+
+    def _act_after(self, loader: Loader) -> None:
+        run = loader.exec_module
+
+        def run_and_act(module: ModuleType) -> None:
+            # From here on the loader is its own again.
+            vars(loader).pop("exec_module", None)
+            run(module)
+            for action in self.actions.pop(module.__name__, []):
+                action(module)
+
+        vars(loader)["exec_module"] = run_and_act
+
+
+_waiting = _Waiting()
+
+
+def when_imported(module: str, action: Action) -> None:
+    """Call `action` with the module: now if it is loaded, else right after it was executed."""
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        action(loaded)
+        return
+    if _waiting not in sys.meta_path:
+        sys.meta_path.insert(0, _waiting)
+    _waiting.actions.setdefault(module, []).append(action)
+
+
+def forget(module: str, action: Action) -> None:
+    """Drop an action whose module was not imported yet."""
+    actions = _waiting.actions.get(module, [])
+    if action in actions:
+        actions.remove(action)
+    if not actions:
+        _waiting.actions.pop(module, None)
+    if not _waiting.actions and _waiting in sys.meta_path:
+        sys.meta_path.remove(_waiting)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +92,11 @@ class Replacement:
     def fits(self, version: str) -> bool:
         """Tell whether this megatron-core has the attribute."""
         return SpecifierSet(self.versions).contains(version, prereleases=True)
+
+
+def in_module(module: str, makers: Mapping[str, Callable[[Any], Any]]) -> tuple[Replacement, ...]:
+    """One replacement for each path below a module."""
+    return tuple(Replacement(module=module, path=path, make=make) for path, make in makers.items())
 
 
 def owner_of(module: ModuleType, path: str, *, may_be_absent: bool = False) -> tuple[Any, str]:
@@ -65,7 +131,7 @@ class Replacements:
     """A set of replacements that is in force as a whole or not at all."""
 
     def __init__(self, replacements: Sequence[Replacement]) -> None:
-        self._actions = [(replacement.module, self._putter(replacement)) for replacement in replacements]
+        self._actions = [(replacement.module, partial(self._put, replacement)) for replacement in replacements]
         self._replaced: list[tuple[Any, str, Any]] = []
         self._original_of: dict[int, tuple[Any, Any]] = {}
 
@@ -96,20 +162,16 @@ class Replacements:
     def __exit__(self, *_error: object) -> None:
         self.revert()
 
-    def _putter(self, replacement: Replacement) -> Callable[[ModuleType], None]:
-        def put(module: ModuleType) -> None:
-            owner, name = owner_of(module, replacement.path, may_be_absent=replacement.may_be_absent)
-            raw = vars(owner).get(name, _INHERITED)
-            # `from a import f` may have copied our successor of `a.f`: start from what it succeeded.
-            _, raw = self._original_of.get(id(raw), (None, raw))
-            successor = replacement.make(getattr(owner, name, None) if raw is _INHERITED else _bound(owner, raw))
-            self._replaced.append((owner, name, raw))
-            self._original_of[id(successor)] = (successor, raw)
-            setattr(owner, name, successor)
-
-        return put
-
-
-def _bound(owner: Any, raw: Any) -> Any:
-    """What an attribute of a class gives when it is read: the function of a static method, the bound class method."""
-    return raw.__get__(None, owner) if isinstance(raw, (staticmethod, classmethod)) else raw
+    def _put(self, replacement: Replacement, module: ModuleType) -> None:
+        owner, name = owner_of(module, replacement.path, may_be_absent=replacement.may_be_absent)
+        raw = vars(owner).get(name, _INHERITED)
+        # `from a import f` may have copied our successor of `a.f`: start from what it succeeded.
+        _, raw = self._original_of.get(id(raw), (None, raw))
+        original = getattr(owner, name, None) if raw is _INHERITED else raw
+        if isinstance(original, (staticmethod, classmethod)):
+            # What it gives when it is read: the function of a static method, the bound class method.
+            original = original.__get__(None, owner)
+        successor = replacement.make(original)
+        self._replaced.append((owner, name, raw))
+        self._original_of[id(successor)] = (successor, raw)
+        setattr(owner, name, successor)

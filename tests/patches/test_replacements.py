@@ -8,18 +8,17 @@ from types import ModuleType
 
 import pytest
 
-from pipette_patches import imports
+from pipette_patches import replacements
 from pipette_patches.errors import PatchError
-from pipette_patches.imports import forget, when_imported
-from pipette_patches.replacements import Replacement, Replacements
+from pipette_patches.replacements import Replacement, Replacements, forget, when_imported
 
 
 @pytest.fixture
 def absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Name a module that is on the path and not imported, in an import system where nothing else waits."""
     # A patch that another test has left in force may still wait for modules of its own.
-    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is not imports._waiting])
-    monkeypatch.setattr(imports, "_waiting", imports._Waiting())
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if finder is not replacements._waiting])
+    monkeypatch.setattr(replacements, "_waiting", replacements._Waiting())
     (tmp_path / "not_yet.py").write_text("value = 1\n\n\ndef f():\n    return 'original'\n")
     (tmp_path / "copies.py").write_text("from not_yet import f\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from benchmarks.gpt import gpt_job
 from pipette_launch.facts import Job, Layout
-from pipette_patches.cpu.core_replacements import WITHOUT_ENGINE
+from pipette_patches.cpu.cpu_replacements import WITHOUT_ENGINE
 from pipette_patches.registry import megatron_core_version
 from pipette_patches.replacements import Replacements
 from pipette_patches.workload.layers import Part, Workload

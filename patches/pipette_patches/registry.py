@@ -64,7 +64,12 @@ def apply(name: str) -> None:
     patch = find(name)
     if name in _applied:
         return
-    check(patch, megatron_core_version())
+    version = megatron_core_version()
+    if not patch.supports.contains(version, prereleases=True):
+        raise PatchError(
+            f"patch {patch.name!r} supports megatron-core {patch.supports}, but version {version} would be imported; "
+            f"install a supported version, or leave the patch out"
+        )
     patch.apply()
     _applied[name] = patch
 
@@ -86,15 +91,6 @@ def use(name: str) -> Iterator[None]:
     finally:
         if not before:
             revert(name)
-
-
-def check(patch: Patch, version: str) -> None:
-    """Refuse a megatron-core that the patch was not written for."""
-    if not patch.supports.contains(version, prereleases=True):
-        raise PatchError(
-            f"patch {patch.name!r} supports megatron-core {patch.supports}, but version {version} would be imported; "
-            f"install a supported version, or leave the patch out"
-        )
 
 
 def megatron_core_version() -> str:

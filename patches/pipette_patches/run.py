@@ -52,10 +52,23 @@ def read(argv: Sequence[str]) -> Program:
 
 def load(program: Program) -> tuple[CodeType, ModuleType]:
     """Make the program's `__main__` and compile its code; set the path and argv that python would set."""
-    return _load_module(program) if program.is_module else _load_script(program)
-
-
-def _load_script(program: Program) -> tuple[CodeType, ModuleType]:
+    main = ModuleType("__main__")
+    vars(main).update(__cached__=None, __annotations__={}, __builtins__=__builtins__)
+    if program.is_module:
+        sys.argv[:] = ["-m", *program.arguments]
+        spec = _find(program.name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = _find(f"{program.name}.__main__")
+        code = getattr(spec.loader, "get_code", lambda _: None)(spec.name) if spec is not None else None
+        if spec is None or code is None:
+            raise UsageError(
+                f"no module named {program.name!r} that python could run; looked in {sys.path[0]} and beyond"
+            )
+        sys.argv[0] = str(spec.origin)
+        vars(main).update(
+            __file__=spec.origin, __spec__=spec, __loader__=spec.loader, __package__=spec.parent, __cached__=spec.cached
+        )
+        return code, main
     script = Path(program.name)
     sys.argv[:] = [program.name, *program.arguments]
     if not getattr(sys.flags, "safe_path", False):
@@ -64,27 +77,7 @@ def _load_script(program: Program) -> tuple[CodeType, ModuleType]:
         code = compile(script.read_bytes(), str(script.absolute()), "exec", dont_inherit=True)
     except OSError as error:
         raise UsageError(f"cannot read the script {program.name!r}: {error.strerror}") from None
-    main = ModuleType("__main__")
     main.__file__ = str(script.absolute())
-    vars(main).update(__cached__=None, __annotations__={}, __builtins__=__builtins__)
-    return code, main
-
-
-def _load_module(program: Program) -> tuple[CodeType, ModuleType]:
-    sys.argv[:] = ["-m", *program.arguments]
-    spec = _find(program.name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = _find(f"{program.name}.__main__")
-    code = spec.loader.get_code(spec.name) if spec is not None and hasattr(spec.loader, "get_code") else None  # type: ignore[union-attr]
-    if spec is None or code is None:
-        raise UsageError(f"no module named {program.name!r} that python could run; looked in {sys.path[0]} and beyond")
-    sys.argv[0] = str(spec.origin)
-    main = ModuleType("__main__")
-    main.__file__ = spec.origin
-    vars(main).update(
-        __spec__=spec, __loader__=spec.loader, __package__=spec.parent, __cached__=spec.cached, __annotations__={},
-        __builtins__=__builtins__,
-    )  # fmt: skip
     return code, main
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,12 @@ import torch
 from pipette_launch.facts import Job, Layout
 from pipette_patches.abstract import megatron_config
 from pipette_patches.abstract.allocator import StorageMeter, metered
-from pipette_patches.abstract.process_groups import one_rank
+from pipette_patches.abstract.gpu_replacements import no_coalescing
 from pipette_patches.abstract.scale_up import enough_microbatches, full_size
-from pipette_patches.abstract.torch_replacements import no_coalescing
 from pipette_patches.abstract.trainer import Trainer, inner_optimizers
 from pipette_patches.replacements import Replacement, Replacements, instead
 from pipette_patches.workload.layers import refusals_named
+from pipette_patches.workload.process_groups import one_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +66,19 @@ def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> St
         with (
             refusals_named(stage_words(layout, pp_rank)),
             Replacements(_WITHOUT_PEERS),
-            one_rank(real, layout, pp_rank),
-            _tally(device_kind) as meter,
+            one_rank(layout, pp_rank, num_optimizer_instances=megatron_config.optimizer_instances(real)),
+            # On a GPU torch's allocator counts, and what kernels allocate for themselves too.
+            metered("cpu") if device_kind == "cpu" else contextlib.nullcontext(StorageMeter()) as meter,
         ):
-            _train(real, layout, pp_rank, meter=meter, changes=changes, whole=device_kind == "cuda")
+            size = full_size(real, layout)
+            size = replace(size, num_microbatches=enough_microbatches(layout, pp_rank, size.num_microbatches))
+            trainer = Trainer(real, layout, pp_rank, meter=meter, size=size, changes=changes)
+            for optimizer in inner_optimizers(trainer.optimizer):
+                _never_skips(optimizer)
+            trainer.step("first", forward_and_backward=device_kind == "cuda")
+            trainer.step("second")
+            meter.mark()
+            del trainer
             peak = max(meter.stretches, key=lambda stretch: stretch.total)
     finally:
         gc.collect()
@@ -103,35 +112,12 @@ def stage_words(layout: Layout, pp_rank: int) -> str:
     return f"stage {pp_rank} of {layout.words()}"
 
 
-def _train(
-    job: Job, layout: Layout, pp_rank: int, *, meter: StorageMeter, changes: dict[str, Any], whole: bool
-) -> None:
-    size = full_size(job, layout)
-    size = replace(size, num_microbatches=enough_microbatches(layout, pp_rank, size.num_microbatches))
-    trainer = Trainer(job, layout, pp_rank, meter=meter, size=size, changes=changes)
-    for optimizer in inner_optimizers(trainer.optimizer):
-        _never_skips(optimizer)
-    trainer.step("first", forward_and_backward=whole)
-    trainer.step("second")
-    meter.mark()
-
-
 def _never_skips(optimizer: Any) -> None:
     """Let fp16 step on whatever the gradients are: a step that is skipped makes no states."""
     name = "_unscale_main_grads_and_check_for_nan"
     unscale: Callable[[], bool] | None = getattr(optimizer, name, None)
     if unscale is not None:
         setattr(optimizer, name, lambda: bool(unscale()) and False)
-
-
-@contextlib.contextmanager
-def _tally(device_kind: str) -> Iterator[StorageMeter]:
-    """Count tensors on a CPU; on a GPU torch's allocator counts, and what kernels allocate for themselves too."""
-    if device_kind == "cpu":
-        with metered("cpu") as meter:
-            yield meter
-    else:
-        yield StorageMeter(device_kind)
 
 
 def _noise(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipette_patches.replacements import Replacement, answer, instead, nothing
+from pipette_patches.replacements import Replacement, answer, in_module, instead, nothing
 
 # fmt: off
 _FACTORIES = (
@@ -37,8 +37,20 @@ def elsewhere(device: Any, target: torch.device) -> Any:
     return target if isinstance(device, int) and not isinstance(device, bool) else device
 
 
+def _at_once(*_args: object) -> None:
+    """Return at once: nothing is under way."""
+
+
+def _done(*_args: object) -> bool:
+    """Say that all work is done."""
+    return True
+
+
 class Event:
     """A CUDA event where work is done by the time it is recorded."""
+
+    wait = synchronize = _at_once
+    query = _done
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         self._recorded_s = 0.0
@@ -46,16 +58,6 @@ class Event:
     def record(self, _stream: object = None) -> None:
         """Note the time."""
         self._recorded_s = time.perf_counter()
-
-    def wait(self, _stream: object = None) -> None:
-        """Return at once: nothing is under way."""
-
-    def synchronize(self) -> None:
-        """Return at once: nothing is under way."""
-
-    def query(self) -> bool:
-        """Say that all work is done."""
-        return True
 
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds between two recorded events, as CUDA counts them."""
@@ -65,24 +67,14 @@ class Event:
 class Stream(contextlib.AbstractContextManager["Stream"]):
     """A CUDA stream where work is done by the time it is issued."""
 
+    wait_stream = wait_event = synchronize = _at_once
+    query = _done
+
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         self.device = torch.device("cpu")
 
     def __exit__(self, *_error: object) -> None:
         """Leave the block; there is no other stream to return to."""
-
-    def wait_stream(self, _stream: object) -> None:
-        """Return at once: nothing is under way."""
-
-    def wait_event(self, _event: object) -> None:
-        """Return at once: nothing is under way."""
-
-    def synchronize(self) -> None:
-        """Return at once: nothing is under way."""
-
-    def query(self) -> bool:
-        """Say that all work is done."""
-        return True
 
     def record_event(self, event: Event | None = None) -> Event:
         """Note the time in an event."""
@@ -91,26 +83,36 @@ class Stream(contextlib.AbstractContextManager["Stream"]):
         return event
 
 
-_ONLY_STREAM = Stream()
-
-
-def factories(target: torch.device) -> tuple[Replacement, ...]:
+def _on_target(original: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
     """Make tensors on `target` where a CUDA device is named, in ordinary memory (only CUDA can pin it)."""
 
-    def factory(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def make(*args: Any, **kwargs: Any) -> Any:
-            if "device" in kwargs:
-                kwargs["device"] = elsewhere(kwargs["device"], target)
-            kwargs.pop("pin_memory", None)
-            return original(*args, **kwargs)
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = elsewhere(kwargs["device"], target)
+        kwargs.pop("pin_memory", None)
+        return original(*args, **kwargs)
 
-        return make
-
-    return tuple(Replacement(module="torch", path=path, make=factory) for path in _FACTORIES)
+    return make
 
 
-def type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+def _to_target(original: Callable[..., Any], target: torch.device) -> Callable[..., Any]:
+    """Move tensors to `target` when they should go to a CUDA device; an abstract tensor's values are zeros."""
+
+    @functools.wraps(original)
+    def to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = elsewhere(kwargs["device"], target)
+        args = (*(elsewhere(arg, target) for arg in args[:1]), *args[1:])
+        device = kwargs.get("device", args[0] if args else None)
+        if target.type == tensor.device.type == "meta" and str(device) == "cpu":
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return original(tensor, *args, **kwargs)
+
+    return to
+
+
+def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     """Name a tensor's type as the optimizers compare it, `torch.cuda.FloatTensor`; convert to such a name too."""
 
     @functools.wraps(original)
@@ -124,42 +126,41 @@ def type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_of
 
 
-def cuda_calls(
-    *,
-    current_device: Callable[..., Any],
-    device_count: Callable[..., int],
-    properties: SimpleNamespace,
-    manual_seed: Callable[..., Any],
-    get_rng_state: Callable[..., torch.Tensor],
-    set_rng_state: Callable[..., None],
+def torch_without_cuda(
+    target: torch.device, *, properties: SimpleNamespace, functions: dict[str, Callable[..., Any]]
 ) -> tuple[Replacement, ...]:
-    """Replace the functions of torch.cuda.
+    """Replace the functions of torch.cuda, and what makes and moves tensors.
 
     Args:
-        current_device: what answers for `torch.cuda.current_device`.
-        device_count: what answers for `torch.cuda.device_count`.
+        target: the device that stands for every CUDA device.
         properties: the properties of every device; its compute capability is their `major` and `minor`.
-        manual_seed: what seeds the generator that stands for CUDA's.
-        get_rng_state: reads that generator's state.
-        set_rng_state: sets that generator's state.
+        functions: what stands for functions of `torch.cuda`, by their names.
 
     """
     stream = answer(Stream())
-    makers = {
-        "is_available": answer(False),
-        "current_device": instead(current_device),
-        "device_count": instead(device_count),
-        "get_device_properties": answer(properties),
-        "get_device_capability": answer((properties.major, properties.minor)),
-        **dict.fromkeys(_WITHOUT_EFFECT, nothing),
-        "Stream": instead(Stream),
-        "Event": instead(Event),
-        "stream": stream,
-        "current_stream": stream,
-        "default_stream": stream,
-        "manual_seed": instead(manual_seed),
-        "get_rng_state": instead(get_rng_state),
-        "random.get_rng_state": instead(get_rng_state),
-        "set_rng_state": instead(set_rng_state),
-    }
-    return tuple(Replacement(module="torch.cuda", path=path, make=make) for path, make in makers.items())
+    return (
+        *in_module(
+            "torch.cuda",
+            {
+                "is_available": answer(False),
+                "get_device_properties": answer(properties),
+                "get_device_capability": answer((properties.major, properties.minor)),
+                **dict.fromkeys(_WITHOUT_EFFECT, nothing),
+                "Stream": instead(Stream),
+                "Event": instead(Event),
+                **dict.fromkeys(("stream", "current_stream", "default_stream"), stream),
+                **{path: instead(function) for path, function in functions.items()},
+            },
+        ),
+        *in_module(
+            "torch",
+            {
+                **dict.fromkeys(_FACTORIES, functools.partial(_on_target, target=target)),
+                "Tensor.to": functools.partial(_to_target, target=target),
+                "Tensor.type": _type_as_on_cuda,
+                "Tensor.cuda": instead(lambda tensor, *_, **__: tensor.to(target) if tensor.is_cpu else tensor),
+                "Tensor.pin_memory": instead(lambda tensor, *_, **__: tensor),
+                "Tensor.record_stream": nothing,
+            },
+        ),
+    )

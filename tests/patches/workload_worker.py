@@ -14,8 +14,7 @@ from facts_for_tests import tiny_job, tiny_model
 from pipette_launch.facts import ComputeCase
 from pipette_patches.whole_stage import as_run_here
 from pipette_patches.workload.config import transformer_config
-from pipette_patches.workload.layers import Part, Workload, WorkloadError, load, workload
-from pipette_patches.workload.optimizer import optimizer_step
+from pipette_patches.workload.layers import Part, Workload, WorkloadError, load, optimizer_step, workload
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
 WATCHED: list[Any] = []

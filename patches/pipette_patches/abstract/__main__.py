@@ -14,11 +14,7 @@ from typing import IO
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts.files import from_plain, to_plain
-from pipette_launch.facts.messages.abstract_execution import (
-    ExecutedMemory,
-    ExecutionAnswer,
-    ExecutionRequest,
-)
+from pipette_launch.facts.messages.abstract_execution import ExecutionAnswer, ExecutionRequest
 
 
 def main() -> int:
@@ -44,7 +40,11 @@ def answer(line: str) -> ExecutionAnswer:
     """Execute what one line asks for; an error becomes the answer."""
     try:
         request: ExecutionRequest = from_plain(ExecutionRequest, json.loads(line), "request")
-        return ExecutionAnswer(ranks=executed(request))
+        from pipette_patches.abstract import run
+
+        run.load()
+        ranks = tuple(run.run_rank(request.job, request.layout, pp_rank) for pp_rank in request.pp_ranks)
+        return ExecutionAnswer(ranks=ranks)
     except PipetteError as error:
         return ExecutionAnswer(error=str(error))
     except ValueError as error:
@@ -52,14 +52,6 @@ def answer(line: str) -> ExecutionAnswer:
     except (AssertionError, TypeError, RuntimeError, ImportError, AttributeError, KeyError, IndexError) as error:
         # megatron-core refuses by any of these.
         return ExecutionAnswer(error=f"megatron-core refuses it: {type(error).__name__}: {_first_line(error)}")
-
-
-def executed(request: ExecutionRequest) -> tuple[ExecutedMemory, ...]:
-    """Execute each rank of a request."""
-    from pipette_patches.abstract import run
-
-    run.load()
-    return tuple(run.run_rank(request.job, request.layout, pp_rank) for pp_rank in request.pp_ranks)
 
 
 def _first_line(error: BaseException) -> str:

@@ -80,8 +80,12 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if out is None:
             out = func(*args, **kwargs)
         for item in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(item, torch.Tensor):
-                self._note(item)
+            if isinstance(item, torch.Tensor) and item.device.type == self._device_kind:
+                storage = item.untyped_storage()
+                if not self._pending:
+                    self._add(storage)
+                elif storage._cdata not in self._live:
+                    self._pending[-1].append((storage._cdata, weakref.ref(storage)))
         return out
 
     @contextlib.contextmanager
@@ -109,7 +113,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for _, reference in made:
                     storage = reference()
                     if storage is not None:
-                        self._add(storage, storage._cdata)
+                        self._add(storage)
             self._held.pop()
 
     def _hold_copy(self, tensor: torch.Tensor) -> None:
@@ -119,46 +123,27 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = copy.untyped_storage()
         # Not pending: it is there while the function runs.
         self._pending[-1] = [entry for entry in self._pending[-1] if entry[0] != storage._cdata]
-        self._add(storage, storage._cdata)
+        self._add(storage)
         self._held[-1].append(copy)
 
-    def relabel(self, tensor: torch.Tensor, label: str) -> None:
-        """Count a tensor's storage under another label from now on."""
-        key = tensor.untyped_storage()._cdata
-        entry = self._live.get(key)
-        if entry is not None:
-            reference, size, old = entry
-            self._live[key] = (reference, size, label)
-            self.by_label[old] -= size
-            self.by_label[label] = self.by_label.get(label, 0) + size
-
-    def resized(self, storage: Any) -> None:
-        """Take note that a storage has changed its size."""
+    def recount(self, storage: Any, label: str | None = None) -> None:
+        """Count a storage as it is now, after a change of its size, and under another label if one is given."""
         entry = self._live.get(storage._cdata)
         if entry is not None:
-            reference, size, label = entry
+            reference, size, old = entry
             new = allocated(storage.nbytes())
-            self._live[storage._cdata] = (reference, new, label)
-            self._change(label, new - size)
+            self._live[storage._cdata] = (reference, new, label or old)
+            self._change(old, -size)
+            self._change(label or old, new)
 
-    def mark(self) -> None:
-        """End a stretch of the run: keep its peak, and let the next begin at what is live now."""
+    def mark(self, phase: str | None = None) -> None:
+        """End a stretch of the run: keep its peak, and let the next, of this phase, begin at what is live now."""
         self.stretches.append(Stretch(phase=self.phase, at_peak=self.at_peak))
+        self.phase = phase or self.phase
         self.peak, self.at_peak = self.total, self.by_label.copy()
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != self._device_kind:
-            return
-        storage = tensor.untyped_storage()
+    def _add(self, storage: Any) -> None:
         key = storage._cdata
-        if key in self._live:
-            return
-        if self._pending:
-            self._pending[-1].append((key, weakref.ref(storage)))
-        else:
-            self._add(storage, key)
-
-    def _add(self, storage: Any, key: int) -> None:
         if key in self._live:
             return
         size, label = allocated(storage.nbytes()), self.label
@@ -168,8 +153,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _remove(self, key: int) -> None:
         _, size, label = self._live.pop(key)
-        self.by_label[label] -= size
-        self.total -= size
+        self._change(label, -size)
 
     def _change(self, label: str, by: int) -> None:
         self.by_label[label] = self.by_label.get(label, 0) + by

@@ -6,20 +6,28 @@ training/training.py (get_model, train).
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from pipette_launch.facts import Job, Layout
 from pipette_patches.abstract import moe
-from pipette_patches.errors import NotModelledError
-from pipette_patches.workload.config import DTYPES, flags, fuses_activation, model_fields
+from pipette_patches.workload.config import (
+    DTYPES,
+    FUSION_FLAGS,
+    Convert,
+    FlagTable,
+    build_config,
+    fields_set_by_flags,
+    flags,
+    fuses_activation,
+    model_fields,
+    same_name,
+    switches_on,
+)
 
-_STATE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.uint8}
-Convert = Callable[[str], Any]
+_STATE_DTYPES = {**DTYPES, "fp8": torch.uint8}
 
 
 def _window(value: str) -> tuple[int, ...]:
@@ -36,22 +44,10 @@ def _one_or_all(convert: Convert) -> Convert:
     return read
 
 
-def _on(_value: str) -> bool:
-    return True
-
-
-def _off(_value: str) -> bool:
-    return False
-
-
-def _same_name(convert: Convert, flags_read_so: str) -> dict[str, tuple[str, Convert]]:
-    """Read each flag by `convert` into the field of the same name: `--qk-layernorm` into `qk_layernorm`."""
-    return {flag: (flag[2:].replace("-", "_"), convert) for flag in flags_read_so.split()}
-
-
-CONFIG_FLAGS: dict[str, tuple[str, Convert]] = {
-    **_same_name(
-        _on,
+_CONFIG_FLAGS: FlagTable = {
+    **FUSION_FLAGS,
+    **same_name(
+        switches_on,
         """
         --apply-query-key-layer-scaling --attention-output-gate --attention-softmax-in-fp32
         --calculate-per-token-loss --cross-entropy-loss-fusion --defer-embedding-wgrad-compute
@@ -61,41 +57,34 @@ CONFIG_FLAGS: dict[str, tuple[str, Convert]] = {
         --moe-shared-expert-gate --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
         """,
     ),
-    **_same_name(
+    **same_name(
         str,
         """
         --cross-entropy-fusion-impl --softmax-type
         --moe-router-dtype --moe-router-score-function --moe-token-drop-policy
         """,
     ),
-    **_same_name(int, "--wgrad-deferral-limit --moe-router-group-topk --moe-router-num-groups"),
-    **_same_name(
+    **same_name(int, "--wgrad-deferral-limit --moe-router-group-topk --moe-router-num-groups"),
+    **same_name(
         float,
         """
         --moe-expert-capacity-factor --moe-input-jitter-eps --moe-router-topk-scaling-factor --moe-z-loss-coeff
         """,
     ),
-    **_same_name(_window, "--window-size"),
-    **_same_name(lambda value: value.split()[0], "--cp-comm-type"),
-    **_same_name(_one_or_all(float), "--moe-aux-loss-coeff"),
-    **_same_name(_one_or_all(str), "--moe-router-load-balancing-type"),
-    "--moe-router-padding-for-fp8": ("moe_router_padding_for_quantization", _on),
-    "--no-bias-dropout-fusion": ("bias_dropout_fusion", _off),
-    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", _off),
-    "--no-masked-softmax-fusion": ("masked_softmax_fusion", _off),
-    "--no-persist-layer-norm": ("persist_layer_norm", _off),
-    "--no-rope-fusion": ("apply_rope_fusion", _off),
-    "--overlap-p2p-communication-warmup-flush": ("overlap_p2p_comm_warmup_flush", _on),
+    **same_name(_window, "--window-size"),
+    **same_name(lambda value: value.split()[0], "--cp-comm-type"),
+    **same_name(_one_or_all(float), "--moe-aux-loss-coeff"),
+    **same_name(_one_or_all(str), "--moe-router-load-balancing-type"),
+    "--moe-router-padding-for-fp8": ("moe_router_padding_for_quantization", switches_on),
+    "--overlap-p2p-communication-warmup-flush": ("overlap_p2p_comm_warmup_flush", switches_on),
 }
 """Flags beyond a job's own fields: the field of TransformerConfig that each sets, and how its value is read."""
-OPTIMIZER_FLAGS: dict[str, tuple[str, Convert]] = {
-    **_same_name(_on, "--use-precision-aware-optimizer --overlap-param-gather-with-optimizer-step"),
-    **_same_name(
-        _STATE_DTYPES.__getitem__, "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype"
-    ),
+_OPTIMIZER_FLAGS: FlagTable = {
+    **same_name(switches_on, "--use-precision-aware-optimizer --overlap-param-gather-with-optimizer-step"),
+    **same_name(_STATE_DTYPES.__getitem__, "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype"),
 }
 """The same for OptimizerConfig."""
-NOT_MODELLED = (
+_NOT_MODELLED = (
     "--cpu-offloading-num-layers",
     "--cuda-graph-impl",
     "--enable-cuda-graph",
@@ -112,7 +101,7 @@ NOT_MODELLED = (
 
 def left_out(job: Job) -> str:
     """The user's flags that change the bytes and are not taken up, as `--nccl-ub, --fp8 hybrid`."""
-    return ", ".join(flag for flag in job.performance_flags if flag.startswith(NOT_MODELLED))
+    return ", ".join(flag for flag in job.performance_flags if flag.startswith(_NOT_MODELLED))
 
 
 def notes(job: Job) -> tuple[str, ...]:
@@ -128,24 +117,40 @@ def transformer_config(
     """Make the configuration of a model with so many layers in each chunk, in model order, and change fields of it."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    made = MLATransformerConfig if job.model.latent_attention else TransformerConfig
+    model, interleaved = job.model, layout.vpp > 1
+    overlaps_p2p = interleaved and "--no-overlap-p2p-communication" not in flags(job)
     fields = {
-        **model_fields(job.model, sum(chunks)),
-        "transformer_impl": job.model.transformer_impl,
+        **model_fields(model, sum(chunks)),
+        "transformer_impl": model.transformer_impl,
         "perform_initialization": False,
-        **_cuts(job, layout),
-        **_chunks(chunks, job.model.mtp_num_layers),
-        **_fusions(job),
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        "microbatch_group_size_per_vp_stage": (layout.microbatch_group_size or layout.pp) if interleaved else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sequence_parallel,
+        "overlap_p2p_comm": overlaps_p2p,
+        "batch_p2p_comm": not overlaps_p2p,
+        "deallocate_pipeline_outputs": True,
+        **_chunks(chunks, model.mtp_num_layers),
+        "bias_activation_fusion": fuses_activation(job),
+        "bias_dropout_fusion": True,
+        "masked_softmax_fusion": True,
+        "gradient_accumulation_fusion": True,
+        "persist_layer_norm": True,
+        "apply_rope_fusion": model.transformer_impl == "transformer_engine" and model.position_embedding_type == "rope",
+        "attention_softmax_in_fp32": False,
         **_recompute(layout),
-        **_taken(job, CONFIG_FLAGS),
+        **fields_set_by_flags(job, _CONFIG_FLAGS),
         **moe.fields(job),
         **(changes or {}),
     }
-    if job.model.num_experts:
+    if model.num_experts:
         # A part of the model is run only where all its layers are alike.
-        fields["moe_layer_freq"] = list(job.model.moe_layer_freq[: sum(chunks)])
-    known = inspect.signature(made).parameters
-    return made(**{name: value for name, value in fields.items() if name in known})
+        fields["moe_layer_freq"] = list(model.moe_layer_freq[: sum(chunks)])
+    return build_config(MLATransformerConfig if model.latent_attention else TransformerConfig, fields)
 
 
 def optimizer_config(job: Job, layout: Layout) -> Any:
@@ -163,15 +168,13 @@ def optimizer_config(job: Job, layout: Layout) -> Any:
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
         clip_grad=1.0,
-        **_taken(job, OPTIMIZER_FLAGS),
+        **fields_set_by_flags(job, _OPTIMIZER_FLAGS),
     )
 
 
-def reduces_in_fp32(job: Job) -> bool:
-    """Whether gradients are kept in fp32: for bf16 unless told otherwise, for fp16 only when told."""
-    if job.grad_reduce_in_bf16:
-        return False
-    return job.model.params_dtype == "bf16" or "--accumulate-allreduce-grads-in-fp32" in flags(job)
+def optimizer_instances(job: Job) -> int:
+    """Into how many copies the distributed optimizer's shards are made."""
+    return int(flags(job).get("--num-distributed-optimizer-instances", 1))
 
 
 def ddp_config(job: Job, layout: Layout, *, num_parameters: int) -> Any:
@@ -179,54 +182,23 @@ def ddp_config(job: Job, layout: Layout, *, num_parameters: int) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     given = flags(job)
-    bucket_size: int | None = int(given.get("--ddp-bucket-size", 0)) or max(
-        40_000_000, 1_000_000 * layout.dp * layout.cp
-    )
+    bucket_size = int(given.get("--ddp-bucket-size", 0)) or max(40_000_000, 1_000_000 * layout.dp * layout.cp)
     if "--ddp-num-buckets" in given:
         bucket_size = num_parameters // int(given["--ddp-num-buckets"])
     fields = {
-        "grad_reduce_in_fp32": reduces_in_fp32(job),
+        # Unless told otherwise gradients are kept in fp32 for bf16, and not for fp16.
+        "grad_reduce_in_fp32": not job.grad_reduce_in_bf16
+        and (job.model.params_dtype == "bf16" or "--accumulate-allreduce-grads-in-fp32" in given),
         "overlap_grad_reduce": layout.overlap_grad_reduce,
         "overlap_param_gather": layout.overlap_param_gather,
         "use_distributed_optimizer": layout.use_distributed_optimizer,
-        "num_distributed_optimizer_instances": int(given.get("--num-distributed-optimizer-instances", 1)),
+        "num_distributed_optimizer_instances": optimizer_instances(job),
         "bucket_size": bucket_size if layout.overlap_grad_reduce else None,
         "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw" in given,
         "average_in_collective": "--ddp-average-in-collective" in given,
         "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation" in given,
     }
-    known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
-    return DistributedDataParallelConfig(**{name: value for name, value in fields.items() if name in known})
-
-
-def _taken(job: Job, table: dict[str, tuple[str, Convert]]) -> dict[str, Any]:
-    found = {}
-    for flag, value in flags(job).items():
-        if flag in table:
-            name, convert = table[flag]
-            try:
-                found[name] = convert(value)
-            except (KeyError, ValueError, IndexError) as error:
-                raise NotModelledError(f"{flag} {value}: this value is not understood") from error
-    return found
-
-
-def _cuts(job: Job, layout: Layout) -> dict[str, Any]:
-    interleaved = layout.vpp > 1
-    overlaps_p2p = interleaved and "--no-overlap-p2p-communication" not in flags(job)
-    return {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
-        "microbatch_group_size_per_vp_stage": (layout.microbatch_group_size or layout.pp) if interleaved else None,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
-        "sequence_parallel": layout.sequence_parallel,
-        "overlap_p2p_comm": overlaps_p2p,
-        "batch_p2p_comm": not overlaps_p2p,
-        "deallocate_pipeline_outputs": True,
-    }
+    return build_config(DistributedDataParallelConfig, fields)
 
 
 def _chunks(chunks: tuple[int, ...], depths: int) -> dict[str, Any]:
@@ -237,19 +209,6 @@ def _chunks(chunks: tuple[int, ...], depths: int) -> dict[str, Any]:
     stages[0].insert(0, "embedding")
     stages[-1] += ["mtp"] * depths + ["loss"]
     return {"pipeline_model_parallel_layout": stages}
-
-
-def _fusions(job: Job) -> dict[str, Any]:
-    model = job.model
-    return {
-        "bias_activation_fusion": fuses_activation(job),
-        "bias_dropout_fusion": True,
-        "masked_softmax_fusion": True,
-        "gradient_accumulation_fusion": True,
-        "persist_layer_norm": True,
-        "apply_rope_fusion": model.transformer_impl == "transformer_engine" and model.position_embedding_type == "rope",
-        "attention_softmax_in_fp32": False,
-    }
 
 
 def _recompute(layout: Layout) -> dict[str, Any]:

@@ -15,10 +15,13 @@ from typing import Any
 import torch
 
 from pipette_launch.facts import Job
-from pipette_patches.replacements import Replacement, instead
+from pipette_patches.abstract.gpu_replacements import for_abstract
+from pipette_patches.abstract.transformer_engine.fused_kernels import kernel
+from pipette_patches.replacements import in_module, instead
 from pipette_patches.workload.config import expert_fields, flags
 
 _FP8_ROWS = 16
+_ROW_MAP_DTYPE = torch.int32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,11 +63,6 @@ def choose(job: Job) -> None:
     )
 
 
-def routing() -> Routing:
-    """The routing in force."""
-    return _routing[0]
-
-
 def balanced(rows: int, parts: int) -> list[int]:
     """Cut a number of rows into parts that differ by one at most."""
     each, more = divmod(rows, parts)
@@ -84,7 +82,6 @@ def fields(job: Job) -> dict[str, Any]:
         found |= {
             **expert_fields(model),
             "num_moe_experts": model.num_experts,
-            "moe_layer_freq": list(model.moe_layer_freq),
             "moe_token_dispatcher_type": dispatcher if dispatcher == "allgather" else "alltoall",
         }
         if dispatcher == "flex":
@@ -110,31 +107,13 @@ def notes(job: Job) -> tuple[str, ...]:
     return tuple(found)
 
 
-class MaskedSelect(torch.autograd.Function):
-    """Select as many entries of each row of a mask as balanced routing sets; keeps what torch's own keeps."""
+def _masked_select(given: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Select as many entries of each row of a mask as balanced routing sets; keeps what torch's own keeps.
 
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Make the selection; rows of the mask are experts, its columns tokens."""
-        ctx.save_for_backward(given, mask)
-        experts, tokens = mask.shape
-        return given.new_empty(_routing[0].rows(tokens, experts))
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
-        """Put the gradients back in place."""
-        given, _ = ctx.saved_tensors
-        return torch.empty_like(given), None
-
-
-def _masked_select(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def select(given: Any, mask: Any) -> Any:
-        if given.device.type != "meta":
-            return original(given, mask)
-        return MaskedSelect.apply(given, mask)  # type: ignore[no-untyped-call]
-
-    return select
+    Rows of the mask are experts, its columns tokens.
+    """
+    experts, tokens = mask.shape
+    return kernel(lambda given: (given.new_empty(_routing[0].rows(tokens, experts)), (given, mask)), given)
 
 
 def _with_balanced_counts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,45 +153,80 @@ def _sort_chunks(original: Callable[..., Any]) -> Callable[..., Any]:
     return sort
 
 
-class _KeyValueFunction(torch.autograd.Function):
-    """Keys and values of latent attention in one kernel: two new tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, both: torch.Tensor, shared: torch.Tensor, key_width: int, value_width: int) -> Any:
-        """Make keys and values."""
-        ctx.shapes = (both.shape, shared.shape)
-        return both.new_empty((*both.shape[:-1], key_width)), both.new_empty((*both.shape[:-1], value_width))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Make the gradients of both sources."""
-        both, shared = ctx.shapes
-        return gradients[0].new_empty(both), gradients[0].new_empty(shared), None, None
+def _rope_for_key_value(
+    both: Any, shared: Any, _cos: Any, _sin: Any, rope_width: int, width: int, value_width: int, *_: Any
+) -> Any:
+    """Make keys and values of latent attention in one kernel: two new tensors."""
+    shapes = [(*both.shape[:-1], channels) for channels in (width + rope_width, value_width)]
+    return kernel(lambda both, _: (tuple(both.new_empty(shape) for shape in shapes), ()), both, shared)
 
 
-def _rope_for_key_value(_original: object) -> Callable[..., Any]:
-    def rotate(
-        both: Any, shared: Any, _cos: Any, _sin: Any, rope_width: int, width: int, value_width: int, *_: Any
-    ) -> Any:
-        return _KeyValueFunction.apply(both, shared, width + rope_width, value_width)  # type: ignore[no-untyped-call]
+def moe_permute_with_probs(
+    tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, **_options: Any
+) -> Any:
+    """Put rows of tokens, and their probabilities, into the order of experts.
 
-    return rotate
+    Keeps and returns a map of 2 * experts + 1 entries for each token.
+    """
+
+    def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> Any:
+        num_tokens, experts = routing_map.shape
+        rows = _routing[0].rows(num_tokens, experts)
+        row_map = routing_map.new_empty((num_tokens, 2 * experts + 1), dtype=_ROW_MAP_DTYPE)
+        permuted = None if probs is None else probs.new_empty(rows)
+        return (tokens.new_empty((rows, tokens.shape[1])), permuted, row_map), (row_map,)
+
+    return kernel(run, tokens, probs)
 
 
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
-_EXPERTS = "megatron.core.transformer.moe.experts"
-_LATENT = "megatron.core.transformer.multi_latent_attention"
+def moe_permute(tokens: torch.Tensor, routing_map: torch.Tensor, **_options: Any) -> Any:
+    """Permute tokens: returns them and the map for the way back."""
+    permuted, _, row_map = moe_permute_with_probs(tokens, None, routing_map)
+    return permuted, row_map
+
+
+def moe_unpermute(
+    permuted: torch.Tensor, row_map: torch.Tensor, *_probs: Any, restore_shape: Any, **_options: Any
+) -> Any:
+    """Add each token's rows up; keeps the map."""
+    return kernel(lambda given: (given.new_empty(tuple(restore_shape)), (row_map,)), permuted)
+
+
+def moe_sort_chunks_by_index_with_probs(rows: torch.Tensor, probs: Any, _sizes: Any, _order: Any) -> Any:
+    """Sort chunks of rows and of their probabilities; keeps a map."""
+    row_map = rows.new_empty(rows.shape[0], dtype=_ROW_MAP_DTYPE)
+    return tuple(kernel(lambda given: (given.new_empty(given.shape), (row_map,)), given) for given in (rows, probs))
+
+
+def moe_sort_chunks_by_index(rows: torch.Tensor, _sizes: Any, _order: Any) -> Any:
+    """Sort chunks of rows; keeps a map."""
+    row_map = rows.new_empty(rows.shape[0], dtype=_ROW_MAP_DTYPE)
+    return kernel(lambda given: (given.new_empty(given.shape), (row_map,)), rows)
+
+
 MOE = (
-    Replacement(module="torch", path="Tensor.masked_select", make=_masked_select),
-    Replacement(module=_EXPERTS, path="SequentialMLP.forward", make=_with_balanced_counts),
-    Replacement(module=_EXPERTS, path="TEGroupedMLP.forward", make=_with_balanced_counts),
-    Replacement(module=_DISPATCHER, path="all_to_all", make=_all_to_all),
-    Replacement(module=_DISPATCHER, path="gather_from_sequence_parallel_region", make=_in_equal_parts),
-    Replacement(module=_DISPATCHER, path="reduce_scatter_to_sequence_parallel_region", make=_in_equal_parts),
-    Replacement(module=_DISPATCHER, path="sort_chunks_by_idxs", make=_sort_chunks),
-    Replacement(module=_DISPATCHER, path="pad_routing_map", make=instead(lambda mapped, _multiple: mapped)),
-    # The kernel rotates queries in place.
-    Replacement(module=_LATENT, path="fused_apply_mla_rope_for_q", make=instead(lambda query, *_, **_options: query)),
-    Replacement(module=_LATENT, path="fused_apply_mla_rope_for_kv", make=_rope_for_key_value),
+    *in_module("torch", {"Tensor.masked_select": for_abstract(_masked_select)}),
+    *in_module(
+        "megatron.core.transformer.moe.experts",
+        {"SequentialMLP.forward": _with_balanced_counts, "TEGroupedMLP.forward": _with_balanced_counts},
+    ),
+    *in_module(
+        "megatron.core.transformer.moe.token_dispatcher",
+        {
+            "all_to_all": _all_to_all,
+            "gather_from_sequence_parallel_region": _in_equal_parts,
+            "reduce_scatter_to_sequence_parallel_region": _in_equal_parts,
+            "sort_chunks_by_idxs": _sort_chunks,
+            "pad_routing_map": instead(lambda mapped, _multiple: mapped),
+        },
+    ),
+    *in_module(
+        "megatron.core.transformer.multi_latent_attention",
+        {
+            # The kernel rotates queries in place.
+            "fused_apply_mla_rope_for_q": instead(lambda query, *_, **_options: query),
+            "fused_apply_mla_rope_for_kv": instead(_rope_for_key_value),
+        },
+    ),
 )
 """Replacements in megatron-core, and one in torch, where the value of a tensor is asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 
@@ -9,29 +10,24 @@ from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.messages.abstract_execution import ExecutedMemory, ExecutedParts
 from pipette_patches.abstract import megatron_config, moe
 from pipette_patches.abstract.allocator import metered
-from pipette_patches.abstract.core_replacements import CORE
-from pipette_patches.abstract.process_groups import one_rank
+from pipette_patches.abstract.gpu_replacements import CORE, TORCH
 from pipette_patches.abstract.scale_up import full_size, scaled
-from pipette_patches.abstract.torch_replacements import TORCH
 from pipette_patches.abstract.trainer import Size, Trace, Trainer
-from pipette_patches.abstract.transformer_engine import attention, fused_adam, linear, stand_in
+from pipette_patches.abstract.transformer_engine import attention, fused_kernels, linear, stand_in
 from pipette_patches.replacements import Replacements
+from pipette_patches.workload.process_groups import one_rank
 
-_loaded: list[Replacements] = []
 FIRST = ("setup", "first", "first step")
 """Phases of the first iteration, its optimizer step included."""
 _PART_OF = {"backward": "working", "head": "logits"}
 """Labels of the meter that ExecutedParts names otherwise."""
 
 
+@functools.cache
 def load() -> None:
     """Make this process one that executes abstractly, and import megatron-core; there is no way back."""
-    if _loaded:
-        return
     stand_in.install()
-    replacements = Replacements((*TORCH, *CORE, *moe.MOE))
-    replacements.apply()
-    _loaded.append(replacements)
+    Replacements((*TORCH, *CORE, *moe.MOE)).apply()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import megatron.core.distributed
@@ -59,7 +55,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
         backend = job.model.attention_backend
         attention.choose("fused" if backend in ("auto", "local") else backend)
         # A job with Megatron's own layers is taken to have no Transformer Engine, and so no fused optimizer.
-        fused_adam.choose(fused=job.model.transformer_impl == "transformer_engine")
+        fused_kernels.choose_optimizers(fused=job.model.transformer_impl == "transformer_engine")
         moe.choose(job)
         with metered() as meter:
             trainer = Trainer(job, layout, pp_rank, meter=meter, size=size)
@@ -67,13 +63,9 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
             del trainer
         return trace
 
-    with one_rank(job, layout, pp_rank):
+    with one_rank(layout, pp_rank, num_optimizer_instances=megatron_config.optimizer_instances(job)):
         trace = run(full_size(job, layout), True) if whole else scaled(job, layout, pp_rank, run)
     gc.collect()
-    return _memory(trace, job, pp_rank)
-
-
-def _memory(trace: Trace, job: Job, pp_rank: int) -> ExecutedMemory:
     peak = max(trace.stretches, key=lambda stretch: stretch.total)
     return ExecutedMemory(
         pp_rank=pp_rank,

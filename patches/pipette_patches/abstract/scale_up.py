@@ -95,29 +95,21 @@ def _carried_on(first: Trace, second: Trace, steps: int, *, bare: Trace) -> Trac
     """Go on from two sizes to the one that is as many steps beyond the first; static bytes are the bare run's own."""
     if [one.phase for one in first.stretches] != [one.phase for one in second.stretches]:
         raise RuntimeError("runs of different sizes went different ways")
+
+    def carried(a: dict[str, int], b: dict[str, int], static: dict[str, int], names: tuple[str, ...]) -> dict[str, int]:
+        grown = {name: a.get(name, 0) + steps * (b.get(name, 0) - a.get(name, 0)) for name in {*a, *b} - set(names)}
+        return grown | {name: static.get(name, 0) for name in names}
+
     statics = {stretch.phase: stretch.at_peak for stretch in bare.stretches}
+    of_step = (*STATIC, "optimizer_step")
     setup = [stretch for stretch in bare.stretches if stretch.phase == "setup"]
     stretches = [
-        Stretch(
-            phase=a.phase,
-            at_peak=_at_full_size(a.at_peak, b.at_peak, steps, statics[a.phase], is_step=a.phase.endswith("step")),
-        )
+        Stretch(a.phase, carried(a.at_peak, b.at_peak, statics[a.phase], of_step if "step" in a.phase else STATIC))
         for a, b in zip(first.stretches, second.stretches, strict=True)
         if a.phase != "setup"
     ]
-    left = _at_full_size(first.left, second.left, steps, bare.left, is_step=True)
+    left = carried(first.left, second.left, bare.left, of_step)
     return replace(second, stretches=(*setup, *stretches), left=left)
-
-
-def _at_full_size(
-    first: dict[str, int], second: dict[str, int], steps: int, static: dict[str, int], *, is_step: bool
-) -> dict[str, int]:
-    bare = (*STATIC, "optimizer_step") if is_step else STATIC
-    grown = {
-        name: first.get(name, 0) + steps * (second.get(name, 0) - first.get(name, 0))
-        for name in {*first, *second} - set(bare)
-    }
-    return {**grown, **{name: static.get(name, 0) for name in bare}}
 
 
 def _with_reports(trace: Trace, missing: int) -> Trace:

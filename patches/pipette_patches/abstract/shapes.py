@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-aten: Any = torch.ops.aten
 # The factory itself, whatever a patch puts in the place of its public name.
 _empty: Callable[..., torch.Tensor] = torch._C._VariableFunctions.empty
 Quick = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -96,14 +96,11 @@ def _joined(args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
 
 
 def _product(args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
+    # What the product is added to comes first.
     first, second = args[-2:]
     if first.device.type != "meta" or first.dtype is not second.dtype:
         return None
     return _made((*first.shape[:-1], second.shape[-1]), first.dtype)
-
-
-def _product_added(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _product(args[:3], kwargs)
 
 
 _OF_ONE_TENSOR = ("neg", "exp", "sigmoid", "silu", "tanh", "gelu", "cos", "sin", "reciprocal", "sqrt")
@@ -124,15 +121,10 @@ _QUICK: dict[str, Quick] = {
     "cat.default": _joined,
     "mm.default": _product,
     "bmm.default": _product,
-    "addmm.default": _product_added,
-    "baddbmm.default": _product_added,
+    "addmm.default": _product,
+    "baddbmm.default": _product,
 }
 
 
-def _overload(name: str) -> Any:
-    packet, overload = name.split(".")
-    return getattr(getattr(aten, packet), overload)
-
-
-QUICK: dict[Any, Quick] = {_overload(name): quick for name, quick in _QUICK.items()}
+QUICK: dict[Any, Quick] = {attrgetter(name)(torch.ops.aten): quick for name, quick in _QUICK.items()}
 """What is answered here, by operation."""

@@ -58,7 +58,6 @@ class Trainer:
         from megatron.core.optimizer import get_megatron_optimizer
 
         self.job, self.layout, self.pp_rank, self.meter = job, layout, pp_rank, meter
-        self.uses_te = job.model.transformer_impl == "transformer_engine"
         self.num_microbatches, self.report_bytes = size.num_microbatches, 0
         self.config = megatron_config.transformer_config(job, layout, chunks=size.chunks, changes=changes)
         with meter.labelled("weights"):
@@ -72,15 +71,32 @@ class Trainer:
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = under("backward", finalize_model_grads)
         if layout.overlap_grad_reduce:
-            self._overlap()
+            # As `train` sets them.
+            functions = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = functions if layout.vpp > 1 else functions[0]
+            if layout.vpp > 1:
+                self.config.grad_sync_func = [chunk.start_grad_sync for chunk in self.chunks]
 
     def _chunk(self, index: int) -> Any:
         """Build one model chunk, as gpt_builder does."""
+        from megatron.core.models.gpt import gpt_layer_specs
         from megatron.core.models.gpt.gpt_model import GPTModel
 
         model, layout = self.job.model, self.layout
+        uses_te = model.transformer_impl == "transformer_engine"
         stage = index if layout.vpp > 1 else None
-        spec = self._spec(stage)
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+            self.config, use_transformer_engine=uses_te, normalization=model.normalization, vp_stage=stage
+        )
+        prediction_spec = None
+        if model.mtp_num_layers:
+            # A chunk may have no layer of the decoder.
+            layers = spec.layer_specs or gpt_layer_specs.get_gpt_decoder_layer_specs(
+                self.config, uses_te, normalization=model.normalization
+            )
+            prediction_spec = gpt_layer_specs.get_gpt_mtp_block_spec(
+                self.config, layers[-1], use_transformer_engine=uses_te, vp_stage=stage
+            )
         chunk = GPTModel(
             config=self.config,
             transformer_layer_spec=spec,
@@ -90,39 +106,16 @@ class Trainer:
             post_process=self.pp_rank == layout.pp - 1 and index == layout.vpp - 1,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             position_embedding_type=model.position_embedding_type,
-            mtp_block_spec=self._prediction_spec(spec, stage),
+            mtp_block_spec=prediction_spec,
             vp_stage=stage,
         ).cuda()
-        _label_parts(chunk)
+        # Embedding and output layer count apart from the layers.
+        if chunk.pre_process:
+            chunk.embedding.forward = _marked_backward(under("embedding", chunk.embedding.forward))
+        if hasattr(chunk, "output_layer"):
+            chunk.output_layer.forward = under("head", chunk.output_layer.forward)
+            chunk.compute_language_model_loss = under("head", chunk.compute_language_model_loss)
         return chunk
-
-    def _spec(self, vp_stage: int | None) -> Any:
-        from megatron.core.models.gpt import gpt_layer_specs
-
-        return gpt_layer_specs.get_gpt_decoder_block_spec(
-            self.config,
-            use_transformer_engine=self.uses_te,
-            normalization=self.job.model.normalization,
-            vp_stage=vp_stage,
-        )
-
-    def _prediction_spec(self, spec: Any, vp_stage: int | None) -> Any:
-        """Describe the layers of multi-token prediction of a chunk; None where it has none."""
-        from megatron.core.models.gpt import gpt_layer_specs
-
-        if not self.job.model.mtp_num_layers:
-            return None
-        last = spec.layer_specs[-1] if spec.layer_specs else self._decoder_specs()[-1]
-        return gpt_layer_specs.get_gpt_mtp_block_spec(
-            self.config, last, use_transformer_engine=self.uses_te, vp_stage=vp_stage
-        )
-
-    def _decoder_specs(self) -> Any:
-        """Describe every layer of the decoder, for a chunk that has no layer."""
-        from megatron.core.models.gpt import gpt_layer_specs
-
-        model = self.job.model
-        return gpt_layer_specs.get_gpt_decoder_layer_specs(self.config, self.uses_te, normalization=model.normalization)
 
     def _wrapped(self, chunks: Sequence[Any]) -> list[Any]:
         """Convert to the training type and give each chunk its gradient buffers."""
@@ -140,69 +133,58 @@ class Trainer:
                 chunks = [Float16Module(self.config, chunk) for chunk in chunks]
         ddp = megatron_config.ddp_config(self.job, self.layout, num_parameters=count)
         no_buckets = "--overlap-param-gather-with-optimizer-step" in flags(self.job)
-        wrapped = []
         with self.meter.labelled("gradients"):
-            for index, chunk in enumerate(chunks):
-                wrapped.append(
-                    DistributedDataParallel(
-                        config=self.config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0 or no_buckets
-                    )
+            wrapped = [
+                DistributedDataParallel(
+                    config=self.config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0 or no_buckets
                 )
+                for index, chunk in enumerate(chunks)
+            ]
         for chunk in wrapped:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 if buffer.param_data is not None:
-                    self.meter.relabel(buffer.param_data, "weights")
+                    self.meter.recount(buffer.param_data.untyped_storage(), "weights")
         return wrapped
-
-    def _overlap(self) -> None:
-        """Set what `train` sets for overlapped reduction of gradients."""
-        functions = [chunk.no_sync for chunk in self.chunks]
-        self.config.no_sync_func = functions if self.layout.vpp > 1 else functions[0]
-        if self.layout.vpp > 1:
-            self.config.grad_sync_func = [chunk.start_grad_sync for chunk in self.chunks]
 
     def train(self, *, forward_and_backward: bool = True) -> Trace:
         """Take two steps as `train_step` does; without forward and backward only the optimizer does its part."""
         for phase in ("first", "second"):
             self.step(phase, forward_and_backward=forward_and_backward)
-        self._mark("end")
+        self.meter.mark("end")
         return Trace(
             stretches=tuple(self.meter.stretches), left=dict(self.meter.by_label), report_bytes=self.report_bytes
         )
 
     def step(self, phase: str, *, forward_and_backward: bool = True) -> None:
         """Take one step."""
-        self._mark(phase)
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.meter.mark(phase)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        reports = self._forward_and_backward() if forward_and_backward else []
-        if reports:
-            self.report_bytes = self.meter.by_label.get("head", 0) // self.num_microbatches
-        self._mark(f"{phase} step")
+        if forward_and_backward:
+            batches = [iter(self._batch, None) for _ in self.chunks]
+            interleaved = self.layout.vpp > 1
+            reports = get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=batches if interleaved else batches[0],
+                model=self.chunks if interleaved else self.chunks[0],
+                num_microbatches=self.num_microbatches,
+                seq_length=self.job.model.seq_length,
+                micro_batch_size=self.layout.micro_batch_size,
+                forward_only=False,
+            )
+            if reports:
+                self.report_bytes = self.meter.by_label.get("head", 0) // self.num_microbatches
+        self.meter.mark(f"{phase} step")
         with self.meter.labelled("optimizer_step"):
             self.optimizer.step()
-        for state in states_of(self.optimizer):
-            self.meter.relabel(state, "optimizer")
-
-    def _mark(self, phase: str) -> None:
-        self.meter.mark()
-        self.meter.phase = phase
-
-    def _forward_and_backward(self) -> Any:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        batches = [iter(self._batch, None) for _ in self.chunks]
-        interleaved = self.layout.vpp > 1
-        return get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=batches if interleaved else batches[0],
-            model=self.chunks if interleaved else self.chunks[0],
-            num_microbatches=self.num_microbatches,
-            seq_length=self.job.model.seq_length,
-            micro_batch_size=self.layout.micro_batch_size,
-            forward_only=False,
-        )
+        for inner in inner_optimizers(self.optimizer):
+            for states in inner.optimizer.state.values() if inner.optimizer is not None else ():
+                for state in states.values():
+                    if isinstance(state, torch.Tensor):
+                        self.meter.recount(state.untyped_storage(), "optimizer")
 
     def _batch(self) -> dict[str, torch.Tensor]:
         """Make a micro-batch as the data loader gives it, on the device."""
@@ -217,7 +199,11 @@ class Trainer:
             batch["attention_mask"] = torch.zeros(size, 1, length, length, dtype=torch.bool, device="cuda")
         if self.layout.cp == 1:
             return batch
-        return {name: _part_of_sequence(whole, self.layout.cp) for name, whole in batch.items()}
+        # This rank's two of 2*cp pieces, as get_batch_on_this_cp_rank takes them: a copy.
+        own = length // self.layout.cp
+        return {
+            name: whole.narrow(2 if name == "attention_mask" else 1, 0, own).clone() for name, whole in batch.items()
+        }
 
     def _forward_step(
         self, batches: Any, chunk: Any, return_schedule_plan: bool = False
@@ -252,47 +238,21 @@ def _loss(loss_mask: Any, output: torch.Tensor) -> Any:
     return loss, num_tokens, {"lm loss": report}
 
 
-def _part_of_sequence(whole: torch.Tensor, cp: int) -> torch.Tensor:
-    """Take this rank's two of 2*cp pieces, as get_batch_on_this_cp_rank: a copy."""
-    dimension = 2 if whole.dim() == 4 else 1
-    return whole.narrow(dimension, 0, whole.shape[dimension] // cp).clone()
-
-
-def _label_parts(chunk: Any) -> None:
-    """Count what embedding and output layer make apart from the layers."""
-    if chunk.pre_process:
-        chunk.embedding.forward = _marked_backward(under("embedding", chunk.embedding.forward))
-    if hasattr(chunk, "output_layer"):
-        chunk.output_layer.forward = under("head", chunk.output_layer.forward)
-        chunk.compute_language_model_loss = under("head", chunk.compute_language_model_loss)
-
-
 def _marked_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark when the backward of what follows a function is over, and the function's own begins."""
+
+    def mark(_gradient: torch.Tensor) -> None:
+        meter = current()
+        if meter is not None:
+            meter.mark()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         out = function(*args, **kwargs)
         if out.requires_grad:
-            out.register_hook(_mark)
+            out.register_hook(mark)
         return out
 
     return forward
-
-
-def _mark(_gradient: torch.Tensor) -> None:
-    meter = current()
-    if meter is not None:
-        meter.mark()
-
-
-def states_of(optimizer: Any) -> list[torch.Tensor]:
-    """Every tensor that an optimizer keeps for its parameters."""
-    found: list[torch.Tensor] = []
-    for each in inner_optimizers(optimizer):
-        if each.optimizer is not None:
-            for state in each.optimizer.state.values():
-                found += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return found
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

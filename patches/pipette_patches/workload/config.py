@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 
 from pipette_launch.facts import ComputeCase, Job, ModelSpec
+from pipette_patches.errors import NotModelledError
 
 PartName = Literal["layer", "moe_layer", "embedding", "head", "core_attention"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SWITCHES = {
-    "--cross-entropy-loss-fusion": "cross_entropy_loss_fusion",
-    "--deterministic-mode": "deterministic_mode",
-    "--fp32-residual-connection": "fp32_residual_connection",
-    "--moe-permute-fusion": "moe_permute_fusion",
-    "--moe-router-fusion": "moe_router_fusion",
-    "--qk-layernorm": "qk_layernorm",
+Convert = Callable[[str], Any]
+FlagTable = dict[str, tuple[str, Convert]]
+"""By flag: the field of a configuration that it sets, and how its value is read."""
+
+
+def same_name(convert: Convert, flags_read_so: str) -> FlagTable:
+    """Read each flag by `convert` into the field of the same name: `--qk-layernorm` into `qk_layernorm`."""
+    return {flag: (flag[2:].replace("-", "_"), convert) for flag in flags_read_so.split()}
+
+
+def switches_on(_value: str) -> bool:
+    """Read a flag that has no value."""
+    return True
+
+
+def switches_off(_value: str) -> bool:
+    """Read a flag that has no value and begins with `--no-`."""
+    return False
+
+
+FUSION_FLAGS: FlagTable = {
+    "--no-bias-dropout-fusion": ("bias_dropout_fusion", switches_off),
+    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", switches_off),
+    "--no-masked-softmax-fusion": ("masked_softmax_fusion", switches_off),
+    "--no-persist-layer-norm": ("persist_layer_norm", switches_off),
+    "--no-rope-fusion": ("apply_rope_fusion", switches_off),
 }
-"""Flags that switch a field of the same meaning on."""
-VALUES = {"--cross-entropy-fusion-impl": "cross_entropy_fusion_impl"}
-"""Flags whose value a field takes."""
+_MEASURED_FLAGS: FlagTable = {
+    **FUSION_FLAGS,
+    **same_name(
+        switches_on,
+        """
+        --cross-entropy-loss-fusion --deterministic-mode --fp32-residual-connection
+        --moe-permute-fusion --moe-router-fusion --qk-layernorm
+        """,
+    ),
+    **same_name(str, "--cross-entropy-fusion-impl"),
+}
 UNHEEDED = ("--fp8", "--fp4", "--cuda-graph", "--enable-cuda-graph", "--external-cuda-graph", "--window-size")
 """Beginnings of flags that change how long a layer takes, and are not measured."""
 
@@ -31,11 +60,28 @@ def flags(job: Job) -> dict[str, str]:
     return dict(flag.partition(" ")[::2] for flag in job.performance_flags)
 
 
-def layer_kinds(model: ModelSpec) -> tuple[PartName, ...]:
-    """The kinds of layers that the model has; one of each is built."""
-    dense: tuple[PartName, ...] = ("layer",) if 0 in model.moe_layer_freq or not model.num_experts else ()
-    moe: tuple[PartName, ...] = ("moe_layer",) if 1 in model.moe_layer_freq else ()
-    return dense + moe
+def fields_set_by_flags(job: Job, table: FlagTable) -> dict[str, Any]:
+    """The fields that the job's other flags set, of those in a table.
+
+    Raises:
+        NotModelledError: a value cannot be read.
+
+    """
+    found = {}
+    for flag, value in flags(job).items():
+        if flag in table:
+            name, convert = table[flag]
+            try:
+                found[name] = convert(value)
+            except (KeyError, ValueError, IndexError) as error:
+                raise NotModelledError(f"{flag} {value}: this value is not understood") from error
+    return found
+
+
+def build_config(kind: Callable[..., Any], fields: Mapping[str, Any]) -> Any:
+    """Make a configuration of megatron-core from those fields that its release knows."""
+    known = inspect.signature(kind).parameters
+    return kind(**{name: value for name, value in fields.items() if name in known})
 
 
 def transformer_config(
@@ -51,7 +97,9 @@ def transformer_config(
     # torch's norms, which stand where neither Transformer Engine nor Apex is, refuse sequence parallelism.
     splits_sequence = on_cuda and (uses_te or bool(getattr(gpt_layer_specs, "HAVE_APEX", False)))
     experts, notes = _expert_fields(job, kinds, uses_te=uses_te)
-    switched, unheeded = _flagged(job)
+    unheeded = ", ".join(flag for flag in job.performance_flags if flag.startswith(UNHEEDED))
+    if unheeded:
+        notes = (*notes, f"compute was measured without {unheeded}")
     fields: dict[str, Any] = {
         **model_fields(model, len(kinds)),
         "tensor_model_parallel_size": case.tp,
@@ -59,13 +107,19 @@ def transformer_config(
         # Nobody trains with tensor parallelism on GPUs without it, and experts demand it everywhere.
         "sequence_parallel": case.tp > 1 and (splits_sequence or job.own.sequence_parallel or "moe_layer" in kinds),
         "use_cpu_initialization": not on_cuda,
-        **_fusions(job, on_cuda=on_cuda, uses_te=uses_te),
+        # Megatron's own defaults. On CPUs, too: where nothing compiles them they are slower than the unfused ones, by
+        # a third.
+        "bias_activation_fusion": fuses_activation(job),
+        "bias_dropout_fusion": True,
+        "masked_softmax_fusion": on_cuda,
+        "apply_rope_fusion": uses_te,
+        "gradient_accumulation_fusion": uses_te,
+        "persist_layer_norm": on_cuda,
         **({"attention_backend": AttnBackend[model.attention_backend]} if on_cuda else {}),
         **experts,
-        **switched,
     }
-    known = inspect.signature(TransformerConfig).parameters
-    return TransformerConfig(**{name: value for name, value in fields.items() if name in known}), notes + unheeded
+    # A flag switches a fusion off, and never on where it cannot be.
+    return build_config(TransformerConfig, fields | fields_set_by_flags(job, _MEASURED_FLAGS)), notes
 
 
 def model_fields(model: ModelSpec, num_layers: int) -> dict[str, Any]:
@@ -105,29 +159,6 @@ def expert_fields(model: ModelSpec) -> dict[str, Any]:
         "moe_router_topk": model.moe_router_topk,
         "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
         "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
-    }
-
-
-def _flagged(job: Job) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Fields that the user's performance flags set, and a note on the flags that are not measured."""
-    words = flags(job)
-    switched: dict[str, Any] = {field: True for flag, field in SWITCHES.items() if flag in words}
-    switched |= {field: words[flag] for flag, field in VALUES.items() if flag in words}
-    unheeded = [flag for flag in job.performance_flags if flag.startswith(UNHEEDED)]
-    return switched, (f"compute was measured without {', '.join(unheeded)}",) if unheeded else ()
-
-
-def _fusions(job: Job, *, on_cuda: bool, uses_te: bool) -> dict[str, bool]:
-    """Megatron's own defaults, unless the user's flags say no."""
-    given = flags(job)
-    return {
-        # On CPUs, too: where nothing compiles them they are slower than the unfused ones, by a third.
-        "bias_activation_fusion": fuses_activation(job),
-        "bias_dropout_fusion": "--no-bias-dropout-fusion" not in given,
-        "masked_softmax_fusion": on_cuda and "--no-masked-softmax-fusion" not in given,
-        "apply_rope_fusion": uses_te and "--no-rope-fusion" not in given,
-        "gradient_accumulation_fusion": uses_te and "--no-gradient-accumulation-fusion" not in given,
-        "persist_layer_norm": on_cuda and "--no-persist-layer-norm" not in given,
     }
 
 

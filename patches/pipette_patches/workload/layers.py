@@ -1,8 +1,7 @@
 """Build the user's own layers with megatron-core on one device, with no peer: communication costs nothing here.
 
-A fake process group of tp*cp ranks lets megatron-core cut its weights and activations as in the real job, while every
-collective returns at once (what it would have received stays uninitialised, which changes no time). So each device
-measures alone, and all devices of a job measure different shapes at the same time.
+The process group of tp*cp ranks is fake, and what a collective would have received stays uninitialised, which changes
+no time. So each device measures alone, and all devices of a job measure different shapes at the same time.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipette_launch.errors import PipetteError
-from pipette_launch.facts import ComputeCase, Job
+from pipette_launch.facts import ComputeCase, Job, Layout
 from pipette_patches import registry
-from pipette_patches.workload.config import DTYPES, PartName, layer_kinds, transformer_config
+from pipette_patches.workload.config import DTYPES, PartName, transformer_config
+from pipette_patches.workload.process_groups import one_rank
 
-SEED = 1234
-REFUSALS = (AssertionError, AttributeError, ImportError, NameError, RuntimeError, TypeError, ValueError)
+_OPTIMIZERS = ("adam", "sgd")
+_REFUSALS = (AssertionError, AttributeError, ImportError, NameError, RuntimeError, TypeError, ValueError)
 """What megatron-core raises for a case that it cannot run; NameError where it misses Transformer Engine (0.16, MoE)."""
 
 
@@ -60,12 +59,25 @@ class Part:
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Add each weight gradient to a main gradient as soon as it is there, as Megatron's data parallelism does."""
-        hooks = [_give_main_grad(parameter, self.main_grad_dtype) for parameter in self.parameters]
+
+        def add(parameter: Any) -> None:
+            # Transformer Engine may have added it inside its own kernel.
+            if not parameter.grad_added_to_main_grad:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+
+        parameters: tuple[Any, ...] = self.parameters
+        for parameter in parameters:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=self.main_grad_dtype)
+            parameter.grad_added_to_main_grad = False
+        hooks = [parameter.register_post_accumulate_grad_hook(add) for parameter in parameters]
         try:
             yield
         finally:
-            for take_back in hooks:
-                take_back()
+            for parameter, hook in zip(parameters, hooks, strict=True):
+                hook.remove()
+                parameter.grad = None
+                del parameter.main_grad
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +115,7 @@ def workload(job: Job, case: ComputeCase, *, device_kind: str) -> Iterator[Workl
         WorkloadError: megatron-core refuses the case; running out of memory is left as torch raises it.
 
     """
-    with _fake_group(case):
+    with one_rank(Layout(tp=case.tp, cp=case.cp, etp=1)):
         with refusals_named(case_words(case)):
             built = _build(job, case, device_kind)
         yield built
@@ -114,7 +126,7 @@ def refusals_named(what: str) -> Iterator[None]:
     """Raise WorkloadError with megatron-core's reason where it refuses `what`; keep an out-of-memory error."""
     try:
         yield
-    except REFUSALS as error:
+    except _REFUSALS as error:
         if is_out_of_memory(error):
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -134,53 +146,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in said or no_kernel
 
 
-def _give_main_grad(parameter: Any, dtype: torch.dtype) -> Callable[[], None]:
-    """Prepare a parameter as Megatron's data parallelism does; call the result to undo that."""
-    parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
-    parameter.grad_added_to_main_grad = False
-    hook = parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
-
-    def take_back() -> None:
-        hook.remove()
-        parameter.grad = None
-        del parameter.main_grad
-
-    return take_back
-
-
-def _add_to_main_grad(parameter: Any) -> None:
-    # Transformer Engine may have added it inside its own kernel.
-    if not parameter.grad_added_to_main_grad:
-        parameter.main_grad.add_(parameter.grad)
-    parameter.grad = None
-
-
-@contextlib.contextmanager
-def _fake_group(case: ComputeCase) -> Iterator[None]:
-    from megatron.core import parallel_state, tensor_parallel
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.tp * case.cp)
-    try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=case.tp,
-            context_parallel_size=case.cp,
-            expert_tensor_parallel_size=1,
-            create_gloo_process_groups=False,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(SEED)
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
 def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     model = job.model
-    kinds = layer_kinds(model)
+    # One layer of each kind that the model has.
+    dense: tuple[PartName, ...] = ("layer",) if 0 in model.moe_layer_freq or not model.num_experts else ()
+    kinds = (*dense, "moe_layer") if 1 in model.moe_layer_freq else dense
     wants_te = device_kind == "cuda" and model.transformer_impl == "transformer_engine"
     has_te = bool(getattr(gpt_layer_specs, "HAVE_TE", False))
     uses_te = wants_te and has_te
@@ -219,23 +192,8 @@ def _parts(
     rope = gpt.rotary_pos_emb(model.seq_length) if model.position_embedding_type == "rope" else None
     tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
 
-    def once(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        def run(flow: torch.Tensor) -> torch.Tensor:
-            output: torch.Tensor = layer(flow, attention_mask=None, rotary_pos_emb=rope)[0]
-            return output
-
-        return run
-
-    def run_layer(layer: Any) -> Callable[[int], torch.Tensor]:
-        run = once(layer)
-
-        def forward(times: int) -> torch.Tensor:
-            flow = hidden
-            for _ in range(times):
-                flow = run(flow)
-            return flow
-
-        return forward
+    def run(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda flow: layer(flow, attention_mask=None, rotary_pos_emb=rope)[0]
 
     def embed(_: int) -> torch.Tensor:
         output: torch.Tensor = gpt.embedding(input_ids=ids, position_ids=positions)
@@ -252,69 +210,123 @@ def _parts(
         return Part(name=name, parameters=parameters, forward=forward, main_grad_dtype=main_grad_dtype, **options)
 
     layers = [
-        part(kind, layer, run_layer(layer), source=hidden, chains=True, recomputed=_recomputed(once(layer), hidden))
+        part(
+            kind,
+            layer,
+            _chain(run(layer), hidden),
+            source=hidden,
+            chains=True,
+            recomputed=_chain(_checkpointed(run(layer)), hidden),
+        )
         for kind, layer in zip(kinds, gpt.decoder.layers, strict=True)
     ]
     first = gpt.decoder.layers[0]
-    core = AttentionCore(first, lambda: once(first)(hidden))
+    query, core, chains = _attention_core(first, lambda: run(first)(hidden))
     output = torch.nn.ModuleList([gpt.decoder.final_layernorm, gpt.embedding if tied is not None else gpt.output_layer])
     return (
         *layers,
         part("embedding", gpt.embedding, embed, source=None, chains=False),
         part("head", output, head, source=hidden, chains=False),
-        part("core_attention", core.module, core.forward, source=core.query, chains=core.chains),
+        part("core_attention", first.self_attention.core_attention, core, source=query, chains=chains),
     )
 
 
-def _recomputed(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) -> Callable[[int], torch.Tensor]:
-    """Chain layers as Megatron's full recompute does with one layer a unit: each keeps its input and nothing else.
+def _chain(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) -> Callable[[int], torch.Tensor]:
+    """Run something so many times in a row, each on the output of the one before."""
+
+    def forward(times: int) -> torch.Tensor:
+        flow = source
+        for _ in range(times):
+            flow = run(flow)
+        return flow
+
+    return forward
+
+
+def _checkpointed(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Run a layer as Megatron's full recompute does with one layer a unit: it keeps its input and nothing else.
 
     `TransformerBlock._checkpointed_forward` calls the same function of megatron-core, for method uniform of one layer
     and for the first layers of method block.
     """
     from megatron.core import tensor_parallel
 
-    def forward(times: int) -> torch.Tensor:
-        flow = source
-        for _ in range(times):
-            flow = tensor_parallel.checkpoint(run, False, flow)
-        return flow
-
-    return forward
+    return lambda flow: tensor_parallel.checkpoint(run, False, flow)
 
 
-class AttentionCore:
-    """The attention core of a layer on the queries, keys and values that the layer itself gives it."""
+def _attention_core(layer: Any, run: Callable[[], object]) -> tuple[torch.Tensor, Callable[[int], torch.Tensor], bool]:
+    """The attention core of a layer on the queries, keys and values that the layer itself gives it.
 
-    def __init__(self, layer: Any, run: Callable[[], object]) -> None:
-        """Run the layer once and catch what its core is called with."""
-        self.module: Any = layer.self_attention.core_attention
-        caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    `run` runs the layer once, to catch what its core is called with. Returns the queries, what runs the core so many
+    times on them, and whether it can be run on its own output.
+    """
+    core: Any = layer.self_attention.core_attention
+    caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-        def catch(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            caught.append((args, kwargs))
+    def catch(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append((args, kwargs))
 
-        hook = self.module.register_forward_pre_hook(catch, with_kwargs=True)
-        try:
-            with torch.no_grad():
-                run()
-        finally:
-            hook.remove()
-        (query, key, value, *rest), self._options = caught[0]
-        self.query, self._key, self._value = (each.detach().clone().requires_grad_() for each in (query, key, value))
-        self._rest = rest
+    hook = core.register_forward_pre_hook(catch, with_kwargs=True)
+    try:
         with torch.no_grad():
-            output = self._call(self.query)
-        # Under latent attention values are narrower than queries.
-        self.chains = bool(output.numel() == self.query.numel())
+            run()
+    finally:
+        hook.remove()
+    given, options = caught[0]
+    query, key, value = (each.detach().clone().requires_grad_() for each in given[:3])
 
-    def forward(self, times: int) -> torch.Tensor:
-        """Run the core so many times in a row, each on the output of the one before."""
-        flow = self._call(self.query)
-        for _ in range(times - 1 if self.chains else 0):
-            flow = self._call(flow.view_as(self.query))
-        return flow
-
-    def _call(self, query: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.module(query, self._key, self._value, *self._rest, **self._options)
+    def once(flow: torch.Tensor) -> torch.Tensor:
+        shaped = flow if flow is query else flow.view_as(query)
+        output: torch.Tensor = core(shaped, key, value, *given[3:], **options)
         return output
+
+    with torch.no_grad():
+        # Under latent attention values are narrower than queries.
+        chains = bool(once(query).numel() == query.numel())
+    return query, _chain(once, query) if chains else lambda _: once(query), chains
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerStep:
+    """One optimizer step as Megatron takes it, clipping, master weights and all, and how many parameters it moves."""
+
+    run: Callable[[], None]
+    num_parameters: int
+
+
+def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
+    """Wrap the workload's model as a training job does, and give it an optimizer with gradients to step on.
+
+    The distributed optimizer is left off: it does the same on fewer parameters. The model belongs to the optimizer
+    afterwards, so this comes last.
+
+    Raises:
+        WorkloadError: the job's optimizer is none of Megatron's plain ones.
+
+    """
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    if job.optimizer not in _OPTIMIZERS:
+        raise WorkloadError(f"the step of optimizer {job.optimizer!r} is not measured, only {', '.join(_OPTIMIZERS)}")
+    wrapped = DistributedDataParallel(
+        config=work.model.config,
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=not job.grad_reduce_in_bf16),
+        module=work.model,
+    )
+    model = job.model
+    config = OptimizerConfig(
+        optimizer=job.optimizer,
+        lr=1e-6,
+        bf16=model.params_dtype == "bf16",
+        fp16=model.params_dtype == "fp16",
+        params_dtype=DTYPES[model.params_dtype],
+        # Only fp16 looks for gradients that are not finite before it steps.
+        loss_scale=1.0 if model.params_dtype == "fp16" else None,
+    )
+    optimizer: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+    parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        # Their norm is the root of their number, far above Megatron's limit of 1: clipping is in the time.
+        parameter.main_grad.copy_(torch.randn_like(parameter))
+    return OptimizerStep(run=optimizer.step, num_parameters=sum(parameter.numel() for parameter in parameters))

@@ -21,8 +21,7 @@ from pipette_launch.probe.compute.timing import HABITS, stopwatch_for, time_call
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import Pace
 from pipette_patches.workload import layers as patches_workload
-from pipette_patches.workload.layers import Workload, case_words
-from pipette_patches.workload.optimizer import optimizer_step
+from pipette_patches.workload.layers import Workload, case_words, optimizer_step
 
 COMPUTE_SHARE = 0.45
 """Part of the budget for compute; the rest belongs to links and collectives."""

@@ -82,7 +82,7 @@ def test_labels_split_the_peak() -> None:
         first = under("embedding", make)(KIB)
         second = make(KIB)
         del first
-        meter.relabel(second, "optimizer")
+        meter.recount(second.untyped_storage(), "optimizer")
 
         assert {"embedding": 4 * KIB, "activations": 4 * KIB} == meter.at_peak
         assert {"embedding": 0, "activations": 0, "optimizer": 4 * KIB} == meter.by_label
@@ -96,7 +96,7 @@ def test_a_resized_storage_counts_as_it_is() -> None:
     with meter:
         tensor = make(KIB)
         tensor.untyped_storage().resize_(0)
-        meter.resized(tensor.untyped_storage())
+        meter.recount(tensor.untyped_storage())
 
     assert (0, 4 * KIB) == (meter.total, meter.peak)
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipette_patches.abstract.core_replacements import CORE
+from pipette_patches.abstract.gpu_replacements import CORE, TORCH
 from pipette_patches.abstract.shapes import QUICK
-from pipette_patches.abstract.torch_replacements import TORCH
 from pipette_patches.abstract.transformer_engine.stand_in import STAND_INS
 from pipette_patches.replacements import Replacement, owner_of
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipette_patches import registry
-from pipette_patches.cpu.torch_replacements import TORCH, _alone
+from pipette_patches.cpu.cpu_replacements import TORCH, _alone
 from pipette_patches.replacements import owner_of
 
 ROOT = Path(__file__).parents[3]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipette_patches.cpu.core_replacements import CORE
-from pipette_patches.cpu.training_programs import TRAINING
+from pipette_patches.cpu.backend import TRAINING
+from pipette_patches.cpu.cpu_replacements import CORE
 from pipette_patches.registry import _version_in, megatron_core_version
 from pipette_patches.replacements import Replacement
 

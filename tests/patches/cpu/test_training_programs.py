@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipette_patches.cpu.torch_replacements import say_once
-from pipette_patches.cpu.training_programs import _allow_no_cuda, _compile_for_this_python, _for_cpu
+from pipette_patches.cpu.backend import _allow_no_cuda, _compile_for_this_python, _for_cpu
+from pipette_patches.cpu.cpu_replacements import say_once
 
 
 def test_a_gpu_machines_flags_become_a_cpus_before_megatron_checks_them(caplog: pytest.LogCaptureFixture) -> None:

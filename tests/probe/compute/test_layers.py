@@ -21,8 +21,7 @@ from pipette_launch.probe.compute.bench import weight_bytes
 from pipette_launch.probe.compute.layers import LayerBench, cases_of
 from pipette_launch.probe.compute.peak_memory import CpuMeter
 from pipette_launch.probe.harness import Budget, Lockstep
-from pipette_patches.workload.layers import Part, Workload, WorkloadError
-from pipette_patches.workload.optimizer import OptimizerStep
+from pipette_patches.workload.layers import OptimizerStep, Part, Workload, WorkloadError
 
 CASES = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size) for size in (1, 2, 3, 4))
 

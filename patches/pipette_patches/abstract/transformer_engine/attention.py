@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pipette_patches.abstract.transformer_engine.fused_kernels import kernel
 from pipette_patches.errors import NotModelledError
 
 SCORES = ("flash", "fused", "unfused")
@@ -25,87 +26,63 @@ def choose(backend: str) -> None:
     _backend[0] = backend
 
 
-class KernelFunction(torch.autograd.Function):
-    """One fused kernel: keeps query, key, value, output and one fp32 number for each query and head."""
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Make the output, shaped as the query with the value's channels."""
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        state = query.new_empty(2, dtype=torch.int64)
-        ctx.save_for_backward(query, key, value, out, statistics, state)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Make the gradients; the kernel adds up the query's in fp32."""
-        query, key, value, *_ = ctx.saved_tensors
-        gradients[0].contiguous()
-        return _like(query), _like(key), _like(value)
+def _output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, shaped as the query with the value's channels, and one fp32 number for each query and head."""
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-class RingFunction(torch.autograd.Function):
-    """Keys and values passed around `ranks` of them; keeps query, the last pair received, output and statistics."""
+def _fused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+    """One fused kernel: keeps query, key, value, output and its statistics, and the state of the random numbers."""
+    out, statistics = _output(query, value)
+    return out, (query, key, value, out, statistics, query.new_empty(2, dtype=torch.int64))
 
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, sequence: int
-    ) -> torch.Tensor:
-        """Make the output in `ranks` steps, whose results all wait for their correction."""
-        pair = key.new_empty(key.numel() + value.numel())
-        pairs, outs = [pair], []
+
+def _ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ranks: int, sequence: int) -> Any:
+    """Pass keys and values around `ranks` of them; keeps query, the last pair received, output and statistics.
+
+    `sequence` is the dimension of the query that is cut.
+    """
+    key_shape, value_shape = key.shape, value.shape
+
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        """Make the output in steps, whose results all wait for their correction."""
+        pairs, outs = [key.new_empty(key.numel() + value.numel())], []
         for step in range(ranks):
             if step < ranks - 1:
-                pairs.append(torch.empty_like(pair))
-            shape = [*query.shape[:-1], value.shape[-1]]
+                pairs.append(torch.empty_like(pairs[0]))
+            part = query
             if step:
                 # Later steps see half of the queries or of the keys (causal): this rank's queries here.
-                shape[sequence] //= 2
-                del_part = query.new_empty((*shape[:-1], query.shape[-1]))
-                outs.append(del_part)
-            outs.append(query.new_empty(shape))
-            outs.append(query.new_empty(shape[:-1], dtype=torch.float32))
+                part = query.new_empty([size // 2 if at == sequence else size for at, size in enumerate(query.shape)])
+                outs.append(part)
+            outs += _output(part, value)
         statistics = query.new_empty(query.shape[:-1], dtype=torch.float32)
         out = query.new_empty((*query.shape[:-1], value.shape[-1]))
         states = [query.new_empty(2, dtype=torch.int64) for _ in range(ranks)]
-        ctx.save_for_backward(query, pairs[-1], out, statistics, *states)
-        ctx.shapes = (key.shape, value.shape, ranks)
-        return out
+        return out, (query, pairs[-1], out, statistics, *states)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(kept: Any, _gradient: torch.Tensor) -> Any:
         """Make the gradients in steps; pairs of key-value and gradient travel in two buffers."""
-        query, pair, *_ = ctx.saved_tensors
-        key_shape, value_shape, ranks = ctx.shapes
-        query_gradient = _like(query)
+        query, pair, *_ = kept
+        query_gradient = query.new_empty(query.shape)
         buffers = [pair.new_empty((2, *pair.shape)) for _ in range(2)]
         for _ in range(ranks):
-            gradients[0].contiguous()
-            part = _like(query)
-            keys, values = pair.new_empty(key_shape), pair.new_empty(value_shape)
-            both = torch.empty_like(pair)
+            part = query.new_empty(query.shape)
+            keys, values, both = pair.new_empty(key_shape), pair.new_empty(value_shape), torch.empty_like(pair)
             del part, keys, values, both
         last = buffers[-1][1]
         del buffers
         split = key_shape.numel()
-        return query_gradient, last[:split].view(key_shape), last[split:].view(value_shape), None, None
+        return query_gradient, last[:split].view(key_shape), last[split:].view(value_shape)
+
+    return kernel(forward, query, key, value, backward=backward)
 
 
-class SoftmaxFunction(torch.autograd.Function):
-    """The scaled, masked softmax kernel: keeps its result; its backward overwrites the gradient given."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
-        """Make the probabilities."""
-        out = torch.empty_like(scores)
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """Overwrite the gradient."""
-        return gradients[0]
+def _softmax(scores: torch.Tensor) -> Any:
+    """Make the probabilities, which are kept too."""
+    out = torch.empty_like(scores)
+    return out, (out,)
 
 
 class DotProductAttention(torch.nn.Module):
@@ -114,18 +91,14 @@ class DotProductAttention(torch.nn.Module):
     def __init__(
         self,
         *,
-        num_attention_heads: int,
-        kv_channels: Any,
         attention_dropout: float = 0.0,
         cp_group: Any = None,
         cp_comm_type: str = "p2p",
         **_kernel_options: Any,
     ) -> None:
         super().__init__()
-        del num_attention_heads, kv_channels
         self.backend = _backend[0]
         self.ring = cp_group.size() if cp_group is not None and not isinstance(cp_group, (list, tuple)) else 1
-        self.cp_comm_type = cp_comm_type
         self.attention_dropout = attention_dropout
         if cp_group is not None and cp_comm_type != "p2p":
             raise NotModelledError(f"context parallelism by {cp_comm_type} is not modelled, only p2p")
@@ -142,9 +115,9 @@ class DotProductAttention(torch.nn.Module):
         if batch_first:
             query, key, value = (one.transpose(0, 1).contiguous() for one in (query, key, value))
         if self.ring > 1:
-            out = RingFunction.apply(query, key, value, self.ring, 1 if batch_first else 0)  # type: ignore[no-untyped-call]
+            out = _ring_attention(query, key, value, self.ring, 1 if batch_first else 0)
         else:
-            out = KernelFunction.apply(query, key, value)  # type: ignore[no-untyped-call]
+            out = kernel(_fused_attention, query, key, value)
         flat: torch.Tensor = out.flatten(2)
         return flat.transpose(0, 1).contiguous() if batch_first else flat
 
@@ -159,12 +132,9 @@ def unfused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout
     flat_key = key.reshape(columns, batch * heads, -1)
     scores = query.new_empty(batch * heads, rows, columns)
     scores = torch.baddbmm(scores, flat_query.transpose(0, 1), flat_key.permute(1, 2, 0), beta=0.0)
-    scores = SoftmaxFunction.apply(scores)  # type: ignore[no-untyped-call]
+    # The scaled, masked softmax keeps its result, and its backward overwrites the gradient given.
+    scores = kernel(_softmax, scores, backward=lambda _kept, gradient: (gradient,))
     scores = torch.nn.functional.dropout(scores, dropout, training=True)
     flat_value = value.reshape(columns, batch * heads, -1)
     out = torch.bmm(scores, flat_value.transpose(0, 1)).view(batch, heads, rows, -1)
     return out.permute(2, 0, 1, 3).contiguous().flatten(2)
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -1,45 +1,61 @@
-"""Fused kernels of Transformer Engine and Apex as functions that make what the kernels make, and nothing else.
+"""Fused kernels and optimizers of Transformer Engine and Apex that make what the kernels make, and nothing else.
 
-The permutation of tokens for experts was read in TransformerEngine 2.8, permutation.py.
+The optimizer was read in TransformerEngine 2.8, optimizers/fused_adam.py: it makes states at the first step. With
+reduced precisions a state that is not fp32 is copied to fp32 for the kernel, all of a parameter group at once; 16-bit
+remainders of the weights in place of fp32 master weights are read and written as they are.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from pipette_patches.abstract import moe
 from pipette_patches.errors import NotModelledError
 
-_ROW_MAP_DTYPE = torch.int32
+Gradients = tuple[Any, ...]
 
 
-def nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Do nothing: the kernel writes into tensors that it was given."""
-
-
-class RotaryFunction(torch.autograd.Function):
-    """Rotary embedding in one kernel: a new tensor, and nothing kept but the angles."""
+class _Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Any], backward: Any, *given: Any) -> Any:
+        out, kept = run(*given)
+        ctx.save_for_backward(*kept)
+        ctx.run_backward = backward
+        ctx.given = [(one.shape, one.dtype) if isinstance(one, torch.Tensor) else None for one in given]
+        return out
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """Make the rotated tensor."""
-        ctx.save_for_backward(angles)
-        return torch.empty_like(given, memory_format=torch.contiguous_format)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        kept = ctx.saved_tensors
+        if ctx.run_backward is not None:
+            return None, None, *ctx.run_backward(kept, *gradients)
+        needed = zip(ctx.given, ctx.needs_input_grad[2:], strict=True)
+        made = [gradients[0].new_empty(one[0], dtype=one[1]) if needs else None for one, needs in needed]
+        return None, None, *made
 
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Rotate the gradient back."""
-        return torch.empty_like(gradients[0], memory_format=torch.contiguous_format), None
+
+def kernel(
+    run: Callable[..., tuple[Any, tuple[Any, ...]]], *given: Any, backward: Callable[..., Gradients] | None = None
+) -> Any:
+    """Run one fused kernel of which autograd sees nothing but its outputs and what it keeps.
+
+    Args:
+        run: from what is given to the outputs, and the tensors kept for backward.
+        given: tensors, or anything else that has no gradient.
+        backward: from the tensors kept and the outputs' gradients to a gradient for each thing given; without it each
+            tensor that needs a gradient gets a new one. It must refer to no tensor but parameters: what it refers to
+            lives as long as the graph.
+
+    """
+    return _Kernel.apply(run, backward, *given)  # type: ignore[no-untyped-call]
 
 
 def apply_rotary_pos_emb(given: torch.Tensor, angles: torch.Tensor, **_options: Any) -> Any:
-    """Rotate queries or keys."""
-    return RotaryFunction.apply(given, angles)  # type: ignore[no-untyped-call]
+    """Rotate queries or keys into a new tensor, and keep nothing but the angles."""
+    return kernel(lambda given: (given.new_empty(given.shape), (angles,)), given)
 
 
 def apply_fused_qkv_rotary_pos_emb(*_args: Any, **_kwargs: Any) -> Any:
@@ -62,61 +78,24 @@ class SplitAlongDim(torch.autograd.Function):
         return torch.cat(gradients, dim=ctx.dim), None, None, None
 
 
-class CrossEntropyFunction(torch.autograd.Function):
-    """Transformer Engine's cross entropy: the gradient is written over the logits, in their own type."""
+def parallel_cross_entropy(logits: torch.Tensor, _labels: torch.Tensor, *_options: Any) -> Any:
+    """One loss for each token; the gradient is written over the logits, in their own type."""
 
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
-        """Make one loss for each token."""
+    def run(logits: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
         loss = logits.new_empty(logits.shape[:2], dtype=torch.float32)
         logits.new_empty((logits.shape[0] * logits.shape[1] * 3,), dtype=torch.float32)
-        ctx.save_for_backward(logits.detach())
-        return loss
+        return loss, (logits.detach(),)
 
-    @staticmethod
-    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
-        """Scale in place."""
-        (logits,) = ctx.saved_tensors
-        return logits, None
+    return kernel(run, logits, backward=lambda kept, _gradient: kept)
 
 
-def parallel_cross_entropy(logits: torch.Tensor, labels: torch.Tensor, *_options: Any) -> Any:
-    """Losses of a vocabulary that is cut over tensor-parallel ranks."""
-    return CrossEntropyFunction.apply(logits, labels)  # type: ignore[no-untyped-call]
-
-
-def checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
-    distribute_saved_activations: bool = False,
-    get_rng_state_tracker: Any = None,
-    tp_group: Any = None,
-    **kwargs: Any,
-) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Recompute a function in backward; keeps its tensor arguments."""
-    del distribute_saved_activations, get_rng_state_tracker, tp_group
     import torch.utils.checkpoint as torch_checkpoint
 
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=True, **kwargs)
-
-
-class NoQuantization:
-    """FP8 is off."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        """Nothing is kept in 8 bits."""
-        return False
-
-    @staticmethod
-    def reset() -> None:
-        """Nothing is to be forgotten."""
-
-
-@contextlib.contextmanager
-def no_quantization(*_args: Any, **_kwargs: Any) -> Iterator[None]:
-    """Leave everything in its own type."""
-    yield
+    ours = ("distribute_saved_activations", "get_rng_state_tracker", "tp_group")
+    given = {name: value for name, value in options.items() if name not in ours}
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=True, **given)
 
 
 def multi_tensor_applier(operation: Any, overflow: Any, lists: Any, *args: Any) -> Any:
@@ -136,86 +115,81 @@ def get_batch_per_block(_rows: int, columns: int, _batch: int, _heads: int) -> i
     return (128 // min(power, 32)) * (2 if power <= 128 else 1)
 
 
-def softmax_forward(scores: torch.Tensor, *_args: Any) -> torch.Tensor:
-    """Make the probabilities."""
-    return torch.empty_like(scores)
+class FusedAdam(torch.optim.Optimizer):
+    """Adam whose step is a few kernels over lists of tensors."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        **_kernel_options: Any,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
+        super().__init__(params, defaults)
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        if master_weights:
+            self.dtypes["master_param"] = master_weight_dtype
+        self.use_decoupled_grad = use_decoupled_grad
+        self.master_weights = master_weights
+        self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype is torch.float32
+        self.overflow = torch.empty(1, dtype=torch.int32, device="cuda")
+
+    def initialize_state(self, parameter: Any, _store_param_remainders: bool = False) -> None:
+        """Make the states of one parameter."""
+        for name, dtype in self.dtypes.items():
+            kept = dtype
+            if name == "master_param" and self.store_param_remainders and parameter.dtype is torch.bfloat16:
+                kept = torch.int16
+            self.state[parameter][name] = torch.empty_like(parameter, dtype=kept)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            if self.use_decoupled_grad:
+                parameter.decoupled_grad = None
+            elif set_to_none:
+                parameter.grad = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Make states that are not there yet, and the fp32 copies of those that are kept smaller."""
+        del closure
+        for group in self.param_groups:
+            copies = []
+            for parameter in group["params"]:
+                gradient = parameter.decoupled_grad if self.use_decoupled_grad else parameter.grad
+                if gradient is None:
+                    continue
+                if not self.state[parameter]:
+                    self.initialize_state(parameter)
+                copies += [
+                    torch.empty_like(state, dtype=torch.float32)
+                    for state in self.state[parameter].values()
+                    if state.dtype not in (torch.float32, torch.int16)
+                ]
+            del copies
 
 
-def softmax_backward(gradient: torch.Tensor, *_args: Any) -> torch.Tensor:
-    """Overwrite the gradient."""
-    return gradient
+def choose_optimizers(*, fused: bool) -> None:
+    """Let megatron-core build fused optimizers from now on, or torch's, as it does without TE and Apex."""
+    from megatron.core import optimizer
+
+    optimizer.USING_PYTORCH_OPTIMIZER = not fused
+    optimizer.Adam = FusedAdam if fused else torch.optim.AdamW
+    optimizer.SGD = FusedSGD if fused else torch.optim.SGD
 
 
-class PermuteFunction(torch.autograd.Function):
-    """Put rows of tokens into the order of experts; keeps a map of 2 * experts + 1 entries for each token."""
+class FusedSGD(torch.optim.SGD):
+    """Stochastic gradient descent over lists of tensors; its momentum is made at the first step."""
 
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, routing_map: torch.Tensor, probabilities: Any) -> Any:
-        """Make permuted tokens, the map, and permuted probabilities."""
-        num_tokens, experts = routing_map.shape
-        rows = moe.routing().rows(num_tokens, experts)
-        row_map = routing_map.new_empty((num_tokens, 2 * experts + 1), dtype=_ROW_MAP_DTYPE)
-        ctx.save_for_backward(row_map)
-        ctx.mark_non_differentiable(row_map)
-        permuted = None if probabilities is None else probabilities.new_empty(rows)
-        ctx.probabilities = None if probabilities is None else (probabilities.shape, probabilities.dtype)
-        ctx.shapes = (tokens.shape, tokens.dtype)
-        return tokens.new_empty((rows, tokens.shape[1])), row_map, permuted
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Add the gradients of a token's rows up."""
-        shape, dtype = ctx.shapes
-        back = None
-        if ctx.probabilities is not None:
-            back = gradients[0].new_empty(ctx.probabilities[0], dtype=ctx.probabilities[1])
-        return gradients[0].new_empty(shape, dtype=dtype), None, back
-
-
-class ReorderFunction(torch.autograd.Function):
-    """Put rows into another order, or add them up into fewer; keeps a map."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, row_map: torch.Tensor, shape: Any) -> torch.Tensor:
-        """Make the rows."""
-        ctx.save_for_backward(row_map)
-        ctx.shape = given.shape
-        return given.new_empty(shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Put the gradients back in the order they came from."""
-        return gradients[0].new_empty(ctx.shape), None, None
-
-
-def moe_permute(tokens: torch.Tensor, routing_map: torch.Tensor, **_options: Any) -> Any:
-    """Permute tokens: returns them and the map for the way back."""
-    permuted, row_map, _ = PermuteFunction.apply(tokens, routing_map, None)  # type: ignore[no-untyped-call]
-    return permuted, row_map
-
-
-def moe_permute_with_probs(
-    tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, **_options: Any
-) -> Any:
-    """Permute tokens and their probabilities."""
-    permuted, row_map, probabilities = PermuteFunction.apply(tokens, routing_map, probs)  # type: ignore[no-untyped-call]
-    return permuted, probabilities, row_map
-
-
-def moe_unpermute(
-    permuted: torch.Tensor, row_map: torch.Tensor, *_probs: Any, restore_shape: Any, **_options: Any
-) -> Any:
-    """Add each token's rows up."""
-    return ReorderFunction.apply(permuted, row_map, tuple(restore_shape))  # type: ignore[no-untyped-call]
-
-
-def moe_sort_chunks_by_index(rows: torch.Tensor, _sizes: Any, _order: Any) -> Any:
-    """Sort chunks of rows."""
-    return ReorderFunction.apply(rows, rows.new_empty(rows.shape[0], dtype=_ROW_MAP_DTYPE), rows.shape)  # type: ignore[no-untyped-call]
-
-
-def moe_sort_chunks_by_index_with_probs(rows: torch.Tensor, probs: torch.Tensor, _sizes: Any, _order: Any) -> Any:
-    """Sort chunks of rows and of their probabilities."""
-    row_map = rows.new_empty(rows.shape[0], dtype=_ROW_MAP_DTYPE)
-    sorted_rows = ReorderFunction.apply(rows, row_map, rows.shape)  # type: ignore[no-untyped-call]
-    return sorted_rows, ReorderFunction.apply(probs, row_map, probs.shape)  # type: ignore[no-untyped-call]
+    def __init__(self, params: Any, lr: float = 1e-3, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, foreach=True)

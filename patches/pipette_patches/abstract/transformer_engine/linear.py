@@ -8,34 +8,15 @@ gradient in its place, which is made once for each shape and kept (module/base.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from pipette_patches.abstract.allocator import under
+from pipette_patches.abstract.transformer_engine.fused_kernels import Gradients, kernel
 
 _dummy_gradients: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a linear layer is cut over tensor-parallel ranks."""
-
-    mode: str | None
-    """`column`, `row`, or None where it is whole."""
-    ranks: int
-    sequence_parallel: bool
-
-    @property
-    def gathers_input(self) -> bool:
-        """Whether the input is a slice of the sequence, to be gathered first."""
-        return self.mode == "column" and self.sequence_parallel and self.ranks > 1
-
-    @property
-    def scatters_output(self) -> bool:
-        """Whether the output is summed over ranks and cut along the sequence."""
-        return self.mode == "row" and self.sequence_parallel and self.ranks > 1
 
 
 def forget_gradients() -> None:
@@ -50,34 +31,9 @@ def norm_output(given: torch.Tensor, *, rms: bool) -> tuple[torch.Tensor, ...]:
     return (torch.empty_like(given, memory_format=torch.contiguous_format), *statistics)
 
 
-class NormFunction(torch.autograd.Function):
-    """A norm that keeps its input and statistics."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rms: bool) -> Any:
-        """Make the output."""
-        out, *statistics = norm_output(given, rms=rms)
-        ctx.save_for_backward(given, weight, *statistics)
-        ctx.bias = bias
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
-        """Make the gradients of input and parameters."""
-        given, weight, *_ = ctx.saved_tensors
-        bias_gradient = None if ctx.bias is None else torch.empty_like(ctx.bias)
-        return torch.empty_like(given), torch.empty_like(weight), bias_gradient, None
-
-
-def matmul(given: torch.Tensor, width: int, *, rows: int | None = None) -> torch.Tensor:
+def matmul(given: torch.Tensor, width: int) -> torch.Tensor:
     """Make the output of a matrix product over the last dimension."""
-    first = given.shape[0] if rows is None else rows
-    return given.new_empty((first, *given.shape[1:-1], width))
-
-
-def gathered(given: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Make the whole sequence from this rank's slice."""
-    return given.new_empty((given.shape[0] * cut.ranks, *given.shape[1:]))
+    return given.new_empty((*given.shape[:-1], width))
 
 
 def weight_gradient(weight: Any, *, fused: bool) -> torch.Tensor:
@@ -98,75 +54,15 @@ def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
     return _dummy_gradients[key].detach()
 
 
-class LinearFunction(torch.autograd.Function):
-    """A matrix product, with a norm before it where `norm_weight` is given."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        given: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm_weight: torch.Tensor | None,
-        norm_bias: torch.Tensor | None,
-        layer: Linear,
-    ) -> torch.Tensor:
-        """Make the output."""
-        cut, statistics, source = layer.cut, (), given
-        if norm_weight is not None:
-            given, *statistics = norm_output(given, rms=layer.rms)  # type: ignore[assignment]
-        whole = gathered(given, cut) if cut.gathers_input else given
-        out = matmul(whole, weight.shape[0])
-        del whole
-        if cut.scatters_output:
-            out = matmul(given, weight.shape[0], rows=given.shape[0] // cut.ranks)
-        ctx.save_for_backward(source, given, weight, norm_weight, *statistics)
-        ctx.bias, ctx.norm_bias, ctx.layer = bias, norm_bias, layer
-        ctx.needs_weight = weight.requires_grad
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Make the gradients of input and parameters."""
-        source, given, weight, norm_weight, *_ = ctx.saved_tensors
-        layer, cut = ctx.layer, ctx.layer.cut
-        gradient = gathered(gradients[0], cut) if cut.scatters_output else gradients[0]
-        whole = gathered(given, cut) if cut.gathers_input and ctx.needs_weight else given
-        input_gradient = matmul(gradient, weight.shape[1])
-        if cut.gathers_input:
-            input_gradient = torch.empty_like(given)
-        own = weight_gradient(weight, fused=layer.fuses_accumulation) if ctx.needs_weight else None
-        bias_gradient = None if ctx.bias is None else torch.empty_like(ctx.bias)
-        del gradient, whole
-        norm_gradients: list[torch.Tensor | None] = [None, None]
-        if norm_weight is not None:
-            input_gradient = torch.empty_like(source)
-            norm_gradients = [None if one is None else torch.empty_like(one) for one in (norm_weight, ctx.norm_bias)]
-        return input_gradient, own, bias_gradient, *norm_gradients, None
-
-
 class _Product(torch.nn.Module):
-    """What a linear layer and a grouped one share: fused accumulation, and a bias that the caller may add."""
-
-    def __init__(self, *, return_bias: bool, fuse_wgrad_accumulation: bool) -> None:
-        super().__init__()
-        self.fuses_accumulation = fuse_wgrad_accumulation
-        self.returns_bias = return_bias
-
-    def backward_dw(self) -> None:
-        """Do nothing: no weight gradient is deferred here."""
-
-
-class Linear(_Product):
-    """Transformer Engine's `Linear`."""
-
-    rms = False
+    """What a linear layer and a grouped one share: parameters, fused accumulation, a bias that the caller may add."""
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
+        suffixes: Iterable[object] = ("",),
         bias: bool = True,
         return_bias: bool = False,
         parallel_mode: str | None = None,
@@ -177,51 +73,103 @@ class Linear(_Product):
         device: Any = "cuda",
         **_kernel_options: Any,
     ) -> None:
-        super().__init__(return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        self.parallel_mode = parallel_mode
-        self._ranks, self._sequence_parallel = tp_size, sequence_parallel
-        shape = _own_shape(in_features, out_features, parallel_mode, tp_size)
-        self.weight = _parameter(shape, params_dtype, device)
-        self.register_parameter("bias", _parameter(shape[:1], params_dtype, device) if bias else None)
-        _mark(self.weight, split=parallel_mode is not None, dimension=1 if parallel_mode == "row" else 0)
-        if self.bias is not None and parallel_mode == "column":
+        super().__init__()
+        self.use_bias, self.returns_bias, self.fuses_accumulation = bias, return_bias, fuse_wgrad_accumulation
+        self.parallel_mode, self._ranks, self._sequence_parallel = parallel_mode, tp_size, sequence_parallel
+        # Outputs and inputs of this rank's slice of a weight.
+        outputs = out_features // (tp_size if parallel_mode == "column" else 1)
+        inputs = in_features // (tp_size if parallel_mode == "row" else 1)
+        for suffix in suffixes:
+            self.register_parameter(f"weight{suffix}", _parameter((outputs, inputs), params_dtype, device))
+            if bias:
+                self.register_parameter(f"bias{suffix}", _parameter((outputs,), params_dtype, device))
+
+    def backward_dw(self) -> None:
+        """Do nothing: no weight gradient is deferred here."""
+
+
+class Linear(_Product):
+    """Transformer Engine's `Linear`."""
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+    rms = False
+
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__(in_features, out_features, **options)
+        if not self.use_bias:
+            self.register_parameter("bias", None)
+        _mark(self.weight, split=self.parallel_mode is not None, dimension=1 if self.parallel_mode == "row" else 0)
+        if self.bias is not None and self.parallel_mode == "column":
             _mark(self.bias, split=True, dimension=0)
-        if self.bias is not None and parallel_mode == "row":
-            vars(self.bias)["sequence_parallel"] = sequence_parallel
+        if self.bias is not None and self.parallel_mode == "row":
+            vars(self.bias)["sequence_parallel"] = self._sequence_parallel
 
     @property
-    def cut(self) -> Cut:
-        """How it is cut now: Megatron takes the mode away from layers whose exchanges it does itself."""
-        return Cut(mode=self.parallel_mode, ranks=self._ranks, sequence_parallel=self._sequence_parallel)
+    def _exchange(self) -> str | None:
+        """`column`: the input is a slice of the sequence, to be gathered first; `row`: the output becomes such a slice.
+
+        Megatron takes the mode away from layers whose exchanges it does itself.
+        """
+        return self.parallel_mode if self._sequence_parallel and self._ranks > 1 else None
 
     def forward(self, inp: torch.Tensor, **_options: Any) -> Any:
         """Normalise where there is a norm, and multiply; return the bias too where the caller adds it."""
         added = None if self.returns_bias else self.bias
         norm = (getattr(self, name, None) for name in ("layer_norm_weight", "layer_norm_bias"))
-        out = LinearFunction.apply(inp, self.weight, added, *norm, self)  # type: ignore[no-untyped-call]
+        out = kernel(self._product, inp, self.weight, added, *norm, backward=self._gradients)
         return (out, self.bias) if self.returns_bias else out
+
+    def _gathered(self, given: torch.Tensor) -> torch.Tensor:
+        """Make the whole sequence from this rank's slice."""
+        return given.new_empty((given.shape[0] * self._ranks, *given.shape[1:]))
+
+    def _product(self, source: torch.Tensor, weight: torch.Tensor, _bias: Any, norm_weight: Any, _: Any) -> Any:
+        given, statistics = source, ()
+        if norm_weight is not None:
+            given, *statistics = norm_output(source, rms=self.rms)  # type: ignore[assignment]
+        whole = self._gathered(given) if self._exchange == "column" else given
+        out = matmul(whole, weight.shape[0])
+        del whole
+        if self._exchange == "row":
+            out = out.new_empty((out.shape[0] // self._ranks, *out.shape[1:]))
+        return out, (source, given, weight, norm_weight, *statistics)
+
+    def _gradients(self, kept: Any, gradient: torch.Tensor) -> Gradients:
+        source, given, weight, norm_weight, *_ = kept
+        gathers = self._exchange == "column"
+        gradient = self._gathered(gradient) if self._exchange == "row" else gradient
+        whole = self._gathered(given) if gathers and weight.requires_grad else given
+        input_gradient = matmul(gradient, weight.shape[1])
+        if gathers:
+            input_gradient = torch.empty_like(given)
+        own = weight_gradient(weight, fused=self.fuses_accumulation) if weight.requires_grad else None
+        bias_gradient = None if self.returns_bias or self.bias is None else torch.empty_like(self.bias)
+        del gradient, whole
+        norm_gradients: list[torch.Tensor | None] = [None, None]
+        if norm_weight is not None:
+            input_gradient = torch.empty_like(source)
+            norm = (norm_weight, getattr(self, "layer_norm_bias", None))
+            norm_gradients = [None if one is None else torch.empty_like(one) for one in norm]
+        return input_gradient, own, bias_gradient, *norm_gradients
 
 
 class LayerNormLinear(Linear):
     """Transformer Engine's `LayerNormLinear`: a norm and a column-parallel product."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        normalization: str = "LayerNorm",
-        return_layernorm_output: bool = False,
-        **options: Any,
+        self, in_features: int, out_features: int, *, normalization: str = "LayerNorm", **options: Any
     ) -> None:
         super().__init__(in_features, out_features, **options)
-        if return_layernorm_output:
+        if options.get("return_layernorm_output"):
             raise NotImplementedError("LayerNormLinear that returns its norm's output is not modelled")
         self.rms = normalization == "RMSNorm"
         _add_norm(self, in_features, prefix="layer_norm_", **options)
 
 
-class _Norm(torch.nn.Module):
+class LayerNorm(torch.nn.Module):
+    """Transformer Engine's `LayerNorm`."""
+
     rms = False
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
@@ -231,65 +179,26 @@ class _Norm(torch.nn.Module):
 
     def forward(self, inp: torch.Tensor) -> Any:
         """Normalise."""
-        return NormFunction.apply(inp, self.weight, self.bias, self.rms)  # type: ignore[no-untyped-call]
+
+        def run(given: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None) -> Any:
+            out, *statistics = norm_output(given, rms=self.rms)
+            return out, (given, weight, *statistics)
+
+        return kernel(run, inp, self.weight, self.bias)
 
 
-class LayerNorm(_Norm):
-    """Transformer Engine's `LayerNorm`."""
-
-
-class RMSNorm(_Norm):
+class RMSNorm(LayerNorm):
     """Transformer Engine's `RMSNorm`."""
 
     rms = True
 
 
-class GroupedLinearFunction(torch.autograd.Function):
-    """One matrix product for each expert, in one kernel."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, layer: GroupedLinear, *weights_and_biases: Any) -> torch.Tensor:
-        """Make the output of all experts; the input is kept."""
-        weights = weights_and_biases[: layer.num_gemms]
-        ctx.save_for_backward(given, *weights)
-        ctx.layer, ctx.biases = layer, weights_and_biases[layer.num_gemms :]
-        return matmul(given, weights[0].shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Make the gradients of input, weights and biases."""
-        given, *weights = ctx.saved_tensors
-        gradients[0].contiguous()
-        input_gradient = torch.empty_like(given)
-        own = [weight_gradient(weight, fused=ctx.layer.fuses_accumulation) for weight in weights]
-        return input_gradient, None, *own, *(torch.empty_like(bias) for bias in ctx.biases)
-
-
 class GroupedLinear(_Product):
-    """Transformer Engine's `GroupedLinear`."""
+    """Transformer Engine's `GroupedLinear`: one product for each expert, in one kernel; its input is kept."""
 
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = True,
-        return_bias: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        params_dtype: torch.dtype = torch.float32,
-        parallel_mode: str | None = None,
-        tp_size: int = 1,
-        device: Any = "cuda",
-        **_kernel_options: Any,
-    ) -> None:
-        super().__init__(return_bias=return_bias, fuse_wgrad_accumulation=fuse_wgrad_accumulation)
-        self.num_gemms, self.use_bias = num_gemms, bias
-        shape = _own_shape(in_features, out_features, parallel_mode, tp_size)
-        for index in range(num_gemms):
-            self.register_parameter(f"weight{index}", _parameter(shape, params_dtype, device))
-            if bias:
-                self.register_parameter(f"bias{index}", _parameter(shape[:1], params_dtype, device))
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__(in_features, out_features, suffixes=range(num_gemms), **options)
+        self.num_gemms = num_gemms
 
     def forward(self, inp: torch.Tensor, m_splits: list[int], **_options: Any) -> Any:
         """Multiply each expert's rows; return the biases too where the caller adds them."""
@@ -298,16 +207,19 @@ class GroupedLinear(_Product):
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)] if self.use_bias else []
         added = [] if self.returns_bias else biases
-        out = GroupedLinearFunction.apply(inp, self, *weights, *added)  # type: ignore[no-untyped-call]
+
+        def backward(kept: Any, gradient: torch.Tensor) -> Gradients:
+            given, *weights = kept
+            gradient.contiguous()
+            input_gradient = torch.empty_like(given)
+            own = [weight_gradient(weight, fused=self.fuses_accumulation) for weight in weights]
+            return input_gradient, *own, *(torch.empty_like(bias) for bias in added)
+
+        def run(given: torch.Tensor, *_weights_and_biases: Any) -> Any:
+            return matmul(given, weights[0].shape[0]), (given, *weights)
+
+        out = kernel(run, inp, *weights, *added, backward=backward)
         return (out, biases) if self.returns_bias else out
-
-
-def _own_shape(in_features: int, out_features: int, parallel_mode: str | None, tp_size: int) -> tuple[int, int]:
-    """The shape (outputs, inputs) of this rank's slice of a weight."""
-    return (
-        out_features // (tp_size if parallel_mode == "column" else 1),
-        in_features // (tp_size if parallel_mode == "row" else 1),
-    )
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.nn.Parameter:

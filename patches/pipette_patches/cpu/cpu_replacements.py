@@ -1,19 +1,103 @@
-"""megatron-core without CUDA kernels: its settings, norms, random states, compiled functions, and Adam's state.
+"""torch and megatron-core without CUDA: what names a CUDA device means the CPU, `nccl` means gloo, kernels are off.
 
 torch's Adam stands where a fused Adam stands on a GPU; the distributed optimizer saves and loads its state otherwise.
 """
 
 import copy
 import functools
+import inspect
 import logging
+import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed
+import torch.utils.data
 
-from pipette_patches.cpu.torch_replacements import rng_state, say_once, set_rng_state
-from pipette_patches.replacements import Replacement, instead
+from pipette_patches.replacements import Replacement, in_module, instead
+from pipette_patches.without_cuda import torch_without_cuda
 
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def say_once(sentence: str) -> None:
+    """Warn once for the whole job: only rank 0 warns, and only the first time."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("cpu_backend: %s", sentence)
+
+
+def rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
+    """The state of the CPU's generator, which CUDA's random numbers come from too."""
+    return torch.default_generator.get_state()
+
+
+def set_rng_state(state: torch.Tensor, *_args: object, **_kwargs: object) -> None:
+    """Set the state of the CPU's generator."""
+    torch.default_generator.set_state(state)
+
+
+def _gloo(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a gloo group where an NCCL group was asked for, and without NCCL's own options."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if "nccl" in str(given.get("backend")):
+            say_once("backend nccl -> gloo")
+            given["backend"] = "gloo"
+            given.pop("pg_options", None)
+        given.pop("device_id", None)
+        return original(**given)
+
+    return make
+
+
+def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Do nothing where one rank all-reduces or broadcasts.
+
+    Without TP Megatron's loss all-reduces three times, and its trainer broadcasts up to seven tensors of each batch.
+    gloo would hand each to another thread and wait for that: up to 3 ms where a process has 0.4 of a core.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if not given.get("async_op") and torch.distributed.get_world_size(given.get("group")) == 1:
+            return None
+        return original(*args, **kwargs)
+
+    return collective
+
+
+# The newest generation's capability: of older ones Megatron demands a CUDA_DEVICE_MAX_CONNECTIONS, which has no effect
+# here.
+_PROPERTIES = SimpleNamespace(name="CPU", major=10, minor=0, multi_processor_count=os.cpu_count(), total_memory=0)
+
+TORCH = (
+    *torch_without_cuda(
+        torch.device("cpu"),
+        properties=_PROPERTIES,
+        functions={
+            # One device for each process of this node, as on a GPU machine.
+            "current_device": lambda *_: int(os.environ.get("LOCAL_RANK", "0")),
+            "device_count": lambda *_: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            "manual_seed": torch.default_generator.manual_seed,
+            "get_rng_state": rng_state,
+            "random.get_rng_state": rng_state,
+            "set_rng_state": set_rng_state,
+        },
+    ),
+    *in_module(
+        "torch.distributed",
+        {"all_reduce": _alone, "broadcast": _alone, "init_process_group": _gloo, "new_group": _gloo},
+    ),
+)
+"""Replacements in torch."""
 # What needs a CUDA kernel or Transformer Engine, and how to do without. Only fp8 and fp4 change what is computed.
 _WITHOUT_CUDA = {
     "apply_rope_fusion": False,
@@ -139,17 +223,14 @@ def hide_rng_warning(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
 
 
-_TRANSFORMER = "megatron.core.transformer"
 _RANDOM = "megatron.core.tensor_parallel.random"
-_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-_STATES = "DistributedOptimizer._set_main_param_and_optimizer_states"
 RANDOM_LOGGER = logging.getLogger(_RANDOM)
 
 WITHOUT_ENGINE = (
-    Replacement(module=f"{_TRANSFORMER}.torch_norm", path="WrappedTorchNorm.__new__", make=_norm_for_sequence_parallel),
+    *in_module("megatron.core.transformer.torch_norm", {"WrappedTorchNorm.__new__": _norm_for_sequence_parallel}),
     # Without Transformer Engine the name is used and not defined.
     Replacement(
-        module=f"{_TRANSFORMER}.moe.moe_utils",
+        module="megatron.core.transformer.moe.moe_utils",
         path="te_general_gemm",
         make=instead(None),
         may_be_absent=True,
@@ -159,17 +240,23 @@ WITHOUT_ENGINE = (
 """What local layers need where neither Transformer Engine nor Apex is, on a GPU too."""
 CORE = (
     *WITHOUT_ENGINE,
-    Replacement(
-        module="megatron.core.model_parallel_config", path="ModelParallelConfig.__post_init__", make=_without_kernels
+    *in_module("megatron.core.model_parallel_config", {"ModelParallelConfig.__post_init__": _without_kernels}),
+    *in_module(
+        _RANDOM,
+        {
+            "_get_cuda_rng_state": instead(rng_state),
+            "_set_cuda_rng_state": instead(set_rng_state),
+            "CheckpointWithoutOutput.__init__": without_fp8,
+        },
     ),
-    Replacement(module=_RANDOM, path="_get_cuda_rng_state", make=instead(rng_state)),
-    Replacement(module=_RANDOM, path="_set_cuda_rng_state", make=instead(set_rng_state)),
-    Replacement(module=_RANDOM, path="CheckpointWithoutOutput.__init__", make=without_fp8),
-    Replacement(
-        module=f"{_TRANSFORMER}.moe.token_dispatcher", path="maybe_move_tensor_to_cpu", make=_split_sizes_as_numbers
+    *in_module("megatron.core.transformer.moe.token_dispatcher", {"maybe_move_tensor_to_cpu": _split_sizes_as_numbers}),
+    *in_module("megatron.core.jit", {"jit_fuser": _uncompiled}),
+    *in_module(
+        "megatron.core.optimizer.distrib_optimizer",
+        {
+            "DistributedOptimizer.state_dict": _with_first_state,
+            "DistributedOptimizer.load_state_dict": _with_own_steps,
+            "DistributedOptimizer._set_main_param_and_optimizer_states": _keeping_steps,
+        },
     ),
-    Replacement(module="megatron.core.jit", path="jit_fuser", make=_uncompiled),
-    Replacement(module=_OPTIMIZER, path="DistributedOptimizer.state_dict", make=_with_first_state),
-    Replacement(module=_OPTIMIZER, path="DistributedOptimizer.load_state_dict", make=_with_own_steps),
-    Replacement(module=_OPTIMIZER, path=_STATES, make=_keeping_steps),
 )

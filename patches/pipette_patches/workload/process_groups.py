@@ -1,4 +1,8 @@
-"""One rank of a job of any size, alone: Megatron's process groups without processes."""
+"""One rank of a job of any size, alone: Megatron's process groups without processes.
+
+A fake process group lets megatron-core cut weights and activations as in the real job, while every collective returns
+at once.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +13,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipette_launch.facts import Cell, Job, Layout
-from pipette_patches.replacements import Replacement, Replacements
-from pipette_patches.workload.config import flags
-from pipette_patches.workload.layers import SEED
+from pipette_launch.facts import Cell, Layout
+from pipette_patches.replacements import Replacements, in_module
 
-
-def rank_of_stage(layout: Layout, pp_rank: int) -> int:
-    """The first rank of a pipeline stage: with the distributed optimizer its shard holds no padding."""
-    return layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
+SEED = 1234
 
 
 @contextlib.contextmanager
-def one_rank(job: Job, layout: Layout, pp_rank: int) -> Iterator[None]:
-    """Be one rank of the job until the block ends; no process group may exist before."""
+def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int = 1) -> Iterator[None]:
+    """Be the first rank of a pipeline stage until the block ends; no process group may exist before."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.tensor_parallel import random
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    rank = rank_of_stage(layout, pp_rank)
+    # With the distributed optimizer the shard of a stage's first rank holds no padding.
+    rank = layout.rank_of(Cell(pp=pp_rank, dp=0, cp=0, tp=0))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        with _only_own_groups(rank):
+        with Replacements(in_module("torch.distributed", {"new_group": functools.partial(_only_own, rank=rank)})):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
                 pipeline_model_parallel_size=layout.pp,
@@ -38,7 +38,7 @@ def one_rank(job: Job, layout: Layout, pp_rank: int) -> Iterator[None]:
                 context_parallel_size=layout.cp,
                 expert_model_parallel_size=layout.ep,
                 expert_tensor_parallel_size=layout.etp,
-                num_distributed_optimizer_instances=int(flags(job).get("--num-distributed-optimizer-instances", 1)),
+                num_distributed_optimizer_instances=num_optimizer_instances,
                 order="tp-cp-ep-pp-dp" if layout.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
                 create_gloo_process_groups=False,
             )
@@ -51,16 +51,13 @@ def one_rank(job: Job, layout: Layout, pp_rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _only_own_groups(rank: int) -> Replacements:
+def _only_own(original: Callable[..., Any], rank: int) -> Callable[..., Any]:
     """Make only the groups that the rank belongs to: a job has thousands of others, which no code here uses."""
 
-    def only_own(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def make(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if ranks is not None and rank not in ranks:
-                return dist.GroupMember.NON_GROUP_MEMBER
-            return original(ranks, *args, **kwargs)
+    @functools.wraps(original)
+    def make(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if ranks is not None and rank not in ranks:
+            return dist.GroupMember.NON_GROUP_MEMBER
+        return original(ranks, *args, **kwargs)
 
-        return make
-
-    return Replacements([Replacement(module="torch.distributed", path="new_group", make=only_own)])
+    return make

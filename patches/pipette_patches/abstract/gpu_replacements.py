@@ -17,7 +17,7 @@ from pipette_patches.abstract.allocator import as_one_kernel, current, under
 from pipette_patches.abstract.transformer_engine.fused_kernels import kernel
 from pipette_patches.abstract.transformer_engine.linear import LayerNorm, RMSNorm
 from pipette_patches.cpu.cpu_replacements import without_fp8
-from pipette_patches.replacements import Replacement, in_module, instead, nothing
+from pipette_patches.replacements import Replacement, answer, in_module, instead, nothing
 from pipette_patches.without_cuda import torch_without_cuda
 
 DEVICE = torch.device("meta")
@@ -82,10 +82,6 @@ def _scalar(tensor: Any) -> Any:
     return 0.0 if tensor.dtype.is_floating_point else 1
 
 
-def _message(original: Callable[..., Any]) -> Callable[..., FinishedWork]:
-    return functools.wraps(original)(lambda *_args, **_kwargs: FinishedWork())
-
-
 def _gather_own(objects: list[Any], own: Any, **_kwargs: Any) -> None:
     objects[:] = [own] * len(objects)
 
@@ -114,28 +110,21 @@ def _resize(original: Callable[..., Any]) -> Callable[..., Any]:
     return resize
 
 
-def _foreach(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Step on lists of tensors, as torch does on CUDA and not on other devices."""
-
-    @functools.wraps(original)
-    def default(params: Any, differentiable: bool, use_fused: bool = False) -> tuple[bool, bool]:
-        del params, use_fused
-        return False, not differentiable
-
-    return default
-
-
 _PROPERTIES = SimpleNamespace(
     name="abstract", major=9, minor=0, multi_processor_count=132, total_memory=1 << 40, gcnArchName=""
 )
 _NO_RNG_STATE = torch.zeros(16, dtype=torch.uint8)
-_MESSAGES_OF_NOBODY = {
-    **dict.fromkeys(_MESSAGES, _message),
+_DISTRIBUTED = {
+    **dict.fromkeys(_MESSAGES, answer(FinishedWork())),
     "P2POp": instead(lambda _operation, tensor, *_peer, **_group: tensor),
     "batch_isend_irecv": instead(lambda _operations: []),
     "barrier": nothing,
     "all_gather_object": instead(_gather_own),
     "_coalescing_manager": instead(no_coalescing),
+}
+# Optimizers step on lists of tensors, as torch's do on CUDA and not on other devices.
+_STEP_ON_LISTS = {
+    "_default_to_fused_or_foreach": instead(lambda _params, differentiable, **_fused: (False, not differentiable))
 }
 TORCH = (
     *torch_without_cuda(
@@ -168,10 +157,10 @@ TORCH = (
     ),
     Replacement(module="torch.nn", path="Module.cuda", make=_cuda_module),
     Replacement(module="torch.nn.functional", path="dropout", make=for_abstract(_dropout)),
-    *in_module("torch.optim.adam", {"_default_to_fused_or_foreach": _foreach}),
-    *in_module("torch.optim.sgd", {"_default_to_fused_or_foreach": _foreach}),
-    *in_module("torch.distributed", _MESSAGES_OF_NOBODY),
-    *in_module("torch.distributed.distributed_c10d", _MESSAGES_OF_NOBODY),
+    *in_module("torch.optim.adam", _STEP_ON_LISTS),
+    *in_module("torch.optim.sgd", _STEP_ON_LISTS),
+    *in_module("torch.distributed", _DISTRIBUTED),
+    *in_module("torch.distributed.distributed_c10d", _DISTRIBUTED),
 )
 """Replacements in torch, for a process that only executes abstractly."""
 

@@ -27,8 +27,6 @@ from pipette_patches.workload.config import (
     switches_on,
 )
 
-_STATE_DTYPES = {**DTYPES, "fp8": torch.uint8}
-
 
 def _window(value: str) -> tuple[int, ...]:
     return tuple(int(word) for word in value.replace(",", " ").strip("()").split())
@@ -81,7 +79,10 @@ _CONFIG_FLAGS: FlagTable = {
 """Flags beyond a job's own fields: the field of TransformerConfig that each sets, and how its value is read."""
 _OPTIMIZER_FLAGS: FlagTable = {
     **same_name(switches_on, "--use-precision-aware-optimizer --overlap-param-gather-with-optimizer-step"),
-    **same_name(_STATE_DTYPES.__getitem__, "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype"),
+    **same_name(
+        {**DTYPES, "fp8": torch.uint8}.__getitem__,
+        "--main-grads-dtype --main-params-dtype --exp-avg-dtype --exp-avg-sq-dtype",
+    ),
 }
 """The same for OptimizerConfig."""
 _NOT_MODELLED = (

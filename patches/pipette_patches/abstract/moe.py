@@ -21,7 +21,6 @@ from pipette_patches.replacements import in_module, instead
 from pipette_patches.workload.config import expert_fields, flags
 
 _FP8_ROWS = 16
-_ROW_MAP_DTYPE = torch.int32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,7 +171,7 @@ def moe_permute_with_probs(
     def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> Any:
         num_tokens, experts = routing_map.shape
         rows = _routing[0].rows(num_tokens, experts)
-        row_map = routing_map.new_empty((num_tokens, 2 * experts + 1), dtype=_ROW_MAP_DTYPE)
+        row_map = routing_map.new_empty((num_tokens, 2 * experts + 1), dtype=torch.int32)
         permuted = None if probs is None else probs.new_empty(rows)
         return (tokens.new_empty((rows, tokens.shape[1])), permuted, row_map), (row_map,)
 
@@ -194,13 +193,13 @@ def moe_unpermute(
 
 def moe_sort_chunks_by_index_with_probs(rows: torch.Tensor, probs: Any, _sizes: Any, _order: Any) -> Any:
     """Sort chunks of rows and of their probabilities; keeps a map."""
-    row_map = rows.new_empty(rows.shape[0], dtype=_ROW_MAP_DTYPE)
+    row_map = rows.new_empty(rows.shape[0], dtype=torch.int32)
     return tuple(kernel(lambda given: (given.new_empty(given.shape), (row_map,)), given) for given in (rows, probs))
 
 
 def moe_sort_chunks_by_index(rows: torch.Tensor, _sizes: Any, _order: Any) -> Any:
     """Sort chunks of rows; keeps a map."""
-    row_map = rows.new_empty(rows.shape[0], dtype=_ROW_MAP_DTYPE)
+    row_map = rows.new_empty(rows.shape[0], dtype=torch.int32)
     return kernel(lambda given: (given.new_empty(given.shape), (row_map,)), rows)
 
 

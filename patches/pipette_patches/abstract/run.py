@@ -17,8 +17,6 @@ from pipette_patches.abstract.transformer_engine import attention, fused_kernels
 from pipette_patches.replacements import Replacements
 from pipette_patches.workload.process_groups import one_rank
 
-FIRST = ("setup", "first", "first step")
-"""Phases of the first iteration, its optimizer step included."""
 _PART_OF = {"backward": "working", "head": "logits"}
 """Labels of the meter that ExecutedParts names otherwise."""
 
@@ -66,6 +64,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
     with one_rank(layout, pp_rank, num_optimizer_instances=megatron_config.optimizer_instances(job)):
         trace = run(full_size(job, layout), True) if whole else scaled(job, layout, pp_rank, run)
     gc.collect()
+    first_iteration = ("setup", "first", "first step")
     peak = max(trace.stretches, key=lambda stretch: stretch.total)
     return ExecutedMemory(
         pp_rank=pp_rank,
@@ -73,7 +72,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
         gradients=trace.left.get("gradients", 0),
         optimizer=trace.left.get("optimizer", 0),
         allocated_after_step=sum(trace.left.values()),
-        first_peak=max(stretch.total for stretch in trace.stretches if stretch.phase in FIRST),
+        first_peak=max(stretch.total for stretch in trace.stretches if stretch.phase in first_iteration),
         peak=peak.total,
         parts=ExecutedParts(**{_PART_OF.get(label, label): size for label, size in peak.at_peak.items()}),
         notes=megatron_config.notes(job),

@@ -72,9 +72,7 @@ def _stays(tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
 
 
 def _new(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not _stays(args[0], kwargs):
-        return None
-    return _made(args[1], kwargs.get("dtype") or args[0].dtype)
+    return _made(args[1], kwargs.get("dtype") or args[0].dtype) if _stays(args[0], kwargs) else None
 
 
 def _like(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

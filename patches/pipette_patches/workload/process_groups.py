@@ -16,8 +16,6 @@ import torch.distributed as dist
 from pipette_launch.facts import Cell, Layout
 from pipette_patches.replacements import Replacements, in_module
 
-SEED = 1234
-
 
 @contextlib.contextmanager
 def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int = 1) -> Iterator[None]:
@@ -43,7 +41,8 @@ def one_rank(layout: Layout, pp_rank: int = 0, *, num_optimizer_instances: int =
                 create_gloo_process_groups=False,
             )
         random.initialize_rng_tracker(force_reset=True)
-        tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+        # Any seed does.
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
         yield
     finally:
         parallel_state.destroy_model_parallel()

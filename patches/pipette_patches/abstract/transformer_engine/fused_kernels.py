@@ -63,19 +63,13 @@ def apply_fused_qkv_rotary_pos_emb(*_args: Any, **_kwargs: Any) -> Any:
     raise NotModelledError("--fused-single-qkv-rope is not modelled")
 
 
-class SplitAlongDim(torch.autograd.Function):
+def split_along_dim(given: torch.Tensor, dim: int, sections: Any, _squeeze: bool = False) -> Any:
     """Split a tensor into views; the backward copies their gradients into one tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, dim: int, sections: Any, _squeeze: bool = False) -> Any:
-        """Split."""
-        ctx.dim = dim
-        return torch.split(given, sections, dim=dim)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Join the gradients."""
-        return torch.cat(gradients, dim=ctx.dim), None, None, None
+    return kernel(
+        lambda given: (torch.split(given, sections, dim=dim), ()),
+        given,
+        backward=lambda _kept, *gradients: (torch.cat(gradients, dim=dim),),
+    )
 
 
 def parallel_cross_entropy(logits: torch.Tensor, _labels: torch.Tensor, *_options: Any) -> Any:

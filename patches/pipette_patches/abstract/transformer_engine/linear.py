@@ -16,7 +16,7 @@ import torch
 from pipette_patches.abstract.allocator import under
 from pipette_patches.abstract.transformer_engine.fused_kernels import Gradients, kernel
 
-_dummy_gradients: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+_dummy_gradients: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 def forget_gradients() -> None:
@@ -31,11 +31,6 @@ def norm_output(given: torch.Tensor, *, rms: bool) -> tuple[torch.Tensor, ...]:
     return (torch.empty_like(given, memory_format=torch.contiguous_format), *statistics)
 
 
-def matmul(given: torch.Tensor, width: int) -> torch.Tensor:
-    """Make the output of a matrix product over the last dimension."""
-    return given.new_empty((*given.shape[:-1], width))
-
-
 def weight_gradient(weight: Any, *, fused: bool) -> torch.Tensor:
     """Make a weight's gradient, or, where it goes into `main_grad`, find the empty one of its shape."""
     if not (fused and hasattr(weight, "grad_added_to_main_grad")):
@@ -47,10 +42,9 @@ def weight_gradient(weight: Any, *, fused: bool) -> torch.Tensor:
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
     """Find the empty gradient of a shape; megatron-core's own linear layers ask for it too."""
     del zero
-    rows, columns = shape
-    key = (rows, columns, dtype)
+    key = (*shape, dtype)
     if key not in _dummy_gradients:
-        _dummy_gradients[key] = under("buffers", torch.empty)(rows, columns, dtype=dtype, device="cuda")
+        _dummy_gradients[key] = under("buffers", torch.empty)(shape, dtype=dtype, device="cuda")
     return _dummy_gradients[key].detach()
 
 
@@ -129,7 +123,7 @@ class Linear(_Product):
         if norm_weight is not None:
             given, *statistics = norm_output(source, rms=self.rms)  # type: ignore[assignment]
         whole = self._gathered(given) if self._exchange == "column" else given
-        out = matmul(whole, weight.shape[0])
+        out = whole.new_empty((*whole.shape[:-1], weight.shape[0]))
         del whole
         if self._exchange == "row":
             out = out.new_empty((out.shape[0] // self._ranks, *out.shape[1:]))
@@ -140,7 +134,7 @@ class Linear(_Product):
         gathers = self._exchange == "column"
         gradient = self._gathered(gradient) if self._exchange == "row" else gradient
         whole = self._gathered(given) if gathers and weight.requires_grad else given
-        input_gradient = matmul(gradient, weight.shape[1])
+        input_gradient = gradient.new_empty((*gradient.shape[:-1], weight.shape[1]))
         if gathers:
             input_gradient = torch.empty_like(given)
         own = weight_gradient(weight, fused=self.fuses_accumulation) if weight.requires_grad else None
@@ -216,7 +210,7 @@ class GroupedLinear(_Product):
             return input_gradient, *own, *(torch.empty_like(bias) for bias in added)
 
         def run(given: torch.Tensor, *_weights_and_biases: Any) -> Any:
-            return matmul(given, weights[0].shape[0]), (given, *weights)
+            return given.new_empty((*given.shape[:-1], weights[0].shape[0])), (given, *weights)
 
         out = kernel(run, inp, *weights, *added, backward=backward)
         return (out, biases) if self.returns_bias else out

@@ -62,13 +62,10 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "transformer_engine.pytorch": {
         **_of(linear, "Linear LayerNormLinear LayerNorm RMSNorm GroupedLinear"),
         "DotProductAttention": attention.DotProductAttention,
-        "Fp8Padding": not_modelled("Fp8Padding"),
-        "Fp8Unpadding": not_modelled("Fp8Unpadding"),
-        "ops": SimpleNamespace(
-            **{name: not_modelled(f"ops.{name}") for name in ("Sequential", "FusibleOperation")},
-        ),
+        **{name: not_modelled(name) for name in ("Fp8Padding", "Fp8Unpadding")},
+        "ops": SimpleNamespace(**{name: not_modelled(f"ops.{name}") for name in ("Sequential", "FusibleOperation")}),
     },
-    "transformer_engine.pytorch.attention": {"_SplitAlongDim": fused_kernels.SplitAlongDim},
+    "transformer_engine.pytorch.attention": {"_SplitAlongDim": SimpleNamespace(apply=fused_kernels.split_along_dim)},
     "transformer_engine.pytorch.attention.rope": _of(
         fused_kernels, "apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb"
     ),

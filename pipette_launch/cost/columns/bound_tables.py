@@ -206,7 +206,8 @@ class Tables:
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
         """Sum the gradient of a tied word embedding over the first and the last stage."""
         model = self.job.model
-        if model.untie_embeddings_and_output_weights:
+        # One slot alone has no links that the bound could be taken from.
+        if model.untie_embeddings_and_output_weights or not (columns.pp > 1).any():
             return np.zeros(len(columns))
         groups = columns.groups("tp")
         parameters_U = [word_embedding_parameters(model, columns.layout(int(row))) for row in groups.first_U]

@@ -175,3 +175,12 @@ def test_what_cannot_be_priced_is_nan() -> None:
 def test_no_layouts() -> None:
     """Nothing in, nothing out."""
     assert BoundColumns.of(job_of({}), tiny_measurements(tiny_cluster())).seconds_N([]).tolist() == []
+
+
+def test_one_slot_alone_is_met() -> None:
+    """It has no links to anybody: computing and the optimizer are all there is, also with tied embeddings."""
+    this, measured = job_of({}), tiny_measurements(tiny_cluster(1, 1))
+
+    (found_s,) = BoundColumns.of(this, measured).seconds_N([Layout()]).tolist()
+
+    assert found_s == pytest.approx(Predictor(this, measured).bound_s(Layout()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import (
@@ -19,6 +19,7 @@ from pipette_launch.facts import (
     StageReading,
 )
 from pipette_launch.facts.health.condition import DeviceCondition
+from pipette_launch.facts.machines.cluster import HostsOfJob
 from pipette_launch.facts.messages.measuring_advice import CollectiveKind, Dimension
 
 FULL_HOSTS = 64
@@ -32,7 +33,7 @@ MIN_SIZES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeOptions:
+class ProbeOptions(HostsOfJob):
     """The order that the agent writes for its warm-up workers; ranks are slots, host by host."""
 
     KIND: ClassVar[str] = "probe-options"
@@ -88,21 +89,6 @@ class ProbeOptions:
                 f"budget_s={self.budget_s}, timeout_s={self.timeout_s}, repeats={self.repeats} must be above 0 "
                 f"and warmups={self.warmups} not below"
             )
-
-    @property
-    def devices_per_host(self) -> int:
-        """D: the number of devices that each host lends."""
-        return len(self.hosts[0].devices)
-
-    @property
-    def num_slots(self) -> int:
-        """S: the number of devices, and of workers."""
-        return len(self.hosts) * self.devices_per_host
-
-    @property
-    def device_kind(self) -> Literal["cuda", "cpu"]:
-        """What the slots are."""
-        return self.hosts[0].devices[0].kind
 
     def dimensions(self) -> tuple[Dimension, ...]:
         """Groups of slots whose collectives are timed where no adviser names others.

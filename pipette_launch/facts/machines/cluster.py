@@ -148,8 +148,30 @@ def _matrix(rows: MatrixLike, size: int) -> Matrix:
     return matrix
 
 
+class HostsOfJob:
+    """What follows from the hosts of a job, which lend equally many devices of one kind."""
+
+    __slots__ = ()
+    hosts: tuple[Host, ...]
+
+    @property
+    def devices_per_host(self) -> int:
+        """D: how many devices each host lends."""
+        return len(self.hosts[0].devices)
+
+    @property
+    def num_slots(self) -> int:
+        """S: how many ranks the job has."""
+        return len(self.hosts) * self.devices_per_host
+
+    @property
+    def device_kind(self) -> Literal["cuda", "cpu"]:
+        """What the slots are."""
+        return self.hosts[0].devices[0].kind
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
+class Cluster(HostsOfJob):
     """The allocation: its hosts in torchrun's own order, and what lies between and inside them."""
 
     hosts: tuple[Host, ...]
@@ -176,21 +198,6 @@ class Cluster:
         object.__setattr__(self, "within_host", tuple(shared.setdefault(links, links) for links in self.within_host))
         if len(self.slot_speed) != self.num_slots or not all(speed > 0 for speed in self.slot_speed):
             raise FactError(f"slot_speed needs {self.num_slots} positive values, got {self.slot_speed}")
-
-    @property
-    def devices_per_host(self) -> int:
-        """D: how many devices each host lends."""
-        return len(self.hosts[0].devices)
-
-    @property
-    def num_slots(self) -> int:
-        """S: how many ranks the job has."""
-        return len(self.hosts) * self.devices_per_host
-
-    @property
-    def device_kind(self) -> Literal["cuda", "cpu"]:
-        """What the slots are."""
-        return self.hosts[0].devices[0].kind
 
     @property
     def memory_bytes(self) -> int:

@@ -63,6 +63,10 @@ class Samples:
             warmup_s=tuple(value * factor for value in self.warmup_s),
         )
 
+    def joined(self, other: Samples) -> Samples:
+        """These timings and later ones of the same thing."""
+        return Samples(values_s=self.values_s + other.values_s, warmup_s=self.warmup_s + other.warmup_s)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class ComputeCase:

@@ -111,6 +111,32 @@ def test_a_spent_budget_leaves_the_reference(tmp_path: Path, monkeypatch: pytest
     assert [CASES[0]] == [timed.case for timed in slot.times]
 
 
+def test_cases_are_gone_through_again_while_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of all sweeps stand together, the memory is read once, and a slot keeps to its budget."""
+    failing_workload(RuntimeError(), 0, monkeypatch)
+    monkeypatch.setattr(layers, "optimizer_step", lambda *_: compute_nothing())
+    counts = {}
+    for sweeps in (1, 3):
+        monkeypatch.setattr(layers, "SWEEPS", {"cpu": sweeps})
+        slot = bench(tmp_path)
+        measure(slot)
+        assert list(CASES[:2]) == [timed.case for timed in slot.times] == [reading.case for reading in slot.memory]
+        counts[sweeps] = [len(timed.forward.values_s) for timed in slot.times]
+
+    (reference, once), (again, thrice) = counts[1], counts[3]
+    assert (reference, 3 * once) == (again, thrice)
+
+
+def test_a_case_that_was_refused_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is noted once, though the slot goes through its cases three times and a third build would work."""
+    failing_workload(WorkloadError("megatron-core refuses it"), 2, monkeypatch)
+    slot = bench(tmp_path)
+    measure(slot)
+
+    assert list(CASES[:2]) == slot.refused
+    assert ([], 2) == (slot.times, len(slot.notes))
+
+
 def test_an_optimizer_that_is_not_known_refuses_no_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The case itself was measured; that its optimizer was not is a note."""
     failing_workload(RuntimeError(), 0, monkeypatch)

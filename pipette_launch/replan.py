@@ -116,19 +116,3 @@ def _next_attempt(candidates: Sequence[Choice], attempt: int, *, needs_less: boo
         if not needs_less or max(candidates[index].peak_memory_bytes) < held:
             return index
     return len(candidates)
-
-
-def unique_names(records: Sequence[NodeRecord]) -> tuple[str, ...]:
-    """Name the hosts of a round: by name, with the address or a number where names are equal."""
-    plain = [record.host.name if record.host else record.token for record in records]
-    shared = {name for name, count in Counter(plain).items() if count > 1}
-    named = [
-        f"{name}@{record.host.address}" if name in shared and record.host else name
-        for name, record in zip(plain, records, strict=True)
-    ]
-    seen: Counter[str] = Counter()
-    unique = []
-    for name in named:
-        seen[name] += 1
-        unique.append(f"{name}#{seen[name]}" if named.count(name) > 1 else name)
-    return tuple(unique)

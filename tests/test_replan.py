@@ -11,7 +11,7 @@ from facts_for_tests import tiny_cluster
 from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.round import Decision, NodeRecord
-from pipette_launch.replan import GiveUp, Keep, Measure, TryNext, decide, unique_names
+from pipette_launch.replan import GiveUp, Keep, Measure, TryNext, decide
 
 SHORT = Failure(cause="out of memory: NCCL's buffers", kind="out-of-memory", rank=0, exit_code=1)
 
@@ -191,13 +191,6 @@ def test_other_hosts_are_measured() -> None:
     step = decide([record("a"), record("c")], ["a", "c"], decision("a", "b"))
 
     assert Measure(reason="the hosts changed from a, b to a, c") == step
-
-
-def test_equal_host_names_are_told_apart() -> None:
-    """By address where that helps, by number where it does not."""
-    records = [record("a"), record("a", "10.0.0.2"), record("b"), record("b")]
-
-    assert ("a@10.0.0.1", "a@10.0.0.2", "b@10.0.0.1#1", "b@10.0.0.1#2") == unique_names(records)
 
 
 def test_ranks_follow_the_plans_own_host_order() -> None:

@@ -17,7 +17,7 @@ from pipette_launch.launch.cache.measurements import MachineMeasurements
 from pipette_launch.launch.cache.plans import CLUSTER, Cache, key_of
 from pipette_launch.launch.cache.reuse import adopt, named_plan
 from pipette_launch.launch.health_policy import Ruling, apart, measured, rule, small_holders
-from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words
+from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words, unique_names
 from pipette_launch.launch.trials.run import TrialCoordinator
 from pipette_launch.launch.user_script import Script
 from pipette_launch.probe.health.verdicts import judge
@@ -92,7 +92,7 @@ class Coordinator:
         bare = Decision(
             phase="train",
             tokens=tuple(record.token for record in ordered),
-            hosts=replan.unique_names(ordered),
+            hosts=unique_names(ordered),
             num_slots=tuple(record.num_slots for record in ordered),
         )
         return self._guarded(bare, lambda: self._decide(bare, ordered, held))

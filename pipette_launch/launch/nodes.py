@@ -21,6 +21,22 @@ def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
     return sorted(records, key=lambda record: record.node_rank) if by_rank else records
 
 
+def unique_names(records: Sequence[NodeRecord]) -> tuple[str, ...]:
+    """Name the hosts of a round: by name, with the address or a number where names are equal."""
+    plain = [record.host.name if record.host else record.token for record in records]
+    shared = {name for name, count in Counter(plain).items() if count > 1}
+    named = [
+        f"{name}@{record.host.address}" if name in shared and record.host else name
+        for name, record in zip(plain, records, strict=True)
+    ]
+    seen: Counter[str] = Counter()
+    unique = []
+    for name in named:
+        seen[name] += 1
+        unique.append(f"{name}#{seen[name]}" if named.count(name) > 1 else name)
+    return tuple(unique)
+
+
 def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host, ...]:
     """Return the job's hosts under unique names.
 

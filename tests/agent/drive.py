@@ -20,6 +20,7 @@ from pipette_launch.agent import start
 from pipette_launch.agent.controller import Node, WorkerCommand
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages.round import Decision, NodeRecord, TrialReport
+from pipette_launch.launch.nodes import unique_names
 from pipette_launch.probe.progress import Sign, last_error, last_sign
 
 
@@ -57,7 +58,7 @@ class ScriptedConductor:
     def decide(self, records: Any, held: Decision | None) -> Decision:
         records = sorted(records, key=lambda record: record.node_rank)
         self.names = {record.token: record.script_digest for record in records}
-        hosts = replan.unique_names(records)
+        hosts = unique_names(records)
         step = replan.decide(records, [*hosts], held)
         if held is not None and isinstance(step, replan.Keep):
             return replace(held, free=False, reason="", proven=step.proven)

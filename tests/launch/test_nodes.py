@@ -11,7 +11,7 @@ from launch.worlds import records
 
 from pipette_launch.facts import Host
 from pipette_launch.launch.cache.plans import machines_of
-from pipette_launch.launch.nodes import hosts_of
+from pipette_launch.launch.nodes import hosts_of, unique_names
 
 GIB = 1 << 30
 
@@ -23,6 +23,14 @@ def host(name: str, address: str, kind: Literal["cpu", "cuda"] = "cpu") -> Host:
         replace(device, kind=kind, memory_total_bytes=8 * GIB, memory_free_bytes=6 * GIB) for device in plain.devices
     )
     return replace(plain, name=name, address=address, devices=devices)
+
+
+def test_equal_host_names_are_told_apart() -> None:
+    """By address where that helps, by number where it does not."""
+    hosts = [host("a", "10.0.0.1"), host("a", "10.0.0.2"), host("b", "10.0.0.1"), host("b", "10.0.0.1")]
+    told = [replace(record, host=one) for record, one in zip(records(4), hosts, strict=True)]
+
+    assert ("a@10.0.0.1", "a@10.0.0.2", "b@10.0.0.1#1", "b@10.0.0.1#2") == unique_names(told)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Fabric, Kind
+from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.groups import group_sizes
+from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.communication.traffic import Exchange, LayerCounts, exchanges_of, hop_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter

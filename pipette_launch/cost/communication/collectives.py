@@ -28,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.links import LinkTable, best_links
-from pipette_launch.cost.communication.scales import Kind, MeasuredGroups, Scale, chunk_share, num_steps, ring_shift
+from pipette_launch.cost.communication.scales import MeasuredGroups, Scale
+from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps, ring_shift
 from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import CollectiveTime
 

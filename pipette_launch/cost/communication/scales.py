@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.links import LinkTable
+from pipette_launch.cost.communication.steps import Kind, chunk_share, links_together, num_steps, ring_shift
 from pipette_launch.errors import FactError
 from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import CollectiveTime
-
-Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 # Which kind stands in where one was not measured: the same ring, only run once or twice.
 _STAND_IN: dict[Kind, tuple[Kind, ...]] = {
@@ -39,43 +38,6 @@ def most_from_within(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
     it, a step of 8 CPU ranks on slow links was predicted to take 22 s, and took 2.9.
     """
     return LIBRARYS_SHARE if device_kind == "cuda" or kind == "reduce_scatter" else 1.0
-
-
-_DOWNWARDS: dict[str, tuple[Kind, ...]] = {"cpu": ("all_reduce", "reduce_scatter"), "cuda": ()}
-"""Rings in which each member sends to the one before it. So gloo reduces, and gathers the other way: on four hosts
-whose links carry 25 MB/s to the next and 100 MB/s back, an all-gather of 20 MB takes 630 ms, where links of 100 MB/s
-both ways give 170; a reduce-scatter takes its 340 as ever. NCCL's direction has not been measured."""
-
-
-def ring_shift(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> int:
-    """To which member of a ring each sends, counted from itself: 1 = the next, -1 = the one before."""
-    return -1 if kind in _DOWNWARDS[device_kind] else 1
-
-
-def num_steps(kind: Kind, size: int) -> int:
-    """How many chunks each member of a group of `size` sends, one after the other."""
-    if size < 2:
-        return 0
-    if kind == "send":
-        return 1
-    return 2 * (size - 1) if kind == "all_reduce" else size - 1
-
-
-def chunk_share(kind: Kind, size: int) -> float:
-    """The part of the tensor that one step moves."""
-    return 1.0 if kind == "send" else 1.0 / size
-
-
-def links_together(kind: Kind, size: int, num_hosts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """How many slots' links between two hosts a group has for itself where it lies on so many hosts.
-
-    Links are measured while all slots of two hosts send, so each slot's is its part. A ring crosses each pair of hosts
-    once, and the links of all its members on a host carry that: one wire that they share, or their own network cards.
-    In an all-to-all all members send at once.
-    """
-    if kind == "all_to_all":
-        return np.ones(num_hosts.shape)
-    return np.where(num_hosts > 1, np.maximum(size / num_hosts, 1.0), 1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

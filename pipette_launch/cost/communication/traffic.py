@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Kind
+from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.layers import activations, attention
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, resident_parameters
 from pipette_launch.cost.layers.parameters import by_rank, chunk_parameters, word_embedding_parameters

@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from pipette_launch.cost.communication.collectives import Kind, chunk_share, num_steps
 from pipette_launch.cost.communication.groups import group_sizes
+from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps
 from pipette_launch.cost.compute.device_work import (
     ADAM_BYTES_PER_PARAMETER,
     GRADIENT_PASSES,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Kind
+from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.communication.traffic import (
     Exchange,
     StepTraffic,

@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from pipette_launch.cost.communication.collectives import Kind, chunk_share, num_steps
 from pipette_launch.cost.communication.scales import Scale
+from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.cluster import Links

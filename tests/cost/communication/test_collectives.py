@@ -9,8 +9,8 @@ from facts_for_tests import tiny_cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipette_launch.cost.communication.collectives import Fabric, Kind, num_steps
-from pipette_launch.cost.communication.scales import ring_shift
+from pipette_launch.cost.communication.collectives import Fabric
+from pipette_launch.cost.communication.steps import Kind, num_steps, ring_shift
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Cluster, CollectiveTime, Links
 

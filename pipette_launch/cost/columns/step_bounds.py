@@ -125,13 +125,14 @@ class _Passes:
 
         def pipelines(*, slow: bool) -> Pipelines:
             forward_RK, backward_RK = unit.chunk_times(content.parts_KX, slow=slow)
-            # In pipelines each pass comes after a wait.
+            # As in `ComputeTable.chunk_passes`.
+            waits_U = np.ones(len(first_U)) if kinds_UVP.shape[2] > 1 else 1 / microbatches_N[first_U]
             wake_s = tables.compute.wake.forward_s * (tables.slowest if slow else tables.fastest)
-            wake_s *= kinds_UVP.shape[2] > 1
+            wake_s_U11 = (wake_s * waits_U)[:, None, None]
             rows_U11 = rows_U[:, None, None]
             return Pipelines(
-                forward_s_UVP=forward_RK[rows_U11, kinds_UVP] + wake_s,
-                backward_s_UVP=backward_RK[rows_U11, kinds_UVP] + wake_s,
+                forward_s_UVP=forward_RK[rows_U11, kinds_UVP] + wake_s_U11,
+                backward_s_UVP=backward_RK[rows_U11, kinds_UVP] + wake_s_U11,
                 hop_s_U=unit.hop_s_U[rows_U],
                 microbatches_U=microbatches_N[first_U],
                 group_size_U=group_size_U,

@@ -79,7 +79,6 @@ class ComputeTable:
         # What full recompute of a layer took, in forwards of that layer: median over the slots that measured it.
         self._again = {key: statistics.median(each) for key, each in shares.items()}
         self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
-        # In pipelines each pass of a chunk comes after a wait.
         self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
         self._usual_again = {
             part: statistics.median([share for (_, name), share in self._again.items() if name == part] or [1.0])
@@ -145,7 +144,11 @@ class ComputeTable:
         chunks[0] += part["embedding"] + loaded
         # A single stage has loaded the labels with the tokens.
         chunks[-1] += part["head"] + self._prediction(part) + (loaded if layout.pp > 1 else Passes())
-        return tuple(chunk + self.wake if layout.pp > 1 else chunk for chunk in chunks)
+        # In pipelines each pass of a chunk comes after a wait; elsewhere the first of each step, after the exchange of
+        # gradients. A step of four ranks on two cores took 24.2 ms of processor time, the same passes without any
+        # exchange 19.6 ms.
+        waits = 1.0 if layout.pp > 1 else 1 / layout.num_microbatches(self._job.batch.global_batch_size)
+        return tuple(chunk + self.wake * waits for chunk in chunks)
 
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return what `chunk_passes` adds up; of layers that the model has none of, passes of 0 s.

@@ -11,11 +11,18 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from time import sleep
 
 from pipette_launch.facts import ComputeCase, ComputeTime, LoadingTime, MemoryReading
 from pipette_launch.facts.measurements import LAYERS
 from pipette_launch.probe.compute.bench import Bench, weight_bytes
-from pipette_launch.probe.compute.cpu_overheads import loading_time, loads_as_megatron_lm, short_layer, time_wake
+from pipette_launch.probe.compute.cpu_overheads import (
+    WAIT_S,
+    loading_time,
+    loads_as_megatron_lm,
+    short_layer,
+    time_wake,
+)
 from pipette_launch.probe.compute.slot_speeds import PaceTest
 from pipette_launch.probe.compute.timing import HABITS, stopwatch_for, time_calls, time_part
 from pipette_launch.probe.harness import Budget, Lockstep
@@ -158,7 +165,9 @@ class LayerBench(Bench):
         if work is not None and lap is not None:
             with self.noting(case_words(case)):
                 step = optimizer_step(work, self.options.job)
-                samples = time_calls(step.run, stopwatch=self._stopwatch, habits=self._habits)
+                # In training it comes after the exchange of gradients, and on CPUs finds cold caches.
+                wait = partial(sleep, WAIT_S) if self.options.device_kind == "cpu" else None
+                samples = time_calls(step.run, stopwatch=self._stopwatch, habits=self._habits, wait=wait)
                 self.optimizer_s_per_parameter = samples.median_s / step.num_parameters
 
     def _lap(self, work: Workload, case: ComputeCase) -> Callable[[], None] | None:

@@ -263,11 +263,15 @@ def time_part(
     )
 
 
-def time_calls(action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habits) -> Samples:
-    """Time something that has no backward."""
+def time_calls(
+    action: Callable[[], None], *, stopwatch: Stopwatch, habits: Habits, wait: Callable[[], None] | None = None
+) -> Samples:
+    """Time something that has no backward; `wait` comes before each call."""
 
     def once() -> float:
         stopwatch.check_speed()
+        if wait is not None:
+            wait()
         start = stopwatch.mark()
         action()
         return stopwatch.seconds(start, stopwatch.mark())

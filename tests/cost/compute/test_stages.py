@@ -31,12 +31,15 @@ def test_ends_are_not_free() -> None:
     assert milliseconds(table().chunk_passes(Layout(pp=4))) == [(1.1, 2.2, 0), (1, 2, 0), (1, 2, 0), (1.5, 3.0, 0)]
 
 
-def test_waking_costs_every_chunk_of_a_pipeline() -> None:
-    """Half of it each way; without stages no pass waits for a message."""
+def test_waking_costs_every_chunk_of_a_pipeline_and_elsewhere_one_pass_of_a_step() -> None:
+    """Half of it each way; without stages only the first pass of a step comes after a wait, that for the gradients."""
     waking = ComputeTable(tiny_job(), replace(tiny_measurements(tiny_cluster(), (CASE,)), wake_s=4e-4))
 
     assert milliseconds(waking.chunk_passes(Layout(pp=2, vpp=2)))[1:3] == [(1.2, 2.2, 0), (1.2, 2.2, 0)]
-    assert waking.chunk_passes(Layout(dp=4)) == table().chunk_passes(Layout(dp=4))
+    data_parallel = Layout(dp=4)
+    with_and_without = (one.chunk_passes(data_parallel)[0].forward_s for one in (waking, table()))
+    longer_s = next(with_and_without) - next(with_and_without)
+    assert pytest.approx(2e-4) == longer_s * data_parallel.num_microbatches(tiny_job().batch.global_batch_size)
 
 
 def test_stages_that_need_tokens_or_labels_load_every_micro_batch() -> None:

@@ -34,7 +34,7 @@ SUB_FLOORS = {
     ],
     "megatron": [
         {"environment", "flags", "logs"},
-        {"chunks", "faults", "performance", "pins", "trial", "vocabulary"},
+        {"chunks", "faults", "performance", "pins", "trial", "version", "vocabulary"},
         {"checkpoint", "layout"},
         {"model", "write"},
         {"read"},

@@ -15,7 +15,7 @@ from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.overhead import allowed_bytes, overhead_of
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
 from pipette_launch.defaults import MEMORY_MARGIN
-from pipette_launch.errors import FactError, MegatronError, PipetteError, PlanError, UsageError
+from pipette_launch.errors import FactError, PipetteError, PlanError, UsageError
 from pipette_launch.facts import Job, Layout, Measurements
 from pipette_launch.facts.machines.fabric import FabricSpec
 from pipette_launch.facts.results.prediction import MemoryFit, Prediction, StageMemory
@@ -101,7 +101,7 @@ def predict_configuration(
         device_kind=device_kind,
     )
     margin, variables = _checked(memory_margin, method), environment or {}
-    version, version_note = megatron_version_of(megatron_version, script, variables)
+    version, version_note = megatron.version_or_newest(megatron_version, script, variables)
     job = _job(arguments, machines, version, variables)
     memory, notes = _memory(job, machines, _pp_ranks(job.own, rank=rank, stage=stage), method, cache)
     first = (*version_note, *_rank_note(job.own, rank), *machines.notes, *job.notes)
@@ -208,20 +208,6 @@ def _verdict(peaks_bytes: Sequence[int], capacity_bytes: int | None, memory_marg
     if max(peaks_bytes) <= allowed_bytes(capacity_bytes, memory_margin=memory_margin):
         return "fits"
     return "tight" if max(peaks_bytes) <= capacity_bytes else "too large"
-
-
-def megatron_version_of(given: str | None, script: str, environment: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Return the Megatron whose flags are read, and a note where it had to be guessed."""
-    if given is not None:
-        # Megatron's own tags read core_v0.16.1.
-        return given.removeprefix("core_").removeprefix("v"), ()
-    try:
-        return megatron.script_version(script, environment), ()
-    except MegatronError:
-        newest = f"{megatron.newest_release()}.0"
-        return newest, (
-            f"No Megatron is here: flags and defaults of {newest} are assumed; --megatron-version names another.",
-        )
 
 
 def _pp_ranks(layout: Layout, *, rank: int | None, stage: int | None) -> tuple[int, ...]:

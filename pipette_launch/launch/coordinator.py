@@ -14,8 +14,8 @@ from pipette_launch.facts import Measurements, files
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.facts.some_hosts import without_hosts
 from pipette_launch.launch.cache.measurements import MachineMeasurements
+from pipette_launch.launch.cache.plan_files import adopt, named_plan
 from pipette_launch.launch.cache.plans import CLUSTER, Cache, key_of
-from pipette_launch.launch.cache.reuse import adopt, named_plan
 from pipette_launch.launch.health_policy import Ruling, apart, measured, rule, small_holders
 from pipette_launch.launch.nodes import hosts_of, in_order, joined, restart_words, unique_names
 from pipette_launch.launch.trials.run import TrialCoordinator

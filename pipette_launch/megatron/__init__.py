@@ -1,7 +1,7 @@
 """Megatron's command line read into facts, and facts written back; the only room that knows a flag's name."""
 
 from pipette_launch.megatron.checkpoint import record_path, saved_iteration
-from pipette_launch.megatron.environment import environment, script_version
+from pipette_launch.megatron.environment import environment
 from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
 from pipette_launch.megatron.flags import newest_release
 from pipette_launch.megatron.logs import (
@@ -14,6 +14,7 @@ from pipette_launch.megatron.logs import (
 from pipette_launch.megatron.pins import fixed_fields
 from pipette_launch.megatron.read import read_job
 from pipette_launch.megatron.trial import TrialWords, trial_arguments
+from pipette_launch.megatron.version import script_version, version_or_newest
 from pipette_launch.megatron.write import write_arguments
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "saved_iteration",
     "script_version",
     "trial_arguments",
+    "version_or_newest",
     "why_no_plan_helps",
     "write_arguments",
 ]

@@ -39,7 +39,7 @@ def problem_of(args: Namespace) -> PlanningProblem:
     from pipette_launch import megatron
     from pipette_launch.cost.layers.activations import computes_in_fp8
     from pipette_launch.errors import UsageError
-    from pipette_launch.forecast import FP8_AS_16_BIT, machines_of, megatron_version_of
+    from pipette_launch.forecast import FP8_AS_16_BIT, machines_of
 
     if args.gpu is None and args.cluster is None:
         raise UsageError("on which machines? Name a device type with --gpu, or a measured cluster with --cluster")
@@ -51,7 +51,7 @@ def problem_of(args: Namespace) -> PlanningProblem:
         cluster=args.cluster,
         fabric=args.fabric,
     )
-    version, guess = megatron_version_of(args.megatron_version, args.script, os.environ)
+    version, guess = megatron.version_or_newest(args.megatron_version, args.script, os.environ)
     fix = tuple(name for name in args.fix.split(",") if name.strip())
     try:
         megatron.fixed_fields(fix)

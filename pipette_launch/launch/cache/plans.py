@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.results.outcome import Outcome
-from pipette_launch.launch.cache.reuse import check_belongs
+from pipette_launch.launch.cache.plan_files import check_belongs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ from launch.worlds import plan
 
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Layout
-from pipette_launch.launch.cache.reuse import adopt, check_belongs
+from pipette_launch.launch.cache.plan_files import adopt, check_belongs
 
 HOSTS = tiny_cluster().hosts
 

@@ -129,7 +129,9 @@ def _layer(book: Notebook, case: Case, spec: DeviceSpec, watch: Stopwatch, habit
         begun_s = time.perf_counter() - before_s
         found = time_part(layer, compute, slot=0, stopwatch=watch, habits=habits)
         step = optimizer_step(work, job)
-        stepped = time_calls(step.run, stopwatch=watch, habits=habits)
+        stepped, few = (
+            time_calls(run, stopwatch=watch, habits=habits) for run in (step.run, step.run_on_single_elements)
+        )
     said = _said(job, case, spec, name)
     book.add(
         "layer",
@@ -140,6 +142,7 @@ def _layer(book: Notebook, case: Case, spec: DeviceSpec, watch: Stopwatch, habit
         spread=found.forward.spread,
         recompute_s=found.recompute.median_s if found.recompute else None,
         optimizer_s_per_parameter=stepped.median_s / step.num_parameters,
+        optimizer_on_single_elements=few.median_s / stepped.median_s,
         said_optimizer_s_per_parameter=optimizer_s_per_parameter(spec),
         **{f"{pass_}_s": getattr(found, pass_).median_s for pass_ in PASSES},
         **{f"said_{pass_}_s": getattr(said, pass_).median_s for pass_ in PASSES},

@@ -191,9 +191,9 @@ class Measurements:
     loading: LoadingTime | None = field(default=None, metadata=ADDED_LATER)
     """Under Megatron-LM's own trainer on CPUs; None where it was not measured."""
     gradient_s_per_byte: float = field(default=0.0, metadata=ADDED_LATER)
-    """Seconds once a step for each byte of gradients that a slot holds: cleared, checked and scaled.
+    """Seconds once a step for each byte of gradients that a slot holds, whoever steps them; 0 = not measured.
 
-    0 where it was not measured.
+    Gradients are cleared, checked and scaled; on CPUs it is mostly the calls that the optimizer makes for each tensor.
     """
     step_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of the host once a step, while the device waits; 0 where it was not measured."""

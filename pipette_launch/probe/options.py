@@ -186,6 +186,7 @@ class WorkerResult:
     overhead: DeviceOverhead | None = None
     stages: tuple[StageReading, ...] = ()
     optimizer_s_per_parameter: float | None = None
+    gradient_s_per_byte: float | None = None
     wake_s: float | None = None
     loading: LoadingTime | None = None
     phase_s: dict[str, float] = field(default_factory=dict)

@@ -92,6 +92,7 @@ class Phases:
                 workspace_bytes=self.meter.workspace_bytes(),
             ),
             optimizer_s_per_parameter=bench.optimizer_s_per_parameter,
+            gradient_s_per_byte=bench.gradient_s_per_byte,
             wake_s=bench.wake_s,
             loading=bench.loading,
             notes=tuple(bench.notes),

@@ -64,6 +64,7 @@ def moved(work: Workload) -> list[Any]:
     before = [parameter.detach().clone() for parameter in work.model.parameters()]
     step = optimizer_step(work, replace(JOB, optimizer="adam"))
     gradients = [parameter.main_grad.clone() for parameter in work.model.parameters()]
+    step.run_on_single_elements()
     step.run()
     norms = [
         sum(float((each**2).sum()) for each in some) ** 0.5

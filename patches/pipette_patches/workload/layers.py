@@ -288,10 +288,13 @@ def _attention_core(layer: Any, run: Callable[[], object]) -> tuple[torch.Tensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerStep:
-    """One optimizer step as Megatron takes it, clipping, master weights and all, and how many parameters it moves."""
+    """One optimizer step as Megatron takes it, clipping, master weights and all."""
 
     run: Callable[[], None]
+    run_on_single_elements: Callable[[], None]
+    """The same with as many tensors, of one element each."""
     num_parameters: int
+    gradient_bytes: int
 
 
 def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
@@ -309,11 +312,6 @@ def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
 
     if job.optimizer not in _OPTIMIZERS:
         raise WorkloadError(f"the step of optimizer {job.optimizer!r} is not measured, only {', '.join(_OPTIMIZERS)}")
-    wrapped = DistributedDataParallel(
-        config=work.model.config,
-        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=not job.grad_reduce_in_bf16),
-        module=work.model,
-    )
     model = job.model
     config = OptimizerConfig(
         optimizer=job.optimizer,
@@ -324,9 +322,27 @@ def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
         # Only fp16 looks for gradients that are not finite before it steps.
         loss_scale=1.0 if model.params_dtype == "fp16" else None,
     )
-    optimizer: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
-    parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        # Their norm is the root of their number, far above Megatron's limit of 1: clipping is in the time.
-        parameter.main_grad.copy_(torch.randn_like(parameter))
-    return OptimizerStep(run=optimizer.step, num_parameters=sum(parameter.numel() for parameter in parameters))
+
+    def step_of(module: torch.nn.Module) -> Callable[[], None]:
+        wrapped = DistributedDataParallel(
+            config=work.model.config,
+            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=not job.grad_reduce_in_bf16),
+            module=module,
+        )
+        optimizer: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                # Their norm is the root of their number, above Megatron's limit of 1: clipping is in the time.
+                parameter.main_grad.copy_(torch.randn_like(parameter))
+        step: Callable[[], None] = optimizer.step
+        return step
+
+    parameters: list[Any] = [each for each in work.model.parameters() if each.requires_grad]
+    single = torch.nn.Module()
+    single.elements = torch.nn.ParameterList(each.detach().flatten()[:1].clone() for each in parameters)
+    return OptimizerStep(
+        run=step_of(work.model),
+        run_on_single_elements=step_of(single),
+        num_parameters=sum(each.numel() for each in parameters),
+        gradient_bytes=sum(each.main_grad.numel() * each.main_grad.element_size() for each in parameters),
+    )

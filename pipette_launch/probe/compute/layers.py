@@ -84,6 +84,7 @@ class LayerBench(Bench):
     refused: list[ComputeCase] = field(default_factory=list)
     paces: list[Pace] = field(default_factory=list)
     optimizer_s_per_parameter: float | None = None
+    gradient_s_per_byte: float | None = None
     wake_s: float | None = None
     loading: LoadingTime | None = None
     stretch: float = 1.0
@@ -167,8 +168,14 @@ class LayerBench(Bench):
                 step = optimizer_step(work, self.options.job)
                 # In training it comes after the exchange of gradients, and on CPUs finds cold caches.
                 wait = partial(sleep, WAIT_S) if self.options.device_kind == "cpu" else None
-                samples = time_calls(step.run, stopwatch=self._stopwatch, habits=self._habits, wait=wait)
-                self.optimizer_s_per_parameter = samples.median_s / step.num_parameters
+                whole_s, few_s = (
+                    time_calls(run, stopwatch=self._stopwatch, habits=self._habits, wait=wait).median_s
+                    for run in (step.run, step.run_on_single_elements)
+                )
+                # The distributed optimizer divides the elements among its ranks, and each still goes through the
+                # gradients of all tensors.
+                self.gradient_s_per_byte = min(few_s, whole_s) / step.gradient_bytes
+                self.optimizer_s_per_parameter = max(whole_s - few_s, 0.0) / step.num_parameters
 
     def _lap(self, work: Workload, case: ComputeCase) -> Callable[[], None] | None:
         """Return a function that runs one layer of each kind forward and backward; None where that fails."""

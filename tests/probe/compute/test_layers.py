@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,7 +180,24 @@ def test_the_pace_of_the_reference_is_told(tmp_path: Path, monkeypatch: pytest.M
 
 def compute_nothing() -> OptimizerStep:
     """A step of no work."""
-    return OptimizerStep(run=lambda: None, num_parameters=1)
+    return OptimizerStep(run=lambda: None, run_on_single_elements=lambda: None, num_parameters=1, gradient_bytes=4)
+
+
+def test_what_the_optimizer_does_for_each_tensor_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 3 s for 10 parameters of 40 bytes, and 1 s of that for as many tensors of one element each."""
+    failing_workload(RuntimeError(), 0, monkeypatch)
+    step = OptimizerStep(run=nothing, run_on_single_elements=nothing, num_parameters=10, gradient_bytes=40)
+    monkeypatch.setattr(layers, "optimizer_step", lambda *_: step)
+    seconds = iter((3.0, 1.0))
+    monkeypatch.setattr(layers, "time_calls", lambda *_, **__: SimpleNamespace(median_s=next(seconds)))
+    slot = bench(tmp_path)
+    measure(slot)
+
+    assert (0.2, 0.025) == (slot.optimizer_s_per_parameter, slot.gradient_s_per_byte)
+
+
+def nothing() -> None:
+    """Take no time."""
 
 
 def test_any_other_error_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

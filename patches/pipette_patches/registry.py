@@ -32,7 +32,10 @@ class Patch(Protocol):
 
 
 # A name's module holds the patch as PATCH; it is imported when asked for, since it may import torch.
-_MODULES = {"cpu_backend": "pipette_patches.cpu.backend"}
+_MODULES = {
+    "cpu_backend": "pipette_patches.cpu.backend",
+    "schedules": "pipette_patches.schedules.patch",
+}
 _applied: dict[str, Patch] = {}
 
 

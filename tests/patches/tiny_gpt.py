@@ -33,7 +33,7 @@ def build(options: dict[str, Any]) -> tuple[list[torch.nn.Module], Any]:
     """Build the model chunks of this rank and their optimizer."""
     bf16 = options.get("bf16", False)
     config = TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, bf16=bf16,
+        num_layers=options.get("layers", 4), hidden_size=32, num_attention_heads=4, bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
         tensor_model_parallel_size=options.get("tp", 1), pipeline_model_parallel_size=options.get("pp", 1),
@@ -50,7 +50,7 @@ def build(options: dict[str, Any]) -> tuple[list[torch.nn.Module], Any]:
     for vpp_rank in range(options.get("vpp") or 1):
         where = {"vp_stage": vpp_rank if options.get("vpp") else None}
         model = GPTModel(
-            config, spec, VOCAB, SEQ_LENGTH, share_embeddings_and_output_weights=False,
+            config, spec, VOCAB, SEQ_LENGTH, share_embeddings_and_output_weights=options.get("tied", False),
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **where),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **where), **where,
         )  # fmt: skip

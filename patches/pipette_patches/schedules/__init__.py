@@ -1,0 +1,1 @@
+"""Execute pipeline schedules that Megatron lacks, on megatron-core as it is."""

@@ -1,0 +1,235 @@
+"""Runs one training step, or one evaluation, by a program of passes and messages.
+
+Around the passes it does what Megatron's own pipelined functions do (megatron/core/pipeline_parallel/schedules.py), and
+each pass is Megatron's own `forward_step` or `backward_step`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pipette_launch.facts.schedule import Action
+from pipette_patches.schedules.lowering import Message, Program
+from pipette_patches.schedules.messages import Messages
+from pipette_patches.schedules.weight_gradients import Deferred, deferred
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What Megatron's pipelined functions are called with; the model and its data are lists of chunks."""
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: list[Any]
+    model: list[Any]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    force_all_reduce: bool
+    groups: Any
+    """Megatron's `ProcessGroupCollection`."""
+    config: Any
+    """Megatron's `TransformerConfig`."""
+
+
+def run(call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any) -> list[Any]:
+    """Run a step and finalize its gradients.
+
+    Args:
+        call: what Megatron was asked to run.
+        program: what this rank does.
+        rank_S: the pipeline rank of each stage.
+        schedules: the module megatron.core.pipeline_parallel.schedules.
+
+    Returns:
+        What the last stage's forwards returned beside the loss; empty on other ranks.
+
+    """
+    config, groups = call.config, call.groups
+    is_last = groups.pp.rank() == rank_S[-1]
+    finalizes = config.finalize_model_grads_func is not None and not call.forward_only
+    embedding = schedules.clear_embedding_activation_buffer(config, call.model, is_last) if finalizes else None
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    passes = Passes(call, program, rank_S, schedules)
+    # Gradients leave when a chunk's last one is made, which no hook of a backward sees where W comes later.
+    with _no_sync(config):
+        passes.run()
+    if finalizes:
+        schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
+        config.finalize_model_grads_func(
+            call.model,
+            passes.num_tokens if config.calculate_per_token_loss else None,
+            pg_collection=groups,
+            force_all_reduce=call.force_all_reduce,
+        )
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    return passes.results
+
+
+@contextlib.contextmanager
+def _no_sync(config: Any) -> Iterator[None]:
+    contexts = config.no_sync_func or []
+    with contextlib.ExitStack() as stack:
+        for enter in contexts if isinstance(contexts, list) else [contexts]:
+            stack.enter_context(enter())
+        yield
+
+
+class Passes:
+    """The passes of one step on this rank; tensors are kept by stage and micro-batch, so any order is served.
+
+    Parameters are those of `run`.
+    """
+
+    def __init__(self, call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any) -> None:
+        self._call = call
+        self._config = call.config
+        self._program = program
+        self._rank_S = rank_S
+        self._rank = call.groups.pp.rank()
+        self._schedules = schedules
+        self._messages = Messages(call.groups.pp, self._empty)
+        stages = [stage for stage, rank in enumerate(rank_S) if rank == self._rank]
+        self._chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
+        passes = [step for step in program if isinstance(step, Action)]
+        self._first_forward = {action.stage: action for action in reversed(passes) if action.kind == "F"}
+        self._last_gradient = {action.stage: action for action in passes if action.kind in "BW"}
+        self._in_turn = list(dict.fromkeys(self._chunk_of[action.stage] for action in passes))
+        """Chunks in the order in which they begin."""
+        self._inputs: dict[tuple[int, int], Any] = {}
+        self._outputs: dict[tuple[int, int], Any] = {}
+        self._handed_over: dict[Message, Any] = {}
+        """What one stage makes for another on this rank."""
+        self._weight_gradients: dict[tuple[int, int], Deferred] = {}
+        self.results: list[Any] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=torch.cuda.current_device())
+
+    def run(self) -> None:
+        """Run every pass and every message of the program."""
+        self._gather_parameters(0)
+        for step in self._program:
+            if not isinstance(step, Action):
+                self._messages.post(step)
+                continue
+            self._messages.reap()
+            if step.kind == "F":
+                self._forward(step)
+            elif step.kind == "W":
+                for make in self._weight_gradients.pop((step.stage, step.microbatch)):
+                    make()
+            else:
+                self._backward(step)
+            if step == self._last_gradient.get(step.stage):
+                self._reduce_gradients(self._chunk_of[step.stage])
+        self._messages.finish()
+
+    def _forward(self, action: Action) -> None:
+        call, stage, microbatch = self._call, action.stage, action.microbatch
+        chunk, is_first = self._chunk_of[stage], action == self._first_forward[stage]
+        if is_first:
+            self._gather_parameters(self._in_turn.index(chunk) + 1)
+        taken = self._take(stage - 1, microbatch, is_gradient=False) if stage > 0 else None
+        output, num_tokens = self._schedules.forward_step(
+            call.forward_step_func,
+            call.data_iterator[chunk],
+            call.model[chunk],
+            call.num_microbatches,
+            taken,
+            self.results,
+            self._config,
+            cp_group_size=call.groups.cp.size(),
+            collect_non_loss_data=call.collect_non_loss_data,
+            is_first_microbatch=self._schedules.check_first_val_step(call.first_val_step, call.forward_only, is_first),
+            current_microbatch=microbatch,
+            vp_stage=chunk if len(call.model) > 1 else None,
+            is_last_stage=stage == len(self._rank_S) - 1,
+        )
+        self.num_tokens += num_tokens
+        if not call.forward_only:
+            self._inputs[stage, microbatch], self._outputs[stage, microbatch] = taken, output
+        if stage < len(self._rank_S) - 1:
+            self._give(stage, stage + 1, microbatch, output, is_gradient=False)
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        gradient = None
+        if stage < len(self._rank_S) - 1:
+            gradient = self._take(stage + 1, microbatch, is_gradient=True)
+            # The output is freed once it was sent, and Megatron's backward expects it to be.
+            self._messages.wait_for_sent(self._message(stage, stage + 1, microbatch, is_gradient=False))
+        taken, output = self._inputs.pop((stage, microbatch)), self._outputs.pop((stage, microbatch))
+        with contextlib.ExitStack() as stack:
+            if action.kind == "I":
+                self._weight_gradients[stage, microbatch] = stack.enter_context(deferred())
+            gradient = _backward_step(self._schedules, taken, output, gradient, self._config, self._call.model[0])
+        if stage > 0:
+            self._give(stage, stage - 1, microbatch, gradient, is_gradient=True)
+
+    def _take(self, stage: int, microbatch: int, *, is_gradient: bool) -> Any:
+        """Return what a stage has made, once it is here."""
+        to_stage = stage + (-1 if is_gradient else 1)
+        message = self._message(stage, to_stage, microbatch, is_gradient=is_gradient)
+        if message.source == message.target:
+            return self._handed_over.pop(message)
+        return self._messages.wait(message)
+
+    def _give(self, stage: int, to_stage: int, microbatch: int, tensor: Any, *, is_gradient: bool) -> None:
+        """Hand over or keep for sending what a stage has made, and free an output as soon as nobody reads it."""
+        message = self._message(stage, to_stage, microbatch, is_gradient=is_gradient)
+        release = partial(
+            self._schedules.deallocate_output_tensor,
+            None if is_gradient or self._call.forward_only else tensor,
+            self._config.deallocate_pipeline_outputs,
+        )
+        if message.source == message.target:
+            self._handed_over[message] = tensor if is_gradient else tensor.detach().requires_grad_()
+            release()
+        else:
+            self._messages.give(message, tensor, then=release)
+
+    def _message(self, stage: int, to_stage: int, microbatch: int, *, is_gradient: bool) -> Message:
+        return Message(self._rank_S[stage], self._rank_S[to_stage], is_gradient, stage, microbatch)
+
+    def _empty(self) -> torch.Tensor:
+        """Make the tensor that a message is received into."""
+        config, groups = self._config, self._call.groups
+        length = self._call.seq_length // groups.cp.size()
+        if config.sequence_parallel:
+            length //= groups.tp.size()
+        return torch.empty(
+            (length, self._call.micro_batch_size, config.hidden_size),
+            dtype=config.pipeline_dtype,
+            device=torch.cuda.current_device(),
+            requires_grad=True,
+        )
+
+    def _gather_parameters(self, turn: int) -> None:
+        """Start to gather the parameters of the chunk that begins so many chunks after the first."""
+        gather = self._config.param_sync_func
+        if gather is not None and not self._call.forward_only and turn < len(self._in_turn):
+            chunk = self._in_turn[turn]
+            (gather[chunk] if isinstance(gather, list) else gather)(self._call.model[chunk].parameters())
+
+    def _reduce_gradients(self, chunk: int) -> None:
+        """Start to reduce the gradients of a chunk, where that is overlapped with other passes."""
+        model = self._call.model[chunk]
+        if getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
+            model.start_grad_sync()
+
+
+def _backward_step(schedules: Any, taken: Any, output: Any, gradient: Any, config: Any, model: Any) -> Any:
+    """Call Megatron's function; releases before 0.17 ask for the kind of model too."""
+    if "model_type" in inspect.signature(schedules.backward_step).parameters:
+        return schedules.backward_step(taken, output, gradient, schedules.get_model_type(model), config)
+    return schedules.backward_step(taken, output, gradient, config)

@@ -1,0 +1,125 @@
+"""A worker for the tests: trains the tiny GPT under Megatron's own schedule and under ours, and compares.
+
+Prints one line of JSON a case: how far losses and gradients are apart, and the most live forwards of each rank.
+
+    python -m torch.distributed.run --nproc-per-node 4 tests/patches/schedules_worker.py FOLDER '[{"pp": 4, ...}]'
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step
+
+from pipette_launch.cost.pipeline.named_schedules import named_schedule
+from pipette_launch.facts import files
+from pipette_launch.facts.schedule_file import ScheduleFile
+from pipette_patches import registry
+from pipette_patches.schedules.executor import Passes
+
+STEPS = 3
+
+
+def train(options: dict[str, Any]) -> tuple[list[float], list[list[torch.Tensor]]]:
+    """Train; returns the losses of training and evaluation, and the gradients of each step."""
+    mpu.initialize_model_parallel(options.get("tp", 1), options["pp"], options.get("vpp"))
+    torch.manual_seed(3)
+    model_parallel_cuda_manual_seed(7)
+    chunks, optimizer = build(options)
+    data = [batches() for _ in chunks]
+    losses: list[float] = []
+    gradients: list[list[torch.Tensor]] = []
+
+    def run(*, forward_only: bool) -> None:
+        found = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=data if len(chunks) > 1 else data[0], model=chunks,
+            num_microbatches=options["microbatches"], seq_length=SEQ_LENGTH, micro_batch_size=MICRO_BATCH_SIZE,
+            forward_only=forward_only,
+        )  # fmt: skip
+        losses.extend(each["loss"].item() for each in found)
+
+    for _ in range(STEPS):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        run(forward_only=False)
+        gradients.append([each.main_grad.clone() for chunk in chunks for each in chunk.parameters()])
+        optimizer.step()
+    with torch.no_grad():
+        run(forward_only=True)
+    mpu.destroy_model_parallel()
+    return losses, gradients
+
+
+class Live:
+    """Counts the forwards whose backward has not begun, and whose weights' gradients are not made."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self.original = Passes._forward
+
+    def __enter__(self) -> None:
+        def forward(passes: Passes, action: Any) -> None:
+            self.original(passes, action)
+            held = passes._outputs.keys() | passes._weight_gradients.keys()
+            self.peak = max(self.peak, len(held))
+
+        Passes._forward = forward  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        Passes._forward = self.original  # type: ignore[method-assign]
+
+
+def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Run one case both ways; our schedule is written to the path."""
+    stock, stock_gradients = train(options)
+    known = options["schedule"]
+    made = named_schedule(
+        known["name"], pp=options["pp"], vpp=options.get("vpp") or 1, num_microbatches=options["microbatches"],
+        **{key: value for key, value in known.items() if key != "name"},
+    )  # fmt: skip
+    files.write(path, ScheduleFile.of(made))
+    os.environ["PIPETTE_SCHEDULE"] = str(path)
+    live = Live()
+    with registry.use("schedules"), live:
+        ours, gradients = train(options)
+    furthest = max(
+        (
+            (one - other).abs().max().item()
+            for step, others in zip(gradients, stock_gradients, strict=True)
+            for one, other in zip(step, others, strict=True)
+        ),
+        default=0.0,
+    )
+    return {
+        "losses": max((abs(one - other) for one, other in zip(ours, stock, strict=True)), default=0.0),
+        "gradients": furthest,
+        "live": live.peak,
+        "largest": max(each.abs().max().item() for step in gradients for each in step),
+        "first_loss": ours[0] if ours else 0.0,
+        "last_loss": ours[-1] if ours else 0.0,
+    }
+
+
+def main() -> None:
+    """Run every case."""
+    dist.init_process_group("nccl")
+    for number, options in enumerate(json.loads(sys.argv[2])):
+        found = compare(Path(sys.argv[1]) / f"{number}-{dist.get_rank()}.json", options)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, found)
+        if dist.get_rank() == 0:
+            sys.stdout.write(json.dumps({"case": options, "ranks": everyone}) + "\n")
+            sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -50,6 +50,13 @@ def _add_choices(add: Callable[..., object]) -> None:
     add("--pipette-dry-run", action="store_true", help="measure and plan, show the plan, and stop before training")
     add("--pipette-fix", metavar="NAMES", default="", help="keep these as they are on the command line, e.g. tp,pp,mbs")
     add(
+        "--pipette-schedules",
+        metavar="NAMES",
+        default="stock",
+        help="pipeline schedules that a plan may use: stock (default, Megatron's own), all, or names between commas: "
+        "eager-1f1b, zb-h1, zb-1p, interleaved-zb, gis",
+    )
+    add(
         "--pipette-on-error",
         choices=("train", "fail"),
         help="when measuring or planning fails: train with the user's own configuration, or stop (default: train, but "
@@ -124,6 +131,7 @@ def check_own_flags(whole: ArgumentParser, argv: Sequence[str]) -> None:
 
 def options_from(args: Namespace) -> Options:
     """Turn parsed flags into the launcher's options; raises UsageError for a value that makes no sense."""
+    from pipette_launch.facts.schedules import schedule_names
     from pipette_launch.launch.options import Options
     from pipette_launch.megatron import fixed_fields
 
@@ -154,6 +162,7 @@ def options_from(args: Namespace) -> Options:
         dry_run=args.pipette_dry_run,
         trials=_whole("--pipette-trials", args.pipette_trials),
         trial_iters=_whole("--pipette-trial-iters", args.pipette_trial_iters),
+        schedules=schedule_names(args.pipette_schedules),
         is_function=args.run_path,
     )
     if runs_python and not args.module and not Path(args.training_script).exists():

@@ -26,6 +26,7 @@ OWN_FLAGS = {
     "--pipette-on-sick",
     "--pipette-plan",
     "--pipette-probe",
+    "--pipette-schedules",
     "--pipette-trial-iters",
     "--pipette-trials",
     "--pipette-version",

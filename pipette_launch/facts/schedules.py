@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.errors import LayoutError
+from pipette_launch.errors import LayoutError, UsageError
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.schedule import Action, Schedule
 
@@ -19,6 +19,21 @@ Count = TypeVar("Count", int, NDArray[np.int64])
 
 Ranks = tuple[tuple[Action, ...], ...]
 """What each pipeline rank does, in order."""
+
+
+EXECUTABLE = ("eager-1f1b", "zb-h1", "zb-1p", "interleaved-zb", "gis")
+"""Schedules beside Megatron's own that the patch `schedules` executes, by name."""
+
+
+def schedule_names(given: str) -> tuple[str, ...]:
+    """Read `stock`, `all` or names between commas; raises UsageError for a name that cannot be executed."""
+    if given in ("stock", "all"):
+        return EXECUTABLE if given == "all" else ()
+    names = tuple(name.strip() for name in given.split(",") if name.strip())
+    for name in names:
+        if name not in EXECUTABLE:
+            raise UsageError(f"no schedule {name!r} can be executed; there are stock, all, {', '.join(EXECUTABLE)}")
+    return names
 
 
 @lru_cache(maxsize=256)

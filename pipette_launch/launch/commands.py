@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from pipette_launch.agent.controller import WorkerCommand
+from pipette_launch.facts import files, schedule_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from pipette_launch.launch.options import Options
 
 PATCH_RUNNER = "pipette_patches.run"
+SCHEDULES = "schedules"
+"""The patch that executes schedules beside Megatron's own."""
 
 
 def warmup(options_file: Path) -> WorkerCommand:
@@ -29,7 +32,12 @@ def warmup(options_file: Path) -> WorkerCommand:
 
 
 def training(
-    decision: Decision, options: Options, entrypoint: str | Callable[..., Any], arguments: Sequence[str]
+    decision: Decision,
+    options: Options,
+    entrypoint: str | Callable[..., Any],
+    arguments: Sequence[str],
+    *,
+    folder: Path,
 ) -> WorkerCommand:
     """Run the user's script under a decision.
 
@@ -38,14 +46,20 @@ def training(
         options: the script as the user named it.
         entrypoint: torchrun's own program for the workers.
         arguments: torchrun's own arguments for it; they end with the script's.
+        folder: a private one of this node, for the pipeline's schedule where the script runs under a patch.
 
     """
     given = len(options.script_arguments)
     head = list(arguments[: len(arguments) - given])
     tail = list(options.script_arguments if decision.script_arguments is None else decision.script_arguments)
-    if decision.patches:
-        head = _patched(head, decision.patches)
-    return WorkerCommand(entrypoint=entrypoint, arguments=(*head, *tail), environment=decision.environment)
+    patches, environment = decision.patches, decision.environment
+    if decision.choice is not None and decision.choice.order is not None:
+        path = folder / "schedule.json"
+        files.write(path, decision.choice.order)
+        patches, environment = (*patches, SCHEDULES), {**environment, schedule_file.VARIABLE: str(path)}
+    if patches:
+        head = _patched(head, patches)
+    return WorkerCommand(entrypoint=entrypoint, arguments=(*head, *tail), environment=environment)
 
 
 def _patched(head: Sequence[str], patches: Sequence[str]) -> list[str]:

@@ -236,7 +236,8 @@ class NodeController:
     def command(self, decision: Decision) -> WorkerCommand:
         """Return what this node's workers run under a decision."""
         if decision.phase != "warmup":
-            return commands.training(decision, self._options, self._node.entrypoint, self._node.arguments)
+            node = self._node
+            return commands.training(decision, self._options, node.entrypoint, node.arguments, folder=self._folder)
         from pipette_launch.launch.warmup_orders import read
 
         progress = self._folder / PROGRESS

@@ -42,6 +42,8 @@ class Options:
     """How many plans to try beside the user's own configuration before the training; 0 = none."""
     trial_iters: int = defaults.TRIAL_ITERS
     """How many step times of each trial count."""
+    schedules: tuple[str, ...] = ()
+    """Pipeline schedules that a plan may use beside Megatron's own, by name."""
     is_function: bool = False
     """Whether torchrun runs the script as a function (`--run-path`)."""
     seed: int = defaults.SEED

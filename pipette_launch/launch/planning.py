@@ -44,7 +44,11 @@ def make_plan(job: Job, measurements: Measurements, outcomes: Sequence[Outcome],
 
 def _solve_options(options: Options, budget_s: float) -> SolveOptions:
     usual = SolveOptions(
-        margin=options.margin, memory_margin=options.memory_margin, budget_s=budget_s, seed=options.seed
+        margin=options.margin,
+        memory_margin=options.memory_margin,
+        budget_s=budget_s,
+        seed=options.seed,
+        schedules=options.schedules if options.runs_python else (),
     )
     # Trials may want more of them than a fallback does.
     return replace(usual, num_alternatives=max(usual.num_alternatives, options.trials))

@@ -17,6 +17,7 @@ from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choose
 from pipette_launch.search.frontier import BEATEN, Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
+from pipette_launch.search.schedule_choice import best_scheduled, unsupported
 from pipette_launch.search.search_loop import Searched, SearchLoop
 
 
@@ -31,6 +32,8 @@ class SolveOptions:
     budget_s: float = 5.0
     seed: int = SEED
     num_alternatives: int = 3
+    schedules: tuple[str, ...] = ()
+    """Schedules beside Megatron's own, by name."""
 
     def __post_init__(self) -> None:
         for name in ("margin", "memory_margin"):
@@ -110,8 +113,11 @@ def _plan(
 ) -> Plan:
     """Choose among the layouts that were priced, with reasons; the caller adds the counts of dropped layouts."""
     chosen = choose(inputs, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
+    fault = unsupported(inputs.job) if options.schedules else ""
+    refused = (f"Schedules beside Megatron's own are left out: they do not run with {fault}.",) if fault else ()
+    scheduled = best_scheduled(inputs, searched.candidates, chosen.choice, options.schedules)
     cut_short = (explanations.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
-    return Plan(
+    plan = Plan(
         hosts=tuple(host.name for host in inputs.cluster.hosts),
         devices_per_host=inputs.cluster.devices_per_host,
         device_kind=inputs.cluster.device_kind,
@@ -121,10 +127,21 @@ def _plan(
         own_fault=inputs.own_fault or "",
         keeps_own=chosen.keeps_own,
         reasons=(*cut_short, *explanations.reasons(inputs, chosen, floor_s=searched.floor_s, margin=options.margin)),
-        notes=(*learned, *explanations.notes(inputs, chosen)),
+        notes=(*learned, *refused, *explanations.notes(inputs, chosen)),
         num_layouts=0,
         dropped={},
         floor_s=searched.floor_s,
         solve_s=0.0,
         provenance=provenance,
+    )
+    if scheduled is None:
+        return plan
+    return replace(
+        plan,
+        chosen=scheduled,
+        # Tried next, should the patch fail.
+        alternatives=(plan.chosen, *plan.alternatives)[: options.num_alternatives],
+        keeps_own=False,
+        floor_s=min(plan.floor_s, scheduled.step_time_s),
+        reasons=(explanations.scheduled(scheduled, plan.chosen), *plan.reasons),
     )

@@ -81,6 +81,12 @@ def add_search_flags(parser: ArgumentParser, *, margin: float = MARGIN) -> None:
         default=SEARCH_BUDGET_S,
         help=f"processor time that the search may take (default {SEARCH_BUDGET_S:g})",
     )
+    add(
+        "--schedules",
+        metavar="NAMES",
+        default="stock",
+        help="pipeline schedules that a plan may use, as --pipette-schedules: stock, all, or names (default stock)",
+    )
     add("--seed", metavar="N", type=int, default=SEED, help=f"seed of the search's random numbers (default {SEED})")
     add(
         "--margin",

@@ -87,19 +87,24 @@ def planned(problem: PlanningProblem, args: Namespace) -> Plan:
     from datetime import datetime, timezone
 
     from pipette_launch.facts import Provenance
+    from pipette_launch.facts.schedules import schedule_names
     from pipette_launch.launch.cache.plans import key_of
     from pipette_launch.launch.setting import with_setting
     from pipette_launch.search.solve import SolveOptions, solve
 
     measured = problem.measurements
-    key = key_of(
-        measured.cluster.hosts, problem.job, measured.versions, (args.margin, args.memory_margin), environ=os.environ
-    )
+    schedules = schedule_names(args.schedules)
+    settings = (args.margin, args.memory_margin, *schedules)
+    key = key_of(measured.cluster.hosts, problem.job, measured.versions, settings, environ=os.environ)
     plan = solve(
         problem.job,
         measured,
         options=SolveOptions(
-            margin=args.margin, memory_margin=args.memory_margin, budget_s=args.budget, seed=args.seed
+            margin=args.margin,
+            memory_margin=args.memory_margin,
+            budget_s=args.budget,
+            seed=args.seed,
+            schedules=schedules,
         ),
         # A machine that is busy with other work slows a search down, and must not cut it short.
         clock=time.process_time,

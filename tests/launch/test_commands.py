@@ -1,11 +1,18 @@
 """What the workers run under a decision."""
 
 from dataclasses import replace
+from pathlib import Path
 
+from launch.worlds import plan
+
+from pipette_launch.facts import Layout, files
 from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.schedule_file import ScheduleFile
+from pipette_launch.facts.schedules import interleaved_zero_bubble
 from pipette_launch.launch.commands import training
 from pipette_launch.launch.options import Options
 
+NOWHERE = Path("/nowhere")
 OPTIONS = Options(script="train.py", script_arguments=("--lr", "1"), runs_python=True, is_module=False)
 DECISION = Decision(
     phase="train",
@@ -19,14 +26,16 @@ def test_own_configuration_is_torchruns_own_command() -> None:
     """Without a plan nothing is added, removed or reordered."""
     words = ("-u", "train.py", "--lr", "1")
 
-    assert words == training(DECISION, OPTIONS, "python", words).arguments
+    assert words == training(DECISION, OPTIONS, "python", words, folder=NOWHERE).arguments
 
 
 def test_arguments_are_exchanged() -> None:
     """Only what stands behind the script changes, torchrun's own additions before it stay."""
     planned = replace(DECISION, script_arguments=("--lr", "1", "--micro-batch-size", "2"), environment={"A": "1"})
 
-    command = training(planned, OPTIONS, "python", ("-u", "train.py", "--local-rank=${local_rank}", "--lr", "1"))
+    command = training(
+        planned, OPTIONS, "python", ("-u", "train.py", "--local-rank=${local_rank}", "--lr", "1"), folder=NOWHERE
+    )
 
     assert ("-u", "train.py", "--local-rank=${local_rank}", "--lr", "1", "--micro-batch-size", "2") == command.arguments
     assert {"A": "1"} == command.environment
@@ -36,6 +45,20 @@ def test_patches_go_before_the_script() -> None:
     """The wrapper runs the script, or the module, with the same words."""
     patched = replace(DECISION, patches=("cpu_backend",))
 
-    command = training(patched, OPTIONS, "python", ("-u", "-m", "train.py", "--lr", "1"))
+    command = training(patched, OPTIONS, "python", ("-u", "-m", "train.py", "--lr", "1"), folder=NOWHERE)
 
     assert "-u -m pipette_patches.run --patch cpu_backend -- -m train.py --lr 1" == " ".join(command.arguments)
+
+
+def test_a_schedule_goes_with_the_script_as_a_file(tmp_path: Path) -> None:
+    """The patch that executes it comes last, and a variable names the file."""
+    order = ScheduleFile.of(interleaved_zero_bubble(2, 1, 2))
+    made = plan(Layout(pp=2))
+    scheduled = replace(
+        DECISION, plan=replace(made, chosen=replace(made.chosen, order=order)), patches=("cpu_backend",)
+    )
+
+    command = training(scheduled, OPTIONS, "python", ("-u", "train.py", "--lr", "1"), folder=tmp_path)
+
+    assert "--patch cpu_backend --patch schedules --" in " ".join(command.arguments)
+    assert order == files.read(Path(command.environment["PIPETTE_SCHEDULE"]), ScheduleFile)

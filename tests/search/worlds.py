@@ -51,7 +51,7 @@ def pipeline_job() -> Job:
     return tiny_job(4, own=Layout(pp=4), batch=Batch(global_batch_size=8), pinned=ALL_FIELDS)
 
 
-def planned(job: Job, measurements: Measurements | None = None, **options: float) -> Plan:
+def planned(job: Job, measurements: Measurements | None = None, **options: object) -> Plan:
     """Plan with all the time in the world."""
     measurements = measurements or tiny_measurements(tiny_cluster())
     return solve(

@@ -382,6 +382,7 @@ def test_the_flags_are_frozen() -> None:
         "--nproc-per-node",
         "--nproc_per_node",
         "--out",
+        "--schedules",
         "--seed",
         "--world-size",
     } == flags

@@ -19,6 +19,7 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.schedule import Schedule
 
 LEARNED = "learned_correction"
 """Its name among the parts of a step."""
@@ -95,9 +96,9 @@ class CorrectedPredictor(Predictor):
             return residual.unlike(features)
         return found.careful_factor if careful else found.factor
 
-    def step_time(self, layout: Layout, placement: Sequence[int]) -> StepTime:
+    def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:
         """Predict the step; what was learned is a part of its own, below 0 where steps were shorter than predicted."""
-        step, factor = super().step_time(layout, placement), self.factor(layout)
+        step, factor = super().step_time(layout, placement, schedule), self.factor(layout)
         if factor == 1.0:
             return step
         total_s = step.total_s * factor

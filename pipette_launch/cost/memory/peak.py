@@ -159,6 +159,13 @@ def peak_memory_bytes(job: Job, layout: Layout) -> tuple[MemoryParts, ...]:
     return peak_memory_columns(job, LayoutColumns.of([layout])).of(0)
 
 
+def kept_by_chunk(job: Job, layout: Layout) -> tuple[int, ...]:
+    """Count the bytes of activations that each chunk keeps for one micro-batch, in model order."""
+    columns = LayoutColumns.of([layout])
+    _, bytes_C = chunk_bytes(job, columns, _by_layer(job, columns))
+    return tuple(bytes_C.tolist())
+
+
 def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     """Predict every pipeline rank's peak for many layouts.
 

@@ -171,8 +171,10 @@ class Engine:
         return np.argsort(self.dependencies.level_A, kind="stable")
 
     @cached_property
-    def _splits_backward(self) -> bool:
-        return bool((self.dependencies.columns.kind_A == WEIGHT).any())
+    def splits_backward(self) -> bool:
+        """Whether some gradients of weights come apart from those of their inputs."""
+        # Megatron's own schedules do not, which is known before their actions are listed.
+        return not isinstance(self._order, Order) and bool((self.dependencies.columns.kind_A == WEIGHT).any())
 
     @cached_property
     def _num_levels(self) -> int:
@@ -230,7 +232,7 @@ class Engine:
         stages = self._order.num_stages
         if num_durations not in (3 * stages, 5 * stages):
             raise FactError(f"times of {num_durations // 3} stages for a schedule of {stages}")
-        if num_durations < 5 * stages and self._splits_backward:
+        if num_durations < 5 * stages and self.splits_backward:
             raise FactError(f"{self._order.name} splits the backward: give input_s and weight_s of each stage")
 
     def _ends(self, times: StageTimes) -> list[float]:

@@ -26,13 +26,14 @@ from pipette_launch.cost.layers.optimizer import OnceAStep
 from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.cost.pipeline.engine import Engine
 from pipette_launch.cost.pipeline.steady_state import engine_of
+from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.cost.step.dominance import deciding_replicas
 from pipette_launch.cost.step.first_gathers import Forwards, waits_aligned_s, waits_one_by_one_s
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 
 Array = NDArray[np.float64]
-_PASSES = ("forward_s", "backward_s", "recompute_s", "forward_idle_s", "backward_idle_s")
+_PASSES = ("forward_s", "backward_s", "recompute_s", "weight_grad_s", "forward_idle_s", "backward_idle_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class LayoutWork:
     """Compute of one micro-batch on a slot of speed 1."""
     backward_s_S: Array
     recompute_s_S: Array
+    weight_grad_s_S: Array
+    """Of the backward, the part that schedules may put off."""
     forward_idle_s_S: Array
     """Of the forward, while the device waits for the host: exchanges pass in it."""
     backward_idle_s_S: Array
@@ -155,7 +158,8 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     end_s = float(drain_SD[stages, replica].max())
     # When its stages drain without hops, and without hops and overlapped gathers.
     first = 2 * len(work.rank_S)
-    ungathered_B = np.concatenate([durations_D[:first, replica], durations_D[: len(work.rank_S), replica]])
+    passes_B = durations_D[:, replica]
+    ungathered_B = np.concatenate([passes_B[:first], passes_B[: len(work.rank_S)], passes_B[3 * len(work.rank_S) :]])
     both_B2 = np.stack([durations_D[:, replica], ungathered_B], axis=1)
     without_S2 = work.engine.drain_s_SR(both_B2, np.zeros((first - 1, 2)))
     no_hop_s, no_gather_s = without_S2[stages].max(axis=0).tolist()
@@ -201,7 +205,30 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Array, Array]:
     hops = [prices.forward_hop_s_PD[rank_S[:-1]], prices.backward_hop_s_PD[rank_S[:-1]]]
     hops_D = np.concatenate([*hops, np.zeros((1, forward_SD.shape[1]))])
     durations_D[2 * len(rank_S) :] += _first_gather_s(work, prices, durations_D, hops_D)
+    if work.engine.splits_backward:
+        weight_SD = work.weight_grad_s_S[:, None] * slowness_SD
+        durations_D = np.concatenate([durations_D, backward_SD - weight_SD, weight_SD])
     return durations_D, hops_D
+
+
+def stage_times(work: LayoutWork, prices: Prices) -> StageTimes:
+    """Return the passes and hops of the slowest replica's pipeline, for schedules that are made to fit them."""
+    durations_D, hops_D = pipelines(work, prices)
+    stages = len(work.rank_S)
+    slowest = int(durations_D[: 2 * stages].sum(axis=0).argmax())
+    slowness_S = prices.slowness_PD[work.rank_S, slowest]
+    weight_S = work.weight_grad_s_S * slowness_S
+    forward, backward, first = (tuple(each.tolist()) for each in np.split(durations_D[: 3 * stages, slowest], 3))
+    forward_hop, backward_hop = (tuple(each.tolist()) for each in np.split(hops_D[:-1, slowest], 2))
+    return StageTimes(
+        forward_s=forward,
+        backward_s=backward,
+        first_forward_s=first,
+        input_s=tuple((np.array(backward) - weight_S).tolist()),
+        weight_s=tuple(weight_S.tolist()),
+        forward_hop_s=forward_hop,
+        backward_hop_s=backward_hop,
+    )
 
 
 def _first_gather_s(work: LayoutWork, prices: Prices, durations_D: Array, hops_D: Array) -> Array:

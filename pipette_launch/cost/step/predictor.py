@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -13,13 +14,16 @@ from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.traffic import loss_report_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep
-from pipette_launch.cost.step.assemble import LayoutWork, StepTime, step_parts, totals_s_K
+from pipette_launch.cost.pipeline.engine import Engine
+from pipette_launch.cost.pipeline.timeline import StageTimes
+from pipette_launch.cost.step.assemble import LayoutWork, StepTime, stage_times, step_parts, totals_s_K
 from pipette_launch.cost.step.placed import PlacementCost, best_prices
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.performance import flag_of
+from pipette_launch.facts.schedule import Schedule
 from pipette_launch.megatron.performance import performance_options
 
 __all__ = ["NOT_MODELLED", "PlacementCost", "Predictor", "StepTime"]
@@ -94,12 +98,13 @@ class Predictor:
             assumed.append("No collective was measured; they are priced as rings over the measured links.")
         return (*assumed, *_unpriced(self._job))
 
-    def step_time(self, layout: Layout, placement: Sequence[int]) -> StepTime:
+    def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:
         """Predict the step of a layout on given slots.
 
         Args:
             layout: one for which `can_price` holds.
             placement: RANK of each slot.
+            schedule: what its pipeline follows; None = the schedule of stock Megatron.
 
         Raises:
             PlanError: the placement is not one of this layout on this cluster, or compute times are missing.
@@ -109,7 +114,14 @@ class Predictor:
         ranks = [int(rank) for rank in placement]
         if sorted(ranks) != list(range(self._slots_of(layout))):
             raise PlanError(f"a placement holds every RANK from 0 to {layout.world_size - 1} once, got {ranks}")
-        return step_parts(self._work(layout), self.placement_cost(layout).prices(ranks))
+        work = self._work(layout)
+        if schedule is not None:
+            work = replace(work, engine=Engine(schedule))
+        return step_parts(work, self.placement_cost(layout).prices(ranks))
+
+    def stage_times(self, layout: Layout, placement: Sequence[int]) -> StageTimes:
+        """Return the passes and hops of the slowest pipeline of a layout on given slots."""
+        return stage_times(self._work(layout), self.placement_cost(layout).prices([int(rank) for rank in placement]))
 
     def placement_cost(self, layout: Layout) -> PlacementCost:
         """Return what prices placements of this layout, one by one or many at once, as `step_time` does to the digit.

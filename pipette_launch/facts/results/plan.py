@@ -15,6 +15,7 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.device_memory import MemoryNeed
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.facts.results.trials import Trials
+from pipette_launch.facts.schedule_file import ScheduleFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +26,7 @@ class Choice:
     placement: tuple[int, ...]
     """RANK of each slot, slots host by host as in `Plan.hosts`."""
     schedule: str
-    """Name of the pipeline schedule: `1f1b`, `interleaved-1f1b` or `no-pipelining`."""
+    """Name of the pipeline schedule: Megatron's own are `1f1b`, `interleaved-1f1b` and `no-pipelining`."""
     step_time_s: float
     breakdown_s: dict[str, float]
     """Parts of the step time by name; they sum to it."""
@@ -49,6 +50,8 @@ class Choice:
     """What the predicted step comes to in tokens and FLOPs a second; None in files of earlier releases."""
     memory: MemoryNeed | None = field(default=None, metadata=ADDED_LATER)
     """Peaks and limit of the whole device; None in files of earlier releases."""
+    order: ScheduleFile | None = field(default=None, metadata=ADDED_LATER)
+    """What each pipeline rank does, where the schedule is none of Megatron's own and the patch `schedules` runs it."""
 
     def __post_init__(self) -> None:
         if sorted(self.placement) != list(range(self.layout.world_size)):

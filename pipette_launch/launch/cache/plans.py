@@ -36,7 +36,11 @@ TELLING = ("DEBUG", "FILE", "LOG", "DUMP", "TRACE")
 
 
 def key_of(
-    hosts: Sequence[Host], job: Job, versions: dict[str, str], settings: Sequence[float], environ: Mapping[str, str]
+    hosts: Sequence[Host],
+    job: Job,
+    versions: dict[str, str],
+    settings: Sequence[float | str],
+    environ: Mapping[str, str],
 ) -> str:
     """Digest everything that a plan depends on.
 

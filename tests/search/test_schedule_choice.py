@@ -1,0 +1,69 @@
+"""Schedules that Megatron lacks are chosen where they save enough and fit, and only where they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from facts_for_tests import tiny_measurements, tiny_model
+from search.worlds import ALL_FIELDS, pipeline_job, planned, two_racks
+
+from pipette_launch.facts import Job, Plan, files
+from pipette_launch.facts.schedules import EXECUTABLE
+from pipette_launch.search.schedule_choice import GAIN
+
+
+def pinned_job(**changes: object) -> Job:
+    """A pipeline of four ranks that nothing may change."""
+    model = tiny_model(untie_embeddings_and_output_weights=True, **changes)
+    return replace(pipeline_job(), model=model, pinned=ALL_FIELDS)
+
+
+def with_schedules(job: Job, *names: str) -> Plan:
+    """The plan on two racks."""
+    return planned(job, tiny_measurements(two_racks()), schedules=names)
+
+
+def test_a_shorter_bubble_wins_and_the_plan_says_by_how_much() -> None:
+    """The order goes with the plan through its file; the best under Megatron's own schedules is tried next."""
+    plan = with_schedules(pinned_job(), *EXECUTABLE)
+    stock = with_schedules(pinned_job())
+
+    assert plan.chosen.order is not None
+    assert plan.chosen.schedule == plan.chosen.order.name in EXECUTABLE
+    assert plan.chosen.step_time_s <= (1 - GAIN) * stock.chosen.step_time_s
+    assert sum(plan.chosen.breakdown_s.values()) == pytest.approx(plan.chosen.step_time_s)
+    assert plan.alternatives[0] == stock.chosen
+    assert plan.chosen.schedule in plan.reasons[0]
+    assert plan == files.loads(Plan, files.dumps(plan), "here")
+
+
+def test_without_being_asked_megatrons_own_stays() -> None:
+    """`stock` is the default."""
+    plan = with_schedules(pinned_job())
+
+    assert (plan.chosen.schedule, plan.chosen.order) == ("1f1b", None)
+
+
+def test_an_order_that_does_not_fit_is_left_out() -> None:
+    """Eager 1F1B keeps up to twice the micro-batches; with memory for 1F1B alone it is not taken."""
+    eager = with_schedules(pinned_job(), "eager-1f1b").chosen
+    roomy = max(eager.peak_memory_bytes)
+    stock = with_schedules(pinned_job()).chosen
+
+    assert roomy >= max(stock.peak_memory_bytes)
+
+
+def test_layers_of_transformer_engine_are_not_split() -> None:
+    """Their W would be made with their I."""
+    job = pinned_job(transformer_impl="transformer_engine")
+
+    assert with_schedules(job, "zb-h1", "zb-1p").chosen.schedule == "1f1b"
+
+
+def test_what_the_patch_cannot_execute_is_said() -> None:
+    """The plan names the flag, and keeps to Megatron's own."""
+    plan = with_schedules(replace(pinned_job(), performance_flags=("--rampup-batch-size 2 2 100",)), *EXECUTABLE)
+
+    assert plan.chosen.schedule == "1f1b"
+    assert "Schedules beside Megatron's own are left out: they do not run with --rampup-batch-size." in plan.notes

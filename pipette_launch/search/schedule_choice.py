@@ -14,7 +14,7 @@ from pipette_launch.cost.memory.peak import kept_by_chunk
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
 from pipette_launch.errors import FactError, LayoutError
-from pipette_launch.facts import Choice, Job
+from pipette_launch.facts import Choice, Cluster, Job
 from pipette_launch.facts.performance import flag_of
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.facts.schedule import Schedule
@@ -29,8 +29,16 @@ MOST_LAYOUTS = 4
 """So many pipelined layouts are tried, the fastest under Megatron's own schedules first."""
 
 
-def unsupported(job: Job) -> str:
-    """Say what the job uses that the patch cannot execute; empty where it can."""
+def unsupported(job: Job, cluster: Cluster) -> str:
+    """Say what keeps the job to Megatron's own schedules, as the end of a sentence; empty where nothing does."""
+    if any(host.shares_cores for host in cluster.hosts):
+        return "slots share cores here, and what one leaves idle another takes"
+    fault = _unsupported(job)
+    return f"they do not run with {fault}" if fault else ""
+
+
+def _unsupported(job: Job) -> str:
+    """Name what the job uses that the patch cannot execute; empty where it can."""
     options = performance_options(job)
     for name in ("overlap_moe_expert_parallel_comm", "enable_cuda_graph", "external_cuda_graph", "tp_comm_overlap"):
         if getattr(options, name):
@@ -56,7 +64,7 @@ def best_scheduled(
         names: of `facts.schedules.EXECUTABLE`.
 
     """
-    if unsupported(inputs.job):
+    if unsupported(inputs.job, inputs.cluster):
         return None
     ranking = sorted(candidates, key=lambda one: one.placed.cost_s)
     pipelined = islice((one for one in ranking if one.layout.pp > 1), MOST_LAYOUTS)

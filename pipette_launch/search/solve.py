@@ -113,8 +113,8 @@ def _plan(
 ) -> Plan:
     """Choose among the layouts that were priced, with reasons; the caller adds the counts of dropped layouts."""
     chosen = choose(inputs, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
-    fault = unsupported(inputs.job) if options.schedules else ""
-    refused = (f"Schedules beside Megatron's own are left out: they do not run with {fault}.",) if fault else ()
+    fault = unsupported(inputs.job, inputs.cluster) if options.schedules else ""
+    refused = (f"Schedules beside Megatron's own are left out: {fault}.",) if fault else ()
     scheduled = best_scheduled(inputs, searched.candidates, chosen.choice, options.schedules)
     cut_short = (explanations.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
     plan = Plan(

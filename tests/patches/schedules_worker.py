@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step
+from tiny_gpt import MICRO_BATCH_SIZE, SEQ_LENGTH, batches, build, forward_step, global_name
 
 from pipette_launch.cost.pipeline.named_schedules import named_schedule
 from pipette_launch.facts import files
@@ -27,7 +27,11 @@ from pipette_patches.schedules.executor import Passes
 STEPS = 3
 
 
-def train(options: dict[str, Any]) -> tuple[list[float], list[list[torch.Tensor]]]:
+Gradients = list[dict[str, torch.Tensor]]
+"""Of each step, by the parameter's name in the whole model."""
+
+
+def train(options: dict[str, Any]) -> tuple[list[float], Gradients]:
     """Train; returns the losses of training and evaluation, and the gradients of each step."""
     mpu.initialize_model_parallel(options.get("tp", 1), options["pp"], options.get("vpp"))
     torch.manual_seed(3)
@@ -35,7 +39,7 @@ def train(options: dict[str, Any]) -> tuple[list[float], list[list[torch.Tensor]
     chunks, optimizer = build(options)
     data = [batches() for _ in chunks]
     losses: list[float] = []
-    gradients: list[list[torch.Tensor]] = []
+    gradients: Gradients = []
 
     def run(*, forward_only: bool) -> None:
         found = get_forward_backward_func()(
@@ -50,7 +54,13 @@ def train(options: dict[str, Any]) -> tuple[list[float], list[list[torch.Tensor]
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         run(forward_only=False)
-        gradients.append([each.main_grad.clone() for chunk in chunks for each in chunk.parameters()])
+        gradients.append(
+            {
+                global_name(name, chunk.module): each.main_grad.clone()
+                for chunk in chunks
+                for name, each in chunk.module.named_parameters()
+            }
+        )
         optimizer.step()
     with torch.no_grad():
         run(forward_only=True)
@@ -77,6 +87,18 @@ class Live:
         Passes._forward = self.original  # type: ignore[method-assign]
 
 
+def whole(gradients: Gradients, pp: int) -> Gradients:
+    """The gradients of all ranks of this one's pipeline; pipelines come last in Megatron's order of ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, gradients)
+    apart = dist.get_world_size() // pp
+    found: Gradients = [{} for _ in gradients]
+    for theirs in everyone[dist.get_rank() % apart :: apart]:
+        for step, each in zip(found, theirs, strict=True):
+            step.update(each)
+    return found
+
+
 def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Run one case both ways; our schedule is written to the path."""
     stock, stock_gradients = train(options)
@@ -91,18 +113,15 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     with registry.use("schedules"), live:
         ours, gradients = train(options)
     furthest = max(
-        (
-            (one - other).abs().max().item()
-            for step, others in zip(gradients, stock_gradients, strict=True)
-            for one, other in zip(step, others, strict=True)
-        ),
-        default=0.0,
+        (one[name] - other[name]).abs().max().item()
+        for one, other in zip(whole(gradients, options["pp"]), whole(stock_gradients, options["pp"]), strict=True)
+        for name in one.keys() | other.keys()
     )
     return {
         "losses": max((abs(one - other) for one, other in zip(ours, stock, strict=True)), default=0.0),
         "gradients": furthest,
         "live": live.peak,
-        "largest": max(each.abs().max().item() for step in gradients for each in step),
+        "largest": max(each.abs().max().item() for step in gradients for each in step.values()),
         "first_loss": ours[0] if ours else 0.0,
         "last_loss": ours[-1] if ours else 0.0,
     }

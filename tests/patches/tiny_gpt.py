@@ -7,6 +7,7 @@ Prints one line a step, `NAME loss 4.86854`.
 
 import json
 import sys
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -54,6 +55,8 @@ def build(options: dict[str, Any]) -> tuple[list[torch.nn.Module], Any]:
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, **where),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, **where), **where,
         )  # fmt: skip
+        if options.get("named_weights"):
+            name_weights(model)
         chunks.append(
             DistributedDataParallel(config, ddp, model.cuda(torch.cuda.current_device()).to(config.params_dtype))
         )
@@ -64,6 +67,25 @@ def build(options: dict[str, Any]) -> tuple[list[torch.nn.Module], Any]:
         chunks,
     )
     return chunks, optimizer
+
+
+def global_name(name: str, model: torch.nn.Module) -> str:
+    """The name of a parameter with its layer's number in the whole model."""
+    words = name.split(".")
+    if "layers" in words:
+        at = words.index("layers")
+        layers: Any = model.get_submodule(".".join(words[: at + 1]))
+        words[at + 1] = str(layers[int(words[at + 1])].layer_number)
+    return ".".join(words)
+
+
+def name_weights(model: torch.nn.Module) -> None:
+    """Draw each matrix by its global name, so that it is the same wherever its layer lies."""
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            seed = zlib.crc32(f"{global_name(name, model)} {mpu.get_tensor_model_parallel_rank()}".encode())
+            with torch.no_grad():
+                weight.copy_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)))
 
 
 def batches() -> Iterator[dict[str, torch.Tensor]]:

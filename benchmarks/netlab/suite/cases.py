@@ -77,7 +77,7 @@ def _made(document: Mapping[str, Any]) -> Topology:
     return topology.parse({"hosts": NUM_HOSTS, "cores_per_slot": CORES_PER_SLOT, **document})
 
 
-def _gpt(*, layers: int, hidden: int, seq: int, batch: int) -> tuple[str, ...]:
+def gpt(*, layers: int, hidden: int, seq: int, batch: int) -> tuple[str, ...]:
     """Flags of a GPT as Megatron's rules of thumb would run it: plain data parallelism, the optimizer distributed."""
     words = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 4 --seq-length {seq} "
@@ -89,9 +89,9 @@ def _gpt(*, layers: int, hidden: int, seq: int, batch: int) -> tuple[str, ...]:
 
 
 MODELS: Mapping[str, tuple[str, ...]] = {
-    "communication-heavy": _gpt(layers=4, hidden=320, seq=64, batch=8),
-    "balanced": _gpt(layers=4, hidden=256, seq=128, batch=8),
-    "compute-heavy": _gpt(layers=4, hidden=128, seq=256, batch=16),
+    "communication-heavy": gpt(layers=4, hidden=320, seq=64, batch=8),
+    "balanced": gpt(layers=4, hidden=256, seq=128, batch=8),
+    "compute-heavy": gpt(layers=4, hidden=128, seq=256, batch=16),
 }
 """Flags of examples/pretrain_gpt.py, --train-iters and --micro-batch-size apart."""
 

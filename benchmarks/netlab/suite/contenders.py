@@ -70,13 +70,14 @@ class Case:
         return cls(words=tuple(words), job=job, measurements=with_extrapolated_times(job, measurements))
 
     @cached_property
-    def _predictor(self) -> Predictor:
+    def predictor(self) -> Predictor:
+        """Prices layouts of the job."""
         return Predictor(self.job, self.measurements)
 
     def contender(self, name: str, layout: Layout, placement: Sequence[int]) -> Contender:
         """Make a layout and a placement runnable, in the words that a plan of ours would be written in."""
         words = megatron.write_arguments(self.words[1:], job=self.job, layout=layout)
-        predictor = self._predictor
+        predictor = self.predictor
         return Contender(
             names=(name,),
             layout=layout,

@@ -7,10 +7,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 
 from benchmarks.netlab import everywhere
 from benchmarks.netlab.compare import TORCHRUN, Ended, ended, environment
 from benchmarks.netlab.lab import Lab
+from pipette_launch.facts.schedule_file import VARIABLE
 
 WORKER = TORCHRUN[TORCHRUN.index("torch.distributed.run") + 1 :]
 """What torchrun starts on CPUs."""
@@ -19,7 +21,15 @@ TURN = count()
 """A store that has just closed keeps its port for a while, so each training takes the next."""
 
 
-def trained(lab: Lab, words: Sequence[str], placement: Sequence[int], *, python: str, limit_s: float = 60.0) -> Ended:
+def trained(
+    lab: Lab,
+    words: Sequence[str],
+    placement: Sequence[int],
+    *,
+    python: str,
+    limit_s: float = 60.0,
+    schedule: Path | None = None,
+) -> Ended:
     """Train with these RANKs on the slots, slots host by host.
 
     Args:
@@ -28,6 +38,7 @@ def trained(lab: Lab, words: Sequence[str], placement: Sequence[int], *, python:
         placement: RANK of each slot.
         python: the interpreter.
         limit_s: after so long it is ended.
+        schedule: the file of a pipeline schedule that the patch `schedules` executes; None for Megatron's own.
 
     Raises:
         LabError: a worker failed, or it took too long; the text holds the end of what was printed.
@@ -50,8 +61,12 @@ def trained(lab: Lab, words: Sequence[str], placement: Sequence[int], *, python:
                 "MASTER_ADDR": lab.address(head),
                 "MASTER_PORT": str(port),
             }
+            worker = WORKER
+            if schedule is not None:
+                env[VARIABLE] = str(schedule)
+                worker = (*WORKER[:-1], "--patch", "schedules", WORKER[-1])
             file = stack.enter_context(outputs[index].open("w"))
-            argv = [python, *WORKER, *words]
+            argv = [python, *worker, *words]
             processes[f"slot {index} of {host}"] = lab.run(host, argv, env, stdout=file, stderr=subprocess.STDOUT)
         code, blamed = everywhere.finish(processes, 0.0, limit_s)
     fault = f"{blamed} failed, exit code {code}" if blamed else f"not done after {limit_s:g} s" if code else ""

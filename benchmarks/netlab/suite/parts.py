@@ -18,6 +18,7 @@ TITLES = {
     "speedup": "Speed-up",
     "regret": "Regret",
     "nvidia": "NVIDIA's script",
+    "schedules": "Pipeline schedules",
     "prediction": "Prediction",
     "overhead": "Overhead",
     "trials": "Trials mode",

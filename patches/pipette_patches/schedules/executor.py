@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pipette_launch.facts.schedule import Action
 from pipette_patches.schedules.lowering import Message, Program
@@ -64,6 +65,9 @@ def run(call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any) -
     # Gradients leave when a chunk's last one is made, which no hook of a backward sees where W comes later.
     with _no_sync(config):
         passes.run()
+    if rank_S[-1] != groups.pp.size() - 1:
+        # Megatron looks for them on the last rank.
+        passes.results = _from_last_stage(passes.results, passes.num_tokens, groups.pp, rank_S[-1])
     if finalizes:
         schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
         config.finalize_model_grads_func(
@@ -75,6 +79,15 @@ def run(call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any) -
     if config.timers is not None:
         config.timers("forward-backward").stop()
     return passes.results
+
+
+def _from_last_stage(results: list[Any], num_tokens: torch.Tensor, group: Any, rank: int) -> list[Any]:
+    """Give every rank the number of tokens that the rank of the last stage has, and the last rank its results."""
+    source = dist.get_process_group_ranks(group)[rank]
+    dist.broadcast(num_tokens, src=source, group=group)
+    carried = [results]
+    dist.broadcast_object_list(carried, src=source, group=group)
+    return carried[0] if group.rank() == group.size() - 1 else []
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from pipette_launch.facts.schedule import Schedule
 from pipette_launch.facts.schedule_file import VARIABLE, ScheduleFile
 from pipette_patches.errors import PatchError
 from pipette_patches.replacements import Replacement, Replacements
-from pipette_patches.schedules import executor, weight_gradients
+from pipette_patches.schedules import executor, v_placement, weight_gradients
 from pipette_patches.schedules.lowering import Program, forward_passes, programs
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
@@ -122,17 +122,17 @@ class Schedules:
     supports = SpecifierSet(">=0.16,<0.20")
 
     def __init__(self) -> None:
-        self._replacements = Replacements(
-            (
-                *(Replacement(module=MODULE, path=path, make=_following) for path in PIPELINED),
-                *weight_gradients.REPLACEMENTS,
-            )
-        )
+        self._replacements = Replacements(())
 
     def apply(self) -> None:
         """Replace Megatron's functions as their modules are imported; raises PatchError where no file is named."""
         if VARIABLE not in os.environ:
             raise PatchError(f"the patch 'schedules' follows a file that {VARIABLE} names; it is not set")
+        replacements = [Replacement(module=MODULE, path=path, make=_following) for path in PIPELINED]
+        replacements += weight_gradients.REPLACEMENTS
+        if files.read(Path(os.environ[VARIABLE]), ScheduleFile).placement == "v":
+            replacements += v_placement.REPLACEMENTS
+        self._replacements = Replacements(replacements)
         self._replacements.apply()
 
     def revert(self) -> None:

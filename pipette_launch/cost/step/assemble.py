@@ -10,117 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.steps import Kind
-from pipette_launch.cost.communication.traffic import (
-    Exchange,
-    StepTraffic,
-    aligns_gathers,
-    blocks_at_ends,
-    exchanges,
-    hop_bytes,
-    meets_receivers,
-    step_traffic,
-)
-from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.optimizer import OnceAStep
-from pipette_launch.cost.layers.parameters import expert_dp
-from pipette_launch.cost.pipeline.engine import Engine
-from pipette_launch.cost.pipeline.steady_state import engine_of
 from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.cost.step.dominance import deciding_replicas
 from pipette_launch.cost.step.first_gathers import Forwards, waits_aligned_s, waits_one_by_one_s
-from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout
-
-Array = NDArray[np.float64]
-_PASSES = ("forward_s", "backward_s", "recompute_s", "weight_grad_s", "forward_idle_s", "backward_idle_s")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayoutWork:
-    """What a layout asks of its ranks, wherever they lie."""
-
-    layout: Layout
-    num_microbatches: int
-    engine: Engine
-    forward_s_S: Array
-    """Compute of one micro-batch on a slot of speed 1."""
-    backward_s_S: Array
-    recompute_s_S: Array
-    weight_grad_s_S: Array
-    """Of the backward, the part that schedules may put off."""
-    forward_idle_s_S: Array
-    """Of the forward, while the device waits for the host: exchanges pass in it."""
-    backward_idle_s_S: Array
-    exchanges: tuple[Exchange, ...]
-    hop_bytes: int
-    traffic: StepTraffic
-    gradient_bytes_S2: Array
-    parameter_bytes_S2: Array
-    reduce_kind: Kind
-    gather_kind: Kind
-    aligns_gathers: bool
-    """Whether overlapped gathers start on all pipeline ranks at once."""
-    loss_s: float
-    """Adding up the step's loss over the replicas of the last stage; no placement makes it less."""
-    expert_dp: int
-    optimizer_s_P: Array
-    """Once a step on a slot of speed 1: passes over all gradients, the optimizer, and waiting for the host."""
-    rank_S: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep, *, loss_s: float) -> LayoutWork:
-        """Work it out from the job, the layout and the measured times."""
-        num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
-        passes = compute.chunk_passes(layout)
-        traffic = step_traffic(job, layout)
-        return cls(
-            layout=layout,
-            num_microbatches=num_microbatches,
-            engine=engine_of(
-                layout,
-                num_microbatches,
-                rendezvous=meets_receivers(job, layout, compute.device_kind),
-                blocking_ends=blocks_at_ends(job, layout, compute.device_kind),
-            ),
-            **{f"{name}_S": np.array([getattr(chunk, name) for chunk in passes]) for name in _PASSES},
-            exchanges=exchanges(job, layout, compute.hiding(layout)),
-            hop_bytes=hop_bytes(job, layout),
-            traffic=traffic,
-            gradient_bytes_S2=np.array(traffic.gradient_bytes, dtype=np.float64),
-            parameter_bytes_S2=np.array(traffic.parameter_bytes, dtype=np.float64),
-            reduce_kind="reduce_scatter" if layout.use_distributed_optimizer else "all_reduce",
-            gather_kind="all_gather",
-            aligns_gathers=aligns_gathers(job, layout),
-            loss_s=loss_s,
-            expert_dp=expert_dp(layout),
-            optimizer_s_P=once.seconds(
-                np.array(traffic.resident_parameters),
-                np.array(traffic.gradient_bytes).sum(axis=1).reshape(-1, layout.pp).sum(axis=0),
-            ),
-            rank_S=np.arange(layout.num_chunks) % layout.pp,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prices:
-    """What the places of a layout's ranks make of its work.
-
-    Of several placements side by side the replicas follow each other, those of one placement together; what is of
-    stages then has a second axis K, and `embedding_s` is an array.
-    """
-
-    slowness_PD: Array
-    """1 / speed of the slowest slot of each pipeline rank of each replica."""
-    exchange_s_PD: tuple[Array, ...]
-    """Seconds of each of `LayoutWork.exchanges`, before anything hides."""
-    forward_hop_s_PD: Array
-    """From pipeline rank p to p + 1; the last entry is the way from the last to the first."""
-    backward_hop_s_PD: Array
-    """The same links the other way."""
-    reduce_s_S: Array
-    gather_s_S: Array
-    embedding_s: float | Array
+from pipette_launch.cost.step.work import Array, LayoutWork, Prices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +46,7 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     drain_SD = work.engine.drain_s_SR(durations_D, hops_D)
     finish = _finish(work, prices, drain_SD.max(axis=1, keepdims=True), durations_D)
     rank = int(finish.rank_K[0])
-    stages = slice(rank, None, work.layout.pp)
+    stages = work.rank_S == rank
     replica = int(drain_SD[stages].max(axis=0).argmax())
     end_s = float(drain_SD[stages, replica].max())
     # When its stages drain without hops, and without hops and overlapped gathers.
@@ -202,13 +95,23 @@ def pipelines(work: LayoutWork, prices: Prices) -> tuple[Array, Array]:
     forward_SD = forward_SD + np.maximum(exchanged[0] - work.forward_idle_s_S[:, None] * slowness_SD, 0.0)
     backward_SD = backward_SD + np.maximum(exchanged[1] - work.backward_idle_s_S[:, None] * slowness_SD, 0.0)
     durations_D = np.concatenate([forward_SD, backward_SD, forward_SD])
-    hops = [prices.forward_hop_s_PD[rank_S[:-1]], prices.backward_hop_s_PD[rank_S[:-1]]]
-    hops_D = np.concatenate([*hops, np.zeros((1, forward_SD.shape[1]))])
+    hops_D = np.concatenate([*_hops_s(rank_S, prices), np.zeros((1, forward_SD.shape[1]))])
     durations_D[2 * len(rank_S) :] += _first_gather_s(work, prices, durations_D, hops_D)
     if work.engine.splits_backward:
         weight_SD = work.weight_grad_s_S[:, None] * slowness_SD
         durations_D = np.concatenate([durations_D, backward_SD - weight_SD, weight_SD])
     return durations_D, hops_D
+
+
+def _hops_s(rank_S: NDArray[np.int64], prices: Prices) -> tuple[Array, Array]:
+    """Seconds from each stage to the next, and back; stages that follow each other on one rank send nothing."""
+    here, there = rank_S[:-1], rank_S[1:]
+    # Back up the ranks of a V outputs take the way that gradients take elsewhere. Of two ranks it is that of the wrap.
+    goes_back = ((there == here - 1) & (len(prices.slowness_PD) > 2))[:, None]
+    forward_SD = np.where(goes_back, prices.backward_hop_s_PD[there], prices.forward_hop_s_PD[here])
+    backward_SD = np.where(goes_back, prices.forward_hop_s_PD[there], prices.backward_hop_s_PD[here])
+    stays = (there == here)[:, None]
+    return np.where(stays, 0.0, forward_SD), np.where(stays, 0.0, backward_SD)
 
 
 def stage_times(work: LayoutWork, prices: Prices) -> StageTimes:
@@ -252,9 +155,12 @@ def _finish(work: LayoutWork, prices: Prices, drain_SK: Array, durations_R: Arra
     norm needs every rank, so no optimizer starts before the last of this ends.
     """
     pp, (stages, placements) = work.layout.pp, drain_SK.shape
+    # Chunk after chunk, each on all ranks in turn: for a V the second chunk's stages are turned round.
+    by_chunk = np.lexsort((work.rank_S, np.arange(stages) // pp))
+    drain_SK = drain_SK[by_chunk]
     reduce_SK, gather_SK = (seconds.reshape(stages, -1) for seconds in (prices.reduce_s_S, prices.gather_s_S))
     # Each of a rank's gradients waits for all replicas; their last buckets leave while the fastest computes.
-    backward_SK = durations_R[stages : 2 * stages].reshape(stages, placements, -1).min(axis=2)
+    backward_SK = durations_R[stages : 2 * stages].reshape(stages, placements, -1).min(axis=2)[by_chunk]
     finish_PK = _reduced_s_PK(work, reduce_SK, drain_SK, backward_SK)
     finish_K = finish_PK.max(axis=0)
     tied_K = np.maximum(finish_PK[0], finish_PK[-1]) + prices.embedding_s
@@ -318,7 +224,7 @@ def _reduced_s_PK(work: LayoutWork, reduce_SK: Array, drain_SK: Array, backward_
 
 def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[str, float]:
     """Seconds that one pipeline rank of one replica computes and communicates inside its passes, by part."""
-    stages = slice(rank, None, work.layout.pp)
+    stages = work.rank_S == rank
     slowness = float(prices.slowness_PD[rank, replica])
     times = work.num_microbatches * slowness
     busy = {
@@ -333,7 +239,7 @@ def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[s
         for item, seconds_PD in zip(work.exchanges, prices.exchange_s_PD, strict=True)
     ]
     for way, idle_s_S in (("forward", work.forward_idle_s_S), ("backward", work.backward_idle_s_S)):
-        counts_S = [np.array(getattr(item, way)[stages]) for item in work.exchanges]
+        counts_S = [np.array(getattr(item, way))[stages] for item in work.exchanges]
         exchanged_S = sum(
             (count * each for count, each in zip(counts_S, seconds, strict=True)), np.zeros(work.layout.vpp)
         )

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pipette_launch.cost.communication.collectives import Fabric, Routes
 from pipette_launch.cost.communication.groups import Groups, group_sizes
 from pipette_launch.cost.communication.steps import Kind
-from pipette_launch.cost.step.assemble import LayoutWork, Prices, totals_s_K
+from pipette_launch.cost.step.assemble import totals_s_K
+from pipette_launch.cost.step.work import LayoutWork, Prices
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -16,8 +16,9 @@ from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep
 from pipette_launch.cost.pipeline.engine import Engine
 from pipette_launch.cost.pipeline.timeline import StageTimes
-from pipette_launch.cost.step.assemble import LayoutWork, StepTime, stage_times, step_parts, totals_s_K
+from pipette_launch.cost.step.assemble import StepTime, stage_times, step_parts, totals_s_K
 from pipette_launch.cost.step.placed import PlacementCost, best_prices
+from pipette_launch.cost.step.work import LayoutWork
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -116,7 +117,7 @@ class Predictor:
             raise PlanError(f"a placement holds every RANK from 0 to {layout.world_size - 1} once, got {ranks}")
         work = self._work(layout)
         if schedule is not None:
-            work = replace(work, engine=Engine(schedule))
+            work = replace(work, engine=Engine(schedule), rank_S=np.array(schedule.rank_S))
         return step_parts(work, self.placement_cost(layout).prices(ranks))
 
     def stage_times(self, layout: Layout, placement: Sequence[int]) -> StageTimes:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipette_launch.cost.step.assemble import LayoutWork, Prices, totals_s_K
+from pipette_launch.cost.step.assemble import totals_s_K
 from pipette_launch.cost.step.placed import PlacementCost, best_prices
+from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.search.bounds.links import Floats
 
 _ACTIONS_AT_ONCE = 1 << 22

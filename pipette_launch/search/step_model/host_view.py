@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps
-from pipette_launch.cost.step.assemble import Prices
 from pipette_launch.cost.step.placed import PlacementCost
+from pipette_launch.cost.step.work import Prices
 from pipette_launch.search.assignment.problem import Floats, Ints
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipette_launch.cost.pipeline.engine import critical_counts
-from pipette_launch.cost.step.assemble import LayoutWork
+from pipette_launch.cost.step.work import LayoutWork
 from pipette_launch.search.assignment.problem import Floats
 
 NUDGE = 0.05

@@ -8,7 +8,8 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.optimizer import OnceAStep
-from pipette_launch.cost.step.assemble import LayoutWork, Prices, reduced_s, step_parts, total_s
+from pipette_launch.cost.step.assemble import reduced_s, step_parts, total_s
+from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts import Batch, Layout
 
 

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.processes]
 ROOT = Path(__file__).parents[3]
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DEEP = {"pp": 4, "microbatches": 8}
+FOLDED = {"pp": 4, "vpp": 2, "layers": 8, "microbatches": 8, "named_weights": True}
 CASES: dict[str, dict[str, Any]] = {
     "1f1b": {**DEEP, "schedule": {"name": "1f1b"}},
     "eager": {**DEEP, "schedule": {"name": "eager-1f1b"}, "tied": True},
@@ -44,6 +45,28 @@ CASES: dict[str, dict[str, Any]] = {
         "vpp": 2,
         "microbatches": 4,
         "schedule": {"name": "gis"},
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+    },
+    "v-half": {**FOLDED, "schedule": {"name": "v-half"}},
+    "v-zb": {**FOLDED, "schedule": {"name": "v-zb"}, "config": RECOMPUTE},
+    "v-min": {**FOLDED, "schedule": {"name": "v-min"}},
+    "1f1b-v": {**FOLDED, "schedule": {"name": "1f1b-v"}},
+    "v with sp": {
+        "pp": 2,
+        "tp": 2,
+        "vpp": 2,
+        "microbatches": 4,
+        "named_weights": True,
+        "schedule": {"name": "v-half"},
+        "config": {"sequence_parallel": True},
+    },
+    "v with dist-opt": {
+        "pp": 2,
+        "vpp": 2,
+        "microbatches": 4,
+        "named_weights": True,
+        "schedule": {"name": "v-zb"},
         "distributed_optimizer": True,
         "overlap_grad_reduce": True,
     },
@@ -74,8 +97,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_are_those_of_stock(found: dict[str, list[dict[str, float]]], name: str) -> None:
-    """To the last bit over three steps, and the losses of an evaluation after them."""
-    assert {(0.0, 0.0)} == {(rank["losses"], rank["gradients"]) for rank in found[name]}
+    """To the last bit over three steps, and the losses of an evaluation after them; on a V within 1e-6.
+
+    There clipping adds up the squares of gradients in another order, as other ranks hold them.
+    """
+    apart = [rank[figure] for rank in found[name] for figure in ("losses", "gradients")]
+
+    assert max(apart) <= (1e-6 if CASES[name].get("named_weights") else 0.0)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,163 @@
+"""Pipeline schedules on hosts that compute apart: what the simulator says of each, and what a step takes."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.netlab.compare import launched
+from benchmarks.netlab.lab import Lab
+from benchmarks.netlab.suite.cases import NUM_HOSTS, SCRIPT, TOPOLOGIES, gpt
+from benchmarks.netlab.suite.contenders import Case, first_plan
+from benchmarks.netlab.suite.direct import trained
+from benchmarks.netlab.suite.parts import PartResult, Say, Setting
+from benchmarks.netlab.suite.prediction import Pair, mean_error, spearman
+from pipette_launch.baselines.pick import torchrun_order
+from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
+from pipette_launch.facts import Layout, files
+from pipette_launch.facts.schedule import Schedule
+from pipette_launch.facts.schedule_file import ScheduleFile
+
+TOPOLOGY = "uniform"
+MODEL = gpt(layers=8, hidden=192, seq=128, batch=16)
+MICRO_BATCH = 2
+ITERATIONS, SKIP = 8, 3
+ROUNDS = 3
+BUDGET_S = 40.0
+SEED = 19
+RUNS: tuple[tuple[str, int, int | None, bool], ...] = (
+    ("1f1b", 1, None, True),
+    ("1f1b", 1, None, False),
+    ("eager-1f1b", 1, None, False),
+    ("zb-h1", 1, None, False),
+    ("zb-1p", 1, None, False),
+    ("zb-2p", 1, None, False),
+    ("interleaved-1f1b", 2, None, True),
+    ("interleaved-1f1b", 2, None, False),
+    ("interleaved-zb", 2, None, False),
+    ("gis", 2, 4, False),
+    ("gis", 2, 2, False),
+    ("v-zb", 2, None, False),
+    ("v-half", 2, None, False),
+    ("v-min", 2, None, False),
+    ("1f1b-v", 2, None, False),
+)
+"""Schedule, chunks on each rank, group size, and whether Megatron itself runs it."""
+
+MEGATRONS = ", Megatron's"
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One schedule, and what its steps took."""
+
+    name: str
+    layout: Layout
+    words: tuple[str, ...]
+    predicted_s: float
+    schedule: Schedule | None
+    """None where Megatron runs its own."""
+    step_s: list[float] = field(default_factory=list)
+
+    @property
+    def measured_s(self) -> float:
+        """The median step."""
+        return statistics.median(self.step_s)
+
+
+def run(setting: Setting, say: Say) -> PartResult:
+    """Train under every schedule, in turns; raises LabError where one fails."""
+    rounds = 1 if setting.quick else ROUNDS
+    with Lab(TOPOLOGIES[TOPOLOGY]()) as lab, setting.python(lab) as python:
+        lab.check()
+        say("schedules: warm-up")
+        start = launched(lab.folder / "plans", setting.budget_s(BUDGET_S))
+        _, measurements = first_plan(lab, start, _words(1), cache=lab.folder / "plans", python=python)
+        runs = _runs(Case.of(_words(ITERATIONS), measurements))
+        order = random.Random(SEED)
+        for number in range(rounds):
+            for one in order.sample(runs, len(runs)):
+                path = None
+                if one.schedule is not None:
+                    path = lab.folder / "schedule.json"
+                    files.write(path, ScheduleFile.of(one.schedule))
+                ended = trained(lab, one.words, torchrun_order(NUM_HOSTS), python=python, schedule=path)
+                one.step_s += ended.step_s[SKIP:]
+            say(f"schedules: round {number + 1} of {rounds}")
+    pairs = [Pair(what=one.name, predicted_s=one.predicted_s, measured_s=one.measured_s) for one in runs]
+    stock_s = next(one.measured_s for one in runs if one.name == f"1f1b{MEGATRONS}")
+    best = min((one for one in runs if one.schedule is not None), key=lambda one: one.measured_s)
+    return PartResult(
+        name="schedules",
+        lines=tuple(_lines(runs, stock_s, rounds)),
+        raw={"runs": [_raw(one) for one in runs]},
+        headline=(
+            f"mean error of {len(pairs)} predictions {mean_error(pairs):.1%} (aim: 10 %), rank correlation "
+            f"{spearman(pairs):.2f} (aim: 0.9); {best.name} is {stock_s / best.measured_s:.2f} times as fast as "
+            f"Megatron's 1F1B (aim: 1.05)"
+        ),
+    )
+
+
+def _words(iterations: int) -> tuple[str, ...]:
+    return (str(SCRIPT), *MODEL, "--micro-batch-size", str(MICRO_BATCH), "--train-iters", str(iterations))
+
+
+def _runs(case: Case) -> list[Run]:
+    """Make each schedule for the times that the warm-up measured, and price it."""
+    found = []
+    placement = torchrun_order(NUM_HOSTS)
+    for name, vpp, group_size, is_megatrons in RUNS:
+        layout = Layout(pp=NUM_HOSTS, vpp=vpp, micro_batch_size=MICRO_BATCH)
+        schedule = None
+        if not is_megatrons:
+            known = SCHEDULES[name]
+            schedule = named_schedule(
+                name,
+                pp=layout.pp,
+                vpp=vpp,
+                num_microbatches=layout.num_microbatches(case.job.batch.global_batch_size),
+                group_size=group_size,
+                times=case.predictor.stage_times(layout, placement) if known.by_times or known.refills else None,
+            )
+        made = case.contender("", layout, placement)
+        group = f", groups of {group_size}" if group_size else ""
+        found.append(
+            Run(
+                name=f"{name}{group}{MEGATRONS if is_megatrons else ''}",
+                layout=layout,
+                words=made.words,
+                schedule=schedule,
+                predicted_s=case.predictor.step_time(layout, placement, schedule).total_s,
+            )
+        )
+    return found
+
+
+def _lines(runs: Sequence[Run], stock_s: float, rounds: int) -> Iterator[str]:
+    yield (
+        f"{' '.join(MODEL)} --micro-batch-size {MICRO_BATCH}: {NUM_HOSTS} pipeline ranks on the network "
+        f"{TOPOLOGY!r}, one on each host; {rounds} rounds of {ITERATIONS} iterations in changing order, {SKIP} not "
+        f"counted. Under the patch `schedules` messages pass while ranks compute, also those of 1F1B."
+    )
+    yield ""
+    yield "| schedule | chunks | predicted ms | measured ms | error | times as fast as Megatron's 1F1B |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    for one in sorted(runs, key=lambda each: each.measured_s):
+        yield (
+            f"| {one.name} | {one.layout.vpp} | {one.predicted_s * 1e3:.0f} | {one.measured_s * 1e3:.0f} "
+            f"| {one.predicted_s / one.measured_s - 1:+.1%} | {stock_s / one.measured_s:.2f} |"
+        )
+
+
+def _raw(one: Run) -> Mapping[str, Any]:
+    return {
+        "name": one.name,
+        "layout": one.layout.words(),
+        "predicted_s": one.predicted_s,
+        "measured_s": one.measured_s,
+        "step_s": one.step_s,
+    }

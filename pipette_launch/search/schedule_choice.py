@@ -1,20 +1,21 @@
 """Pipelines under schedules that Megatron lacks, for layouts that the search has priced under Megatron's own.
 
-The patch `schedules` executes them. They run on Megatron's own placement of chunks, so their layouts are those that the
-search enumerates.
+The patch `schedules` executes them, on Megatron's own placement of chunks or with two chunks folded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from pipette_launch.cost.memory.folded import folded_peaks
 from pipette_launch.cost.memory.peak import kept_by_chunk
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
 from pipette_launch.errors import FactError, LayoutError
-from pipette_launch.facts import Choice, Cluster, Job
+from pipette_launch.facts import Choice, Cluster, Job, Layout
 from pipette_launch.facts.performance import flag_of
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.facts.schedule import Schedule
@@ -87,6 +88,9 @@ def _choices(inputs: SearchInputs, candidate: Candidate, names: Sequence[str]) -
             peak + live - before
             for peak, live, before in zip(candidate.peak_bytes, live_bytes, stock_bytes, strict=True)
         )
+        if schedule.placement == "v":
+            factor = inputs.predictor.memory_factor(layout)
+            peaks = tuple(math.ceil(parts.total * factor) for parts in folded_peaks(inputs.job, layout, live_bytes))
         if max(peaks) > limit_bytes:
             continue
         step = inputs.predictor.step_time(layout, placement, schedule)
@@ -106,6 +110,12 @@ def _choices(inputs: SearchInputs, candidate: Candidate, names: Sequence[str]) -
         )
 
 
+def _can_fold(job: Job, layout: Layout) -> bool:
+    """Whether the patch can fold a layout: its chunks are equal, and no two of its ends share a weight."""
+    is_even = layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk
+    return is_even and job.model.untie_embeddings_and_output_weights
+
+
 def _schedules(
     inputs: SearchInputs, candidate: Candidate, names: Sequence[str], kept_bytes: tuple[int, ...]
 ) -> Iterator[Schedule]:
@@ -117,6 +127,8 @@ def _schedules(
         known = SCHEDULES[name]
         # Transformer Engine's layers make both gradients at once under this patch.
         if (known.splits_backward and not splits) or (known.chunks == "one") != (layout.vpp == 1):
+            continue
+        if known.placement == "v" and not _can_fold(inputs.job, layout):
             continue
         for group_size in (layout.pp, -(-layout.pp // 2)) if known.has_groups else (None,):
             # Not for these numbers: groups that the micro-batches do not fill, limits without an order.

@@ -40,7 +40,7 @@ def test_the_measured_best_trains_and_trials_leave_nothing(tmp_path: Path) -> No
     assert all(run.step for run in made.trials.runs), text
     # The script prints 30 ms a step for a plan, and 60 ms for the user's own configuration.
     assert not made.keeps_own
-    assert ["trial 1 of 3: your own configuration, 5 iterations" in text, "TrialsResult by trials" in text] == [
+    assert ["trial 1 of 3: your own configuration, 5 iterations" in text, "Settled by trials" in text] == [
         True,
         True,
     ]

@@ -8,14 +8,14 @@ import pytest
 from facts_for_tests import tiny_measurements, tiny_model
 from search.worlds import ALL_FIELDS, pipeline_job, planned, two_racks
 
-from pipette_launch.facts import Job, Plan, files
+from pipette_launch.facts import Job, Layout, Plan, files
 from pipette_launch.facts.schedules import EXECUTABLE
 from pipette_launch.search.schedule_choice import GAIN
 
 
 def pinned_job(**changes: object) -> Job:
     """A pipeline of four ranks that nothing may change."""
-    model = tiny_model(untie_embeddings_and_output_weights=True, **changes)
+    model = tiny_model(**{"untie_embeddings_and_output_weights": True, **changes})
     return replace(pipeline_job(), model=model, pinned=ALL_FIELDS)
 
 
@@ -59,6 +59,31 @@ def test_layers_of_transformer_engine_are_not_split() -> None:
     job = pinned_job(transformer_impl="transformer_engine")
 
     assert with_schedules(job, "zb-h1", "zb-1p").chosen.schedule == "1f1b"
+
+
+def folded_job(**changes: object) -> Job:
+    """A pipeline of four ranks with two chunks each."""
+    return replace(pinned_job(num_layers=8, **changes), own=Layout(pp=4, vpp=2))
+
+
+def test_a_folded_pipeline_has_both_ends_on_one_rank() -> None:
+    """V-ZB is chosen where nothing else is allowed, and its first rank needs the most memory."""
+    plan = with_schedules(folded_job(), "v-zb")
+
+    assert plan.chosen.order is not None
+    assert (plan.chosen.schedule, plan.chosen.order.placement) == ("v-zb", "v")
+    assert plan.chosen.peak_memory_bytes[0] == max(plan.chosen.peak_memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"), [({"untie_embeddings_and_output_weights": False}, ()), ({}, (1, 1, 1, 1, 1, 1, 1, 1))]
+)
+def test_what_cannot_be_folded_stays(changes: dict[str, object], layers: tuple[int, ...]) -> None:
+    """Tied embeddings would be on one rank twice, and layers that are placed by hand are placed for Megatron."""
+    job = folded_job()
+    job = replace(job, model=replace(job.model, **changes), own=replace(job.own, layers_per_chunk=layers))  # type: ignore[arg-type]
+
+    assert with_schedules(job, "v-zb").chosen.schedule == "interleaved-1f1b"
 
 
 def test_what_the_patch_cannot_execute_is_said() -> None:

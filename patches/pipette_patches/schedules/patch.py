@@ -94,6 +94,10 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"the schedule {known.name} is for {known.pp} pipeline ranks of {known.vpp} chunks; this job has "
                 f"{call.groups.pp.size()} of {len(chunks)}"
             )
+        if known.placement == "v" and megatron_schedules.get_attr_wrapped_model(
+            chunks[0], "share_embeddings_and_output_weights"
+        ):
+            raise PatchError(f"the schedule {known.name} needs --untie-embeddings-and-output-weights")
         program = _programs(known, num_microbatches, forward_only=forward_only)[call.groups.pp.rank()]
         return executor.run(call, program, known.rank_S, megatron_schedules)
 

@@ -115,7 +115,7 @@ def trial_line(run: Trial) -> str:
 
 def _why(trials: Trials, won: Trial, own: Trial, *, margin: float) -> str:
     finished = sum(run.step is not None for run in trials.runs)
-    head = f"TrialsResult by trials of {trials.iterations} iterations each, {finished} of {len(trials.runs)} ran: "
+    head = f"Settled by trials of {trials.iterations} iterations each, {finished} of {len(trials.runs)} ran: "
     if won.is_own:
         return f"{head}no plan was measured faster than your own configuration beyond noise and {margin:.0%}."
     took = f"{won.layout.words()} took {seconds_text(won.median_s)} a step"

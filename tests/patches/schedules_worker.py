@@ -64,8 +64,16 @@ def train(options: dict[str, Any]) -> tuple[list[float], Gradients]:
         optimizer.step()
     with torch.no_grad():
         run(forward_only=True)
-    mpu.destroy_model_parallel()
+    leave()
     return losses, gradients
+
+
+def leave() -> None:
+    """Destroy all groups but that of all ranks: gloo keeps threads for each."""
+    mpu.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 class Live:

@@ -42,7 +42,9 @@ class Call:
     """Megatron's `TransformerConfig`."""
 
 
-def run(call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any) -> list[Any]:
+def run(
+    call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any, begin: Callable[[str], None]
+) -> list[Any]:
     """Run a step and finalize its gradients.
 
     Args:
@@ -50,6 +52,7 @@ def run(call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any) -
         program: what this rank does.
         rank_S: the pipeline rank of each stage.
         schedules: the module megatron.core.pipeline_parallel.schedules.
+        begin: is told each step of the program before it is run, and nothing at its end.
 
     Returns:
         What the last stage's forwards returned beside the loss; empty on other ranks.
@@ -61,7 +64,7 @@ def run(call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any) -
     embedding = schedules.clear_embedding_activation_buffer(config, call.model, is_last) if finalizes else None
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    passes = Passes(call, program, rank_S, schedules)
+    passes = Passes(call, program, rank_S, schedules, begin)
     # Gradients leave when a chunk's last one is made, which no hook of a backward sees where W comes later.
     with _no_sync(config):
         passes.run()
@@ -105,13 +108,16 @@ class Passes:
     Parameters are those of `run`.
     """
 
-    def __init__(self, call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any) -> None:
+    def __init__(
+        self, call: Call, program: Program, rank_S: tuple[int, ...], schedules: Any, begin: Callable[[str], None]
+    ) -> None:
         self._call = call
         self._config = call.config
         self._program = program
         self._rank_S = rank_S
         self._rank = call.groups.pp.rank()
         self._schedules = schedules
+        self._begin = begin
         self._messages = Messages(call.groups.pp, self._empty)
         stages = [stage for stage, rank in enumerate(rank_S) if rank == self._rank]
         self._chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
@@ -135,6 +141,7 @@ class Passes:
             if not isinstance(step, Action):
                 self._messages.post(step)
                 continue
+            self._begin(step.word)
             self._messages.reap()
             if step.kind == "F":
                 self._forward(step)
@@ -145,7 +152,9 @@ class Passes:
                 self._backward(step)
             if step == self._last_gradient.get(step.stage):
                 self._reduce_gradients(self._chunk_of[step.stage])
+        self._begin("its last messages")
         self._messages.finish()
+        self._begin("")
 
     def _forward(self, action: Action) -> None:
         call, stage, microbatch = self._call, action.stage, action.microbatch

@@ -22,6 +22,7 @@ from pipette_patches.errors import PatchError
 from pipette_patches.replacements import Replacement, Replacements
 from pipette_patches.schedules import executor, v_placement, weight_gradients
 from pipette_patches.schedules.lowering import Program, forward_passes, programs
+from pipette_patches.schedules.watchdog import Watchdog
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
@@ -50,6 +51,14 @@ def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool) -> 
             f"{num_microbatches}"
         )
     return programs(known.ranks, known.rank_S)
+
+
+@functools.lru_cache(maxsize=1)
+def _watchdog(rank: int) -> Watchdog:
+    """Return the one of this process, which is watching."""
+    watchdog = Watchdog(rank)
+    watchdog.start()
+    return watchdog
 
 
 def _following(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +108,7 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             raise PatchError(f"the schedule {known.name} needs --untie-embeddings-and-output-weights")
         program = _programs(known, num_microbatches, forward_only=forward_only)[call.groups.pp.rank()]
-        return executor.run(call, program, known.rank_S, megatron_schedules)
+        return executor.run(call, program, known.rank_S, megatron_schedules, _watchdog(call.groups.pp.rank()).begin)
 
     return forward_backward
 

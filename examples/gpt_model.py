@@ -127,17 +127,14 @@ def _chunk(args: Namespace, config: TransformerConfig, vp_stage: int) -> GPTMode
     if args.use_cpu_initialization:
         torch.manual_seed(args.seed)
         spec.layer_specs = [_seeded(layer, args.seed) for layer in spec.layer_specs]
-    pp_rank, pp_size = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
+    place = {"ignore_virtual": False, "vp_stage": vp_stage}
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=pp_rank == 0 and vp_stage == 0,
-        post_process=pp_rank == pp_size - 1 and vp_stage == (vpp or 1) - 1,
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,

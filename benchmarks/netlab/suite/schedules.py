@@ -22,10 +22,10 @@ from pipette_launch.facts.schedule import Schedule
 from pipette_launch.facts.schedule_file import ScheduleFile
 
 TOPOLOGY = "uniform"
-MODEL = gpt(layers=8, hidden=192, seq=128, batch=16)
+MODEL = (*gpt(layers=8, hidden=192, seq=128, batch=16), "--untie-embeddings-and-output-weights")
 MICRO_BATCH = 2
 ITERATIONS, SKIP = 8, 3
-ROUNDS = 3
+ROUNDS = 2
 BUDGET_S = 40.0
 SEED = 19
 RUNS: tuple[tuple[str, int, int | None, bool], ...] = (

@@ -103,14 +103,24 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"the schedule {known.name} is for {known.pp} pipeline ranks of {known.vpp} chunks; this job has "
                 f"{call.groups.pp.size()} of {len(chunks)}"
             )
-        if known.placement == "v" and megatron_schedules.get_attr_wrapped_model(
-            chunks[0], "share_embeddings_and_output_weights"
-        ):
-            raise PatchError(f"the schedule {known.name} needs --untie-embeddings-and-output-weights")
+        if known.placement == "v":
+            _check_fold(known, chunks, call.groups.pp.rank(), megatron_schedules.get_attr_wrapped_model)
         program = _programs(known, num_microbatches, forward_only=forward_only)[call.groups.pp.rank()]
         return executor.run(call, program, known.rank_S, megatron_schedules, _watchdog(call.groups.pp.rank()).begin)
 
     return forward_backward
+
+
+def _check_fold(known: Schedule, chunks: list[Any], rank: int, attribute: Callable[..., Any]) -> None:
+    """Raise PatchError where a model was not built, or cannot be, with both its ends on the first rank."""
+    if attribute(chunks[0], "share_embeddings_and_output_weights"):
+        raise PatchError(f"the schedule {known.name} needs --untie-embeddings-and-output-weights")
+    heads = [bool(attribute(chunk, "post_process")) for chunk in chunks]
+    if heads != [False, rank == 0]:
+        raise PatchError(
+            f"the schedule {known.name} has the model's head on the second chunk of pipeline rank 0; the script has "
+            f"built its chunks without asking Megatron where the last stage is"
+        )
 
 
 def _groups() -> Any:

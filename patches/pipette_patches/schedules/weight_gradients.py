@@ -56,8 +56,10 @@ def _splitting(original: Any) -> Any:
         @staticmethod
         def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
             total_input, weight = ctx.saved_tensors
-            # Where Megatron itself defers, as for the vocabulary on request, it goes on doing so.
-            if _open.products is None or ctx.grad_output_buffer is not None or not hasattr(weight, "main_grad"):
+            # Where Megatron itself defers, as for the vocabulary on request, it goes on doing so; from 0.19 on a weight
+            # may be in parts, which are put together for the backward alone.
+            defers = ctx.grad_output_buffer is not None or getattr(ctx, "gtp_remat_size", 1) > 1
+            if _open.products is None or defers or not hasattr(weight, "main_grad"):
                 return original.backward(ctx, grad_output)
             product = partial(_fused_product if ctx.gradient_accumulation_fusion else _product, weight)
             gather = ctx.tp_group if ctx.sequence_parallel else None

@@ -68,8 +68,8 @@ SUB_FLOORS = {
         {"step_model"},
         {"placement"},
         {"candidates"},
-        {"choose", "frontier", "no_plan", "schedule_choice"},
-        {"explanations", "search_loop"},
+        {"choose", "frontier", "no_plan"},
+        {"explanations", "schedule_choice", "search_loop"},
         {"solve"},
     ],
     "agent": [

@@ -13,6 +13,8 @@ from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.results.rate import Rate
+from pipette_launch.facts.schedule import Schedule
+from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.search.candidates import Candidate, SearchInputs, doublings_apart
 from pipette_launch.search.placement.slots import Placement, host_order
 
@@ -118,7 +120,7 @@ def _own_choice(inputs: SearchInputs, candidates: Sequence[Candidate]) -> tuple[
         priced = basis = nearest.layout
     known = {one.layout: (one.bound_s, one.bound_reason) for one in candidates}
     bound = known.get(priced) or (inputs.predictor.bound_s(priced), "")
-    return _choice(inputs, own, placement, priced=priced, peaks=_own_peaks(inputs, priced), bound=bound), basis
+    return choice_of(inputs, own, placement, priced=priced, peaks=_own_peaks(inputs, priced), bound=bound), basis
 
 
 def _own_peaks(inputs: SearchInputs, priced: Layout) -> tuple[int, ...]:
@@ -131,7 +133,7 @@ def _own_peaks(inputs: SearchInputs, priced: Layout) -> tuple[int, ...]:
 
 def _to_choice(inputs: SearchInputs, one: Candidate) -> Choice:
     bound = (one.bound_s, one.bound_reason)
-    return _choice(inputs, one.layout, one.placed.placement, priced=one.layout, peaks=one.peak_bytes, bound=bound)
+    return choice_of(inputs, one.layout, one.placed.placement, priced=one.layout, peaks=one.peak_bytes, bound=bound)
 
 
 class _Evidence(TypedDict, total=False):
@@ -143,7 +145,7 @@ class _Evidence(TypedDict, total=False):
     features: dict[str, float]
 
 
-def _choice(
+def choice_of(
     inputs: SearchInputs,
     layout: Layout,
     placement: Placement,
@@ -151,11 +153,15 @@ def _choice(
     priced: Layout,
     peaks: tuple[int, ...],
     bound: tuple[float, str],
+    schedule: Schedule | None = None,
 ) -> Choice:
-    """Describe a layout by the step time of `priced`; where that is another, its outcome can teach nothing."""
-    step = inputs.predictor.step_time(priced, placement)
+    """Describe a layout by the step time of `priced`.
+
+    Where that is another, or a schedule other than Megatron's own runs it, its outcome can teach nothing.
+    """
+    step = inputs.predictor.step_time(priced, placement, schedule)
     evidence: _Evidence = {}
-    if priced == layout:
+    if priced == layout and schedule is None:
         evidence = {
             "step_correction": inputs.predictor.factor(layout),
             "memory_correction": inputs.predictor.memory_correction(layout),
@@ -166,7 +172,8 @@ def _choice(
     return Choice(
         layout=layout,
         placement=placement,
-        schedule=layout.schedule_name,
+        schedule=schedule.name if schedule else layout.schedule_name,
+        order=ScheduleFile.of(schedule) if schedule else None,
         step_time_s=step.total_s,
         breakdown_s=dict(step.breakdown_s),
         peak_memory_bytes=peaks,

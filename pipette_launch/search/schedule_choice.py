@@ -17,12 +17,11 @@ from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedu
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout
 from pipette_launch.facts.performance import flag_of
-from pipette_launch.facts.results.rate import Rate
 from pipette_launch.facts.schedule import Schedule
-from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import schedule_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, SearchInputs
+from pipette_launch.search.choose import choice_of
 
 GAIN = 0.02
 """Megatron's own code is left only for a step that is predicted shorter by this part."""
@@ -58,6 +57,8 @@ def best_scheduled(
 ) -> Choice | None:
     """Return the fastest choice under one of the named schedules; None where none saves enough of the chosen step.
 
+    Nothing keeps the job to Megatron's own schedules (`unsupported`).
+
     Args:
         inputs: the job and the machines.
         candidates: what the search has priced under Megatron's own schedules.
@@ -65,8 +66,6 @@ def best_scheduled(
         names: of `facts.schedules.EXECUTABLE`.
 
     """
-    if unsupported(inputs.job, inputs.cluster):
-        return None
     ranking = sorted(candidates, key=lambda one: one.placed.cost_s)
     pipelined = islice((one for one in ranking if one.layout.pp > 1), MOST_LAYOUTS)
     found = [choice for one in pipelined for choice in _choices(inputs, one, names)]
@@ -76,7 +75,7 @@ def best_scheduled(
 
 def _choices(inputs: SearchInputs, candidate: Candidate, names: Sequence[str]) -> Iterator[Choice]:
     """Price a candidate under each schedule that its layout can run and that fits."""
-    layout, placement = candidate.layout, candidate.placed.placement
+    layout = candidate.layout
     kept_bytes = kept_by_chunk(inputs.job, layout)
     stock = schedule_of(layout, layout.num_microbatches(inputs.job.batch.global_batch_size))
     stock_bytes = peak_live_bytes(stock, kept_bytes)
@@ -84,30 +83,22 @@ def _choices(inputs: SearchInputs, candidate: Candidate, names: Sequence[str]) -
     for schedule in _schedules(inputs, candidate, names, kept_bytes):
         # What waits for its W is counted in full: inputs of linear layers, and the gradients of their outputs.
         live_bytes = peak_live_bytes(schedule, kept_bytes)
-        peaks = tuple(
-            peak + live - before
-            for peak, live, before in zip(candidate.peak_bytes, live_bytes, stock_bytes, strict=True)
-        )
         if schedule.placement == "v":
             factor = inputs.predictor.memory_factor(layout)
             peaks = tuple(math.ceil(parts.total * factor) for parts in folded_peaks(inputs.job, layout, live_bytes))
-        if max(peaks) > limit_bytes:
-            continue
-        step = inputs.predictor.step_time(layout, placement, schedule)
-        yield Choice(
-            layout=layout,
-            placement=placement,
-            schedule=schedule.name,
-            order=ScheduleFile.of(schedule),
-            step_time_s=step.total_s,
-            breakdown_s=dict(step.breakdown_s),
-            peak_memory_bytes=peaks,
-            memory_limit_bytes=limit_bytes,
-            memory=inputs.memory_need(layout, peaks),
-            bound_s=0.0,
-            bound_reason="no bound is known for schedules that Megatron lacks",
-            rate=Rate.of(inputs.job, layout, step.total_s, inputs.cluster),
-        )
+        else:
+            changes = zip(candidate.peak_bytes, live_bytes, stock_bytes, strict=True)
+            peaks = tuple(peak + live - before for peak, live, before in changes)
+        if max(peaks) <= limit_bytes:
+            yield choice_of(
+                inputs,
+                layout,
+                candidate.placed.placement,
+                priced=layout,
+                peaks=peaks,
+                bound=(0.0, "no bound is known for schedules that Megatron lacks"),
+                schedule=schedule,
+            )
 
 
 def _can_fold(job: Job, layout: Layout) -> bool:

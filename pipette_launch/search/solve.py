@@ -115,7 +115,9 @@ def _plan(
     chosen = choose(inputs, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
     fault = unsupported(inputs.job, inputs.cluster) if options.schedules else ""
     refused = (f"Schedules beside Megatron's own are left out: {fault}.",) if fault else ()
-    scheduled = best_scheduled(inputs, searched.candidates, chosen.choice, options.schedules)
+    scheduled = None
+    if options.schedules and not fault:
+        scheduled = best_scheduled(inputs, searched.candidates, chosen.choice, options.schedules)
     cut_short = (explanations.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
     plan = Plan(
         hosts=tuple(host.name for host in inputs.cluster.hosts),

@@ -22,7 +22,7 @@ from pipette_launch.cost.pipeline.named_schedules import named_schedule
 from pipette_launch.facts import files
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_patches import registry
-from pipette_patches.schedules.executor import Passes
+from pipette_patches.schedules.executor import PipelineStep
 
 STEPS = 3
 
@@ -81,18 +81,18 @@ class Live:
 
     def __init__(self) -> None:
         self.peak = 0
-        self.original = Passes._forward
+        self.original = PipelineStep._forward
 
     def __enter__(self) -> None:
-        def forward(passes: Passes, action: Any) -> None:
+        def forward(passes: PipelineStep, action: Any) -> None:
             self.original(passes, action)
             held = passes._outputs.keys() | passes._weight_gradients.keys()
             self.peak = max(self.peak, len(held))
 
-        Passes._forward = forward  # type: ignore[method-assign]
+        PipelineStep._forward = forward  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
-        Passes._forward = self.original  # type: ignore[method-assign]
+        PipelineStep._forward = self.original  # type: ignore[method-assign]
 
 
 def whole(gradients: Gradients, pp: int) -> Gradients:

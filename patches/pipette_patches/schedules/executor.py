@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from pipette_launch.facts.schedule import Action
-from pipette_patches.schedules.lowering import Message, Program
-from pipette_patches.schedules.messages import Messages
+from pipette_patches.schedules.lowering import Message, Program, message_of
+from pipette_patches.schedules.messages import PendingMessages
 from pipette_patches.schedules.weight_gradients import Deferred, deferred
 
 
@@ -64,7 +64,7 @@ def run(
     embedding = schedules.clear_embedding_activation_buffer(config, call.model, is_last) if finalizes else None
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    passes = Passes(call, program, rank_S, schedules, begin)
+    passes = PipelineStep(call, program, rank_S, schedules, begin)
     # Gradients leave when a chunk's last one is made, which no hook of a backward sees where W comes later.
     with _no_sync(config):
         passes.run()
@@ -102,7 +102,7 @@ def _no_sync(config: Any) -> Iterator[None]:
         yield
 
 
-class Passes:
+class PipelineStep:
     """The passes of one step on this rank; tensors are kept by stage and micro-batch, so any order is served.
 
     Parameters are those of `run`.
@@ -115,11 +115,13 @@ class Passes:
         self._config = call.config
         self._program = program
         self._rank_S = rank_S
-        self._rank = call.groups.pp.rank()
+        # Releases before 0.17 ask for the kind of model too.
+        asks_type = "model_type" in inspect.signature(schedules.backward_step).parameters
+        self._model_type = (schedules.get_model_type(call.model[0]),) if asks_type else ()
         self._schedules = schedules
         self._begin = begin
-        self._messages = Messages(call.groups.pp, self._empty)
-        stages = [stage for stage, rank in enumerate(rank_S) if rank == self._rank]
+        self._messages = PendingMessages(call.groups.pp, self._empty)
+        stages = [stage for stage, rank in enumerate(rank_S) if rank == call.groups.pp.rank()]
         self._chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
         passes = [step for step in program if isinstance(step, Action)]
         self._first_forward = {action.stage: action for action in reversed(passes) if action.kind == "F"}
@@ -181,7 +183,7 @@ class Passes:
         if not call.forward_only:
             self._inputs[stage, microbatch], self._outputs[stage, microbatch] = taken, output
         if stage < len(self._rank_S) - 1:
-            self._give(stage, stage + 1, microbatch, output, is_gradient=False)
+            self._give(stage, microbatch, output, is_gradient=False)
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -189,26 +191,25 @@ class Passes:
         if stage < len(self._rank_S) - 1:
             gradient = self._take(stage + 1, microbatch, is_gradient=True)
             # The output is freed once it was sent, and Megatron's backward expects it to be.
-            self._messages.wait_for_sent(self._message(stage, stage + 1, microbatch, is_gradient=False))
+            self._messages.wait_for_sent(message_of(self._rank_S, stage, microbatch, is_gradient=False))
         taken, output = self._inputs.pop((stage, microbatch)), self._outputs.pop((stage, microbatch))
         with contextlib.ExitStack() as stack:
             if action.kind == "I":
                 self._weight_gradients[stage, microbatch] = stack.enter_context(deferred())
-            gradient = _backward_step(self._schedules, taken, output, gradient, self._config, self._call.model[0])
+            gradient = self._schedules.backward_step(taken, output, gradient, *self._model_type, self._config)
         if stage > 0:
-            self._give(stage, stage - 1, microbatch, gradient, is_gradient=True)
+            self._give(stage, microbatch, gradient, is_gradient=True)
 
     def _take(self, stage: int, microbatch: int, *, is_gradient: bool) -> Any:
         """Return what a stage has made, once it is here."""
-        to_stage = stage + (-1 if is_gradient else 1)
-        message = self._message(stage, to_stage, microbatch, is_gradient=is_gradient)
+        message = message_of(self._rank_S, stage, microbatch, is_gradient=is_gradient)
         if message.source == message.target:
             return self._handed_over.pop(message)
         return self._messages.wait(message)
 
-    def _give(self, stage: int, to_stage: int, microbatch: int, tensor: Any, *, is_gradient: bool) -> None:
+    def _give(self, stage: int, microbatch: int, tensor: Any, *, is_gradient: bool) -> None:
         """Hand over or keep for sending what a stage has made, and free an output as soon as nobody reads it."""
-        message = self._message(stage, to_stage, microbatch, is_gradient=is_gradient)
+        message = message_of(self._rank_S, stage, microbatch, is_gradient=is_gradient)
         release = partial(
             self._schedules.deallocate_output_tensor,
             None if is_gradient or self._call.forward_only else tensor,
@@ -219,9 +220,6 @@ class Passes:
             release()
         else:
             self._messages.give(message, tensor, then=release)
-
-    def _message(self, stage: int, to_stage: int, microbatch: int, *, is_gradient: bool) -> Message:
-        return Message(self._rank_S[stage], self._rank_S[to_stage], is_gradient, stage, microbatch)
 
     def _empty(self) -> torch.Tensor:
         """Make the tensor that a message is received into."""
@@ -248,10 +246,3 @@ class Passes:
         model = self._call.model[chunk]
         if getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
             model.start_grad_sync()
-
-
-def _backward_step(schedules: Any, taken: Any, output: Any, gradient: Any, config: Any, model: Any) -> Any:
-    """Call Megatron's function; releases before 0.17 ask for the kind of model too."""
-    if "model_type" in inspect.signature(schedules.backward_step).parameters:
-        return schedules.backward_step(taken, output, gradient, schedules.get_model_type(model), config)
-    return schedules.backward_step(taken, output, gradient, config)

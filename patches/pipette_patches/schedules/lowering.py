@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipette_launch.facts.schedule import Action
+from pipette_launch.facts.schedules import Ranks
 from pipette_patches.errors import PatchError
 
 
@@ -33,11 +34,9 @@ Batch = tuple[Message, ...]
 """Messages that a rank hands to the network together; it sends or receives each of them."""
 Program = tuple["Action | Batch", ...]
 """What one rank does in turn."""
-Passes = Sequence[Sequence[Action]]
-"""The passes of each rank in turn."""
 
 
-def programs(passes: Passes, rank_S: Sequence[int]) -> tuple[Program, ...]:
+def programs(passes: Ranks, rank_S: Sequence[int]) -> tuple[Program, ...]:
     """Put the messages between the passes.
 
     Args:
@@ -64,36 +63,43 @@ def programs(passes: Passes, rank_S: Sequence[int]) -> tuple[Program, ...]:
     return tuple(done)
 
 
-def forward_passes(rank_S: Sequence[int], num_microbatches: int) -> Passes:
+def forward_passes(rank_S: Sequence[int], num_microbatches: int) -> Ranks:
     """Return the passes of an evaluation: as many micro-batches as there are ranks go through a chunk before the next.
 
     Every rank takes its chunks in this one order, so any number of micro-batches can run.
     """
     pp = max(rank_S) + 1
-    return [
-        [
+    return tuple(
+        tuple(
             Action(stage, "F", microbatch)
             for first in range(0, num_microbatches, pp)
             for stage in range(len(rank_S))
             if rank_S[stage] == rank
             for microbatch in range(first, min(first + pp, num_microbatches))
-        ]
+        )
         for rank in range(pp)
-    ]
+    )
+
+
+def message_of(rank_S: Sequence[int], stage: int, microbatch: int, *, is_gradient: bool) -> Message:
+    """Return what a pass of a stage gives to its neighbour: outputs go to the next stage, gradients to the one before.
+
+    Source and target are the same rank where both stages are there.
+    """
+    to_stage = stage + (-1 if is_gradient else 1)
+    return Message(rank_S[stage], rank_S[to_stage], is_gradient, stage, microbatch)
 
 
 def _message(action: Action, rank_S: Sequence[int]) -> Message | None:
     """Return what a pass sends; None where nothing leaves its rank."""
-    if action.kind == "W":
-        return None
     is_gradient = action.kind != "F"
-    to_stage = action.stage + (-1 if is_gradient else 1)
-    if not 0 <= to_stage < len(rank_S) or rank_S[to_stage] == rank_S[action.stage]:
+    if action.kind == "W" or action.stage == (0 if is_gradient else len(rank_S) - 1):
         return None
-    return Message(rank_S[action.stage], rank_S[to_stage], is_gradient, action.stage, action.microbatch)
+    message = message_of(rank_S, action.stage, action.microbatch, is_gradient=is_gradient)
+    return message if message.source != message.target else None
 
 
-def _starts(passes: Passes, *, num_stages: int) -> dict[Action, int]:
+def _starts(passes: Ranks, *, num_stages: int) -> dict[Action, int]:
     """Return when each pass starts if all take one unit of time and messages take none."""
     ends: dict[tuple[bool, int, int], int] = {}
     starts: dict[Action, int] = {}

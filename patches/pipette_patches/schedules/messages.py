@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipette_patches.schedules.lowering import Batch, Message
 
 
-class Messages:
+class PendingMessages:
     """Posts batches of messages with the other ranks of a pipeline, and keeps what is under way.
 
     Args:

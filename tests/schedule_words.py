@@ -1,23 +1,18 @@
 """Schedules written as words, and what is counted on them by hand."""
 
-import re
 from collections.abc import Iterable
 
-from pipette_launch.facts.schedule import KINDS, Action, Placement, Schedule, words
+from pipette_launch.facts.schedule import Placement, Schedule, words
+from pipette_launch.facts.schedule_file import action_of
 
 
 def from_words(
     name: str, *, pp: int, vpp: int, ranks: Iterable[Iterable[str]], placement: Placement = "loop"
 ) -> Schedule:
     """The schedule of these words, `0F0 0B0` and so on for each rank."""
-    actions = tuple(tuple(_action(word) for word in rank) for rank in ranks)
+    actions = tuple(tuple(map(action_of, rank)) for rank in ranks)
     microbatches = 1 + max((action.microbatch for rank in actions for action in rank), default=-1)
     return Schedule(name=name, pp=pp, vpp=vpp, num_microbatches=microbatches, ranks=actions, placement=placement)
-
-
-def _action(word: str) -> Action:
-    stage, kind, microbatch = re.fullmatch(r"(\d+)([FBIW])(\d+)", word).groups()  # type: ignore[union-attr]
-    return Action(int(stage), KINDS["FBIW".index(kind)], int(microbatch))
 
 
 def to_words(schedule: Schedule) -> list[list[str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.schedule import KINDS, Action, Placement, Schedule
+from pipette_launch.facts.schedule import KINDS, Action, Placement, Schedule, words
 
 # schema_version history of schedule.json
 # 1  2026-11-23  first version
@@ -42,7 +42,7 @@ class ScheduleFile:
             vpp=schedule.vpp,
             num_microbatches=schedule.num_microbatches,
             placement=schedule.placement,
-            ranks=tuple(" ".join(action.word for action in actions) for actions in schedule.ranks),
+            ranks=tuple(" ".join(words(actions)) for actions in schedule.ranks),
         )
 
     def schedule(self) -> Schedule:

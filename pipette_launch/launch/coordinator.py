@@ -217,7 +217,7 @@ class Coordinator:
     def _read_keyed(self, hosts: tuple[Host, ...]) -> Job:
         """Read the job for these hosts, and turn to the folder of its plan."""
         job = self._read_job(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind)
-        settings: list[float | str] = [self._options.margin, self._options.memory_margin, *self._options.schedules]
+        settings = self._options.plan_settings
         self.cache = Cache(self._options.cache, key_of(hosts, job, self._versions, settings, environ=self._environ))
         return job
 

@@ -68,6 +68,11 @@ class Options:
             raise UsageError(f"--pipette-memory-margin must be at least 0 and below 1, got {self.memory_margin:g}")
 
     @property
+    def plan_settings(self) -> tuple[float | str, ...]:
+        """What a plan depends on, beside the job and its machines."""
+        return (self.margin, self.memory_margin, *self.schedules)
+
+    @property
     def only_looks(self) -> bool:
         """Whether nothing is to be trained."""
         return self.dry_run or self.probe_to is not None

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from probe.workers import OneRankStore, tiny_options
 
 from pipette_launch.facts import ComputeCase
-from pipette_launch.probe.compute import layers
+from pipette_launch.probe.compute import layers, timing
 from pipette_launch.probe.compute.bench import weight_bytes
 from pipette_launch.probe.compute.layers import LayerBench, cases_of
 from pipette_launch.probe.compute.peak_memory import CpuMeter
@@ -116,6 +116,8 @@ def test_cases_are_gone_through_again_while_time_is_left(tmp_path: Path, monkeyp
     """Values of all sweeps stand together, the memory is read once, and a slot keeps to its budget."""
     failing_workload(RuntimeError(), 0, monkeypatch)
     monkeypatch.setattr(layers, "optimizer_step", lambda *_: compute_nothing())
+    # Else a machine that is busy for a moment takes fewer.
+    monkeypatch.setattr(timing, "num_values", lambda *_: 20)
     counts = {}
     for sweeps in (1, 3):
         monkeypatch.setattr(layers, "SWEEPS", {"cpu": sweeps})

@@ -69,7 +69,8 @@ SUB_FLOORS = {
         {"placement"},
         {"candidates"},
         {"choose", "frontier", "no_plan"},
-        {"explanations", "schedule_choice", "search_loop"},
+        {"explanations", "search_loop"},
+        {"schedule_choice"},
         {"solve"},
     ],
     "agent": [

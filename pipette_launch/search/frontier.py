@@ -163,6 +163,24 @@ class Frontier:
         lean = self._with_peaks(self._lean[:LOOKED_THROUGH])
         return quick + [one for one in lean if max(one.peak_bytes) <= most_bytes][:count]
 
+    def over_the_limit(self, *, live: float) -> list[Promising]:
+        """List pipelines of several chunks that do not fit, and would if they kept this part of their activations.
+
+        They come by rising bound, that of Megatron's own schedule.
+        """
+        order_N = self._order_N[self._cuts.columns.vpp[self._order_N] > 1]
+        _, columns = self._cuts.spread(order_N[:CUTS_AT_ONCE])
+        lean_N = self._inputs.predictor.fullest_N(columns, live=live)
+        columns = columns.take(np.flatnonzero(~self._fits_N(columns) & (lean_N <= self._limits_N(columns))))
+        least_N = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
+        order = np.argsort(least_N, kind="stable")[:LOOKED_THROUGH].tolist()
+        layouts = [columns.layout(row) for row in order]
+        peaks = self._inputs.predictor.all_peaks(layouts) if layouts else ()
+        return [
+            Promising(least_s=float(least_N[row]), number=row, layout=layout, peak_bytes=peak_bytes)
+            for row, layout, peak_bytes in zip(order, layouts, peaks, strict=True)
+        ]
+
     def find_any(self) -> bool:
         """Whether some layout fits and can be priced; where none fits, all are counted as over the limit."""
         if self.dive(1):
@@ -246,10 +264,14 @@ class Frontier:
 
     def _fits_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether each of many layouts fits into its memory limit."""
+        fits_N: NDArray[np.bool_] = self._inputs.predictor.fullest_N(columns) <= self._limits_N(columns)
+        return fits_N
+
+    def _limits_N(self, columns: LayoutColumns) -> Ints:
+        """The memory limit of each of many layouts."""
         degrees = columns.groups("tp", "cp", "pp", "dp", "ep")
         limits = [self._limit(columns.layout(row)) for row in degrees.first_U.tolist()]
-        fits_N: NDArray[np.bool_] = self._inputs.predictor.fullest_N(columns) <= np.array(limits)[degrees.group_N]
-        return fits_N
+        return np.array(limits, dtype=np.int64)[degrees.group_N]
 
     def _limit(self, layout: Layout) -> int:
         """The memory limit; nothing of a layout but its number of communicators moves it."""

@@ -5,28 +5,33 @@ The patch `schedules` executes them, on Megatron's own placement of chunks or wi
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import NamedTuple
 
 from pipette_launch.cost.memory.folded import folded_peaks
 from pipette_launch.cost.memory.peak import kept_by_chunk
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
-from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
+from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, most_kept, named_schedule
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout
 from pipette_launch.facts.performance import flag_of
-from pipette_launch.facts.schedule import Schedule
 from pipette_launch.facts.schedules import schedule_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, SearchInputs
 from pipette_launch.search.choose import choice_of
+from pipette_launch.search.frontier import Promising
+from pipette_launch.search.placement.slots import IsLate
+from pipette_launch.search.search_loop import price
 
+LEANEST = 2 / 9
+"""No schedule keeps a smaller part of the activations that a layout of several chunks keeps under Megatron's own: V-Min
+keeps a third of 1F1B's, and interleaved 1F1B half as much again as 1F1B."""
 GAIN = 0.02
 """Megatron's own code is left only for a step that is predicted shorter by this part."""
 MOST_LAYOUTS = 4
-"""So many pipelined layouts are tried, the fastest under Megatron's own schedules first."""
+"""So many pipelined layouts are tried, the fastest under Megatron's own schedules first, and as many over the limit."""
 
 
 def unsupported(job: Job, cluster: Cluster) -> str:
@@ -52,8 +57,21 @@ def _unsupported(job: Job) -> str:
     return "multi-token prediction" if job.model.mtp_num_layers else ""
 
 
+class _Way(NamedTuple):
+    """A schedule of a layout, not made yet."""
+
+    name: str
+    group_size: int | None
+
+
 def best_scheduled(
-    inputs: SearchInputs, candidates: Sequence[Candidate], chosen: Choice, names: Sequence[str]
+    inputs: SearchInputs,
+    candidates: Sequence[Candidate],
+    over_the_limit: Iterable[Promising],
+    chosen: Choice,
+    names: Sequence[str],
+    *,
+    is_late: IsLate,
 ) -> Choice | None:
     """Return the fastest choice under one of the named schedules; None where none saves enough of the chosen step.
 
@@ -62,34 +80,79 @@ def best_scheduled(
     Args:
         inputs: the job and the machines.
         candidates: what the search has priced under Megatron's own schedules.
-        chosen: the best of them.
+        over_the_limit: layouts that do not fit under Megatron's own schedules, and may under others.
+        chosen: the best candidate.
         names: of `facts.schedules.EXECUTABLE`.
+        is_late: whether to make no more schedules.
 
     """
-    ranking = sorted(candidates, key=lambda one: one.placed.cost_s)
-    pipelined = islice((one for one in ranking if one.layout.pp > 1), MOST_LAYOUTS)
-    found = [choice for one in pipelined for choice in _choices(inputs, one, names)]
+    pipelined = [one for one in sorted(candidates, key=lambda one: one.placed.cost_s) if one.layout.pp > 1]
+    fitting = [(one, ways) for one in pipelined if (ways := _ways(inputs, one.layout, one.peak_bytes, names))]
+    lean = ((one, ways) for one in over_the_limit if (ways := _ways(inputs, one.layout, one.peak_bytes, names)))
+    priced = ((price(inputs, one, is_late=is_late), ways) for one, ways in islice(lean, MOST_LAYOUTS))
+    found: list[Choice] = []
+    for one, ways in chain(fitting[:MOST_LAYOUTS], priced):
+        if isinstance(one, Candidate):
+            found += _choices(inputs, one, ways, is_late)
+        if is_late():
+            break
     best = min(found, key=lambda choice: choice.step_time_s, default=None)
     return best if best and best.step_time_s <= (1 - GAIN) * chosen.step_time_s else None
 
 
-def _choices(inputs: SearchInputs, candidate: Candidate, names: Sequence[str]) -> Iterator[Choice]:
-    """Price a candidate under each schedule that its layout can run and that fits."""
+def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], names: Sequence[str]) -> list[_Way]:
+    """List the schedules that a layout can run, and whose known needs of memory fit; those that take long come last."""
+    kept_bytes = kept_by_chunk(inputs.job, layout)
+    splits = inputs.job.model.transformer_impl == "local"
+    found = []
+    for name in sorted(names, key=lambda name: SCHEDULES[name].by_times is not None):
+        known = SCHEDULES[name]
+        # Transformer Engine's layers make both gradients at once under this patch.
+        if (known.splits_backward and not splits) or (known.chunks == "one") != (layout.vpp == 1):
+            continue
+        if known.placement == "v" and not _can_fold(inputs.job, layout):
+            continue
+        for group_size in (layout.pp, -(-layout.pp // 2)) if known.has_groups else (None,):
+            most_bytes = most_kept(
+                name,
+                pp=layout.pp,
+                vpp=layout.vpp,
+                num_microbatches=layout.num_microbatches(inputs.job.batch.global_batch_size),
+                group_size=group_size or layout.pp,
+                held_S=kept_bytes,
+            )
+            peaks = _peaks(inputs, layout, stock_peaks, known.placement, [math.floor(each) for each in most_bytes])
+            if max(peaks) <= inputs.limit_bytes(layout):
+                found.append(_Way(name, group_size))
+    return found
+
+
+def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], is_late: IsLate) -> Iterator[Choice]:
+    """Make schedules for a layout's shape and times until it is late, and price those that fit."""
     layout = candidate.layout
     kept_bytes = kept_by_chunk(inputs.job, layout)
-    stock = schedule_of(layout, layout.num_microbatches(inputs.job.batch.global_batch_size))
-    stock_bytes = peak_live_bytes(stock, kept_bytes)
-    limit_bytes = inputs.limit_bytes(layout)
-    for schedule in _schedules(inputs, candidate, names, kept_bytes):
+    times = inputs.predictor.stage_times(layout, candidate.placed.placement)
+    for name, group_size in ways:
+        if is_late():
+            return
+        known = SCHEDULES[name]
+        try:
+            schedule = named_schedule(
+                name,
+                pp=layout.pp,
+                vpp=layout.vpp,
+                num_microbatches=layout.num_microbatches(inputs.job.batch.global_batch_size),
+                group_size=group_size,
+                times=times,
+                held_S=kept_bytes if known.by_times or known.refills else None,
+            )
+        except (LayoutError, FactError):
+            # Not for these numbers: groups that the micro-batches do not fill, limits without an order.
+            continue
         # What waits for its W is counted in full: inputs of linear layers, and the gradients of their outputs.
         live_bytes = peak_live_bytes(schedule, kept_bytes)
-        if schedule.placement == "v":
-            factor = inputs.predictor.memory_factor(layout)
-            peaks = tuple(math.ceil(parts.total * factor) for parts in folded_peaks(inputs.job, layout, live_bytes))
-        else:
-            changes = zip(candidate.peak_bytes, live_bytes, stock_bytes, strict=True)
-            peaks = tuple(peak + live - before for peak, live, before in changes)
-        if max(peaks) <= limit_bytes:
+        peaks = _peaks(inputs, layout, candidate.peak_bytes, schedule.placement, live_bytes)
+        if max(peaks) <= inputs.limit_bytes(layout):
             yield choice_of(
                 inputs,
                 layout,
@@ -101,35 +164,20 @@ def _choices(inputs: SearchInputs, candidate: Candidate, names: Sequence[str]) -
             )
 
 
+def _peaks(
+    inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], placement: str, live_bytes: Sequence[int]
+) -> tuple[int, ...]:
+    """Predict the peaks of a layout whose ranks keep so much of live micro-batches, from those of its own schedule."""
+    if placement == "v":
+        factor = inputs.predictor.memory_factor(layout)
+        return tuple(math.ceil(parts.total * factor) for parts in folded_peaks(inputs.job, layout, live_bytes))
+    stock = schedule_of(layout, layout.num_microbatches(inputs.job.batch.global_batch_size))
+    stock_bytes = peak_live_bytes(stock, kept_by_chunk(inputs.job, layout))
+    changes = zip(stock_peaks, live_bytes, stock_bytes, strict=True)
+    return tuple(peak + live - before for peak, live, before in changes)
+
+
 def _can_fold(job: Job, layout: Layout) -> bool:
     """Whether the patch can fold a layout: its chunks are equal, and no two of its ends share a weight."""
     is_even = layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk
     return is_even and job.model.untie_embeddings_and_output_weights
-
-
-def _schedules(
-    inputs: SearchInputs, candidate: Candidate, names: Sequence[str], kept_bytes: tuple[int, ...]
-) -> Iterator[Schedule]:
-    """Make each of the named schedules for a layout's shape and times."""
-    layout = candidate.layout
-    times = inputs.predictor.stage_times(layout, candidate.placed.placement)
-    splits = inputs.job.model.transformer_impl == "local"
-    for name in names:
-        known = SCHEDULES[name]
-        # Transformer Engine's layers make both gradients at once under this patch.
-        if (known.splits_backward and not splits) or (known.chunks == "one") != (layout.vpp == 1):
-            continue
-        if known.placement == "v" and not _can_fold(inputs.job, layout):
-            continue
-        for group_size in (layout.pp, -(-layout.pp // 2)) if known.has_groups else (None,):
-            # Not for these numbers: groups that the micro-batches do not fill, limits without an order.
-            with contextlib.suppress(LayoutError, FactError):
-                yield named_schedule(
-                    name,
-                    pp=layout.pp,
-                    vpp=layout.vpp,
-                    num_microbatches=layout.num_microbatches(inputs.job.batch.global_batch_size),
-                    group_size=group_size,
-                    times=times,
-                    held_S=kept_bytes if known.by_times or known.refills else None,
-                )

@@ -17,7 +17,8 @@ from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choose
 from pipette_launch.search.frontier import BEATEN, Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
-from pipette_launch.search.schedule_choice import best_scheduled, unsupported
+from pipette_launch.search.placement.slots import IsLate
+from pipette_launch.search.schedule_choice import LEANEST, best_scheduled, unsupported
 from pipette_launch.search.search_loop import Searched, SearchLoop
 
 
@@ -89,6 +90,10 @@ def solve(
         legal = found.num_layouts - (found.own_fault is not None)
         dropped += Counter({BEATEN: legal - len(searched.candidates) - frontier.dropped.total()})
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
+    if options.schedules:
+        # As long again as the search: some schedules of long pipelines take ten seconds to make.
+        schedules_deadline_s = clock() + options.budget_s
+        plan = _scheduled(plan, inputs, searched, frontier, options, lambda: clock() >= schedules_deadline_s)
     return replace(
         plan, num_layouts=found.num_layouts, dropped=dict(dropped.most_common()), solve_s=clock() - started_s
     )
@@ -113,13 +118,8 @@ def _plan(
 ) -> Plan:
     """Choose among the layouts that were priced, with reasons; the caller adds the counts of dropped layouts."""
     chosen = choose(inputs, searched.candidates, margin=options.margin, num_alternatives=options.num_alternatives)
-    fault = unsupported(inputs.job, inputs.cluster) if options.schedules else ""
-    refused = (f"Schedules beside Megatron's own are left out: {fault}.",) if fault else ()
-    scheduled = None
-    if options.schedules and not fault:
-        scheduled = best_scheduled(inputs, searched.candidates, chosen.choice, options.schedules)
     cut_short = (explanations.cut_short(searched.num_seen, options.budget_s),) if searched.is_cut_short else ()
-    plan = Plan(
+    return Plan(
         hosts=tuple(host.name for host in inputs.cluster.hosts),
         devices_per_host=inputs.cluster.devices_per_host,
         device_kind=inputs.cluster.device_kind,
@@ -129,21 +129,32 @@ def _plan(
         own_fault=inputs.own_fault or "",
         keeps_own=chosen.keeps_own,
         reasons=(*cut_short, *explanations.reasons(inputs, chosen, floor_s=searched.floor_s, margin=options.margin)),
-        notes=(*learned, *refused, *explanations.notes(inputs, chosen)),
+        notes=(*learned, *explanations.notes(inputs, chosen)),
         num_layouts=0,
         dropped={},
         floor_s=searched.floor_s,
         solve_s=0.0,
         provenance=provenance,
     )
-    if scheduled is None:
+
+
+def _scheduled(
+    plan: Plan, inputs: SearchInputs, searched: Searched, frontier: Frontier, options: SolveOptions, is_late: IsLate
+) -> Plan:
+    """Choose a schedule that Megatron lacks, where one saves enough; else say what speaks against all of them."""
+    fault = unsupported(inputs.job, inputs.cluster)
+    if fault:
+        return replace(plan, notes=(f"Schedules beside Megatron's own are left out: {fault}.", *plan.notes))
+    over_the_limit = frontier.over_the_limit(live=LEANEST)
+    found = best_scheduled(inputs, searched.candidates, over_the_limit, plan.chosen, options.schedules, is_late=is_late)
+    if found is None:
         return plan
     return replace(
         plan,
-        chosen=scheduled,
+        chosen=found,
         # Tried next, should the patch fail.
         alternatives=(plan.chosen, *plan.alternatives)[: options.num_alternatives],
         keeps_own=False,
-        floor_s=min(plan.floor_s, scheduled.step_time_s),
-        reasons=(explanations.scheduled(scheduled, plan.chosen), *plan.reasons),
+        floor_s=min(plan.floor_s, found.step_time_s),
+        reasons=(explanations.scheduled(found, plan.chosen), *plan.reasons),
     )

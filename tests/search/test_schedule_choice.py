@@ -8,7 +8,8 @@ import pytest
 from facts_for_tests import tiny_measurements, tiny_model
 from search.worlds import ALL_FIELDS, pipeline_job, planned, two_racks
 
-from pipette_launch.facts import Job, Layout, Plan, files
+from pipette_launch.facts import Job, Layout, Measurements, Plan, files
+from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedules import EXECUTABLE
 from pipette_launch.search.schedule_choice import GAIN
 
@@ -84,6 +85,36 @@ def test_what_cannot_be_folded_stays(changes: dict[str, object], layers: tuple[i
     job = replace(job, model=replace(job.model, **changes), own=replace(job.own, layers_per_chunk=layers))  # type: ignore[arg-type]
 
     assert with_schedules(job, "v-zb").chosen.schedule == "interleaved-1f1b"
+
+
+def with_free_bytes(measurements: Measurements, free_bytes: int) -> Measurements:
+    """The same machines with so much memory on each device."""
+    cluster = measurements.cluster
+    hosts = tuple(
+        replace(host, devices=tuple(replace(device, memory_free_bytes=free_bytes) for device in host.devices))
+        for host in cluster.hosts
+    )
+    return replace(measurements, cluster=replace(cluster, hosts=hosts))
+
+
+def test_a_layout_that_fits_only_under_a_lean_schedule_is_found() -> None:
+    """Where stock has to recompute, groups of half the pipeline keep few enough activations without."""
+    job = folded_job()
+    job = replace(job, pinned=tuple(name for name in ALL_FIELDS if name not in ("recompute", "vpp")))
+    machines = tiny_measurements(two_racks())
+    roomy = planned(job, machines, memory_margin=0).chosen
+    over_bytes = roomy.memory_limit_bytes - int(0.8 * max(roomy.peak_memory_bytes))
+    short = with_free_bytes(machines, machines.cluster.memory_bytes - over_bytes)
+
+    stock = planned(job, short, memory_margin=0).chosen
+    plan = planned(job, short, memory_margin=0, schedules=("gis",))
+
+    assert stock.layout.recompute.granularity == "full"
+    assert plan.chosen.schedule == "gis"
+    assert plan.chosen.layout.recompute == NO_RECOMPUTE
+    assert max(plan.chosen.peak_memory_bytes) <= plan.chosen.memory_limit_bytes
+    assert plan.chosen.step_time_s <= 0.85 * stock.step_time_s
+    assert plan.alternatives[0] == stock
 
 
 def test_what_the_patch_cannot_execute_is_said() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,14 +131,24 @@ class CorrectedPredictor(Predictor):
             for layout, stages, factor in zip(layouts, totals, map(self.memory_factor, layouts), strict=True)
         )
 
-    def fullest_N(self, columns: LayoutColumns) -> NDArray[np.float64]:
-        """Return the largest of the `peaks` of each of many layouts, as floats."""
+    def fullest_N(self, columns: LayoutColumns, *, live: float = 1.0) -> NDArray[np.float64]:
+        """Return the largest of the `peaks` of each of many layouts, as floats.
+
+        Args:
+            columns: the layouts.
+            live: the part of the activations under Megatron's own schedule that another schedule keeps; below 1 the
+                prediction stands, whatever was measured of a stage.
+
+        """
         if not len(columns):
             return np.zeros(0)
         found = peak_memory_columns(self._job, columns)
-        fullest_N = np.maximum.reduceat(found.total_S, found.starts_N).astype(np.float64)
+        total_S = replace(found.parts_S, activations=np.ceil(live * found.parts_S.activations).astype(np.int64)).total
+        fullest_N = np.maximum.reduceat(total_S, found.starts_N).astype(np.float64)
         if self._corrections.memory is not None:
             fullest_N *= np.array([self.memory_factor(columns.layout(row)) for row in range(len(columns))])
+        if live < 1:
+            return fullest_N
         for layout in self._stages.layouts:
             rows = columns.rows_of(layout)
             if len(rows):

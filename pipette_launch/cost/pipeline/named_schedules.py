@@ -208,7 +208,9 @@ def named_schedule(
         times=times if times is not None else _equal_times(pp * vpp),
         held_S=held,
         w_share=w_share,
-        limit_P=tuple(limit_P) if limit_P is not None else _limits(known, counts, held),
+        limit_P=tuple(limit_P)
+        if limit_P is not None
+        else most_kept(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches, group_size=group, held_S=held),
         objective=objective,
     )
     if known.splits_backward and not problem.times.input_s:
@@ -247,10 +249,16 @@ def _equal_times(stages: int) -> StageTimes:
     )
 
 
-def _limits(known: NamedSchedule, counts: Counts, held_S: tuple[float, ...]) -> tuple[float, ...]:
-    """What each rank keeps of so many micro-batches as the schedule is known for."""
-    pp, vpp = counts.pp, counts.vpp
+def most_kept(
+    name: str, *, pp: int, vpp: int, num_microbatches: int, group_size: int, held_S: Sequence[float]
+) -> tuple[float, ...]:
+    """Return what each rank keeps at most under a schedule, before it is made, in the unit of `held_S`.
+
+    Arguments are those of `named_schedule`.
+    """
+    known = SCHEDULES[name]
     held_P = [0.0] * pp
     for stage, held in enumerate(held_S[: pp * vpp]):
         held_P[rank_of(stage, pp=pp, placement=known.placement)] += held
-    return tuple(known.peak(pp, vpp, counts.group_size) * held for held in held_P)
+    most = min(known.peak(pp, vpp, group_size), num_microbatches)
+    return tuple(most * held for held in held_P)

@@ -4,6 +4,9 @@ Where every pass takes one unit of time, each message belongs to the moment at w
 and receiver exchange it at that moment, in one batch with all else that they exchange then. A batch waits for batches
 of the same and of earlier moments alone, so no ranks wait for each other in a circle, even where a send ends only when
 its receive has begun, as with NCCL.
+
+Where messages do not wait for each other (gloo), a receiver asks for each some moments earlier, so that it travels
+while the receiver still computes.
 """
 
 from __future__ import annotations
@@ -36,12 +39,13 @@ Program = tuple["Action | Batch", ...]
 """What one rank does in turn."""
 
 
-def programs(passes: Ranks, rank_S: Sequence[int]) -> tuple[Program, ...]:
+def programs(passes: Ranks, rank_S: Sequence[int], *, ahead: int = 0) -> tuple[Program, ...]:
     """Put the messages between the passes.
 
     Args:
         passes: of each pipeline rank.
         rank_S: the pipeline rank of each stage.
+        ahead: moments by which a receive comes before its send; 0 where messages wait for each other.
 
     Raises:
         PatchError: the ranks would wait for each other for ever; the message says for what.
@@ -53,7 +57,7 @@ def programs(passes: Ranks, rank_S: Sequence[int]) -> tuple[Program, ...]:
         message = _message(action, rank_S)
         if message is not None:
             batches[message.source][start + 1].append(message)
-            batches[message.target][start + 1].append(message)
+            batches[message.target][start + 1 - ahead].append(message)
     done = []
     for actions, batch_at in zip(passes, batches, strict=True):
         # At equal moments the batch comes first: the pass may need what it brings.

@@ -26,6 +26,8 @@ from pipette_patches.schedules.watchdog import Watchdog
 
 MODULE = "megatron.core.pipeline_parallel.schedules"
 PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
+GLOO_AHEAD = 1
+"""A message over gloo travels only once it is asked for."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -41,16 +43,16 @@ def _schedule(path: str) -> Schedule:
 
 
 @functools.lru_cache(maxsize=4)
-def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool) -> tuple[Program, ...]:
+def _programs(known: Schedule, num_microbatches: int, *, forward_only: bool, ahead: int) -> tuple[Program, ...]:
     """Return what each rank does; raises PatchError where the schedule cannot run or is for other steps."""
     if forward_only:
-        return programs(forward_passes(known.rank_S, num_microbatches), known.rank_S)
+        return programs(forward_passes(known.rank_S, num_microbatches), known.rank_S, ahead=ahead)
     if num_microbatches != known.num_microbatches:
         raise PatchError(
             f"the schedule {known.name} is for {known.num_microbatches} micro-batches a step; this one has "
             f"{num_microbatches}"
         )
-    return programs(known.ranks, known.rank_S)
+    return programs(known.ranks, known.rank_S, ahead=ahead)
 
 
 @functools.lru_cache(maxsize=1)
@@ -76,6 +78,8 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
         forward_only: bool = False,
         collect_non_loss_data: bool = False,
         first_val_step: bool | None = None,
+        decoder_seq_length: int | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
         pg_collection: Any = None,
         force_all_reduce: bool | None = False,
         **_others: Any,
@@ -88,7 +92,7 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
             data_iterator=data_iterator if isinstance(data_iterator, list) else [data_iterator],
             model=chunks,
             num_microbatches=num_microbatches,
-            seq_length=seq_length,
+            seq_length=decoder_seq_length or seq_length,
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
@@ -98,6 +102,8 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
             config=megatron_schedules.get_model_config(chunks[0]),
         )
         known = _schedule(os.environ[VARIABLE])
+        if adjust_tensor_shapes_fn is not None or call.config.variable_seq_lengths:
+            raise PatchError(f"the schedule {known.name} needs micro-batches of one shape")
         if (call.groups.pp.size(), len(chunks)) != (known.pp, known.vpp):
             raise PatchError(
                 f"the schedule {known.name} is for {known.pp} pipeline ranks of {known.vpp} chunks; this job has "
@@ -105,7 +111,8 @@ def _following(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         if known.placement == "v":
             _check_fold(known, chunks, call.groups.pp.rank(), megatron_schedules.get_attr_wrapped_model)
-        program = _programs(known, num_microbatches, forward_only=forward_only)[call.groups.pp.rank()]
+        ahead = GLOO_AHEAD if dist.get_backend(call.groups.pp) == "gloo" else 0
+        program = _programs(known, num_microbatches, forward_only=forward_only, ahead=ahead)[call.groups.pp.rank()]
         return executor.run(call, program, known.rank_S, megatron_schedules, _watchdog(call.groups.pp.rank()).begin)
 
     return forward_backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
@@ -132,3 +133,46 @@ def test_a_turn_on_one_rank_sends_nothing() -> None:
     }
 
     assert {(0, False), (2, False), (3, True), (1, True)} == sent
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "gis"])
+def test_receives_come_early_in_the_order_of_their_sends(name: str) -> None:
+    """Gloo pairs the messages of two ranks by their order; none is asked for later than its pass needs it."""
+    chunks = 2 if name in ("v-half", "gis") else 1
+    schedule = named_schedule(name, pp=4, vpp=chunks, num_microbatches=8)
+
+    early = programs(schedule.ranks, schedule.rank_S, ahead=2)
+
+    for source, target in permutations(range(4), 2):
+        sent, received = (
+            [message for message in messages(early[rank]) if (message.source, message.target) == (source, target)]
+            for rank in (source, target)
+        )
+        assert sent == received
+    assert any(
+        position(one, message) < position(other, message)
+        for one, other in zip(early, programs(schedule.ranks, schedule.rank_S), strict=True)
+        for message in messages(one)
+    )
+    for rank, program in enumerate(early):
+        asked = set()
+        for step in program:
+            if not isinstance(step, Action):
+                asked.update(message for message in step if message.target == rank)
+            elif step.kind != "W":
+                # What it takes from another rank has been asked for.
+                giver = step.stage + (1 if step.kind != "F" else -1)
+                if 0 <= giver < schedule.num_stages and schedule.rank_S[giver] != rank:
+                    needed = Message(schedule.rank_S[giver], rank, step.kind != "F", giver, step.microbatch)
+                    assert needed in asked
+
+
+def messages(program: Program) -> list[Message]:
+    """All messages of a rank, in its order."""
+    return [message for step in program if not isinstance(step, Action) for message in step]
+
+
+def position(program: Program, message: Message) -> int:
+    """Behind how many passes a message stands."""
+    at = next(index for index, step in enumerate(program) if not isinstance(step, Action) and message in step)
+    return sum(isinstance(step, Action) for step in program[:at])

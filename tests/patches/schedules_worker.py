@@ -1,6 +1,7 @@
 """A worker for the tests: trains the tiny GPT under Megatron's own schedule and under ours, and compares.
 
-Prints one line of JSON a case: how far losses and gradients are apart, and the most live forwards of each rank.
+Prints one line of JSON a case: how far losses and gradients are apart, the most live forwards of each rank, and the
+most bytes that a step made and held at once.
 
     python -m torch.distributed.run --nproc-per-node 4 tests/patches/schedules_worker.py FOLDER '[{"pp": 4, ...}]'
 """
@@ -22,6 +23,7 @@ from pipette_launch.cost.pipeline.named_schedules import named_schedule
 from pipette_launch.facts import files
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_patches import registry
+from pipette_patches.abstract.allocator import metered
 from pipette_patches.schedules.executor import PipelineStep
 
 STEPS = 3
@@ -31,8 +33,8 @@ Gradients = list[dict[str, torch.Tensor]]
 """Of each step, by the parameter's name in the whole model."""
 
 
-def train(options: dict[str, Any]) -> tuple[list[float], Gradients]:
-    """Train; returns the losses of training and evaluation, and the gradients of each step."""
+def train(options: dict[str, Any]) -> tuple[list[float], Gradients, int]:
+    """Train; returns the losses of training and evaluation, the gradients of each step, and bytes of one more step."""
     mpu.initialize_model_parallel(options.get("tp", 1), options["pp"], options.get("vpp"))
     torch.manual_seed(3)
     model_parallel_cuda_manual_seed(7)
@@ -64,8 +66,12 @@ def train(options: dict[str, Any]) -> tuple[list[float], Gradients]:
         optimizer.step()
     with torch.no_grad():
         run(forward_only=True)
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    with metered("cpu") as meter:
+        run(forward_only=False)
     leave()
-    return losses, gradients
+    return losses, gradients, meter.peak
 
 
 def leave() -> None:
@@ -109,7 +115,7 @@ def whole(gradients: Gradients, pp: int) -> Gradients:
 
 def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Run one case both ways; our schedule is written to the path."""
-    stock, stock_gradients = train(options)
+    stock, stock_gradients, stock_bytes = train(options)
     known = options["schedule"]
     made = named_schedule(
         known["name"], pp=options["pp"], vpp=options.get("vpp") or 1, num_microbatches=options["microbatches"],
@@ -119,7 +125,7 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     os.environ["PIPETTE_SCHEDULE"] = str(path)
     live = Live()
     with registry.use("schedules"), live:
-        ours, gradients = train(options)
+        ours, gradients, held_bytes = train(options)
     furthest = max(
         (one[name] - other[name]).abs().max().item()
         for one, other in zip(whole(gradients, options["pp"]), whole(stock_gradients, options["pp"]), strict=True)
@@ -129,6 +135,8 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
         "losses": max((abs(one - other) for one, other in zip(ours, stock, strict=True)), default=0.0),
         "gradients": furthest,
         "live": live.peak,
+        "bytes": held_bytes,
+        "stock_bytes": stock_bytes,
         "largest": max(each.abs().max().item() for step in gradients for each in step.values()),
         "first_loss": ours[0] if ours else 0.0,
         "last_loss": ours[-1] if ours else 0.0,

@@ -10,79 +10,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patches.schedules.cases import CASES, grid
 
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import named_schedule
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.processes]
 ROOT = Path(__file__).parents[3]
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-DEEP = {"pp": 4, "microbatches": 8}
-FOLDED = {"pp": 4, "vpp": 2, "layers": 8, "microbatches": 8, "named_weights": True}
-CASES: dict[str, dict[str, Any]] = {
-    "1f1b": {**DEEP, "schedule": {"name": "1f1b"}},
-    "eager": {**DEEP, "schedule": {"name": "eager-1f1b"}, "tied": True},
-    "zb-h1": {**DEEP, "schedule": {"name": "zb-h1"}, "tied": True},
-    "zb-1p": {**DEEP, "schedule": {"name": "zb-1p"}, "config": RECOMPUTE},
-    "zb-2p": {**DEEP, "schedule": {"name": "zb-2p"}},
-    "interleaved": {**DEEP, "vpp": 2, "layers": 8, "schedule": {"name": "interleaved-1f1b"}},
-    "interleaved zb": {**DEEP, "vpp": 2, "layers": 8, "schedule": {"name": "interleaved-zb"}, "tied": True},
-    "interleaved zb of 4": {**DEEP, "vpp": 4, "layers": 16, "schedule": {"name": "interleaved-zb"}},
-    "gis": {**DEEP, "vpp": 2, "layers": 8, "schedule": {"name": "gis"}, "config": RECOMPUTE},
-    "half gis": {**DEEP, "vpp": 2, "layers": 8, "schedule": {"name": "gis", "group_size": 2}},
-    "tp": {"pp": 2, "tp": 2, "microbatches": 4, "schedule": {"name": "zb-h1"}, "tied": True},
-    "sp": {
-        "pp": 2,
-        "tp": 2,
-        "vpp": 2,
-        "microbatches": 4,
-        "schedule": {"name": "interleaved-zb"},
-        "config": {"sequence_parallel": True},
-    },
-    "dp": {"pp": 2, "microbatches": 4, "schedule": {"name": "zb-1p"}, "overlap_grad_reduce": True},
-    "dist-opt": {
-        "pp": 2,
-        "vpp": 2,
-        "microbatches": 4,
-        "schedule": {"name": "gis"},
-        "distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-    },
-    "v-half": {**FOLDED, "schedule": {"name": "v-half"}},
-    "v-zb": {**FOLDED, "schedule": {"name": "v-zb"}, "config": RECOMPUTE},
-    "v-min": {**FOLDED, "schedule": {"name": "v-min"}},
-    "1f1b-v": {**FOLDED, "schedule": {"name": "1f1b-v"}},
-    "v with sp": {
-        "pp": 2,
-        "tp": 2,
-        "vpp": 2,
-        "microbatches": 4,
-        "named_weights": True,
-        "schedule": {"name": "v-half"},
-        "config": {"sequence_parallel": True},
-    },
-    "v with dist-opt": {
-        "pp": 2,
-        "vpp": 2,
-        "microbatches": 4,
-        "named_weights": True,
-        "schedule": {"name": "v-zb"},
-        "distributed_optimizer": True,
-        "overlap_grad_reduce": True,
-    },
-    "bf16": {"pp": 2, "microbatches": 4, "schedule": {"name": "zb-h1"}, "bf16": True, "distributed_optimizer": True},
-}
+AT_ONCE = 24
+"""Cases of one set of processes."""
+ALL = dict(CASES) | (dict(grid()) if os.environ.get("PIPETTE_SCHEDULE_GRID") else {})
+"""With PIPETTE_SCHEDULE_GRID in the environment the whole grid, which takes long and up to 16 processes."""
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
-    """What each rank saw in each case."""
+    """What each rank saw in each case, on as many ranks as it needs."""
     folder = tmp_path_factory.mktemp("schedules")
+    seen: dict[str, list[dict[str, float]]] = {}
+    for size in sorted(set(map(world_size, ALL.values()))):
+        names = [name for name, case in ALL.items() if world_size(case) == size]
+        for at in range(0, len(names), AT_ONCE):
+            some = names[at : at + AT_ONCE]
+            seen |= dict(zip(some, trained(folder, size, [ALL[name] for name in some]), strict=True))
+    return seen
+
+
+def world_size(case: dict[str, Any]) -> int:
+    """Ranks of a case."""
+    return int(case["pp"] * case.get("tp", 1) * case.get("dp", 1))
+
+
+def trained(folder: Path, size: int, cases: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
+    """Run cases one after another in one set of processes."""
     paths = (ROOT, ROOT / "patches", ROOT / "tests" / "patches")
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-            *(ROOT / "tests" / "patches" / "schedules_worker.py", folder, json.dumps(list(CASES.values()))),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),
+            *(ROOT / "tests" / "patches" / "schedules_worker.py", folder, json.dumps(cases)),
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "TORCHDYNAMO_DISABLE": "1"},
         check=False,
@@ -91,11 +56,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
         timeout=380,
     )
     lines = [json.loads(line)["ranks"] for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(CASES) == len(lines), done.stderr[-4000:]
-    return dict(zip(CASES, lines, strict=True))
+    assert len(cases) == len(lines), done.stderr[-4000:]
+    return lines
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_losses_and_gradients_are_those_of_stock(found: dict[str, list[dict[str, float]]], name: str) -> None:
     """To the last bit over three steps, and the losses of an evaluation after them; on a V within 1e-6.
 
@@ -103,13 +68,13 @@ def test_losses_and_gradients_are_those_of_stock(found: dict[str, list[dict[str,
     """
     apart = [rank[figure] for rank in found[name] for figure in ("losses", "gradients")]
 
-    assert max(apart) <= (1e-6 if CASES[name].get("named_weights") else 0.0)
+    assert max(apart) <= (1e-6 if ALL[name].get("named_weights") else 0.0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_as_many_chunks_are_alive_as_simulated(found: dict[str, list[dict[str, float]]], name: str) -> None:
     """At the fullest moment of each rank, forwards that wait for their W included."""
-    case = CASES[name]
+    case = ALL[name]
     schedule = named_schedule(
         pp=case["pp"], vpp=case.get("vpp", 1), num_microbatches=case["microbatches"], **case["schedule"]
     )

@@ -28,10 +28,10 @@ from pipette_launch.search.solve import SolveOptions, solve
 from pipette_launch.units import bytes_text
 
 TOPOLOGY = "uniform"
-MODEL = (*gpt(layers=8, hidden=192, seq=512, batch=4), "--untie-embeddings-and-output-weights")
+MODEL = (*gpt(layers=8, hidden=384, seq=128, batch=4), "--untie-embeddings-and-output-weights")
 MICRO_BATCH = 1
-"""Long sequences, as many as there are hosts: a bubble is long, and no smaller micro-batch makes it shorter."""
-LIMIT = 0.7
+"""As many sequences as there are hosts: the bubble is long, and no smaller micro-batch makes it shorter."""
+LIMIT = 0.95
 """The part of the memory of 1F1B without recompute that a device has in the second table."""
 FOLDED = ("v-zb", "v-half", "v-min", "1f1b-v")
 ITERATIONS, SKIP = 8, 3

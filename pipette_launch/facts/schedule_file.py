@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pipette_launch.errors import FactError
+from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.schedule import KINDS, Action, Placement, Schedule, words
 
 # schema_version history of schedule.json
@@ -32,11 +33,14 @@ class ScheduleFile:
     placement: Placement
     ranks: tuple[str, ...]
     """What each pipeline rank does, one word for each action, between blanks."""
+    checks_first_step: bool = field(default=False, metadata=ADDED_LATER)
+    """Whether the first step is run under Megatron's own schedule too, and compared; that needs memory for both."""
 
     @classmethod
-    def of(cls, schedule: Schedule) -> ScheduleFile:
+    def of(cls, schedule: Schedule, *, checks_first_step: bool = False) -> ScheduleFile:
         """Write a schedule."""
         return cls(
+            checks_first_step=checks_first_step,
             name=schedule.name,
             pp=schedule.pp,
             vpp=schedule.vpp,

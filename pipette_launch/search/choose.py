@@ -13,7 +13,6 @@ from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.results.rate import Rate
-from pipette_launch.facts.schedule import Schedule
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.search.candidates import Candidate, SearchInputs, doublings_apart
 from pipette_launch.search.placement.slots import Placement, host_order
@@ -153,13 +152,13 @@ def choice_of(
     priced: Layout,
     peaks: tuple[int, ...],
     bound: tuple[float, str],
-    schedule: Schedule | None = None,
+    schedule: ScheduleFile | None = None,
 ) -> Choice:
     """Describe a layout by the step time of `priced`.
 
     Where that is another, or a schedule other than Megatron's own runs it, its outcome can teach nothing.
     """
-    step = inputs.predictor.step_time(priced, placement, schedule)
+    step = inputs.predictor.step_time(priced, placement, schedule.schedule() if schedule else None)
     evidence: _Evidence = {}
     if priced == layout and schedule is None:
         evidence = {
@@ -173,7 +172,7 @@ def choice_of(
         layout=layout,
         placement=placement,
         schedule=schedule.name if schedule else layout.schedule_name,
-        order=ScheduleFile.of(schedule) if schedule else None,
+        order=schedule,
         step_time_s=step.total_s,
         breakdown_s=dict(step.breakdown_s),
         peak_memory_bytes=peaks,

@@ -17,6 +17,8 @@ from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, most_kept, n
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout
 from pipette_launch.facts.performance import flag_of
+from pipette_launch.facts.schedule import Schedule
+from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import schedule_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, SearchInputs
@@ -110,7 +112,8 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
         # Transformer Engine's layers make both gradients at once under this patch.
         if (known.splits_backward and not splits) or (known.chunks == "one") != (layout.vpp == 1):
             continue
-        if known.placement == "v" and not _can_fold(inputs.job, layout):
+        # The patch folds two equal chunks a rank, on three ranks or more.
+        if known.placement == "v" and (layout.vpp != 2 or layout.pp < 3 or layout.layers_per_chunk):
             continue
         for group_size in (layout.pp, -(-layout.pp // 2)) if known.has_groups else (None,):
             most_bytes = most_kept(
@@ -132,6 +135,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
     layout = candidate.layout
     kept_bytes = kept_by_chunk(inputs.job, layout)
     times = inputs.predictor.stage_times(layout, candidate.placed.placement)
+    stock = schedule_of(layout, layout.num_microbatches(inputs.job.batch.global_batch_size))
     for name, group_size in ways:
         if is_late():
             return
@@ -152,6 +156,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
         # What waits for its W is counted in full: inputs of linear layers, and the gradients of their outputs.
         live_bytes = peak_live_bytes(schedule, kept_bytes)
         peaks = _peaks(inputs, layout, candidate.peak_bytes, schedule.placement, live_bytes)
+        fits_as_stock = max(candidate.peak_bytes) <= inputs.limit_bytes(layout)
         if max(peaks) <= inputs.limit_bytes(layout):
             yield choice_of(
                 inputs,
@@ -160,7 +165,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
                 priced=layout,
                 peaks=peaks,
                 bound=(0.0, "no bound is known for schedules that Megatron lacks"),
-                schedule=schedule,
+                schedule=ScheduleFile.of(schedule, checks_first_step=fits_as_stock and _draws_as(schedule, stock)),
             )
 
 
@@ -177,7 +182,7 @@ def _peaks(
     return tuple(peak + live - before for peak, live, before in changes)
 
 
-def _can_fold(job: Job, layout: Layout) -> bool:
-    """Whether the patch can fold a layout: its chunks are equal, and no two of its ends share a weight."""
-    is_even = layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk
-    return is_even and job.model.untie_embeddings_and_output_weights
+def _draws_as(one: Schedule, other: Schedule) -> bool:
+    """Whether each rank runs the same forwards in the same order: then dropout draws the same numbers."""
+    orders = ([[each for each in actions if each.kind == "F"] for actions in which.ranks] for which in (one, other))
+    return next(orders) == next(orders)

@@ -21,7 +21,7 @@ PIPELINE = Layout(pp=2, dp=1, micro_batch_size=1)
 def with_order(microbatches: int, hosts: tuple[str, ...] = (jobs.HOST,)) -> Plan:
     """A plan for ZB-H1 with so many micro-batches; behind it the same pipeline under Megatron's own schedule."""
     made = plan(PIPELINE, [0, 1], hosts=hosts)
-    order = ScheduleFile.of(interleaved_zero_bubble(2, 1, microbatches))
+    order = ScheduleFile.of(interleaved_zero_bubble(2, 1, microbatches), checks_first_step=True)
     return replace(
         made, chosen=replace(made.chosen, schedule="zb-h1", order=order), alternatives=(made.chosen,), keeps_own=False
     )
@@ -38,7 +38,7 @@ def stock_losses(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, st
 
 
 def test_two_nodes_train_under_a_plans_schedule(tmp_path: Path, stock_losses: list[tuple[int, str]]) -> None:
-    """Both get the order, and the losses are stock's to the printed digit."""
+    """Both get the order, the first step is checked, and the losses are stock's to the printed digit."""
     path = plan_file(tmp_path, with_order(8, hosts=("here@127.0.0.1#1", "here@127.0.0.1#2")))
     flags = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{jobs.free_port()}"]
     agents = [start(tmp_path, [*flags, f"--pipette-plan={path}", TRAINER, *MODEL, *STEPS]) for _ in range(2)]
@@ -48,6 +48,7 @@ def test_two_nodes_train_under_a_plans_schedule(tmp_path: Path, stock_losses: li
     assert [0, 0] == [one.code for one in done], done[0].err + done[1].err
     assert "zb-h1" in done[0].err + done[1].err
     assert stock_losses == done[0].losses + done[1].losses
+    assert "has the losses and gradients of Megatron's own schedule" in done[0].err + done[1].err
 
 
 def test_a_schedule_for_other_steps_gives_way_to_megatrons_own(

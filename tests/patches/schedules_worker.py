@@ -6,9 +6,11 @@ most bytes that a step made and held at once.
     python -m torch.distributed.run --nproc-per-node 4 tests/patches/schedules_worker.py FOLDER '[{"pp": 4, ...}]'
 """
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from pipette_launch.facts import files
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_patches import registry
 from pipette_patches.abstract.allocator import metered
+from pipette_patches.schedules import executor, patch
 from pipette_patches.schedules.executor import PipelineStep
 
 STEPS = 3
@@ -101,6 +104,24 @@ class Live:
         PipelineStep._forward = self.original  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def lost_products() -> Iterator[None]:
+    """Break the executor: the last weights' gradient of each split backward is not made."""
+    original = executor.deferred
+
+    @contextlib.contextmanager
+    def deferred() -> Iterator[Any]:
+        with original() as products:
+            yield products
+        del products[-1:]
+
+    executor.deferred = deferred
+    try:
+        yield
+    finally:
+        executor.deferred = original
+
+
 def whole(gradients: Gradients, pp: int) -> Gradients:
     """The gradients of all ranks of this one's pipeline; pipelines come last in Megatron's order of ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -121,10 +142,11 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
         known["name"], pp=options["pp"], vpp=options.get("vpp") or 1, num_microbatches=options["microbatches"],
         **{key: value for key, value in known.items() if key != "name"},
     )  # fmt: skip
-    files.write(path, ScheduleFile.of(made))
+    files.write(path, ScheduleFile.of(made, checks_first_step=options.get("checks_first_step", False)))
     os.environ["PIPETTE_SCHEDULE"] = str(path)
     live = Live()
-    with registry.use("schedules"), live:
+    broken = lost_products() if options.get("is_broken") else contextlib.nullcontext()
+    with registry.use("schedules"), live, broken:
         ours, gradients, held_bytes = train(options)
     furthest = max(
         (one[name] - other[name]).abs().max().item()
@@ -134,6 +156,7 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "losses": max((abs(one - other) for one, other in zip(ours, stock, strict=True)), default=0.0),
         "gradients": furthest,
+        "follows": patch._follows.get(str(path), True),
         "live": live.peak,
         "bytes": held_bytes,
         "stock_bytes": stock_bytes,

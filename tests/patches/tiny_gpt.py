@@ -80,9 +80,9 @@ def global_name(name: str, model: torch.nn.Module) -> str:
 
 
 def name_weights(model: torch.nn.Module) -> None:
-    """Draw each matrix by its global name, so that it is the same wherever its layer lies."""
+    """Draw each matrix by its global name, so that it is the same wherever its layer lies; tied ends stay tied."""
     for name, weight in model.named_parameters():
-        if weight.dim() > 1:
+        if weight.dim() > 1 and ("layers" in name or not model.share_embeddings_and_output_weights):
             seed = zlib.crc32(f"{global_name(name, model)} {mpu.get_tensor_model_parallel_rank()}".encode())
             with torch.no_grad():
                 weight.copy_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed)))

@@ -76,15 +76,19 @@ def test_a_folded_pipeline_has_both_ends_on_one_rank() -> None:
     assert plan.chosen.peak_memory_bytes[0] == max(plan.chosen.peak_memory_bytes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "layers"), [({"untie_embeddings_and_output_weights": False}, ()), ({}, (1, 1, 1, 1, 1, 1, 1, 1))]
-)
-def test_what_cannot_be_folded_stays(changes: dict[str, object], layers: tuple[int, ...]) -> None:
-    """Tied embeddings would be on one rank twice, and layers that are placed by hand are placed for Megatron."""
+def test_layers_that_are_placed_by_hand_are_not_folded() -> None:
+    """They are placed for Megatron's own chunks."""
     job = folded_job()
-    job = replace(job, model=replace(job.model, **changes), own=replace(job.own, layers_per_chunk=layers))  # type: ignore[arg-type]
+    job = replace(job, own=replace(job.own, layers_per_chunk=(1,) * 8))
 
     assert with_schedules(job, "v-zb").chosen.schedule == "interleaved-1f1b"
+
+
+def test_a_folded_model_may_tie_its_embeddings() -> None:
+    """Both ends are on one rank, which adds up their gradients."""
+    plan = with_schedules(folded_job(untie_embeddings_and_output_weights=False), "v-zb")
+
+    assert plan.chosen.schedule == "v-zb"
 
 
 def with_free_bytes(measurements: Measurements, free_bytes: int) -> Measurements:

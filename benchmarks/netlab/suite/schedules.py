@@ -35,7 +35,7 @@ LIMIT = 0.95
 """The part of the memory of 1F1B without recompute that a device has in the second table."""
 FOLDED = ("v-zb", "v-half", "v-min", "1f1b-v")
 ITERATIONS, SKIP = 8, 3
-ROUNDS = 2
+ROUNDS = 3
 BUDGET_S = 40.0
 SEED = 19
 RUNS: tuple[tuple[str, int, int | None, bool], ...] = (

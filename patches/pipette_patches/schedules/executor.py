@@ -40,6 +40,8 @@ class Call:
     """Megatron's `ProcessGroupCollection`."""
     config: Any
     """Megatron's `TransformerConfig`."""
+    tied_weights: tuple[Any, ...] = ()
+    """Embedding and head of a model that ties them, where this rank has both."""
 
 
 def run(
@@ -128,6 +130,8 @@ class PipelineStep:
         self._last_gradient = {action.stage: action for action in passes if action.kind in "BW"}
         self._in_turn = list(dict.fromkeys(self._chunk_of[action.stage] for action in passes))
         """Chunks in the order in which they begin."""
+        self._made: list[int] = []
+        """Chunks whose gradients are made."""
         self._inputs: dict[tuple[int, int], Any] = {}
         self._outputs: dict[tuple[int, int], Any] = {}
         self._handed_over: dict[Message, Any] = {}
@@ -153,7 +157,7 @@ class PipelineStep:
             else:
                 self._backward(step)
             if step == self._last_gradient.get(step.stage):
-                self._reduce_gradients(self._chunk_of[step.stage])
+                self._gradients_are_made(self._chunk_of[step.stage])
         self._begin("its last messages")
         self._messages.finish()
         self._begin("")
@@ -241,8 +245,17 @@ class PipelineStep:
             chunk = self._in_turn[turn]
             (gather[chunk] if isinstance(gather, list) else gather)(self._call.model[chunk].parameters())
 
-    def _reduce_gradients(self, chunk: int) -> None:
+    def _gradients_are_made(self, chunk: int) -> None:
         """Start to reduce the gradients of a chunk, where that is overlapped with other passes."""
-        model = self._call.model[chunk]
-        if getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False):
-            model.start_grad_sync()
+        tied, model = self._call.tied_weights, self._call.model
+        self._made.append(chunk)
+        if tied and len(self._made) < len(model):
+            # Both ends of the model have a part of their common gradient.
+            return
+        if tied:
+            total = sum(weight.main_grad for weight in tied)
+            for weight in tied:
+                weight.main_grad.copy_(total)
+        for one in self._made if tied else [chunk]:
+            if getattr(getattr(model[one], "ddp_config", None), "overlap_grad_reduce", False):
+                model[one].start_grad_sync()

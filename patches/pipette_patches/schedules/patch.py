@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pipette_launch.facts.schedule import Schedule
 from pipette_launch.facts.schedule_file import VARIABLE, ScheduleFile
 from pipette_patches.errors import PatchError
 from pipette_patches.replacements import Replacement, Replacements
-from pipette_patches.schedules import executor, v_placement, weight_gradients
+from pipette_patches.schedules import executor, first_step, v_placement, weight_gradients
 from pipette_patches.schedules.lowering import Program, forward_passes, programs
 from pipette_patches.schedules.watchdog import Watchdog
 
@@ -31,15 +32,20 @@ GLOO_AHEAD = 1
 
 
 @functools.lru_cache(maxsize=1)
-def _schedule(path: str) -> Schedule:
-    """Read the schedule; raises PatchError where ranks have different ones."""
+def _document(path: str) -> ScheduleFile:
+    """Read the file; raises PatchError where ranks have different ones."""
     found = files.read(Path(path), ScheduleFile)
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, files.digest(found))
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise PatchError(f"RANK {other} has another schedule in {path} than RANK 0")
-    return found.schedule()
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _schedule(document: ScheduleFile) -> Schedule:
+    return document.schedule()
 
 
 @functools.lru_cache(maxsize=4)
@@ -63,71 +69,99 @@ def _watchdog(rank: int) -> Watchdog:
     return watchdog
 
 
-def _following(original: Callable[..., Any]) -> Callable[..., Any]:
+_follows: dict[str, bool] = {}
+"""By file: whether training follows its schedule, once its first step is checked; Megatron's own otherwise."""
+
+
+def _following(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Make the successor of a pipelined function of Megatron."""
 
     @functools.wraps(original)
-    def forward_backward(
-        *,
-        forward_step_func: Callable[..., Any],
-        data_iterator: Any,
-        model: Any,
-        num_microbatches: int,
-        seq_length: int,
-        micro_batch_size: int,
-        forward_only: bool = False,
-        collect_non_loss_data: bool = False,
-        first_val_step: bool | None = None,
-        decoder_seq_length: int | None = None,
-        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-        pg_collection: Any = None,
-        force_all_reduce: bool | None = False,
-        **_others: Any,
-    ) -> list[Any]:
+    def forward_backward(**arguments: Any) -> list[Any]:
         import megatron.core.pipeline_parallel.schedules as megatron_schedules
 
-        chunks = model if isinstance(model, list) else [model]
-        call = executor.Call(
-            forward_step_func=forward_step_func,
-            data_iterator=data_iterator if isinstance(data_iterator, list) else [data_iterator],
-            model=chunks,
-            num_microbatches=num_microbatches,
-            seq_length=decoder_seq_length or seq_length,
-            micro_batch_size=micro_batch_size,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
-            first_val_step=first_val_step,
-            force_all_reduce=bool(force_all_reduce),
-            groups=pg_collection or _groups(),
-            config=megatron_schedules.get_model_config(chunks[0]),
-        )
-        known = _schedule(os.environ[VARIABLE])
-        if adjust_tensor_shapes_fn is not None or call.config.variable_seq_lengths:
-            raise PatchError(f"the schedule {known.name} needs micro-batches of one shape")
-        if (call.groups.pp.size(), len(chunks)) != (known.pp, known.vpp):
-            raise PatchError(
-                f"the schedule {known.name} is for {known.pp} pipeline ranks of {known.vpp} chunks; this job has "
-                f"{call.groups.pp.size()} of {len(chunks)}"
-            )
+        path = os.environ[VARIABLE]
+        if not _follows.get(path, True):
+            return original(**arguments)
+        document = _document(path)
+        known = _schedule(document)
+        call = _call(arguments, megatron_schedules)
+        rank, attribute = call.groups.pp.rank(), megatron_schedules.get_attr_wrapped_model
+        _check_shapes(known, call, arguments)
         if known.placement == "v":
-            _check_fold(known, chunks, call.groups.pp.rank(), megatron_schedules.get_attr_wrapped_model)
+            _check_fold(known, call.model, rank, attribute)
+            call = replace(call, tied_weights=_tied_weights(call.model, attribute))
         ahead = GLOO_AHEAD if dist.get_backend(call.groups.pp) == "gloo" else 0
-        program = _programs(known, num_microbatches, forward_only=forward_only, ahead=ahead)[call.groups.pp.rank()]
-        return executor.run(call, program, known.rank_S, megatron_schedules, _watchdog(call.groups.pp.rank()).begin)
+        program = _programs(known, call.num_microbatches, forward_only=call.forward_only, ahead=ahead)[rank]
+
+        def ours(data: list[Any]) -> list[Any]:
+            step = replace(call, data_iterator=data)
+            return executor.run(step, program, known.rank_S, megatron_schedules, _watchdog(rank).begin)
+
+        def megatrons(data: list[Any]) -> list[Any]:
+            is_list = isinstance(arguments["data_iterator"], list)
+            return original(**{**arguments, "data_iterator": data if is_list else data[0]})
+
+        if call.forward_only or not document.checks_first_step or path in _follows:
+            return ours(call.data_iterator)
+        results, fault = first_step.compared(call.model, call.data_iterator, ours, megatrons)
+        _follows[path] = not fault
+        first_step.say(
+            f"the first step under {known.name} has {fault} under Megatron's own schedule, which goes on training"
+            if fault
+            else f"the first step under {known.name} has the losses and gradients of Megatron's own schedule"
+        )
+        return results
 
     return forward_backward
 
 
+def _call(arguments: Mapping[str, Any], megatron_schedules: Any) -> executor.Call:
+    """Read what a pipelined function was called with."""
+    data, model = arguments["data_iterator"], arguments["model"]
+    chunks = model if isinstance(model, list) else [model]
+    return executor.Call(
+        forward_step_func=arguments["forward_step_func"],
+        data_iterator=data if isinstance(data, list) else [data],
+        model=chunks,
+        num_microbatches=arguments["num_microbatches"],
+        seq_length=arguments.get("decoder_seq_length") or arguments["seq_length"],
+        micro_batch_size=arguments["micro_batch_size"],
+        forward_only=arguments.get("forward_only", False),
+        collect_non_loss_data=arguments.get("collect_non_loss_data", False),
+        first_val_step=arguments.get("first_val_step"),
+        force_all_reduce=bool(arguments.get("force_all_reduce")),
+        groups=arguments.get("pg_collection") or _groups(),
+        config=megatron_schedules.get_model_config(chunks[0]),
+    )
+
+
+def _check_shapes(known: Schedule, call: executor.Call, arguments: Mapping[str, Any]) -> None:
+    """Raise PatchError where the job is not what the schedule is for."""
+    if arguments.get("adjust_tensor_shapes_fn") is not None or call.config.variable_seq_lengths:
+        raise PatchError(f"the schedule {known.name} needs micro-batches of one shape")
+    if (call.groups.pp.size(), len(call.model)) != (known.pp, known.vpp):
+        raise PatchError(
+            f"the schedule {known.name} is for {known.pp} pipeline ranks of {known.vpp} chunks; this job has "
+            f"{call.groups.pp.size()} of {len(call.model)}"
+        )
+
+
 def _check_fold(known: Schedule, chunks: list[Any], rank: int, attribute: Callable[..., Any]) -> None:
     """Raise PatchError where a model was not built, or cannot be, with both its ends on the first rank."""
-    if attribute(chunks[0], "share_embeddings_and_output_weights"):
-        raise PatchError(f"the schedule {known.name} needs --untie-embeddings-and-output-weights")
     heads = [bool(attribute(chunk, "post_process")) for chunk in chunks]
     if heads != [False, rank == 0]:
         raise PatchError(
             f"the schedule {known.name} has the model's head on the second chunk of pipeline rank 0; the script has "
             f"built its chunks without asking Megatron where the last stage is"
         )
+
+
+def _tied_weights(chunks: list[Any], attribute: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return the embedding and the head of a rank that has both of a model that ties them; else nothing."""
+    if not attribute(chunks[0], "share_embeddings_and_output_weights") or not attribute(chunks[0], "pre_process"):
+        return ()
+    return tuple(attribute(chunk, "shared_embedding_or_output_weight")() for chunk in chunks)
 
 
 def _groups() -> Any:

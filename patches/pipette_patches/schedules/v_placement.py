@@ -84,7 +84,34 @@ def _whole_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     return batch
 
 
+class _Built:
+    """The embedding that was built last: the second chunk of its rank is built next."""
+
+    weight: Any = None
+
+
+def _set_up_ends(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Give a tied head the weights of the embedding: Megatron would ask the rank of the first stage for them."""
+
+    @functools.wraps(original)
+    def set_up(model: Any) -> None:
+        original(model)
+        if not model.share_embeddings_and_output_weights:
+            return
+        if model.pre_process:
+            _Built.weight = model.shared_embedding_or_output_weight()
+        elif model.post_process:
+            model.shared_embedding_or_output_weight().data.copy_(_Built.weight.data)
+
+    return set_up
+
+
 REPLACEMENTS = (
+    Replacement(
+        module="megatron.core.models.common.language_module.language_module",
+        path="LanguageModule.setup_embeddings_and_output_layer",
+        make=_set_up_ends,
+    ),
     Replacement(module=STAGES, path="is_pipeline_last_stage", make=_is_pipeline_last_stage),
     Replacement(module=STAGES, path="default_embedding_ranks", make=instead(_first_rank)),
     Replacement(module="megatron.training.utils", path="get_batch_on_this_tp_rank", make=_whole_batch),

@@ -46,6 +46,7 @@ CASES: dict[str, Case] = {
     "v-zb": {**FOLDED, "schedule": {"name": "v-zb"}, "config": RECOMPUTE},
     "v-min": {**FOLDED, "schedule": {"name": "v-min"}},
     "1f1b-v": {**FOLDED, "schedule": {"name": "1f1b-v"}},
+    "v with tied": {**FOLDED, "schedule": {"name": "v-zb"}, "tied": True},
     "v with sp": {
         "pp": 2,
         "tp": 2,
@@ -62,8 +63,26 @@ CASES: dict[str, Case] = {
         "microbatches": 4,
         "named_weights": True,
         "schedule": {"name": "v-zb"},
+        "tied": True,
         "distributed_optimizer": True,
         "overlap_grad_reduce": True,
+    },
+    "first step": {
+        **DEEP,
+        "schedule": {"name": "zb-h1"},
+        "checks_first_step": True,
+        "config": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    },
+    "first step, broken": {**DEEP, "schedule": {"name": "zb-h1"}, "checks_first_step": True, "is_broken": True},
+    "first step with dist-opt": {
+        "pp": 2,
+        "dp": 2,
+        "vpp": 2,
+        "microbatches": 4,
+        "schedule": {"name": "interleaved-zb"},
+        "distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "checks_first_step": True,
     },
     "bf16": {
         "pp": 2,
@@ -106,7 +125,7 @@ def grid() -> Iterator[tuple[str, Case]]:
                 "schedule": schedule,
                 "distributed_optimizer": bool(distributed),
                 "overlap_grad_reduce": bool(overlap),
-                "tied": bool(tied) and not folded,
+                "tied": bool(tied),
                 "named_weights": folded,
                 "config": RECOMPUTE if recompute else {},
             }

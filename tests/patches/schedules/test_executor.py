@@ -85,6 +85,14 @@ def test_as_many_chunks_are_alive_as_simulated(found: dict[str, list[dict[str, f
     assert [count for count in live for _ in range(each)] == [rank["live"] for rank in found[name]]
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("checks_first_step")])
+def test_a_first_step_that_differs_gives_way_to_megatrons_own(
+    found: dict[str, list[dict[str, float]]], name: str
+) -> None:
+    """An executor that loses a product is found out on every rank, and one that does not is followed."""
+    assert {rank["follows"] for rank in found[name]} == {not CASES[name].get("is_broken", False)}
+
+
 def test_steps_were_really_trained(found: dict[str, list[dict[str, float]]]) -> None:
     """The gradients compared are not all nothing, and the last rank has seen losses."""
     assert all(rank["largest"] > 0 for ranks in found.values() for rank in ranks)

@@ -44,3 +44,8 @@ class Job:
     `megatron.performance.performance_options` reads them."""
     cublas_workspace_config: str = field(default="", metadata=ADDED_LATER)
     """CUBLAS_WORKSPACE_CONFIG of the workers, which sizes cuBLAS's buffers; empty where it is not set."""
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """`0.16.1` -> (0, 16)."""
+        return tuple(int(part) for part in self.megatron_version.split(".")[:2] if part.isdigit())

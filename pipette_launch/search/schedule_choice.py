@@ -112,8 +112,7 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
         # Transformer Engine's layers make both gradients at once under this patch.
         if (known.splits_backward and not splits) or (known.chunks == "one") != (layout.vpp == 1):
             continue
-        # The patch folds two equal chunks a rank, on three ranks or more.
-        if known.placement == "v" and (layout.vpp != 2 or layout.pp < 3 or layout.layers_per_chunk):
+        if known.placement == "v" and not _can_fold(inputs.job, layout):
             continue
         for group_size in (layout.pp, -(-layout.pp // 2)) if known.has_groups else (None,):
             most_bytes = most_kept(
@@ -180,6 +179,11 @@ def _peaks(
     stock_bytes = peak_live_bytes(stock, kept_by_chunk(inputs.job, layout))
     changes = zip(stock_peaks, live_bytes, stock_bytes, strict=True)
     return tuple(peak + live - before for peak, live, before in changes)
+
+
+def _can_fold(job: Job, layout: Layout) -> bool:
+    """Whether the patch can fold a layout: two equal chunks a rank on three ranks or more, and not in old releases."""
+    return layout.vpp == 2 and layout.pp > 2 and not layout.layers_per_chunk and job.release >= (0, 16)
 
 
 def _draws_as(one: Schedule, other: Schedule) -> bool:

@@ -41,8 +41,27 @@ def test_pipelined_functions_are_called_by_names(name: str) -> None:
     given = inspect.signature(getattr(schedules, name)).parameters
 
     assert {each.kind for each in given.values()} == {inspect.Parameter.KEYWORD_ONLY}
-    assert {"pg_collection", "force_all_reduce", "first_val_step", "collect_non_loss_data"} <= given.keys()
+    assert {"first_val_step", "collect_non_loss_data"} <= given.keys()
+    assert given.keys() & {"pg_collection", "grad_finalize_pgs"}
     assert f"forward_backward_func = {name}" in inspect.getsource(schedules.get_forward_backward_func)
+
+
+def test_what_finalizes_gradients_takes_what_pipelined_functions_give_it() -> None:
+    """Under the same names, which differ between releases; and it reads groups by their attributes alone."""
+    finalize = pytest.importorskip("megatron.core.distributed.finalize_model_grads", reason="needs megatron-core")
+    given = inspect.signature(getattr(schedules, PIPELINED[0])).parameters.keys()
+    taken = inspect.signature(finalize.finalize_model_grads).parameters.keys()
+
+    names = {"pg_collection", "grad_finalize_pgs", "force_all_reduce"}
+    assert given & names == taken & names
+
+
+def test_states_of_random_numbers_can_be_put_back() -> None:
+    """The first step is run twice from the same."""
+    random = pytest.importorskip("megatron.core.tensor_parallel.random", reason="needs megatron-core")
+
+    assert callable(random._get_all_rng_states)
+    assert len(inspect.signature(random._set_all_rng_states).parameters) == 3
 
 
 def test_the_linear_function_can_leave_out_the_weights_gradient() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,9 +35,10 @@ class Call:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
-    force_all_reduce: bool
     groups: Any
-    """Megatron's `ProcessGroupCollection`."""
+    """Process groups by Megatron's names."""
+    finalize_arguments: Mapping[str, Any]
+    """What this release gives to `finalize_model_grads` by name."""
     config: Any
     """Megatron's `TransformerConfig`."""
     tied_weights: tuple[Any, ...] = ()
@@ -78,8 +79,7 @@ def run(
         config.finalize_model_grads_func(
             call.model,
             passes.num_tokens if config.calculate_per_token_loss else None,
-            pg_collection=groups,
-            force_all_reduce=call.force_all_reduce,
+            **call.finalize_arguments,
         )
     if config.timers is not None:
         config.timers("forward-backward").stop()

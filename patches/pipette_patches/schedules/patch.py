@@ -7,18 +7,22 @@ schedule can run, and that all ranks have the same.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from pipette_launch.facts import files
 from pipette_launch.facts.schedule import Schedule
 from pipette_launch.facts.schedule_file import VARIABLE, ScheduleFile
+from pipette_patches import registry
 from pipette_patches.errors import PatchError
 from pipette_patches.replacements import Replacement, Replacements
 from pipette_patches.schedules import executor, first_step, v_placement, weight_gradients
@@ -85,7 +89,7 @@ def _following(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
             return original(**arguments)
         document = _document(path)
         known = _schedule(document)
-        call = _call(arguments, megatron_schedules)
+        call = _call(arguments, inspect.signature(original).parameters, megatron_schedules)
         rank, attribute = call.groups.pp.rank(), megatron_schedules.get_attr_wrapped_model
         _check_shapes(known, call, arguments)
         if known.placement == "v":
@@ -116,10 +120,15 @@ def _following(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     return forward_backward
 
 
-def _call(arguments: Mapping[str, Any], megatron_schedules: Any) -> executor.Call:
-    """Read what a pipelined function was called with."""
+def _call(arguments: Mapping[str, Any], known: Collection[str], megatron_schedules: Any) -> executor.Call:
+    """Read what a pipelined function was called with, of what is known to it in this release."""
     data, model = arguments["data_iterator"], arguments["model"]
     chunks = model if isinstance(model, list) else [model]
+    # 0.14 has another name for it.
+    collection = "pg_collection" if "pg_collection" in known else "grad_finalize_pgs"
+    finalize_arguments = {collection: arguments.get(collection) or _groups()}
+    if "force_all_reduce" in known:
+        finalize_arguments["force_all_reduce"] = bool(arguments.get("force_all_reduce"))
     return executor.Call(
         forward_step_func=arguments["forward_step_func"],
         data_iterator=data if isinstance(data, list) else [data],
@@ -130,8 +139,8 @@ def _call(arguments: Mapping[str, Any], megatron_schedules: Any) -> executor.Cal
         forward_only=arguments.get("forward_only", False),
         collect_non_loss_data=arguments.get("collect_non_loss_data", False),
         first_val_step=arguments.get("first_val_step"),
-        force_all_reduce=bool(arguments.get("force_all_reduce")),
-        groups=arguments.get("pg_collection") or _groups(),
+        groups=finalize_arguments[collection],
+        finalize_arguments=finalize_arguments,
         config=megatron_schedules.get_model_config(chunks[0]),
     )
 
@@ -167,9 +176,8 @@ def _tied_weights(chunks: list[Any], attribute: Callable[..., Any]) -> tuple[Any
 def _groups() -> Any:
     """Return the process groups as Megatron's pipelined functions collect them."""
     from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
 
-    groups = ProcessGroupCollection()
+    groups = SimpleNamespace()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
@@ -183,7 +191,7 @@ class Schedules:
     """Pipelines of more than one rank follow the named schedule."""
 
     name = "schedules"
-    supports = SpecifierSet(">=0.16,<0.20")
+    supports = SpecifierSet(">=0.14,<0.20")
 
     def __init__(self) -> None:
         self._replacements = Replacements(())
@@ -195,6 +203,8 @@ class Schedules:
         replacements = [Replacement(module=MODULE, path=path, make=_following) for path in PIPELINED]
         replacements += weight_gradients.REPLACEMENTS
         if files.read(Path(os.environ[VARIABLE]), ScheduleFile).placement == "v":
+            if Version(registry.megatron_core_version()) < Version("0.16"):
+                raise PatchError("the patch 'schedules' folds pipelines from megatron-core 0.16 on")
             replacements += v_placement.REPLACEMENTS
         self._replacements = Replacements(replacements)
         self._replacements.apply()

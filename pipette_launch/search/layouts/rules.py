@@ -41,11 +41,6 @@ class Rules:
         """Read the rules that a job's own flags add."""
         return cls(job=job, device_kind=device_kind, options=performance_options(job))
 
-    @property
-    def release(self) -> tuple[int, ...]:
-        """`0.16.1` -> (0, 16)."""
-        return tuple(int(part) for part in self.job.megatron_version.split(".")[:2] if part.isdigit())
-
     def fault(self, layout: Layout) -> str | None:
         """Name the first constraint that a layout breaks, or None for a legal one."""
         degrees = Degrees(*(getattr(layout, name) for name in Degrees._fields))
@@ -122,7 +117,7 @@ class Rules:
         model = self.job.model
         groups = model.num_query_groups
         # megatron-core 0.16 learned to replicate query groups over more tensor ranks than there are groups.
-        replicates = self.release >= (0, 16)
+        replicates = self.job.release >= (0, 16)
         padded = self.options.padded_vocab_size
         if model.num_attention_heads % tp:
             yield f"tp does not divide num_attention_heads={model.num_attention_heads}"
@@ -190,7 +185,7 @@ class Rules:
         if model.moe_ffn_hidden_size % degrees.etp:
             yield f"etp does not divide moe_ffn_hidden_size={model.moe_ffn_hidden_size}"
         # Checked by TransformerConfig from core_v0.15.0 on.
-        if model.add_bias_linear and degrees.etp > 1 and self.release >= (0, 15):
+        if model.add_bias_linear and degrees.etp > 1 and self.job.release >= (0, 15):
             yield "experts with biases need etp = 1 (--disable-bias-linear would free it)"
         if degrees.use_tp_pp_dp_mapping and degrees.pp > 1 and degrees.expert_dp != degrees.dp:
             yield "--use-tp-pp-dp-mapping needs as many expert replicas as replicas where pp > 1"
@@ -266,7 +261,7 @@ class Rules:
         if recompute.method != "uniform":
             return
         # transformer_block.py:536-547 runs whole units, past the end of the chunk; from 0.17 on the last is cut short.
-        if self.release < (0, 17) and any(size % recompute.num_layers for size in layers):
+        if self.job.release < (0, 17) and any(size % recompute.num_layers for size in layers):
             yield "before 0.17 uniform recompute takes units that divide every chunk's layers"
         if self.job.model.mtp_num_layers and recompute.num_layers > 1:
             yield "uniform recompute with multi-token prediction takes units of one layer"

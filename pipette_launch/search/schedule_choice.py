@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from pipette_launch.cost.memory.peak import kept_by_chunk
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, most_kept, named_schedule
 from pipette_launch.errors import FactError, LayoutError
-from pipette_launch.facts import Choice, Cluster, Job, Layout
+from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
+from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.performance import flag_of
 from pipette_launch.facts.schedule import Schedule
 from pipette_launch.facts.schedule_file import ScheduleFile
@@ -32,6 +34,8 @@ LEANEST = 2 / 9
 keeps a third of 1F1B's, and interleaved 1F1B half as much again as 1F1B."""
 GAIN = 0.02
 """Megatron's own code is left only for a step that is predicted shorter by this part."""
+OF_ATTENTION = Recompute(granularity="selective")
+"""Scores of attention are what no W needs."""
 MOST_LAYOUTS = 4
 """So many pipelined layouts are tried, the fastest under Megatron's own schedules first, and as many over the limit."""
 
@@ -133,6 +137,9 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
     """Make schedules for a layout's shape and times until it is late, and price those that fit."""
     layout = candidate.layout
     kept_bytes = kept_by_chunk(inputs.job, layout)
+    # What waits for its W is counted in full: inputs of linear layers, recomputed or not, and their outputs' gradients.
+    recomputes = layout.recompute != NO_RECOMPUTE
+    waiting_bytes = kept_by_chunk(inputs.job, replace(layout, recompute=OF_ATTENTION)) if recomputes else kept_bytes
     times = inputs.predictor.stage_times(layout, candidate.placed.placement)
     stock = schedule_of(layout, layout.num_microbatches(inputs.job.batch.global_batch_size))
     for name, group_size in ways:
@@ -152,8 +159,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
         except (LayoutError, FactError):
             # Not for these numbers: groups that the micro-batches do not fill, limits without an order.
             continue
-        # What waits for its W is counted in full: inputs of linear layers, and the gradients of their outputs.
-        live_bytes = peak_live_bytes(schedule, kept_bytes)
+        live_bytes = peak_live_bytes(schedule, kept_bytes, waiting_bytes)
         peaks = _peaks(inputs, layout, candidate.peak_bytes, schedule.placement, live_bytes)
         fits_as_stock = max(candidate.peak_bytes) <= inputs.limit_bytes(layout)
         if max(peaks) <= inputs.limit_bytes(layout):

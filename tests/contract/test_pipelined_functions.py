@@ -56,6 +56,13 @@ def test_what_finalizes_gradients_takes_what_pipelined_functions_give_it() -> No
     assert given & names == taken & names
 
 
+def test_the_head_is_marked() -> None:
+    """Its weights' gradient is not put off."""
+    module = pytest.importorskip("megatron.core.models.common.language_module.language_module", reason="needs megatron")
+
+    assert "self.output_layer.weight.is_embedding_or_output_parameter = True" in inspect.getsource(module)
+
+
 def test_states_of_random_numbers_can_be_put_back() -> None:
     """The first step is run twice from the same."""
     random = pytest.importorskip("megatron.core.tensor_parallel.random", reason="needs megatron-core")

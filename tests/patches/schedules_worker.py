@@ -1,7 +1,7 @@
 """A worker for the tests: trains the tiny GPT under Megatron's own schedule and under ours, and compares.
 
-Prints one line of JSON a case: how far losses and gradients are apart, the most live forwards of each rank, and the
-most bytes that a step made and held at once.
+Prints one line of JSON a case: how far losses and gradients are apart, the most live forwards of each rank, the most
+bytes that a step made and held at once, and the bytes that were sent.
 
     python -m torch.distributed.run --nproc-per-node 4 tests/patches/schedules_worker.py FOLDER '[{"pp": 4, ...}]'
 """
@@ -28,6 +28,7 @@ from pipette_patches import registry
 from pipette_patches.abstract.allocator import metered
 from pipette_patches.schedules import executor, patch
 from pipette_patches.schedules.executor import PipelineStep
+from pipette_patches.schedules.messages import PendingMessages
 
 STEPS = 3
 
@@ -85,12 +86,14 @@ def leave() -> None:
             dist.destroy_process_group(group)
 
 
-class Live:
-    """Counts the forwards whose backward has not begun, and whose weights' gradients are not made."""
+class Counted:
+    """Counts live forwards, whose backward has not begun or whose weights' gradients are not made, and sent bytes."""
 
     def __init__(self) -> None:
         self.peak = 0
+        self.sent = 0
         self.original = PipelineStep._forward
+        self.given = PendingMessages.give
 
     def __enter__(self) -> None:
         def forward(passes: PipelineStep, action: Any) -> None:
@@ -98,10 +101,16 @@ class Live:
             held = passes._outputs.keys() | passes._weight_gradients.keys()
             self.peak = max(self.peak, len(held))
 
+        def give(messages: PendingMessages, message: Any, tensor: torch.Tensor, **then: Any) -> None:
+            self.sent += tensor.nbytes
+            self.given(messages, message, tensor, **then)
+
         PipelineStep._forward = forward  # type: ignore[method-assign]
+        PendingMessages.give = give  # type: ignore[method-assign,assignment]
 
     def __exit__(self, *_: object) -> None:
         PipelineStep._forward = self.original  # type: ignore[method-assign]
+        PendingMessages.give = self.given  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -144,9 +153,9 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     files.write(path, ScheduleFile.of(made, checks_first_step=options.get("checks_first_step", False)))
     os.environ["PIPETTE_SCHEDULE"] = str(path)
-    live = Live()
+    counted = Counted()
     broken = lost_products() if options.get("is_broken") else contextlib.nullcontext()
-    with registry.use("schedules"), live, broken:
+    with registry.use("schedules"), counted, broken:
         ours, gradients, held_bytes = train(options)
     furthest = max(
         (one[name] - other[name]).abs().max().item()
@@ -157,7 +166,8 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
         "losses": max((abs(one - other) for one, other in zip(ours, stock, strict=True)), default=0.0),
         "gradients": furthest,
         "follows": patch._follows.get(str(path), True),
-        "live": live.peak,
+        "live": counted.peak,
+        "sent": counted.sent,
         "bytes": held_bytes,
         "stock_bytes": stock_bytes,
         "largest": max(each.abs().max().item() for step in gradients for each in step.values()),

@@ -59,7 +59,9 @@ def _splitting(original: Any) -> Any:
             # Where Megatron itself defers, as for the vocabulary on request, it goes on doing so; from 0.19 on a weight
             # may be in parts, which are put together for the backward alone.
             defers = ctx.grad_output_buffer is not None or getattr(ctx, "gtp_remat_size", 1) > 1
-            if _open.products is None or defers or not hasattr(weight, "main_grad"):
+            # The head's product would keep the gradients of its logits, which are larger than all else of a layer.
+            is_head = getattr(weight, "is_embedding_or_output_parameter", False)
+            if _open.products is None or defers or is_head or not hasattr(weight, "main_grad"):
                 return original.backward(ctx, grad_output)
             product = partial(_fused_product if ctx.gradient_accumulation_fusion else _product, weight)
             gather = ctx.tp_group if ctx.sequence_parallel else None

@@ -30,7 +30,7 @@ class Passes:
     recompute_s: float = 0.0
     """Forward passes run again inside the backward; not in `backward_s`."""
     weight_grad_s: float = 0.0
-    """The part of `backward_s` that the weights' gradients take."""
+    """The part of `backward_s` that the weights' gradients take, as far as a schedule can put them off."""
     forward_idle_s: float = 0.0
     """Of the forward, while the device waits for the host."""
     backward_idle_s: float = 0.0
@@ -141,9 +141,11 @@ class ComputeTable:
                 layers_passes = (self._layer(layout, part, index, moe=bool(moe)) for index, moe in enumerate(kinds))
                 seen[kinds] = sum(layers_passes, Passes())
             chunks.append(seen[kinds])
-        chunks[0] += part["embedding"] + loaded
+        # The weights' gradients of the model's ends are never put off: the head's would keep its logits' gradients.
+        chunks[0] += replace(part["embedding"], weight_grad_s=0.0) + loaded
         # A single stage has loaded the labels with the tokens.
-        chunks[-1] += part["head"] + self._prediction(part) + (loaded if layout.pp > 1 else Passes())
+        ends = replace(part["head"] + self._prediction(part), weight_grad_s=0.0)
+        chunks[-1] += ends + (loaded if layout.pp > 1 else Passes())
         # In pipelines each pass of a chunk comes after a wait; elsewhere the first of each step, after the exchange of
         # gradients. A step of four ranks on two cores took 24.2 ms of processor time, the same passes without any
         # exchange 19.6 ms.

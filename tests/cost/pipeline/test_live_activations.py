@@ -33,12 +33,13 @@ def test_a_split_backward_keeps_what_the_weights_need() -> None:
     schedule = interleaved_zero_bubble(2, 1, 4)
 
     assert peak_live_bytes(schedule, (10, 10)) == (20, 20)
-    assert peak_live_bytes(schedule, (10, 10), 0.5) == (20, 15)
-    assert peak_live_bytes(schedule, (10, 10), 0.0) == (20, 10)
+    assert peak_live_bytes(schedule, (10, 10), (5, 5)) == (20, 15)
+    assert peak_live_bytes(schedule, (10, 10), (0, 0)) == (20, 10)
+    assert peak_live_bytes(schedule, (1, 1), (10, 10)) == (11, 20)
 
 
-@pytest.mark.parametrize(("sizes", "w_share"), [((1,), 1.0), ((1, -1), 1.0), ((1, 1), 1.5)])
-def test_strange_sizes_are_refused(sizes: tuple[int, ...], w_share: float) -> None:
-    """One size for each stage, none negative, and a share."""
+@pytest.mark.parametrize(("sizes", "waiting"), [((1,), None), ((1, -1), None), ((1, 1), (1, -1)), ((1, 1), (1,))])
+def test_strange_sizes_are_refused(sizes: tuple[int, ...], waiting: tuple[int, ...] | None) -> None:
+    """One size for each stage, and none negative."""
     with pytest.raises(FactError, match="bytes"):
-        peak_live_bytes(gpipe(2, 2), sizes, w_share)
+        peak_live_bytes(gpipe(2, 2), sizes, waiting)

@@ -71,7 +71,7 @@ def test_zb_1p_has_the_published_rate(
 
     assert one == round(span_rate(timeline), 4)
     assert timeline.makespan_s == pytest.approx(n * (f + b + w) + (pp - 1) * (f + b - w + 4 * c))
-    assert max(peak_live_bytes(schedule, (2,) * pp, 0.5)) == 2 * pp
+    assert max(peak_live_bytes(schedule, (2,) * pp, (1,) * pp)) == 2 * pp
 
 
 @pytest.mark.parametrize(("pp", "n", "f", "b", "w", "c", "_rate", "_one", "two"), CASES)
@@ -83,7 +83,7 @@ def test_zb_2p_is_no_worse_than_published(
     schedule = named_schedule("zb-2p", pp=pp, num_microbatches=n, times=times, w_share=0.5, objective="span")
 
     assert round(span_rate(simulate(schedule, times)), 4) <= two
-    assert max(peak_live_bytes(schedule, (2,) * pp, 0.5)) <= 2 * 2 * pp
+    assert max(peak_live_bytes(schedule, (2,) * pp, (1,) * pp)) <= 2 * 2 * pp
 
 
 def drawn_problem(pp: int, microbatches: int, room: float, rng: random.Random) -> SchedulingProblem:
@@ -113,7 +113,8 @@ def test_any_zero_bubble_order_runs_within_its_limits(
     ends = EventLoop(schedule, problem.times).run()
     assert Engine(schedule).makespan_s(problem.times) == max(ends.values())
     sizes = tuple(int(2 * size) for size in problem.held_S)
-    for peak, limit in zip(peak_live_bytes(schedule, sizes, problem.w_share), problem.limit_P, strict=True):
+    waiting = tuple(round(size * problem.w_share) for size in sizes)
+    for peak, limit in zip(peak_live_bytes(schedule, sizes, waiting), problem.limit_P, strict=True):
         assert peak <= 2 * limit * (1 + 1e-6)
 
 

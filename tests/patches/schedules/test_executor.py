@@ -86,6 +86,18 @@ def test_as_many_chunks_are_alive_as_simulated(found: dict[str, list[dict[str, f
     assert [count for count in live for _ in range(each)] == [rank["live"] for rank in found[name]]
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("zb-h1", 1.1), ("interleaved zb", 0.9), ("half gis", 0.75), ("v-half", 0.8)]
+)
+def test_tensors_take_no_more_than_live_chunks_say(
+    found: dict[str, list[dict[str, float]]], name: str, most: float
+) -> None:
+    """The fullest rank beside stock's of the same chunks; gradients of logits, say, do not wait for a W."""
+    ours, stock = (max(rank[figure] for rank in found[name]) for figure in ("bytes", "stock_bytes"))
+
+    assert 0.3 * stock < ours <= most * stock
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("checks_first_step")])
 def test_a_first_step_that_differs_gives_way_to_megatrons_own(
     found: dict[str, list[dict[str, float]]], name: str

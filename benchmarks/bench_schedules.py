@@ -1,0 +1,133 @@
+"""Pipeline schedules: what papers say of them, what the simulator says, and what a training on CPUs holds and sends.
+
+`python -m benchmarks.bench_schedules [--out FILE.md]` trains a tiny GPT of 16 layers under each with 4 pipeline ranks,
+beside Megatron's own schedule, and counts the bytes of tensors that the step made and held at once, and those sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench_simulate import equal_stages
+from benchmarks.telling import shown
+from benchmarks.validation.conditions import conditions
+from pipette_launch.cost.pipeline.engine import simulate
+from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
+from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, named_schedule
+
+ROOT = Path(__file__).parents[1]
+PP, MICROBATCHES, LAYERS = 4, 8, 16
+P = PP
+PUBLISHED: tuple[tuple[str, int, int | None, Fraction, Fraction], ...] = (
+    ("1f1b", 1, None, Fraction(3 * (P - 1)), Fraction(P)),
+    ("eager-1f1b", 1, None, Fraction(3 * (P - 1)), Fraction(2 * P - 1)),
+    ("zb-h1", 1, None, Fraction(P - 1), Fraction(P)),
+    ("zb-1p", 1, None, Fraction(P - 1), Fraction(P)),
+    ("zb-2p", 1, None, Fraction(0), Fraction(2 * P)),
+    ("interleaved-1f1b", 2, None, Fraction(3 * (P - 1), 2), P + Fraction(P - 1, 2)),
+    ("interleaved-1f1b", 4, None, Fraction(3 * (P - 1), 4), P + Fraction(P - 1, 4)),
+    ("interleaved-zb", 2, None, Fraction(P - 1, 2), Fraction(P)),
+    ("interleaved-zb", 4, None, Fraction(P - 1, 4), Fraction(P)),
+    ("gis", 2, P, Fraction(2 * (P - 1), 2), Fraction(P)),
+    ("gis", 2, P // 2, Fraction(2 * (P - 1), 2) + Fraction(P // 2, 2), Fraction(3 * P, 4)),
+    ("gis", 4, P // 2, Fraction(2 * (P - 1), 4) + Fraction(3 * P // 2, 4), Fraction(5 * P, 8)),
+    ("v-zb", 2, None, Fraction(P - 1, 2), Fraction(P)),
+    ("v-half", 2, None, Fraction(3 * (P - 1), 2), Fraction(P + 2, 2)),
+    ("v-min", 2, None, Fraction(2 * (P - 1)), Fraction(P + 4, 3)),
+    ("1f1b-v", 2, None, Fraction(3 * (P - 1)), Fraction(2 * P + 2, 3)),
+)
+"""Schedule, chunks, groups, bubble where F, B and W take 1, and activations in micro-batches of a rank's layers."""
+
+
+def case(name: str, vpp: int, group: int | None) -> dict[str, Any]:
+    """What the worker of the tests is asked to train."""
+    schedule = {"name": name} | ({"group_size": group} if group else {})
+    return {
+        "pp": PP,
+        "vpp": vpp if vpp > 1 else None,
+        "layers": LAYERS,
+        "microbatches": MICROBATCHES,
+        "named_weights": SCHEDULES[name].placement == "v",
+        "schedule": schedule,
+    }
+
+
+def trained() -> list[list[Mapping[str, float]]]:
+    """Train under every schedule; returns what each rank has counted."""
+    paths = (ROOT, ROOT / "patches", ROOT / "tests" / "patches")
+    variables = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    cases = [case(*one[:3]) for one in PUBLISHED]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PP)),
+                *(ROOT / "tests" / "patches" / "schedules_worker.py", folder, json.dumps(cases)),
+            ],
+            env={**os.environ, **variables},
+            check=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    return [json.loads(line)["ranks"] for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def report() -> Iterator[str]:
+    """The table, a line at a time."""
+    made = conditions(None)
+    yield f"`python -m benchmarks.bench_schedules`, {', '.join(made.values())}"
+    yield ""
+    yield f"p = {PP}, n = {MICROBATCHES}. Bubble: of a step where F, B and W of a rank's layers take 1, messages 0."
+    yield "Activations: of the fullest rank, in micro-batches of its layers; measured: bytes of all tensors that a step"
+    yield "made and held at once beside 1F1B's, temporary ones and messages included. Sent: bytes beside 1F1B's."
+    yield ""
+    yield (
+        "| schedule | v | bubble, published | simulated | activations, published | simulated | measured | "
+        "sent, published | measured | losses and gradients apart |"
+    )
+    yield "|---|" + "--:|" * 9
+    rows = trained()
+    fullest = [max(rank["bytes"] for rank in ranks) for ranks in rows]
+    sent = [sum(rank["sent"] for rank in ranks) for ranks in rows]
+    for number, (name, vpp, group, bubble, kept) in enumerate(PUBLISHED):
+        times = equal_stages((PP, MICROBATCHES, 1.0, 1.0, 1.0, 0.0), vpp)
+        known = SCHEDULES[name]
+        schedule = named_schedule(
+            name,
+            pp=PP,
+            vpp=vpp,
+            num_microbatches=MICROBATCHES,
+            group_size=group,
+            times=times if known.by_times or known.refills else None,
+        )
+        waits = simulate(schedule, times).makespan_s - 3 * MICROBATCHES
+        live = max(peak_live_bytes(schedule, [1] * schedule.num_stages)) / vpp
+        apart = max(rank[figure] for rank in rows[number] for figure in ("losses", "gradients"))
+        yield (
+            f"| {name}{f', groups of {group}' if group else ''} | {vpp} | {float(bubble):g} | {waits:g} "
+            f"| {float(kept):.3g} | {live:g} | {fullest[number] / fullest[0]:.2f} | {vpp} "
+            f"| {sent[number] / sent[0]:.2f} | {apart:.0e} |"
+        )
+
+
+def main() -> None:
+    """Print the table, and write it where that is asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_schedules")
+    parser.add_argument("--out", type=Path)
+    out = parser.parse_args().out
+    text = shown(report())
+    if out:
+        out.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

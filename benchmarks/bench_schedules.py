@@ -92,7 +92,7 @@ def report() -> Iterator[str]:
     yield ""
     yield (
         "| schedule | v | bubble, published | simulated | activations, published | simulated | measured | "
-        "sent, published | measured | losses and gradients apart |"
+        "sent, counted | measured | losses and gradients apart |"
     )
     yield "|---|" + "--:|" * 9
     rows = trained()
@@ -112,9 +112,10 @@ def report() -> Iterator[str]:
         waits = simulate(schedule, times).makespan_s - 3 * MICROBATCHES
         live = max(peak_live_bytes(schedule, [1] * schedule.num_stages)) / vpp
         apart = max(rank[figure] for rank in rows[number] for figure in ("losses", "gradients"))
+        hops = 2 if schedule.placement == "v" else (PP * vpp - 1) / (PP - 1)
         yield (
             f"| {name}{f', groups of {group}' if group else ''} | {vpp} | {float(bubble):g} | {waits:g} "
-            f"| {float(kept):.3g} | {live:g} | {fullest[number] / fullest[0]:.2f} | {vpp} "
+            f"| {float(kept):.3g} | {live:g} | {fullest[number] / fullest[0]:.2f} | {hops:.3g} "
             f"| {sent[number] / sent[0]:.2f} | {apart:.0e} |"
         )
 

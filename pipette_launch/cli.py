@@ -54,7 +54,7 @@ def _add_choices(add: Callable[..., object]) -> None:
         metavar="NAMES",
         default="stock",
         help="pipeline schedules that a plan may use: stock (default, Megatron's own), all, or names between commas: "
-        "eager-1f1b, zb-h1, zb-1p, interleaved-zb, gis, 1f1b-v, v-half, v-min, v-zb",
+        "eager-1f1b, zb-h1, zb-1p, zb-2p, interleaved-zb, gis, 1f1b-v, v-half, v-min, v-zb",
     )
     add(
         "--pipette-on-error",

@@ -21,7 +21,7 @@ Ranks = tuple[tuple[Action, ...], ...]
 """What each pipeline rank does, in order."""
 
 
-EXECUTABLE = ("eager-1f1b", "zb-h1", "zb-1p", "interleaved-zb", "gis", "1f1b-v", "v-half", "v-min", "v-zb")
+EXECUTABLE = ("eager-1f1b", "zb-h1", "zb-1p", "zb-2p", "interleaved-zb", "gis", "1f1b-v", "v-half", "v-min", "v-zb")
 """Schedules beside Megatron's own that the patch `schedules` executes, by name."""
 
 

@@ -6,8 +6,9 @@ The patch `schedules` executes them, on Megatron's own placement of chunks or wi
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from pipette_launch.cost.memory.folded import folded_peaks
 from pipette_launch.cost.memory.peak import kept_by_chunk
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, most_kept, named_schedule
+from pipette_launch.cost.step.placed import Floats, Ints, PlacementCost
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
@@ -26,7 +28,8 @@ from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.frontier import Promising
-from pipette_launch.search.placement.slots import IsLate
+from pipette_launch.search.placement.search import begin, improve
+from pipette_launch.search.placement.slots import IsLate, PlacementProblem, faster
 from pipette_launch.search.search_loop import price
 
 LEANEST = 2 / 9
@@ -77,6 +80,7 @@ def best_scheduled(
     chosen: Choice,
     names: Sequence[str],
     *,
+    seed: int,
     is_late: IsLate,
 ) -> Choice | None:
     """Return the fastest choice under one of the named schedules; None where none saves enough of the chosen step.
@@ -89,6 +93,7 @@ def best_scheduled(
         over_the_limit: layouts that do not fit under Megatron's own schedules, and may under others.
         chosen: the best candidate.
         names: of `facts.schedules.EXECUTABLE`.
+        seed: of all chance.
         is_late: whether to make no more schedules.
 
     """
@@ -103,6 +108,7 @@ def best_scheduled(
         if is_late():
             break
     best = min(found, key=lambda choice: choice.step_time_s, default=None)
+    best = _better_placed(inputs, best, random.Random(seed), is_late) if best else None
     return best if best and best.step_time_s <= (1 - GAIN) * chosen.step_time_s else None
 
 
@@ -172,6 +178,41 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
                 bound=(0.0, "no bound is known for schedules that Megatron lacks"),
                 schedule=ScheduleFile.of(schedule, checks_first_step=fits_as_stock and _draws_as(schedule, stock)),
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _UnderSchedule:
+    """Prices placements under a schedule that the linear model of a step does not know."""
+
+    cost: PlacementCost
+
+    def costs(self, placement_KW: Ints) -> Floats:
+        """Seconds per step of each of K placements."""
+        return self.cost.costs(placement_KW)
+
+
+def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_late: IsLate) -> Choice:
+    """Search once more for places: a folded pipeline has no link from its last to its first rank."""
+    layout, order = choice.layout, choice.order
+    assert order is not None
+    cost = inputs.predictor.placement_cost(layout, order.schedule())
+    objective = _UnderSchedule(cost=cost)
+    problem = PlacementProblem(layout=layout, cluster=inputs.cluster, objective=objective, bound_s=0.0)
+    known = problem.placed(choice.placement, choice.step_time_s)
+    placed = faster(known, begin(problem, is_late=is_late))
+    if not placed.is_optimal:
+        placed = improve(problem, placed, turn=0, rng=rng, is_late=is_late)
+    if placed.cost_s >= choice.step_time_s:
+        return choice
+    return choice_of(
+        inputs,
+        layout,
+        placed.placement,
+        priced=layout,
+        peaks=choice.peak_memory_bytes,
+        bound=(choice.bound_s, choice.bound_reason),
+        schedule=order,
+    )
 
 
 def _peaks(

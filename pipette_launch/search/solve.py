@@ -146,7 +146,9 @@ def _scheduled(
     if fault:
         return replace(plan, notes=(f"Schedules beside Megatron's own are left out: {fault}.", *plan.notes))
     over_the_limit = frontier.over_the_limit(live=LEANEST)
-    found = best_scheduled(inputs, searched.candidates, over_the_limit, plan.chosen, options.schedules, is_late=is_late)
+    found = best_scheduled(
+        inputs, searched.candidates, over_the_limit, plan.chosen, options.schedules, seed=options.seed, is_late=is_late
+    )
     if found is None:
         return plan
     return replace(

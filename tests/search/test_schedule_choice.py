@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from facts_for_tests import tiny_measurements, tiny_model
 from search.worlds import ALL_FIELDS, pipeline_job, planned, two_racks
 
+from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Job, Layout, Measurements, Plan, files
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedules import EXECUTABLE
@@ -89,6 +91,20 @@ def test_a_folded_model_may_tie_its_embeddings() -> None:
     plan = with_schedules(folded_job(untie_embeddings_and_output_weights=False), "v-zb")
 
     assert plan.chosen.schedule == "v-zb"
+
+
+def test_ranks_are_placed_for_the_schedule() -> None:
+    """The ends of a folded pipeline may be far apart, those of a loop may not."""
+    job = folded_job()
+    machines = tiny_measurements(two_racks(slow_bytes_per_s=1e6))
+    plan = planned(job, machines, schedules=("v-zb",))
+    assert plan.chosen.order is not None
+    schedule, predictor = plan.chosen.order.schedule(), Predictor(job, machines)
+
+    least_s = min(
+        predictor.step_time(plan.chosen.layout, order, schedule).total_s for order in itertools.permutations(range(4))
+    )
+    assert plan.chosen.step_time_s == pytest.approx(least_s)
 
 
 def with_free_bytes(measurements: Measurements, free_bytes: int) -> Measurements:

@@ -104,9 +104,9 @@ class CorrectedPredictor(Predictor):
         total_s = step.total_s * factor
         return StepTime(total_s=total_s, breakdown_s={**step.breakdown_s, LEARNED: total_s - step.total_s})
 
-    def placement_cost(self, layout: Layout) -> PlacementCost:
+    def placement_cost(self, layout: Layout, schedule: Schedule | None = None) -> PlacementCost:
         """Return what prices placements of this layout, as `step_time` does."""
-        return super().placement_cost(layout).times(self.factor(layout))
+        return super().placement_cost(layout, schedule).times(self.factor(layout))
 
     def bound_s(self, layout: Layout) -> float:
         """No placement of this layout is faster: the factor is the same for all of them."""

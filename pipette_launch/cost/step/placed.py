@@ -47,6 +47,12 @@ class PlacementCost:
         same.factor = factor
         return same
 
+    def of(self, work: LayoutWork) -> PlacementCost:
+        """Return the same for other work of this layout."""
+        same = copy.copy(self)
+        same.work = work
+        return same
+
     def cost(self, placement: Sequence[int] | Ints) -> float:
         """Predicted seconds per step; `placement` is the RANK of each slot."""
         return float(self.costs(np.asarray(placement, dtype=np.int64)[None])[0])

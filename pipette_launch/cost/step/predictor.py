@@ -115,16 +115,14 @@ class Predictor:
         ranks = [int(rank) for rank in placement]
         if sorted(ranks) != list(range(self._slots_of(layout))):
             raise PlanError(f"a placement holds every RANK from 0 to {layout.world_size - 1} once, got {ranks}")
-        work = self._work(layout)
-        if schedule is not None:
-            work = replace(work, engine=Engine(schedule), rank_S=np.array(schedule.rank_S))
-        return step_parts(work, self.placement_cost(layout).prices(ranks))
+        cost = self.placement_cost(layout, schedule)
+        return step_parts(cost.work, cost.prices(ranks))
 
     def stage_times(self, layout: Layout, placement: Sequence[int]) -> StageTimes:
         """Return the passes and hops of the slowest pipeline of a layout on given slots."""
         return stage_times(self._work(layout), self.placement_cost(layout).prices([int(rank) for rank in placement]))
 
-    def placement_cost(self, layout: Layout) -> PlacementCost:
+    def placement_cost(self, layout: Layout, schedule: Schedule | None = None) -> PlacementCost:
         """Return what prices placements of this layout, one by one or many at once, as `step_time` does to the digit.
 
         Raises:
@@ -132,7 +130,10 @@ class Predictor:
 
         """
         self._slots_of(layout)
-        return self._placement_cost(layout)
+        cost = self._placement_cost(layout)
+        if schedule is None:
+            return cost
+        return cost.of(replace(cost.work, engine=Engine(schedule), rank_S=np.array(schedule.rank_S)))
 
     def bound_s(self, layout: Layout) -> float:
         """No placement of this layout is faster: the same model with the best link everywhere.

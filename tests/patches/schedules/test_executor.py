@@ -16,7 +16,7 @@ from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import named_schedule
 
 IS_WHOLE = bool(os.environ.get("PIPETTE_SCHEDULE_GRID"))
-"""With PIPETTE_SCHEDULE_GRID in the environment the whole grid is tried, which takes half an hour and up to 16 processes."""
+"""With PIPETTE_SCHEDULE_GRID in the environment the grid is tried too: half an hour, up to 16 processes."""
 pytestmark = [pytest.mark.timeout(7200 if IS_WHOLE else 400), pytest.mark.processes]
 ROOT = Path(__file__).parents[3]
 AT_ONCE = 12

@@ -39,8 +39,8 @@ def build(options: dict[str, Any]) -> tuple[list[torch.nn.Module], Any]:
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
         tensor_model_parallel_size=options.get("tp", 1), pipeline_model_parallel_size=options.get("pp", 1),
         virtual_pipeline_model_parallel_size=options.get("vpp"), overlap_p2p_comm=bool(options.get("vpp")),
-        batch_p2p_comm=not options.get("vpp"), deallocate_pipeline_outputs=True, add_bias_linear=False,
-        **{"attention_dropout": 0.0, "hidden_dropout": 0.0} | options.get("config", {}),
+        batch_p2p_comm=not options.get("vpp"), deallocate_pipeline_outputs=True,
+        **{"attention_dropout": 0.0, "hidden_dropout": 0.0, "add_bias_linear": False} | options.get("config", {}),
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(config.num_moe_experts)
     ddp = DistributedDataParallelConfig(

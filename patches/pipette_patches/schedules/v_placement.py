@@ -8,6 +8,7 @@ numbers, so checkpoints are the same as under Megatron's own placement.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -66,8 +67,19 @@ def _layer_offset(original: Callable[..., int]) -> Callable[..., int]:
     return offset
 
 
+def _with_ends_on_the_first_rank(original: Callable[..., None]) -> Callable[..., None]:
+    """Embedding and head are on one rank, so nobody exchanges their gradients; scripts may name other ranks."""
+
+    @functools.wraps(original)
+    def initialize(*args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.arguments["get_embedding_ranks"] = _first_rank
+        original(*given.args, **given.kwargs)
+
+    return initialize
+
+
 def _first_rank(pp_ranks: list[int]) -> list[int]:
-    """Embedding and head are on one rank, so nobody exchanges their gradients."""
     return pp_ranks[:1]
 
 
@@ -113,7 +125,7 @@ REPLACEMENTS = (
         make=_set_up_ends,
     ),
     Replacement(module=STAGES, path="is_pipeline_last_stage", make=_is_pipeline_last_stage),
-    Replacement(module=STAGES, path="default_embedding_ranks", make=instead(_first_rank)),
+    Replacement(module=STAGES, path="initialize_model_parallel", make=_with_ends_on_the_first_rank),
     Replacement(module="megatron.training.utils", path="get_batch_on_this_tp_rank", make=_whole_batch),
     *(
         Replacement(module=module, path="is_pp_last_stage", make=instead(_is_pp_last_stage))

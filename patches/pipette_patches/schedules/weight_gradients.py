@@ -19,6 +19,8 @@ from pipette_patches.replacements import Replacement
 
 LAYERS = "megatron.core.tensor_parallel.layers"
 FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
+OF_BIAS = 2
+"""Place of the bias among the gradients: behind those of input and weight."""
 
 Deferred = list[Callable[[], None]]
 """The products that a backward left out, in its order."""
@@ -69,7 +71,12 @@ def _splitting(original: Any) -> Any:
             _open.weights.append(weight)  # type: ignore[union-attr]
             ctx.grad_output_buffer, ctx.wgrad_deferral_limit = [], 0
             ctx.gradient_accumulation_fusion, ctx.main_grad = True, weight.main_grad
-            return original.backward(ctx, grad_output)
+            has_bias, ctx.use_bias = ctx.use_bias, False
+            gradients = list(original.backward(ctx, grad_output))
+            if has_bias:
+                # Left to itself it would add up the tokens in two steps, which BF16 rounds otherwise.
+                gradients[OF_BIAS] = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
+            return tuple(gradients)
 
     return Splitting
 

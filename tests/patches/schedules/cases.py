@@ -89,6 +89,7 @@ CASES: dict[str, Case] = {
         "dp": 2,
         "microbatches": 4,
         "schedule": {"name": "zb-h1"},
+        "config": {"add_bias_linear": True},
         "bf16": True,
         "distributed_optimizer": True,
     },

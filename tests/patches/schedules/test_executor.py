@@ -24,17 +24,26 @@ AT_ONCE = 12
 ALL = dict(CASES) | (dict(grid()) if IS_WHOLE else {})
 
 
+class Found(dict[str, list[dict[str, float]]]):
+    """What each rank saw in each case; cases are trained, some together, when one of them is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, name: str) -> list[dict[str, float]]:
+        size = world_size(ALL[name])
+        alike = [other for other, case in ALL.items() if world_size(case) == size]
+        first = alike.index(name) // AT_ONCE * AT_ONCE
+        some = alike[first : first + AT_ONCE]
+        self.update(zip(some, trained(self.folder, size, [ALL[one] for one in some]), strict=True))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
-    """What each rank saw in each case, on as many ranks as it needs."""
-    folder = tmp_path_factory.mktemp("schedules")
-    seen: dict[str, list[dict[str, float]]] = {}
-    for size in sorted(set(map(world_size, ALL.values()))):
-        names = [name for name, case in ALL.items() if world_size(case) == size]
-        for at in range(0, len(names), AT_ONCE):
-            some = names[at : at + AT_ONCE]
-            seen |= dict(zip(some, trained(folder, size, [ALL[name] for name in some]), strict=True))
-    return seen
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each rank saw in each case."""
+    return Found(tmp_path_factory.mktemp("schedules"))
 
 
 def world_size(case: dict[str, Any]) -> int:
@@ -62,7 +71,7 @@ def trained(folder: Path, size: int, cases: list[dict[str, Any]]) -> list[list[d
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_losses_and_gradients_are_those_of_stock(found: dict[str, list[dict[str, float]]], name: str) -> None:
+def test_losses_and_gradients_are_those_of_stock(found: Found, name: str) -> None:
     """To the last bit over three steps, and the losses of an evaluation after them; on a V within 1e-6.
 
     There clipping adds up the squares of gradients in another order, as other ranks hold them.
@@ -73,7 +82,7 @@ def test_losses_and_gradients_are_those_of_stock(found: dict[str, list[dict[str,
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_as_many_chunks_are_alive_as_simulated(found: dict[str, list[dict[str, float]]], name: str) -> None:
+def test_as_many_chunks_are_alive_as_simulated(found: Found, name: str) -> None:
     """At the fullest moment of each rank, forwards that wait for their W included."""
     case = ALL[name]
     schedule = named_schedule(
@@ -89,9 +98,7 @@ def test_as_many_chunks_are_alive_as_simulated(found: dict[str, list[dict[str, f
 @pytest.mark.parametrize(
     ("name", "most"), [("zb-h1", 1.1), ("interleaved zb", 0.9), ("half gis", 0.75), ("v-half", 0.8)]
 )
-def test_tensors_take_no_more_than_live_chunks_say(
-    found: dict[str, list[dict[str, float]]], name: str, most: float
-) -> None:
+def test_tensors_take_no_more_than_live_chunks_say(found: Found, name: str, most: float) -> None:
     """The fullest rank beside stock's of the same chunks; gradients of logits, say, do not wait for a W."""
     ours, stock = (max(rank[figure] for rank in found[name]) for figure in ("bytes", "stock_bytes"))
 
@@ -99,14 +106,12 @@ def test_tensors_take_no_more_than_live_chunks_say(
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("checks_first_step")])
-def test_a_first_step_that_differs_gives_way_to_megatrons_own(
-    found: dict[str, list[dict[str, float]]], name: str
-) -> None:
+def test_a_first_step_that_differs_gives_way_to_megatrons_own(found: Found, name: str) -> None:
     """An executor that loses a product is found out on every rank, and one that does not is followed."""
     assert {rank["follows"] for rank in found[name]} == {not CASES[name].get("is_broken", False)}
 
 
-def test_steps_were_really_trained(found: dict[str, list[dict[str, float]]]) -> None:
+def test_steps_were_really_trained(found: Found) -> None:
     """The gradients compared are not all nothing, and the last rank has seen losses."""
-    assert all(rank["largest"] > 0 for ranks in found.values() for rank in ranks)
-    assert all(ranks[-1]["first_loss"] != ranks[-1]["last_loss"] for ranks in found.values())
+    assert all(rank["largest"] > 0 for name in CASES for rank in found[name])
+    assert all(found[name][-1]["first_loss"] != found[name][-1]["last_loss"] for name in CASES)

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pipette_launch.cost.memory.folded import folded_peaks
 from pipette_launch.cost.memory.peak import kept_by_chunk
@@ -66,6 +66,9 @@ def _unsupported(job: Job) -> str:
     return "multi-token prediction" if job.model.mtp_num_layers else ""
 
 
+Some = TypeVar("Some", Candidate, Promising)
+
+
 class _Way(NamedTuple):
     """A schedule of a layout, not made yet."""
 
@@ -98,15 +101,21 @@ def best_scheduled(
 
     """
     pipelined = [one for one in sorted(candidates, key=lambda one: one.placed.cost_s) if one.layout.pp > 1]
-    fitting = [(one, ways) for one in pipelined if (ways := _ways(inputs, one.layout, one.peak_bytes, names))]
-    lean = ((one, ways) for one in over_the_limit if (ways := _ways(inputs, one.layout, one.peak_bytes, names)))
-    priced = ((price(inputs, one, is_late=is_late), ways) for one, ways in islice(lean, MOST_LAYOUTS))
+
+    def ways_of(some: Iterable[Some]) -> Iterator[tuple[Some, list[_Way]]]:
+        for one in some:
+            ways = _ways(inputs, one.layout, one.peak_bytes, names)
+            if is_late():
+                return
+            if ways:
+                yield one, ways
+
+    lean = islice(ways_of(over_the_limit), MOST_LAYOUTS)
+    priced = ((price(inputs, one, is_late=is_late), ways) for one, ways in lean)
     found: list[Choice] = []
-    for one, ways in chain(fitting[:MOST_LAYOUTS], priced):
+    for one, ways in chain(islice(ways_of(pipelined), MOST_LAYOUTS), priced):
         if isinstance(one, Candidate):
             found += _choices(inputs, one, ways, is_late)
-        if is_late():
-            break
     best = min(found, key=lambda choice: choice.step_time_s, default=None)
     best = _better_placed(inputs, best, random.Random(seed), is_late) if best else None
     return best if best and best.step_time_s <= (1 - GAIN) * chosen.step_time_s else None

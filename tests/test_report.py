@@ -14,10 +14,13 @@ from screens import NEW, OLD, SCREENS, choice, plan, shown
 
 from pipette_launch.facts import Layout, Samples
 from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.results.plan import Setting
 from pipette_launch.facts.results.rate import Rate
+from pipette_launch.facts.schedule_file import ScheduleFile
+from pipette_launch.facts.schedules import interleaved_zero_bubble
 from pipette_launch.report import outcome_line
 from pipette_launch.report.flag_changes import arguments_diff
-from pipette_launch.report.plan import rank_ranges
+from pipette_launch.report.plan import plan_file_screen, rank_ranges
 
 GOLDEN = Path(__file__).parent / "data" / "screens"
 WIDTHS = (80, 120)
@@ -183,6 +186,33 @@ def test_flags_to_paste_stay_whole() -> None:
     ]
     assert all(line.endswith(" \\") for line in shown.splitlines()[:-1])
     assert not shown.splitlines()[-1].endswith("\\")
+
+
+def test_a_schedule_that_megatron_lacks_is_said_beside_the_flags() -> None:
+    """Flags alone would run another."""
+    cluster = tiny_cluster(1, 2)
+    order = ScheduleFile.of(interleaved_zero_bubble(2, 1, 4))
+    own = choice(Layout(dp=2), 2.0)
+    setting = Setting(
+        script="train.py",
+        arguments=OLD,
+        new_arguments=NEW,
+        num_parameters=1,
+        global_batch_size=4,
+        seq_length=8,
+        device_name="cpu",
+        device_memory_bytes=1 << 30,
+        machines="measured",
+        network="",
+    )
+    made = plan(cluster, replace(choice(Layout(pp=2), 1.0), schedule="zb-h1", order=order), own, setting=setting)
+
+    text = plan_file_screen(made, title="pipette plan", saved_to=None, width=80, colour=False)
+
+    assert text.endswith(
+        "Flags alone run 1f1b. pipette-launch runs zb-h1:\n"
+        "  --pipette-schedules zb-h1, or --pipette-plan with the plan file\n"
+    )
 
 
 if __name__ == "__main__":

@@ -90,7 +90,20 @@ def plan_file_screen(
         ("Plan file", [] if saved_to is None else [text(str(saved_to), overflow="fold")]),
     )
     screen = render(title, sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)
-    return screen if setting is None else screen + paste_text(setting.arguments, setting.new_arguments)
+    if setting is None:
+        return screen
+    return screen + paste_text(setting.arguments, setting.new_arguments) + _schedule_words(plan)
+
+
+def _schedule_words(plan: Plan) -> str:
+    """Say that flags alone do not run a schedule which Megatron lacks."""
+    order = None if plan.keeps_own else plan.chosen.order
+    if order is None:
+        return ""
+    return (
+        f"Flags alone run {plan.chosen.layout.schedule_name}. pipette-launch runs {order.name}:\n"
+        f"  --pipette-schedules {order.name}, or --pipette-plan with the plan file\n"
+    )
 
 
 def _choice(plan: Plan) -> tuple[Section, ...]:

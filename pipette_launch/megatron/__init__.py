@@ -1,6 +1,6 @@
 """Megatron's command line read into facts, and facts written back; the only room that knows a flag's name."""
 
-from pipette_launch.megatron.checkpoint import record_path, saved_iteration
+from pipette_launch.megatron.checkpoint import Continuation, continuation, record_path, saved_iteration
 from pipette_launch.megatron.environment import environment
 from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
 from pipette_launch.megatron.flags import newest_release
@@ -12,21 +12,24 @@ from pipette_launch.megatron.logs import (
     parse_memory,
 )
 from pipette_launch.megatron.pins import fixed_fields
-from pipette_launch.megatron.read import read_job
+from pipette_launch.megatron.read import global_batch_size, read_job
 from pipette_launch.megatron.trial import TrialWords, trial_arguments
 from pipette_launch.megatron.version import script_version, version_or_newest
 from pipette_launch.megatron.write import write_arguments
 
 __all__ = [
     "RERUN_EXIT_CODES",
+    "Continuation",
     "Iteration",
     "MemoryLine",
     "TrialWords",
+    "continuation",
     "environment",
     "exception_in",
     "explain_failure",
     "failure_of",
     "fixed_fields",
+    "global_batch_size",
     "newest_release",
     "parse_iteration",
     "parse_memory",

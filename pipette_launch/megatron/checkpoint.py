@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipette_launch.errors import FileFormatError, LayoutError, MegatronError
-from pipette_launch.facts import Layout, Plan, files
+from pipette_launch.facts import Job, Layout, Plan, files
 from pipette_launch.megatron.chunks import SPLIT_DESTS, read_chunks
 from pipette_launch.megatron.flags import Arguments, newest_release, release_of
 from pipette_launch.megatron.pins import OPTIMIZER_FIELDS, Pin
@@ -28,6 +28,14 @@ MODEL_FIELDS = ("tp", "pp", "vpp", "layers_per_chunk", "ep", "etp")
 RANK_FOLDER = re.compile(r"mp_rank_(\d\d)(?:_(\d{3}))?(?:_(\d{3}))?")
 SHARDING_TYPES = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "fully_sharded_bucket_space")
 """How a distributed optimizer was saved (`distrib_optim_sharding_type`)."""
+FREEING_FLAG = {
+    "dp_reshardable": "--dist-ckpt-optim-fully-reshardable",
+    "fully_sharded_bucket_space": "a save without --no-ckpt-fully-parallel-save",
+}
+"""By how a distributed optimizer is saved, what the run that saves has to do for a plan to change everything."""
+EQUAL_BUCKETS_DP = 40
+"""Up to so many replicas gradient buckets are equally large, 40 million elements."""
+RNG_OF_EXPERTS = "0.16 loads expert-parallel random state only at the same dp and cp"
 NAMES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -101,6 +109,77 @@ def _tracked(root: Path) -> str:
         return (root / TRACKER_NAME).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError):
         return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Continuation:
+    """What a start after the loss of hosts goes on from, and what that lets another layout change."""
+
+    kept: tuple[str, ...] = ()
+    """Fields of the layout that wrote the checkpoints which another layout must keep to load them."""
+    bucket_dp: int = 0
+    """Replicas up to which gradient buckets are equally large; 0 where their size does not matter."""
+    note: str = ""
+    """What a loss would cost, or which flag would free what is kept; empty where neither is worth a word."""
+
+    def can_load(self, before: Layout, after: Layout) -> bool:
+        """Whether a job under one layout can load what another has written."""
+        buckets = [max(self.bucket_dp, layout.dp * layout.cp) if self.bucket_dp else 0 for layout in (before, after)]
+        return buckets[0] == buckets[1] and all(getattr(before, name) == getattr(after, name) for name in self.kept)
+
+
+def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation:
+    """Say what another layout must keep to go on from the checkpoints that a job writes under this one.
+
+    The run that saves decides: its format, and for the distributed optimizer how its state is sharded.
+
+    Args:
+        words: the user's own, behind the script's name.
+        job: as they were read.
+        layout: what the job runs under.
+
+    """
+    arguments = Arguments.parse(words, job.megatron_version)
+    save, load = arguments.get("save"), arguments.get("load")
+    if not save:
+        return Continuation(note="--save is not given: after the loss of a host the job starts over from iteration 0")
+    if not load or Path(load) != Path(save):
+        again = f"from what {arguments.shown('load')} holds" if load else "from iteration 0"
+        return Continuation(
+            note=f"--load does not name the folder of --save: after the loss of a host the job starts over {again}; "
+            f"give --load {save}"
+        )
+    has_optimizer = not any(map(arguments.get, ("no_save_optim", "no_load_optim", "finetune")))
+    is_sharded = layout.use_distributed_optimizer
+    ckpt_format = arguments.get("ckpt_format")
+    if ckpt_format != "torch_dist":
+        fields = (*MODEL_FIELDS, *(OPTIMIZER_FIELDS if has_optimizer else ()))
+        also = f" with {FREEING_FLAG['dp_reshardable']}" if has_optimizer and is_sharded else ""
+        note = f"--ckpt-format {ckpt_format} fixes {', '.join(fields)}; --ckpt-format torch_dist{also} lets them change"
+        return Continuation(kept=fields, note=note)
+    sharding = _sharding_of_saves(arguments)
+    kept = _kept_fields(arguments, sharding, is_sharded=is_sharded) if has_optimizer else ()
+    if len(kept) > 1:
+        # core_v0.16 training.py:1317: larger buckets from 41 replicas on, and none without overlap.
+        counts_replicas = layout.overlap_grad_reduce and arguments.get("ddp_bucket_size") is None
+        note = (
+            f"the distributed optimizer saves its state as {sharding}, which fixes {', '.join(kept)}; "
+            f"{FREEING_FLAG.get(sharding, '')} lets all of it change"
+        )
+        return Continuation(kept=kept, bucket_dp=EQUAL_BUCKETS_DP if counts_replicas else 0, note=note)
+    if layout.ep > 1 and release_of(arguments.version) == (0, 16) and not arguments.get("no_load_rng"):
+        return Continuation(kept=(*kept, "cp", "dp"), note=f"{RNG_OF_EXPERTS}: both stay; --no-load-rng frees them")
+    return Continuation(kept=kept)
+
+
+def _sharding_of_saves(arguments: Arguments) -> str:
+    """How the distributed optimizer's state will be saved (`distrib_optim_sharding_type`)."""
+    if arguments.get("dist_ckpt_optim_fully_reshardable"):
+        return "fully_reshardable"
+    if release_of(arguments.version) >= (0, 15) and not arguments.get("dist_ckpt_save_pre_mcore_014"):
+        return "dp_reshardable"
+    is_parallel = arguments.get("ckpt_fully_parallel_save") is not False
+    return "fully_sharded_model_space" if is_parallel else "fully_sharded_bucket_space"
 
 
 def checkpoint_folder(arguments: Arguments) -> tuple[Path, bool] | None:
@@ -203,9 +282,7 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
         )
         pins.append(Pin(fields=keeps, note=note))
     if len(keeps) <= 1 and own.ep > 1 and release_of(arguments.version) == (0, 16) and not arguments.get("no_load_rng"):
-        note = (
-            "0.16 loads expert-parallel random state only at the same dp and cp: both stay (--no-load-rng frees them)"
-        )
+        note = f"{RNG_OF_EXPERTS}: both stay (--no-load-rng frees them)"
         pins.append(Pin(fields=("cp", "dp"), note=note))
     return Demands(own=values, pins=tuple(pins), notes=(problem,) if problem else ())
 

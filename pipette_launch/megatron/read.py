@@ -8,7 +8,7 @@ from typing import Any
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.megatron import checkpoint
-from pipette_launch.megatron.flags import Arguments, known_release, likely_flag, release_of
+from pipette_launch.megatron.flags import Arguments, known_release, likely_flag, newest_release, release_of
 from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, check_layout, read_layout
 from pipette_launch.megatron.model import check_required, read_model
 from pipette_launch.megatron.performance import performance_flags
@@ -73,6 +73,12 @@ def read_job(
     notes += [f"--pipette-fix: {', '.join(fixed)} stay"] if fixed else []
     fields = {"model": model, "batch": batch, "own": own, **_training(given, batch, environment)}
     return Job(**fields, pinned=tuple(sorted(pinned)), notes=tuple(dict.fromkeys(filter(None, notes))))
+
+
+def global_batch_size(words: Sequence[str]) -> int | None:
+    """The global batch size that a command line names; None where it leaves it to the layout."""
+    given = Arguments.parse(words, newest_release())
+    return int(given.get("global_batch_size")) if given.is_given("global_batch_size") else None
 
 
 def _flags_layout(given: Arguments, world_size: int, *, for_planning: bool) -> tuple[Layout, MegatronError | None]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from megatron_lines import SMALL, job
 
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
-from pipette_launch.megatron import record_path, saved_iteration, write_arguments
+from pipette_launch.megatron import continuation, read_job, record_path, saved_iteration, write_arguments
 from pipette_launch.megatron.checkpoint import read_saved
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce"
@@ -285,3 +287,49 @@ def test_the_newest_iteration_that_was_saved(tmp_path: Path, content: str | None
 
     assert expected == saved_iteration(["--save", str(tmp_path)])
     assert "" == saved_iteration(["--lr", "1"])
+
+
+SAVES = "--save /ckpt --load /ckpt"
+RESHARDS = "--dist-ckpt-optim-fully-reshardable"
+
+
+@pytest.mark.parametrize(
+    ("flags", "version", "kept", "note"),
+    [
+        ("", "0.16.1", (), "starts over from iteration 0"),
+        ("--save /ckpt", "0.16.1", (), "starts over from iteration 0; give --load /ckpt"),
+        ("--save /ckpt --load /base", "0.16.1", (), "starts over from what --load /base holds; give --load /ckpt"),
+        (SAVES, "0.16.1", ("use_distributed_optimizer",), ""),
+        (f"{SAVES} --no-save-optim", "0.16.1", (), ""),
+        (f"{SAVES} {SHARDED}", "0.16.1", KEPT, f"as dp_reshardable, which fixes .*; {RESHARDS} lets all of it change"),
+        (f"{SAVES} {SHARDED} {RESHARDS}", "0.16.1", ("use_distributed_optimizer",), ""),
+        (f"{SAVES} {SHARDED} --dist-ckpt-save-pre-mcore-014", "0.16.1", ("use_distributed_optimizer",), ""),
+        (f"{SAVES} {SHARDED}", "0.14.0", ("use_distributed_optimizer",), ""),
+        (f"{SAVES} {SHARDED} --no-ckpt-fully-parallel-save", "0.14.0", KEPT, "without --no-ckpt-fully-parallel-save"),
+        (f"{SAVES} --ckpt-format torch", "0.16.1", KEPT, "--ckpt-format torch_dist lets them change"),
+        (f"{SAVES} {SHARDED} --ckpt-format torch", "0.16.1", KEPT, f"torch_dist with {RESHARDS} lets them change"),
+    ],
+)
+def test_what_a_job_saves_says_what_another_layout_keeps(
+    flags: str, version: str, kept: tuple[str, ...], note: str
+) -> None:
+    """The run that saves decides; where little can change, a note names the flag that would free it."""
+    words = [*SMALL, "--transformer-impl", "local", *flags.split()]
+    read = read_job(words, world_size=4, megatron_version=version, device_kind="cpu")
+    found = continuation(words, read, read.own)
+
+    assert tuple(sorted(kept)) == tuple(sorted(found.kept))
+    assert re.search(note, found.note) if note else not found.note
+
+
+def test_more_replicas_make_larger_buckets() -> None:
+    """From 41 replicas on, while gradients are reduced early: the state of such buckets fits no others."""
+    words = [*SMALL, "--transformer-impl", "local", *f"{SAVES} {SHARDED}".split()]
+    read = read_job(words, world_size=4, megatron_version="0.16.1", device_kind="cpu")
+    found = continuation(words, read, read.own)
+    few, more, many = (replace(read.own, dp=dp) for dp in (4, 40, 41))
+
+    assert found.can_load(few, more)
+    assert not found.can_load(few, many)
+    assert not found.can_load(few, replace(few, tp=2))
+    assert continuation([*words, "--ddp-bucket-size", "1000"], read, read.own).can_load(few, many)

@@ -155,12 +155,30 @@ class Plan:
 
     own_fault: str = field(default="", metadata=ADDED_LATER)
     """Why Megatron refuses `own`, whose step time is then that of another layout; empty where it does not."""
+    templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
+    """Plans of the whole job for other numbers of hosts, the most hosts first; none has templates of its own."""
+    other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    """Hosts that run no ranks of this plan and may take the place of those that do: spares, and those that were lost
+    and may come back."""
 
     def __post_init__(self) -> None:
         slots = len(self.hosts) * self.devices_per_host
         for choice in (self.chosen, *self.alternatives, self.own):
             if choice.layout.world_size != slots:
                 raise FactError(f"a layout of {choice.layout.world_size} ranks for {slots} slots")
+        sizes = [len(one.hosts) for one in (self, *self.templates)]
+        if len(set(sizes)) < len(sizes):
+            raise FactError(f"a plan and its templates are for different numbers of hosts, got {sizes}")
+        if any(one.templates or one.devices_per_host != self.devices_per_host for one in self.templates):
+            raise FactError("a template has no templates of its own, and as many devices a host as its plan")
+        if set(self.hosts) & set(self.other_hosts):
+            raise FactError(f"a host runs ranks of the plan or none, got {self.hosts} and {self.other_hosts}")
+
+    @property
+    def known_hosts(self) -> tuple[str, ...]:
+        """All hosts that the plan or one of its templates may run on."""
+        named = (host for one in (self, *self.templates) for host in (*one.hosts, *one.other_hosts))
+        return tuple(dict.fromkeys(named))
 
     @property
     def gap(self) -> float | None:

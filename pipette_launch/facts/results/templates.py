@@ -1,0 +1,63 @@
+"""Plans for other numbers of hosts, made ahead, and which of them the hosts that are there can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pipette_launch.facts.results.plan import Choice, Plan
+
+
+def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
+    """Fit a plan, or the template for the most hosts that suffice, to the hosts that are there.
+
+    Hosts that it names keep their places, and with them the ranks that it gives them. The place of each host that is
+    not there goes to one that is left over: first to those that ran ranks before, then in torchrun's order. The others
+    stand by. The plans that are not taken become the templates of the one that is.
+
+    Args:
+        plan: what was run before.
+        hosts: names of those that are there, in torchrun's order.
+
+    Returns:
+        None where even the smallest plan needs more hosts, or one of the hosts is unknown to the plan.
+
+    """
+    known, plans = plan.known_hosts, (plan, *plan.templates)
+    fitting = [one for one in plans if len(one.hosts) <= len(hosts)]
+    if not fitting or not set(hosts) <= set(known):
+        return None
+    taken = max(fitting, key=lambda one: len(one.hosts))
+    left_over = [host for host in hosts if host not in taken.hosts]
+    left_over.sort(key=lambda host: host not in plan.hosts)
+    stand_ins = iter(left_over)
+    placed = tuple(host if host in hosts else next(stand_ins) for host in taken.hosts)
+    return replace(
+        taken,
+        hosts=placed,
+        templates=by_size(one for one in plans if one is not taken),
+        other_hosts=tuple(host for host in known if host not in placed),
+    )
+
+
+def by_size(plans: Iterable[Plan]) -> tuple[Plan, ...]:
+    """Make templates of plans: the most hosts first, and none with templates of its own."""
+    bare = (replace(one, templates=(), other_hosts=()) for one in plans)
+    return tuple(sorted(bare, key=lambda one: -len(one.hosts)))
+
+
+def in_order_of(plan: Plan, hosts: Sequence[str]) -> Plan:
+    """List a plan's hosts in another order; every host keeps the ranks that it has, in each candidate.
+
+    The user's own configuration runs in torchrun's order, whatever the plan lists first.
+    """
+    size = plan.devices_per_host
+    places = [plan.hosts.index(host) for host in hosts]
+
+    def moved(choice: Choice) -> Choice:
+        slots = (place * size + local for place in places for local in range(size))
+        return replace(choice, placement=tuple(choice.placement[slot] for slot in slots))
+
+    return replace(
+        plan, hosts=tuple(hosts), chosen=moved(plan.chosen), alternatives=tuple(map(moved, plan.alternatives))
+    )

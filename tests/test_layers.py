@@ -72,6 +72,7 @@ SUB_FLOORS = {
         {"explanations", "search_loop"},
         {"schedule_choice"},
         {"solve"},
+        {"templates"},
     ],
     "agent": [
         {"controller", "device_binding", "failures", "streams"},
@@ -83,8 +84,9 @@ SUB_FLOORS = {
     ],
     "launch": [
         {"cache", "measuring_advice", "nodes", "options", "outcome", "setting"},
-        {"commands", "health_policy", "planning", "training_signs", "user_script", "warmup_orders", "warmup_progress"},
-        {"trials"},
+        {"commands", "health_policy", "training_signs", "user_script", "warmup_orders", "warmup_progress"},
+        {"plans", "trials"},
+        {"decisions"},
         {"coordinator"},
         {"node_controller"},
     ],

@@ -185,7 +185,7 @@ class SearchLoop:
         leader = self._leader()
         few = AT_ONCE < num_placements(leader.layout, Slots.of(self._inputs.cluster)) <= EXACT
         if few and not leader.meets_bound and not self._is_late():
-            problem = _placement_problem(self._inputs, leader.layout, leader.bound_s)
+            problem = placement_problem(self._inputs, leader.layout, leader.bound_s)
             *_, placed = leader.placed, *exhaustion(problem, leader.placed, is_late=self._is_late)
             self._pool[leader.layout] = replace(leader, placed=placed)
 
@@ -237,7 +237,7 @@ def price(
     beaten = replace(one, least_s=bound_s)
     if bound_s >= beat_s:
         return beaten
-    problem = _placement_problem(inputs, layout, bound_s)
+    problem = placement_problem(inputs, layout, bound_s)
     best = problem.best_of([carried]) if carried else None
     if best and best.cost_s >= beat_s:
         return beaten
@@ -262,13 +262,14 @@ def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is
         is_late: whether to end the round early.
 
     """
-    problem = _placement_problem(inputs, one.layout, one.bound_s)
+    problem = placement_problem(inputs, one.layout, one.bound_s)
     rng = random.Random(files.digest(seed, one.layout, one.rounds))
     placed = improve(problem, one.placed, turn=one.rounds, rng=rng, is_late=is_late)
     gained = placed.cost_s < one.placed.cost_s * (1 - GAIN)
     return replace(one, placed=placed, rounds=one.rounds + 1, stalled=0 if gained else one.stalled + 1)
 
 
-def _placement_problem(inputs: SearchInputs, layout: Layout, bound_s: float) -> PlacementProblem:
+def placement_problem(inputs: SearchInputs, layout: Layout, bound_s: float) -> PlacementProblem:
+    """A layout to be placed on the slots of the allocation, by its step time."""
     objective = inputs.predictor.placement_cost(layout)
     return PlacementProblem(layout=layout, cluster=inputs.cluster, objective=objective, bound_s=bound_s)

@@ -1,0 +1,309 @@
+"""Plans of the whole job for fewer hosts, made ahead, so that the job can go on at once when hosts are lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
+from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, Corrections
+from pipette_launch.errors import LayoutError, PipetteError
+from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan
+from pipette_launch.facts.results.templates import by_size
+from pipette_launch.facts.some_hosts import without_hosts
+from pipette_launch.megatron import Continuation
+from pipette_launch.search.candidates import SearchInputs
+from pipette_launch.search.choose import choice_of
+from pipette_launch.search.layouts.enumerate import compute_cases, cuts
+from pipette_launch.search.placement.search import begin, improve
+from pipette_launch.search.placement.slots import IsLate, faster
+from pipette_launch.search.search_loop import placement_problem
+from pipette_launch.search.solve import SolveOptions, solve
+
+MOST_S, LEAST_S = 5.0, 1.0
+"""Bounds of the time for all templates together; between them it is as long as the search for the plan took."""
+CLOSE = 0.05
+"""A plan that keeps TP and PP, or that has all its templates, may take this part of the step longer than the best."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TemplateNeeds:
+    """How many hosts may be lost, and what a plan for those that are left has to heed."""
+
+    tolerate: int
+    """How many."""
+    least_hosts: int
+    """How few may train, MIN of --nnodes."""
+    job_of: Callable[[int], Job]
+    """Reads the job for so many hosts, with the same global batch size; raises PipetteError where it cannot run."""
+    continuation_of: Callable[[Layout], Continuation]
+    """What another layout must keep to go on from the checkpoints that this one writes."""
+
+    def sizes(self, num_hosts: int) -> range:
+        """Numbers of hosts that are to have a template, the most first."""
+        return range(num_hosts - 1, max(num_hosts - self.tolerate, self.least_hosts, 1) - 1, -1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Covered:
+    """The templates of one layout, and what there is to say where they leave hosts without one of their size."""
+
+    choice: Choice
+    templates: tuple[Plan, ...]
+    gaps: tuple[str, ...]
+
+
+def with_templates(
+    plan: Plan,
+    measurements: Measurements,
+    needs: TemplateNeeds,
+    *,
+    options: SolveOptions,
+    clock: Callable[[], float],
+    corrections: Corrections = NOTHING_LEARNED,
+) -> Plan:
+    """Make plans for the loss of one host, of two, and so on, and put them into a plan.
+
+    A template must be able to load what the plan saves. Where the format of the checkpoints keeps a layout that does
+    not suit fewer hosts, another candidate of the plan is chosen whose layout does, if it is nearly as fast.
+
+    Args:
+        plan: for all hosts.
+        measurements: of these hosts.
+        needs: how many hosts may be lost, and what has to stay.
+        options: those of the search for the plan; its budget is not this one's.
+        clock: seconds that only grow.
+        corrections: learned from earlier outcomes.
+
+    """
+    if not needs.tolerate:
+        return plan
+    sizes = needs.sizes(len(plan.hosts))
+    short: tuple[str, ...] = ()
+    if len(sizes) < needs.tolerate:
+        told = f"--nnodes wants {needs.least_hosts} {_hosts(needs.least_hosts)}, so plans are made for the loss of"
+        short = (f"{told} {len(sizes)}; after more losses the job waits until others have joined.",)
+    if not sizes:
+        return replace(plan, notes=(*plan.notes, *short))
+    deadline_s = clock() + min(max(plan.solve_s, LEAST_S), MOST_S)
+    maker = _Maker(plan, measurements, needs, options, clock, deadline_s, corrections)
+    best = first = maker.covered(plan.chosen)
+    if first.gaps and len(needs.continuation_of(plan.chosen.layout).kept) > 1:
+        others = (maker.covered(choice) for choice in _nearly_as_fast(plan))
+        best = next((one for one in others if not one.gaps), first)
+    if best is not first:
+        plan = _choosing(plan, best.choice)
+    note = _sentence(needs.continuation_of(best.choice.layout).note)
+    notes = (*plan.notes, *short, *best.gaps, *((note,) if note else ()))
+    return replace(plan, templates=by_size(best.templates), notes=notes)
+
+
+def _nearly_as_fast(plan: Plan) -> Iterator[Choice]:
+    """Other candidates of a plan whose step is nearly as short, the fastest first; each layout once."""
+    own = () if plan.own_fault or not plan.own.fits else (plan.own,)
+    seen = {plan.chosen.layout}
+    for choice in sorted((*plan.alternatives, *own), key=lambda one: one.step_time_s):
+        if choice.layout not in seen and choice.step_time_s <= (1 + CLOSE) * plan.chosen.step_time_s:
+            seen.add(choice.layout)
+            yield choice
+
+
+def _choosing(plan: Plan, choice: Choice) -> Plan:
+    """Put another candidate in the place of the chosen one, which is then tried next."""
+    is_own = choice is plan.own
+    rest = tuple(one for one in (plan.chosen, *plan.alternatives) if one is not choice and one is not plan.own)
+    slower = choice.step_time_s / plan.chosen.step_time_s - 1
+    why = (
+        f"{choice.layout.words()} is predicted {slower:.1%} slower than {plan.chosen.layout.words()} and is chosen all "
+        f"the same: its checkpoints can be loaded on fewer hosts."
+    )
+    return replace(
+        plan,
+        chosen=choice,
+        keeps_own=is_own,
+        alternatives=rest,
+        # What was better than the user's own configuration is tried before it, as before.
+        num_in_line=0 if plan.keeps_own else plan.num_in_line,
+        reasons=(why, *plan.reasons),
+    )
+
+
+class _Maker:
+    """Searches for templates until the time is up."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        measurements: Measurements,
+        needs: TemplateNeeds,
+        options: SolveOptions,
+        clock: Callable[[], float],
+        deadline_s: float,
+        corrections: Corrections,
+    ) -> None:
+        self._plan = plan
+        self._measurements = measurements
+        self._needs = needs
+        # Templates run Megatron's own schedules: a search for others takes as long again.
+        self._options = replace(options, schedules=())
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._corrections = corrections
+
+    def covered(self, choice: Choice) -> _Covered:
+        """Make the templates that can go on from one layout's checkpoints."""
+        num_hosts, sizes = len(self._plan.hosts), self._needs.sizes(len(self._plan.hosts))
+        made: dict[int, Plan] = {}
+        failed: dict[int, str] = {}
+        gaps = []
+        for size in sizes:
+            smaller = size
+            while smaller >= self._needs.least_hosts and smaller not in made:
+                if smaller not in failed:
+                    found = self._template(smaller, choice.layout, shared_by=len(sizes) - len(made))
+                    if isinstance(found, Plan):
+                        made[smaller] = found
+                        break
+                    failed[smaller] = found
+                smaller -= 1
+            if smaller != size:
+                does = (
+                    f"{smaller} train and {size - smaller} {'stands' if size - smaller == 1 else 'stand'} by"
+                    if smaller in made
+                    else "the job waits until others have joined"
+                )
+                left = f"{num_hosts - size} of {num_hosts} hosts {'is' if num_hosts - size == 1 else 'are'} lost"
+                gaps.append(f"There is no plan for {size} {_hosts(size)} ({failed[size]}): when {left}, {does}.")
+        return _Covered(choice=choice, templates=tuple(made.values()), gaps=tuple(gaps))
+
+    def _template(self, size: int, before: Layout, *, shared_by: int) -> Plan | str:
+        """Return the plan for so many hosts, or why there is none.
+
+        The last hosts are left out. Which ones will be lost nobody knows, and the first hosts the rendezvous store,
+        whose loss ends the job; those that are there then take the places of those that are not.
+        """
+        kept = self._needs.continuation_of(before)
+        budget_s = max(self._deadline_s - self._clock(), 0.0) / max(shared_by, 1)
+        try:
+            job = self._needs.job_of(size)
+            found = self._solved(size, _keeping(job, before, kept.kept), budget_s / 2)
+            if (found.chosen.layout.tp, found.chosen.layout.pp) != (before.tp, before.pp):
+                found = self._with_same_sizes(size, job, before, kept, found, budget_s / 2)
+        except PipetteError as error:
+            return str(error).partition(". ")[0].rstrip(".")
+        if not kept.can_load(before, found.chosen.layout):
+            return "its gradient buckets would differ from those of the checkpoint"
+        return found
+
+    def _with_same_sizes(
+        self, size: int, job: Job, before: Layout, kept: Continuation, best: Plan, budget_s: float
+    ) -> Plan:
+        """Prefer the best plan that keeps TP and PP, if it is nearly as fast: its checkpoints load faster."""
+        try:
+            same = self._solved(size, _keeping(job, before, (*kept.kept, "tp", "pp")), budget_s)
+        except PipetteError:
+            return best
+        if same.chosen.step_time_s > (1 + CLOSE) * best.chosen.step_time_s:
+            return best
+        return replace(same, own=best.own, own_fault=best.own_fault, keeps_own=False)
+
+    def _solved(self, size: int, job: Job, budget_s: float) -> Plan:
+        hosts = self._plan.hosts
+        measurements = without_hosts(self._measurements, hosts[size:])
+        return solve(
+            job,
+            with_extrapolated_times(job, with_cases_of(job, measurements)),
+            options=replace(self._options, budget_s=budget_s),
+            clock=self._clock,
+            provenance=self._plan.provenance,
+            corrections=self._corrections,
+        )
+
+
+def _keeping(job: Job, before: Layout, names: Sequence[str]) -> Job:
+    """Pin some fields of a layout at the values that they had; raises LayoutError where these ranks cannot have them.
+
+    What else the user's own layout says stays, as far as it goes with them.
+    """
+    if not names:
+        return job
+    values = {name: getattr(before, name) for name in names}
+    if {"tp", "pp"} <= values.keys():
+        # Chunks and experts that suit other sizes need not suit these.
+        fields = ("vpp", "layers_per_chunk", "microbatch_group_size", "ep", "etp", "sequence_parallel")
+        values = {name: getattr(before, name) for name in fields} | values
+    world_size = job.own.world_size
+    model_size = 1
+    for name in ("tp", "pp", "cp"):
+        model_size *= values.get(name, getattr(job.own, name))
+    if world_size % model_size:
+        raise LayoutError(
+            f"tp{before.tp} pp{before.pp} cp{values.get('cp', job.own.cp)} do not divide {world_size} ranks"
+        )
+    dp = world_size // model_size
+    if values.get("dp", dp) != dp:
+        raise LayoutError(f"dp{values['dp']} has to stay, and {world_size} ranks make dp{dp}")
+    own = replace(job.own, **{**values, "dp": dp})
+    return replace(job, own=own, pinned=tuple(sorted({*job.pinned, *names})))
+
+
+def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
+    """Name the shapes of computation that a job has on these hosts, and that the warm-up was not asked for.
+
+    Fewer hosts have other micro-batches; what they take can be carried over from what was measured.
+
+    Raises:
+        LayoutError: no layout of the job is legal on these hosts.
+
+    """
+    cluster = measurements.cluster
+    found = cuts(
+        job, world_size=cluster.num_slots, devices_per_host=cluster.devices_per_host, device_kind=cluster.device_kind
+    )
+    if not len(found):
+        # Said at once: a search would look for all that could help.
+        raise LayoutError(next(iter(found.dropped), f"no layout is legal on {cluster.num_slots} ranks"))
+    known = {*measurements.compute_cases(), *measurements.unmeasured, *measurements.refused}
+    missing = tuple(case for case in compute_cases(job.own, found.columns) if case not in known)
+    return replace(measurements, unmeasured=(*measurements.unmeasured, *missing))
+
+
+def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsLate) -> Choice:
+    """Place the ranks of a layout anew, from where they are; its step is predicted anew in any case.
+
+    A schedule that Megatron lacks keeps its places, as does a layout without a price.
+
+    Args:
+        inputs: the job, and what was measured of the hosts that it has now.
+        choice: the layout, on these hosts.
+        seed: of all chance.
+        is_late: whether to stop.
+
+    """
+    layout = choice.layout
+    if choice.order is not None or not inputs.predictor.can_price(layout):
+        return choice
+    problem = placement_problem(inputs, layout, inputs.predictor.bound_s(layout))
+    placed = problem.best_of([choice.placement])
+    if not placed.is_optimal:
+        placed = faster(placed, begin(problem, is_late=is_late))
+    if not (placed.is_optimal or is_late()):
+        placed = improve(problem, placed, turn=0, rng=random.Random(seed), is_late=is_late)
+    return choice_of(
+        inputs,
+        layout,
+        placed.placement,
+        priced=layout,
+        peaks=inputs.predictor.peaks(layout),
+        bound=(problem.bound_s, ""),
+    )
+
+
+def _hosts(count: int) -> str:
+    return "host" if count == 1 else "hosts"
+
+
+def _sentence(words: str) -> str:
+    """Write a note as a sentence."""
+    return f"{words[0].upper()}{words[1:]}." if words else ""

@@ -74,6 +74,7 @@ def _add_choices(add: Callable[..., object]) -> None:
 def _add_amounts(add: Callable[..., object]) -> None:
     """Add devices, amounts and places."""
     add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job trains on")
+    _add_hosts(add)
     add(
         "--pipette-budget",
         metavar="SECONDS",
@@ -111,6 +112,24 @@ def _add_amounts(add: Callable[..., object]) -> None:
         metavar="DIR",
         default=None,
         help="where plans are kept (default: pipette-launch in the user's cache folder); `off` keeps none",
+    )
+
+
+def _add_hosts(add: Callable[..., object]) -> None:
+    """Add how many hosts may be lost, and how many wait for that."""
+    add(
+        "--pipette-tolerate",
+        metavar="F",
+        default=None,
+        help="make plans ahead for the loss of up to F nodes, and go on with them at once (default 1 where --nnodes "
+        "MIN:MAX leaves room, else 0)",
+    )
+    add(
+        "--pipette-spares",
+        metavar="K",
+        default=0,
+        help="measure K more nodes than train, never below MIN of --nnodes; they take the places of lost ones "
+        "(default 0)",
     )
 
 
@@ -164,6 +183,9 @@ def options_from(args: Namespace) -> Options:
         trial_iters=_whole("--pipette-trial-iters", args.pipette_trial_iters),
         schedules=schedule_names(args.pipette_schedules),
         is_function=args.run_path,
+        tolerate=_tolerated(args),
+        spares=_whole("--pipette-spares", args.pipette_spares),
+        max_restarts=args.max_restarts,
     )
     if runs_python and not args.module and not Path(args.training_script).exists():
         raise UsageError(f"{args.training_script}: no such file; name the script that torchrun would run")
@@ -251,6 +273,16 @@ def _check_sizes(args: Namespace) -> None:
         )
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts must be at least 0, got {args.max_restarts}")
+
+
+def _tolerated(args: Namespace) -> int:
+    """How many lost nodes plans are made for: one where nobody says otherwise and --nnodes leaves room for it."""
+    from torch.distributed.run import parse_min_max_nnodes
+
+    if args.pipette_tolerate is not None:
+        return _whole("--pipette-tolerate", args.pipette_tolerate)
+    least, most = parse_min_max_nnodes(args.nnodes)
+    return 1 if most > least else 0
 
 
 def _number(flag: str, text: str) -> float:

@@ -1,19 +1,31 @@
-"""A pure decision from what the agents report to what becomes of the plan: keep it, try the next, give up, measure."""
+"""A pure decision from what the agents report to what the job does next.
+
+Nothing here reads a clock, a file or a process: what is decided depends on the arguments alone.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pipette_launch import megatron
+from pipette_launch.facts.results.templates import refit
+from pipette_launch.units import seconds_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pipette_launch.facts import Choice, Plan
     from pipette_launch.facts.messages.failure import Failure
     from pipette_launch.facts.messages.round import Decision, NodeRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finish:
+    """All workers of all nodes ended well: the job is done."""
+
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +34,9 @@ class Keep:
 
     proven: bool
     """It has trained before."""
+    restarts_left: int = 0
+    reason: str = ""
+    """Why workers start again; empty when only nodes on standby changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +48,35 @@ class TryNext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GiveUp:
-    """No plan can start this script: end the job."""
+class UseTemplate:
+    """Hosts were lost or came back: run a plan that was made before, fitted to the hosts that are there."""
 
-    reason: str
+    plan: Plan
+    attempt: int
+    """Which of its candidates to run: the one that ran, where as many hosts train as before."""
+    proven: bool
+    lost: tuple[tuple[str, str], ...]
+    """Hosts that are gone, each with why it is believed lost, or an empty text."""
+    came_back: tuple[str, ...]
+    put_in: tuple[str, ...]
+    """Hosts that stood by and train now."""
+
+    @property
+    def changes(self) -> str:
+        """Say who is lost, who is back, and who trains in place of others."""
+        in_place = _listed(self.put_in, "takes its place", "take their places") if self.lost else ""
+        changes = [lost_words(self.lost), _listed(self.came_back, "is back", "are back"), in_place]
+        return ", ".join(filter(None, changes))
+
+    @property
+    def reason(self) -> str:
+        """Say what changed, how many nodes go on, and with which layout and step time."""
+        candidates = self.plan.candidates()
+        runs = candidates[self.attempt] if self.attempt < len(candidates) else self.plan.own
+        return (
+            f"{self.changes}; going on with {len(self.plan.hosts)} of {len(self.plan.known_hosts)} "
+            f"nodes: {runs.layout.words()}, {seconds_text(runs.step_time_s)} a step predicted"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,32 +86,128 @@ class Measure:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GiveUp:
+    """Nothing that can be run would train: end the job."""
+
+    reason: str
+
+
+Step: TypeAlias = Finish | Keep | TryNext | UseTemplate | Measure | GiveUp
+
+
 def decide(
-    records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision | None, *, written: Sequence[str] = ()
-) -> Keep | TryNext | GiveUp | Measure:
+    records: Sequence[NodeRecord],
+    hosts: Sequence[str],
+    held: Decision | None,
+    *,
+    written: Sequence[str] = (),
+    lost: Mapping[str, str] | None = None,
+    least_nodes: int = 1,
+) -> Step:
     """Decide what a new round does with the plan of the round before.
 
-    A plan is kept while all hosts that it runs on are there, and no host is new; one on standby may go.
+    A plan is kept while all hosts that it runs on are there; one on standby may go. The loss of a host outweighs what
+    the others say: their workers died of it. It costs no restart, nor does a plan that cannot start; every other
+    failure costs one.
 
     Args:
         records: one for each agent of the new round.
         hosts: their host names, made unique.
         held: what the round before had decided; None in the first round.
         written: the user's own words for the script.
+        lost: hosts that are believed lost, each with why.
+        least_nodes: how few may train, MIN of --nnodes.
 
     """
-    if held is None or held.phase != "train":
+    if held is None:
         return Measure(reason="")
-    if not Counter(held.hosts) <= Counter(hosts) <= Counter((*held.hosts, *held.standby_hosts)):
-        before = (*held.hosts, *held.standby_hosts)
-        return Measure(reason=f"the hosts changed from {', '.join(sorted(before))} to {', '.join(sorted(hosts))}")
+    gone = tuple((host, (lost or {}).get(host, "")) for host in _hosts_of(held) if host not in hosts)
+    if len(hosts) < least_nodes:
+        left = f"{len(hosts)} {'node is' if len(hosts) == 1 else 'nodes are'} left"
+        return GiveUp(reason="; ".join(filter(None, [lost_words(gone), f"{left}, and --nnodes wants {least_nodes}"])))
+    if held.phase != "train":
+        return Measure(reason=lost_words(gone))
+    proven = held.proven or any(
+        record.verdict == "after-first-iteration" for record in records if record.attempt == held.attempt
+    )
+    if not Counter(held.hosts) <= Counter(hosts) <= Counter(_hosts_of(held)):
+        fitted = _refitted(held, hosts, least_nodes)
+        if fitted is None:
+            before, now = ", ".join(sorted(_hosts_of(held))), ", ".join(sorted(hosts))
+            why = lost_words(tuple(one for one in gone if one[1]))
+            return Measure(reason="; ".join(filter(None, [why, f"the hosts changed from {before} to {now}"])))
+        if set(fitted.hosts) != set(held.hosts):
+            return _use_template(fitted, hosts, held, gone, proven=proven)
+    return _on_same_hosts(records, hosts, held, proven=proven, written=written)
+
+
+def _hosts_of(held: Decision) -> tuple[str, ...]:
+    """Hosts of a round, those on standby among them."""
+    return (*held.hosts, *held.standby_hosts)
+
+
+def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | None:
+    """Fit the plan in force or one of its templates to the hosts that are there; None where none is for them."""
+    if held.plan is None:
+        return None
+    # A host that was left out for its sickness stood by already, and no plan knows it.
+    known = set(held.plan.known_hosts)
+    fitted = refit(held.plan, [host for host in hosts if host in known or host not in held.standby_hosts])
+    return fitted if fitted and len(fitted.hosts) >= least_nodes else None
+
+
+def _use_template(
+    fitted: Plan, hosts: Sequence[str], held: Decision, gone: tuple[tuple[str, str], ...], *, proven: bool
+) -> UseTemplate:
+    is_same_size = len(fitted.hosts) == len(held.hosts)
+    came_back = tuple(host for host in hosts if host not in _hosts_of(held))
+    return UseTemplate(
+        plan=fitted,
+        attempt=held.attempt if is_same_size else 0,
+        proven=is_same_size and proven,
+        lost=gone,
+        came_back=came_back,
+        put_in=tuple(host for host in fitted.hosts if host in held.standby_hosts),
+    )
+
+
+def lost_words(lost: Sequence[tuple[str, str]]) -> str:
+    """Name hosts that are lost, each with why it is believed so; empty for none."""
+    return ", ".join(f"{host} is lost ({why})" if why else f"{host} is lost" for host, why in lost)
+
+
+def _listed(hosts: Sequence[str], does: str, do: str) -> str:
+    return f"{' and '.join(hosts)} {does if len(hosts) == 1 else do}" if hosts else ""
+
+
+def _on_same_hosts(
+    records: Sequence[NodeRecord], hosts: Sequence[str], held: Decision, *, proven: bool, written: Sequence[str]
+) -> Finish | Keep | TryNext | GiveUp:
+    """Decide from how the attempt ended on the hosts that ran it."""
     ended = [record for record in records if record.attempt == held.attempt]
-    proven = held.proven or any(record.verdict == "after-first-iteration" for record in ended)
+    ran = [record for record, host in zip(records, hosts, strict=True) if host in held.hosts]
+    if all(record in ended and record.verdict == "done" for record in ran):
+        return Finish()
     died = [record for record in ended if record.verdict == "before-first-iteration"]
     if died and not proven and held.plan is not None and held.choice is not None:
-        failures = {record.failure for record in died if record.failure}
-        return _after_death(sorted(failures, key=lambda one: one.sentence), held.plan, held, written)
-    return Keep(proven=proven)
+        return _after_death(_failures(died), held.plan, held, written)
+    failures = _failures(ended)
+    if not (failures or died):
+        return Keep(proven=proven, restarts_left=held.restarts_left)
+    sentence = failures[0].sentence if failures else "the job died"
+    if held.restarts_left == 0:
+        return GiveUp(reason=f"{sentence}; --max-restarts is used up")
+    return Keep(
+        proven=proven,
+        restarts_left=held.restarts_left - 1,
+        reason=f"{sentence}; starting again under the same plan",
+    )
+
+
+def _failures(ended: Sequence[NodeRecord]) -> list[Failure]:
+    """What the nodes say of the end, each sentence once."""
+    return sorted({record.failure for record in ended if record.failure}, key=lambda one: one.sentence)
 
 
 def _after_death(failures: Sequence[Failure], plan: Plan, held: Decision, written: Sequence[str]) -> TryNext | GiveUp:

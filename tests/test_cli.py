@@ -27,6 +27,8 @@ OWN_FLAGS = {
     "--pipette-plan",
     "--pipette-probe",
     "--pipette-schedules",
+    "--pipette-spares",
+    "--pipette-tolerate",
     "--pipette-trial-iters",
     "--pipette-trials",
     "--pipette-version",

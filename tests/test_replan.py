@@ -11,7 +11,8 @@ from facts_for_tests import tiny_cluster
 from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.round import Decision, NodeRecord
-from pipette_launch.replan import GiveUp, Keep, Measure, TryNext, decide
+from pipette_launch.facts.results.templates import refit
+from pipette_launch.replan import Finish, GiveUp, Keep, Measure, Step, TryNext, UseTemplate, decide
 
 SHORT = Failure(cause="out of memory: NCCL's buffers", kind="out-of-memory", rank=0, exit_code=1)
 
@@ -87,15 +88,19 @@ def test_a_restart_keeps_the_plan() -> None:
     """A worker that dies after the first iteration changes nothing."""
     died = record("a", attempt=0, verdict="after-first-iteration", failure=Failure(cause="", rank=0, exit_code=-9))
 
-    assert Keep(proven=True) == decide([died, record("b")], ["a", "b"], decision("b", "a"))
+    held = replace(decision("b", "a"), restarts_left=1)
+
+    why = "rank 0 ended with signal 9; starting again under the same plan"
+    assert Keep(proven=True, restarts_left=0, reason=why) == decide([died, record("b")], ["a", "b"], held)
 
 
 def test_a_plan_that_has_trained_is_kept() -> None:
     """A restart that dies at once, on a broken device for one, proves nothing against the plan."""
     died = record("a", attempt=0, verdict="before-first-iteration", failure=Failure(cause="", rank=0, exit_code=1))
-    proven = replace(decision("a"), proven=True)
+    proven = replace(decision("a"), proven=True, restarts_left=3)
 
-    assert Keep(proven=True) == decide([died], ["a"], proven)
+    why = "rank 0 ended with exit code 1; starting again under the same plan"
+    assert Keep(proven=True, restarts_left=2, reason=why) == decide([died], ["a"], proven)
 
 
 def test_one_witness_of_an_iteration_is_enough() -> None:
@@ -103,7 +108,10 @@ def test_one_witness_of_an_iteration_is_enough() -> None:
     died = record("a", attempt=0, verdict="before-first-iteration", failure=Failure(cause="", rank=0, exit_code=1))
     heard = record("b", attempt=0, verdict="after-first-iteration")
 
-    assert Keep(proven=True) == decide([died, heard], ["a", "b"], decision("a", "b"))
+    step = decide([died, heard], ["a", "b"], replace(decision("a", "b"), restarts_left=1))
+
+    assert isinstance(step, Keep)
+    assert step.proven
 
 
 def test_a_plan_that_cannot_start_gives_way() -> None:
@@ -147,7 +155,7 @@ def test_what_no_plan_can_cause_ends_the_job() -> None:
     """A missing file is missing under every plan; the sentence says so."""
     why = f"{NO_FILE.sentence}; no other plan is tried: what is missing is missing under every plan"
 
-    assert GiveUp(reason=why) == decide([death(TERMINATED), death(NO_FILE)], ["a"], decision("a"))
+    assert GiveUp(reason=why) == decide([death(TERMINATED), death(NO_FILE)], ["a", "b"], decision("a", "b"))
 
 
 def test_one_exception_under_two_layouts_ends_the_job() -> None:
@@ -169,14 +177,19 @@ def test_an_exception_of_one_layout_goes_on_to_the_next_plan() -> None:
 
 def test_a_node_that_ran_out_of_memory_outweighs_the_others() -> None:
     """What the others say is what they miss of it."""
-    assert TryNext(attempt=2, reason=NO_FILE.sentence) == decide([death(SHORT), death(NO_FILE)], ["a"], decision("a"))
+    assert TryNext(attempt=2, reason=NO_FILE.sentence) == decide(
+        [death(SHORT), death(NO_FILE)], ["a", "b"], decision("a", "b")
+    )
 
 
 def test_the_users_own_configuration_is_the_last_resort() -> None:
     """Past the last candidate a death is an ordinary failure."""
     died = record("a", attempt=2, verdict="before-first-iteration", failure=Failure(cause="", rank=0, exit_code=1))
 
-    assert Keep(proven=False) == decide([died], ["a"], decision("a", attempt=2))
+    step = decide([died], ["a"], replace(decision("a", attempt=2), restarts_left=1))
+
+    assert isinstance(step, Keep)
+    assert (False, 0) == (step.proven, step.restarts_left)
 
 
 def test_a_stale_verdict_counts_no_more() -> None:
@@ -216,3 +229,148 @@ def test_a_plan_outlives_hosts_that_stood_by() -> None:
     for hosts in ("ab", "abcd", "acd"):
         step = decide([record(name) for name in hosts], [*hosts], held)
         assert Measure(reason=f"the hosts changed from a, b, c to {', '.join(hosts)}") == step
+
+
+# -- every state that a job is in, and everything that may happen to it --------------------------------------------
+
+PLAN = decision("a", "b", "c").plan
+SMALLER = decision("a", "b").plan
+assert PLAN is not None
+assert SMALLER is not None
+WITH_TEMPLATE = replace(PLAN, templates=(SMALLER,), other_hosts=("s",))
+"""Three hosts of four train, and the fourth is a spare; there is a plan for two."""
+ON_TEMPLATE = refit(WITH_TEMPLATE, ["a", "c"])
+assert ON_TEMPLATE is not None
+TRAINS = replace(decision("a", "b", "c"), plan=WITH_TEMPLATE, standby=("token-s",), standby_hosts=("s",))
+STATES: dict[str, Decision | None] = {
+    "no plan held": None,
+    "warm-up": replace(TRAINS, phase="warmup", plan=None),
+    "trial": replace(TRAINS, phase="trial", trial=1),
+    "unproven": replace(TRAINS, restarts_left=1),
+    "proven": replace(TRAINS, proven=True, restarts_left=1),
+    "no restarts left": replace(TRAINS, proven=True),
+    "second candidate": replace(TRAINS, attempt=1, proven=True, restarts_left=1),
+    "on template": replace(decision("a", "c"), plan=ON_TEMPLATE, proven=True, restarts_left=1),
+}
+STRANGE = Failure(cause="it went wrong", rank=1, exit_code=1)
+EVENTS: dict[str, tuple[str, str, Any, Failure | None]] = {
+    # Hosts that are there where three train; where two train; how the attempt ended on each; why on the first of them.
+    "nothing": ("abcs", "ac", "none", None),
+    "done": ("abcs", "ac", "done", None),
+    "died early": ("abcs", "ac", "before-first-iteration", STRANGE),
+    "died later": ("abcs", "ac", "after-first-iteration", STRANGE),
+    "out of memory": ("abcs", "ac", "before-first-iteration", SHORT),
+    "spare lost": ("abc", "ac", "none", None),
+    "host lost, spare there": ("acs", "acs", "after-first-iteration", STRANGE),
+    "host lost, no spare": ("ac", "as", "before-first-iteration", STRANGE),
+    "host came back": ("abcs", "abc", "none", None),
+    "too few": ("a", "a", "after-first-iteration", STRANGE),
+    "unknown": ("abx", "ax", "after-first-iteration", STRANGE),
+}
+EXPECTED: dict[str, dict[str, type[Step]]] = {
+    "no plan held": dict.fromkeys(EVENTS, Measure),
+    "warm-up": {**dict.fromkeys(EVENTS, Measure), "too few": GiveUp},
+    "trial": {**dict.fromkeys(EVENTS, Measure), "too few": GiveUp},
+}
+TRAINING: dict[str, type[Step]] = {
+    "nothing": Keep,
+    "done": Finish,
+    "died early": Keep,
+    "died later": Keep,
+    "out of memory": Keep,
+    "spare lost": Keep,
+    "host lost, spare there": UseTemplate,
+    "host lost, no spare": UseTemplate,
+    "host came back": Keep,
+    "too few": GiveUp,
+    "unknown": Measure,
+}
+EXPECTED["proven"] = EXPECTED["second candidate"] = TRAINING
+EXPECTED["unproven"] = {**TRAINING, "died early": TryNext, "out of memory": TryNext}
+EXPECTED["no restarts left"] = {**TRAINING, **dict.fromkeys(("died early", "died later", "out of memory"), GiveUp)}
+EXPECTED["on template"] = {**TRAINING, "host came back": UseTemplate}
+
+
+def happened(state: str, event: str) -> Step:
+    """What follows an event in a state; at least two nodes have to train."""
+    held = STATES[state]
+    three, two, verdict, failure = EVENTS[event]
+    hosts = [*(two if state == "on template" else three)]
+    attempt = held.attempt if held else 0
+    nodes = [
+        record(host, attempt=attempt, verdict=verdict, failure=None if index else failure)
+        for index, host in enumerate(hosts)
+    ]
+    return decide(nodes, hosts, held, lost={"b": "its agent is gone"}, least_nodes=2)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("state", STATES)
+def test_every_event_in_every_state(state: str, event: str) -> None:
+    """One kind of step follows, whatever else is the case; a loss costs no restart, and a failure costs one."""
+    held, step = STATES[state], happened(state, event)
+
+    assert EXPECTED[state][event] is type(step)
+    if isinstance(step, Keep):
+        assert held is not None
+        failed = EVENTS[event][3] is not None
+        assert held.restarts_left - failed == step.restarts_left
+        assert failed == bool(step.reason)
+    if isinstance(step, UseTemplate):
+        there = [*EVENTS[event][state == "on template"]]
+        assert {*step.plan.hosts} <= {*there}
+        assert 2 <= len(step.plan.hosts)
+
+
+def test_a_spare_takes_the_place_of_a_lost_host() -> None:
+    """The plan, the candidate that ran and what is known of it stay; the sentence says who, why, and what comes."""
+    step = happened("second candidate", "host lost, spare there")
+
+    assert isinstance(step, UseTemplate)
+    assert (("a", "s", "c"), 1, True) == (step.plan.hosts, step.attempt, step.proven)
+    assert (
+        "b is lost (its agent is gone), s takes its place; going on with 3 of 4 nodes: tp1 pp1 dp6 mbs1, 1.00 s a step "
+        "predicted"
+    ) == step.reason
+
+
+def test_without_a_spare_fewer_hosts_go_on() -> None:
+    """The template has not trained yet, and begins with its first candidate."""
+    step = happened("second candidate", "host lost, no spare")
+
+    assert isinstance(step, UseTemplate)
+    assert (("a", "c"), 0, False) == (step.plan.hosts, step.attempt, step.proven)
+    assert step.reason.startswith("b is lost (its agent is gone), s is lost; going on with 2 of 4 nodes: ")
+
+
+def test_a_host_that_comes_back_brings_the_larger_plan_back() -> None:
+    """The plan of before is a template of the one in force."""
+    step = happened("on template", "host came back")
+
+    assert isinstance(step, UseTemplate)
+    assert {"a", "b", "c"} == {*step.plan.hosts}
+    assert step.reason.startswith("b is back; going on with 3 of 4 nodes: ")
+
+
+def test_a_known_host_that_nobody_needs_stands_by() -> None:
+    """Where no plan is for more hosts its return changes nothing."""
+    held = replace(decision("a", "c"), plan=replace(ON_TEMPLATE, templates=()), proven=True)
+
+    assert Keep(proven=True) == decide([record(name) for name in "acs"], [*"acs"], held)
+
+
+def test_a_host_that_was_left_out_stays_out() -> None:
+    """One that stands by and is unknown to the plan, a sick one, neither trains nor hinders the others."""
+    held = replace(TRAINS, standby=("token-s", "token-z"), standby_hosts=("s", "z"))
+    step = decide([record(name) for name in "acsz"], [*"acsz"], held)
+
+    assert isinstance(step, UseTemplate)
+    assert {"a", "c", "s"} == {*step.plan.hosts}
+
+
+def test_too_few_hosts_end_the_job_with_who_is_lost() -> None:
+    """--nnodes says how few may train."""
+    step = happened("proven", "too few")
+
+    assert isinstance(step, GiveUp)
+    assert "b is lost (its agent is gone), c is lost, s is lost; 1 node is left, and --nnodes wants 2" == step.reason

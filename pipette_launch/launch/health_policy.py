@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +29,13 @@ class Ruling:
     """What to tell the user, one sentence each."""
     stops: bool = False
     """The job must not train."""
+    spares: tuple[str, ...] = ()
+    """Hosts that are to run no workers until another is lost."""
+
+    @property
+    def on_standby(self) -> tuple[str, ...]:
+        """All hosts that are to run no workers."""
+        return (*self.leave_out, *self.spares)
 
 
 def rule(
@@ -70,6 +77,45 @@ def rule(
     return Ruling(leave_out=out, reasons=(*words, f"{named} {does} on standby, as --pipette-on-sick=exclude asks"))
 
 
+def with_spares(
+    ruling: Ruling,
+    verdicts: Sequence[Verdict],
+    hosts: Sequence[str],
+    *,
+    count: int,
+    least_nodes: int,
+    why_not: Callable[[tuple[str, ...]], str],
+) -> Ruling:
+    """Hold hosts back as spares, of those that are not left out: the sick ones first, else the last in order.
+
+    Args:
+        ruling: who is left out.
+        verdicts: of these hosts, sick or not.
+        hosts: in torchrun's order.
+        count: how many spares the user wants.
+        least_nodes: how few may train, MIN of --nnodes.
+        why_not: says why the job cannot run on these hosts alone; empty where it can.
+
+    """
+    if not count or ruling.stops:
+        return ruling
+    left = [host for host in hosts if host not in ruling.leave_out]
+    num_spares = max(min(count, len(left) - max(least_nodes, 1)), 0)
+    sick = hosts_to_leave([one for one in verdicts if one.is_sick and one.host in left], left)
+    order = sorted(left, key=lambda host: (host not in sick, -left.index(host)))
+    spares = tuple(host for host in left if host in order[:num_spares])
+    fewer = f"--pipette-spares {count}: --nnodes wants {least_nodes} of {len(left)} nodes, so {num_spares} stand by"
+    words = (fewer,) if num_spares < count else ()
+    hindrance = why_not(tuple(host for host in left if host not in spares)) if spares else ""
+    if hindrance:
+        words = (f"--pipette-spares {count}: no node stands by, since without {', '.join(spares)} {hindrance}",)
+        return replace(ruling, reasons=(*ruling.reasons, *words))
+    if spares:
+        does = "stands by as a spare" if len(spares) == 1 else "stand by as spares"
+        words = (*words, f"{', '.join(spares)} {does}, as --pipette-spares asks")
+    return replace(ruling, spares=spares, reasons=(*ruling.reasons, *words))
+
+
 def measured(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     """Return those that are worth remembering."""
     return tuple(verdict for verdict in verdicts if verdict.kind in MEASURED)
@@ -108,6 +154,6 @@ def _remedy(out: Sequence[str], flags: str) -> str:
 
 
 def apart(bare: Decision, hosts: tuple[Host, ...], ruling: Ruling) -> tuple[Decision, tuple[Host, ...]]:
-    """Put the hosts that a ruling leaves out on standby; returns the decision and the other hosts."""
-    rest = tuple(host for host in hosts if host.name not in ruling.leave_out)
-    return bare.leaving_out(ruling.leave_out), rest
+    """Put the hosts that a ruling leaves out or holds back on standby; returns the decision and the other hosts."""
+    rest = tuple(host for host in hosts if host.name not in ruling.on_standby)
+    return bare.leaving_out(ruling.on_standby), rest

@@ -32,7 +32,7 @@ from pipette_launch.probe.progress import last_error, last_sign
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from pipette_launch.agent.controller import Node, WorkerCommand
     from pipette_launch.agent.sync.rendezvous import RendezvousSettings
@@ -129,11 +129,14 @@ class NodeController:
             verdict=verdict,
             failure=failure,
             has_plan=has_plan,
+            max_restarts=self._options.max_restarts,
         )
 
-    def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
-        """Decide for all nodes what a new round does."""
-        return self._coordinator.decide(records, held)
+    def decide(
+        self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str] | None = None
+    ) -> Decision:
+        """Decide for all nodes what a new round does; `lost` says of hosts that are gone why they are believed lost."""
+        return self._coordinator.decide(records, held, lost)
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
         """Turn what the warm-up measured into a plan."""
@@ -214,6 +217,8 @@ class NodeController:
         if self._shown == (plan, decision.attempt):
             return
         self._shown = (plan, decision.attempt)
+        if decision.is_refitted:
+            return  # The reason names it, and whoever waits for the job to go on needs no more.
         if decision.attempt > 0:
             choice = decision.choice
             what = (

@@ -90,12 +90,6 @@ def _part(host: Host, num_agents: int) -> Host:
     )
 
 
-def restart_words(records: Sequence[NodeRecord]) -> str:
-    """Say why workers start again under what they ran before; empty when only the nodes changed."""
-    failures = sorted(record.failure.sentence for record in records if record.failure)
-    return f"{failures[0]}; starting again under the same plan" if failures else ""
-
-
 def joined(*sentences: str) -> str:
     """Join what there is to say; some of it may be empty."""
     return "; ".join(sentence for sentence in sentences if sentence)

@@ -47,6 +47,12 @@ class Options:
     is_function: bool = False
     """Whether torchrun runs the script as a function (`--run-path`)."""
     seed: int = defaults.SEED
+    tolerate: int = 0
+    """For the loss of up to so many hosts plans are made ahead, as far as MIN of --nnodes allows."""
+    spares: int = 0
+    """So many hosts are measured with the others and stand by, as far as MIN of --nnodes allows."""
+    max_restarts: int = 0
+    """--max-restarts."""
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.probe_to is not None:
@@ -57,6 +63,9 @@ class Options:
             raise UsageError("--pipette-budget must be finite, got inf; name a number of seconds")
         if self.trials < 0:
             raise UsageError(f"--pipette-trials must be at least 0, got {self.trials}")
+        for name, value in (("tolerate", self.tolerate), ("spares", self.spares)):
+            if value < 0:
+                raise UsageError(f"--pipette-{name} must be at least 0, got {value}")
         if self.trial_iters < LEAST_TRIAL_ITERS:
             raise UsageError(
                 f"--pipette-trial-iters must be at least {LEAST_TRIAL_ITERS}, got {self.trial_iters}: fewer step times "

@@ -27,16 +27,27 @@ class Script:
         self.device_name = ""
         """Of the first device, as soon as it is known."""
 
-    def read(self, world_size: int, device_kind: str) -> Job:
-        """Read the job for so many ranks; raises what `megatron.read_job` does."""
+    def read(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
+        """Read the job for so many ranks; raises what `megatron.read_job` does.
+
+        Args:
+            world_size: how many.
+            device_kind: `cuda` or `cpu`.
+            global_batch_size: that of the same job on other ranks; then its own configuration need not suit these.
+
+        """
+        words = self._options.script_arguments
+        if global_batch_size is not None and megatron.global_batch_size(words) is None:
+            words = (*words, "--global-batch-size", str(global_batch_size))
         return megatron.read_job(
-            self._options.script_arguments,
+            words,
             world_size=world_size,
             megatron_version=megatron.script_version(self._options.script, self._environ),
             device_kind=device_kind,
             fix=self._options.fix,
             environment=self._environ,
             device_name=self.device_name,
+            for_planning=global_batch_size is not None,
         )
 
     def words(self, job: Job, layout: Layout) -> tuple[str, ...]:

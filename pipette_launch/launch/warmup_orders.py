@@ -39,6 +39,7 @@ def probe_options(
     folder: Path,
     known: Path | None = None,
     conditions: Sequence[DeviceCondition] = (),
+    num_training: int | None = None,
 ) -> ProbeOptions:
     """Write the orders of a warm-up.
 
@@ -49,6 +50,7 @@ def probe_options(
         folder: a private one, where the first worker leaves what was measured.
         known: what was measured on these hosts before, if anything was.
         conditions: of the hosts' devices, in slot order; empty = not known.
+        num_training: so many of the hosts will train, and the others stand by; None for all.
 
     Raises:
         UsageError: the file of --pipette-probe cannot be written.
@@ -65,8 +67,10 @@ def probe_options(
 
     devices = len(hosts[0].devices)
     kind = hosts[0].devices[0].kind
-    legal = cuts(job, world_size=len(hosts) * devices, devices_per_host=devices, device_kind=kind)
-    cases = compute_cases(job.own, legal.columns)
+    # What those will compute that train; then what plans for all would, in which the adviser looks for links.
+    sizes = dict.fromkeys((len(hosts) if num_training is None else num_training, len(hosts)))
+    legal = (cuts(job, world_size=size * devices, devices_per_host=devices, device_kind=kind) for size in sizes)
+    cases = tuple(dict.fromkeys(case for one in legal for case in compute_cases(job.own, one.columns)))
     return ProbeOptions(
         job=job,
         hosts=hosts,

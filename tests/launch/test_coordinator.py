@@ -272,7 +272,9 @@ def test_a_restart_keeps_everything(tmp_path: Path) -> None:
         [replace(node, verdict="before-first-iteration") for node in died], kept
     )
 
-    assert replace(held, reason="x; starting again under the same plan", proven=True) == kept == again
+    expected = replace(held, reason="x; starting again under the same plan", proven=True, restarts_left=2)
+    assert expected == kept
+    assert replace(expected, restarts_left=1) == again
 
 
 def test_words_that_the_user_wrote_are_no_plans_fault(tmp_path: Path) -> None:

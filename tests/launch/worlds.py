@@ -34,6 +34,7 @@ def records(count: int = 2, **changes: Any) -> list[NodeRecord]:
                 verdict="none",
                 failure=None,
                 has_plan=False,
+                max_restarts=3,
             ),
             **changes,
         )

@@ -13,8 +13,8 @@ from pipette_launch.facts.machines.cluster import Host
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.results.plan import Choice, Plan
 
-AttemptEnd = Literal["none", "before-first-iteration", "after-first-iteration"]
-"""How an attempt at training ended on one node; `none` before the first."""
+AttemptEnd = Literal["none", "before-first-iteration", "after-first-iteration", "done"]
+"""How an attempt at training ended on one node; `none` before the first, `done` where all its workers ended well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,8 @@ class NodeRecord:
     """Whether the trouble is that a flag asks for what this machine does not have."""
     conditions: tuple[DeviceCondition, ...] = ()
     """What the driver reports of this node's devices, in the order of the local ranks."""
+    max_restarts: int = 0
+    """--max-restarts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,10 @@ class Decision:
     """It failed by what the user's own flags ask for: the exit code is argparse's."""
     free: bool = False
     """The launcher itself takes the step, so that it does not count against `--max-restarts`."""
+    restarts_left: int = 0
+    """How many failures of the job are still forgiven. The loss of a host is none, nor is a plan that cannot start."""
+    is_refitted: bool = False
+    """The plan was made before and is fitted to these hosts; `reason` says which one it is."""
     probe_options: str = ""
     """Options of the warm-up, a document of the probe; empty in other phases."""
 

@@ -65,6 +65,30 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
         PlanError: the plan changes what this job pins.
 
     """
+    adopted = suited(plan, job, key, source)
+    adopted = replace(adopted, provenance=replace(adopted.provenance, source="file"))
+    if plan.provenance.key == key:
+        return adopted, ""
+    note = (
+        f"{source} was made for another job, other machines or other versions (its key is {plan.provenance.key}, this "
+        f"job's is {key}): its predictions may not hold here"
+    )
+    return replace(adopted, notes=(*adopted.notes, note)), note
+
+
+def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
+    """Make a plan that was made before one of this job: with its own configuration, and without what it pins otherwise.
+
+    Args:
+        plan: for as many hosts as the job has.
+        job: what is to run.
+        key: of this job.
+        source: where the plan is from, for the error.
+
+    Raises:
+        PlanError: the plan changes what this job pins.
+
+    """
     # The record beside a checkpoint keeps its own configuration; in another job that is a configuration like any other.
     keeps_own = plan.keeps_own and plan.chosen.layout == job.own
     if not keeps_own:
@@ -82,7 +106,7 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
     alternatives = tuple(choice for choice in plan.alternatives if not _changed_pins(choice, job))
     # What was tried in another job, or beside other plans, settles nothing here.
     is_same = plan.provenance.key == key and alternatives == plan.alternatives
-    adopted = replace(
+    return replace(
         plan,
         keeps_own=keeps_own,
         alternatives=alternatives,
@@ -90,15 +114,8 @@ def adopt(plan: Plan, job: Job, key: str, source: str) -> tuple[Plan, str]:
         num_in_line=plan.num_in_line if is_same else None,
         own=own,
         own_fault="",  # a job that runs was read with a layout that Megatron takes
-        provenance=replace(plan.provenance, key=key, source="file"),
+        provenance=replace(plan.provenance, key=key),
     )
-    if plan.provenance.key == key:
-        return adopted, ""
-    note = (
-        f"{source} was made for another job, other machines or other versions (its key is {plan.provenance.key}, this "
-        f"job's is {key}): its predictions may not hold here"
-    )
-    return replace(adopted, notes=(*adopted.notes, note)), note
 
 
 def _changed_pins(choice: Choice, job: Job) -> list[str]:

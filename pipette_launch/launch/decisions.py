@@ -1,0 +1,106 @@
+"""Writes what is decided: words and variables of a plan, or of the user's own configuration where planning fails."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.launch.nodes import joined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pipette_launch.facts import Job, Plan
+    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.launch.options import Options
+    from pipette_launch.launch.plans.planner import Planner
+    from pipette_launch.launch.trials.run import TrialCoordinator
+    from pipette_launch.launch.user_script import Script
+
+logger = logging.getLogger(__name__)
+
+
+class DecisionWriter:
+    """Turns plans and errors into decisions for all nodes."""
+
+    def __init__(
+        self,
+        options: Options,
+        script: Script,
+        planner: Planner,
+        trials: TrialCoordinator,
+        *,
+        interruption: type[Exception],
+    ) -> None:
+        """Begin.
+
+        Args:
+            options: what the user asked for.
+            script: as the user named it.
+            planner: knows the job.
+            trials: come before a plan's training.
+            interruption: what a signal raises; it is no failure of a plan.
+
+        """
+        self._options = options
+        self._script = script
+        self._planner = planner
+        self._trials = trials
+        self._interruption = interruption
+        self.is_start = True
+        """No round came before this one."""
+
+    def train(
+        self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str, is_tried: bool = True
+    ) -> Decision:
+        """Write the decision to run a plan's candidate, with the words that its script is given."""
+        following = replace(
+            bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason, free=attempt > 0
+        )
+        choice = following.choice
+        needed = self._script.environment(choice.layout if choice else job.own, plan.device_kind, is_own=choice is None)
+        following = replace(
+            following,
+            script_arguments=self._script.words(job, choice.layout if choice else job.own),
+            environment=needed,
+            patches=self._planner.patches,
+        )
+        if attempt == 0 and is_tried and (following := self._trials.open(following, job)).phase == "trial":
+            return following
+        self._script.leave_record(plan, following.choice)
+        if self._options.dry_run:
+            return replace(following, phase="stop")
+        return following
+
+    def guarded(self, bare: Decision, decide: Callable[[], Decision]) -> Decision:
+        """Decide; when that fails, train with the user's own configuration, or stop if the user wants or erred."""
+        self._planner.job = None
+        is_misuse = False
+        try:
+            return decide()
+        except self._interruption:
+            raise
+        except PipetteError as error:
+            reason = str(error)
+            # Once a job runs, hosts may go: that their plan is for others is then nobody's error.
+            is_misuse = isinstance(error, UsageError) and self.is_start and self._options.on_error != "train"
+        except Exception as error:
+            logger.exception("planning failed")
+            reason = f"planning failed by an error of pipette-launch itself: {type(error).__name__}: {error}"
+        reason = joined(bare.reason, reason)
+        if is_misuse or self._options.on_error == "fail" or self._options.only_looks:
+            return replace(bare, phase="stop", failed=True, is_misuse=is_misuse, reason=reason)
+        reason = f"{reason}; training with your own configuration as torchrun would"
+        following = replace(bare, patches=self._planner.patches, reason=reason)
+        return following if self._planner.job is None else self._as_checkpoint_demands(following, self._planner.job)
+
+    def _as_checkpoint_demands(self, following: Decision, job: Job) -> Decision:
+        """Put in the sizes that a checkpoint dictates, without which it cannot be loaded; other words stay."""
+        try:
+            words = self._script.words(job, job.own)
+        except PipetteError:
+            return following
+        needed = self._script.environment(job.own, self._planner.device_kind, is_own=True)
+        return replace(following, script_arguments=words, environment=needed)

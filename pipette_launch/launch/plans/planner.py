@@ -1,0 +1,189 @@
+"""The plan of a job for given hosts: read, searched for in what was measured, or fitted to the hosts that are left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipette_launch import megatron
+from pipette_launch.errors import MegatronError
+from pipette_launch.facts.some_hosts import without_hosts
+from pipette_launch.launch.cache.measurements import MachineMeasurements
+from pipette_launch.launch.cache.plan_files import adopt, named_plan, suited
+from pipette_launch.launch.cache.plans import Cache, key_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from pipette_launch.facts import Host, Job, Measurements, Plan
+    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.launch.options import Options
+    from pipette_launch.launch.user_script import Script
+    from pipette_launch.replan import UseTemplate
+
+CPU_PATCHES = ("cpu_backend",)
+"""What stock Megatron needs to train without a GPU."""
+
+
+class Planner:
+    """Knows the job and what was measured of its hosts; makes and keeps plans on the node that decides for all."""
+
+    def __init__(self, options: Options, script: Script, environ: Mapping[str, str], *, least_nodes: int) -> None:
+        """Begin.
+
+        Args:
+            options: what the user asked for.
+            script: as the user named it.
+            environ: the user's own variables.
+            least_nodes: how few may train, MIN of --nnodes.
+
+        """
+        self._options = options
+        self._script = script
+        self._environ = environ
+        self._least_nodes = least_nodes
+        self.versions: dict[str, str] = {}
+        self.job: Job | None = None
+        """The job as it was read last; None where nothing is known of it."""
+        self.patches: tuple[str, ...] = ()
+        self.device_kind = ""
+        self.cache = Cache(None, "")
+        """The folder of the plan in force."""
+        self.measurements: Measurements | None = None
+        """What the plan in force rests on, where it is known."""
+        self.surveyed: Measurements | None = None
+        """The same of all hosts that were measured with its own, spares among them."""
+
+    # -- the job, for given hosts ---------------------------------------------------------------------------------
+
+    def read_job(self, world_size: int, device_kind: str, *, global_batch_size: int | None = None) -> Job:
+        """Read the job for so many ranks; raises what `megatron.read_job` does.
+
+        Args:
+            world_size: how many.
+            device_kind: `cuda` or `cpu`.
+            global_batch_size: that of the job so far; then its own configuration need not suit these ranks.
+
+        """
+        self.job = job = self._script.read(world_size, device_kind, global_batch_size=global_batch_size)
+        self.device_kind = device_kind
+        # Known to be Megatron's: without a GPU it needs the patches, whatever becomes of the plan.
+        self.patches = CPU_PATCHES if device_kind == "cpu" and self._options.runs_python else ()
+        return job
+
+    def read_keyed(self, hosts: Sequence[Host], *, global_batch_size: int | None = None) -> Job:
+        """Read the job for these hosts, and turn to the folder of its plan."""
+        world_size, kind = len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind
+        job = self.read_job(world_size, kind, global_batch_size=global_batch_size)
+        settings = [*self._options.plan_settings]
+        num_templates = min(self._options.tolerate, len(hosts) - self._least_nodes)
+        if num_templates > 0:
+            settings += ["templates", num_templates]
+        self.cache = Cache(self._options.cache, key_of(hosts, job, self.versions, settings, environ=self._environ))
+        return job
+
+    def read_with_spares(self, hosts: Sequence[Host], num_spares: int) -> Job:
+        """Read the job for all hosts, though some stand by: its own configuration need not suit all of them."""
+        try:
+            return self.read_keyed(hosts)
+        except MegatronError:
+            if not num_spares:
+                raise
+        size, kind = len(hosts[0].devices), hosts[0].devices[0].kind
+        training = self.read_job((len(hosts) - num_spares) * size, kind)
+        return self.read_keyed(hosts, global_batch_size=training.batch.global_batch_size)
+
+    # -- its plan -------------------------------------------------------------------------------------------------
+
+    def machine_measurements(self, hosts: Sequence[Host]) -> MachineMeasurements:
+        """What was measured of these hosts for whatever job."""
+        return MachineMeasurements(self._options.cache, hosts, self.versions, environ=self._environ)
+
+    def from_file(self, path: Path, job: Job, hosts: Sequence[Host]) -> Plan:
+        """Return the plan that the user named, as a plan of this job; the screen shows its notes."""
+        adopted, note = adopt(named_plan(path, hosts), job, self.cache.key, str(path))
+        self.measurements = None if note else self.cache.measurements()
+        return adopted
+
+    def solve(self, job: Job, measurements: Measurements, *, surveyed: Measurements, spares: Sequence[str]) -> Plan:
+        """Search for a plan, and keep it.
+
+        Args:
+            job: for the hosts that train.
+            measurements: of these hosts.
+            surveyed: of all hosts that were measured with them.
+            spares: hosts that were measured with them and stand by.
+
+        """
+        from pipette_launch.launch.plans.planning import make_plan
+        from pipette_launch.launch.setting import with_setting
+        from pipette_launch.search.templates import TemplateNeeds
+
+        self.job = job
+        words, size = self._options.script_arguments, measurements.cluster.devices_per_host
+        needs = TemplateNeeds(
+            tolerate=self._options.tolerate,
+            least_hosts=self._least_nodes,
+            job_of=lambda num_hosts: self._script.read(
+                num_hosts * size, measurements.cluster.device_kind, global_batch_size=job.batch.global_batch_size
+            ),
+            continuation_of=lambda layout: megatron.continuation(words, job, layout),
+        )
+        plan = make_plan(
+            job,
+            measurements,
+            self.cache.outcomes(measurements.cluster.hosts[0]),
+            options=self._options,
+            key=self.cache.key,
+            needs=needs,
+        )
+        plan = with_setting(
+            plan,
+            job,
+            measurements,
+            script=self._options.script,
+            arguments=words,
+            machines=f"measured at {measurements.taken_at}",
+        )
+        plan = replace(plan, other_hosts=tuple(spares))
+        self.cache.keep_plan(plan, measurements)
+        self.measurements, self.surveyed = measurements, surveyed
+        return plan
+
+    # -- after the loss of a host ---------------------------------------------------------------------------------
+
+    def recall(self, held: Decision) -> None:
+        """Look for what the plan in force rests on, if another node made it."""
+        if self.surveyed is None and held.plan is not None:
+            self.surveyed = Cache(self._options.cache, held.plan.provenance.key).measurements()
+
+    def surveyed_of(self, hosts: Sequence[str]) -> Measurements | None:
+        """What was measured of these hosts; None where one of them was not."""
+        if self.surveyed is None:
+            return None
+        known = [host.name for host in self.surveyed.cluster.hosts]
+        return without_hosts(self.surveyed, set(known) - set(hosts)) if set(hosts) <= set(known) else None
+
+    def fitted(self, step: UseTemplate, hosts: Sequence[Host], given: Sequence[str] | None) -> tuple[Job, Plan]:
+        """Make a template the plan of the hosts that are left, with its ranks placed for the links between them.
+
+        Args:
+            step: the template, with these hosts in it.
+            hosts: those that run its ranks, in torchrun's order.
+            given: the words of the script before, which say how large the global batch is.
+
+        Raises:
+            PipetteError: the job cannot run so, or its checkpoint cannot be loaded so.
+
+        """
+        batch = megatron.global_batch_size(given or self._options.script_arguments)
+        job = self.read_keyed(hosts, global_batch_size=batch)
+        plan = suited(step.plan, job, self.cache.key, "the plan that was made ahead")
+        self.measurements = measurements = self.surveyed_of(plan.hosts)
+        if measurements is None:
+            return job, plan
+        from pipette_launch.launch.plans.planning import placed_for
+
+        outcomes = self.cache.outcomes(hosts[0])
+        return job, placed_for(plan, step.attempt, job, measurements, outcomes, options=self._options)

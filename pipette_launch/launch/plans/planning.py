@@ -1,0 +1,117 @@
+"""From measurements to a plan, with what earlier jobs taught."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+
+from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
+from pipette_launch.cost.learned.corrected import corrections_from
+from pipette_launch.facts import Job, Measurements, Plan, Provenance
+from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.results.templates import in_order_of
+from pipette_launch.launch.options import Options
+from pipette_launch.search.candidates import SearchInputs
+from pipette_launch.search.solve import SolveOptions, solve
+from pipette_launch.search.templates import TemplateNeeds, placed_anew, with_cases_of, with_templates
+
+SOLVE_S = 10.0
+"""The most that planning may take of the user's budget; the search is anytime."""
+PLACING_S = 0.5
+"""The most that ranks are placed anew after the loss of a host: every GPU waits."""
+
+
+def make_plan(
+    job: Job,
+    measurements: Measurements,
+    outcomes: Sequence[Outcome],
+    *,
+    options: Options,
+    key: str,
+    needs: TemplateNeeds | None = None,
+) -> Plan:
+    """Search for a plan, and for its templates.
+
+    Args:
+        job: the model, the batch, the user's own layout and its pins.
+        measurements: the allocation and what was measured on it.
+        outcomes: of earlier jobs on such machines.
+        options: budget, margins, seed.
+        key: of the cache; stored in the plan.
+        needs: what the plans for fewer hosts have to heed; None makes none.
+
+    Raises:
+        PlanError: no layout is legal, fits or can be priced.
+
+    """
+    corrections = corrections_from(outcomes)
+    solve_options = _solve_options(options, min(options.budget_s, SOLVE_S))
+    plan = solve(
+        job,
+        with_extrapolated_times(job, measurements),
+        options=solve_options,
+        clock=time.monotonic,
+        provenance=_measured_now(measurements, key),
+        corrections=corrections,
+    )
+    if needs is None:
+        return plan
+    return with_templates(
+        plan, measurements, needs, options=solve_options, clock=time.monotonic, corrections=corrections
+    )
+
+
+def placed_for(
+    plan: Plan,
+    attempt: int,
+    job: Job,
+    measurements: Measurements,
+    outcomes: Sequence[Outcome],
+    *,
+    options: Options,
+) -> Plan:
+    """Place the ranks of one candidate of a plan anew for the hosts that it got, and predict its step on them.
+
+    Args:
+        plan: with these hosts in it.
+        attempt: which candidate runs; past the last, the user's own configuration, which stays in torchrun's order.
+        job: for these hosts.
+        measurements: of these hosts.
+        outcomes: of earlier jobs on such machines.
+        options: margins, seed.
+
+    """
+    plan = in_order_of(plan, [host.name for host in measurements.cluster.hosts])
+    candidates = plan.candidates()
+    if attempt >= len(candidates):
+        return plan
+    ends_s = time.monotonic() + PLACING_S
+    inputs = SearchInputs.of(
+        job,
+        with_extrapolated_times(job, with_cases_of(job, measurements)),
+        memory_margin=options.memory_margin,
+        corrections=corrections_from(outcomes),
+    )
+    placed = placed_anew(inputs, candidates[attempt], seed=options.seed, is_late=lambda: time.monotonic() >= ends_s)
+    others = (plan.chosen, *plan.alternatives)
+    chosen, *alternatives = (placed if one is candidates[attempt] else one for one in others)
+    return replace(plan, chosen=chosen, alternatives=tuple(alternatives))
+
+
+def _solve_options(options: Options, budget_s: float) -> SolveOptions:
+    usual = SolveOptions(
+        margin=options.margin,
+        memory_margin=options.memory_margin,
+        budget_s=budget_s,
+        seed=options.seed,
+        schedules=options.schedules if options.runs_python else (),
+    )
+    # Trials may want more of them than a fallback does.
+    return replace(usual, num_alternatives=max(usual.num_alternatives, options.trials))
+
+
+def _measured_now(measurements: Measurements, key: str) -> Provenance:
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Provenance(key=key, made_at=now, versions=measurements.versions, source="measured")

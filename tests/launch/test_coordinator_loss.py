@@ -1,0 +1,202 @@
+"""One decision for all nodes after some of them were lost, came back, or stood by as spares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_measurements
+from launch.worlds import ARGUMENTS, options, records, value
+
+from pipette_launch.facts import Measurements, files
+from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.facts.messages.round import Decision, NodeRecord
+from pipette_launch.launch.coordinator import Coordinator
+from pipette_launch.probe.options import ProbeOptions
+
+SLOW = Verdict(kind="slow-device", host="node0", figure="the reference takes 2.1 ms", peers="1.0 ms")
+
+
+def beginning(folder: Path, *more: str, least_nodes: int = 1, **changes: Any) -> Coordinator:
+    """A coordinator of a job whose batch suits two nodes and three."""
+    asked = options("--global-batch-size", "24", *more, **{"cache": folder / "cache", "tolerate": 1, **changes})
+    return Coordinator(asked, folder, judge=lambda *_: (), least_nodes=least_nodes)
+
+
+def trained(one: Coordinator, count: int, *verdicts: Verdict) -> Decision:
+    """What runs on so many nodes after their warm-up."""
+    warmup = one.decide(records(count), None)
+    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    cluster = replace(tiny_cluster(len(orders.hosts)), hosts=orders.hosts)
+    files.write(Path(orders.output), replace(tiny_measurements(cluster, orders.cases), verdicts=verdicts))
+    return one.after_warmup(warmup, "")
+
+
+def some(*numbers: int, **changes: Any) -> list[NodeRecord]:
+    """Records of these nodes of four, after an iteration, some with a worker that died."""
+    return [replace(records(4)[number], attempt=0, has_plan=True, **changes) for number in numbers]
+
+
+def test_a_lost_node_costs_no_warmup(tmp_path: Path) -> None:
+    """The others go on with the plan that was made for them; its return brings the first plan back."""
+    one = beginning(tmp_path)
+    held = trained(one, 3)
+    died = Failure(cause="a peer is gone", rank=0, exit_code=1)
+    after = one.decide(some(0, 2, verdict="after-first-iteration", failure=died), held, {"node1": "silent for 10 s"})
+    back = one.decide(some(0, 1, 2), after)
+
+    assert held.plan is not None
+    assert [2] == [len(template.hosts) for template in held.plan.templates]
+    assert ("train", ("node0", "node2"), True, True) == (after.phase, after.hosts, after.is_refitted, after.free)
+    assert after.reason.startswith("node1 is lost (silent for 10 s); going on with 2 of 3 nodes: ")
+    assert after.restarts_left == held.restarts_left == 3
+    assert after.choice is not None
+    assert 4 == after.choice.layout.world_size
+    assert [0, 1, 2, 3] == sorted(after.ranks_of("token-node0") + after.ranks_of("token-node2"))
+    assert ("train", 3, held.plan.provenance.key) == (
+        back.phase,
+        len(back.hosts),
+        back.plan and back.plan.provenance.key,
+    )
+    assert back.reason.startswith("node1 is back; going on with 3 of 3 nodes: ")
+
+
+def test_a_coordinator_that_measured_nothing_goes_on_too(tmp_path: Path) -> None:
+    """The plan travels with the decision; the places of the lost are taken, and ranks stay where they are."""
+    held = trained(beginning(tmp_path, cache=None), 3)
+    after = beginning(tmp_path / "other", cache=None).decide(some(1, 2), held)
+
+    assert held.plan is not None
+    assert after.plan is not None
+    template = held.plan.templates[0]
+    assert ("train", template.chosen.placement) == (after.phase, after.plan.chosen.placement)
+    assert ("node2", "node1") == after.plan.hosts
+
+
+def test_without_a_template_a_plan_is_made_from_what_is_known(tmp_path: Path) -> None:
+    """Nobody asked for one; but all nodes that are left were measured."""
+    one = beginning(tmp_path, tolerate=0)
+    held = trained(one, 3)
+    after = one.decide(some(0, 2), held)
+
+    assert held.plan is not None
+    assert () == held.plan.templates
+    assert ("train", ("node0", "node2"), False) == (after.phase, after.hosts, after.is_refitted)
+    assert "nothing is measured anew" in after.reason
+
+
+def test_a_batch_that_nobody_named_stays(tmp_path: Path) -> None:
+    """It was one micro-batch on each replica of all nodes, and the training goes on with as many samples a step."""
+    at = ARGUMENTS.index("--global-batch-size")
+    unnamed = (*ARGUMENTS[:at], *ARGUMENTS[at + 2 :])
+    asked = options(arguments=unnamed, cache=tmp_path / "cache", tolerate=1)
+    one = Coordinator(asked, tmp_path, judge=lambda *_: ())
+    held = trained(one, 3)
+    after = one.decide(some(0, 2), held)
+
+    assert ("train", True) == (after.phase, after.is_refitted)
+    assert value(held, "--global-batch-size") == value(after, "--global-batch-size")
+    assert value(after, "--global-batch-size") is not None
+
+
+def test_an_unknown_node_is_measured(tmp_path: Path) -> None:
+    """Nothing is known of its links."""
+    one = beginning(tmp_path)
+    held = trained(one, 3)
+
+    assert "warmup" == one.decide(some(0, 1, 3), held).phase
+
+
+def test_a_checkpoint_that_a_template_cannot_load_outweighs_it(tmp_path: Path) -> None:
+    """What was saved meanwhile counts: the plan is made anew around it."""
+    folder = tmp_path / "ckpt"
+    one = beginning(tmp_path, "--load", str(folder))
+    held = trained(one, 3)
+    for stage in range(2):
+        (folder / "iter_0000010" / f"mp_rank_00_00{stage}").mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
+    after = one.decide(some(0, 2), held, {"node1": "its agent is gone"})
+
+    assert held.plan is not None
+    assert 1 == held.plan.templates[0].chosen.layout.pp
+    assert "2" == value(after, "--pipeline-model-parallel-size")
+    assert "node1 is lost (its agent is gone); the plan made for this cannot be used" in after.reason
+
+
+def test_restarts_run_out(tmp_path: Path) -> None:
+    """Each failure of a job that has trained takes one; then it ends with that sentence."""
+    one = beginning(tmp_path)
+    step = trained(one, 2)
+    died = Failure(cause="it died")
+    for left in (2, 1, 0):
+        step = one.decide(some(0, 1, verdict="after-first-iteration", failure=died), step)
+        assert ("train", left) == (step.phase, step.restarts_left)
+    step = one.decide(some(0, 1, verdict="after-first-iteration", failure=died), step)
+
+    assert ("stop", True, "it died; --max-restarts is used up") == (step.phase, step.failed, step.reason)
+
+
+def test_workers_that_ended_well_end_the_job(tmp_path: Path) -> None:
+    """Nothing failed, and there is nothing to say."""
+    one = beginning(tmp_path)
+    step = one.decide(some(0, 1, verdict="done"), trained(one, 2))
+
+    assert ("stop", False, "") == (step.phase, step.failed, step.reason)
+
+
+def test_a_spare_is_measured_and_waits(tmp_path: Path) -> None:
+    """It takes a lost node's place under the same plan; the next start finds plan and spare without a warm-up."""
+    one = beginning(tmp_path, spares=1)
+    held = trained(one, 3)
+    after = one.decide(some(0, 2), held)
+    again = beginning(tmp_path, spares=1).decide(records(3), None)
+
+    assert (("node0", "node1"), ("node2",)) == (held.hosts, held.standby_hosts)
+    assert "node2 stands by as a spare, as --pipette-spares asks" in held.reason
+    assert held.plan is not None
+    assert ("node2",) == held.plan.other_hosts
+    assert one.cache.path("x") is not None
+    assert ("train", {"node0", "node2"}) == (after.phase, {*after.hosts})
+    assert after.reason.startswith("node1 is lost, node2 takes its place; going on with 2 of 3 nodes: ")
+    assert after.plan is not None
+    assert held.plan.chosen.layout == after.plan.chosen.layout
+    assert ("train", ("node2",)) == (again.phase, again.standby_hosts)
+    assert again.plan is not None
+    assert ("cached", ("node2",)) == (again.plan.provenance.source, again.plan.other_hosts)
+
+
+def test_a_sick_node_is_the_first_to_stand_by(tmp_path: Path) -> None:
+    """Else the last one would."""
+    held = trained(beginning(tmp_path, spares=1), 3, SLOW)
+
+    assert (("node1", "node2"), ("node0",)) == (held.hosts, held.standby_hosts)
+
+
+@pytest.mark.parametrize(
+    ("spares", "least", "standby", "told"),
+    [
+        (2, 2, ("node2",), "--pipette-spares 2: --nnodes wants 2 of 3 nodes, so 1 stand by"),
+        (1, 3, (), "--pipette-spares 1: --nnodes wants 3 of 3 nodes, so 0 stand by"),
+    ],
+)
+def test_min_of_nnodes_bounds_the_spares(
+    tmp_path: Path, spares: int, least: int, standby: tuple[str, ...], told: str
+) -> None:
+    """So many train at least, and fewer spares than were asked for are said."""
+    held = trained(beginning(tmp_path, spares=spares, least_nodes=least), 3)
+
+    assert standby == held.standby_hosts
+    assert told in held.reason
+
+
+def test_spares_may_be_what_the_job_cannot_use(tmp_path: Path) -> None:
+    """A batch of 16 suits two nodes and not three: the third is measured, and stands by."""
+    one = beginning(tmp_path, "--global-batch-size", "16", spares=1)
+    held = trained(one, 3)
+
+    assert ("train", ("node2",)) == (held.phase, held.standby_hosts)
+    assert held.plan is not None
+    assert files.read(next((tmp_path / "cache" / "clusters").glob("*/*")), Measurements).cluster.num_slots == 6

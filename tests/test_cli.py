@@ -98,6 +98,22 @@ def test_flags_become_options() -> None:
     assert ("pkg.train", ("--micro-batch-size", "2"), True) == (made.script, made.script_arguments, made.is_module)
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], (0, 0, 0)),
+        (["--nnodes=2:4"], (1, 0, 0)),
+        (["--nnodes=2:4", "--pipette-tolerate=2", "--pipette-spares=1", "--max-restarts=3"], (2, 1, 3)),
+        (["--nnodes=2:4", "--pipette-tolerate=0"], (0, 0, 0)),
+    ],
+)
+def test_how_many_nodes_may_be_lost(flags: list[str], expected: tuple[int, int, int]) -> None:
+    """One, where --nnodes leaves room and nobody says otherwise."""
+    made = options(*flags, "-m", "pkg.train")
+
+    assert expected == (made.tolerate, made.spares, made.max_restarts)
+
+
 def checked_options(words: list[str]) -> Options:
     """Everything that stands between argv and the launch."""
     whole = cli.parser()
@@ -114,6 +130,8 @@ def checked_options(words: list[str]) -> Options:
         (["--pipette-budget=-1", "train.py"], "--pipette-budget must be above 0 seconds, got -1"),
         (["--pipette-trials=few", "train.py"], "--pipette-trials needs a whole number, got 'few'"),
         (["--pipette-trials=-1", "train.py"], "--pipette-trials must be at least 0, got -1"),
+        (["--pipette-tolerate=-1", "train.py"], "--pipette-tolerate must be at least 0, got -1"),
+        (["--pipette-spares=one", "train.py"], "--pipette-spares needs a whole number, got 'one'"),
         (["--pipette-trial-iters=2", "train.py"], "--pipette-trial-iters must be at least 3, got 2"),
         (["--pipette-budget=inf", "train.py"], "--pipette-budget must be finite, got inf; name"),
         (["--pipette-margin=2", "train.py"], "--pipette-margin must be at least 0 and below 1"),

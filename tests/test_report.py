@@ -220,3 +220,20 @@ if __name__ == "__main__":
     for screen, draw in SCREENS.items():
         for columns in WIDTHS:
             (GOLDEN / f"{screen}-{columns}.txt").write_text(draw(columns))
+
+
+def test_plans_for_fewer_nodes_stand_in_a_table() -> None:
+    """Nodes, step time, what that is of the plan's, layout, and what becomes of a checkpoint; without any, no table."""
+    cluster = tiny_cluster(4, 2)
+    whole = plan(cluster, choice(Layout(tp=2, dp=4), 0.5), choice(Layout(dp=8), 1.0))
+    smaller = [
+        plan(tiny_cluster(count, 2), choice(layout, step_s), choice(Layout(dp=2 * count), 2.0))
+        for count, layout, step_s in ((3, Layout(tp=2, dp=3), 0.65), (2, Layout(pp=2, dp=2), 1.0))
+    ]
+    made = replace(whole, templates=tuple(smaller))
+    lines = [" ".join(line.split()) for line in shown(made, None, width=100, new_arguments=None).splitlines()]
+    at = lines.index("On a loss 4 nodes 500 ms tp2 pp1 dp4 mbs1")
+
+    assert "3 nodes 650 ms +30% tp2 pp1 dp3 mbs1 keeps TP and PP" == lines[at + 1]
+    assert "2 nodes 1.00 s +100% tp1 pp2 dp2 mbs1 reshards the checkpoint" == lines[at + 2]
+    assert "On a loss" not in shown(whole, None, width=80, new_arguments=None)

@@ -14,6 +14,7 @@ from pipette_launch.report.figures import limit_words, memory_bars, rate_words, 
 from pipette_launch.report.flag_changes import flag_lines, paste_text
 from pipette_launch.report.health import health
 from pipette_launch.report.measured import what_the_plan_rests_on
+from pipette_launch.report.templates import templates
 from pipette_launch.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def _choice(plan: Plan) -> tuple[Section, ...]:
         ("Trials", _trials(plan)),
         ("Why", map(bullet, plan.reasons)),
         ("Memory", _memory(plan.chosen)),
+        ("On a loss", templates(plan)),
     )
 
 

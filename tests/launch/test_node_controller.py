@@ -237,3 +237,23 @@ def test_training_waits_for_the_memory_of_the_warmup(
     told.warmup_is_over()
     with pytest.raises(KeyError):
         told.warmup_is_over()
+
+
+def test_a_plan_that_was_made_before_has_no_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says who is lost and what comes; every record tells how many restarts the user allows."""
+    told = begun(tmp_path, max_restarts=2)
+    told.show(decision(), speaks=True)
+    capsys.readouterr()
+    told.show(decision(plan(Layout(pp=4)), is_refitted=True, reason="node2 is lost; going on"), speaks=True)
+
+    assert "pipette-launch: node2 is lost; going on\n" == capsys.readouterr().err
+    assert 2 == told.record(attempt=-1, verdict="none", failure=None, has_plan=False).max_restarts
+
+
+def test_why_a_node_is_lost_reaches_the_reason(tmp_path: Path) -> None:
+    """The agents know it, and the coordinator writes the sentence."""
+    told = begun(tmp_path)
+    held = decision(replace(TWO, templates=(plan(Layout(pp=2), hosts=("node0",)),)))
+    after = told.decide(records()[:1], held, {"node1": "its agent is gone"})
+
+    assert after.reason.startswith("node1 is lost (its agent is gone); going on with 1 of 2 nodes: tp1 pp2 dp1 mbs1, ")

@@ -31,7 +31,6 @@ def record(name: str, address: str = "10.0.0.1", **changes: Any) -> NodeRecord:
         attempt=-1,
         verdict="none",
         failure=None,
-        has_plan=False,
     )
     return replace(plain, **changes)
 

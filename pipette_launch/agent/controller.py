@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,14 +40,14 @@ class Policy(Protocol):
     def begin(self, node: Node) -> str:
         """Take what torchrun knows of this node; return the token that names the agent."""
 
-    def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None, has_plan: bool) -> NodeRecord:
+    def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None) -> NodeRecord:
         """Introduce this node to the others."""
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         """Take note of what was decided; `speaks` is true on the one node that tells the user."""
 
-    def decide(self, records: Sequence[NodeRecord], held: Decision | None) -> Decision:
-        """Decide for all nodes what a new round does."""
+    def decide(self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str]) -> Decision:
+        """Decide for all nodes what a new round does; `lost` says of hosts of the last one why they are gone."""
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
         """Turn what the warm-up measured into a plan."""

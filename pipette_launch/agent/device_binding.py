@@ -29,14 +29,17 @@ def bindings(ranks: Sequence[int], *, keep_devices: bool = False) -> tuple[Devic
     return tuple(by_residue[residue] for residue in range(size))
 
 
-def visible_devices(inherited: str | None, order: Sequence[int]) -> str | None:
-    """CUDA_VISIBLE_DEVICES with the devices in this order; the inherited list gives them their names.
+def visible_devices(inherited: str | None, bound: Sequence[DeviceBinding]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES by which the worker with LOCAL_RANK i finds its device at i; none where it needs no change.
 
-    A list that is shorter than the order (on CPU the slots are no devices) is left as it is.
+    The inherited list gives the devices their names. One that is too short (on CPU the slots are no devices) is left as
+    it is.
     """
+    order = [one.device for one in bound]
+    if order == list(range(len(order))):
+        return {}
     names = [str(index) for index in range(max(order) + 1)] if inherited is None else inherited.split(",")
     if len(names) <= max(order):
-        return inherited
-    return ",".join(names[index].strip() for index in order) + "".join(
-        f",{name.strip()}" for index, name in enumerate(names) if index not in order
-    )
+        return {}
+    others = [name for index, name in enumerate(names) if index not in order]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(name.strip() for name in [*(names[index] for index in order), *others])}

@@ -6,12 +6,12 @@ of ONE rendezvous round, because a second rendezvous would let spare nodes take 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import time
 from dataclasses import replace
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore
@@ -27,11 +27,12 @@ from pipette_launch.agent.phases import standby
 from pipette_launch.agent.phases.attempt import NEWS_S, Attempt, FirstIteration
 from pipette_launch.agent.phases.before_training import PhasesBeforeTraining
 from pipette_launch.agent.streams import Streams
-from pipette_launch.agent.sync.agreement import PEER_WAIT_S, agree, begin_anew
+from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.exit_barrier import await_all, say_goodbye
+from pipette_launch.agent.sync.membership import Membership, Rejoin
 from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
-from pipette_launch.agent.sync.store import RoundStore
+from pipette_launch.agent.sync.store import RoundOver, RoundStore
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.messages.round import Decision
 
@@ -44,19 +45,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SETTLE_S = 0.3
+"""After another agent's call: a worker that broke a connection as it died may not have ended yet."""
 SIGNALLED_S = 5.0
 """How long an agent that a signal ends waits for a console that takes nothing."""
-
-
-class _Next(Enum):
-    """How the next phase begins once the workers of this one have ended well."""
-
-    NEW_ROUND = auto()
-    """All agents meet again in torch's rendezvous."""
-    SAME_ROUND = auto()
-    """The nodes are the same, and know what comes next."""
-    REJOIN = auto()
-    """Other nodes are gone or wait to come back, so that the phase must not end the job."""
 
 
 class _NothingToRun(Exception):  # noqa: N818
@@ -77,7 +69,7 @@ class PipetteAgent(LocalElasticAgent):
     ) -> None:
         # The fast path of rank assignment takes all nodes to be equal without asking them.
         os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
-        self._handler = AgentStoreHandler(spec.rdzv_handler)
+        self._handler = AgentStoreHandler(spec.rdzv_handler, is_round_over=self._is_round_over)
         spec.rdzv_handler = self._handler
         super().__init__(spec, logs_specs, *args, **kwargs)
         self._controller = controller
@@ -90,11 +82,16 @@ class PipetteAgent(LocalElasticAgent):
         self._bindings: tuple[DeviceBinding, ...] = ()
         self._store_of_phase: TCPStore | None = None
         self._streams: Streams | None = None
-        self._next = _Next.NEW_ROUND
+        self._is_same_round = False
+        """Whether the nodes are the same as in the phase before, and know what comes next."""
+        self._failed: RunResult | None = None
+        """How the workers of this node failed in the last attempt."""
+        self._is_called = False
+        """Whether a meeting was called while this node waited for the others to finish."""
         self._attempt = Attempt()
         self._starts = 0
         self._first_iteration = FirstIteration()
-        self._before_training = PhasesBeforeTraining(controller, self._handler, self._address)
+        self._before_training = PhasesBeforeTraining(controller, self._address)
         self._token = controller.begin(
             Node(
                 entrypoint=spec.entrypoint or sys.executable,
@@ -104,58 +101,53 @@ class PipetteAgent(LocalElasticAgent):
                 interruption=SignalException,
             )
         )
-
-    # -- one round: agree on what to do ---------------------------------------------------------------------------
+        self._membership = Membership(self._token, self._address, rendezvous_settings.node_rank)
 
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
-        # Static rendezvous promises the order of --node-rank; group ranks follow the addresses.
-        first = group_rank if self._rendezvous_settings.node_rank < 0 else self._rendezvous_settings.node_rank
-        self._round_store = RoundStore(store, group_rank, group_world_size, is_coordinator=first == 0)
-        self._decision = self._agree(self._round_store)
+        self._membership.join(store, group_rank, group_world_size)
         return workers
 
-    def _agree(self, round_store: RoundStore) -> Decision:
-        """Introduce this node, and hear what the coordinator decides for all."""
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        has_met, self._is_same_round = self._is_same_round, False
+        while not has_met:
+            if not self._membership.has_joined:
+                super()._rendezvous(worker_group)
+            with contextlib.suppress(Rejoin):
+                self._decision, self._round_store = self._meet()
+                has_met = True
+        self._apply(worker_group)
+
+    def _meet(self) -> tuple[Decision, RoundStore]:
+        """Introduce this node, and hear what is decided for all."""
         last = self._attempt
         ended = last.ended
         if ended == "none" and self._first_iteration.has_trained():
             ended = "after-first-iteration"
-        record = self._controller.record(
-            attempt=last.index,
-            verdict=ended,
-            failure=last.failure,
-            has_plan=self._decision is not None,
+        record = self._controller.record(attempt=last.index, verdict=ended, failure=last.failure)
+        met = self._membership.meet(
+            record,
+            self._decision,
+            decide=self._controller.decide,
+            is_awaited=lambda: self._handler.num_nodes_joining() > 0,
         )
-        decision = agree(round_store, record, self._decision, decide=self._controller.decide)
-        if decision.free and last.is_charged:
-            # A plan of ours could not start: that is no failure of the user's job.
-            self._remaining_restarts += 1
         self._attempt = Attempt(index=last.index)
-        return decision
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        if self._next is _Next.SAME_ROUND:
-            self._next = _Next.NEW_ROUND
-        else:
-            super()._rendezvous(worker_group)
-        self._apply(worker_group)
+        return met
 
     def _apply(self, worker_group: Any) -> None:
         """Give each worker the RANK of its slot, and the job a store of its own at the node of RANK 0."""
         decision, round_store = self._current()
         ranks = decision.ranks_of(self._token)
-        if not ranks:
-            # On standby.
-            worker_group.workers = []
         # torch binds a worker to the cores near device LOCAL_RANK: no other device may then hide behind that number.
         self._bindings = bindings(ranks, keep_devices=getattr(worker_group.spec, "numa_options", None) is not None)
-        world_size = sum(decision.num_slots)
-        for worker, binding in zip(worker_group.workers, self._bindings, strict=True):
-            worker.global_rank = worker.role_rank = binding.rank
-            worker.world_size = worker.role_world_size = world_size
+        size = sum(decision.num_slots)
+        # None on standby.
+        worker_group.workers = [
+            Worker(local, global_rank=one.rank, role_rank=one.rank, world_size=size, role_world_size=size)
+            for local, one in enumerate(self._bindings)
+        ]
         # Static rendezvous promises GROUP_RANK == --node-rank; the decision lists the agents in that order.
         worker_group.group_rank = decision.place_of(self._token)
         worker_group.group_world_size = len(decision.tokens)
@@ -170,8 +162,6 @@ class PipetteAgent(LocalElasticAgent):
         worker_group.master_port = int(port)
         logger.info("%s: ranks %s, store %s:%s", decision.key, ranks, worker_group.master_addr, port)
 
-    # -- workers --------------------------------------------------------------------------------------------------
-
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         decision, round_store = self._current()
         if decision.phase == "stop":
@@ -185,6 +175,9 @@ class PipetteAgent(LocalElasticAgent):
             self._logs_specs = standby.run_nothing(worker_group.spec)
         index = decision.attempt if decision.phase == "train" else -1
         self._attempt = Attempt(index=index, began_s=time.monotonic())
+        self._failed, self._is_called = None, False
+        # torch counts for each node by itself; the decision counts for the job.
+        self._remaining_restarts = decision.restarts_left
         self._controller.show(decision, speaks=round_store.is_coordinator)
         started: dict[int, Any] = super()._start_workers(worker_group)
         return started
@@ -194,9 +187,10 @@ class PipetteAgent(LocalElasticAgent):
         command = self._controller.command(decision)
         spec.entrypoint, spec.args = command.entrypoint, command.arguments
         self._open_logs(decision, is_function=callable(command.entrypoint))
-        added = {**command.environment, **self._device_order(), **self._before_training.variables(decision)}
+        order = visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), self._bindings)
         os.environ.clear()
-        os.environ.update({**self._base_environment, **added})
+        os.environ.update(self._base_environment | command.environment | order)
+        os.environ.update(self._before_training.variables(decision))
 
     def _open_logs(self, decision: Decision, *, is_function: bool) -> None:
         self._drop_logs()
@@ -209,14 +203,6 @@ class PipetteAgent(LocalElasticAgent):
             self._streams, self._logs_specs = self._before_training.open_logs(decision)
         if self._streams is not None:
             self._streams.start()
-
-    def _device_order(self) -> dict[str, str]:
-        """Order the visible devices so that the worker with LOCAL_RANK i finds its slot's device at i."""
-        order = [binding.device for binding in self._bindings]
-        if order == list(range(len(order))):
-            return {}
-        devices = visible_devices(self._base_environment.get("CUDA_VISIBLE_DEVICES"), order)
-        return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
     def _drop_logs(self, *, patience_s: float | None = None) -> None:
         self._close_streams(patience_s=patience_s)
@@ -239,12 +225,15 @@ class PipetteAgent(LocalElasticAgent):
         if decision.phase == "trial" or (decision.phase == "warmup" and self._bindings):
             return self._monitor_before_training(worker_group)
         if not self._bindings:
-            is_over = standby.is_over(round_store, self._handler, decision.phase)
+            is_over = round_store.has(f"over/{decision.phase}")
             return self._succeeded(worker_group) if is_over else RunResult(state=WorkerState.HEALTHY)
         result: RunResult = super()._monitor_workers(worker_group)
-        self._first_iteration.publish()
+        self._first_iteration.share()
+        if result.state is WorkerState.HEALTHY and round_store.is_over():
+            time.sleep(SETTLE_S)
+            result = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._note_failure(result, decision)
+            self._note_failure(result, round_store)
         return result
 
     def _monitor_before_training(self, worker_group: WorkerGroup) -> RunResult:
@@ -255,20 +244,21 @@ class PipetteAgent(LocalElasticAgent):
             round_store, decision, self._token, processes=processes, bindings=self._bindings
         ):
             return RunResult(state=WorkerState.HEALTHY)
-        why = self._before_training.why_anew(decision)
-        if why:
-            self._remaining_restarts = begin_anew(why, self._remaining_restarts)
-            self._next = _Next.REJOIN
+        absent = self._before_training.absent(decision)
+        if absent:
+            tokens = [token for token, host in zip(decision.tokens, decision.hosts, strict=True) if host in absent]
+            self._membership.leave_behind(tokens, "its agent does not answer")
+            raise RoundOver(f"{', '.join(absent)} did not answer")
         super()._stop_workers(worker_group)
         return self._succeeded(worker_group)
 
-    def _note_failure(self, result: RunResult, decision: Decision) -> None:
-        """Settle with all nodes whether the job died before its first iteration, and keep the reason."""
-        self._attempt = replace(self._attempt, is_charged=self._remaining_restarts > 0)
+    def _note_failure(self, result: RunResult, round_store: RoundStore) -> None:
+        """Settle with all nodes whether the job died before its first iteration, keep the reason, and call them."""
+        self._failed = result
+        # What becomes of the job is decided for all nodes: torch's own count must not end it here.
+        self._remaining_restarts += 1
         # An iteration may be among the last words.
         self._close_streams()
-        if decision.choice is None:
-            return
         trained = self._first_iteration.has_trained(wait_s=NEWS_S) or self._controller.trained(
             lived_s=time.monotonic() - self._attempt.began_s,
             exit_codes={failure.exitcode for failure in result.failures.values()},
@@ -276,12 +266,11 @@ class PipetteAgent(LocalElasticAgent):
         self._attempt = replace(
             self._attempt, ended=self._first_iteration.settle(trained=trained), failure=self._describe(result)
         )
+        round_store.say("alarm", "workers failed")
 
     def _describe(self, result: RunResult) -> Failure | None:
         ranks = [binding.rank for binding in self._bindings]
         return failures.failure(result, ranks, self._streams.tail if self._streams else lambda _local: ())
-
-    # -- the loop -------------------------------------------------------------------------------------------------
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
         """Run the job; what comes after torch's own end must not come between a signal and the workers."""
@@ -295,49 +284,57 @@ class PipetteAgent(LocalElasticAgent):
             # Workers that were told to end had things to say: a checkpoint that they saved, for one.
             self._drop_logs(patience_s=SIGNALLED_S if signalled else None)
             if self._round_store is not None and not signalled:
-                say_goodbye(self._round_store, hosts_store=self._rendezvous_settings.may_host_store)
+                holds_store = self._round_store.is_coordinator or self._rendezvous_settings.may_host_store
+                say_goodbye(self._round_store, holds_store=holds_store)
         return result
 
     def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:
         while True:
             try:
                 result: RunResult = super()._invoke_run(*args, **kwargs)
+                decision, round_store = self._current()
+                if self._is_called:
+                    continue
+                if decision.phase == "train":
+                    return result
+                self._decision = self._before_training.following(round_store, decision, self._token)
+                self._is_same_round = True
             except _NothingToRun:
                 return self._end(*self._current())
-            decision, round_store = self._current()
-            if self._next is _Next.REJOIN:
-                self._next = _Next.NEW_ROUND
-                continue
-            if result.state != WorkerState.SUCCEEDED:
-                if self._attempt.ended == "before-first-iteration" and decision.choice is not None:
-                    continue  # A new round runs the next candidate.
-                failure = self._attempt.failure or self._describe(result)
-                standby.tell_failure(round_store, failure.sentence if failure else "")
-                return result
-            if decision.phase == "train":
-                return result
-            self._decision = self._before_training.following(round_store, decision, self._token)
-            self._next = _Next.SAME_ROUND
+            except RoundOver as error:
+                logger.info("the agents meet again: %s", error)
+                self._stop_workers(self._worker_group)
+            except SignalException as error:
+                # The others need not wait until this node's workers have ended.
+                self._membership.say_leaving(f"its agent was told to end by {error.sigval.name}")
+                raise
 
     def _end(self, decision: Decision, round_store: RoundStore) -> RunResult:
         """End the job without training: a dry run, or an error that the user wants to stop at."""
+        if decision.failed and self._failed is not None:
+            # As under torchrun: what failed here is told by torch, with its error file.
+            return self._failed
         if decision.failed:
             raise (UsageError if decision.is_misuse else PipetteError)(decision.reason)
         self._controller.show(decision, speaks=round_store.is_coordinator)
         return self._succeeded(self._worker_group)
 
     def _exit_barrier(self) -> None:
-        """Wait for all nodes to finish the phase; a node that failed and waits to rejoin ends the wait."""
+        """Wait for all nodes to finish the phase; a node that failed and calls a meeting ends the wait."""
         decision, round_store = self._current()
-        if self._next is _Next.REJOIN or not self._bindings or decision.phase == "trial":
+        if not self._bindings or decision.phase == "trial":
             return
         self._in_exit_barrier = True
         try:
             timeout_s, num_nodes = self._exit_barrier_timeout, len(decision.tokens)
-            if not await_all(round_store, self._handler, decision.phase, num_nodes=num_nodes, timeout_s=timeout_s):
-                self._next = _Next.REJOIN
+            self._is_called = not await_all(round_store, decision.phase, num_nodes=num_nodes, timeout_s=timeout_s)
+            if self._is_called and decision.phase == "train":
+                self._attempt = replace(self._attempt, ended="done")
         finally:
             self._in_exit_barrier = False
+
+    def _is_round_over(self) -> bool:
+        return self._round_store is not None and self._round_store.is_over()
 
     def _succeeded(self, worker_group: WorkerGroup) -> RunResult:
         return RunResult(

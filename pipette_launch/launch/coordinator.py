@@ -143,7 +143,6 @@ class Coordinator:
             proven=step.proven,
             restarts_left=step.restarts_left,
             reason=step.reason,
-            free=False,
         )
 
     def _next(self, bare: Decision, held: Decision, step: replan.TryNext) -> Decision:
@@ -170,7 +169,7 @@ class Coordinator:
         following = self._writer.guarded(
             smaller, lambda: self._writer.train(smaller, job, plan, attempt=step.attempt, reason=reason, is_tried=False)
         )
-        return replace(following, proven=step.proven, free=True, is_refitted=following.plan is not None)
+        return replace(following, proven=step.proven, is_refitted=following.plan is not None)
 
     def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
         """Find a plan for hosts that have none, without those that had better not take part."""

@@ -56,9 +56,7 @@ class DecisionWriter:
         self, bare: Decision, job: Job, plan: Plan, *, attempt: int, reason: str, is_tried: bool = True
     ) -> Decision:
         """Write the decision to run a plan's candidate, with the words that its script is given."""
-        following = replace(
-            bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason, free=attempt > 0
-        )
+        following = replace(bare, phase="train", plan=plan, attempt=attempt, proven=False, reason=reason)
         choice = following.choice
         needed = self._script.environment(choice.layout if choice else job.own, plan.device_kind, is_own=choice is None)
         following = replace(

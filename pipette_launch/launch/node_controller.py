@@ -113,7 +113,7 @@ class NodeController:
             self._trouble = f"the machine cannot be described: {type(error).__name__}: {error}"
         return self._token
 
-    def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None, has_plan: bool) -> NodeRecord:
+    def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None) -> NodeRecord:
         """Introduce this node to the others."""
         return NodeRecord(
             token=self._token,
@@ -128,7 +128,6 @@ class NodeController:
             attempt=attempt,
             verdict=verdict,
             failure=failure,
-            has_plan=has_plan,
             max_restarts=self._options.max_restarts,
         )
 

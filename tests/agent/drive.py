@@ -18,6 +18,7 @@ from torch.distributed.run import get_args_parser
 from pipette_launch import replan
 from pipette_launch.agent import start
 from pipette_launch.agent.controller import Node, WorkerCommand
+from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages.round import Decision, NodeRecord, TrialReport
 from pipette_launch.launch.nodes import unique_names
@@ -27,9 +28,11 @@ from pipette_launch.probe.progress import Sign, last_error, last_sign
 class ScriptedConductor:
     """Decides by a small table: warm-up command, placements to try, what counts as an iteration."""
 
-    def __init__(self, table: dict[str, Any], node_rank: int) -> None:
+    def __init__(self, table: dict[str, Any], settings: RendezvousSettings, max_restarts: int) -> None:
         self.table = table
-        self.node_rank = node_rank
+        self.node_rank = settings.node_rank
+        self.least_nodes = settings.least_nodes
+        self.max_restarts = max_restarts
         self.folder, self.host = Path(os.environ["OUT"]), os.environ["NODE"]
         self.warmup_deadline_s = table.get("deadline_s", 60.0)
         self.names: dict[str, str] = {}
@@ -52,24 +55,28 @@ class ScriptedConductor:
             # The name by which the table knows this node.
             script_digest=os.environ.get("NODE", ""),
             versions={},
+            max_restarts=self.max_restarts,
             **state,
         )
 
-    def decide(self, records: Any, held: Decision | None) -> Decision:
-        records = sorted(records, key=lambda record: record.node_rank)
+    def decide(self, records: Any, held: Decision | None, lost: Any) -> Decision:
         self.names = {record.token: record.script_digest for record in records}
         hosts = unique_names(records)
-        step = replan.decide(records, [*hosts], held)
+        step = replan.decide(records, [*hosts], held, lost=lost, least_nodes=self.least_nodes)
         if held is not None and isinstance(step, replan.Keep):
-            return replace(held, free=False, reason="", proven=step.proven)
+            return replace(held, reason=step.reason, proven=step.proven, restarts_left=step.restarts_left)
         if held is not None and isinstance(step, replan.TryNext):
-            return replace(held, attempt=step.attempt, proven=False, free=True, reason=step.reason)
+            return replace(held, attempt=step.attempt, proven=False, reason=step.reason)
+        if held is not None and isinstance(step, replan.GiveUp | replan.Finish):
+            return replace(held, phase="stop", failed=isinstance(step, replan.GiveUp), reason=step.reason)
         whole = Decision(
             phase="warmup" if "warmup" in self.table else "train",
             tokens=tuple(record.token for record in records),
             hosts=hosts,
             num_slots=tuple(record.num_slots for record in records),
             environment={"PLANNED": "yes"},
+            restarts_left=records[0].max_restarts,
+            reason=getattr(step, "reason", ""),
         )
         made = self.without(whole, "standby")
         return made if "standby_later" in self.table else replace(made, plan=self.plan(made.hosts))
@@ -139,6 +146,7 @@ class ScriptedConductor:
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         if speaks:
+            (self.folder / f"leads-{self.host}").touch()
             attempt = decision.attempt if decision.plan else "own"
             sys.stderr.write(f"SHOW {decision.phase} attempt={attempt} reason={decision.reason}\n")
 
@@ -176,7 +184,7 @@ def main() -> None:
     """Run one agent."""
     table = json.loads(Path(sys.argv[1]).read_text())
     args = get_args_parser().parse_args(sys.argv[2:])
-    start.run(args, lambda rendezvous_settings: ScriptedConductor(table, rendezvous_settings.node_rank))
+    start.run(args, lambda settings: ScriptedConductor(table, settings, args.max_restarts))
 
 
 if __name__ == "__main__":

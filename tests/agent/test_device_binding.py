@@ -7,6 +7,11 @@ from hypothesis import strategies as st
 from pipette_launch.agent.device_binding import DeviceBinding, bindings, visible_devices
 
 
+def bound(devices: list[int]) -> list[DeviceBinding]:
+    """Workers with these devices, in the order of LOCAL_RANK."""
+    return [DeviceBinding(rank=rank, device=device) for rank, device in enumerate(devices)]
+
+
 def test_local_rank_follows_rank_where_it_can() -> None:
     """The worker with LOCAL_RANK i has a RANK congruent to i, on the device that the plan gave that RANK."""
     assert [DeviceBinding(rank=4, device=1), DeviceBinding(rank=7, device=0)] == list(bindings([7, 4]))
@@ -36,13 +41,13 @@ def test_every_rank_keeps_its_device(ranks: list[int]) -> None:
 )
 def test_devices_keep_their_names(inherited: str | None, order: list[int], expected: str) -> None:
     """Indices and UUIDs that the job was given are reordered, and those it does not use come last."""
-    assert expected == visible_devices(inherited, order)
+    assert {"CUDA_VISIBLE_DEVICES": expected} == visible_devices(inherited, bound(order))
 
 
 def test_a_list_that_names_too_few_devices_is_left_alone() -> None:
     """On CPU the slots are no devices: GPUs that the user hid stay hidden."""
-    assert "" == visible_devices("", [1, 0])
-    assert "3" == visible_devices("3", [1, 0])
+    assert {} == visible_devices("", bound([1, 0]))
+    assert {} == visible_devices("3", bound([1, 0]))
 
 
 def test_a_binding_by_local_rank_keeps_its_devices() -> None:

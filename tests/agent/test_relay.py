@@ -1,4 +1,4 @@
-"""What an agent on standby hears: that a phase is over, why a job failed, and what others have measured."""
+"""What an agent on standby hears of what others have measured."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from pipette_launch.agent.phases import standby
-from pipette_launch.agent.sync.store import RoundStore
-from pipette_launch.errors import ClusterError
+from pipette_launch.agent.sync.store import RoundOver, RoundStore
 from pipette_launch.facts.messages.round import Decision
 
 DECISION = Decision(phase="warmup", tokens=("t1", "t2"), hosts=("b", "c"), num_slots=(1, 1))
@@ -21,18 +20,6 @@ WITHOUT_FIRST = Decision(
     standby=("t0",),
     standby_hosts=("a",),
 )
-
-
-class Handler:
-    """A rendezvous that is closed, open, or out of reach."""
-
-    def __init__(self, state: bool | Exception) -> None:
-        self.state = state
-
-    def is_closed(self) -> bool:
-        if isinstance(self.state, Exception):
-            raise self.state
-        return self.state
 
 
 class Controller:
@@ -51,37 +38,6 @@ class Controller:
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
         self.failure = failure
         return decision
-
-
-def is_over(state: bool | Exception, **said: str) -> bool:
-    """Look at a store in which this was said."""
-    round_store = RoundStore(HashStore(), 0, 2, is_coordinator=False)
-    for key, text in said.items():
-        round_store.put(key.replace("_", "/"), text)
-    handler: Any = Handler(state)
-    return standby.is_over(round_store, handler, "train")
-
-
-def test_it_waits_until_the_others_are_done() -> None:
-    """Whoever ends a phase closes the rendezvous afterwards, so the end counts; one of another phase does not."""
-    assert not is_over(False)
-    assert not is_over(False, over_warmup="yes")
-    assert is_over(False, over_train="yes")
-    assert is_over(True, over_train="yes")
-
-
-@pytest.mark.parametrize(
-    ("state", "said", "expected"),
-    [
-        (False, {"failed": "rank 3 ended with signal 9"}, "the job failed elsewhere: rank 3 ended with signal 9"),
-        (True, {}, "the job failed elsewhere: a node gave it up"),
-        (RuntimeError("reset"), {}, "the host of the rendezvous store is gone: reset"),
-    ],
-)
-def test_it_fails_with_the_job(state: bool | Exception, said: dict[str, str], expected: str) -> None:
-    """At once, with what is known of the reason."""
-    with pytest.raises(ClusterError, match=expected):
-        is_over(state, **said)
 
 
 def relays(measured: str, decision: Decision = WITHOUT_FIRST) -> tuple[list[Any], list[Controller]]:
@@ -108,7 +64,7 @@ def test_whoever_decides_learns_what_was_measured(monkeypatch: pytest.MonkeyPatc
 
     for agent in agents:
         agent.hand_over()
-    agents[0].plan("", is_gone=lambda: False)
+    agents[0].plan("")
 
     assert ("gigabytes a second: äöü" * 50, "") == (controllers[0].text, controllers[0].failure)
 
@@ -118,20 +74,27 @@ def test_a_failed_warmup_is_known_on_standby() -> None:
     agents, controllers = relays("half of it")
     agents[1]._round_store.put("warmup-failed", "rank 1 hangs")
 
-    agents[0].plan("", is_gone=lambda: False)
+    agents[0].plan("")
 
     assert ("rank 1 hangs", "") == (controllers[0].failure, controllers[0].text)
 
 
 def test_what_never_comes_is_no_plan() -> None:
-    """Nothing measured, or everybody gone: that is the reason, and the job trains without a plan."""
-    for measured, gone, expected in (("", False, "left no measurements"), ("x", True, "the nodes of the job changed")):
-        agents, controllers = relays(measured)
-        if not gone:
-            agents[1].hand_over()
-        agents[0].plan("", is_gone=lambda gone=gone: gone)
+    """Nothing was measured: that is the reason, and the job trains without a plan."""
+    agents, controllers = relays("")
+    agents[1].hand_over()
+    agents[0].plan("")
 
-        assert expected in controllers[0].failure
+    assert "left no measurements" in controllers[0].failure
+
+
+def test_a_lost_node_ends_the_wait() -> None:
+    """Whoever waits for measurements that will never come goes to the meeting instead."""
+    agents, _ = relays("x")
+    agents[1]._round_store.call_all("a node is lost")
+
+    with pytest.raises(RoundOver):
+        agents[0].plan("")
 
 
 def test_a_node_that_measured_keeps_what_it_has() -> None:
@@ -142,7 +105,7 @@ def test_a_node_that_measured_keeps_what_it_has() -> None:
     )
 
     coordinator.hand_over()
-    coordinator.plan("it hangs", is_gone=lambda: False)
+    coordinator.plan("it hangs")
 
     assert ("", "it hangs") == (controllers[0].text, controllers[0].failure)
     assert not agents[0]._round_store.has("measured")

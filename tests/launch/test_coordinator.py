@@ -236,7 +236,7 @@ def test_a_plan_that_does_not_suit_is_refused(
 
 
 def test_plans_are_tried_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step is free; the last one is the user's own configuration with the variables that it needs."""
+    """No step costs a restart; the last one is the user's own configuration with the variables that it needs."""
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     one = from_file(tmp_path, plan(Layout(pp=4), Layout(pp=2, tp=2)), "--tensor-model-parallel-size", "2")
     first = one.decide(records(), None)
@@ -250,8 +250,8 @@ def test_plans_are_tried_one_after_the_other(tmp_path: Path, monkeypatch: pytest
     second = one.decide(died, first)
     third = one.decide([replace(node, attempt=1) for node in died], second)
 
-    assert [(0, False, False), (1, True, False), (2, True, False)] == [
-        (step.attempt, step.free, step.proven) for step in (first, second, third)
+    assert [(0, 3, False), (1, 3, False), (2, 3, False)] == [
+        (step.attempt, step.restarts_left, step.proven) for step in (first, second, third)
     ]
     assert ["4", "2", None] == [value(step, "--pipeline-model-parallel-size") for step in (first, second, third)]
     assert "it died" == third.reason
@@ -262,10 +262,7 @@ def test_plans_are_tried_one_after_the_other(tmp_path: Path, monkeypatch: pytest
 def test_a_restart_keeps_everything(tmp_path: Path) -> None:
     """Plan, words and variables stay; that it has trained is remembered, also when the coordinator is another."""
     held = from_file(tmp_path, plan(PP)).decide(records(), None)
-    died = [
-        replace(node, attempt=0, verdict="after-first-iteration", failure=Failure(cause="x"), has_plan=True)
-        for node in records()
-    ]
+    died = [replace(node, attempt=0, verdict="after-first-iteration", failure=Failure(cause="x")) for node in records()]
 
     kept = coordinator(tmp_path, options()).decide(died, held)
     again = coordinator(tmp_path, options()).decide(

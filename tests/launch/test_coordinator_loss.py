@@ -37,7 +37,7 @@ def trained(one: Coordinator, count: int, *verdicts: Verdict) -> Decision:
 
 def some(*numbers: int, **changes: Any) -> list[NodeRecord]:
     """Records of these nodes of four, after an iteration, some with a worker that died."""
-    return [replace(records(4)[number], attempt=0, has_plan=True, **changes) for number in numbers]
+    return [replace(records(4)[number], attempt=0, **changes) for number in numbers]
 
 
 def test_a_lost_node_costs_no_warmup(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_lost_node_costs_no_warmup(tmp_path: Path) -> None:
 
     assert held.plan is not None
     assert [2] == [len(template.hosts) for template in held.plan.templates]
-    assert ("train", ("node0", "node2"), True, True) == (after.phase, after.hosts, after.is_refitted, after.free)
+    assert ("train", ("node0", "node2"), True) == (after.phase, after.hosts, after.is_refitted)
     assert after.reason.startswith("node1 is lost (silent for 10 s); going on with 2 of 3 nodes: ")
     assert after.restarts_left == held.restarts_left == 3
     assert after.choice is not None

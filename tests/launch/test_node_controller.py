@@ -167,7 +167,7 @@ def test_a_driver_in_disorder_is_told_to_the_others(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(inventory, "host", fail)
 
-    record = begun(tmp_path).record(attempt=-1, verdict="none", failure="", has_plan=False)
+    record = begun(tmp_path).record(attempt=-1, verdict="none", failure="")
 
     assert record.host is None
     assert "OSError: driver/library version mismatch" in record.trouble
@@ -247,7 +247,7 @@ def test_a_plan_that_was_made_before_has_no_screen(tmp_path: Path, capsys: pytes
     told.show(decision(plan(Layout(pp=4)), is_refitted=True, reason="node2 is lost; going on"), speaks=True)
 
     assert "pipette-launch: node2 is lost; going on\n" == capsys.readouterr().err
-    assert 2 == told.record(attempt=-1, verdict="none", failure=None, has_plan=False).max_restarts
+    assert 2 == told.record(attempt=-1, verdict="none", failure=None).max_restarts
 
 
 def test_why_a_node_is_lost_reaches_the_reason(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ def records(count: int = 2, **changes: Any) -> list[NodeRecord]:
                 attempt=-1,
                 verdict="none",
                 failure=None,
-                has_plan=False,
                 max_restarts=3,
             ),
             **changes,

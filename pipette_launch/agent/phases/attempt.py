@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipette_launch.agent.sync.store import RoundOver
+
 if TYPE_CHECKING:
     from pipette_launch.agent.sync.store import RoundStore
     from pipette_launch.facts.messages.failure import Failure
@@ -26,8 +28,6 @@ class Attempt:
     began_s: float = 0.0
     ended: AttemptEnd = "none"
     failure: Failure | None = None
-    is_charged: bool = False
-    """torch has counted its end against --max-restarts."""
 
 
 class FirstIteration:
@@ -47,11 +47,15 @@ class FirstIteration:
         """Take note of an iteration; called by the thread that reads the workers' output."""
         self._seen = True
 
-    def publish(self) -> None:
-        """Let the other nodes know of the first iteration, once."""
-        if self._seen and not self._published and self._round_store is not None:
+    def share(self) -> None:
+        """Let the other nodes know of the first iteration, or hear of it while the store is there."""
+        if self._published or self._round_store is None:
+            return
+        if self._seen:
             self._round_store.put("iterated", "yes")
-            self._published = True
+        else:
+            self._seen = self._round_store.has("iterated")
+        self._published = self._seen
 
     def has_trained(self, *, wait_s: float = 0.0) -> bool:
         """Whether an iteration was seen anywhere under this plan."""
@@ -59,7 +63,7 @@ class FirstIteration:
             return self._proven or self._seen
         end = time.monotonic() + (wait_s if self._round_store.group_size > 1 else 0.0)
         # The store goes with its host; what was seen here is then all there is.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RoundOver):
             while not (known := self._round_store.has("iterated")) and time.monotonic() < end:
                 time.sleep(0.1)
             return known
@@ -70,8 +74,8 @@ class FirstIteration:
         mine: AttemptEnd = "after-first-iteration" if trained else "before-first-iteration"
         if self._round_store is None:
             return mine
-        with contextlib.suppress(RuntimeError):
-            self.publish()
+        with contextlib.suppress(RoundOver):
+            self.share()
             settled = self._round_store.settle("verdict", mine, deadline_s=SETTLE_S)
             return "before-first-iteration" if settled == "before-first-iteration" else "after-first-iteration"
         return mine

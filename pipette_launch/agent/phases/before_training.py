@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pipette_launch.agent.controller import Controller
     from pipette_launch.agent.device_binding import DeviceBinding
     from pipette_launch.agent.streams import Streams
-    from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
     from pipette_launch.agent.sync.store import RoundStore
     from pipette_launch.facts.messages.round import Decision
 
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
 class PhasesBeforeTraining:
     """The phases before the training, as one agent sees them."""
 
-    def __init__(self, controller: Controller, handler: AgentStoreHandler, address: str) -> None:
+    def __init__(self, controller: Controller, address: str) -> None:
         self._controller = controller
-        self._handler = handler
         self._warmup = Warmup(controller, address)
         self._trial = TrialRun(controller, controller)
 
@@ -63,13 +61,11 @@ class PhasesBeforeTraining:
         """Whether the phase is over on all nodes; one that fails or hangs is over, too."""
         if decision.phase == "warmup":
             return self._warmup.look(round_store, decision, token, processes) != "running"
-        return self._trial.look(round_store, decision, token, processes, bindings, is_gone=self._handler.is_closed)
+        return self._trial.look(round_store, decision, token, processes, bindings)
 
-    def why_anew(self, decision: Decision) -> str:
-        """Say why the round must end with the phase: nodes are gone; empty where none are."""
-        if decision.phase == "warmup":
-            return self._warmup.failure if self._warmup.absent else ""
-        return f"{', '.join(self._trial.absent)} vanished during a trial" if self._trial.absent else ""
+    def absent(self, decision: Decision) -> tuple[str, ...]:
+        """Return the hosts that are gone, so that the round must end with the phase."""
+        return self._warmup.absent if decision.phase == "warmup" else self._trial.absent
 
     def following(self, round_store: RoundStore, decision: Decision, token: str) -> Decision:
         """Return what all nodes do next."""
@@ -84,7 +80,6 @@ class PhasesBeforeTraining:
         relay.hand_over()
         return plan_of_first(
             round_store,
-            make=lambda: relay.plan(self._warmup.failure, is_gone=self._handler.is_closed),
-            is_gone=self._handler.is_closed,
+            make=lambda: relay.plan(self._warmup.failure),
             deadline_s=PEER_WAIT_S + self._controller.warmup_deadline_s,
         )

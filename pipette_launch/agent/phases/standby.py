@@ -1,35 +1,27 @@
 """A node that is in the round and runs no workers: it follows the others, and may take part in the next round.
 
-All nodes stay in one rendezvous round: a second one would let spare nodes take the places of healthy ones, and the
-rendezvous store may live in the very agent that runs nothing.
+All nodes stay in one round: the store of the round may live in the very agent that runs nothing, and a node that stands
+by takes the place of one that is lost.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import sys
 from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.store import MOST_BYTES, pack, unpack
 from pipette_launch.errors import ClusterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from pipette_launch.agent.controller import Policy, WarmupView
-    from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
     from pipette_launch.agent.sync.store import RoundStore
     from pipette_launch.facts.messages.round import Decision
-
-logger = logging.getLogger(__name__)
 
 
 class NoLogs(LogsSpecs):
@@ -56,32 +48,6 @@ def run_nothing(spec: WorkerSpec) -> NoLogs:
     return NoLogs()
 
 
-def is_over(round_store: RoundStore, handler: AgentStoreHandler, phase: str) -> bool:
-    """Whether the nodes that work have ended a phase well.
-
-    Raises:
-        ClusterError: the job has failed there, or the rendezvous store is gone.
-
-    """
-    try:
-        # In this order: whoever ends the phase says so before it closes the rendezvous.
-        is_closed = handler.is_closed()
-        if round_store.has(f"over/{phase}"):
-            return True
-        why = round_store.peek("failed")
-    except (RuntimeError, RendezvousError) as error:
-        raise ClusterError(f"this node stood by, and the host of the rendezvous store is gone: {error}") from error
-    if why is not None or is_closed:
-        raise ClusterError(f"this node stood by, and the job failed elsewhere: {why or 'a node gave it up'}")
-    return False
-
-
-def tell_failure(round_store: RoundStore, why: str) -> None:
-    """Let nodes on standby know why the job ends."""
-    with contextlib.suppress(RuntimeError):
-        round_store.put("failed", why)
-
-
 class Relay:
     """Brings what the warm-up measured from the node of RANK 0 to the one that decides, if that one took no part."""
 
@@ -106,24 +72,23 @@ class Relay:
             self._round_store.put(f"measured/{index}", piece)
         self._round_store.put("measured", str(len(pieces)))
 
-    def plan(self, failure: str, *, is_gone: Callable[[], bool]) -> Decision:
+    def plan(self, failure: str) -> Decision:
         """Let the node that decides make the plan.
 
         Args:
             failure: why the warm-up failed, as far as this node knows.
-            is_gone: whether the job has ended meanwhile.
 
         """
         if self._stood_by:
             # It has watched no workers.
-            failure = self._round_store.peek("warmup-failed") or self._take_over(is_gone)
+            failure = self._round_store.peek("warmup-failed") or self._take_over()
         return self._policy.after_warmup(self._decision, failure)
 
-    def _take_over(self, is_gone: Callable[[], bool]) -> str:
+    def _take_over(self) -> str:
         """Take the measurements from the other node; returns why they could not be had, or nothing."""
         try:
             what = "what the warm-up measured"
-            count = int(self._round_store.take("measured", what=what, deadline_s=PEER_WAIT_S, give_up=is_gone))
+            count = int(self._round_store.take("measured", what=what, deadline_s=PEER_WAIT_S))
         except ClusterError as error:
             return str(error)
         text = unpack("".join(self._round_store.peek(f"measured/{index}") or "" for index in range(count)))

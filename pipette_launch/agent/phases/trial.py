@@ -21,13 +21,13 @@ from pipette_launch.agent import failures, worker_health
 from pipette_launch.agent.logs import WatchedLogs
 from pipette_launch.agent.streams import Streams
 from pipette_launch.agent.sync.agreement import reports
-from pipette_launch.errors import ClusterError
+from pipette_launch.agent.sync.store import RoundOver
 from pipette_launch.facts import files
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.round import Decision, TrialReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from subprocess import Popen
 
     from pipette_launch.agent.controller import Policy, WorkerCommands
@@ -104,8 +104,6 @@ class TrialRun:
         token: str,
         processes: Mapping[int, Popen[bytes]],
         bindings: Sequence[DeviceBinding],
-        *,
-        is_gone: Callable[[], bool],
     ) -> bool:
         """Whether the trial is over; then `following` says what comes next on all nodes.
 
@@ -115,24 +113,22 @@ class TrialRun:
             token: this agent's.
             processes: the workers of this node, by local rank.
             bindings: their ranks, by local rank.
-            is_gone: whether the job has ended meanwhile.
 
         Raises:
-            ClusterError: the rendezvous store is gone, or the node that decides is.
+            RoundOver: another agent is lost, or the one that holds the store is.
 
         """
         try:
+            round_store.check_goes_on()
             if not self._is_over(round_store, decision, processes, bindings):
                 return False
             self._end(round_store, decision, token, processes)
             if round_store.is_coordinator:
                 self._decide(round_store, decision)
-            text = round_store.take(
-                f"{decision.key}/next", what="what follows the trial", deadline_s=NEXT_S, give_up=is_gone
-            )
-        except RuntimeError as error:
+            text = round_store.take(f"{decision.key}/next", what="what follows the trial", deadline_s=NEXT_S)
+        except RoundOver:
             self._kill(processes)
-            raise ClusterError(f"the rendezvous store is gone, or its node is, during a trial: {error}") from error
+            raise
         self.absent = tuple((round_store.peek(f"{decision.key}/absent") or "").split())
         self.following = None if self.absent else files.loads(Decision, text, "what follows the trial")
         return True

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Logs
 from pipette_launch.agent import worker_health
 from pipette_launch.agent.failure_attribution import NodeReport, WarmupFailure, judge
 from pipette_launch.agent.sync.agreement import reports
+from pipette_launch.agent.sync.store import RoundOver
 from pipette_launch.agent.worker_health import WorkerHealth
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
@@ -87,7 +88,7 @@ class Warmup:
             processes: the workers of this node, by local rank.
 
         Raises:
-            ClusterError: the rendezvous store is gone, and with it the way to the other nodes.
+            RoundOver: another agent is lost, or the one that holds the store is.
 
         """
         if self._health is None:
@@ -96,11 +97,9 @@ class Warmup:
         self._view.warmup_goes_on(leads=token == decision.tokens[0])
         try:
             failure = self._judge(round_store, decision, token, self._health)
-        except RuntimeError as error:
+        except RoundOver:
             self._end(processes)
-            raise ClusterError(
-                f"the rendezvous store is gone, or its node is, {self._waited_s():.1f} s into the warm-up: {error}"
-            ) from error
+            raise
         if failure is None and not self._is_done:
             return "running"
         left = self._end(processes)
@@ -115,6 +114,7 @@ class Warmup:
         self, round_store: RoundStore, decision: Decision, token: str, watched: WorkerHealth
     ) -> WarmupFailure | None:
         """Return why the warm-up fails; None while it does not, and once all nodes are done."""
+        round_store.check_goes_on()
         codes = watched.exit_codes()
         if any(codes) or watched.is_hung or self._is_late() or round_store.has("warmup-alarm"):
             return self._find_out(round_store, decision, token, watched)

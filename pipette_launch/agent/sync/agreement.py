@@ -1,94 +1,41 @@
-"""How the agents of a round reach one decision."""
+"""What the agents of a round wait for from each other while a phase runs."""
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, TypeVar
 
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
-from pipette_launch.facts.messages.round import Decision, NodeRecord
+from pipette_launch.facts.messages.round import Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from pipette_launch.agent.sync.store import RoundStore
-
-logger = logging.getLogger(__name__)
 
 PEER_WAIT_S = 120.0
 """How long agents of one round wait for each other's word."""
 Report = TypeVar("Report", bound=files.Document)
 
 
-def agree(
-    round_store: RoundStore,
-    record: NodeRecord,
-    held: Decision | None,
-    *,
-    decide: Callable[[Sequence[NodeRecord], Decision | None], Decision],
-) -> Decision:
-    """Introduce this node to the others, and return what is decided for all.
-
-    Args:
-        round_store: the keys of this round.
-        record: this node's introduction.
-        held: what this node went by in the round before.
-        decide: called on the coordinator alone.
-
-    """
-    if held is not None:
-        round_store.put(f"held/{round_store.group_rank}", files.dumps(held))
-    texts = round_store.gather("node", files.dumps(record), deadline_s=PEER_WAIT_S)
-    if texts:
-        records = [files.loads(NodeRecord, text, f"record of node {index}") for index, text in enumerate(texts)]
-        round_store.put("decision", files.dumps(decide(records, held or _held_elsewhere(round_store, records))))
-    text = round_store.take("decision", what="the decision of the first node", deadline_s=PEER_WAIT_S)
-    return files.loads(Decision, text, "decision of the first node")
-
-
-def plan_of_first(
-    round_store: RoundStore, *, make: Callable[[], Decision], is_gone: Callable[[], bool], deadline_s: float
-) -> Decision:
+def plan_of_first(round_store: RoundStore, *, make: Callable[[], Decision], deadline_s: float) -> Decision:
     """Return the plan of the first node, for which the others wait.
 
     Args:
         round_store: the keys of this round.
         make: makes the plan, called on the first node alone.
-        is_gone: whether the job has ended meanwhile.
         deadline_s: how long the others wait, in seconds.
 
     Raises:
-        ClusterError: the plan did not come in time, or never will.
+        ClusterError: the plan did not come in time.
+        RoundOver: it never will.
 
     """
     if round_store.is_coordinator:
         round_store.put("plan", files.dumps(make()))
-    text = round_store.take("plan", what="the plan of the first node", deadline_s=deadline_s, give_up=is_gone)
+    text = round_store.take("plan", what="the plan of the first node", deadline_s=deadline_s)
     return files.loads(Decision, text, "plan of the first node")
-
-
-def begin_anew(why: str, restarts: int) -> int:
-    """Nodes that are gone would be waited for in training, so the round ends; returns the restarts that are left.
-
-    Raises:
-        ClusterError: none were left, and with them the job ends too, as under torchrun.
-
-    """
-    if restarts == 0:
-        raise ClusterError(f"{why}; with --max-restarts the job would have begun anew without it")
-    logger.warning("%s; beginning anew without it", why)
-    return restarts - 1
-
-
-def _held_elsewhere(round_store: RoundStore, records: Sequence[NodeRecord]) -> Decision | None:
-    """Ask an agent that was here before for the plan, when the new coordinator was not."""
-    for group_rank, record in enumerate(records):
-        if record.has_plan:
-            text = round_store.take(f"held/{group_rank}", what=f"the plan of node {group_rank}", deadline_s=PEER_WAIT_S)
-            return files.loads(Decision, text, f"decision of node {group_rank}")
-    return None
 
 
 def reports(
@@ -102,6 +49,9 @@ def reports(
         kind: of a report.
         prefix: of the key of each, before the agent's token.
         patience_s: for all of them together.
+
+    Raises:
+        RoundOver: one of them is known to be lost.
 
     """
     ends_s = time.monotonic() + patience_s

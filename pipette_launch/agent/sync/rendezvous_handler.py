@@ -1,20 +1,40 @@
-"""The rendezvous handler as torch made it, with what the agent needs to know about it."""
+"""The rendezvous handler as torch made it, which the agent asks only when it says so."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from pipette_launch.agent.sync.store import within
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.elastic.rendezvous import RendezvousInfo
+
+ANSWER_S = 5.0
+"""How long torch's rendezvous is asked: where its host is silent, torch's own call never returns."""
+Answer = TypeVar("Answer")
+
+logger = logging.getLogger(__name__)
 
 
 class AgentStoreHandler(RendezvousHandler):
-    """Passes everything on, and says that workers are only clients of the store that their agents host."""
+    """Passes on what torch's loop asks, but for what the agents find out among themselves."""
 
-    def __init__(self, inner: RendezvousHandler) -> None:
+    def __init__(self, inner: RendezvousHandler, *, is_round_over: Callable[[], bool]) -> None:
+        """Begin.
+
+        Args:
+            inner: torch's.
+            is_round_over: whether the agents are to meet again, whoever waits in torch's rendezvous.
+
+        """
         self._inner = inner
+        self._is_round_over = is_round_over
 
     @property
     def use_agent_store(self) -> bool:
@@ -31,15 +51,19 @@ class AgentStoreHandler(RendezvousHandler):
 
     def is_closed(self) -> bool:
         """See torch."""
-        return self._inner.is_closed()
+        return self._asked(self._inner.is_closed, otherwise=False)
 
     def set_closed(self) -> None:
         """See torch."""
-        self._inner.set_closed()  # type: ignore[no-untyped-call]
+        self._asked(self._inner.set_closed, otherwise=None)
 
     def num_nodes_waiting(self) -> int:
-        """See torch."""
-        return self._inner.num_nodes_waiting()
+        """Tell torch's loop to restart the workers: a node that waits to join is taken in at the next restart only."""
+        return int(self._is_round_over())
+
+    def num_nodes_joining(self) -> int:
+        """How many nodes wait in torch's rendezvous, as far as it can be reached."""
+        return self._asked(self._inner.num_nodes_waiting, otherwise=0)
 
     def get_run_id(self) -> str:
         """See torch."""
@@ -47,7 +71,15 @@ class AgentStoreHandler(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """See torch."""
-        return self._inner.shutdown()
+        return self._asked(self._inner.shutdown, otherwise=False)
+
+    def _asked(self, do: Callable[[], Answer], *, otherwise: Answer) -> Answer:
+        """Ask torch's rendezvous; the job goes on where its host is gone."""
+        try:
+            return within(ANSWER_S, do)
+        except (TimeoutError, RuntimeError, RendezvousError) as error:
+            logger.info("torch's rendezvous cannot be reached: %s", error)
+            return otherwise
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else a backend offers."""

@@ -1,11 +1,13 @@
-"""What agents say to each other through the rendezvous store; every wait polls, so that signals get through."""
+"""What agents say to each other through a store; every wait polls, so that signals get through."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import threading
 import time
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pipette_launch.errors import ClusterError
 
@@ -19,68 +21,179 @@ LAST_POLL_S = 0.2
 """Waits grow, so that hundreds of nodes that wait for one do not keep the store busy."""
 MOST_BYTES = 4 << 20
 """Of one value that holds a part of a long text; TCPStore takes 8 MiB in one value."""
+ANSWER_S = 10.0
+"""After how long without an answer another agent's store counts as gone. A busy host answers within milliseconds."""
+BROKEN = "the connection to its store broke"
+
+Answer = TypeVar("Answer")
 
 
-class RoundStore:
-    """The keys of one rendezvous round; every backend that is used here gives each round a prefix of its own."""
+class RoundOver(Exception):  # noqa: N818
+    """The agents are to meet again: one of them failed or is gone. Unwinds whatever waits for the others."""
 
-    def __init__(self, store: Store, group_rank: int, group_size: int, *, is_coordinator: bool) -> None:
-        self.group_rank = group_rank
-        self.group_size = group_size
-        self.is_coordinator = is_coordinator
-        """Whether this node decides for all: the first in torchrun's own order."""
+
+class StoreGone(RoundOver):
+    """The agent that holds the store is gone, or does not answer."""
+
+
+def within(seconds: float, do: Callable[[], Answer]) -> Answer:
+    """Return what `do` returns; a call of torch's that never returns is left behind in its thread.
+
+    Raises:
+        TimeoutError: it did not return in time.
+
+    """
+    answers: list[Answer] = []
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            answers.append(do())
+        except Exception as error:  # noqa: BLE001, it is raised again where the answer is awaited
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return answers[0]
+
+
+class AgentStore:
+    """The keys with one prefix in a store that this agent or another holds."""
+
+    def __init__(self, store: Store, prefix: str, *, is_own: bool) -> None:
+        """Begin.
+
+        Args:
+            store: torch's.
+            prefix: of all keys.
+            is_own: whether this process holds the store, which then always answers.
+
+        """
         self._store = store
+        self._prefix = prefix
+        self._is_own = is_own
+
+    def _ask(self, do: Callable[[], Answer]) -> Answer:
+        if self._is_own:
+            return do()
+        try:
+            return within(ANSWER_S, do)
+        except TimeoutError as error:
+            raise StoreGone(f"silent for {ANSWER_S:.0f} s") from error
+        except RuntimeError as error:
+            raise StoreGone(BROKEN) from error
 
     def put(self, key: str, text: str) -> None:
-        """Publish a text once."""
-        self._store.set(f"pipette/{key}", text)
+        """Publish a text."""
+        self._ask(lambda: self._store.set(f"{self._prefix}/{key}", text))
 
     def has(self, key: str) -> bool:
         """Whether a text was published; never blocks."""
-        return bool(self._store.check([f"pipette/{key}"]))
+        return bool(self._ask(lambda: self._store.check([f"{self._prefix}/{key}"])))
 
     def peek(self, key: str) -> str | None:
         """Return a text, or None where it was not published yet; never blocks."""
-        return self._store.get(f"pipette/{key}").decode() if self.has(key) else None
+        return self._get(key) if self.has(key) else None
 
-    def take(self, key: str, *, what: str, deadline_s: float, give_up: Callable[[], bool] = lambda: False) -> str:
+    def _get(self, key: str) -> str:
+        return self._ask(lambda: self._store.get(f"{self._prefix}/{key}")).decode()
+
+    def drop(self, key: str) -> None:
+        """Forget a text."""
+        self._ask(lambda: self._store.delete_key(f"{self._prefix}/{key}"))
+
+    def count(self, key: str, amount: int = 1) -> int:
+        """Add to a counter and return it; 0 reads it."""
+        return int(self._ask(lambda: self._store.add(f"{self._prefix}/{key}", amount)))
+
+    def take(self, key: str, *, what: str, deadline_s: float) -> str:
         """Wait for a text.
 
         Raises:
-            ClusterError: it did not come in time, or `give_up` said that it never will.
+            ClusterError: it did not come in time.
+            RoundOver: it never will.
 
         """
+        return self._wait(key, what, deadline_s, check=self.check_goes_on)
+
+    def _wait(self, key: str, what: str, deadline_s: float, check: Callable[[], None]) -> str:
         end = time.monotonic() + deadline_s
         poll_s = FIRST_POLL_S
         while not self.has(key):
-            if give_up():
-                raise ClusterError(f"no longer waiting for {what}: the nodes of the job changed")
+            check()
             if time.monotonic() > end:
                 raise ClusterError(f"waited {deadline_s:.0f} s in vain for {what}; look at the log of that node")
             time.sleep(poll_s)
             poll_s = min(1.5 * poll_s, LAST_POLL_S)
-        return self._store.get(f"pipette/{key}").decode()
+        return self._get(key)
 
-    def gather(self, key: str, text: str, *, deadline_s: float) -> list[str]:
-        """Give one's own text; the coordinator gets everybody's, in group order, the others an empty list."""
-        self.put(f"{key}/{self.group_rank}", text)
-        if not self.is_coordinator:
-            return []
-        return [
-            self.take(f"{key}/{rank}", what=f"the record of node {rank} of {self.group_size}", deadline_s=deadline_s)
-            for rank in range(self.group_size)
-        ]
+    def check_goes_on(self) -> None:
+        """Raise RoundOver where waiting has become vain."""
 
     def settle(self, key: str, text: str, *, deadline_s: float) -> str:
-        """Return what the first agent to call this said, whoever it was."""
-        if self._store.add(f"pipette/{key}/claims", 1) == 1:
+        """Return what the first agent to call this said, whoever it was; also while a meeting is called."""
+        if self.count(f"{key}/claims") == 1:
             self.put(key, text)
             return text
-        return self.take(key, what=f"the first word on {key}", deadline_s=deadline_s)
+        return self._wait(key, f"the first word on {key}", deadline_s, check=lambda: None)
 
-    def count(self, key: str, amount: int = 1) -> int:
-        """Add to a counter and return it; 0 reads it."""
-        return int(self._store.add(f"pipette/{key}", amount))
+
+class RoundStore(AgentStore):
+    """The keys of one round: from one meeting of the agents to the next."""
+
+    def __init__(
+        self,
+        store: Store,
+        group_rank: int,
+        group_size: int,
+        *,
+        is_coordinator: bool,
+        generation: str = "round",
+        find_lost: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Begin.
+
+        Args:
+            store: of the agent that decides for all.
+            group_rank: this agent's place among those of the round.
+            group_size: how many they are.
+            is_coordinator: whether this agent decides for all, and holds the store.
+            generation: names the round.
+            find_lost: says which other agent is gone, and why; empty while none is known to be.
+
+        """
+        super().__init__(store, f"pipette/{generation}", is_own=is_coordinator)
+        self.generation = generation
+        self.group_rank = group_rank
+        self.group_size = group_size
+        self.is_coordinator = is_coordinator
+        self._find_lost = find_lost
+
+    def call_all(self, why: str) -> None:
+        """Call all agents to a meeting."""
+        self.put("alarm", why)
+
+    def is_over(self) -> bool:
+        """Whether some agent has called all to a meeting; whoever learns of a lost one does."""
+        lost = self._find_lost()
+        if lost:
+            self.call_all(lost)
+        return bool(lost) or self.has("alarm")
+
+    def check_goes_on(self) -> None:
+        """Raise RoundOver where a meeting was called."""
+        if self.is_over():
+            raise RoundOver("the agents are to meet again")
+
+    def say(self, key: str, text: str) -> None:
+        """Publish a text that nobody waits for: a store that is gone needs it no more."""
+        with contextlib.suppress(StoreGone):
+            self.put(key, text)
 
 
 def pack(text: str) -> str:

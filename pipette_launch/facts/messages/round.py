@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import ClassVar, Literal
@@ -40,7 +40,6 @@ class NodeRecord:
     verdict: AttemptEnd
     failure: Failure | None
     """Why that attempt ended; None when it did not fail on this node."""
-    has_plan: bool
     is_misuse: bool = False
     """Whether the trouble is that a flag asks for what this machine does not have."""
     conditions: tuple[DeviceCondition, ...] = ()
@@ -89,8 +88,6 @@ class Decision:
     """`stop` because something went wrong, not because the user asked for no more."""
     is_misuse: bool = False
     """It failed by what the user's own flags ask for: the exit code is argparse's."""
-    free: bool = False
-    """The launcher itself takes the step, so that it does not count against `--max-restarts`."""
     restarts_left: int = 0
     """How many failures of the job are still forgiven. The loss of a host is none, nor is a plan that cannot start."""
     is_refitted: bool = False
@@ -129,6 +126,11 @@ class Decision:
             standby=(*self.standby, *compress(self.tokens, leaves)),
             standby_hosts=(*self.standby_hosts, *compress(self.hosts, leaves)),
         )
+
+    def by_host(self, by_token: Mapping[str, str]) -> dict[str, str]:
+        """Turn what is known of agents, by token, into what is known of their hosts; of others there is none."""
+        names = dict(zip((*self.tokens, *self.standby), (*self.hosts, *self.standby_hosts), strict=True))
+        return {names[token]: text for token, text in by_token.items() if token in names}
 
     def place_of(self, token: str) -> int:
         """GROUP_RANK of an agent: those on standby stand behind the others."""

@@ -27,8 +27,8 @@ def test_an_iteration_is_known_everywhere() -> None:
     first.see()
 
     before = second.has_trained()
-    first.publish()
-    first.publish()
+    first.share()
+    first.share()
 
     assert (False, True, True) == (before, first.has_trained(), second.has_trained())
     first.begin(RoundStore(HashStore(), 0, 2, is_coordinator=True), proven=False)
@@ -39,7 +39,7 @@ def test_waits_a_moment_for_the_news() -> None:
     """A worker may die between the first iteration and the moment at which the last rank's agent tells of it."""
     first, second = witnesses(2)
     first.see()
-    timer = threading.Timer(0.2, first.publish)
+    timer = threading.Timer(0.2, first.share)
     timer.start()
 
     assert second.has_trained(wait_s=5)

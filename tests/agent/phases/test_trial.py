@@ -17,9 +17,7 @@ from torch.distributed import HashStore
 from pipette_launch.agent.device_binding import DeviceBinding
 from pipette_launch.agent.phases import trial
 from pipette_launch.agent.phases.trial import TrialRun
-from pipette_launch.agent.sync.agreement import begin_anew
-from pipette_launch.agent.sync.store import RoundStore
-from pipette_launch.errors import ClusterError
+from pipette_launch.agent.sync.store import RoundOver, RoundStore
 from pipette_launch.facts.messages.round import Decision, TrialReport
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
@@ -107,9 +105,7 @@ class Node:
         self.process = subprocess.Popen([sys.executable, "-c", f"import sys, time; {ends}"], start_new_session=True)
 
     def look(self) -> bool:
-        return self.trial.look(
-            self.round_store, DECISION, self.token, {0: self.process}, self.bindings, is_gone=lambda: False
-        )
+        return self.trial.look(self.round_store, DECISION, self.token, {0: self.process}, self.bindings)
 
     def await_end(self) -> None:
         while not self.look():
@@ -124,8 +120,8 @@ def test_a_script_that_ends_by_itself_ends_the_trial_when_all_have(monkeypatch: 
     assert not first.look()
     second.process.wait()
     # The second node's last word needs the coordinator's answer.
-    store.set("pipette/trial-2/next", "")
-    store.set("pipette/trial-2/absent", "nobody")
+    store.set("pipette/round/trial-2/next", "")
+    store.set("pipette/round/trial-2/absent", "nobody")
     second.await_end()
     first.await_end()
 
@@ -133,7 +129,7 @@ def test_a_script_that_ends_by_itself_ends_the_trial_when_all_have(monkeypatch: 
 
 
 def test_a_node_that_is_gone_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No agent answers there: nobody waits for it in training, and the job ends or begins anew, as under torchrun."""
+    """No agent answers there: nobody waits for it in training."""
     monkeypatch.setattr(trial, "REPORT_S", 0.5)
     node = Node(0, HashStore(), 7, monkeypatch)
     node.process.wait()
@@ -141,18 +137,27 @@ def test_a_node_that_is_gone_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> 
     node.await_end()
 
     assert (("node2",), None, []) == (node.trial.absent, node.trial.following, node.judge.reports)
-    assert 1 == begin_anew("node2 vanished during a trial", 2)
 
 
-def test_a_store_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no way to the other nodes: the job ends with one sentence, and without workers."""
+def test_a_store_that_is_gone_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents meet again at the next one's store, and leave no worker behind."""
 
     class GoneStore(HashStore):
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("failed to recv, got 0 bytes")
 
-    node = Node(0, GoneStore(), None, monkeypatch)
+    node = Node(1, GoneStore(), None, monkeypatch)
 
-    with pytest.raises(ClusterError, match=r"the rendezvous store is gone, or its node is, during a trial: .* 0 bytes"):
+    with pytest.raises(RoundOver):
+        node.look()
+    assert -9 == node.process.wait()
+
+
+def test_a_call_to_a_meeting_ends_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some agent is lost: no trial goes on without it, and no worker is left."""
+    node = Node(1, HashStore(), None, monkeypatch)
+    node.round_store.call_all("node1 is silent")
+
+    with pytest.raises(RoundOver):
         node.look()
     assert -9 == node.process.wait()

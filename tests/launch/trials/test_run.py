@@ -64,7 +64,7 @@ def test_the_users_own_and_the_best_plans_are_tried_one_by_one(tmp_path: Path) -
     assert (0, 1) == own.ranks_of("token-node0")
     assert last.choice is not None
     assert (Layout(tp=2, dp=2), str(tmp_path / "ckpt")) == (last.choice.layout, value(last, "--save"))
-    assert (None, 0, 0, False) == (value(last, "--log-interval"), last.trial, last.attempt, last.free)
+    assert (None, 0, 0) == (value(last, "--log-interval"), last.trial, last.attempt)
     assert "measured 500 ms a step" in last.reason
     assert "your own configuration: measured 1.00 s a step" in one.reason
 

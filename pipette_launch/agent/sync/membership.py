@@ -1,0 +1,340 @@
+"""Who of a job's agents is there, and how they reach one decision when a round begins.
+
+torch's rendezvous brings the agents together once. From then on they meet without it: each holds a store, and all speak
+through that of the first of them. When an agent is lost the others meet at once; when it was the first, the next one's
+store takes its place. Nobody waits for leases to run out, and the loss of the rendezvous host ends no job.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from torch.distributed import TCPStore
+
+from pipette_launch.agent.sync.peer_watch import GONE, PeerWatch, why_unreachable
+from pipette_launch.agent.sync.store import (
+    ANSWER_S,
+    BROKEN,
+    FIRST_POLL_S,
+    LAST_POLL_S,
+    AgentStore,
+    RoundStore,
+    StoreGone,
+    within,
+)
+from pipette_launch.errors import ClusterError
+from pipette_launch.facts import files
+from pipette_launch.facts.messages.membership import Arrival, Member, Members
+from pipette_launch.facts.messages.round import Decision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.distributed import Store
+
+    from pipette_launch.facts.messages.round import NodeRecord
+
+logger = logging.getLogger(__name__)
+
+PEER_WAIT_S = 120.0
+"""How long agents of one round wait for each other's word; one whose workers are ended may take half a minute."""
+UNREACHABLE_S = 8.0
+"""For so long an agent must be out of reach before a meeting goes on without it, unless its kernel says it is gone."""
+PROBE_S = 0.5
+REJOIN = "rejoin"
+"""The answer by which all agents go through torch's rendezvous again: another node waits there."""
+LEFT_OUT = "left out"
+"""The answer to an agent that the others went on without."""
+
+
+class Rejoin(Exception):  # noqa: N818
+    """The agent is to go through torch's rendezvous again."""
+
+
+class Membership:
+    """The agents of a job as one of them knows them."""
+
+    def __init__(self, token: str, address: str, node_rank: int) -> None:
+        self._server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self._own = Member(token=token, address=address, port=self._server.port, node_rank=node_rank)
+        self._desk = AgentStore(self._server, "pipette", is_own=True)
+        """Where other agents leave word for this one while it decides for all."""
+        self._members: tuple[Member, ...] = ()
+        self._lost: dict[str, str] = {}
+        """Why members are believed lost, by token; of those that the next meeting will go on without."""
+        self._surely_gone: set[str] = set()
+        """Those of them that cannot train on somewhere else: their kernels say that they ended, or they said so."""
+        self._leader: Member | None = None
+        """Whoever decided last, and its store where it is another's."""
+        self._leader_store: Store | None = None
+        self._round_store: RoundStore | None = None
+        self._watch: PeerWatch | None = None
+        self._num_meetings = 0
+
+    def join(self, store: Store, group_rank: int, group_size: int) -> None:
+        """Learn whom torch's rendezvous has brought together, through its own store."""
+        # Before the others hear of this agent: an old list would tell them that they are left out.
+        self._desk.drop("members")
+        met = AgentStore(store, "pipette", is_own=True)
+        met.put(f"member/{group_rank}", files.dumps(self._own))
+        if group_rank == 0:
+            texts = [
+                met.take(f"member/{rank}", what=f"the address of node {rank}", deadline_s=PEER_WAIT_S)
+                for rank in range(group_size)
+            ]
+            found = [files.loads(Member, text, f"address of node {rank}") for rank, text in enumerate(texts)]
+            if min(member.node_rank for member in found) >= 0:
+                # Static rendezvous promises the order of --node-rank; group ranks follow the addresses.
+                found.sort(key=lambda member: member.node_rank)
+            met.put("members", files.dumps(Members(generation="", members=tuple(found))))
+        text = met.take("members", what="the list of nodes", deadline_s=PEER_WAIT_S)
+        self._members = files.loads(Members, text, "list of nodes").members
+        self._lost, self._surely_gone = {}, set()
+        self._leader, self._leader_store = None, None
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether the agents meet without torch's rendezvous."""
+        return bool(self._members)
+
+    def leave_behind(self, tokens: Sequence[str], why: str) -> None:
+        """Take these agents for lost, without waiting for them at the next meeting."""
+        self._lost.update(dict.fromkeys(tokens, why))
+
+    def say_leaving(self, why: str) -> None:
+        """Let the others go on without this agent, whose workers may take long to end."""
+        if self._round_store is not None:
+            self._round_store.say(f"left/{self._own.token}", why)
+            self._round_store.say("alarm", why)
+
+    def meet(
+        self,
+        record: NodeRecord,
+        held: Decision | None,
+        *,
+        decide: Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision],
+        is_awaited: Callable[[], bool],
+    ) -> tuple[Decision, RoundStore]:
+        """Introduce this node to the others, and return what is decided for all, and the store of the new round.
+
+        Args:
+            record: this node's introduction.
+            held: what this node went by before.
+            decide: called on the first agent alone, with the records of all, and why others are believed lost.
+            is_awaited: whether another node waits in torch's rendezvous; asked of the first agent alone.
+
+        Raises:
+            Rejoin: all go through torch's rendezvous again, or the others went on without this agent.
+            ClusterError: too few can be reached.
+
+        """
+        self._stop_watching()
+        self._num_meetings += 1
+        while True:
+            leader = next(member for member in self._members if member.token not in self._lost)
+            if leader == self._own:
+                return self._lead(record, held, decide, is_awaited)
+            try:
+                return self._follow(leader, record, held)
+            except StoreGone as error:
+                known, self._leader_store = self._leader_store, None
+                if known is not None and str(error) == BROKEN:
+                    # It may only be the connection; a new one will tell.
+                    continue
+                logger.warning("the agent at %s decides no more: %s", leader.address, error)
+                self._lost[leader.token] = str(error)
+
+    # -- where another agent decides ------------------------------------------------------------------------------
+
+    def _follow(self, leader: Member, record: NodeRecord, held: Decision | None) -> tuple[Decision, RoundStore]:
+        store = self._store_of(leader)
+        desk = AgentStore(store, "pipette", is_own=False)
+        self._call(leader, desk)
+        knows = held is None or leader.token in (*held.tokens, *held.standby)
+        arrival = Arrival(meeting=self._num_meetings, record=record, held=None if knows else held)
+        desk.put(f"arrival/{self._own.token}", files.dumps(arrival))
+        generation = self._answer(leader, desk)
+        if generation in (REJOIN, LEFT_OUT):
+            self._members = ()
+            raise Rejoin(generation)
+        decision = files.loads(Decision, desk.peek(f"{generation}/decision") or "", "decision of the first node")
+        self._desk.drop("members")
+        members = files.loads(Members, desk.peek("members") or "", "list of nodes").members
+        self._leader, self._leader_store = leader, store
+        return decision, self._begin(generation, members, store, leads=False)
+
+    def _store_of(self, leader: Member) -> Store:
+        if leader == self._leader and self._leader_store is not None:
+            return self._leader_store
+        why = why_unreachable(leader, timeout_s=UNREACHABLE_S)
+        if why == GONE:
+            self._surely_gone.add(leader.token)
+        if why:
+            raise StoreGone(why)
+        try:
+            # torch tries for ever where a process is stopped.
+            return within(
+                ANSWER_S, lambda: TCPStore(leader.address, leader.port, is_master=False, wait_for_workers=False)
+            )
+        except (TimeoutError, RuntimeError) as error:
+            raise StoreGone(f"its agent does not answer ({error})") from error
+
+    def _call(self, leader: Member, desk: AgentStore) -> None:
+        """Call the first agent to the meeting: it may know of no reason."""
+        if self._round_store is not None and leader == self._leader:
+            desk.put(f"{self._round_store.generation}/alarm", "a meeting")
+
+    def _answer(self, leader: Member, desk: AgentStore) -> str:
+        """Wait for the name of the new round."""
+        ends_s = time.monotonic() + PEER_WAIT_S
+        poll_s = FIRST_POLL_S
+        key = f"answer/{self._own.token}/{self._num_meetings}"
+        while (answer := desk.peek(key)) is None:
+            left = self._round_store and desk.peek(f"{self._round_store.generation}/left/{leader.token}")
+            if left:
+                self._surely_gone.add(leader.token)
+                raise StoreGone(left)
+            now = desk.peek("members")
+            if now is not None and self._own not in files.loads(Members, now, "list of nodes").members:
+                return LEFT_OUT
+            if time.monotonic() > ends_s:
+                raise ClusterError(
+                    f"waited {PEER_WAIT_S:.0f} s in vain for the decision of the first node, {leader.address}; look "
+                    f"at the log of that node"
+                )
+            time.sleep(poll_s)
+            poll_s = min(1.5 * poll_s, LAST_POLL_S)
+        return answer
+
+    # -- where this agent decides ---------------------------------------------------------------------------------
+
+    def _lead(
+        self,
+        record: NodeRecord,
+        held: Decision | None,
+        decide: Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision],
+        is_awaited: Callable[[], bool],
+    ) -> tuple[Decision, RoundStore]:
+        if self._round_store is not None and self._leader == self._own:
+            self._round_store.call_all("a meeting")
+        arrivals = self._gather()
+        self._check_quorum(arrivals)
+        here = [member for member in self._members if member == self._own or member.token in arrivals]
+        generation = f"{self._own.token[:8]}-{self._num_meetings}"
+        if self._leader is not None and is_awaited():
+            self._answer_all(arrivals, REJOIN)
+            self._members = ()
+            raise Rejoin(REJOIN)
+        records = [record if member == self._own else arrivals[member.token].record for member in here]
+        held = held or next((arrival.held for arrival in arrivals.values() if arrival.held), None)
+        decision = decide(records, held, held.by_host(self._lost) if held else {})
+        self._desk.put(f"{generation}/decision", files.dumps(decision))
+        self._desk.put("members", files.dumps(Members(generation=generation, members=tuple(here))))
+        self._answer_all(arrivals, generation)
+        self._leader, self._leader_store = self._own, None
+        return decision, self._begin(generation, here, self._server, leads=True)
+
+    def _gather(self) -> dict[str, Arrival]:
+        """Wait until all members have come, or are known to be lost."""
+        began_s = probed_s = time.monotonic()
+        poll_s = FIRST_POLL_S
+        arrivals: dict[str, Arrival] = {}
+        out_of_reach_s: dict[str, float] = {}
+        while True:
+            for member in self._members:
+                text = None if member.token in arrivals else self._desk.peek(f"arrival/{member.token}")
+                if text is not None:
+                    self._desk.drop(f"arrival/{member.token}")
+                    arrivals[member.token] = files.loads(Arrival, text, f"record of {member.address}")
+                    # Whoever comes is there, whatever others believed.
+                    self._lost.pop(member.token, None)
+            missing = [
+                member
+                for member in self._members
+                if member != self._own and member.token not in arrivals and member.token not in self._lost
+            ]
+            if not missing:
+                return arrivals
+            now_s = time.monotonic()
+            if now_s - began_s > PEER_WAIT_S:
+                self._lost.update({member.token: "its agent does not answer" for member in missing})
+            elif now_s - probed_s > PROBE_S:
+                probed_s = now_s
+                self._find_lost(missing, out_of_reach_s)
+            time.sleep(poll_s)
+            poll_s = min(1.5 * poll_s, LAST_POLL_S)
+
+    def _find_lost(self, missing: Sequence[Member], out_of_reach_s: dict[str, float]) -> None:
+        """Find out who of those that have not come will never come."""
+        with ThreadPoolExecutor(min(len(missing), 32)) as pool:
+            found = list(pool.map(lambda member: why_unreachable(member, timeout_s=PROBE_S), missing))
+        now_s = time.monotonic()
+        for member, why in zip(missing, found, strict=True):
+            left, lost = (self._told_of(member, what) for what in ("left", "lost"))
+            if why == GONE or left:
+                self._surely_gone.add(member.token)
+                self._lost[member.token] = left or why
+            elif not why:
+                out_of_reach_s.pop(member.token, None)
+            elif lost or now_s - out_of_reach_s.setdefault(member.token, now_s) > UNREACHABLE_S:
+                # One that its neighbour saw to be silent is not waited for once more.
+                self._lost[member.token] = why
+
+    def _told_of(self, member: Member, what: str) -> str:
+        """What was said of one while this agent decided for all: that it `left`, or is `lost`; empty where nothing."""
+        if self._round_store is None or self._leader != self._own:
+            return ""
+        return self._round_store.peek(f"{what}/{member.token}") or ""
+
+    def _check_quorum(self, arrivals: Mapping[str, Arrival]) -> None:
+        """Let only one part of a job go on where its nodes cannot reach each other.
+
+        Raises:
+            ClusterError: the other part may be the greater one.
+
+        """
+        came = 1 + len(arrivals)
+        possible = len(self._members) - len(self._surely_gone)
+        keeps_store = self._leader is None or self._leader == self._own
+        if 2 * came > possible or (2 * came == possible and keeps_store):
+            return
+        raise ClusterError(
+            f"this node reaches {came} of {possible} nodes that may still run ({', '.join(set(self._lost.values()))}); "
+            f"it ends here, so that two parts of the job do not train at once"
+        )
+
+    def _answer_all(self, arrivals: Mapping[str, Arrival], answer: str) -> None:
+        for token, arrival in arrivals.items():
+            self._desk.put(f"answer/{token}/{arrival.meeting}", answer)
+
+    # -- the round ------------------------------------------------------------------------------------------------
+
+    def _begin(self, generation: str, members: Sequence[Member], store: Store, *, leads: bool) -> RoundStore:
+        self._members, self._lost, self._surely_gone = tuple(members), {}, set()
+        place = self._members.index(self._own)
+        following = self._members[(place + 1) % len(self._members)]
+        self._watch = PeerWatch(following) if following != self._own else None
+        self._round_store = RoundStore(
+            store,
+            place,
+            len(self._members),
+            is_coordinator=leads,
+            generation=generation,
+            find_lost=self._find_lost_neighbour,
+        )
+        return self._round_store
+
+    def _find_lost_neighbour(self) -> str:
+        watch = self._watch
+        if watch is None or not watch.lost or self._round_store is None:
+            return ""
+        self._round_store.put(f"lost/{watch.peer.token}", watch.lost)
+        return f"the agent at {watch.peer.address}: {watch.lost}"
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None

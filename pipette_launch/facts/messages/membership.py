@@ -1,0 +1,49 @@
+"""What agents tell each other about who they are, and what one says when it comes to a meeting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipette_launch.facts.messages.round import Decision, NodeRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One agent of a job, and where the store that it holds is reached."""
+
+    KIND: ClassVar[str] = "member"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    token: str
+    """Names the agent for as long as it lives."""
+    address: str
+    port: int
+    node_rank: int
+    """What `--node-rank` said under static rendezvous, else -1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Members:
+    """The agents of a round, in torchrun's own order: the first decides for all, and holds the store of the round."""
+
+    KIND: ClassVar[str] = "members"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    generation: str
+    """Names the round; empty before the first."""
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """What an agent says when it comes to a meeting."""
+
+    KIND: ClassVar[str] = "arrival"
+    SCHEMA_VERSION: ClassVar[int] = 1
+
+    meeting: int
+    """Counts the meetings of this agent, so that an answer to an earlier arrival is not taken for this one's."""
+    record: NodeRecord
+    held: Decision | None
+    """What the agent went by before, where whoever decides may not know it."""

@@ -84,7 +84,7 @@ SUB_FLOORS = {
     ],
     "launch": [
         {"cache", "measuring_advice", "nodes", "options", "outcome", "setting"},
-        {"commands", "health_policy", "training_signs", "user_script", "warmup_orders", "warmup_progress"},
+        {"commands", "health_policy", "recovery", "training_signs", "user_script", "warmup_orders", "warmup_progress"},
         {"plans", "trials"},
         {"decisions"},
         {"coordinator"},

@@ -194,6 +194,10 @@ class Lab:
                 self.cut((host, peer))
         system.kill_all([self._homes[host]])
 
+    def end(self, host: str) -> None:
+        """End all processes of a host; its kernel tells their peers."""
+        system.kill_all([self._homes[host]])
+
     def slow(self, host: str, share: float) -> None:
         """Give a host only this share of the processor time that its slots would get; 1 = all of it again."""
         self._brake.slow(host, share)

@@ -108,7 +108,9 @@ class Coordinator:
             num_slots=tuple(record.num_slots for record in ordered),
             restarts_left=held.restarts_left if held else min(record.max_restarts for record in records),
         )
-        return self._writer.guarded(bare, lambda: self._decide(bare, ordered, held, lost))
+        decision = self._writer.guarded(bare, lambda: self._decide(bare, ordered, held, lost))
+        reached = max((record.iteration for record in records), default=0)
+        return replace(decision, iteration=reached or (held.iteration if held else 0))
 
     def _decide(
         self,

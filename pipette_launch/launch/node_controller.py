@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -16,17 +14,18 @@ from typing import TYPE_CHECKING
 
 from pipette_launch import megatron, report
 from pipette_launch.agent import start
-from pipette_launch.errors import PipetteError, UsageError
 from pipette_launch.facts import files
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.launch import commands
 from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
+from pipette_launch.launch.nodes import described
 from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
+from pipette_launch.launch.recovery import Recovery
 from pipette_launch.launch.training_signs import has_trained
 from pipette_launch.launch.trials.watch import TrialWatch, trial_words
 from pipette_launch.launch.warmup_progress import ProgressLine, parts_words
-from pipette_launch.probe.health import condition, inventory
+from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.released_memory import await_memory
 from pipette_launch.probe.progress import last_error, last_sign
 
@@ -36,8 +35,7 @@ if TYPE_CHECKING:
 
     from pipette_launch.agent.controller import Node, WorkerCommand
     from pipette_launch.agent.sync.rendezvous import RendezvousSettings
-    from pipette_launch.facts import Choice, Host, Plan
-    from pipette_launch.facts.health.condition import DeviceCondition
+    from pipette_launch.facts import Choice, Plan
     from pipette_launch.facts.messages.failure import Failure
     from pipette_launch.facts.messages.round import AttemptEnd, TrialReport
     from pipette_launch.facts.results.outcome import Outcome, PeakReading
@@ -77,6 +75,7 @@ class NodeController:
         self._step_time_s = 0.0
         self._saved_before = ""
         self._trial = TrialWatch()
+        self._recovery = Recovery()
         self._shown: tuple[Plan, int] | None = None
         self._progress = ProgressLine(sys.stderr, budget_s=options.budget_s)
         self._leads = False
@@ -92,42 +91,27 @@ class NodeController:
             least_nodes=self._rendezvous_settings.least_nodes,
             is_static=self._rendezvous_settings.node_rank >= 0,
         )
-        self._host: Host | None = None
-        self._trouble, self._is_misuse = "", False
-        self._conditions: tuple[DeviceCondition, ...] = ()
-        self._versions: dict[str, str] = {}
-        try:
-            self._versions = inventory.versions()
-            self._host = inventory.host(
-                name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-                address=node.address,
-                num_devices=node.num_slots,
-                device=self._options.device,
-            )
-            self._conditions = condition.conditions(self._host)
-        except PipetteError as error:
-            self._trouble, self._is_misuse = str(error), isinstance(error, UsageError)
-        except Exception as error:
-            # A driver in disorder, for one: torchrun would not have asked it.
-            logger.exception("this machine cannot be described")
-            self._trouble = f"the machine cannot be described: {type(error).__name__}: {error}"
+        self._machine = described(node, self._options.device)
+        self._host = self._machine.host
         return self._token
 
     def record(self, *, attempt: int, verdict: AttemptEnd, failure: Failure | None) -> NodeRecord:
         """Introduce this node to the others."""
+        self._recovery.ended()
         return NodeRecord(
             token=self._token,
             host=self._host,
-            trouble=self._trouble,
-            is_misuse=self._is_misuse,
-            conditions=self._conditions,
+            trouble=self._machine.trouble,
+            is_misuse=self._machine.is_misuse,
+            conditions=self._machine.conditions,
             num_slots=self._node.num_slots,
             node_rank=self._rendezvous_settings.node_rank,
             script_digest=files.digest(self._options.script, self._options.script_arguments),
-            versions=self._versions,
+            versions=self._machine.versions,
             attempt=attempt,
             verdict=verdict,
             failure=failure,
+            iteration=self._recovery.iteration,
             max_restarts=self._options.max_restarts,
         )
 
@@ -176,6 +160,7 @@ class NodeController:
         """Start to count: no outcome may mix two attempts."""
         self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
         self._trial.begin(decision)
+        self._recovery.decided(decision)
         if decision.phase == "warmup":
             self._progress = ProgressLine(sys.stderr, budget_s=self._options.budget_s)
             self._measured_from_s = time.monotonic()
@@ -261,6 +246,9 @@ class NodeController:
                 self._tracker.add_memory(memory)
             return False
         self._trial.add(iteration.step_time_s)
+        words = self._recovery.sees(iteration.iteration)
+        if words:
+            _say(words)
         outcome = self._tracker.add(iteration) if self._tracker else None
         if outcome is not None:
             self._keep_outcome(replace(outcome, peaks=(*outcome.peaks, *self._device_peaks())))

@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 from collections import Counter
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
-from pipette_launch.errors import ClusterError, UsageError
+from pipette_launch.errors import ClusterError, PipetteError, UsageError
+from pipette_launch.probe.health import condition, inventory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pipette_launch.agent.controller import Node
     from pipette_launch.facts import Host
+    from pipette_launch.facts.health.condition import DeviceCondition
     from pipette_launch.facts.messages.round import NodeRecord
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What this machine says of itself."""
+
+    versions: dict[str, str]
+    host: Host | None = None
+    """None where it could not be described; `trouble` then says why."""
+    conditions: tuple[DeviceCondition, ...] = ()
+    trouble: str = ""
+    is_misuse: bool = False
+    """Whether the trouble is that a flag asks for what this machine does not have."""
+
+
+def described(node: Node, device: Literal["auto", "cuda", "cpu"]) -> Machine:
+    """Describe this machine.
+
+    Args:
+        node: what torchrun knows of it.
+        device: `auto`, `cuda` or `cpu`.
+
+    """
+    machine = Machine(versions={})
+    try:
+        machine = Machine(versions=inventory.versions())
+        host = inventory.host(
+            name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+            address=node.address,
+            num_devices=node.num_slots,
+            device=device,
+        )
+        return replace(machine, host=host, conditions=condition.conditions(host))
+    except PipetteError as error:
+        return replace(machine, trouble=str(error), is_misuse=isinstance(error, UsageError))
+    except Exception as error:
+        # A driver in disorder, for one: torchrun would not have asked it.
+        logger.exception("this machine cannot be described")
+        return replace(machine, trouble=f"the machine cannot be described: {type(error).__name__}: {error}")
 
 
 def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:

@@ -138,6 +138,9 @@ class Membership:
             if leader == self._own:
                 return self._lead(record, held, decide, is_awaited)
             try:
+                if leader == self._leader and self._leader_store is not None and self._round_store is not None:
+                    # Nobody waits once more for one that was silent in the round.
+                    self._round_store.check_is_there()
                 return self._follow(leader, record, held)
             except StoreGone as error:
                 known, self._leader_store = self._leader_store, None

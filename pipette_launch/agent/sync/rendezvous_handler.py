@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.rendezvous import RendezvousInfo
 
-ANSWER_S = 5.0
+ANSWER_S = 1.0
 """How long torch's rendezvous is asked: where its host is silent, torch's own call never returns."""
 Answer = TypeVar("Answer")
 

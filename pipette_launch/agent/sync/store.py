@@ -21,7 +21,7 @@ LAST_POLL_S = 0.2
 """Waits grow, so that hundreds of nodes that wait for one do not keep the store busy."""
 MOST_BYTES = 4 << 20
 """Of one value that holds a part of a long text; TCPStore takes 8 MiB in one value."""
-ANSWER_S = 10.0
+ANSWER_S = 8.0
 """After how long without an answer another agent's store counts as gone. A busy host answers within milliseconds."""
 BROKEN = "the connection to its store broke"
 
@@ -77,6 +77,8 @@ class AgentStore:
         self._store = store
         self._prefix = prefix
         self._is_own = is_own
+        self.gone = ""
+        """Why the agent that holds the store is believed gone; empty while it answers."""
 
     def _ask(self, do: Callable[[], Answer]) -> Answer:
         if self._is_own:
@@ -84,9 +86,16 @@ class AgentStore:
         try:
             return within(ANSWER_S, do)
         except TimeoutError as error:
-            raise StoreGone(f"silent for {ANSWER_S:.0f} s") from error
+            self.gone = f"silent for {ANSWER_S:.0f} s"
+            raise StoreGone(self.gone) from error
         except RuntimeError as error:
-            raise StoreGone(BROKEN) from error
+            self.gone = BROKEN
+            raise StoreGone(self.gone) from error
+
+    def check_is_there(self) -> None:
+        """Raise StoreGone where an earlier call had no answer."""
+        if self.gone:
+            raise StoreGone(self.gone)
 
     def put(self, key: str, text: str) -> None:
         """Publish a text."""

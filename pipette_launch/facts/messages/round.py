@@ -46,6 +46,8 @@ class NodeRecord:
     """What the driver reports of this node's devices, in the order of the local ranks."""
     max_restarts: int = 0
     """--max-restarts."""
+    iteration: int = 0
+    """The last iteration that this node has seen in the output of its workers; 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +94,8 @@ class Decision:
     """How many failures of the job are still forgiven. The loss of a host is none, nor is a plan that cannot start."""
     is_refitted: bool = False
     """The plan was made before and is fitted to these hosts; `reason` says which one it is."""
+    iteration: int = 0
+    """The last iteration that any node had seen when this was decided; 0 before the training."""
     probe_options: str = ""
     """Options of the warm-up, a document of the probe; empty in other phases."""
 

@@ -1,0 +1,1 @@
+"""Faults injected into trainings on laboratory hosts, and what became of them."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipette_launch import megatron
-from pipette_launch.facts.results.templates import refit
+from pipette_launch.facts.results.templates import from_candidate, refit
 from pipette_launch.units import seconds_text
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class UseTemplate:
     """Hosts were lost or came back: run a plan that was made before, fitted to the hosts that are there."""
 
     plan: Plan
-    attempt: int
-    """Which of its candidates to run: the one that ran, where as many hosts train as before."""
+    """Its first candidate is to run; those that could not start are left out."""
     proven: bool
+    """That candidate has trained before, on as many hosts."""
     lost: tuple[tuple[str, str], ...]
     """Hosts that are gone, each with why it is believed lost, or an empty text."""
     came_back: tuple[str, ...]
@@ -71,8 +71,7 @@ class UseTemplate:
     @property
     def reason(self) -> str:
         """Say what changed, how many nodes go on, and with which layout and step time."""
-        candidates = self.plan.candidates()
-        runs = candidates[self.attempt] if self.attempt < len(candidates) else self.plan.own
+        runs = self.plan.chosen
         return (
             f"{self.changes}; going on with {len(self.plan.hosts)} of {len(self.plan.known_hosts)} "
             f"nodes: {runs.layout.words()}, {seconds_text(runs.step_time_s)} a step predicted"
@@ -153,7 +152,8 @@ def _refitted(held: Decision, hosts: Sequence[str], least_nodes: int) -> Plan | 
         return None
     # A host that was left out for its sickness stood by already, and no plan knows it.
     known = set(held.plan.known_hosts)
-    fitted = refit(held.plan, [host for host in hosts if host in known or host not in held.standby_hosts])
+    ran = from_candidate(held.plan, held.attempt)
+    fitted = refit(ran, [host for host in hosts if host in known or host not in held.standby_hosts])
     return fitted if fitted and len(fitted.hosts) >= least_nodes else None
 
 
@@ -164,7 +164,6 @@ def _use_template(
     came_back = tuple(host for host in hosts if host not in _hosts_of(held))
     return UseTemplate(
         plan=fitted,
-        attempt=held.attempt if is_same_size else 0,
         proven=is_same_size and proven,
         lost=gone,
         came_back=came_back,

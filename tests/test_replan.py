@@ -326,7 +326,9 @@ def test_a_spare_takes_the_place_of_a_lost_host() -> None:
     step = happened("second candidate", "host lost, spare there")
 
     assert isinstance(step, UseTemplate)
-    assert (("a", "s", "c"), 1, True) == (step.plan.hosts, step.attempt, step.proven)
+    assert (("a", "s", "c"), True) == (step.plan.hosts, step.proven)
+    assert PLAN is not None
+    assert (PLAN.alternatives[0], ()) == (step.plan.chosen, step.plan.alternatives)
     assert (
         "b is lost (its agent is gone), s takes its place; going on with 3 of 4 nodes: tp1 pp1 dp6 mbs1, 1.00 s a step "
         "predicted"
@@ -338,7 +340,7 @@ def test_without_a_spare_fewer_hosts_go_on() -> None:
     step = happened("second candidate", "host lost, no spare")
 
     assert isinstance(step, UseTemplate)
-    assert (("a", "c"), 0, False) == (step.plan.hosts, step.attempt, step.proven)
+    assert (("a", "c"), False) == (step.plan.hosts, step.proven)
     assert step.reason.startswith("b is lost (its agent is gone), s is lost; going on with 2 of 4 nodes: ")
 
 

@@ -70,6 +70,8 @@ class Coordinator:
         self._is_static = is_static
         self._conditions: dict[str, tuple[DeviceCondition, ...]] = {}
         self._told_by_drivers: tuple[Verdict, ...] = ()
+        self._batch: int | None = None
+        """The global batch size of the training so far, which no other number of ranks may change."""
         self._told_before_warmup: tuple[str, ...] = ()
         # The agent puts a plan's variables into its own environment; these are the user's.
         environ = dict(os.environ)
@@ -100,6 +102,8 @@ class Coordinator:
 
         """
         self._writer.is_start = held is None
+        given = held.script_arguments if held else None
+        self._batch = megatron.global_batch_size(given) if given else None
         ordered = in_order(records)
         bare = Decision(
             phase="train",
@@ -128,10 +132,10 @@ class Coordinator:
         if held is None or isinstance(step, replan.Measure):
             return self._first(bare, records, step.reason)
         if isinstance(step, replan.UseTemplate):
-            return self._use_template(bare, records, held, step)
-        bare = bare.leaving_out(set(bare.hosts) - set(held.hosts))
+            return self._use_template(bare, records, step)
         if isinstance(step, replan.GiveUp | replan.Finish):
             return replace(bare, phase="stop", failed=isinstance(step, replan.GiveUp), reason=step.reason)
+        bare = bare.leaving_out(set(bare.hosts) - set(held.hosts))
         if isinstance(step, replan.TryNext):
             bare = replace(bare, failures=(*held.failures, *(one.failure for one in records if one.failure)))
             return self._writer.guarded(bare, lambda: self._next(bare, held, step))
@@ -150,28 +154,27 @@ class Coordinator:
     def _next(self, bare: Decision, held: Decision, step: replan.TryNext) -> Decision:
         """Go on to the next candidate of a plan."""
         assert held.plan is not None
-        batch = (
-            megatron.global_batch_size(held.script_arguments) if held.is_refitted and held.script_arguments else None
-        )
-        job = self._planner.read_job(sum(bare.num_slots), held.plan.device_kind, global_batch_size=batch)
+        slots, kind = sum(bare.num_slots), held.plan.device_kind
+        job = self._planner.read_job(slots, kind, global_batch_size=self._batch)
         return self._writer.train(bare, job, held.plan, attempt=step.attempt, reason=step.reason)
 
-    def _use_template(
-        self, bare: Decision, records: Sequence[NodeRecord], held: Decision, step: replan.UseTemplate
-    ) -> Decision:
+    def _use_template(self, bare: Decision, records: Sequence[NodeRecord], step: replan.UseTemplate) -> Decision:
         """Go on at once with a plan that was made before, on the hosts that are there."""
         hosts = hosts_of(records, bare.hosts)
         training = tuple(host for host in hosts if host.name in step.plan.hosts)
-        try:
-            job, plan = self._planner.fitted(step, training, held.script_arguments)
-        except PipetteError as error:
-            return self._first(bare, records, joined(step.changes, f"the plan made for this cannot be used: {error}"))
-        smaller = bare.leaving_out(set(bare.hosts) - set(plan.hosts))
-        reason = replace(step, plan=plan).reason
-        following = self._writer.guarded(
-            smaller, lambda: self._writer.train(smaller, job, plan, attempt=step.attempt, reason=reason, is_tried=False)
-        )
-        return replace(following, proven=step.proven, is_refitted=following.plan is not None)
+        smaller = bare.leaving_out(set(bare.hosts) - set(step.plan.hosts))
+
+        def use() -> Decision:
+            try:
+                job, plan = self._planner.fitted(step, training, global_batch_size=self._batch)
+            except PipetteError as error:
+                told = f"the plan made for this cannot be used: {error}"
+                return self._first(bare, records, joined(step.changes, told))
+            reason = replace(step, plan=plan).reason
+            following = self._writer.train(smaller, job, plan, attempt=0, reason=reason, is_tried=False)
+            return replace(following, proven=step.proven, is_refitted=True)
+
+        return self._writer.guarded(smaller, use)
 
     def _first(self, bare: Decision, records: Sequence[NodeRecord], reason: str) -> Decision:
         """Find a plan for hosts that have none, without those that had better not take part."""
@@ -191,12 +194,12 @@ class Coordinator:
         planner, options = self._planner, self._options
         if options.plan is not None:
             bare, hosts = self._without_spares_of(options.plan, bare, hosts)
-            job = planner.read_keyed(hosts)
+            job = planner.read_keyed(hosts, global_batch_size=self._batch)
             named = planner.from_file(options.plan, job, hosts)
             return self._writer.train(bare, job, named, attempt=0, reason=bare.reason)
         if options.probe_to is not None:
             return self._measure(bare, planner.read_keyed(hosts), hosts)
-        job = planner.read_with_spares(hosts, options.spares)
+        job = planner.read_with_spares(hosts, options.spares, global_batch_size=self._batch)
         known = planner.cache.measurements()
         ruling = self._rule(measured(known.verdicts) if known else (), hosts)
         ruling = self._with_spares(ruling, known.verdicts if known else self._told_by_drivers, hosts)
@@ -204,6 +207,7 @@ class Coordinator:
             cached, trouble = planner.cache.load(hosts)
             if cached is not None:
                 planner.measurements = planner.surveyed = known
+                cached = replace(cached, other_hosts=())
                 return self._writer.train(bare, job, cached, attempt=0, reason=joined(bare.reason, *ruling.reasons))
             bare = replace(bare, reason=joined(bare.reason, trouble))
         elif known and ruling.on_standby and (remembered := self._remembered(bare, hosts, ruling, known)) is not None:
@@ -211,13 +215,15 @@ class Coordinator:
         if not self._writer.is_start and (surveyed := planner.surveyed_of(bare.hosts)) is not None:
             told = "nothing is measured anew: the plan rests on what was measured of these nodes before"
             return self._plan(replace(bare, reason=joined(bare.reason, told)), hosts, job, surveyed)
-        return self._measure(bare, planner.read_with_spares(hosts, len(ruling.spares)), hosts, len(ruling.spares))
+        num_spares = len(ruling.spares)
+        job = planner.read_with_spares(hosts, num_spares, global_batch_size=self._batch)
+        return self._measure(bare, job, hosts, num_spares)
 
     def _without_spares_of(
         self, path: Path, bare: Decision, hosts: tuple[Host, ...]
     ) -> tuple[Decision, tuple[Host, ...]]:
         """Hold back as spares the hosts that the user's own plan does not name, if they are as few as he asked for."""
-        named = files.read(path, Plan).known_hosts if self._options.spares and path.is_file() else bare.hosts
+        named = files.read(path, Plan).hosts if self._options.spares and path.is_file() else bare.hosts
         others = tuple(host.name for host in hosts if host.name not in named)
         if not 0 < len(others) <= min(self._options.spares, len(hosts) - self._least_nodes):
             return bare, hosts
@@ -248,7 +254,7 @@ class Coordinator:
         """Return the plan that an earlier job made without the hosts that are to stand by; None without one."""
         forget = f"to measure all nodes again, delete {self.cache.path(CLUSTER)}" if ruling.leave_out else ""
         smaller, rest = apart(bare, hosts, ruling)
-        job = self._planner.read_keyed(rest)
+        job = self._planner.read_keyed(rest, global_batch_size=self._batch)
         cached, _ = self.cache.load(rest)
         if cached is None:
             return None
@@ -322,7 +328,7 @@ class Coordinator:
         smaller, rest = apart(replace(bare, reason=joined(bare.reason, trouble)), hosts, ruling)
 
         def solve() -> Decision:
-            job_of_rest = self._planner.read_keyed(rest) if ruling.on_standby else job
+            job_of_rest = self._planner.read_keyed(rest, global_batch_size=self._batch) if ruling.on_standby else job
             left = without_hosts(measurements, ruling.on_standby)
             plan = self._planner.solve(job_of_rest, left, surveyed=measurements, spares=ruling.spares)
             return self._writer.train(smaller, job_of_rest, plan, attempt=0, reason=smaller.reason)
@@ -338,6 +344,7 @@ class Coordinator:
         following = self._trials.judge(ended, report)
         if isinstance(following, Decision):
             return following
+        plan = self._planner.without_what_cannot_load(following.plan, following.job)
         if following.is_worth_keeping:
-            self.cache.keep_plan(following.plan)
-        return self._writer.train(bare, following.job, following.plan, attempt=0, reason=following.reason)
+            self.cache.keep_plan(plan)
+        return self._writer.train(bare, following.job, plan, attempt=0, reason=following.reason)

@@ -184,29 +184,28 @@ class _Maker:
         whose loss ends the job; those that are there then take the places of those that are not.
         """
         kept = self._needs.continuation_of(before)
-        budget_s = max(self._deadline_s - self._clock(), 0.0) / max(shared_by, 1)
+        ends_s = self._clock() + max(self._deadline_s - self._clock(), 0.0) / max(shared_by, 1)
         try:
             job = self._needs.job_of(size)
-            found = self._solved(size, _keeping(job, before, kept.kept), budget_s / 2)
-            if (found.chosen.layout.tp, found.chosen.layout.pp) != (before.tp, before.pp):
-                found = self._with_same_sizes(size, job, before, kept, found, budget_s / 2)
+            # The smaller of the two searches first: the other gets the time that it leaves.
+            same = self._with_same_sizes(size, job, before, kept, ends_s)
+            found = self._solved(size, _keeping(job, before, kept.kept), ends_s - self._clock())
         except PipetteError as error:
             return str(error).partition(". ")[0].rstrip(".")
+        if same and same.chosen.step_time_s <= _most_s(before, found.chosen):
+            found = replace(same, own=found.own, own_fault=found.own_fault, keeps_own=False)
         if not kept.can_load(before, found.chosen.layout):
             return "its gradient buckets would differ from those of the checkpoint"
         return found
 
-    def _with_same_sizes(
-        self, size: int, job: Job, before: Layout, kept: Continuation, best: Plan, budget_s: float
-    ) -> Plan:
-        """Prefer the best plan that keeps TP and PP, if it is nearly as fast: its checkpoints load faster."""
+    def _with_same_sizes(self, size: int, job: Job, before: Layout, kept: Continuation, ends_s: float) -> Plan | None:
+        """Return the best plan that keeps TP and PP, whose checkpoints load faster; None where all do, or none can."""
+        if {"tp", "pp"} <= set(kept.kept):
+            return None
         try:
-            same = self._solved(size, _keeping(job, before, (*kept.kept, "tp", "pp")), budget_s)
+            return self._solved(size, _keeping(job, before, (*kept.kept, "tp", "pp")), (ends_s - self._clock()) / 2)
         except PipetteError:
-            return best
-        if same.chosen.step_time_s > (1 + CLOSE) * best.chosen.step_time_s:
-            return best
-        return replace(same, own=best.own, own_fault=best.own_fault, keeps_own=False)
+            return None
 
     def _solved(self, size: int, job: Job, budget_s: float) -> Plan:
         hosts = self._plan.hosts
@@ -214,11 +213,17 @@ class _Maker:
         return solve(
             job,
             with_extrapolated_times(job, with_cases_of(job, measurements)),
-            options=replace(self._options, budget_s=budget_s),
+            options=replace(self._options, budget_s=max(budget_s, 0.0)),
             clock=self._clock,
             provenance=self._plan.provenance,
             corrections=self._corrections,
         )
+
+
+def _most_s(before: Layout, best: Choice) -> float:
+    """How long the step of a plan that keeps TP and PP may be, beside the best one, to be taken."""
+    keeps = (best.layout.tp, best.layout.pp) == (before.tp, before.pp)
+    return best.step_time_s if keeps else (1 + CLOSE) * best.step_time_s
 
 
 def _keeping(job: Job, before: Layout, names: Sequence[str]) -> Job:

@@ -40,6 +40,23 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
     )
 
 
+def from_candidate(plan: Plan, attempt: int) -> Plan:
+    """Leave out the candidates that could not start: the first of the plan is then the one that ran.
+
+    Args:
+        plan: what was run.
+        attempt: which of its candidates ran; past the last, the user's own configuration.
+
+    """
+    candidates = plan.candidates()
+    if attempt == 0:
+        return plan
+    if attempt >= len(candidates):
+        return replace(plan, chosen=plan.own, alternatives=(), keeps_own=True, num_in_line=None)
+    in_line = None if plan.num_in_line is None else plan.num_in_line - attempt
+    return replace(plan, chosen=candidates[attempt], alternatives=plan.alternatives[attempt:], num_in_line=in_line)
+
+
 def by_size(plans: Iterable[Plan]) -> tuple[Plan, ...]:
     """Make templates of plans: the most hosts first, and none with templates of its own."""
     bare = (replace(one, templates=(), other_hosts=()) for one in plans)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipette_launch import megatron
-from pipette_launch.errors import MegatronError
+from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts.some_hosts import without_hosts
 from pipette_launch.launch.cache.measurements import MachineMeasurements
 from pipette_launch.launch.cache.plan_files import adopt, named_plan, suited
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pipette_launch.launch.options import Options
     from pipette_launch.launch.user_script import Script
     from pipette_launch.replan import UseTemplate
+
+logger = logging.getLogger(__name__)
 
 CPU_PATCHES = ("cpu_backend",)
 """What stock Megatron needs to train without a GPU."""
@@ -83,12 +86,13 @@ class Planner:
         self.cache = Cache(self._options.cache, key_of(hosts, job, self.versions, settings, environ=self._environ))
         return job
 
-    def read_with_spares(self, hosts: Sequence[Host], num_spares: int) -> Job:
+    def read_with_spares(self, hosts: Sequence[Host], num_spares: int, *, global_batch_size: int | None) -> Job:
         """Read the job for all hosts, though some stand by: its own configuration need not suit all of them."""
+        num_spares = min(num_spares, len(hosts) - self._least_nodes)
         try:
-            return self.read_keyed(hosts)
+            return self.read_keyed(hosts, global_batch_size=global_batch_size)
         except MegatronError:
-            if not num_spares:
+            if num_spares < 1 or global_batch_size is not None:
                 raise
         size, kind = len(hosts[0].devices), hosts[0].devices[0].kind
         training = self.read_job((len(hosts) - num_spares) * size, kind)
@@ -165,25 +169,44 @@ class Planner:
         known = [host.name for host in self.surveyed.cluster.hosts]
         return without_hosts(self.surveyed, set(known) - set(hosts)) if set(hosts) <= set(known) else None
 
-    def fitted(self, step: UseTemplate, hosts: Sequence[Host], given: Sequence[str] | None) -> tuple[Job, Plan]:
+    def fitted(self, step: UseTemplate, hosts: Sequence[Host], *, global_batch_size: int | None) -> tuple[Job, Plan]:
         """Make a template the plan of the hosts that are left, with its ranks placed for the links between them.
 
         Args:
             step: the template, with these hosts in it.
             hosts: those that run its ranks, in torchrun's order.
-            given: the words of the script before, which say how large the global batch is.
+            global_batch_size: that of the training so far.
 
         Raises:
             PipetteError: the job cannot run so, or its checkpoint cannot be loaded so.
 
         """
-        batch = megatron.global_batch_size(given or self._options.script_arguments)
-        job = self.read_keyed(hosts, global_batch_size=batch)
+        job = self.read_keyed(hosts, global_batch_size=global_batch_size)
         plan = suited(step.plan, job, self.cache.key, "the plan that was made ahead")
         self.measurements = measurements = self.surveyed_of(plan.hosts)
         if measurements is None:
             return job, plan
         from pipette_launch.launch.plans.planning import placed_for
 
-        outcomes = self.cache.outcomes(hosts[0])
-        return job, placed_for(plan, step.attempt, job, measurements, outcomes, options=self._options)
+        try:
+            return job, placed_for(plan, job, measurements, self.cache.outcomes(hosts[0]), options=self._options)
+        except PipetteError as error:
+            logger.warning("ranks are not placed anew for the nodes that are left: %s", error)
+            return job, plan
+
+    def without_what_cannot_load(self, plan: Plan, job: Job) -> Plan:
+        """Leave out the templates that could not load what the plan saves; a note says how many they are.
+
+        Args:
+            plan: with another candidate chosen than the one that its templates were made for.
+            job: what it runs.
+
+        """
+        layout = plan.chosen.layout
+        saved = megatron.continuation(self._options.script_arguments, job, layout)
+        left = tuple(one for one in plan.templates if saved.can_load(layout, one.chosen.layout))
+        if left == plan.templates:
+            return plan
+        gone = len(plan.templates) - len(left)
+        note = f"{gone} of the plans for fewer hosts cannot load the checkpoints of {layout.words()} and are left out."
+        return replace(plan, templates=left, notes=(*plan.notes, note))

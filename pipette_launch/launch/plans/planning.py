@@ -64,19 +64,14 @@ def make_plan(
 
 
 def placed_for(
-    plan: Plan,
-    attempt: int,
-    job: Job,
-    measurements: Measurements,
-    outcomes: Sequence[Outcome],
-    *,
-    options: Options,
+    plan: Plan, job: Job, measurements: Measurements, outcomes: Sequence[Outcome], *, options: Options
 ) -> Plan:
-    """Place the ranks of one candidate of a plan anew for the hosts that it got, and predict its step on them.
+    """Place the ranks of a plan anew for the hosts that it got, and predict its step on them.
+
+    The user's own configuration stays in torchrun's order.
 
     Args:
         plan: with these hosts in it.
-        attempt: which candidate runs; past the last, the user's own configuration, which stays in torchrun's order.
         job: for these hosts.
         measurements: of these hosts.
         outcomes: of earlier jobs on such machines.
@@ -84,8 +79,7 @@ def placed_for(
 
     """
     plan = in_order_of(plan, [host.name for host in measurements.cluster.hosts])
-    candidates = plan.candidates()
-    if attempt >= len(candidates):
+    if plan.keeps_own:
         return plan
     ends_s = time.monotonic() + PLACING_S
     inputs = SearchInputs.of(
@@ -94,10 +88,8 @@ def placed_for(
         memory_margin=options.memory_margin,
         corrections=corrections_from(outcomes),
     )
-    placed = placed_anew(inputs, candidates[attempt], seed=options.seed, is_late=lambda: time.monotonic() >= ends_s)
-    others = (plan.chosen, *plan.alternatives)
-    chosen, *alternatives = (placed if one is candidates[attempt] else one for one in others)
-    return replace(plan, chosen=chosen, alternatives=tuple(alternatives))
+    chosen = placed_anew(inputs, plan.chosen, seed=options.seed, is_late=lambda: time.monotonic() >= ends_s)
+    return replace(plan, chosen=chosen)
 
 
 def _solve_options(options: Options, budget_s: float) -> SolveOptions:

@@ -11,7 +11,7 @@ from launch.worlds import plan
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Layout, Plan, files
-from pipette_launch.facts.results.templates import by_size, in_order_of, refit
+from pipette_launch.facts.results.templates import by_size, from_candidate, in_order_of, refit
 
 NAMES = "abcdefg"
 
@@ -82,6 +82,17 @@ def test_who_trained_before_comes_before_a_spare() -> None:
 
     assert fitted is not None
     assert ("a", "d") == fitted.hosts
+
+
+def test_candidates_that_could_not_start_are_left_out() -> None:
+    """What ran is the first of the plan; past the last candidate that is the user's own configuration."""
+    made = plan(Layout(pp=4), Layout(tp=2, dp=2), Layout(tp=4), Layout(pp=2, dp=2))
+    made = replace(made, num_in_line=2)
+    words = [[one.layout.words() for one in from_candidate(made, attempt).candidates()] for attempt in range(4)]
+
+    whole = ["tp1 pp4 dp1 mbs1", "tp2 pp1 dp2 mbs1", "tp4 pp1 dp1 mbs1"]
+    assert [whole, whole[1:], whole[2:], []] == words
+    assert (True, made.own) == (from_candidate(made, 3).keeps_own, from_candidate(made, 3).chosen)
 
 
 def test_hosts_take_their_ranks_along() -> None:

@@ -192,6 +192,9 @@ def _on_same_hosts(
     if died and not proven and held.plan is not None and held.choice is not None:
         return _after_death(_failures(died), held.plan, held, written)
     failures = _failures(ended)
+    leaner = _leaner(failures, held)
+    if leaner is not None:
+        return leaner
     if not (failures or died):
         return Keep(proven=proven, restarts_left=held.restarts_left)
     sentence = failures[0].sentence if failures else "the job died"
@@ -202,6 +205,19 @@ def _on_same_hosts(
         restarts_left=held.restarts_left - 1,
         reason=f"{sentence}; starting again under the same plan",
     )
+
+
+def _leaner(failures: Sequence[Failure], held: Decision) -> TryNext | None:
+    """Go on to a candidate that needs less memory where a plan that has trained ran out of it; None where none does.
+
+    Each candidate is tried once, so that this ends; it costs no restart.
+    """
+    short = next((failure for failure in failures if failure.kind == "out-of-memory"), None)
+    if short is None or held.plan is None or held.choice is None:
+        return None
+    candidates = held.plan.candidates()
+    attempt = _next_attempt(candidates, held.attempt, needs_less=True)
+    return TryNext(attempt=attempt, reason=short.sentence) if attempt < len(candidates) else None
 
 
 def _failures(ended: Sequence[NodeRecord]) -> list[Failure]:

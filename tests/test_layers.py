@@ -75,7 +75,7 @@ SUB_FLOORS = {
         {"templates"},
     ],
     "agent": [
-        {"controller", "device_binding", "failures", "streams"},
+        {"controller", "device_binding", "failures", "streams", "sudden_deaths"},
         {"failure_attribution", "logs", "sync"},
         {"worker_health"},
         {"phases"},

@@ -150,6 +150,25 @@ def two_layouts(*, attempt: int, failures: tuple[Failure, ...]) -> Decision:
     return replace(held, plan=replace(held.plan, alternatives=(other,)), failures=failures)
 
 
+@pytest.mark.parametrize(("peak", "expected"), [(1, 1), (9, None)])
+def test_a_plan_that_has_trained_and_ran_out_of_memory_gives_way(peak: int, expected: int | None) -> None:
+    """To a candidate that needs less, at no cost; where none does, a restart is spent on the same plan."""
+    held = decision("a")
+    assert held.plan is not None
+    leaner = replace(held.plan.chosen, peak_memory_bytes=(peak,))
+    fuller = replace(held.plan.chosen, peak_memory_bytes=(5,))
+    held = replace(held, restarts_left=1, plan=replace(held.plan, chosen=fuller, alternatives=(leaner,)))
+    died = record("a", attempt=0, verdict="after-first-iteration", failure=SHORT)
+
+    step = decide([died], ["a"], held)
+
+    if expected is None:
+        assert isinstance(step, Keep)
+        assert 0 == step.restarts_left
+    else:
+        assert TryNext(attempt=expected, reason=SHORT.sentence) == step
+
+
 def test_what_no_plan_can_cause_ends_the_job() -> None:
     """A missing file is missing under every plan; the sentence says so."""
     why = f"{NO_FILE.sentence}; no other plan is tried: what is missing is missing under every plan"

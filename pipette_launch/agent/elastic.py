@@ -27,6 +27,7 @@ from pipette_launch.agent.phases import standby
 from pipette_launch.agent.phases.attempt import NEWS_S, Attempt, FirstIteration
 from pipette_launch.agent.phases.before_training import PhasesBeforeTraining
 from pipette_launch.agent.streams import Streams
+from pipette_launch.agent.sudden_deaths import StoppedWorkers, as_oom_kill, oom_kills
 from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.exit_barrier import await_all, say_goodbye
 from pipette_launch.agent.sync.membership import Membership, Rejoin
@@ -89,6 +90,7 @@ class PipetteAgent(LocalElasticAgent):
         self._is_called = False
         """Whether a meeting was called while this node waited for the others to finish."""
         self._attempt = Attempt()
+        self._stopped_workers, self._oom_kills = StoppedWorkers(), 0
         self._starts = 0
         self._first_iteration = FirstIteration()
         self._before_training = PhasesBeforeTraining(controller, self._address)
@@ -148,7 +150,7 @@ class PipetteAgent(LocalElasticAgent):
             Worker(local, global_rank=one.rank, role_rank=one.rank, world_size=size, role_world_size=size)
             for local, one in enumerate(self._bindings)
         ]
-        # Static rendezvous promises GROUP_RANK == --node-rank; the decision lists the agents in that order.
+        # Static rendezvous promises GROUP_RANK == --node-rank, the order of the decision's agents.
         worker_group.group_rank = decision.place_of(self._token)
         worker_group.group_world_size = len(decision.tokens)
         key = f"store/{decision.key}"
@@ -175,12 +177,11 @@ class PipetteAgent(LocalElasticAgent):
             self._logs_specs = standby.run_nothing(worker_group.spec)
         index = decision.attempt if decision.phase == "train" else -1
         self._attempt = Attempt(index=index, began_s=time.monotonic())
-        self._failed, self._is_called = None, False
+        self._failed, self._is_called, self._oom_kills = None, False, oom_kills()
         # torch counts for each node by itself; the decision counts for the job.
         self._remaining_restarts = decision.restarts_left
         self._controller.show(decision, speaks=round_store.is_coordinator)
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
+        return dict(super()._start_workers(worker_group))
 
     def _set_up(self, spec: WorkerSpec, decision: Decision) -> None:
         """Put in what the workers run, their variables, and where they write."""
@@ -227,6 +228,8 @@ class PipetteAgent(LocalElasticAgent):
         if not self._bindings:
             is_over = round_store.has(f"over/{decision.phase}")
             return self._succeeded(worker_group) if is_over else RunResult(state=WorkerState.HEALTHY)
+        if not callable(worker_group.spec.entrypoint):
+            self._stopped_workers.end(worker_health.processes(self._pcontext))
         result: RunResult = super()._monitor_workers(worker_group)
         self._first_iteration.share()
         if result.state is WorkerState.HEALTHY and round_store.is_over():
@@ -270,7 +273,8 @@ class PipetteAgent(LocalElasticAgent):
 
     def _describe(self, result: RunResult) -> Failure | None:
         ranks = [binding.rank for binding in self._bindings]
-        return failures.failure(result, ranks, self._streams.tail if self._streams else lambda _local: ())
+        found = failures.failure(result, ranks, self._streams.tail if self._streams else lambda _local: ())
+        return as_oom_kill(found, kills=oom_kills() - self._oom_kills)
 
     def run(self, *args: Any, **kwargs: Any) -> RunResult:
         """Run the job; what comes after torch's own end must not come between a signal and the workers."""
@@ -312,8 +316,7 @@ class PipetteAgent(LocalElasticAgent):
     def _end(self, decision: Decision, round_store: RoundStore) -> RunResult:
         """End the job without training: a dry run, or an error that the user wants to stop at."""
         if decision.failed and self._failed is not None:
-            # As under torchrun: what failed here is told by torch, with its error file.
-            return self._failed
+            return self._failed  # As under torchrun: torch tells what failed here, with its error file.
         if decision.failed:
             raise (UsageError if decision.is_misuse else PipetteError)(decision.reason)
         self._controller.show(decision, speaks=round_store.is_coordinator)

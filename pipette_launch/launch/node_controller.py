@@ -208,7 +208,7 @@ class NodeController:
             what = (
                 f"the next plan, {choice.layout.words()}" if choice else "your own configuration, in torchrun's order"
             )
-            _say(f"that plan cannot start; going on with {what}")
+            _say(f"that plan cannot {'go on' if decision.iteration else 'start'}; going on with {what}")
         else:
             sys.stderr.write(
                 report.plan_screen(

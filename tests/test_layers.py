@@ -74,7 +74,7 @@ SUB_FLOORS = {
         {"solve"},
     ],
     "agent": [
-        {"controller", "device_binding", "failures", "streams"},
+        {"controller", "device_binding", "failures", "signals", "streams"},
         {"failure_attribution", "logs", "sync"},
         {"worker_health"},
         {"phases"},
@@ -82,7 +82,7 @@ SUB_FLOORS = {
         {"start"},
     ],
     "launch": [
-        {"cache", "measuring_advice", "nodes", "options", "outcome", "setting"},
+        {"cache", "measuring_advice", "nodes", "options", "outcome", "setting", "slurm"},
         {"commands", "health_policy", "planning", "training_signs", "user_script", "warmup_orders", "warmup_progress"},
         {"trials"},
         {"coordinator"},

@@ -36,17 +36,19 @@ def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller]) ->
         return agents[-1]
 
     with (
-        signals.passed_on(lambda: controller.is_training, lambda: [pid for agent in agents for pid in _workers(agent)]),
+        signals.passed_on(lambda: controller.is_training, lambda: _workers(agents[0]) if agents else None),
         _agent_class(make_agent),
     ):
         torchrun.run(args)  # type: ignore[no-untyped-call]
 
 
-def _workers(agent: PipetteAgent) -> set[int]:
-    """Return the process ids of the workers that still run."""
+def _workers(agent: PipetteAgent) -> set[int] | None:
+    """Return the process ids of the workers that still run; None before the agent has started any."""
     context = agent._pcontext  # noqa: SLF001
+    if context is None:
+        return None
     # The id of a worker that has ended may be another process's by now.
-    return set(context.pids().values()) & {child.pid for child in psutil.Process().children()} if context else set()
+    return set(context.pids().values()) & {child.pid for child in psutil.Process().children()}
 
 
 @contextmanager

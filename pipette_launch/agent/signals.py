@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-SCONTROL_S = 10.0
+SCONTROL_S = 5.0
+"""Without its configuration scontrol tries again for a minute."""
 
 
 @contextmanager

@@ -17,7 +17,8 @@ STEP_STRIDE = 1009
 """Between the ports of a job's steps, so that the next step does not get the port of the next job."""
 LARGEST_STEP = 0xFFFFFFF0
 """Step ids from here on are no steps of srun: the batch script, a shell of salloc."""
-SCONTROL_S = 20.0
+SCONTROL_S = 5.0
+"""Without its configuration, as in a container, scontrol tries again for a minute."""
 PART = r"[^\[\],]+|\[[0-9,-]+\]"
 """Of a name in a list of nodes: text, or numbers to choose from."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import gc
 import logging
+import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from pipette_launch.launch.options import Options
+    from pipette_launch.launch.slurm.tasks import Siblings
 
 PREFIX = "--pipette-"
 INTERRUPTED = 130
@@ -195,13 +197,23 @@ def options_from(args: Namespace) -> Options:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `pipette-launch`; exits as torchrun would."""
     with _uncollected():
-        from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import record
+
+    from pipette_launch.launch.slurm.tasks import Siblings
 
     logging.captureWarnings(capture=False)
     words = list(sys.argv[1:] if argv is None else argv)
+    siblings = Siblings()
+    with siblings.told():
+        _end_as_torchrun(lambda: record(_launch)(words, siblings))
+
+
+def _end_as_torchrun(job: Callable[[], None]) -> None:
+    """Run the job; turn what it raises into a sentence and torchrun's exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
     try:
-        record(_launch)(words)
+        job()
     except PipetteError as error:
         sys.stderr.write(f"pipette-launch: error: {error}\n")
         sys.exit(error.exit_code)
@@ -229,15 +241,22 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _launch(words: Sequence[str]) -> None:
+def _launch(words: Sequence[str], siblings: Siblings) -> None:
     with _uncollected():
         from pipette_launch.launch.node_controller import launch
+        from pipette_launch.launch.slurm import take, tasks
 
         whole = parser()
     flags = _before_script(whole, words)
     check_own_flags(whole, flags)
     args = whole.parse_args(words)
-    launch(args, options_from(args))
+    step = take.take(args, take.given(whole, words, os.environ), os.environ)
+    options = options_from(args)
+    if step is not None and step.num_tasks > 1:
+        if step.local_id:
+            sys.exit(tasks.await_agent(f"{step.name}/{step.node}"))
+        siblings.open(f"{step.name}/{step.node}", step.num_tasks - 1)
+    launch(args, options)
 
 
 def _before_script(whole: ArgumentParser, words: Sequence[str]) -> Sequence[str]:

@@ -75,7 +75,7 @@ SUB_FLOORS = {
         {"templates"},
     ],
     "agent": [
-        {"controller", "device_binding", "failures", "streams", "sudden_deaths"},
+        {"controller", "device_binding", "failures", "signals", "streams", "sudden_deaths"},
         {"failure_attribution", "logs", "sync"},
         {"worker_health"},
         {"phases"},
@@ -83,7 +83,7 @@ SUB_FLOORS = {
         {"start"},
     ],
     "launch": [
-        {"cache", "measuring_advice", "nodes", "options", "outcome", "setting"},
+        {"cache", "measuring_advice", "nodes", "options", "outcome", "setting", "slurm"},
         {"commands", "health_policy", "recovery", "training_signs", "user_script", "warmup_orders", "warmup_progress"},
         {"plans", "trials"},
         {"decisions"},

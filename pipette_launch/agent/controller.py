@@ -62,6 +62,10 @@ class WorkerCommands(Protocol):
     def command(self, decision: Decision) -> WorkerCommand:
         """Return what this node's workers run under a decision."""
 
+    @property
+    def is_training(self) -> bool:
+        """Whether the workers that run, or that ran last, are those of the training."""
+
     def saw_line(self, line: str) -> bool:
         """Read one line of the last rank's stdout; true when it is an iteration."""
 

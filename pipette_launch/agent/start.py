@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from torch.distributed import run as torchrun
 from torch.distributed.launcher import api as launcher
 
+from pipette_launch.agent import signals
 from pipette_launch.agent.elastic import PipetteAgent
 from pipette_launch.agent.sync import rendezvous
 
@@ -27,8 +28,27 @@ def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller]) ->
     exit codes) is torch's own code, of whatever version is installed.
     """
     place = rendezvous.settle(args)
-    with _agent_class(partial(PipetteAgent, controller=conduct(place), rendezvous_settings=place)):
+    controller = conduct(place)
+    agents: list[PipetteAgent] = []
+
+    def make_agent(*words: Any, **settings: Any) -> PipetteAgent:
+        agents.append(PipetteAgent(*words, **settings, controller=controller, rendezvous_settings=place))
+        return agents[-1]
+
+    with (
+        signals.passed_on(lambda: controller.is_training, lambda: _workers(agents[0]) if agents else None),
+        _agent_class(make_agent),
+    ):
         torchrun.run(args)  # type: ignore[no-untyped-call]
+
+
+def _workers(agent: PipetteAgent) -> set[int] | None:
+    """Return the process ids of the workers that still run; None before the agent has started any."""
+    context = agent._pcontext  # noqa: SLF001
+    if context is None:
+        return None
+    # The id of a worker that has ended may be another process's by now.
+    return set(context.pids().values()) & {child.pid for child in psutil.Process().children()}
 
 
 @contextmanager

@@ -80,6 +80,7 @@ class NodeController:
         self._progress = ProgressLine(sys.stderr, budget_s=options.budget_s)
         self._leads = False
         self._measured_from_s = 0.0
+        self.is_training = False
 
     def begin(self, node: Node) -> str:
         """Take what torchrun knows of this node; return the token that names the agent."""
@@ -161,6 +162,7 @@ class NodeController:
         self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
         self._trial.begin(decision)
         self._recovery.decided(decision)
+        self.is_training = decision.phase == "train"
         if decision.phase == "warmup":
             self._progress = ProgressLine(sys.stderr, budget_s=self._options.budget_s)
             self._measured_from_s = time.monotonic()

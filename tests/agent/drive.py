@@ -150,7 +150,12 @@ class ScriptedConductor:
             attempt = decision.attempt if decision.plan else "own"
             sys.stderr.write(f"SHOW {decision.phase} attempt={attempt} reason={decision.reason}\n")
 
+    @property
+    def is_training(self) -> bool:
+        return self.phase == "train"
+
     def command(self, decision: Decision) -> WorkerCommand:
+        self.phase = decision.phase
         if decision.phase == "warmup":
             return WorkerCommand(
                 entrypoint=sys.executable, arguments=("-u", "-c", self.table["warmup"]), environment={"PHASE": "warmup"}

@@ -1,0 +1,98 @@
+"""SIGUSR1 and SIGUSR2 to the launcher: they ask the training to save, and must not end the launcher by default.
+
+Under SLURM `scancel --signal` and `sbatch --signal` reach the launcher alone where processes are tracked by
+proctrack/cgroup or pgid, and the workers, too, under proctrack/linuxproc.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+    from types import FrameType
+
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+SCONTROL_S = 5.0
+"""Without its configuration scontrol tries again for a minute."""
+
+
+@contextmanager
+def passed_on(is_training: Callable[[], bool], workers: Callable[[], Collection[int] | None]) -> Iterator[None]:
+    """While the block runs, send SIGUSR1 and SIGUSR2 on to the training's workers.
+
+    Before the training there is nothing to save: then they end the launcher and its workers, as SIGTERM would. The
+    workers alone get the signal, not the processes that they started: those may not expect it. A signal that the
+    launcher was told to ignore stays ignored; one that --signals-to-handle names is torch's from the first start of
+    workers on.
+
+    Args:
+        is_training: whether the workers are those of the training.
+        workers: process ids of the workers; None before any were started.
+
+    """
+    if threading.current_thread() is not threading.main_thread():
+        # Python sets handlers in the main thread only.
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in PASSED_ON}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _handler(is_training, workers))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _handler(
+    is_training: Callable[[], bool], workers: Callable[[], Collection[int] | None]
+) -> Callable[[int, FrameType | None], None]:
+    launcher = os.getpid()
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        name, pids = signal.Signals(number).name, workers()
+        # A forked child has inherited this handler, and must not signal its siblings.
+        is_child = os.getpid() != launcher
+        if is_child or pids is None:
+            # No exception: who describes a machine or a network takes any for a trouble of theirs.
+            if not is_child:
+                sys.stderr.write(f"pipette-launch: ended by {name}, before there were workers\n")
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        elif not is_training():
+            raise SignalException(f"{name} came before the training", sigval=signal.Signals(number))
+        # Not twice: Python dies of a signal that comes when it has begun to exit.
+        elif not slurm_signals_workers(os.environ):
+            sys.stderr.write(f"pipette-launch: {name} goes on to the workers\n")
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    return handle
+
+
+def slurm_signals_workers(environ: Mapping[str, str]) -> bool:
+    """Whether SLURM signals all processes of a step, not just those that srun has started."""
+    if "SLURM_STEP_ID" not in environ:
+        return False
+    try:
+        done = subprocess.run(
+            ["scontrol", "show", "config"],  # noqa: S607 - SLURM's own, wherever the cluster has put it
+            capture_output=True,
+            text=True,
+            timeout=SCONTROL_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return "proctrack/linuxproc" in done.stdout

@@ -1,0 +1,113 @@
+"""SIGUSR1 and SIGUSR2 to a launcher: for its workers, and never its own end by default."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from pipette_launch.agent.signals import PASSED_ON, passed_on
+from tests.end_to_end import jobs
+
+SAVES = """
+import os, signal, subprocess, sys, time
+def save(number, frame):
+    print("saved on", signal.Signals(number).name, flush=True)
+    helper.kill()
+    sys.exit(0)
+signal.signal(signal.SIGUSR1, save)
+signal.signal(signal.SIGUSR2, save)
+helper = subprocess.Popen(["sleep", "60"])
+print("up", flush=True)
+while helper.poll() is None:
+    time.sleep(0.05)
+sys.exit("the helper got the signal, too")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_workers_save_and_the_launcher_ends_well(tmp_path: Path) -> None:
+    """A signal to the launcher alone reaches each worker, not what it started; all exit with 0, and so does the job."""
+    script = tmp_path / "saves_in_this_test.py"
+    script.write_text(SAVES)
+    launcher = jobs.start(tmp_path, ["--nproc-per-node=2", "--pipette-cache=off", script])
+    assert launcher.stdout is not None
+    assert ["up\n", "up\n"] == [launcher.stdout.readline() for _ in range(2)]
+
+    launcher.send_signal(signal.SIGUSR2)
+    done = jobs.finish(launcher, 40)
+
+    assert (0, "saved on SIGUSR2\n" * 2) == (done.code, done.out), done.err
+    assert "pipette-launch: SIGUSR2 goes on to the workers\n" in done.err
+    assert [] == jobs.left_behind("saves_in_this_test.py")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_before_the_training_it_ends_the_launcher(tmp_path: Path) -> None:
+    """Where there are no workers yet (here it waits for another node), the launcher dies of the signal, with a word."""
+    port = jobs.free_port()
+    meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=is_host=1"]
+    launcher = jobs.start(tmp_path, [*meeting, "--pipette-cache=off", jobs.ECHO])
+    while not any(str(port) in line for line in listening()):
+        assert launcher.poll() is None, launcher.communicate()
+
+    launcher.send_signal(signal.SIGUSR2)
+    done = jobs.finish(launcher, 40)
+
+    assert -signal.SIGUSR2 == done.code
+    assert done.err.endswith("pipette-launch: ended by SIGUSR2, before there were workers\n")
+
+
+def listening() -> list[str]:
+    """The ports on which somebody listens, of /proc/net."""
+    found = []
+    for name in ("tcp", "tcp6"):
+        rows = [line.split() for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+        found += [str(int(row[1].rsplit(":", 1)[1], 16)) for row in rows if row[3] == "0A"]
+    return found
+
+
+def test_the_phase_decides() -> None:
+    """During the training the workers get the signal, before it torch's code does; afterwards all is as before."""
+    before = [signal.getsignal(number) for number in PASSED_ON]
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    is_training = [True]
+    with passed_on(lambda: is_training[0], lambda: [worker.pid]):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert -signal.SIGUSR1 == worker.wait()
+        is_training[0] = False
+        with pytest.raises(SignalException, match="SIGUSR2 came before the training"):
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    assert before == [signal.getsignal(number) for number in PASSED_ON]
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """A launcher that was started with a signal ignored (`trap '' USR1`) hears nothing of it."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with passed_on(lambda: False, list):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert signal.SIG_IGN is signal.getsignal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_forked_child_does_not_signal_its_siblings() -> None:
+    """A child that has inherited the handler dies of the signal itself, as it would under torchrun."""
+    asked: list[int] = []
+    with passed_on(lambda: True, lambda: asked):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+
+    assert signal.SIGUSR1 == os.WTERMSIG(status)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch import defaults
 from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.printable import escape_log_lines, printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -136,6 +137,7 @@ def options_from(args: Namespace) -> Options:
     from pipette_launch.megatron import fixed_fields
 
     _check_sizes(args)
+    check_meeting(args)
     late = [word for word in args.training_script_args if word.startswith(PREFIX)]
     if late:
         raise UsageError(
@@ -177,11 +179,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         from torch.distributed.elastic.multiprocessing.errors import record
 
     logging.captureWarnings(capture=False)
+    escape_log_lines()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         record(_launch)(words)
     except PipetteError as error:
-        sys.stderr.write(f"pipette-launch: error: {error}\n")
+        sys.stderr.write(f"pipette-launch: error: {printable(str(error))}\n")
         sys.exit(error.exit_code)
     except SignalException as signalled:
         # Where torch's loop stood by then does not matter to the user; the exit code is that of torchrun.
@@ -253,6 +256,22 @@ def _check_sizes(args: Namespace) -> None:
         raise UsageError(f"--max-restarts must be at least 0, got {args.max_restarts}")
 
 
+def check_meeting(args: Namespace) -> None:
+    """Raise UsageError for a rendezvous endpoint or settings that torch's own code would end on with a traceback."""
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
+
+    readers: dict[str, Callable[[str], object]] = {
+        "--rdzv-endpoint": lambda text: parse_rendezvous_endpoint(text, default_port=0),
+        "--rdzv-conf": _parse_rendezvous_config,
+    }
+    flag = text = ""
+    try:
+        for flag, text in (("--rdzv-endpoint", args.rdzv_endpoint), ("--rdzv-conf", args.rdzv_conf)):
+            readers[flag](text or "")
+    except ValueError as error:
+        raise UsageError(f"{flag} {text}: {error}") from error
+
+
 def _number(flag: str, text: str) -> float:
     try:
         return float(text)
@@ -268,13 +287,14 @@ def _whole(flag: str, text: str) -> int:
 
 
 def _cache(text: str | None) -> Path | None:
+    from pipette_launch.launch.cache.folder import distrust
     from pipette_launch.launch.cache.plans import default_root
 
     if text == "off":
         return None
-    if text:
-        return Path(text)
-    root = default_root()
-    if root is None:
-        sys.stderr.write("pipette-launch: there is no home folder, so no plan is kept; --pipette-cache names one\n")
+    root = Path(text) if text else default_root()
+    trouble = distrust(root) if root else "there is no home folder, so no plan is kept; --pipette-cache names one"
+    if trouble:
+        sys.stderr.write(f"pipette-launch: {printable(trouble)}\n")
+        return None
     return root

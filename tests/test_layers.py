@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [
-    {"units", "errors", "defaults"},
+    {"units", "errors", "defaults", "printable"},
     {"facts"},
     {"megatron", "pipette_patches"},
     {"probe", "cost"},

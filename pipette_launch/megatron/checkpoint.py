@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickletools
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -43,6 +44,8 @@ NAMES = (
     "overlap_grad_reduce",
     "overlap_param_gather",
 )
+MOST_PICKLED = 64 << 20
+"""So many bytes of the arguments are looked through; compressed ones may unpack to far more."""
 Saved = Mapping[str, "int | bool | str | None"]
 MEMO = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -98,9 +101,11 @@ def saved_iteration(arguments: Sequence[str]) -> str:
 def _tracked(root: Path) -> str:
     """What Megatron's tracker file in a folder of checkpoints says; empty where it cannot be read."""
     try:
-        return (root / TRACKER_NAME).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeError):
+        name = files.read_bytes(root / TRACKER_NAME).decode("ascii").strip()
+    except (FileFormatError, UnicodeError):
         return ""
+    # Megatron writes nothing else; a path would lead out of the folder.
+    return name if name == "release" or re.fullmatch(r"\d{1,15}", name) else ""
 
 
 def checkpoint_folder(arguments: Arguments) -> tuple[Path, bool] | None:
@@ -254,12 +259,14 @@ def read_saved(directory: Path) -> tuple[Saved, str | None]:
     found: list[tuple[str, Any]] = []
     try:
         with zipfile.ZipFile(directory / "common.pt") as archive:
-            data = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            with archive.open(name) as stream:
+                data = stream.read(MOST_PICKLED)
         for opcode, value, _ in pickletools.genops(data):
             if opcode.name not in MEMO:
                 found.append((opcode.name, CONSTANTS.get(opcode.name, value)))
-    except (OSError, zipfile.BadZipFile, StopIteration, ValueError):
-        pass  # what was found counts
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, StopIteration, ValueError, RuntimeError):
+        pass  # what was found counts; RuntimeError: encrypted, or compressed in a way that zipfile lacks
     arguments: dict[str, int | bool | str | None] = {}
     for (_, name), (opcode_name, value) in pairwise(found):
         if name in NAMES and (opcode_name in CONSTANTS or opcode_name in PLAIN):

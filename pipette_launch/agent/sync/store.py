@@ -8,6 +8,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from pipette_launch.errors import ClusterError
+from pipette_launch.facts import files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +42,7 @@ class RoundStore:
 
     def peek(self, key: str) -> str | None:
         """Return a text, or None where it was not published yet; never blocks."""
-        return self._store.get(f"pipette/{key}").decode() if self.has(key) else None
+        return self._text(key) if self.has(key) else None
 
     def take(self, key: str, *, what: str, deadline_s: float, give_up: Callable[[], bool] = lambda: False) -> str:
         """Wait for a text.
@@ -59,7 +60,13 @@ class RoundStore:
                 raise ClusterError(f"waited {deadline_s:.0f} s in vain for {what}; look at the log of that node")
             time.sleep(poll_s)
             poll_s = min(1.5 * poll_s, LAST_POLL_S)
-        return self._store.get(f"pipette/{key}").decode()
+        return self._text(key)
+
+    def _text(self, key: str) -> str:
+        try:
+            return self._store.get(f"pipette/{key}").decode()
+        except UnicodeDecodeError as error:
+            raise ClusterError(f"what another node said of {key} is no text ({error})") from error
 
     def gather(self, key: str, text: str, *, deadline_s: float) -> list[str]:
         """Give one's own text; the coordinator gets everybody's, in group order, the others an empty list."""
@@ -89,5 +96,12 @@ def pack(text: str) -> str:
 
 
 def unpack(packed: str) -> str:
-    """Undo `pack`."""
-    return zlib.decompress(base64.b64decode(packed)).decode()
+    """Undo `pack`; raises ClusterError for what `pack` has not made, and for a text of more than files.MOST_BYTES."""
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(base64.b64decode(packed, validate=True), files.MOST_BYTES).decode()
+    except (ValueError, zlib.error) as error:
+        raise ClusterError(f"what another node sent cannot be unpacked ({error})") from error
+    if not stream.eof:
+        raise ClusterError(f"what another node sent is cut off, or has more than {files.MOST_BYTES} bytes unpacked")
+    return text

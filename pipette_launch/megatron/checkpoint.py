@@ -226,15 +226,15 @@ def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool
 
 def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:
     """Layout fields of the run that wrote the checkpoint; empty where it does not tell its tensor parallel size."""
-    tp, pp = saved.get("tensor_model_parallel_size"), saved.get("pipeline_model_parallel_size")
-    if not isinstance(tp, int) or not isinstance(pp, int):
+    tp, pp = _size(saved, "tensor_model_parallel_size"), _size(saved, "pipeline_model_parallel_size")
+    if not tp or not pp:
         return {}
     words: list[str] = []
     for dest in SPLIT_DESTS[2:]:
         value = saved.get(dest)
         if value not in (None, False):
             words += [f"--{dest.replace('_', '-')}", *([] if value is True else [str(value)])]
-    vpp = saved.get("virtual_pipeline_model_parallel_size")
+    vpp = _size(saved, "virtual_pipeline_model_parallel_size")
     if vpp and "--pipeline-model-parallel-layout" not in words:
         words += ["--num-virtual-stages-per-pipeline-rank", str(vpp)]
     virtual, chunks = read_chunks(Arguments.parse(words, version), pp=pp, num_layers=num_layers)
@@ -243,10 +243,16 @@ def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]
         "pp": pp,
         "vpp": virtual,
         "layers_per_chunk": chunks,
-        "ep": saved.get("expert_model_parallel_size") or 1,
-        "etp": saved.get("expert_tensor_parallel_size") or tp,
+        "ep": _size(saved, "expert_model_parallel_size") or 1,
+        "etp": _size(saved, "expert_tensor_parallel_size") or tp,
     }
     return found | {name: saved[name] for name in OPTIMIZER_FIELDS if isinstance(saved.get(name), bool)}
+
+
+def _size(saved: Saved, name: str) -> int | None:
+    """A degree of the run that wrote the checkpoint; None where there is none that a run can have."""
+    value = saved.get(name)
+    return value if type(value) is int and 0 < value < 1 << 20 else None
 
 
 def read_saved(directory: Path) -> tuple[Saved, str | None]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import io
+import pickle
 import socket
+import tempfile
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +24,7 @@ from pipette_launch.agent.failure_attribution import NodeReport, WarmupFailure, 
 from pipette_launch.agent.sync.rendezvous import settle
 from pipette_launch.agent.sync.store import pack, unpack
 from pipette_launch.cli import check_meeting
-from pipette_launch.errors import PipetteError
+from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Layout, Samples, files
 from pipette_launch.facts.health.checkup import Checkup, Finding
 from pipette_launch.facts.machines.fabric import FabricSpec, Tier
@@ -34,7 +39,9 @@ from pipette_launch.forecast.machines import machines_of
 from pipette_launch.launch.outcome import OutcomeTracker
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
+from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.logs import parse_iteration, parse_memory
+from pipette_launch.megatron.vocabulary import read_vocabulary
 from pipette_launch.probe.health.inventory import switches
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
 from pipette_launch.probe.progress import PhaseEnd, Sign
@@ -144,6 +151,38 @@ def _megatron(data: bytes) -> None:
         read_job(words, world_size=8, megatron_version="0.16.1", device_kind="cuda", for_planning=True)
 
 
+def _checkpoint(data: bytes) -> None:
+    """The arguments in a checkpoint, as a pickle in a zip archive; half the inputs are the archive."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "iter_0000010")
+        folder.mkdir()
+        (folder / "metadata.json").touch()
+        if data[:1] == b"Z":
+            (folder / "common.pt").write_bytes(data[1:])
+        else:
+            with zipfile.ZipFile(folder / "common.pt", "w") as archive:
+                archive.writestr("common/data.pkl", data)
+        words = [*SMALL, "--load", name, "--ckpt-step", "10", "--use-checkpoint-args"]
+        read_job(
+            [*words, "--use-mp-args-from-checkpoint-args", "--use-distributed-optimizer"],
+            world_size=8,
+            megatron_version="0.16.1",
+            device_kind="cuda",
+            for_planning=True,
+        )
+
+
+def _tokenizer(data: bytes) -> None:
+    """A tokenizer's file, read as each kind that is counted."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        for kind in ("HuggingFaceTokenizer", "Llama2Tokenizer", "GPT2BPETokenizer"):
+            words = ["--tokenizer-type", kind, "--tokenizer-model", file.name, "--vocab-file", file.name]
+            with contextlib.suppress(MegatronError):
+                read_vocabulary(Arguments.parse(words, "0.16.1"))
+
+
 def _log(data: bytes) -> None:
     text = data.decode(errors="replace")
     tracker = OutcomeTracker("0123456789abcdef", CHOICE)
@@ -199,9 +238,34 @@ LOG = b"".join(ITERATION % number for number in range(1, 40)) + (
     b"| max reserved: 4.5\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n"
     b"x.py: error: unrecognized arguments: --typo 3\nx.py: error: argument --seed/-s: invalid int value\n"
 )
+SAVED = pickle.dumps(
+    {
+        "args": {
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "expert_model_parallel_size": 1,
+            "use_distributed_optimizer": True,
+            "pipeline_model_parallel_layout": None,
+        },
+        "kind": "dp_reshardable",
+    },
+    protocol=2,
+)
+
+
+def _zipped(data: bytes) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("common/data.pkl", data)
+    return stream.getvalue()
+
+
 READERS: dict[str, Reader] = {
     **{name: _document(type(made), use) for name, (made, use) in DOCUMENTS.items()},
     "megatron": _megatron,
+    "checkpoint": _checkpoint,
+    "tokenizer": _tokenizer,
     "log": _log,
     "machines": _machines,
     "rendezvous": _rendezvous,
@@ -211,6 +275,8 @@ READERS: dict[str, Reader] = {
 SEEDS: dict[str, tuple[bytes, ...]] = {
     **{name: (files.dumps(made).encode(),) for name, (made, _) in DOCUMENTS.items()},
     "megatron": (" ".join(SMALL).encode(), b"--num-layers-per-virtual-pipeline-stage 2 " + " ".join(SMALL).encode()),
+    "checkpoint": (SAVED, b"Z" + _zipped(SAVED)),
+    "tokenizer": (b'{"model": {"vocab": {"a": 1}}, "added_tokens": [{"content": "b"}]}', b"\n\x05hello\n\x02hi"),
     "log": (LOG,),
     "machines": (b"4 8 32 h100-sxm fat-tree-2:1", b"2 2 4 gb200-nvl72 uniform"),
     "rendezvous": (b"host:29400 is_host=1,timeout=60", b"127.0.0.1 join_timeout=1"),

@@ -177,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with _uncollected():
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import record
+        from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
     logging.captureWarnings(capture=False)
     escape_log_lines()
@@ -186,6 +187,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except PipetteError as error:
         sys.stderr.write(f"pipette-launch: error: {printable(str(error))}\n")
         sys.exit(error.exit_code)
+    except RendezvousConnectionError as error:
+        why = str(error.__cause__ or error).partition("\n")[0]
+        sys.stderr.write(
+            f"pipette-launch: error: the nodes cannot meet: {printable(why).rstrip('.')}; look at --rdzv-endpoint or "
+            f"--master-addr, whose host must be known to all nodes, and at its agent\n"
+        )
+        sys.exit(1)
     except SignalException as signalled:
         # Where torch's loop stood by then does not matter to the user; the exit code is that of torchrun.
         sys.stderr.write(f"pipette-launch: ended by {signalled.sigval.name}, and its workers with it\n")

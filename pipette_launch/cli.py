@@ -1,4 +1,4 @@
-"""torchrun's own parser plus one group of `--pipette-*` flags, turned into `launch.Options`."""
+"""The command `pipette-launch`: flags turned into `launch.Options`, and what a job raises into an exit code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipette_launch import defaults
+from pipette_launch.cli_flags import parser
 from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.printable import escape_log_lines, printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -24,115 +25,6 @@ if TYPE_CHECKING:
 PREFIX = "--pipette-"
 INTERRUPTED = 130
 """What a shell makes of a process that SIGINT has ended."""
-
-
-def parser() -> ArgumentParser:
-    """Return torchrun's parser with our group added; no torchrun flag begins like ours."""
-    from torch.distributed.run import get_args_parser
-
-    from pipette_launch import __version__
-
-    whole = get_args_parser()
-    whole.prog = "pipette-launch"
-    whole.description = (
-        "torchrun, for Megatron-LM: measures the machines of the job, chooses the parallel configuration and the "
-        "placement of ranks, and starts the unmodified script with them."
-    )
-    group = whole.add_argument_group("pipette")
-    _add_choices(group.add_argument)
-    _add_amounts(group.add_argument)
-    group.add_argument("--pipette-version", action="version", version=f"pipette-launch {__version__}")
-    return whole
-
-
-def _add_choices(add: Callable[..., object]) -> None:
-    """Add the flags that choose what the launcher does: which plan, how far to go, and what to do after a failure."""
-    add("--pipette-plan", metavar="FILE", help="use this plan.json instead of measuring and planning")
-    add("--pipette-probe", metavar="FILE", help="measure only: write what was measured to FILE, show it, and stop")
-    add("--pipette-dry-run", action="store_true", help="measure and plan, show the plan, and stop before training")
-    add("--pipette-fix", metavar="NAMES", default="", help="keep these as they are on the command line, e.g. tp,pp,mbs")
-    add(
-        "--pipette-schedules",
-        metavar="NAMES",
-        default="stock",
-        help="pipeline schedules that a plan may use: stock (default, Megatron's own), all, or names between commas: "
-        "eager-1f1b, zb-h1, zb-1p, zb-2p, interleaved-zb, gis, 1f1b-v, v-half, v-min, v-zb",
-    )
-    add(
-        "--pipette-on-error",
-        choices=("train", "fail"),
-        help="when measuring or planning fails: train with the user's own configuration, or stop (default: train, but "
-        "stop where --pipette-plan or --pipette-device asks for what is not there)",
-    )
-    add(
-        "--pipette-on-sick",
-        choices=("warn", "exclude", "fail"),
-        default="warn",
-        help="when a node is slow or damaged: print a warning (default), train without it as far as --nnodes MIN:MAX "
-        "allows, or stop",
-    )
-
-
-def _add_amounts(add: Callable[..., object]) -> None:
-    """Add devices, amounts and places."""
-    add("--pipette-device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job trains on")
-    _add_hosts(add)
-    add(
-        "--pipette-budget",
-        metavar="SECONDS",
-        default=defaults.WARMUP_BUDGET_S,
-        help=f"seconds that the warm-up may measure (default {defaults.WARMUP_BUDGET_S:g})",
-    )
-    add(
-        "--pipette-margin",
-        metavar="FRACTION",
-        default=defaults.MARGIN,
-        help="predicted gain over the user's own configuration that another plan must pass "
-        f"(default {defaults.MARGIN:g})",
-    )
-    add(
-        "--pipette-memory-margin",
-        metavar="FRACTION",
-        default=defaults.MEMORY_MARGIN,
-        help=f"part of the device memory that a plan must leave free (default {defaults.MEMORY_MARGIN:g})",
-    )
-    add(
-        "--pipette-trials",
-        metavar="K",
-        default=defaults.TRIALS,
-        help="run the best K plans and the user's own configuration for some iterations, and train with the measured "
-        "best (default 0: none)",
-    )
-    add(
-        "--pipette-trial-iters",
-        metavar="N",
-        default=defaults.TRIAL_ITERS,
-        help=f"iterations of each trial that count, behind those that warm up (default {defaults.TRIAL_ITERS})",
-    )
-    add(
-        "--pipette-cache",
-        metavar="DIR",
-        default=None,
-        help="where plans are kept (default: pipette-launch in the user's cache folder); `off` keeps none",
-    )
-
-
-def _add_hosts(add: Callable[..., object]) -> None:
-    """Add how many hosts may be lost, and how many wait for that."""
-    add(
-        "--pipette-tolerate",
-        metavar="F",
-        default=None,
-        help="make plans ahead for the loss of up to F nodes, and go on with them at once (default 1 where --nnodes "
-        "MIN:MAX leaves room, else 0)",
-    )
-    add(
-        "--pipette-spares",
-        metavar="K",
-        default=0,
-        help="measure K more nodes than train, never below MIN of --nnodes; they take the places of lost ones "
-        "(default 0)",
-    )
 
 
 def check_own_flags(whole: ArgumentParser, argv: Sequence[str]) -> None:
@@ -157,6 +49,7 @@ def options_from(args: Namespace) -> Options:
     from pipette_launch.megatron import fixed_fields
 
     _check_sizes(args)
+    check_meeting(args)
     late = [word for word in args.training_script_args if word.startswith(PREFIX)]
     if late:
         raise UsageError(
@@ -202,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from pipette_launch.launch.slurm.tasks import Siblings
 
     logging.captureWarnings(capture=False)
+    escape_log_lines()
     words = list(sys.argv[1:] if argv is None else argv)
     siblings = Siblings()
     with siblings.told():
@@ -211,12 +105,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _end_as_torchrun(job: Callable[[], None]) -> None:
     """Run the job; turn what it raises into a sentence and torchrun's exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
     try:
         job()
     except PipetteError as error:
-        sys.stderr.write(f"pipette-launch: error: {error}\n")
+        sys.stderr.write(f"pipette-launch: error: {printable(str(error))}\n")
         sys.exit(error.exit_code)
+    except RendezvousConnectionError as error:
+        why = str(error.__cause__ or error).partition("\n")[0]
+        sys.stderr.write(
+            f"pipette-launch: error: the nodes cannot meet: {printable(why).rstrip('.')}; look at --rdzv-endpoint or "
+            f"--master-addr, whose host must be known to all nodes, and at its agent\n"
+        )
+        sys.exit(1)
     except SignalException as signalled:
         # Where torch's loop stood by then does not matter to the user; the exit code is that of torchrun.
         sys.stderr.write(f"pipette-launch: ended by {signalled.sigval.name}, and its workers with it\n")
@@ -304,6 +206,22 @@ def _tolerated(args: Namespace) -> int:
     return 1 if most > least else 0
 
 
+def check_meeting(args: Namespace) -> None:
+    """Raise UsageError for a rendezvous endpoint or settings that torch's own code would end on with a traceback."""
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
+
+    readers: dict[str, Callable[[str], object]] = {
+        "--rdzv-endpoint": lambda text: parse_rendezvous_endpoint(text, default_port=0),
+        "--rdzv-conf": _parse_rendezvous_config,
+    }
+    flag = text = ""
+    try:
+        for flag, text in (("--rdzv-endpoint", args.rdzv_endpoint), ("--rdzv-conf", args.rdzv_conf)):
+            readers[flag](text or "")
+    except ValueError as error:
+        raise UsageError(f"{flag} {text}: {error}") from error
+
+
 def _number(flag: str, text: str) -> float:
     try:
         return float(text)
@@ -319,13 +237,14 @@ def _whole(flag: str, text: str) -> int:
 
 
 def _cache(text: str | None) -> Path | None:
+    from pipette_launch.launch.cache.folder import distrust
     from pipette_launch.launch.cache.plans import default_root
 
     if text == "off":
         return None
-    if text:
-        return Path(text)
-    root = default_root()
-    if root is None:
-        sys.stderr.write("pipette-launch: there is no home folder, so no plan is kept; --pipette-cache names one\n")
+    root = Path(text) if text else default_root()
+    trouble = distrust(root) if root else "there is no home folder, so no plan is kept; --pipette-cache names one"
+    if trouble:
+        sys.stderr.write(f"pipette-launch: {printable(trouble)}\n")
+        return None
     return root

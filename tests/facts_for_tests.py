@@ -110,6 +110,22 @@ def tiny_cluster(
     )
 
 
+def with_free_bytes(cluster: Cluster, free_bytes: int) -> Cluster:
+    """The same machines, with so much memory free on each device."""
+    hosts = tuple(
+        replace(host, devices=tuple(replace(device, memory_free_bytes=free_bytes) for device in host.devices))
+        for host in cluster.hosts
+    )
+    return replace(cluster, hosts=hosts)
+
+
+def with_one_full(cluster: Cluster, free_bytes: int) -> Cluster:
+    """The same machines, with so much memory free on the first device."""
+    first, *rest = cluster.hosts
+    device = replace(first.devices[0], memory_free_bytes=free_bytes)
+    return replace(cluster, hosts=(replace(first, devices=(device, *first.devices[1:])), *rest))
+
+
 def tiny_measurements(cluster: Cluster, cases: tuple[ComputeCase, ...] | None = None) -> Measurements:
     """Compute times proportional to micro-batch over tp, on slot 0; no collectives, no memory readings."""
     cases = cases or tuple(ComputeCase(tp=tp, cp=1, micro_batch_size=mbs) for tp in (1, 2, 4) for mbs in (1, 2, 4))

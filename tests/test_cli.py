@@ -204,3 +204,17 @@ def test_collections_stay_off_where_they_were() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--rdzv-endpoint", "host:99999999"], "--rdzv-endpoint host:99999999: "),
+        (["--rdzv-endpoint", "a b:1"], "--rdzv-endpoint a b:1: "),
+        (["--rdzv-conf", "timeout"], "--rdzv-conf timeout: "),
+    ],
+)
+def test_a_rendezvous_that_torch_would_refuse_is_named(words: list[str], expected: str) -> None:
+    """In place of a traceback out of torch's own code."""
+    with pytest.raises(UsageError, match=expected):
+        options(*words, str(Path(__file__)))

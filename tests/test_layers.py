@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [
-    {"units", "errors", "defaults"},
+    {"units", "errors", "defaults", "printable"},
     {"facts"},
     {"megatron", "pipette_patches"},
     {"probe", "cost"},
@@ -17,6 +17,7 @@ FLOORS = [
     {"replan"},
     {"agent", "report"},
     {"launch"},
+    {"cli_flags"},
     {"cli", "tools"},
     {"__main__"},
 ]
@@ -97,7 +98,7 @@ SUB_FLOOR_OF = {
 LARGEST_FOLDER = 16
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PERMITTED = {
-    "torch": {"probe", "agent", "cli", "pipette_patches"},
+    "torch": {"probe", "agent", "cli", "cli_flags", "pipette_patches"},
     "megatron": {"pipette_patches"},
     # The only door to megatron-core: measuring the user's layers, inside a worker.
     "pipette_patches": {"probe", "pipette_patches"},

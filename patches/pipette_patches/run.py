@@ -15,6 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.printable import printable
 from pipette_patches import registry
 
 USAGE = "usage: python -m pipette_patches.run --patch NAME [--patch NAME ...] -- [-m MODULE | SCRIPT] [ARGUMENT ...]"
@@ -116,7 +117,7 @@ def main(argv: Sequence[str]) -> None:
         for name in program.patches:
             registry.apply(name)
     except PipetteError as error:
-        sys.stderr.write(f"pipette_patches.run: {error}\n")
+        sys.stderr.write(f"pipette_patches.run: {printable(str(error))}\n")
         sys.exit(error.exit_code)
     registry.patch_children()
     sys.modules["__main__"] = module

@@ -26,6 +26,8 @@ FOLLOW_S = 0.2
 HOLD_S = 0.15
 """How long the console waits for the end of a line; a prompt or a progress bar has none."""
 TAIL_LINES = 60
+MOST_LINE_BYTES = 8192
+"""Of a line that is read along the way; the console gets the whole of it."""
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +216,7 @@ class Streams:
         source.unfinished = rest[-CHUNK_BYTES:]
         try:
             for line in complete:
-                source.hear(line.decode(errors="replace"))
+                source.hear(line[:MOST_LINE_BYTES].decode(errors="replace"))
         except Exception:
             # Reading goes on whatever happens: a full pipe would stop the worker.
             logger.exception("could not make sense of what a worker printed")

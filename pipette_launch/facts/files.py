@@ -7,14 +7,18 @@ missing, and then has its default: the value that files of earlier releases mean
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
+import glob
 import hashlib
 import json
 import math
 import os
+import reprlib
 import tempfile
+import time
 import types
 import typing
 import uuid
@@ -28,6 +32,17 @@ from pipette_launch.errors import FactError, FileFormatError
 
 ADDED_LATER = {"added_later": True}
 """Metadata of a field that files of an earlier release lack: reading them takes the default."""
+
+
+MOST_BYTES = 256 << 20
+"""Of one document: cluster.json of 2,000 hosts whose links were all measured. What is larger is not even parsed."""
+MOST_INTEGER = 1 << 63
+LARGEST = 1e100
+"""No number of a fact is larger: products of two stay finite."""
+
+
+LEFTOVER_S = 86400.0
+"""A temporary file that is older is nobody's any more."""
 
 
 class Document(Protocol):
@@ -84,6 +99,18 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
     return _scalar(kind, value, where)
 
 
+def parse(text: str | bytes, source: str) -> Any:
+    """Parse JSON; raises FileFormatError, which names `source`, for what is none, too large or nested too deeply."""
+    if len(text) > MOST_BYTES:
+        raise FileFormatError(f"{source}: {len(text)} bytes, and no file of ours has more than {MOST_BYTES}; remove it")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise FileFormatError(f"{source}: not JSON ({error}); mend the file, or remove it") from error
+    except RecursionError as error:
+        raise FileFormatError(f"{source}: nested too deeply; mend the file, or remove it") from error
+
+
 def dumps(document: Document) -> str:
     """Write a document as JSON text."""
     head = {"kind": document.KIND, "schema_version": document.SCHEMA_VERSION}
@@ -92,17 +119,14 @@ def dumps(document: Document) -> str:
 
 def loads(kind: type[D], text: str | bytes, source: str) -> D:
     """Read a document from JSON text; `source` names it in errors."""
-    try:
-        plain = json.loads(text)
-    except ValueError as error:
-        raise FileFormatError(f"{source}: not JSON ({error}); mend the file, or remove it") from error
+    plain = parse(text, source)
     found = plain.pop("kind", None) if isinstance(plain, dict) else type(plain).__name__
     if found != kind.KIND or not isinstance(plain, dict):
-        raise FileFormatError(f"{source}: expected a {kind.KIND!r} document, found {found!r}")
+        raise FileFormatError(f"{source}: expected a {kind.KIND!r} document, found {_shown(found)}")
     version = plain.pop("schema_version", None)
-    if version != kind.SCHEMA_VERSION:
+    if type(version) is not int or version != kind.SCHEMA_VERSION:
         raise FileFormatError(
-            f"{source}: schema_version {version!r} is not {kind.SCHEMA_VERSION}, "
+            f"{source}: schema_version {_shown(version)} is not {kind.SCHEMA_VERSION}, "
             f"the version that this pipette-launch reads; mend the file, or remove it"
         )
     document: D = from_plain(kind, plain, source)
@@ -123,7 +147,10 @@ def write(path: Path, document: Document, *, shared: bool = False) -> None:
 
 def write_text(path: Path, text: str, *, shared: bool = False) -> None:
     """Write text by a temporary file, fsync and rename; raises OSError, and then leaves nothing behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (*reversed(path.parents),) if not path.parent.exists() else ():
+        if not folder.exists():
+            folder.mkdir(mode=0o777 if shared else 0o700, exist_ok=True)
+    _remove_leftovers(path.parent, glob.escape(path.name) if shared else "*")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     # Not mkstemp: its files are private whatever the umask.
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if shared else 0o600)
@@ -138,6 +165,14 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
         raise
 
 
+def _remove_leftovers(folder: Path, names: str) -> None:
+    """Remove what writers of such files left behind when they were killed, a day later: no clock is wrong by that."""
+    for one in folder.glob(f".{names}.{'[0-9a-f]' * 8}"):
+        with contextlib.suppress(OSError):
+            if time.time() - one.lstat().st_mtime > LEFTOVER_S:
+                one.unlink()
+
+
 def check_writable(path: Path) -> None:
     """Make the folder of a file that will be written much later; raises OSError where `write` would."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,18 +184,27 @@ def check_writable(path: Path) -> None:
 
 def read(path: Path, kind: type[D]) -> D:
     """Read a document from a file; raises FileFormatError for a bad one and for one that is not there."""
+    return loads(kind, read_bytes(path), str(path))
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a file of at most MOST_BYTES; raises FileFormatError for a larger one and where it cannot be read."""
     try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise FileFormatError(f"{path}: cannot be read ({error.strerror})") from error
-    return loads(kind, text, str(path))
+        with path.open("rb") as stream:
+            data = stream.read(MOST_BYTES + 1)
+    # ValueError: a name that no file can have.
+    except (OSError, ValueError) as error:
+        raise FileFormatError(f"{path}: cannot be read ({getattr(error, 'strerror', '') or error})") from error
+    if len(data) > MOST_BYTES:
+        raise FileFormatError(f"{path}: more than {MOST_BYTES} bytes, which no file of ours has; remove it")
+    return data
 
 
 def kind_of(path: Path) -> str:
     """Say what kind of document a file holds; empty where it holds none, which `read` explains."""
     try:
-        plain = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        plain = parse(read_bytes(path), str(path))
+    except FileFormatError:
         return ""
     return str(plain.get("kind", "")) if isinstance(plain, dict) else ""
 
@@ -207,7 +251,7 @@ def _matrix(value: Any, where: str) -> NDArray[np.float64]:
     """Read rows of numbers, a row at once where all of it is well; else item by item, so that the bad one is named."""
     rows = []
     for index, row in enumerate(_checked(list, value, where)):
-        is_plain = isinstance(row, list) and set(map(type, row)) <= {float} and np.isfinite(row).all()
+        is_plain = isinstance(row, list) and set(map(type, row)) <= {float} and _are_numbers(row)
         rows.append(row if is_plain else from_plain(tuple[float, ...], row, f"{where}[{index}]"))
     odd = next((index for index, row in enumerate(rows) if len(row) != len(rows)), None)
     if odd is not None:
@@ -215,13 +259,34 @@ def _matrix(value: Any, where: str) -> NDArray[np.float64]:
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(rows))
 
 
+def _are_numbers(row: list[float]) -> bool:
+    """Whether a row has finite numbers alone, none too large."""
+    return bool((np.abs(row) <= LARGEST).all())
+
+
 def _scalar(kind: Any, value: Any, where: str) -> Any:
     if typing.get_origin(kind) is typing.Literal:
-        if value in typing.get_args(kind):
+        if (type(value), value) in [(type(known), known) for known in typing.get_args(kind)]:
             return value
-        raise FileFormatError(f"{where}: {value!r} is none of {', '.join(map(repr, typing.get_args(kind)))}")
-    if kind is float and type(value) is int:
+        raise FileFormatError(f"{where}: {_shown(value)} is none of {', '.join(map(repr, typing.get_args(kind)))}")
+    if kind is float and type(value) is int and abs(value) < MOST_INTEGER:
         return float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise FileFormatError(f"{where}: expected {kind.__name__}, found {value!r}")
+        raise FileFormatError(f"{where}: expected {kind.__name__}, found {_shown(value)}")
+    if kind is int and not -MOST_INTEGER <= value < MOST_INTEGER:
+        raise FileFormatError(f"{where}: {_shown(value)} does not fit into 64 bits")
+    if kind is float and abs(value) > LARGEST:
+        raise FileFormatError(f"{where}: {value!r} is larger than {LARGEST:g}, as no number of ours is")
     return value
+
+
+def _shown(value: Any) -> str:
+    """A value of a file for an error: short, whatever it is."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80

@@ -95,6 +95,12 @@ class Schedule:
             raise FactError(f"{self.name}: a V has two chunks on each rank, got vpp={self.vpp}")
         if len(self.ranks) != self.pp:
             raise FactError(f"{self.name}: {len(self.ranks)} action lists for {self.pp} pipeline ranks")
+        num_actions = sum(map(len, self.ranks))
+        if self.num_stages * self.num_microbatches > num_actions:
+            raise FactError(
+                f"{self.name}: {num_actions} actions cannot run {self.num_microbatches} micro-batches on "
+                f"{self.num_stages} stages"
+            )
         columns = self.columns
         _check_owners(self, columns)
         _check_passes(self, columns)

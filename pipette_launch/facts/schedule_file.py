@@ -16,7 +16,7 @@ from pipette_launch.facts.schedule import KINDS, Action, Placement, Schedule, wo
 VARIABLE = "PIPETTE_SCHEDULE"
 """Names the file for the patch `schedules`."""
 
-_WORD = re.compile(rf"(\d+)([{''.join(KINDS)}])(\d+)")
+_WORD = re.compile(rf"(\d{{1,9}})([{''.join(KINDS)}])(\d{{1,9}})", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from pipette_launch.facts.measurements import layers_digest
 
 DEVICES_PER_HOST = 8
 """Where the user does not say how many devices a host has."""
+MOST_HOSTS, MOST_DEVICES, MOST_RANKS = 1 << 14, 1 << 10, 1 << 18
+"""Of one job: links between hosts are a matrix, and one of 16,384 hosts takes 2 GiB."""
 ITS_OWN_MODEL = (
     "Layer times are those of the model that the warm-up timed; for layers of another kind or size they are wrong."
 )
@@ -137,12 +141,18 @@ def machines_of(
         ClusterError: the measured cluster has another size than the job.
 
     """
-    sizes = {"--world-size": world_size, "--nodes": num_hosts, "--nproc-per-node": devices_per_host}
-    for flag, value in sizes.items():
+    sizes = {
+        "--world-size": (world_size, MOST_RANKS),
+        "--nodes": (num_hosts, MOST_HOSTS),
+        "--nproc-per-node": (devices_per_host, MOST_DEVICES),
+    }
+    for flag, (value, most) in sizes.items():
         if value is not None and not isinstance(value, Integral):
             raise UsageError(f"{flag} must be a whole number, got {value!r}")
         if value is not None and value < 1:
             raise UsageError(f"{flag} must be at least 1, got {value}")
+        if value is not None and value > most:
+            raise UsageError(f"{flag} must be at most {most}, got {reprlib.repr(value)}")
     if gpu is not None and cluster is not None:
         raise UsageError("--gpu and --cluster exclude each other: machines are either imagined or measured")
     if fabric is not None and gpu is None:
@@ -174,6 +184,8 @@ def _imagined(
         devices_per_host = spec.devices_per_host
         notes = (_assumed_host(devices_per_host),)
     hosts, devices, more = _sizes(world_size, num_hosts, devices_per_host, usual=spec.devices_per_host)
+    if hosts > MOST_HOSTS or hosts * devices > MOST_RANKS:
+        raise UsageError(f"{hosts} hosts x {devices} devices are more than {MOST_HOSTS} hosts or {MOST_RANKS} ranks")
     try:
         fabric.links(hosts, spec)
         fabric.slot_speed(hosts, devices)
@@ -190,7 +202,8 @@ def _fabric(source: str | Path) -> FabricSpec:
     named = built_in_fabric(str(source))
     if named is not None:
         return named
-    if Path(source).suffix or Path(source).exists():
+    # Not Path.exists, which raises for a name that no file can have.
+    if Path(source).suffix or os.path.lexists(source):
         return files.read(Path(source), FabricSpec)
     near = difflib.get_close_matches(str(source), BUILT_IN, n=1)
     hint = f"did you mean {near[0]}?" if near else f"built in are {', '.join(BUILT_IN)}"

@@ -32,6 +32,7 @@ from pipette_launch.facts.messages.measuring_advice import (
     MeasuringQuestion,
     StageCase,
 )
+from pipette_launch.printable import printable
 from pipette_launch.search.solve import SolveOptions, solve
 
 Ints = NDArray[np.int64]
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str], clock: Callable[[], float]) -> int:
         asked = files.read(question, MeasuringQuestion)
         files.write(answer, advise(asked, SolveOptions(budget_s=asked.budget_s, **settings), clock))
     except (ValueError, OSError, PipetteError) as error:
-        sys.stderr.write(f"pipette: no advice: {' '.join(str(error).split())}\n")
+        sys.stderr.write(f"pipette: no advice: {printable(' '.join(str(error).split()))}\n")
         return 1
     return 0
 

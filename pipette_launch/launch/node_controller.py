@@ -25,6 +25,7 @@ from pipette_launch.launch.recovery import Recovery
 from pipette_launch.launch.training_signs import has_trained
 from pipette_launch.launch.trials.watch import TrialWatch, trial_words
 from pipette_launch.launch.warmup_progress import ProgressLine, parts_words
+from pipette_launch.printable import printable
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.released_memory import await_memory
 from pipette_launch.probe.progress import last_error, last_sign
@@ -334,5 +335,5 @@ class NodeController:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"pipette-launch: {text}\n")
+    sys.stderr.write(f"pipette-launch: {printable(text)}\n")
     sys.stderr.flush()

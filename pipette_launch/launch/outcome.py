@@ -40,8 +40,12 @@ class OutcomeTracker:
         self._memory.append(line)
 
     def add(self, line: Iteration) -> Outcome | None:
-        """Take one logged line; returns the outcome with the line that completes it, and never again."""
-        if self._is_done:
+        """Take one logged line; returns the outcome with the line that completes it, and never again.
+
+        A line that takes no time, or is no further than the one before it, is not counted.
+        """
+        is_further = not self._lines or line.iteration > self._lines[-1].iteration
+        if self._is_done or not is_further or line.step_time_s <= 0:
             return None
         self._lines.append(line)
         if len(self._lines) == 1:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TextIO
 
+from pipette_launch.printable import printable
+
 if TYPE_CHECKING:
     from pipette_launch.probe.progress import Sign
 
@@ -44,7 +46,8 @@ class ProgressLine:
         self._shown_s = now_s
         if self._is_terminal:
             # A line that is too long would wrap, and then it could not be taken back.
-            line = running_words(sign, now_s - self._began_s, self._budget_s)[: shutil.get_terminal_size().columns - 1]
+            words = printable(running_words(sign, now_s - self._began_s, self._budget_s))
+            line = words[: shutil.get_terminal_size().columns - 1]
             if line != self._line:
                 self._stream.write(f"{CLEAR}{line}")
                 self._line = line
@@ -64,7 +67,7 @@ class ProgressLine:
     def _end_phases(self, sign: Sign) -> None:
         for ended in sign.ended[self._num_ended :]:
             words = f": {ended.words}" if ended.words else ""
-            self._stream.write(f"{HEAD}{ended.phase} {ended.seconds:.1f} s{words}\n")
+            self._stream.write(printable(f"{HEAD}{ended.phase} {ended.seconds:.1f} s{words}") + "\n")
         self._num_ended = len(sign.ended)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickletools
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -51,6 +52,8 @@ NAMES = (
     "overlap_grad_reduce",
     "overlap_param_gather",
 )
+MOST_PICKLED = 64 << 20
+"""So many bytes of the arguments are looked through; compressed ones may unpack to far more."""
 Saved = Mapping[str, "int | bool | str | None"]
 MEMO = ("BINPUT", "LONG_BINPUT", "MEMOIZE")
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
@@ -106,9 +109,11 @@ def saved_iteration(arguments: Sequence[str]) -> str:
 def _tracked(root: Path) -> str:
     """What Megatron's tracker file in a folder of checkpoints says; empty where it cannot be read."""
     try:
-        return (root / TRACKER_NAME).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeError):
+        name = files.read_bytes(root / TRACKER_NAME).decode("ascii").strip()
+    except (FileFormatError, UnicodeError):
         return ""
+    # Megatron writes nothing else; a path would lead out of the folder.
+    return name if name == "release" or re.fullmatch(r"\d{1,15}", name) else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,15 +303,15 @@ def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool
 
 def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]:
     """Layout fields of the run that wrote the checkpoint; empty where it does not tell its tensor parallel size."""
-    tp, pp = saved.get("tensor_model_parallel_size"), saved.get("pipeline_model_parallel_size")
-    if not isinstance(tp, int) or not isinstance(pp, int):
+    tp, pp = _size(saved, "tensor_model_parallel_size"), _size(saved, "pipeline_model_parallel_size")
+    if not tp or not pp:
         return {}
     words: list[str] = []
     for dest in SPLIT_DESTS[2:]:
         value = saved.get(dest)
         if value not in (None, False):
             words += [f"--{dest.replace('_', '-')}", *([] if value is True else [str(value)])]
-    vpp = saved.get("virtual_pipeline_model_parallel_size")
+    vpp = _size(saved, "virtual_pipeline_model_parallel_size")
     if vpp and "--pipeline-model-parallel-layout" not in words:
         words += ["--num-virtual-stages-per-pipeline-rank", str(vpp)]
     virtual, chunks = read_chunks(Arguments.parse(words, version), pp=pp, num_layers=num_layers)
@@ -315,10 +320,16 @@ def _saved_layout(saved: Saved, num_layers: int, version: str) -> dict[str, Any]
         "pp": pp,
         "vpp": virtual,
         "layers_per_chunk": chunks,
-        "ep": saved.get("expert_model_parallel_size") or 1,
-        "etp": saved.get("expert_tensor_parallel_size") or tp,
+        "ep": _size(saved, "expert_model_parallel_size") or 1,
+        "etp": _size(saved, "expert_tensor_parallel_size") or tp,
     }
     return found | {name: saved[name] for name in OPTIMIZER_FIELDS if isinstance(saved.get(name), bool)}
+
+
+def _size(saved: Saved, name: str) -> int | None:
+    """A degree of the run that wrote the checkpoint; None where there is none that a run can have."""
+    value = saved.get(name)
+    return value if type(value) is int and 0 < value < 1 << 20 else None
 
 
 def read_saved(directory: Path) -> tuple[Saved, str | None]:
@@ -331,12 +342,14 @@ def read_saved(directory: Path) -> tuple[Saved, str | None]:
     found: list[tuple[str, Any]] = []
     try:
         with zipfile.ZipFile(directory / "common.pt") as archive:
-            data = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            with archive.open(name) as stream:
+                data = stream.read(MOST_PICKLED)
         for opcode, value, _ in pickletools.genops(data):
             if opcode.name not in MEMO:
                 found.append((opcode.name, CONSTANTS.get(opcode.name, value)))
-    except (OSError, zipfile.BadZipFile, StopIteration, ValueError):
-        pass  # what was found counts
+    except (OSError, zipfile.BadZipFile, zlib.error, EOFError, StopIteration, ValueError, RuntimeError):
+        pass  # what was found counts; RuntimeError: encrypted, or compressed in a way that zipfile lacks
     arguments: dict[str, int | bool | str | None] = {}
     for (_, name), (opcode_name, value) in pairwise(found):
         if name in NAMES and (opcode_name in CONSTANTS or opcode_name in PLAIN):

@@ -20,6 +20,8 @@ SPLIT_DESTS = (
     "account_for_loss_in_pipeline_split",
 )
 """Every flag that says where the layers go, besides the pipeline size."""
+MOST_SHOWN = 1 << 14
+"""Characters of a layout that is written out, a few for each layer."""
 Chunks = tuple[int, ...]
 
 
@@ -90,7 +92,11 @@ def _from_layout(arguments: Arguments, pp: int, num_layers: int) -> tuple[int, C
     """Read `Et*3|(tt|)*2,L` as stages "Ettt", "tt", "tt", "L"; commas are cosmetic."""
     shown = arguments.shown("pipeline_model_parallel_layout")
     text = arguments.get("pipeline_model_parallel_layout").replace(",", "")
-    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+    for pattern in (r"\(([^)]+)\)\*(\d{1,9})", r"(.)\*(\d{1,9})"):
+        # A pattern is tried at each place, and a few characters may stand for layers without end.
+        sizes = (len(match[1]) * int(match[2]) for match in re.finditer(pattern, text[:MOST_SHOWN]))
+        if len(text) > MOST_SHOWN or sum(sizes) > MOST_SHOWN:
+            raise MegatronError(f"{shown[:80]}: more than {MOST_SHOWN} characters when it is written out")
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     strange = set(text) - set("EtmL|")
     if strange:

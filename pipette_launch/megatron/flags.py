@@ -207,6 +207,8 @@ class Arguments:
             return default
         if value < 1:
             raise MegatronError(f"{self.shown(dest)}: must be at least 1")
+        if value >= 1 << 63:
+            raise MegatronError(f"{self.shown(dest)[:80]}: does not fit into 64 bits")
         return int(value)
 
     def choice(self, dest: str, known: Collection[str]) -> str:

@@ -12,6 +12,7 @@ from pipette_launch.megatron.flags import Arguments
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 GROUP_SIZE = "microbatch_group_size_per_vp_stage"
+MOST_LAYERS = 1 << 14
 SIZE_DESTS = (TP, PP, CP, EP, ETP, GROUP_SIZE, *SPLIT_DESTS)
 SIZE_FIELDS = frozenset({"tp", "pp", "dp", "cp", "ep", "etp", "vpp", "layers_per_chunk", "microbatch_group_size"})
 """What `SIZE_DESTS` say of a layout."""
@@ -53,8 +54,11 @@ def known_dest(arguments: Arguments, dest: str) -> str:
 
 
 def num_layers_of(arguments: Arguments) -> int:
-    """Layers of the model."""
-    return arguments.size(known_dest(arguments, "num_layers"))
+    """Layers of the model; raises MegatronError for more than any model has, as lists hold one entry for each."""
+    num_layers = arguments.size(known_dest(arguments, "num_layers"))
+    if num_layers > MOST_LAYERS:
+        raise MegatronError(f"--num-layers {num_layers}: more than {MOST_LAYERS}, which no model has")
+    return num_layers
 
 
 def read_layout(arguments: Arguments, *, world_size: int) -> Layout:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from pipette_launch.units import MIB
 
-ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) \|")
-STEP_TIME = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+) \|")
+_COUNT, _FIGURE = r"(\d{1,15})", r"(\d{1,15}(?:\.\d{0,15})?)"
+"""What Megatron prints as %d and %f; digits without end, or two points, are no number of its own."""
+ITERATION = re.compile(rf"iteration\s+{_COUNT}/\s*{_COUNT} \|", re.ASCII)
+STEP_TIME = re.compile(rf"elapsed time per iteration \(ms\): {_FIGURE} \|", re.ASCII)
 LOSS = re.compile(r"lm loss: ([-+.\dE]+|INF) \|")
 """Absent for NaN, and for a loss that is not positive (0.14 to 0.16) or negative (0.17 and later)."""
 
@@ -43,8 +45,9 @@ def parse_iteration(line: str) -> Iteration | None:
 
 
 MEMORY = re.compile(
-    r"\[Rank (\d+)\] \(after (\d+) iterations\) memory \(MB\) \| allocated: ([\d.]+) \| max allocated: ([\d.]+) "
-    r"\| reserved: ([\d.]+) \| max reserved: ([\d.]+)"
+    rf"\[Rank {_COUNT}\] \(after {_COUNT} iterations\) memory \(MB\) \| allocated: {_FIGURE} "
+    rf"\| max allocated: {_FIGURE} \| reserved: {_FIGURE} \| max reserved: {_FIGURE}",
+    re.ASCII,
 )
 """Printed after the first logged iteration (and from 0.16 on after the second) by the ranks of the first replica."""
 

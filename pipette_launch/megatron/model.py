@@ -10,7 +10,7 @@ from pipette_launch.errors import FactError, MegatronError
 from pipette_launch.facts import LatentAttention, ModelSpec
 from pipette_launch.facts.machines.known_devices import compute_capability
 from pipette_launch.megatron.flags import Arguments
-from pipette_launch.megatron.layout import known_dest, num_layers_of
+from pipette_launch.megatron.layout import MOST_LAYERS, known_dest, num_layers_of
 from pipette_launch.megatron.vocabulary import Vocabulary
 
 REQUIRED = (
@@ -175,7 +175,7 @@ def _expert_layers(arguments: Arguments) -> tuple[int, ...]:
     value, num_layers = arguments.get("moe_layer_freq"), num_layers_of(arguments)
     try:
         pattern = _pattern(ast.parse(str(value), mode="eval").body)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise MegatronError(
             f"{arguments.shown('moe_layer_freq')}: neither a number nor a list such as ([0]*1+[1]*23)"
         ) from None
@@ -201,5 +201,7 @@ def _pattern(node: ast.expr) -> Any:
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
         if isinstance(node.op, ast.Mult) and {type(left), type(right)} == {list, int}:
-            return left * right
+            items, count = (left, right) if isinstance(left, list) else (right, left)
+            if len(items) * count <= MOST_LAYERS:
+                return items * count
     raise ValueError(ast.dump(node))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from pipette_launch.errors import MegatronError
+from pipette_launch.errors import FileFormatError, MegatronError
+from pipette_launch.facts import files
 from pipette_launch.megatron.flags import Arguments, release_of
 
 GPT2_TOKENS = 50257
@@ -69,8 +70,8 @@ def _count(arguments: Arguments, kind: str) -> tuple[int, bool]:
         return int(given or TIKTOKEN_DEFAULT_TOKENS), True
     if kind == "GPT2BPETokenizer":
         try:
-            return len(json.loads(Path(arguments.get("vocab_file")).read_text(encoding="utf-8"))), True
-        except (OSError, ValueError, TypeError):
+            return len(_json(Path(arguments.get("vocab_file")))), True
+        except (FileFormatError, TypeError):
             return GPT2_TOKENS, False
     path = arguments.get("tokenizer_model")
     if path is not None and kind in SENTENCEPIECE:
@@ -92,20 +93,23 @@ def _count(arguments: Arguments, kind: str) -> tuple[int, bool]:
 def _tokenizer_json_tokens(path: Path) -> int | None:
     """Distinct tokens of a Hugging Face tokenizer that lies on disk."""
     try:
-        text = (path / "tokenizer.json" if path.is_dir() else path).read_text(encoding="utf-8")
-        tokenizer = json.loads(text)
+        tokenizer = _json(path / "tokenizer.json" if path.is_dir() else path)
         vocabulary = tokenizer["model"]["vocab"]
         # Unigram models list [token, score] pairs; the others map tokens to ids.
         tokens = set(vocabulary) if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}
         return len(tokens | {added["content"] for added in tokenizer.get("added_tokens", ())})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileFormatError, AttributeError, OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _json(path: Path) -> Any:
+    return files.parse(files.read_bytes(path), str(path))
 
 
 def _sentencepiece_pieces(path: Path) -> int | None:
     """Count the pieces of a SentencePiece model: field 1 of its protobuf message, repeated."""
     try:
-        data = path.read_bytes()
+        data = files.read_bytes(path)
         place, pieces = 0, 0
         while place < len(data):
             tag, place = _varint(data, place)
@@ -114,17 +118,18 @@ def _sentencepiece_pieces(path: Path) -> int | None:
             length, place = _varint(data, place)
             place += length
             pieces += tag >> 3 == 1
-    except (OSError, IndexError):
+    except (FileFormatError, IndexError):
         return None
     return pieces if place <= len(data) else None
 
 
 def _varint(data: bytes, place: int) -> tuple[int, int]:
-    """One protobuf number and the place behind it; raises IndexError where the data end within it."""
-    number, shift = 0, 0
-    while True:
+    """One protobuf number and the place behind it; raises IndexError where the data end within it, or it never does."""
+    number = 0
+    for shift in range(0, 64, 7):
         byte = data[place]
         number |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
+        place += 1
         if byte < 0x80:
             return number, place
+    raise IndexError("a number of more than 64 bits")

@@ -166,6 +166,6 @@ def last_sign(folder: Path, local_rank: int) -> Sign | None:
 def last_error(folder: Path, local_rank: int) -> str:
     """Read the reason that a failed worker wrote; empty where it wrote none."""
     try:
-        return (folder / f"{local_rank}.error").read_text(encoding="utf-8").strip()
+        return (folder / f"{local_rank}.error").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""

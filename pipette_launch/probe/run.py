@@ -18,6 +18,7 @@ from typing import Any
 
 from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
+from pipette_launch.printable import printable
 from pipette_launch.probe.harness import Budget, Lockstep, WorkerPlace, end_with_parent, worker_place
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.progress import START, Progress
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         text = " ".join(str(error).split())
         reason = f"warm-up worker {os.environ.get('RANK', '?')} failed in phase {phase}: {kind}{text}"
         logger.debug("%s", reason, exc_info=True)
-        sys.stderr.write(f"pipette: {reason}\n")
+        sys.stderr.write(f"pipette: {printable(reason)}\n")
         if progress is not None:
             progress.fail(reason)
         return 1

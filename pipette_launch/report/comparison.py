@@ -127,5 +127,5 @@ def _table(heads: tuple[str, ...], *, right: tuple[int, ...] | range, folds: boo
     for index in range(len(heads)):
         table.add_column(justify="right" if index in right else "left", no_wrap=not folds or index != last)
     # Words of a heading stand below each other, so that no column is wider than its figures.
-    table.add_row(*(text(head.replace(" ", "\n"), "dim") for head in heads))
+    table.add_row(*(text(head.replace(" ", "\n"), "dim", keep="\n") for head in heads))
     return table

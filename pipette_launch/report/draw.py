@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from pipette_launch.printable import printable
 from pipette_launch.units import seconds_text
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ def bullet(sentence: str) -> RenderableType:
     return row
 
 
-def text(words: str, style: str = "default", **options: str) -> Text:
-    """Plain words in one style."""
+def text(words: str, style: str = "default", *, keep: str = "", **options: str) -> Text:
+    """Plain words in one style; what is not printed stands as its escape, but for the characters in `keep`."""
     from rich.text import Text
 
-    return Text(words, style=style, **options)  # type: ignore[arg-type]
+    return Text(printable(words, keep=keep), style=style, **options)  # type: ignore[arg-type]
 
 
 def breakdown(parts_s: Mapping[str, float], total_s: float) -> Text:
@@ -119,7 +120,7 @@ def render(
         highlight=False,
         legacy_windows=False,
     )
-    console.print(Rule(f"[bold]{title}[/bold]", style="dim", align="left"))
+    console.print(Rule(text(title, "bold"), style="dim", align="left"))
     console.print(body)
     console.print(Rule(style="dim"))
     drawn = "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())

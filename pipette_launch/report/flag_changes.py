@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pipette_launch.printable import printable
 from pipette_launch.report.draw import text
 
 if TYPE_CHECKING:
@@ -44,9 +45,9 @@ def paste_text(old: Sequence[str], new: Sequence[str]) -> str:
         if word.startswith("--") or not lines:
             lines.append([])
         lines[-1].append(word)
-    told = " \\\n".join(f"  {shlex.join(line)}" for line in lines)
+    told = " \\\n".join(f"  {printable(shlex.join(line))}" for line in lines)
     append = f"Append to the script's flags:\n{told}\n" if lines else ""
-    return append + (f"And delete these: {' '.join(deleted)}\n" if deleted else "")
+    return append + (f"And delete these: {printable(' '.join(deleted))}\n" if deleted else "")
 
 
 def paste_words(old: Sequence[str], new: Sequence[str]) -> tuple[list[str], list[str]]:

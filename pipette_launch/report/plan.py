@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from pipette_launch.facts import Choice, Measurements, Plan
 from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.printable import printable
 from pipette_launch.report.draw import Section, bar, breakdown, bullet, plural, render, sheet, stages_shown, text
 from pipette_launch.report.figures import limit_words, memory_bars, rate_words, without_gaps
 from pipette_launch.report.flag_changes import flag_lines, paste_text
@@ -101,9 +102,10 @@ def _schedule_words(plan: Plan) -> str:
     order = None if plan.keeps_own else plan.chosen.order
     if order is None:
         return ""
+    name = printable(order.name)
     return (
-        f"Flags alone run {plan.chosen.layout.schedule_name}. pipette-launch runs {order.name}:\n"
-        f"  --pipette-schedules {order.name}, or --pipette-plan with the plan file\n"
+        f"Flags alone run {plan.chosen.layout.schedule_name}. pipette-launch runs {name}:\n"
+        f"  --pipette-schedules {name}, or --pipette-plan with the plan file\n"
     )
 
 
@@ -173,7 +175,8 @@ def _chosen(plan: Plan) -> Iterator[RenderableType]:
     choice = plan.chosen
     whose = "your own configuration, " if plan.keeps_own else ""
     line = text(f"{choice.layout.words()}", "bold green")
-    line.append(f"  {whose}{choice.schedule}, {seconds_text(choice.step_time_s)} a step predicted", "default")
+    words = f"  {whose}{choice.schedule}, {seconds_text(choice.step_time_s)} a step predicted"
+    line.append(printable(words), "default")
     yield line
     if choice.rate:
         yield text(rate_words(choice.rate, choice.layout.world_size))

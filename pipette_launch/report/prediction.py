@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from pipette_launch.facts.results.prediction import PARTS, Prediction, StageMemory
+from pipette_launch.printable import printable
 from pipette_launch.report.draw import (
     Section,
     breakdown,
@@ -78,7 +79,7 @@ def prediction_screen(
 def _job(prediction: Prediction) -> Iterator[Text]:
     layout = text(prediction.layout.words(), "bold")
     count = prediction.num_microbatches
-    layout.append(f"  {prediction.schedule}, {count} micro-batch{'es' if count > 1 else ''}", "default")
+    layout.append(printable(f"  {prediction.schedule}, {count} micro-batch{'es' if count > 1 else ''}"), "default")
     yield text(
         f"{prediction.script}: {count_text(prediction.num_parameters)} parameters, {prediction.global_batch_size} "
         f"sequences = {count_text(prediction.tokens_per_step)} tokens a step"

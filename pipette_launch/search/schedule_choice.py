@@ -8,20 +8,22 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import chain, islice
+from operator import add
 from typing import NamedTuple, TypeVar
 
 from pipette_launch.cost.memory.folded import folded_peaks
-from pipette_launch.cost.memory.peak import kept_by_chunk
+from pipette_launch.cost.memory.peak import MemoryParts, kept_by_chunk
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
-from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, most_kept, named_schedule
+from pipette_launch.cost.pipeline.named_schedules import SCHEDULES, Counts, most_kept, named_schedule
 from pipette_launch.cost.step.placed import Floats, Ints, PlacementCost
 from pipette_launch.errors import FactError, LayoutError
 from pipette_launch.facts import Choice, Cluster, Job, Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.performance import flag_of
-from pipette_launch.facts.schedule import Schedule
+from pipette_launch.facts.schedule import Placement, Schedule
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import schedule_of
 from pipette_launch.megatron.performance import performance_options
@@ -76,6 +78,56 @@ class _Way(NamedTuple):
     group_size: int | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Memory:
+    """What the ranks of a layout hold beside their live activations."""
+
+    inputs: SearchInputs
+    layout: Layout
+    stock_peaks: tuple[int, ...]
+    """Predicted under the layout's own schedule."""
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Of one step."""
+        return self.layout.num_microbatches(self.inputs.job.batch.global_batch_size)
+
+    @cached_property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """What each chunk keeps for one micro-batch."""
+        return kept_by_chunk(self.inputs.job, self.layout)
+
+    @cached_property
+    def limit_bytes(self) -> int:
+        """Most that a rank may hold."""
+        return self.inputs.limit_bytes(self.layout)
+
+    @cached_property
+    def stock(self) -> Schedule:
+        """The layout's own schedule."""
+        return schedule_of(self.layout, self.num_microbatches)
+
+    @cached_property
+    def _in_a_loop(self) -> tuple[int, ...]:
+        live_bytes = peak_live_bytes(self.stock, self.kept_bytes)
+        return tuple(peak - live for peak, live in zip(self.stock_peaks, live_bytes, strict=True))
+
+    @cached_property
+    def _folded(self) -> tuple[MemoryParts, ...]:
+        return folded_peaks(self.inputs.job, self.layout, [0] * self.layout.pp)
+
+    def peaks(self, placement: Placement, live_bytes: Sequence[int]) -> tuple[int, ...]:
+        """Predict the peaks where the ranks keep so much of live micro-batches."""
+        if placement == "loop":
+            return tuple(map(add, self._in_a_loop, live_bytes))
+        factor = self.inputs.predictor.memory_factor(self.layout)
+        ranks = (
+            MemoryParts(**{**asdict(parts), "activations": live})
+            for parts, live in zip(self._folded, live_bytes, strict=True)
+        )
+        return tuple(math.ceil(parts.total * factor) for parts in ranks)
+
+
 def best_scheduled(
     inputs: SearchInputs,
     candidates: Sequence[Candidate],
@@ -123,7 +175,7 @@ def best_scheduled(
 
 def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], names: Sequence[str]) -> list[_Way]:
     """List the schedules that a layout can run, and whose known needs of memory fit; those that take long come last."""
-    kept_bytes = kept_by_chunk(inputs.job, layout)
+    memory = _Memory(inputs=inputs, layout=layout, stock_peaks=stock_peaks)
     splits = inputs.job.model.transformer_impl == "local"
     found = []
     for name in sorted(names, key=lambda name: SCHEDULES[name].by_times is not None):
@@ -134,16 +186,14 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
         if known.placement == "v" and not _can_fold(inputs.job, layout):
             continue
         for group_size in (layout.pp, -(-layout.pp // 2)) if known.has_groups else (None,):
-            most_bytes = most_kept(
-                name,
+            counts = Counts(
                 pp=layout.pp,
                 vpp=layout.vpp,
-                num_microbatches=layout.num_microbatches(inputs.job.batch.global_batch_size),
+                num_microbatches=memory.num_microbatches,
                 group_size=group_size or layout.pp,
-                held_S=kept_bytes,
             )
-            peaks = _peaks(inputs, layout, stock_peaks, known.placement, [math.floor(each) for each in most_bytes])
-            if max(peaks) <= inputs.limit_bytes(layout):
+            most_bytes = most_kept(name, counts, memory.kept_bytes)
+            if max(memory.peaks(known.placement, list(map(math.floor, most_bytes)))) <= memory.limit_bytes:
                 found.append(_Way(name, group_size))
     return found
 
@@ -151,12 +201,13 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
 def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], is_late: IsLate) -> Iterator[Choice]:
     """Make schedules for a layout's shape and times until it is late, and price those that fit."""
     layout = candidate.layout
-    kept_bytes = kept_by_chunk(inputs.job, layout)
+    memory = _Memory(inputs=inputs, layout=layout, stock_peaks=candidate.peak_bytes)
+    kept_bytes = memory.kept_bytes
     # What waits for its W is counted in full: inputs of linear layers, recomputed or not, and their outputs' gradients.
     recomputes = layout.recompute != NO_RECOMPUTE
     waiting_bytes = kept_by_chunk(inputs.job, replace(layout, recompute=OF_ATTENTION)) if recomputes else kept_bytes
     times = inputs.predictor.stage_times(layout, candidate.placed.placement)
-    stock = schedule_of(layout, layout.num_microbatches(inputs.job.batch.global_batch_size))
+    fits_as_stock = max(candidate.peak_bytes) <= memory.limit_bytes
     for name, group_size in ways:
         if is_late():
             return
@@ -166,7 +217,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
                 name,
                 pp=layout.pp,
                 vpp=layout.vpp,
-                num_microbatches=layout.num_microbatches(inputs.job.batch.global_batch_size),
+                num_microbatches=memory.num_microbatches,
                 group_size=group_size,
                 times=times,
                 held_S=kept_bytes if known.by_times or known.refills else None,
@@ -175,9 +226,9 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
             # Not for these numbers: groups that the micro-batches do not fill, limits without an order.
             continue
         live_bytes = peak_live_bytes(schedule, kept_bytes, waiting_bytes)
-        peaks = _peaks(inputs, layout, candidate.peak_bytes, schedule.placement, live_bytes)
-        fits_as_stock = max(candidate.peak_bytes) <= inputs.limit_bytes(layout)
-        if max(peaks) <= inputs.limit_bytes(layout):
+        peaks = memory.peaks(schedule.placement, live_bytes)
+        if max(peaks) <= memory.limit_bytes:
+            checks = fits_as_stock and _draws_as(schedule, memory.stock)
             yield choice_of(
                 inputs,
                 layout,
@@ -185,7 +236,7 @@ def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], i
                 priced=layout,
                 peaks=peaks,
                 bound=(0.0, "no bound is known for schedules that Megatron lacks"),
-                schedule=ScheduleFile.of(schedule, checks_first_step=fits_as_stock and _draws_as(schedule, stock)),
+                schedule=ScheduleFile.of(schedule, checks_first_step=checks),
             )
 
 
@@ -222,19 +273,6 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
         bound=(choice.bound_s, choice.bound_reason),
         schedule=order,
     )
-
-
-def _peaks(
-    inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], placement: str, live_bytes: Sequence[int]
-) -> tuple[int, ...]:
-    """Predict the peaks of a layout whose ranks keep so much of live micro-batches, from those of its own schedule."""
-    if placement == "v":
-        factor = inputs.predictor.memory_factor(layout)
-        return tuple(math.ceil(parts.total * factor) for parts in folded_peaks(inputs.job, layout, live_bytes))
-    stock = schedule_of(layout, layout.num_microbatches(inputs.job.batch.global_batch_size))
-    stock_bytes = peak_live_bytes(stock, kept_by_chunk(inputs.job, layout))
-    changes = zip(stock_peaks, live_bytes, stock_bytes, strict=True)
-    return tuple(peak + live - before for peak, live, before in changes)
 
 
 def _can_fold(job: Job, layout: Layout) -> bool:

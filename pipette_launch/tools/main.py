@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
+from pipette_launch.printable import escape_log_lines, printable
 from pipette_launch.tools import compare, doctor, plan, predict, probe, report
 from pipette_launch.tools.flags import Subcommand
 
@@ -42,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run `pipette`; exits with 0 when there is an answer, whatever it says, and with 2 for input that makes none."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words and words[0] in COMMANDS else "COMMAND"
+    escape_log_lines()
     try:
         code = _run(words)
     except PipetteError as error:
-        sys.stderr.write(f"pipette {name}: error: {error}\n")
+        sys.stderr.write(f"pipette {name}: error: {printable(str(error))}\n")
         code = 2 if isinstance(error, BAD_INPUT) else error.exit_code
     sys.exit(code)
 

@@ -38,6 +38,7 @@ def run(args: Namespace) -> int:
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import files
     from pipette_launch.forecast import predict_configuration
+    from pipette_launch.launch.cache.folder import distrust
     from pipette_launch.launch.cache.plans import default_root
     from pipette_launch.report import prediction_screen
 
@@ -57,7 +58,7 @@ def run(args: Namespace) -> int:
         device_kind=args.device,
         script=args.script,
         environment=os.environ,
-        cache=root / "executed" if (root := default_root()) else None,
+        cache=root / "executed" if (root := default_root()) and not distrust(root) else None,
     )
     sys.stdout.write(files.dumps(prediction) + "\n" if args.json else prediction_screen(prediction))
     return 0

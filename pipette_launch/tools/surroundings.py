@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from pipette_launch.facts.health.checkup import Finding, Severity
+from pipette_launch.launch.cache.folder import distrust
 from pipette_launch.units import bytes_text
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's own, not a temporary file of ours
@@ -130,6 +131,8 @@ def folders(cache: Path | None) -> Iterator[Finding]:
     if cache is None:
         advice = "every start measures anew; --pipette-cache names a folder"
         yield Finding(severity="slows", what="cache", value="there is no home folder", advice=advice)
+    elif trouble := distrust(cache):
+        yield Finding(severity="slows", what="cache", value=trouble, advice="every start measures anew")
     elif trouble := _unwritable(cache):
         advice = "every start measures anew; --pipette-cache names another folder"
         yield Finding(severity="slows", what="cache", value=f"{cache} {trouble}", advice=advice)

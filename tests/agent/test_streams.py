@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipette_launch.agent.streams import CHUNK_BYTES, Streams
+from pipette_launch.agent.streams import CHUNK_BYTES, MOST_LINE_BYTES, Streams
 
 
 def write(path: str, data: bytes) -> threading.Thread:
@@ -44,8 +44,8 @@ def test_copies_every_byte_and_reads_every_line() -> None:
     streams.close()
 
     assert data == copied
-    # Of a line that never ends only the end is kept.
-    assert ["one", "two\r", "x" * CHUNK_BYTES] == lines
+    # Of a line that never ends a part is read.
+    assert ["one", "two\r", "x" * MOST_LINE_BYTES] == lines
     os.close(reader)
     os.close(writer)
 

@@ -206,6 +206,18 @@ def test_a_probe_worker_that_dies_is_named(tmp_path: Path) -> None:
     )
 
 
+def test_a_host_name_that_does_not_resolve_is_one_sentence(tmp_path: Path) -> None:
+    """The host is named, with what to look at; the exit code is torchrun's."""
+    endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=nowhere.invalid:29400", "--rdzv-conf=read_timeout=3"]
+
+    done = pipette(tmp_path, "--nnodes=2", *endpoint, "--nproc-per-node=1", ECHO, *ONE_STEP)
+
+    assert (1, {}) == (done.code, done.workers), done.err
+    assert "pipette-launch: error: the nodes cannot meet: " in done.err
+    assert "nowhere.invalid" in done.err
+    assert "Traceback" not in done.err
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """SIGTERM to the launcher ends its workers, in one sentence; the exit code is torchrun's."""
     sleeper = tmp_path / "sleeper_of_this_test.py"

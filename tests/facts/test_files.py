@@ -93,6 +93,16 @@ def test_measurements_come_back_as_they_were(tmp_path: Path) -> None:
         (changed(num_layouts=1.5), "here: num_layouts: expected int, found 1.5"),
         (changed(dropped={"x": "y"}), "here: dropped: x: expected int, found 'y'"),
         (changed(devices_per_host=3), "here: a layout of 2 ranks for 3 slots"),
+        ("[" * 5000, "here: nested too deeply"),
+        ('{"kind": 1' + "0" * 5000 + "}", "here: not JSON"),
+        (changed(schema_version=True), "here: schema_version True is not 1"),
+        (changed(solve_s=10**400), "here: solve_s: expected float, found 1000000000"),
+        (changed(solve_s=float("nan")), "here: solve_s: expected float, found nan"),
+        (changed(solve_s=float("inf")), "here: solve_s: expected float, found inf"),
+        (changed(solve_s=True), "here: solve_s: expected float, found True"),
+        (changed(solve_s=1e101), "here: solve_s: 1e+101 is larger than 1e+100"),
+        (changed(num_layouts=True), "here: num_layouts: expected int, found True"),
+        (changed(num_layouts=1 << 63), "here: num_layouts: 9223372036854775808 does not fit into 64 bits"),
     ],
 )
 def test_a_bad_document_is_refused(text: str, expected: str) -> None:
@@ -101,6 +111,28 @@ def test_a_bad_document_is_refused(text: str, expected: str) -> None:
         files.loads(Plan, text, "here")
 
     assert expected in str(caught.value)
+
+
+def test_an_error_quotes_no_more_than_a_line() -> None:
+    """However long the bad value is, and however deep."""
+    for value in ("x" * 100_000, [[[[["x" * 100_000] * 100]]]] * 100, 10**4200):
+        with pytest.raises(FileFormatError) as caught:
+            files.loads(Plan, changed(devices_per_host=value), "here")
+        assert len(str(caught.value)) < 1000
+
+
+def test_a_file_that_is_too_large_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor read to its end: a device that has none is refused alike."""
+    path = tmp_path / "plan.json"
+    files.write(path, plan())
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+
+    for one in (path, Path("/dev/zero")):
+        with pytest.raises(FileFormatError, match="more than 1000 bytes"):
+            files.read(one, Plan)
+    with pytest.raises(FileFormatError, match="bytes, and no file of ours has more than 1000"):
+        files.loads(Plan, files.dumps(plan()), "here")
+    assert "" == files.kind_of(path)
 
 
 def test_a_nested_fact_checks_itself() -> None:

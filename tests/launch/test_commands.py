@@ -53,7 +53,7 @@ def test_patches_go_before_the_script() -> None:
 def test_a_schedule_goes_with_the_script_as_a_file(tmp_path: Path) -> None:
     """The patch that executes it comes last, and a variable names the file."""
     order = ScheduleFile.of(interleaved_zero_bubble(2, 1, 2))
-    made = plan(Layout(pp=2))
+    made = plan(Layout(pp=2), hosts=("a",))
     scheduled = replace(
         DECISION, plan=replace(made, chosen=replace(made.chosen, order=order)), patches=("cpu_backend",)
     )

@@ -5,20 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, with_one_full
 from search.worlds import on_gpus
 
-from pipette_launch.facts import Cluster, Layout
+from pipette_launch.facts import Layout
 from pipette_launch.search.candidates import doublings_apart, memory_limit_bytes
 
 GIB = 1 << 30
-
-
-def with_free(cluster: Cluster, free_bytes: int) -> Cluster:
-    """One device of which only so much is free."""
-    first, *rest = cluster.hosts
-    device = replace(first.devices[0], memory_free_bytes=free_bytes)
-    return replace(cluster, hosts=(replace(first, devices=(device, *first.devices[1:])), *rest))
 
 
 def test_the_limit_leaves_margin_and_overhead() -> None:
@@ -30,7 +23,7 @@ def test_the_limit_leaves_margin_and_overhead() -> None:
 
 def test_memory_that_another_process_holds_is_not_ours() -> None:
     """The device with least free memory sets the limit for all."""
-    measurements = tiny_measurements(with_free(tiny_cluster(memory_bytes=8 * GIB), 3 * GIB))
+    measurements = tiny_measurements(with_one_full(tiny_cluster(memory_bytes=8 * GIB), 3 * GIB))
 
     assert memory_limit_bytes(tiny_job(), Layout(dp=4), measurements, memory_margin=0.25) == 2.25 * GIB
 

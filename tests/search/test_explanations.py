@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model, with_one_full
 from search.worlds import on_gpus, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.step.predictor import NOT_MODELLED
@@ -60,10 +60,7 @@ def test_memory_that_is_taken_is_told() -> None:
     """The fullest GPU is named; the driver's own share is not worth a word."""
 
     def notes(free_bytes: int) -> tuple[str, ...]:
-        host, *others = on_gpus(tiny_cluster()).hosts
-        device = replace(host.devices[0], memory_free_bytes=free_bytes)
-        full = replace(host, devices=(device, *host.devices[1:]))
-        cluster = replace(on_gpus(tiny_cluster()), hosts=(full, *others))
+        cluster = with_one_full(on_gpus(tiny_cluster()), free_bytes)
         return planned(tiny_job(4), replace(tiny_measurements(cluster), overhead_bytes=1 << 20)).notes
 
     expected = "Only 1.00 GiB of 8.00 GiB are free on cpu-0 of node0; every rank is planned for that."

@@ -6,11 +6,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import tiny_measurements, tiny_model
+from facts_for_tests import tiny_measurements, tiny_model, with_free_bytes
 from search.worlds import ALL_FIELDS, pipeline_job, planned, two_racks
 
 from pipette_launch.cost.step.predictor import Predictor
-from pipette_launch.facts import Job, Layout, Measurements, Plan, files
+from pipette_launch.facts import Job, Layout, Plan, files
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedules import EXECUTABLE
 from pipette_launch.search.schedule_choice import GAIN
@@ -107,16 +107,6 @@ def test_ranks_are_placed_for_the_schedule() -> None:
     assert plan.chosen.step_time_s == pytest.approx(least_s)
 
 
-def with_free_bytes(measurements: Measurements, free_bytes: int) -> Measurements:
-    """The same machines with so much memory on each device."""
-    cluster = measurements.cluster
-    hosts = tuple(
-        replace(host, devices=tuple(replace(device, memory_free_bytes=free_bytes) for device in host.devices))
-        for host in cluster.hosts
-    )
-    return replace(measurements, cluster=replace(cluster, hosts=hosts))
-
-
 def test_a_layout_that_fits_only_under_a_lean_schedule_is_found() -> None:
     """Where stock has to recompute, groups of half the pipeline keep few enough activations without."""
     job = folded_job()
@@ -124,7 +114,8 @@ def test_a_layout_that_fits_only_under_a_lean_schedule_is_found() -> None:
     machines = tiny_measurements(two_racks())
     roomy = planned(job, machines, memory_margin=0).chosen
     over_bytes = roomy.memory_limit_bytes - int(0.8 * max(roomy.peak_memory_bytes))
-    short = with_free_bytes(machines, machines.cluster.memory_bytes - over_bytes)
+    cluster = machines.cluster
+    short = replace(machines, cluster=with_free_bytes(cluster, cluster.memory_bytes - over_bytes))
 
     stock = planned(job, short, memory_margin=0).chosen
     plan = planned(job, short, memory_margin=0, schedules=("gis",))

@@ -89,9 +89,9 @@ class Relay:
         try:
             what = "what the warm-up measured"
             count = int(self._round_store.take("measured", what=what, deadline_s=PEER_WAIT_S))
-        except ClusterError as error:
+            text = unpack("".join(self._round_store.peek(f"measured/{index}") or "" for index in range(count)))
+        except (ClusterError, ValueError) as error:
             return str(error)
-        text = unpack("".join(self._round_store.peek(f"measured/{index}") or "" for index in range(count)))
         if not text:
             return "the first worker of the warm-up left no measurements"
         self._view.receive(text)

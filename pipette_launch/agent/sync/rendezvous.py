@@ -41,7 +41,7 @@ class RendezvousSettings:
                 # Nothing is sent: connecting a datagram socket only asks the kernel for the route.
                 probe.connect(target)
                 address = str(probe.getsockname()[0])
-        except OSError:
+        except (OSError, UnicodeError):
             return socket.getfqdn()
         # The endpoint's own host may resolve its name to 127.0.1.1, which no other node can use.
         return socket.getfqdn() if _is_loopback(address) else address
@@ -120,5 +120,5 @@ def _is_here(host: str) -> bool:
     own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     try:
         return any(info[4][0] in own for info in socket.getaddrinfo(host, None))
-    except OSError:
+    except (OSError, UnicodeError):
         return False

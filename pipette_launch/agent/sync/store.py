@@ -10,6 +10,7 @@ import zlib
 from typing import TYPE_CHECKING, TypeVar
 
 from pipette_launch.errors import ClusterError
+from pipette_launch.facts import files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +111,10 @@ class AgentStore:
         return self._get(key) if self.has(key) else None
 
     def _get(self, key: str) -> str:
-        return self._ask(lambda: self._store.get(f"{self._prefix}/{key}")).decode()
+        try:
+            return self._ask(lambda: self._store.get(f"{self._prefix}/{key}")).decode()
+        except UnicodeDecodeError as error:
+            raise ClusterError(f"what another node said of {key} is no text ({error})") from error
 
     def drop(self, key: str) -> None:
         """Forget a text."""
@@ -211,5 +215,12 @@ def pack(text: str) -> str:
 
 
 def unpack(packed: str) -> str:
-    """Undo `pack`."""
-    return zlib.decompress(base64.b64decode(packed)).decode()
+    """Undo `pack`; raises ClusterError for what `pack` has not made, and for a text of more than files.MOST_BYTES."""
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(base64.b64decode(packed, validate=True), files.MOST_BYTES).decode()
+    except (ValueError, zlib.error) as error:
+        raise ClusterError(f"what another node sent cannot be unpacked ({error})") from error
+    if not stream.eof:
+        raise ClusterError(f"what another node sent is cut off, or has more than {files.MOST_BYTES} bytes unpacked")
+    return text

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pipette_launch.errors import FileFormatError, PlanError
-from pipette_launch.facts.files import digest, from_plain, to_plain, write_text
+from pipette_launch.facts.files import digest, from_plain, parse, read_bytes, to_plain, write_text
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.messages.abstract_execution import (
@@ -178,8 +178,8 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         if self._cache is None:
             return None
         try:
-            memory: ExecutedMemory = _read(ExecutedMemory, (self._cache / _name(job, layout, pp_rank)).read_text())
-        except (OSError, FileFormatError):
+            memory: ExecutedMemory = _read(ExecutedMemory, read_bytes(self._cache / _name(job, layout, pp_rank)))
+        except FileFormatError:
             # Whatever cannot be read is counted anew, and written over.
             return None
         return memory
@@ -216,9 +216,5 @@ def _environment(python: str) -> dict[str, str]:
     return {**os.environ, **own, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def _read(kind: Any, text: str) -> Any:
-    try:
-        plain = json.loads(text)
-    except ValueError as error:
-        raise FileFormatError(f"abstract execution: not JSON ({error})") from error
-    return from_plain(kind, plain, "abstract execution")
+def _read(kind: Any, text: str | bytes) -> Any:
+    return from_plain(kind, parse(text, "abstract execution"), "abstract execution")

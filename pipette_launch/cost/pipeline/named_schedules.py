@@ -38,7 +38,7 @@ class Counts:
     num_microbatches: int
     group_size: int
     """Micro-batches that pass a chunk before the next."""
-    extra: int | None
+    extra: int | None = None
     """Forwards ahead beyond those of 1F1B; None = as many as 1F1B's own."""
 
 
@@ -208,9 +208,7 @@ def named_schedule(
         times=times if times is not None else _equal_times(pp * vpp),
         held_S=held,
         w_share=w_share,
-        limit_P=tuple(limit_P)
-        if limit_P is not None
-        else most_kept(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches, group_size=group, held_S=held),
+        limit_P=tuple(limit_P) if limit_P is not None else most_kept(name, counts, held),
         objective=objective,
     )
     if known.splits_backward and not problem.times.input_s:
@@ -249,16 +247,14 @@ def _equal_times(stages: int) -> StageTimes:
     )
 
 
-def most_kept(
-    name: str, *, pp: int, vpp: int, num_microbatches: int, group_size: int, held_S: Sequence[float]
-) -> tuple[float, ...]:
+def most_kept(name: str, counts: Counts, held_S: Sequence[float]) -> tuple[float, ...]:
     """Return what each rank keeps at most under a schedule, before it is made, in the unit of `held_S`.
 
-    Arguments are those of `named_schedule`.
+    `held_S` is what each stage keeps for one micro-batch.
     """
     known = SCHEDULES[name]
-    held_P = [0.0] * pp
-    for stage, held in enumerate(held_S[: pp * vpp]):
-        held_P[rank_of(stage, pp=pp, placement=known.placement)] += held
-    most = min(known.peak(pp, vpp, group_size), num_microbatches)
+    held_P = [0.0] * counts.pp
+    for stage, held in enumerate(held_S[: counts.pp * counts.vpp]):
+        held_P[rank_of(stage, pp=counts.pp, placement=known.placement)] += held
+    most = min(known.peak(counts.pp, counts.vpp, counts.group_size), counts.num_microbatches)
     return tuple(most * held for held in held_P)

@@ -16,6 +16,9 @@ from pipette_launch.facts.results.plan import Choice, Plan
 AttemptEnd = Literal["none", "before-first-iteration", "after-first-iteration", "done"]
 """How an attempt at training ended on one node; `none` before the first, `done` where all its workers ended well."""
 
+MOST_SLOTS = 1 << 12
+"""Of one host; no machine has nearly as many devices or cores to share."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRecord:
@@ -102,8 +105,16 @@ class Decision:
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.hosts) == len(self.num_slots):
             raise FactError(f"{len(self.tokens)} agents, {len(self.hosts)} hosts, {len(self.num_slots)} slot counts")
+        if not all(0 <= count <= MOST_SLOTS for count in self.num_slots):
+            raise FactError(f"num_slots must be from 0 to {MOST_SLOTS} each, got {max(self.num_slots, key=abs)}")
         if len(self.standby) != len(self.standby_hosts) or set(self.standby) & set(self.tokens):
             raise FactError(f"on standby are {len(self.standby)} agents of {len(self.standby_hosts)} other hosts")
+
+        most = len(self.plan.contenders()) if self.plan and self.phase == "trial" else self.trial
+        if self.attempt < 0 or not 0 <= self.trial <= most:
+            raise FactError(f"attempt={self.attempt} or trial={self.trial} is none of the plan's")
+        if self.plan and self.choice and self.phase in ("trial", "train") and not set(self.hosts) <= {*self.plan.hosts}:
+            raise FactError(f"the plan is for {', '.join(self.plan.hosts)}, not for {', '.join(self.hosts)}")
 
     @property
     def choice(self) -> Choice | None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from pipette_launch.facts.checks import check_numbers
 from pipette_launch.facts.files import ADDED_LATER
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import Samples
@@ -53,6 +54,9 @@ class Outcome:
     rate: Rate | None = field(default=None, metadata=ADDED_LATER)
     """What the measured step comes to in tokens and FLOPs a second; None in files of earlier releases."""
 
+    def __post_init__(self) -> None:
+        check_numbers(self, "step_correction", limit=0, above=True)
+
     @property
     def error(self) -> float:
         """(predicted - measured) / measured."""
@@ -62,7 +66,8 @@ class Outcome:
     def log_step_error(self) -> float:
         """log(measured / predicted) of the step, the prediction uncorrected; NaN without times above 0."""
         raw_s = self.predicted_step_s / self.step_correction
-        return math.log(self.measured_step.median_s / raw_s) if raw_s > 0 < self.measured_step.median_s else math.nan
+        measured_s = self.measured_step.median_s
+        return math.log(measured_s) - math.log(raw_s) if 0 < raw_s < math.inf and measured_s > 0 else math.nan
 
     @property
     def fullest(self) -> PeakReading | None:
@@ -72,6 +77,8 @@ class Outcome:
 
     @property
     def log_memory_error(self) -> float | None:
-        """log(measured / predicted) of the fullest rank that was read; None where none was."""
+        """log(measured / predicted) of the fullest rank that was read; None where none was, or one is not above 0."""
         peak = self.fullest
-        return math.log(peak.measured_bytes / peak.predicted_bytes) if peak else None
+        if peak is None or min(peak.measured_bytes, peak.predicted_bytes) <= 0:
+            return None
+        return math.log(peak.measured_bytes / peak.predicted_bytes)

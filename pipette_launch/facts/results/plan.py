@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -54,9 +55,10 @@ class Choice:
     """What each pipeline rank does, where the schedule is none of Megatron's own and the patch `schedules` runs it."""
 
     def __post_init__(self) -> None:
-        if sorted(self.placement) != list(range(self.layout.world_size)):
+        size = self.layout.world_size
+        if len(self.placement) != size or sorted(self.placement) != list(range(size)):
             raise FactError(
-                f"placement must hold every rank from 0 to {self.layout.world_size - 1} once, got {self.placement}"
+                f"placement must hold every rank from 0 to {size - 1} once, got {reprlib.repr(self.placement)}"
             )
         check_numbers(self, "step_time_s", "step_correction", "memory_correction", limit=0, above=True)
         check_numbers(self, "bound_s", limit=0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import Measurements, files
+from pipette_launch.launch.cache.folder import inside
 from pipette_launch.launch.cache.plans import CLUSTER, steady, steering
 
 if TYPE_CHECKING:
@@ -27,15 +28,16 @@ class MachineMeasurements:
         self, root: Path | None, hosts: Sequence[Host], versions: Mapping[str, str], *, environ: Mapping[str, str]
     ) -> None:
         key = files.digest(steady(hosts), dict(versions), steering(environ))
-        self.path = root / FOLDER / key / CLUSTER if root else None
+        self._root, self._names = root, (FOLDER, key, CLUSTER)
+        self.path = root.joinpath(*self._names) if root else None
         """None when nothing is kept."""
 
     def load(self) -> Measurements | None:
         """Return what was measured last on these hosts, in whatever order it names them."""
-        if self.path is None:
+        if self._root is None:
             return None
         try:
-            return files.read(self.path, Measurements)
+            return files.read(inside(self._root, *self._names), Measurements)
         except FileFormatError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 logger.warning("%s", error)
@@ -46,11 +48,11 @@ class MachineMeasurements:
         # A start from the cache keeps nothing, and does without this import.
         from pipette_launch.cost.compute.cached import with_cached_times
 
-        if self.path is None:
+        if self._root is None:
             return measurements
         whole = with_cached_times(measurements, self.load())
         try:
-            files.write(self.path, whole)
-        except OSError as error:
-            logger.warning("%s cannot be written (%s): the next job will measure all links", self.path, error)
+            files.write(inside(self._root, *self._names), whole)
+        except (OSError, FileFormatError) as error:
+            logger.warning("links cannot be kept (%s): the next job will measure all of them", error)
         return whole

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.launch.cache.folder import inside
 from pipette_launch.launch.cache.plan_files import check_belongs
 
 if TYPE_CHECKING:
@@ -98,20 +99,19 @@ class Cache:
     def __init__(self, root: Path | None, key: str) -> None:
         self.key = key
         self._root = root
-        self.folder = root / key if root else None
         self.trouble = ""
         """Why the plan could not be kept and what to do; empty where it was, or where none is wanted."""
 
     def path(self, name: str) -> Path | None:
-        """Where a file of this key lies; None when nothing is kept."""
-        return self.folder / name if self.folder else None
+        """Where a file of this key lies; None when nothing is kept, FileFormatError where it leads out of the cache."""
+        return inside(self._root, self.key, name) if self._root else None
 
     def load(self, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
         """Return the plan of this key, or None and the reason when there is a file that cannot be used."""
-        path = self.path(PLAN)
-        if path is None:
-            return None, ""
         try:
+            path = self.path(PLAN)
+            if path is None:
+                return None, ""
             plan = files.read(path, Plan)
             _check_key(plan, self.key, path)
             check_belongs(plan, hosts, str(path))
@@ -123,11 +123,9 @@ class Cache:
 
     def measurements(self) -> Measurements | None:
         """Return what the plan of this key rests on, if it is still there."""
-        path = self.path(CLUSTER)
-        if path is None:
-            return None
         try:
-            return files.read(path, Measurements)
+            path = self.path(CLUSTER)
+            return files.read(path, Measurements) if path else None
         except FileFormatError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 logger.warning("%s", error)
@@ -138,15 +136,16 @@ class Cache:
         if self._root is None:
             return ()
         newest = _by_age(self._root / OUTCOMES / machines_of(host))[-MOST_OUTCOMES:]
-        return tuple(outcome for outcome in map(_outcome, newest) if outcome is not None)
+        found = (_outcome(self._root, machines_of(host), path.name) for path in newest)
+        return tuple(outcome for outcome in found if outcome is not None)
 
     def keep_outcome(self, outcome: Outcome, host: Host) -> str:
         """Keep an outcome beside its plan and among those of all jobs on such machines; returns why not, or nothing."""
         name = f"{outcome.key}-{files.digest(outcome.layout, list(outcome.placement))}.json"
         if outcome.features and self._root is not None:
             try:
-                files.write(self._root / OUTCOMES / machines_of(host) / name, outcome)
-            except OSError as error:
+                files.write(inside(self._root, OUTCOMES, machines_of(host), name), outcome)
+            except (OSError, FileFormatError) as error:
                 logger.warning("the outcome cannot be kept for later jobs: %s", error)
         return self.save(OUTCOME, outcome)
 
@@ -157,16 +156,18 @@ class Cache:
     @property
     def plan_path(self) -> Path | None:
         """Where the plan of this key lies; None where none was kept."""
-        path = self.path(PLAN)
-        return path if path is not None and not self.trouble and path.exists() else None
+        path = None if self.trouble else self.path(PLAN)
+        return path if path is not None and path.exists() else None
 
     def save(self, name: str, document: files.Document) -> str:
         """Keep a document; returns why it could not be kept, or nothing."""
-        path = self.path(name)
-        if path is None:
-            return ""
         try:
+            path = self.path(name)
+            if path is None:
+                return ""
             files.write(path, document)
+        except FileFormatError as error:
+            return str(error)
         except OSError as error:
             return (
                 f"{path} cannot be written ({error.strerror or error}): the next start will measure again; "
@@ -175,9 +176,9 @@ class Cache:
         return ""
 
 
-def _outcome(path: Path) -> Outcome | None:
+def _outcome(root: Path, machines: str, name: str) -> Outcome | None:
     try:
-        return files.read(path, Outcome)
+        return files.read(inside(root, OUTCOMES, machines, name), Outcome)
     except FileFormatError as error:
         logger.warning("%s", error)
         return None

@@ -277,7 +277,8 @@ def in_step(
         lockstep.broadcast(json.dumps(rounds))
         links: list[LinkSamples] = []
         for rank, text in enumerate(take(rounds)):
-            links += files.from_plain(tuple[LinkSamples, ...], json.loads(text), f"links of rank {rank}")
+            source = f"links of rank {rank}"
+            links += files.from_plain(tuple[LinkSamples, ...], files.parse(text, source), source)
         return merge(links)
 
     if lockstep.rank == 0:

@@ -51,7 +51,7 @@ def test_a_damaged_file_and_a_folder_that_takes_none_are_said_and_no_more(
     (tmp_path / "file").write_text("")
     machines(tmp_path / "file").kept(tiny_measurements(CLUSTER))
 
-    assert ["not JSON" in caplog.messages[0], "cannot be written" in caplog.messages[-1]] == [True, True]
+    assert ["not JSON" in caplog.messages[0], "cannot be kept" in caplog.messages[-1]] == [True, True]
 
 
 def test_times_of_other_cases_are_added_to_what_is_kept(tmp_path: Path) -> None:

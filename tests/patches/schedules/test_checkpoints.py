@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patches.torchrun import answers
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.processes]
-ROOT = Path(__file__).parents[3]
 FOLDED = {"vpp": 2, "layers": 8, "named_weights": True}
 
 
@@ -26,21 +23,8 @@ FOLDED = {"vpp": 2, "layers": 8, "named_weights": True}
 )
 def test_training_goes_on_under_another_schedule(tmp_path: Path, names: list[str], options: dict[str, Any]) -> None:
     """Each step starts from the checkpoint of the one before; losses are those of Megatron's own without any."""
-    paths = (ROOT, ROOT / "patches", ROOT / "tests" / "patches")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"),
-            *(ROOT / "tests" / "patches" / "checkpoint_worker.py", tmp_path, json.dumps(names), json.dumps(options)),
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "TORCHDYNAMO_DISABLE": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 1, done.stderr[-4000:]
-    found = json.loads(lines[0])
+    words = (tmp_path, json.dumps(names), json.dumps(options))
+    (found,) = answers("checkpoint_worker.py", *words, size=4, timeout_s=180, num_lines=1)
 
     assert len(names) == len(found["parts"])
     assert len(set(found["whole"])) == len(names)

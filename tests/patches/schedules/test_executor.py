@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from patches.schedules.cases import CASES, grid
+from patches.torchrun import answers
 
 from pipette_launch.cost.pipeline.live_activations import peak_live_bytes
 from pipette_launch.cost.pipeline.named_schedules import named_schedule
@@ -18,7 +17,6 @@ from pipette_launch.cost.pipeline.named_schedules import named_schedule
 IS_WHOLE = bool(os.environ.get("PIPETTE_SCHEDULE_GRID"))
 """With PIPETTE_SCHEDULE_GRID in the environment the grid is tried too: half an hour, up to 16 processes."""
 pytestmark = [pytest.mark.timeout(7200 if IS_WHOLE else 400), pytest.mark.processes]
-ROOT = Path(__file__).parents[3]
 AT_ONCE = 12
 """Cases of one set of processes."""
 ALL = dict(CASES) | (dict(grid()) if IS_WHOLE else {})
@@ -53,21 +51,9 @@ def world_size(case: dict[str, Any]) -> int:
 
 def trained(folder: Path, size: int, cases: list[dict[str, Any]]) -> list[list[dict[str, float]]]:
     """Run cases one after another in one set of processes."""
-    paths = (ROOT, ROOT / "patches", ROOT / "tests" / "patches")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),
-            *(ROOT / "tests" / "patches" / "schedules_worker.py", folder, json.dumps(cases)),
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "TORCHDYNAMO_DISABLE": "1"},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=380,
-    )
-    lines = [json.loads(line)["ranks"] for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(cases) == len(lines), done.stderr[-4000:]
-    return lines
+    words = (folder, json.dumps(cases))
+    found = answers("schedules_worker.py", *words, size=size, timeout_s=380, num_lines=len(cases))
+    return [one["ranks"] for one in found]
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,0 +1,28 @@
+"""What others wrote, made fit for our lines and screens: no control character of theirs reaches a terminal."""
+
+from __future__ import annotations
+
+import logging
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    r"""Write everything that is not printed as its escape, `\x1b`: C0, C1, DEL, line ends, bidi and other marks.
+
+    `keep` are characters that stay, such as the line ends of a text of several lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text)
+
+
+class _Formatter(logging.Formatter):
+    """Messages alone, as Python prints them where nobody has configured logging."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t")
+
+
+def escape_log_lines() -> None:
+    """Escape what log lines of this process quote."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Formatter())

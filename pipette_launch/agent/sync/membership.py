@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore
 
-from pipette_launch.agent.sync.peer_watch import GONE, PeerWatch, why_unreachable
+from pipette_launch.agent.sync.peer_watch import GONE, PeerWatch, connected, why_unreachable
 from pipette_launch.agent.sync.store import (
     ANSWER_S,
     BROKEN,
@@ -23,7 +23,6 @@ from pipette_launch.agent.sync.store import (
     AgentStore,
     RoundStore,
     StoreGone,
-    within,
 )
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
@@ -44,6 +43,7 @@ PEER_WAIT_S = 120.0
 UNREACHABLE_S = 8.0
 """For so long an agent must be out of reach before a meeting goes on without it, unless its kernel says it is gone."""
 PROBE_S = 0.5
+PROOF_S = 1.5
 REJOIN = "rejoin"
 """The answer by which all agents go through torch's rendezvous again: another node waits there."""
 LEFT_OUT = "left out"
@@ -178,10 +178,7 @@ class Membership:
         if why:
             raise StoreGone(why)
         try:
-            # torch tries for ever where a process is stopped.
-            return within(
-                ANSWER_S, lambda: TCPStore(leader.address, leader.port, is_master=False, wait_for_workers=False)
-            )
+            return connected(leader, within_s=ANSWER_S)
         except (TimeoutError, RuntimeError) as error:
             raise StoreGone(f"its agent does not answer ({error})") from error
 
@@ -192,7 +189,8 @@ class Membership:
 
     def _answer(self, leader: Member, desk: AgentStore) -> str:
         """Wait for the name of the new round."""
-        ends_s = time.monotonic() + PEER_WAIT_S
+        # The first agent itself waits so long for others, and may then plan.
+        ends_s = time.monotonic() + 2 * PEER_WAIT_S
         poll_s = FIRST_POLL_S
         key = f"answer/{self._own.token}/{self._num_meetings}"
         while (answer := desk.peek(key)) is None:
@@ -205,8 +203,8 @@ class Membership:
                 return LEFT_OUT
             if time.monotonic() > ends_s:
                 raise ClusterError(
-                    f"waited {PEER_WAIT_S:.0f} s in vain for the decision of the first node, {leader.address}; look "
-                    f"at the log of that node"
+                    f"waited {2 * PEER_WAIT_S:.0f} s in vain for the decision of the first node, {leader.address}; "
+                    f"look at the log of that node"
                 )
             time.sleep(poll_s)
             poll_s = min(1.5 * poll_s, LAST_POLL_S)
@@ -245,7 +243,7 @@ class Membership:
         began_s = probed_s = time.monotonic()
         poll_s = FIRST_POLL_S
         arrivals: dict[str, Arrival] = {}
-        out_of_reach_s: dict[str, float] = {}
+        missed_s: dict[str, float] = {}
         while True:
             for member in self._members:
                 text = None if member.token in arrivals else self._desk.peek(f"arrival/{member.token}")
@@ -266,11 +264,11 @@ class Membership:
                 self._lost.update({member.token: "its agent does not answer" for member in missing})
             elif now_s - probed_s > PROBE_S:
                 probed_s = now_s
-                self._find_lost(missing, out_of_reach_s)
+                self._find_lost(missing, missed_s)
             time.sleep(poll_s)
             poll_s = min(1.5 * poll_s, LAST_POLL_S)
 
-    def _find_lost(self, missing: Sequence[Member], out_of_reach_s: dict[str, float]) -> None:
+    def _find_lost(self, missing: Sequence[Member], missed_s: dict[str, float]) -> None:
         """Find out who of those that have not come will never come."""
         with ThreadPoolExecutor(min(len(missing), 32)) as pool:
             found = list(pool.map(lambda member: why_unreachable(member, timeout_s=PROBE_S), missing))
@@ -280,11 +278,13 @@ class Membership:
             if why == GONE or left:
                 self._surely_gone.add(member.token)
                 self._lost[member.token] = left or why
-            elif not why:
-                out_of_reach_s.pop(member.token, None)
-            elif lost or now_s - out_of_reach_s.setdefault(member.token, now_s) > UNREACHABLE_S:
-                # One that its neighbour saw to be silent is not waited for once more.
-                self._lost[member.token] = why
+                continue
+            if not (why or lost):
+                missed_s.pop(member.token, None)
+                continue
+            # One that its neighbour saw to be silent has a moment to prove that it is not.
+            if now_s - missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else UNREACHABLE_S):
+                self._lost[member.token] = lost or why
 
     def _told_of(self, member: Member, what: str) -> str:
         """What was said of one while this agent decided for all: that it `left`, or is `lost`; empty where nothing."""

@@ -1,20 +1,29 @@
-"""Whether another agent is alive, as the kernels of both hosts know it.
+"""Whether another agent is alive.
 
-A connection that carries nothing is held open to the other agent. When that process ends, its kernel closes the
-connection; when its host is silent, this kernel's own probes remain without an answer. A busy host still answers them.
+A connection that carries nothing is held open to the store that the other agent holds: when that process ends, its
+kernel closes the connection at once. And the store is asked once a second: a host without power, a cut wire and a
+stopped process leave the question without an answer. torch answers in a thread of its own, however busy the agent is.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from typing import TYPE_CHECKING
 
+from torch.distributed import TCPStore
+
+from pipette_launch.agent.sync.store import within
+
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from pipette_launch.facts.messages.membership import Member
 
 SILENT_S = 8.0
-"""After how long without any sign a host counts as lost."""
+"""After how long without an answer an agent counts as lost."""
+PAUSE_S = 1.0
 GONE = "its agent is gone"
 SILENT = f"silent for {SILENT_S:.0f} s"
 
@@ -27,36 +36,44 @@ class PeerWatch:
         self.peer = peer
         self.lost = ""
         """Why the agent is believed lost; empty while it is not."""
-        self._connection: socket.socket | None = None
-        self._is_over = False
+        self._is_over = threading.Event()
         threading.Thread(target=self._watch, name="pipette-peer-watch", daemon=True).start()
 
     def stop(self) -> None:
         """Watch no longer."""
-        self._is_over = True
-        if self._connection is not None:
-            # Another thread waits in it: closing alone would not wake that up.
-            _shut(self._connection)
+        self._is_over.set()
 
     def _watch(self) -> None:
         lost = self._why_it_ended()
-        if not self._is_over:
+        if not self._is_over.is_set():
             self.lost = lost
 
     def _why_it_ended(self) -> str:
         try:
             with socket.create_connection((self.peer.address, self.peer.port), timeout=SILENT_S) as connection:
-                self._connection = connection
-                _probe_often(connection)
-                connection.settimeout(None)
-                if self._is_over:
-                    return ""
-                connection.recv(1)
-        except (ConnectionRefusedError, ConnectionResetError):
+                store = connected(self.peer, within_s=SILENT_S)
+                while not self._is_over.is_set():
+                    # Nothing is ever sent: there is something to read when the connection has ended.
+                    if select.select([connection], [], [], PAUSE_S)[0]:
+                        return GONE
+                    within(SILENT_S, lambda: store.check(["pipette"]))
+        except (ConnectionError, RuntimeError):
             return GONE
         except OSError:
+            # A TimeoutError is one, too.
             return SILENT
-        return GONE
+        return ""
+
+
+def connected(peer: Member, *, within_s: float) -> Store:
+    """Return a client of the store that an agent holds.
+
+    Raises:
+        TimeoutError: nobody answers; torch by itself tries for ever where a process is stopped.
+        RuntimeError: there is no store.
+
+    """
+    return within(within_s, lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
 
 
 def why_unreachable(peer: Member, *, timeout_s: float) -> str:
@@ -68,20 +85,3 @@ def why_unreachable(peer: Member, *, timeout_s: float) -> str:
     except OSError:
         return SILENT
     return ""
-
-
-def _probe_often(connection: socket.socket) -> None:
-    """Let the kernel ask for a sign of life each second, and end the connection after `SILENT_S` without one."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", int(SILENT_S) - 2)):
-        # Names that other systems than Linux lack: the connection then ends later.
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _shut(connection: socket.socket) -> None:
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        # It has ended by itself.
-        return

@@ -1,0 +1,91 @@
+"""Another agent that ends, is stopped or never answers is found; one that is well is not."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from pipette_launch.agent.sync import peer_watch
+from pipette_launch.agent.sync.peer_watch import GONE, PeerWatch, why_unreachable
+from pipette_launch.facts.messages.membership import Member
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
+STORE = (
+    "import time\n"
+    "from torch.distributed import TCPStore\n"
+    "store = TCPStore('localhost', 0, is_master=True, wait_for_workers=False)\n"
+    "print(store.port, flush=True)\n"
+    "{does}\n"
+)
+
+
+@contextmanager
+def agent(does: str = "time.sleep(600)") -> Iterator[tuple[subprocess.Popen[str], Member]]:
+    """Another process that holds a store."""
+    process = subprocess.Popen([sys.executable, "-c", STORE.format(does=does)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process, Member(token="t", address="127.0.0.1", port=int(process.stdout.readline()), node_rank=-1)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def lost(watch: PeerWatch, within_s: float) -> str:
+    """Why the watched agent is believed lost, as soon as it is."""
+    ends_s = time.monotonic() + within_s
+    while not watch.lost and time.monotonic() < ends_s:
+        time.sleep(0.02)
+    return watch.lost
+
+
+def test_an_agent_that_ends_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its kernel, before it is asked again."""
+    monkeypatch.setattr(peer_watch, "PAUSE_S", 30.0)
+    with agent() as (process, member):
+        watch = PeerWatch(member)
+        assert "" == lost(watch, 0.5)
+        process.kill()
+
+        assert GONE == lost(watch, 5.0)
+        process.wait()
+        assert GONE == why_unreachable(member, timeout_s=1.0)
+
+
+def test_an_agent_that_is_stopped_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel still answers, it does not."""
+    monkeypatch.setattr(peer_watch, "SILENT_S", 1.0)
+    with agent() as (process, member):
+        watch = PeerWatch(member)
+        assert "" == lost(watch, 2.5)
+        process.send_signal(signal.SIGSTOP)
+
+        assert peer_watch.SILENT == lost(watch, 10.0)
+        assert "" == why_unreachable(member, timeout_s=1.0)
+
+
+def test_a_busy_agent_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose Python computes without a pause answers from another thread."""
+    monkeypatch.setattr(peer_watch, "PAUSE_S", 0.05)
+    with agent("sum(range(10 ** 12))") as (_, member):
+        watch = PeerWatch(member)
+
+        assert "" == lost(watch, 3.0)
+        watch.stop()
+
+
+def test_a_watch_that_is_over_says_nothing() -> None:
+    """The end of the job is no loss."""
+    with agent() as (process, member):
+        watch = PeerWatch(member)
+        assert "" == lost(watch, 0.3)
+        watch.stop()
+        process.kill()
+
+        assert "" == lost(watch, 2.0)

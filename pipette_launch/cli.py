@@ -89,7 +89,7 @@ def options_from(args: Namespace) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `pipette-launch`; exits as torchrun would."""
-    with _uncollected():
+    with _uncollected(), _quiet():
         from torch.distributed.elastic.multiprocessing.errors import record
 
     from pipette_launch.launch.slurm.tasks import Siblings
@@ -141,6 +141,22 @@ def _uncollected() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Import torch without its warnings in C++: each lost connection would put twenty lines before our sentence."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name in os.environ:
+        # The user wants to read them, or fewer.
+        yield
+        return
+    os.environ[name] = "ERROR"
+    try:
+        yield
+    finally:
+        # It is read at the import; the workers' own torch warns as it always does.
+        del os.environ[name]
 
 
 def _launch(words: Sequence[str], siblings: Siblings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -204,6 +205,19 @@ def test_collections_stay_off_where_they_were() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_torchs_own_lines_are_kept_from_the_launcher_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers do not inherit it, and what the user set stays."""
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    with cli._quiet():
+        assert "ERROR" == os.environ["TORCH_CPP_LOG_LEVEL"]
+    assert "TORCH_CPP_LOG_LEVEL" not in os.environ
+
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    with cli._quiet():
+        pass
+    assert "INFO" == os.environ["TORCH_CPP_LOG_LEVEL"]
 
 
 @pytest.mark.parametrize(

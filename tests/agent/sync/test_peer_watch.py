@@ -31,7 +31,8 @@ def agent(does: str = "time.sleep(600)") -> Iterator[tuple[subprocess.Popen[str]
     process = subprocess.Popen([sys.executable, "-c", STORE.format(does=does)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        yield process, Member(token="t", address="127.0.0.1", port=int(process.stdout.readline()), node_rank=-1)
+        port = int(process.stdout.readline())
+        yield process, Member(token="t", address="127.0.0.1", port=port, node_rank=-1)  # noqa: S106, it is a name
     finally:
         process.kill()
         process.communicate()

@@ -68,6 +68,8 @@ def options_from(args: Namespace) -> Options:
         fix=fix,
         on_error=args.pipette_on_error,
         on_sick=args.pipette_on_sick,
+        watch=args.pipette_watch,
+        watch_limit=_number("--pipette-watch-limit", args.pipette_watch_limit),
         device=args.pipette_device,
         budget_s=_number("--pipette-budget", args.pipette_budget),
         margin=_number("--pipette-margin", args.pipette_margin),

@@ -56,6 +56,13 @@ def _add_choices(add: Callable[..., object]) -> None:
         help="when a node is slow or damaged: print a warning (default), train without it as far as --nnodes MIN:MAX "
         "allows, or stop",
     )
+    add(
+        "--pipette-watch",
+        choices=("warn", "restart", "off"),
+        default="warn",
+        help="when steps slow down during the training: print a warning (default), measure all machines again and go "
+        "on from the last checkpoint under a new plan, or do nothing",
+    )
 
 
 def _add_amounts(add: Callable[..., object]) -> None:
@@ -80,6 +87,12 @@ def _add_amounts(add: Callable[..., object]) -> None:
         metavar="FRACTION",
         default=defaults.MEMORY_MARGIN,
         help=f"part of the device memory that a plan must leave free (default {defaults.MEMORY_MARGIN:g})",
+    )
+    add(
+        "--pipette-watch-limit",
+        metavar="FRACTION",
+        default=defaults.WATCH_LIMIT,
+        help=f"by how much steps may become longer before --pipette-watch acts (default {defaults.WATCH_LIMIT:g})",
     )
     add(
         "--pipette-trials",

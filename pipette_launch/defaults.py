@@ -14,5 +14,7 @@ TRIALS = 0
 """`--pipette-trials`: how many plans run briefly beside the user's own configuration before the training."""
 TRIAL_ITERS = 5
 """`--pipette-trial-iters`: how many step times of each trial count."""
+WATCH_LIMIT = 0.3
+"""`--pipette-watch-limit`: by which fraction the steps of a training may become longer."""
 SEED = 0
 """`--seed` of `pipette plan` and `pipette compare`, and of the launcher's own search."""

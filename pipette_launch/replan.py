@@ -125,8 +125,9 @@ def decide(
     if len(hosts) < least_nodes:
         left = f"{len(hosts)} {'node is' if len(hosts) == 1 else 'nodes are'} left"
         return GiveUp(reason="; ".join(filter(None, [lost_words(gone), f"{left}, and --nnodes wants {least_nodes}"])))
-    if held.phase != "train":
-        return Measure(reason=lost_words(gone))
+    slowed = next((record.slowed for record in records if record.slowed), "")
+    if held.phase != "train" or (slowed and not gone):
+        return Measure(reason=lost_words(gone) or slowed)
     proven = held.proven or any(
         record.verdict == "after-first-iteration" for record in records if record.attempt == held.attempt
     )
@@ -203,7 +204,8 @@ def _on_same_hosts(
     return Keep(
         proven=proven,
         restarts_left=held.restarts_left - 1,
-        reason=f"{sentence}; starting again under the same plan",
+        # Under the user's own configuration nothing is said that torchrun would not say.
+        reason=f"{sentence}; starting again under the same plan" if held.choice else "",
     )
 
 

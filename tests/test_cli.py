@@ -32,6 +32,8 @@ OWN_FLAGS = {
     "--pipette-tolerate",
     "--pipette-trial-iters",
     "--pipette-trials",
+    "--pipette-watch",
+    "--pipette-watch-limit",
     "--pipette-version",
 }
 

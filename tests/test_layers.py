@@ -84,8 +84,8 @@ SUB_FLOORS = {
         {"start"},
     ],
     "launch": [
-        {"cache", "measuring_advice", "nodes", "options", "outcome", "setting", "slurm"},
-        {"commands", "health_policy", "recovery", "training_signs", "user_script", "warmup_orders", "warmup_progress"},
+        {"cache", "measuring_advice", "nodes", "options", "setting", "slurm", "training"},
+        {"commands", "health_policy", "user_script", "warmup_orders", "warmup_progress"},
         {"plans", "trials"},
         {"decisions"},
         {"coordinator"},

@@ -263,7 +263,7 @@ TRAINS = replace(decision("a", "b", "c"), plan=WITH_TEMPLATE, standby=("token-s"
 STATES: dict[str, Decision | None] = {
     "no plan held": None,
     "warm-up": replace(TRAINS, phase="warmup", plan=None),
-    "trial": replace(TRAINS, phase="trial", trial=1),
+    "trial": replace(TRAINS, phase="trial", trial=0),
     "unproven": replace(TRAINS, restarts_left=1),
     "proven": replace(TRAINS, proven=True, restarts_left=1),
     "no restarts left": replace(TRAINS, proven=True),
@@ -394,3 +394,14 @@ def test_too_few_hosts_end_the_job_with_who_is_lost() -> None:
 
     assert isinstance(step, GiveUp)
     assert "b is lost (its agent is gone), c is lost, s is lost; 1 node is left, and --nnodes wants 2" == step.reason
+
+
+def test_a_slowdown_measures_all_machines_again() -> None:
+    """The reason is told; a lost host outweighs it."""
+    held = decision("a", "b")
+    slowed = [record("a", attempt=0, slowed="steps take 1.5 times as long"), record("b", attempt=0)]
+
+    assert Measure(reason="steps take 1.5 times as long") == decide(slowed, ["a", "b"], held)
+    lost = decide(slowed[:1], ["a"], held, lost={"b": "silent for 8 s"})
+    assert isinstance(lost, Measure)
+    assert "b is lost (silent for 8 s)" in lost.reason

@@ -46,6 +46,10 @@ class Policy(Protocol):
     def show(self, decision: Decision, *, speaks: bool) -> None:
         """Take note of what was decided; `speaks` is true on the one node that tells the user."""
 
+    @property
+    def slowed(self) -> str:
+        """How the steps have slowed down, so that the agents are to meet; else empty."""
+
     def decide(self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str]) -> Decision:
         """Decide for all nodes what a new round does; `lost` says of hosts of the last one why they are gone."""
 

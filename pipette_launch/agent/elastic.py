@@ -90,8 +90,8 @@ class PipetteAgent(LocalElasticAgent):
         self._is_called = False
         """Whether a meeting was called while this node waited for the others to finish."""
         self._attempt = Attempt()
-        self._stopped_workers, self._oom_kills = StoppedWorkers(), 0
-        self._starts = 0
+        self._stopped_workers = StoppedWorkers()
+        self._starts = self._oom_kills = 0
         self._first_iteration = FirstIteration()
         self._before_training = PhasesBeforeTraining(controller, self._address)
         self._token = controller.begin(
@@ -124,8 +124,7 @@ class PipetteAgent(LocalElasticAgent):
 
     def _meet(self) -> tuple[Decision, RoundStore]:
         """Introduce this node, and hear what is decided for all."""
-        last = self._attempt
-        ended = last.ended
+        last, ended = self._attempt, self._attempt.ended
         if ended == "none" and self._first_iteration.has_trained():
             ended = "after-first-iteration"
         record = self._controller.record(attempt=last.index, verdict=ended, failure=last.failure)
@@ -162,7 +161,6 @@ class PipetteAgent(LocalElasticAgent):
         place = round_store.take(key, what="the store of RANK 0", deadline_s=PEER_WAIT_S)
         worker_group.master_addr, port = place.split()
         worker_group.master_port = int(port)
-        logger.info("%s: ranks %s, store %s:%s", decision.key, ranks, worker_group.master_addr, port)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         decision, round_store = self._current()
@@ -249,8 +247,7 @@ class PipetteAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         absent = self._before_training.absent(decision)
         if absent:
-            tokens = [token for token, host in zip(decision.tokens, decision.hosts, strict=True) if host in absent]
-            self._membership.leave_behind(tokens, "its agent does not answer")
+            self._membership.leave_behind(decision.tokens_of(absent), "its agent does not answer")
             raise RoundOver(f"{', '.join(absent)} did not answer")
         super()._stop_workers(worker_group)
         return self._succeeded(worker_group)
@@ -329,15 +326,18 @@ class PipetteAgent(LocalElasticAgent):
             return
         self._in_exit_barrier = True
         try:
-            timeout_s, num_nodes = self._exit_barrier_timeout, len(decision.tokens)
-            self._is_called = not await_all(round_store, decision.phase, num_nodes=num_nodes, timeout_s=timeout_s)
+            timeout_s, num = self._exit_barrier_timeout, len(decision.tokens)
+            self._is_called = not await_all(round_store, decision.phase, num_nodes=num, timeout_s=timeout_s)
             if self._is_called and decision.phase == "train":
                 self._attempt = replace(self._attempt, ended="done")
         finally:
             self._in_exit_barrier = False
 
     def _is_round_over(self) -> bool:
-        return self._round_store is not None and self._round_store.is_over()
+        _, round_store = self._current()
+        if self._controller.slowed:
+            round_store.call_all(self._controller.slowed)
+        return round_store.is_over()
 
     def _succeeded(self, worker_group: WorkerGroup) -> RunResult:
         return RunResult(

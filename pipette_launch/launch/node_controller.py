@@ -20,9 +20,10 @@ from pipette_launch.launch import commands
 from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.nodes import described
-from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
-from pipette_launch.launch.recovery import Recovery
-from pipette_launch.launch.training_signs import has_trained
+from pipette_launch.launch.training.outcome import OutcomeTracker, device_peaks
+from pipette_launch.launch.training.recovery import Recovery
+from pipette_launch.launch.training.slowdown import Slowdown
+from pipette_launch.launch.training.training_signs import has_trained
 from pipette_launch.launch.trials.watch import TrialWatch, trial_words
 from pipette_launch.launch.warmup_progress import ProgressLine, parts_words
 from pipette_launch.printable import printable
@@ -75,8 +76,8 @@ class NodeController:
         self._running: tuple[Choice, tuple[int, ...]] | None = None
         self._step_time_s = 0.0
         self._saved_before = ""
-        self._trial = TrialWatch()
-        self._recovery = Recovery()
+        self._trial, self._recovery = TrialWatch(), Recovery()
+        self._slowdown: Slowdown | None = None
         self._shown: tuple[Plan, int] | None = None
         self._progress = ProgressLine(sys.stderr, budget_s=options.budget_s)
         self._leads = False
@@ -114,8 +115,14 @@ class NodeController:
             verdict=verdict,
             failure=failure,
             iteration=self._recovery.iteration,
+            slowed=self.slowed,
             max_restarts=self._options.max_restarts,
         )
+
+    @property
+    def slowed(self) -> str:
+        """How the steps have slowed down, where all machines are to be measured again for it; else empty."""
+        return self._slowdown.wants_restart if self._slowdown else ""
 
     def decide(
         self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str] | None = None
@@ -163,6 +170,10 @@ class NodeController:
         self._tracker, self._running, self._step_time_s, self._saved_before = None, None, 0.0, ""
         self._trial.begin(decision)
         self._recovery.decided(decision)
+        self._slowdown = None
+        if decision.phase == "train" and self._options.watch != "off":
+            restarts = self._options.watch == "restart" and self._options.plan is None
+            self._slowdown = Slowdown(self._options.watch_limit, restarts=restarts)
         self.is_training = decision.phase == "train"
         if decision.phase == "warmup":
             self._progress = ProgressLine(sys.stderr, budget_s=self._options.budget_s)
@@ -249,8 +260,8 @@ class NodeController:
                 self._tracker.add_memory(memory)
             return False
         self._trial.add(iteration.step_time_s)
-        words = self._recovery.sees(iteration.iteration)
-        if words:
+        slower = self._slowdown.add(iteration.step_time_s, iteration.iteration) if self._slowdown else ""
+        for words in filter(None, (self._recovery.sees(iteration.iteration), slower)):
             _say(words)
         outcome = self._tracker.add(iteration) if self._tracker else None
         if outcome is not None:

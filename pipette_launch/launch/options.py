@@ -46,6 +46,10 @@ class Options:
     """Pipeline schedules that a plan may use beside Megatron's own, by name."""
     is_function: bool = False
     """Whether torchrun runs the script as a function (`--run-path`)."""
+    watch: Literal["warn", "restart", "off"] = "warn"
+    """What to do where steps slow down during the training."""
+    watch_limit: float = defaults.WATCH_LIMIT
+    """By which fraction they may."""
     seed: int = defaults.SEED
     tolerate: int = 0
     """For the loss of up to so many hosts plans are made ahead, as far as MIN of --nnodes allows."""
@@ -71,10 +75,14 @@ class Options:
                 f"--pipette-trial-iters must be at least {LEAST_TRIAL_ITERS}, got {self.trial_iters}: fewer step times "
                 f"do not tell how much they scatter"
             )
-        if not 0 <= self.margin < 1:
-            raise UsageError(f"--pipette-margin must be at least 0 and below 1 (0.02 is 2 %), got {self.margin:g}")
-        if not 0 <= self.memory_margin < 1:
-            raise UsageError(f"--pipette-memory-margin must be at least 0 and below 1, got {self.memory_margin:g}")
+        for flag, fraction, below in (
+            ("--pipette-margin", self.margin, 1),
+            ("--pipette-memory-margin", self.memory_margin, 1),
+            ("--pipette-watch-limit", self.watch_limit, math.inf),
+        ):
+            if not 0 <= fraction < below:
+                limit = f"at least 0 and below {below:g} (0.02 is 2 %)"
+                raise UsageError(f"{flag} must be {limit}, got {fraction:g}")
 
     @property
     def plan_settings(self) -> tuple[float | str, ...]:

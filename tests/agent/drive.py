@@ -39,6 +39,7 @@ class ScriptedConductor:
         self.trial_patience_s = tuple(table.get("patience_s", (60.0, 60.0)))
         self.received = ""
         self.steps_s: list[float] = []
+        self.slowed = ""
 
     def begin(self, node: Node) -> str:
         self.entrypoint, self.arguments, self.num_slots = node.entrypoint, node.arguments, node.num_slots

@@ -64,6 +64,7 @@ class Launch:
         return [flag for flag in self.flags if flag.partition("=")[0] not in known]
 
 
+MEETINGS = ("RENDEZVOUS", "ASSIGN_WORKER_RANKS")
 LAUNCHES = {
     "nodes": Launch(
         (
@@ -261,4 +262,6 @@ class Job:
 
     def _events(self, lines: list[str]) -> object:
         events = [json.loads(line) for line in lines if line.startswith('{"name"')]
-        return Counter((one["name"], one["source"], one["metadata"]["agent_restarts"]) for one in events)
+        counts = Counter((one["name"], one["source"], one["metadata"]["agent_restarts"]) for one in events)
+        # After a failure our agents meet without torch's rendezvous, which then tells of nothing.
+        return {key: count for key, count in counts.items() if not (key[2] and key[0].endswith(MEETINGS))}

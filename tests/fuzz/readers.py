@@ -36,7 +36,7 @@ from pipette_launch.facts.results.outcome import Outcome, PeakReading
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import one_forward_one_backward
 from pipette_launch.forecast.machines import machines_of
-from pipette_launch.launch.outcome import OutcomeTracker
+from pipette_launch.launch.training.outcome import OutcomeTracker
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
 from pipette_launch.megatron.flags import Arguments

@@ -18,7 +18,7 @@ from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.launch.cache.plans import CLUSTER, PLAN
 from pipette_launch.launch.coordinator import Coordinator
-from pipette_launch.launch.outcome import OutcomeTracker
+from pipette_launch.launch.training.outcome import OutcomeTracker
 from pipette_launch.megatron import Iteration
 from pipette_launch.probe.options import ProbeOptions
 

@@ -51,6 +51,8 @@ class NodeRecord:
     """--max-restarts."""
     iteration: int = 0
     """The last iteration that this node has seen in the output of its workers; 0 for none."""
+    slowed: str = ""
+    """How the steps have slowed down, where the user wants all machines measured again for it; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +148,10 @@ class Decision:
         """Turn what is known of agents, by token, into what is known of their hosts; of others there is none."""
         names = dict(zip((*self.tokens, *self.standby), (*self.hosts, *self.standby_hosts), strict=True))
         return {names[token]: text for token, text in by_token.items() if token in names}
+
+    def tokens_of(self, hosts: Collection[str]) -> list[str]:
+        """Return the agents of hosts that run workers."""
+        return [token for token, host in zip(self.tokens, self.hosts, strict=True) if host in hosts]
 
     def place_of(self, token: str) -> int:
         """GROUP_RANK of an agent: those on standby stand behind the others."""

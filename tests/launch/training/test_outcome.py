@@ -8,7 +8,7 @@ import pytest
 
 from pipette_launch.facts import Choice, Layout
 from pipette_launch.facts.results.rate import Rate
-from pipette_launch.launch.outcome import OutcomeTracker, device_peaks
+from pipette_launch.launch.training.outcome import OutcomeTracker, device_peaks
 from pipette_launch.megatron import Iteration, MemoryLine
 
 CHOICE = Choice(

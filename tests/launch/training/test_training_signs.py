@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipette_launch.launch.training_signs import SETTLED_S, has_trained
+from pipette_launch.launch.training.training_signs import SETTLED_S, has_trained
 
 DEAD_AT_ONCE: dict[str, Any] = {
     "lived_s": 5.0,

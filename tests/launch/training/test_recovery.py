@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipette_launch.facts.messages.round import Decision
-from pipette_launch.launch.recovery import Recovery
+from pipette_launch.launch.training.recovery import Recovery
 
 
 def recovery(*times_s: float) -> Recovery:

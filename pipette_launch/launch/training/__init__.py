@@ -1,0 +1,1 @@
+"""What a node reads from the output of a training."""

@@ -33,8 +33,7 @@ def survives(launcher: str, folder: Path, words: list[object], victim: int) -> t
     while "iteration        3/" not in (line := process.stdout.readline()):
         if not line:
             return False, 0.0
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[victim]), signal.SIGKILL)
+    os.kill(jobs.workers(process.pid)[victim], signal.SIGKILL)
     killed = time.monotonic()
     try:
         out, err = process.communicate(timeout=TIMEOUT_S)

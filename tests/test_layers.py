@@ -76,7 +76,7 @@ SUB_FLOORS = {
         {"templates"},
     ],
     "agent": [
-        {"controller", "device_binding", "failures", "signals", "streams", "sudden_deaths"},
+        {"controller", "device_binding", "failures", "orphans", "signals", "streams", "sudden_deaths"},
         {"failure_attribution", "logs", "sync"},
         {"worker_health"},
         {"phases"},

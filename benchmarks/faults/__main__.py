@@ -1,6 +1,6 @@
 """Injects faults into trainings on four laboratory hosts, one fault for each training.
 
-`python -m benchmarks.faults table [--hosts n0 n2] [--phases ..] [--faults ..] [--out FILE]` runs every fault in every
+`python -m benchmarks.faults table [--hosts n0 n2] [--phases ..] [--faults ..] [--into FILE]` runs every fault in every
 phase and writes a table; `python -m benchmarks.faults soak [--runs 200] [--seed 0]` draws phase, fault and host.
 The exit code is 1 where a job hung, lost what a checkpoint held, left a process, or ended without a word.
 """
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", default=[*FAULTS], choices=FAULTS)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the table there")
+    parser.add_argument("--into", type=Path, help="put the table between the marks <!-- faults --> of this file")
     parser.add_argument("--logs", type=Path, help="a folder for all lines of each job")
     args = parser.parse_args()
     if args.what == "table":
@@ -41,8 +41,11 @@ def main() -> int:
             (draw.choice(args.phases), draw.choice(args.faults), draw.choice(args.hosts)) for _ in range(args.runs)
         ]
     results = list(_run_all(wanted, args.logs))
-    if args.out is not None:
-        args.out.write_text("\n".join([_conditions(), "", *_table(results), ""]))
+    if args.into is not None:
+        before, _, rest = args.into.read_text().partition("<!-- faults -->\n")
+        after = rest.partition("<!-- /faults -->")[2]
+        table = "\n".join([_conditions(), "", *_table(results), ""])
+        args.into.write_text(f"{before}<!-- faults -->\n{table}<!-- /faults -->{after}")
     bad = [one for one in results if not one.is_well]
     print(f"{len(results) - len(bad)} of {len(results)} survived or ended with the right words")
     return 1 if bad else 0

@@ -46,7 +46,9 @@ def _agent(job: Job, host: str) -> psutil.Process:
 
 
 def _workers(job: Job, host: str) -> list[psutil.Process]:
-    return [one for one in _agent(job, host).children() if one.status() != psutil.STATUS_ZOMBIE]
+    # Beside them there is the shell that ends them when the launcher is killed.
+    found = _agent(job, host).children()
+    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE and one.name() != "sh"]
 
 
 def kill_worker(job: Job, host: str) -> None:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.launcher import api as launcher
 
-from pipette_launch.agent import signals
+from pipette_launch.agent import orphans, signals, worker_health
 from pipette_launch.agent.elastic import PipetteAgent
 from pipette_launch.agent.sync import rendezvous
 
@@ -36,10 +37,19 @@ def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller]) ->
         return agents[-1]
 
     with (
+        orphans.ended(lambda: _running(agents[0]) if agents else set()),
         signals.passed_on(lambda: controller.is_training, lambda: _workers(agents[0]) if agents else None),
         _agent_class(make_agent),
     ):
         torchrun.run(args)  # type: ignore[no-untyped-call]
+
+
+def _running(agent: PipetteAgent) -> set[int]:
+    """Return the process ids of the workers that have not ended; none where they run a function."""
+    context = agent._pcontext  # noqa: SLF001
+    if not isinstance(context, SubprocessContext):
+        return set()
+    return {one.pid for one in worker_health.processes(context).values() if one.returncode is None}
 
 
 def _workers(agent: PipetteAgent) -> set[int] | None:

@@ -85,6 +85,22 @@ def test_a_node_that_is_told_to_end_is_not_waited_for(tmp_path: Path) -> None:
     assert "is lost (its agent was told to end by SIGTERM)" in "".join(texts.values())
 
 
+def test_workers_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """Nobody else would end them, and they hold their devices."""
+    agents = three_nodes(tmp_path)
+    time.sleep(1.5)
+    workers = psutil.Process(agents["b"].pid).children(recursive=True)
+    # One worker, and the shell that waits.
+    assert 2 == len(workers)
+
+    agents["b"].kill()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    codes, texts = finish_on_two(tmp_path, agents)
+
+    assert [] == alive
+    assert {"a": 0, "b": -9, "c": 0} == codes, texts
+
+
 def test_too_few_nodes_end_the_job(tmp_path: Path) -> None:
     """With the reason, and at once."""
     agents = three_nodes(tmp_path)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
 
 if TYPE_CHECKING:
@@ -146,6 +148,11 @@ def plan_file(folder: Path, made: Plan, name: str = "plan.json") -> Path:
     """Write a plan."""
     files.write(folder / name, made)
     return folder / name
+
+
+def workers(launcher: int) -> list[int]:
+    """Process ids of a launcher's workers, without the shell that ends them when the launcher is killed."""
+    return [child.pid for child in psutil.Process(launcher).children() if child.name() != "sh"]
 
 
 def left_behind(marker: str) -> list[str]:

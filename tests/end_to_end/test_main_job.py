@@ -107,18 +107,13 @@ def test_a_killed_worker_costs_a_restart_and_nothing_else(tmp_path: Path) -> Non
         assert line, "the job ended before its third iteration"
         out += line
 
-    os.kill(worker_pids(agent.pid)[0], signal.SIGKILL)
+    os.kill(jobs.workers(agent.pid)[0], signal.SIGKILL)
     done = finish(agent)
 
     assert 0 == done.code, done.err
     # Training began anew, and both starts ran under the one plan there is.
     assert {1: 1, 60: 1} == {iteration: [seen for seen, _ in done.losses].count(iteration) for iteration in (1, 60)}
     assert "that plan cannot start" not in done.err
-
-
-def worker_pids(agent: int) -> list[int]:
-    """The processes that an agent has started."""
-    return [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
 
 
 def test_a_refused_layout_ends_in_the_users_own_configuration(tmp_path: Path) -> None:

@@ -45,6 +45,8 @@ WRITTEN = {
 NOT_EVERYWHERE = {
     "cpu_offloading_num_layers": "0.16+",
     "cuda_graph_impl": "0.15+",
+    "dist_ckpt_optim_fully_reshardable": "0.15+",
+    "dist_ckpt_save_pre_mcore_014": "0.15+",
     "enable_mhc_connections": "0.17+",
     "fake_process_group": "0.16+",
     "fim_data": "0.16+",

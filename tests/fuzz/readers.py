@@ -30,6 +30,7 @@ from pipette_launch.facts.health.checkup import Checkup, Finding
 from pipette_launch.facts.machines.fabric import FabricSpec, Tier
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, MeasuringQuestion, StageCase
+from pipette_launch.facts.messages.membership import Arrival, Member, Members
 from pipette_launch.facts.messages.round import Decision, TrialReport
 from pipette_launch.facts.results.comparison import Comparison, Entry
 from pipette_launch.facts.results.outcome import Outcome, PeakReading
@@ -79,6 +80,7 @@ FABRIC = FabricSpec(
     compute_factor={"b": 0.9},
 )
 SAVED_TO = Path("here")
+MEMBER = Member(token="t", address="10.0.0.1", port=29400, node_rank=0)  # noqa: S106, it is a name
 DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "plan": (PLAN, lambda made: plan_file_screen(made, title="", saved_to=SAVED_TO)),
     "cluster": (MEASURED, lambda made: measured_screen(made, title="", saved_to=SAVED_TO)),
@@ -116,6 +118,9 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
         ),
         lambda made: [made.choice, *(made.ranks_of(token) for token in made.tokens)],
     ),
+    "member": (MEMBER, str),
+    "members": (Members(generation="g", members=(MEMBER,)), str),
+    "arrival": (Arrival(meeting=1, record=records(1)[0], held=None), str),
     "trial-report": (TrialReport(step_s=(1.0,), failure=TOLD, took_s=2.0), str),
     "sign": (Sign(phase="links", at_s=1.0, limit_s=2.0, ended=(PhaseEnd(phase="a", seconds=1.0, words=""),)), str),
     "probe-options": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pipette_launch.errors import FactError
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 
 
@@ -21,6 +22,10 @@ class Member:
     port: int
     node_rank: int
     """What `--node-rank` said under static rendezvous, else -1."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.port < 1 << 16:
+            raise FactError(f"port must be from 1 to 65535, got {self.port}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

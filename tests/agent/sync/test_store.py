@@ -39,7 +39,7 @@ def test_a_bomb_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bytes_that_are_no_text_are_refused() -> None:
     """Whoever put them there."""
     store = HashStore()
-    store.set("pipette/key", b"\xff")
+    store.set("pipette/round/key", b"\xff")
     ours = RoundStore(store, 0, 1, is_coordinator=True)
 
     for get in (lambda: ours.peek("key"), lambda: ours.take("key", what="it", deadline_s=1)):

@@ -204,8 +204,8 @@ def _on_same_hosts(
     return Keep(
         proven=proven,
         restarts_left=held.restarts_left - 1,
-        # Under the user's own configuration nothing is said that torchrun would not say.
-        reason=f"{sentence}; starting again under the same plan" if held.choice else "",
+        # Without a plan nothing is said that torchrun would not say.
+        reason=f"{sentence}; starting again under the same plan" if held.plan else "",
     )
 
 

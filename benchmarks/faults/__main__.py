@@ -56,7 +56,7 @@ def _run_all(wanted: Iterable[tuple[str, str, str]], logs: Path | None) -> Itera
         for number, (phase, fault, host) in enumerate(wanted):
             keep = logs / f"{number:03}-{phase}-{fault}-{host}.log".replace(" ", "_") if logs else None
             result = run(phase, fault, host, cache=Path(cache), keep=keep)
-            print(_row(result), "" if result.is_well else "<-- BAD", result.lost_checkpoint, flush=True)
+            print(_row(result), "" if result.is_well else "<-- BAD", result.lost_checkpoint, *result.left, flush=True)
             yield result
 
 
@@ -77,7 +77,7 @@ def _table(results: list[Result]) -> list[str]:
 
 def _row(result: Result) -> str:
     seconds = "" if result.recovered_s is None else f"{result.recovered_s:.1f}"
-    left = f", {result.left} processes left" if result.left else ""
+    left = f", {len(result.left)} processes left" if result.left else ""
     words = result.words.replace("|", "/")[:160]
     return f"| {result.phase} | {result.fault} | {result.host} | {result.ended}{left} | {seconds} | {words} |"
 

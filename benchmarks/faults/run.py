@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from benchmarks.faults.cases import FAULTS, PHASES, TRAIN_ITERS, inject, iterations_after
 from benchmarks.faults.job import SAVED, Job, await_so
@@ -30,8 +33,8 @@ class Result:
     words: str
     lost_checkpoint: str
     """What a checkpoint held and was trained again; empty for nothing."""
-    left: int
-    """Processes that were left on hosts that can be reached."""
+    left: tuple[str, ...]
+    """Command lines of processes that were left on hosts that can be reached."""
 
     @property
     def is_well(self) -> bool:
@@ -95,7 +98,7 @@ def _result(
     ended: str,
     recovered_s: float | None = None,
     lost: str = "",
-    left: int = 0,
+    left: tuple[str, ...] = (),
     since_s: float = 0.0,
 ) -> Result:
     told = job.matches(r"is lost|no longer|gone|fewer|failed|ended with|does not|Error:|wants|it ends here", since_s)
@@ -120,8 +123,12 @@ def _lost(job: Job, at_s: float, first: int | None) -> str:
     return f"iteration {saved[-1]} was saved, and training went on with {first}"
 
 
-def _left(lab: Lab, *, but: list[str]) -> int:
-    """Count processes that are left on hosts, after a moment in which they may end."""
+def _left(lab: Lab, *, but: list[str]) -> tuple[str, ...]:
+    """Name the processes that are left on hosts, after a moment in which they may end."""
     hosts = [host for host in lab.hosts if host not in but]
     await_so(lambda: not any(lab.pids(host) for host in hosts), LEAVES_S)
-    return sum(len(lab.pids(host)) for host in hosts)
+    found = []
+    for pid in (pid for host in hosts for pid in lab.pids(host)):
+        with suppress(psutil.NoSuchProcess):
+            found.append(f"{pid}: {' '.join(psutil.Process(pid).cmdline())[:150]}")
+    return tuple(found)

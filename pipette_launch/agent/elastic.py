@@ -173,8 +173,7 @@ class PipetteAgent(LocalElasticAgent):
         else:
             self._drop_logs()
             self._logs_specs = standby.run_nothing(worker_group.spec)
-        index = decision.attempt if decision.phase == "train" else -1
-        self._attempt = Attempt(index=index, began_s=time.monotonic())
+        self._attempt = Attempt(index=decision.attempt if decision.phase == "train" else -1, began_s=time.monotonic())
         self._failed, self._is_called, self._oom_kills = None, False, oom_kills()
         # torch counts for each node by itself; the decision counts for the job.
         self._remaining_restarts = decision.restarts_left
@@ -217,6 +216,7 @@ class PipetteAgent(LocalElasticAgent):
 
     def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(*args, **kwargs)
+        worker_health.end_children(self._pcontext)
         self._close_streams()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

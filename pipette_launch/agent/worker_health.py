@@ -116,6 +116,15 @@ def processes(context: PContext | None) -> dict[int, Popen[bytes]]:
     return {local: handler.proc for local, handler in context.subprocess_handlers.items()}
 
 
+def end_children(context: PContext | None) -> None:
+    """End what workers that have ended left in their sessions: a process that saves checkpoints, for one."""
+    if not isinstance(context, SubprocessContext):
+        return
+    for process in processes(context).values():
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def end(
     processes: Mapping[int, Popen[bytes]], *, began_s: float, mark: str, within_s: float = END_S
 ) -> tuple[int, ...]:

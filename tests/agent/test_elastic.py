@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 HERE = Path(__file__).parent
@@ -307,3 +309,26 @@ def test_static_rendezvous_keeps_its_order(tmp_path: Path) -> None:
     assert [("n0", "0", 1), ("n1", "1", 1)] == [
         (one["node"], one["GROUP_RANK"], one["sum"]) for one in (seen(tmp_path)[f"{rank}-0"] for rank in range(2))
     ]
+
+
+def test_what_a_killed_worker_had_started_ends_with_it(tmp_path: Path) -> None:
+    """A process that saves checkpoints, for one, would hold memory and devices through the next start."""
+    script = (
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        "out = pathlib.Path(sys.argv[1])\n"
+        "print('iteration 1')\n"
+        "if not list(out.glob('child-*')):\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "    (out / f'child-{child.pid}').touch()\n"
+        "    time.sleep(1)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    agent = start(tmp_path, {"placements": [[0]]}, {}, "--max-restarts=1", script=script)
+
+    codes, text = finish(agent)
+
+    assert [0] == codes, text
+    (child,) = tmp_path.glob("child-*")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        # Where nobody collects it, it stays as a name.
+        assert psutil.STATUS_ZOMBIE == psutil.Process(int(child.name.partition("-")[2])).status()

@@ -312,12 +312,11 @@ class PipetteAgent(LocalElasticAgent):
 
     def _end(self, decision: Decision, round_store: RoundStore) -> RunResult:
         """End the job without training: a dry run, or an error that the user wants to stop at."""
-        if decision.failed and self._failed is not None:
-            return self._failed  # As under torchrun: torch tells what failed here, with its error file.
-        if decision.failed:
+        if decision.failed and self._failed is None:
             raise (UsageError if decision.is_misuse else PipetteError)(decision.reason)
         self._controller.show(decision, speaks=round_store.is_coordinator)
-        return self._succeeded(self._worker_group)
+        # As under torchrun: torch tells what failed here, with its error file.
+        return self._failed or self._succeeded(self._worker_group)
 
     def _exit_barrier(self) -> None:
         """Wait for all nodes to finish the phase; a node that failed and calls a meeting ends the wait."""

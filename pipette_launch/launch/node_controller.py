@@ -80,8 +80,7 @@ class NodeController:
         self._slowdown: Slowdown | None = None
         self._shown: tuple[Plan, int] | None = None
         self._progress = ProgressLine(sys.stderr, budget_s=options.budget_s)
-        self._leads = False
-        self._measured_from_s = 0.0
+        self._leads, self._measured_from_s = False, 0.0
         self.is_training = False
 
     def begin(self, node: Node) -> str:
@@ -190,7 +189,8 @@ class NodeController:
         self._cache = self._coordinator.cache if decided_here else Cache(self._options.cache, plan.provenance.key)
 
     def _tell(self, decision: Decision) -> None:
-        if decision.reason:
+        # Without a plan torch's own words of a failure are all.
+        if decision.reason and not (decision.failed and self._shown is None):
             _say(decision.reason)
         if decision.phase == "warmup":
             _say(

@@ -76,8 +76,8 @@ SUB_FLOORS = {
         {"templates"},
     ],
     "agent": [
-        {"controller", "device_binding", "failures", "orphans", "signals", "streams", "sudden_deaths"},
-        {"failure_attribution", "logs", "sync"},
+        {"controller", "device_binding", "failures", "orphans", "scontrol", "streams", "sudden_deaths"},
+        {"failure_attribution", "logs", "signals", "sync"},
         {"worker_health"},
         {"phases"},
         {"elastic"},

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from pipette_launch.agent.scontrol import scontrol
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
     from types import FrameType
 
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-SCONTROL_S = 5.0
-"""Without its configuration scontrol tries again for a minute."""
 
 
 @contextmanager
@@ -86,13 +86,6 @@ def slurm_signals_workers(environ: Mapping[str, str]) -> bool:
     if "SLURM_STEP_ID" not in environ:
         return False
     try:
-        done = subprocess.run(
-            ["scontrol", "show", "config"],  # noqa: S607 - SLURM's own, wherever the cluster has put it
-            capture_output=True,
-            text=True,
-            timeout=SCONTROL_S,
-            check=True,
-        )
+        return "proctrack/linuxproc" in scontrol("show", "config")
     except (OSError, subprocess.SubprocessError):
         return False
-    return "proctrack/linuxproc" in done.stdout

@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipette_launch.agent.scontrol import scontrol
 from pipette_launch.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ STEP_STRIDE = 1009
 """Between the ports of a job's steps, so that the next step does not get the port of the next job."""
 LARGEST_STEP = 0xFFFFFFF0
 """Step ids from here on are no steps of srun: the batch script, a shell of salloc."""
-SCONTROL_S = 5.0
-"""Without its configuration, as in a container, scontrol tries again for a minute."""
 PART = r"[^\[\],]+|\[[0-9,-]+\]"
 """Of a name in a list of nodes: text, or numbers to choose from."""
 
@@ -140,7 +139,7 @@ def tasks_on(index: int, words: str) -> int:
 def expand(nodes: str) -> tuple[str, ...]:
     """Return the names in a list such as `a[1-3,07],b`, by scontrol; containers often lack it, then by `parse`."""
     try:
-        done = _scontrol("show", "hostnames", nodes)
+        done = scontrol("show", "hostnames", nodes)
     except (OSError, subprocess.SubprocessError):
         return parse(nodes)
     return tuple(done.split()) or parse(nodes)
@@ -177,18 +176,7 @@ def _numbers(ranges: str) -> list[str]:
 def node_address(node: str) -> str:
     """Return the address that SLURM uses for a node; its name where it will not say."""
     try:
-        found = re.search(r"\bNodeAddr=(\S+)", _scontrol("show", "node", node))
+        found = re.search(r"\bNodeAddr=(\S+)", scontrol("show", "node", node))
     except (OSError, subprocess.SubprocessError):
         return node
     return found[1] if found else node
-
-
-def _scontrol(*words: str) -> str:
-    done = subprocess.run(
-        ["scontrol", *words],  # noqa: S607 - SLURM's own, wherever the cluster has put it
-        capture_output=True,
-        text=True,
-        timeout=SCONTROL_S,
-        check=True,
-    )
-    return done.stdout

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipette_launch.agent.sync.store import RoundStore
 
 PEER_WAIT_S = 120.0
-"""How long agents of one round wait for each other's word."""
+"""How long agents of one round wait for each other's word; one whose workers are ended may take half a minute."""
 Report = TypeVar("Report", bound=files.Document)
 
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed import TCPStore
 
+from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.peer_watch import GONE, PeerWatch, connected, why_unreachable
 from pipette_launch.agent.sync.store import (
     ANSWER_S,
     BROKEN,
-    FIRST_POLL_S,
-    LAST_POLL_S,
     AgentStore,
     RoundStore,
     StoreGone,
+    growing_pauses,
 )
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PEER_WAIT_S = 120.0
-"""How long agents of one round wait for each other's word; one whose workers are ended may take half a minute."""
 UNREACHABLE_S = 8.0
 """For so long an agent must be out of reach before a meeting goes on without it, unless its kernel says it is gone."""
 PROBE_S = 0.5
@@ -48,6 +46,9 @@ REJOIN = "rejoin"
 """The answer by which all agents go through torch's rendezvous again: another node waits there."""
 LEFT_OUT = "left out"
 """The answer to an agent that the others went on without."""
+
+
+Decide: TypeAlias = "Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision]"
 
 
 class Rejoin(Exception):  # noqa: N818
@@ -115,7 +116,7 @@ class Membership:
         record: NodeRecord,
         held: Decision | None,
         *,
-        decide: Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision],
+        decide: Decide,
         is_awaited: Callable[[], bool],
     ) -> tuple[Decision, RoundStore]:
         """Introduce this node to the others, and return what is decided for all, and the store of the new round.
@@ -191,7 +192,7 @@ class Membership:
         """Wait for the name of the new round."""
         # The first agent itself waits so long for others, and may then plan.
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
-        poll_s = FIRST_POLL_S
+        pauses_s = growing_pauses()
         key = f"answer/{self._own.token}/{self._num_meetings}"
         while (answer := desk.peek(key)) is None:
             left = self._round_store and desk.peek(f"{self._round_store.generation}/left/{leader.token}")
@@ -206,8 +207,7 @@ class Membership:
                     f"waited {2 * PEER_WAIT_S:.0f} s in vain for the decision of the first node, {leader.address}; "
                     f"look at the log of that node"
                 )
-            time.sleep(poll_s)
-            poll_s = min(1.5 * poll_s, LAST_POLL_S)
+            time.sleep(next(pauses_s))
         return answer
 
     # -- where this agent decides ---------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Membership:
         self,
         record: NodeRecord,
         held: Decision | None,
-        decide: Callable[[Sequence[NodeRecord], Decision | None, Mapping[str, str]], Decision],
+        decide: Decide,
         is_awaited: Callable[[], bool],
     ) -> tuple[Decision, RoundStore]:
         if self._round_store is not None and self._leader == self._own:
@@ -241,7 +241,7 @@ class Membership:
     def _gather(self) -> dict[str, Arrival]:
         """Wait until all members have come, or are known to be lost."""
         began_s = probed_s = time.monotonic()
-        poll_s = FIRST_POLL_S
+        pauses_s = growing_pauses()
         arrivals: dict[str, Arrival] = {}
         missed_s: dict[str, float] = {}
         while True:
@@ -265,8 +265,7 @@ class Membership:
             elif now_s - probed_s > PROBE_S:
                 probed_s = now_s
                 self._find_lost(missing, missed_s)
-            time.sleep(poll_s)
-            poll_s = min(1.5 * poll_s, LAST_POLL_S)
+            time.sleep(next(pauses_s))
 
     def _find_lost(self, missing: Sequence[Member], missed_s: dict[str, float]) -> None:
         """Find out who of those that have not come will never come."""

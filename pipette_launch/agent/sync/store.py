@@ -13,7 +13,7 @@ from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed import Store
 
@@ -35,6 +35,14 @@ class RoundOver(Exception):  # noqa: N818
 
 class StoreGone(RoundOver):
     """The agent that holds the store is gone, or does not answer."""
+
+
+def growing_pauses() -> Iterator[float]:
+    """Return how long to wait between one look and the next, in seconds."""
+    pause_s = FIRST_POLL_S
+    while True:
+        yield pause_s
+        pause_s = min(1.5 * pause_s, LAST_POLL_S)
 
 
 def within(seconds: float, do: Callable[[], Answer]) -> Answer:
@@ -136,13 +144,12 @@ class AgentStore:
 
     def _wait(self, key: str, what: str, deadline_s: float, check: Callable[[], None]) -> str:
         end = time.monotonic() + deadline_s
-        poll_s = FIRST_POLL_S
+        pauses_s = growing_pauses()
         while not self.has(key):
             check()
             if time.monotonic() > end:
                 raise ClusterError(f"waited {deadline_s:.0f} s in vain for {what}; look at the log of that node")
-            time.sleep(poll_s)
-            poll_s = min(1.5 * poll_s, LAST_POLL_S)
+            time.sleep(next(pauses_s))
         return self._get(key)
 
     def check_goes_on(self) -> None:

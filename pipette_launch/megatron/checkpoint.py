@@ -172,7 +172,7 @@ def continuation(words: Sequence[str], job: Job, layout: Layout) -> Continuation
             f"{FREEING_FLAG.get(sharding, '')} lets all of it change"
         )
         return Continuation(kept=kept, bucket_dp=EQUAL_BUCKETS_DP if counts_replicas else 0, note=note)
-    if layout.ep > 1 and release_of(arguments.version) == (0, 16) and not arguments.get("no_load_rng"):
+    if _fixes_random_state(arguments, layout.ep):
         return Continuation(kept=(*kept, "cp", "dp"), note=f"{RNG_OF_EXPERTS}: both stay; --no-load-rng frees them")
     return Continuation(kept=kept)
 
@@ -286,10 +286,15 @@ def _distributed(arguments: Arguments, own: Layout, folder: Path, *, reads_optim
             else f"{folder} holds optimizer state: {keeps[0]} stays as {source} says"
         )
         pins.append(Pin(fields=keeps, note=note))
-    if len(keeps) <= 1 and own.ep > 1 and release_of(arguments.version) == (0, 16) and not arguments.get("no_load_rng"):
+    if len(keeps) <= 1 and _fixes_random_state(arguments, own.ep):
         note = f"{RNG_OF_EXPERTS}: both stay (--no-load-rng frees them)"
         pins.append(Pin(fields=("cp", "dp"), note=note))
     return Demands(own=values, pins=tuple(pins), notes=(problem,) if problem else ())
+
+
+def _fixes_random_state(arguments: Arguments, ep: int) -> bool:
+    """Whether this release loads the random state of experts, and only where dp and cp are as they were."""
+    return ep > 1 and release_of(arguments.version) == (0, 16) and not arguments.get("no_load_rng")
 
 
 def _kept_fields(arguments: Arguments, sharding: str | None, *, is_sharded: bool) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ class _Way(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Memory:
+class _LayoutMemory:
     """What the ranks of a layout hold beside their live activations."""
 
     inputs: SearchInputs
@@ -175,7 +175,7 @@ def best_scheduled(
 
 def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], names: Sequence[str]) -> list[_Way]:
     """List the schedules that a layout can run, and whose known needs of memory fit; those that take long come last."""
-    memory = _Memory(inputs=inputs, layout=layout, stock_peaks=stock_peaks)
+    memory = _LayoutMemory(inputs=inputs, layout=layout, stock_peaks=stock_peaks)
     splits = inputs.job.model.transformer_impl == "local"
     found = []
     for name in sorted(names, key=lambda name: SCHEDULES[name].by_times is not None):
@@ -201,7 +201,7 @@ def _ways(inputs: SearchInputs, layout: Layout, stock_peaks: tuple[int, ...], na
 def _choices(inputs: SearchInputs, candidate: Candidate, ways: Sequence[_Way], is_late: IsLate) -> Iterator[Choice]:
     """Make schedules for a layout's shape and times until it is late, and price those that fit."""
     layout = candidate.layout
-    memory = _Memory(inputs=inputs, layout=layout, stock_peaks=candidate.peak_bytes)
+    memory = _LayoutMemory(inputs=inputs, layout=layout, stock_peaks=candidate.peak_bytes)
     kept_bytes = memory.kept_bytes
     # What waits for its W is counted in full: inputs of linear layers, recomputed or not, and their outputs' gradients.
     recomputes = layout.recompute != NO_RECOMPUTE

@@ -180,8 +180,8 @@ class _Maker:
     def _template(self, size: int, before: Layout, *, shared_by: int) -> Plan | str:
         """Return the plan for so many hosts, or why there is none.
 
-        The last hosts are left out. Which ones will be lost nobody knows, and the first hosts the rendezvous store,
-        whose loss ends the job; those that are there then take the places of those that are not.
+        The last hosts are left out. Which ones will be lost nobody knows; those that are there then take the places of
+        those that are not.
         """
         kept = self._needs.continuation_of(before)
         ends_s = self._clock() + max(self._deadline_s - self._clock(), 0.0) / max(shared_by, 1)

@@ -32,7 +32,9 @@ def failure(result: RunResult, ranks: Sequence[int], tail: Callable[[int], Seque
         return None
     first = root_cause(result)
     lines = tail(first.local_rank)
-    why = megatron.explain_failure("\n".join(lines)) or megatron.failure_of(first_line(first) or last_words(lines))
+    # Whoever is killed does not come to say so: what it said last is no cause.
+    said = "" if first.exitcode == -signal.SIGKILL else first_line(first) or last_words(lines)
+    why = megatron.explain_failure("\n".join(lines)) or megatron.failure_of(said)
     return replace(why, rank=ranks[first.local_rank], exit_code=first.exitcode)
 
 

@@ -9,6 +9,7 @@ import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from pipette_launch.agent.failures import failure as find_failure
 from pipette_launch.agent.failures import first_line, last_words, root_cause
 
 
@@ -50,3 +51,13 @@ def test_last_words() -> None:
     assert "ValueError: no" == last_words(["Traceback", "  ValueError: no ", ""])
     assert "" == last_words([])
     assert 300 == len(last_words(["x" * 1000]))
+
+
+def test_the_last_line_of_a_killed_worker_is_no_cause(tmp_path: Path) -> None:
+    """SIGKILL comes without a word, and what was printed before it has nothing to do with it."""
+    dead = RunResult(state=WorkerState.FAILED, failures={0: failure(tmp_path, -9)})
+
+    why = find_failure(dead, [5], lambda _local: ["a warning of long ago"])
+
+    assert why is not None
+    assert "rank 5 ended with signal 9" == why.sentence

@@ -13,13 +13,12 @@ import itertools
 import os
 import platform
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.faults.job import Job, await_so
+from benchmarks.faults.job import Job, await_so, small_disk
 from benchmarks.netlab import Lab, topology
 
 TRAINS_S, GIVES_UP_S = 180.0, 240.0
@@ -44,11 +43,12 @@ class Loss:
 
 def lose(launcher: str, host: str, how: str, *, extra: list[str], keep: Path | None = None) -> Loss:
     """Train on four hosts, lose one, and see when the others go on."""
-    with Lab(topology.uniform(4, rate_mbit=400)) as lab, tempfile.TemporaryDirectory() as name:
-        saved = Path(name) / "checkpoints"
-        job = Job(lab)
+    with Lab(topology.uniform(4, rate_mbit=400)) as lab, small_disk() as disk:
+        job = Job(lab, disk)
         flags = ["--nnodes=3:4", "--max-restarts=3", *(extra if launcher == "pipette_launch" else [])]
-        job.start(launcher, flags, ["--train-iters", 4000, "--save", saved, "--load", saved])
+        # Without it torchrun's agents lose the store with the first worker that ends.
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if launcher != "pipette_launch" else {}
+        job.start(launcher, flags, ["--train-iters", 4000], env)
         await_so(lambda: any(iteration >= STEPS_BEFORE for _, iteration in job.iterations()), TRAINS_S)
         last = job.iterations()[-1][1]
         if how == "silent":

@@ -1,85 +1,125 @@
 """Injects faults into trainings on four laboratory hosts, one fault for each training.
 
-`python -m benchmarks.faults table [--hosts n0 n2] [--phases ..] [--faults ..] [--into FILE]` runs every fault in every
-phase and writes a table; `python -m benchmarks.faults soak [--runs 200] [--seed 0]` draws phase, fault and host.
-The exit code is 1 where a job hung, lost what a checkpoint held, left a process, or ended without a word.
+`python -m benchmarks.faults soak RECORD [--runs 200] [--lanes 2] [--phases ..] [--faults ..] [--hosts n0 n2]` deals
+the cases at random, each one once before any comes again, and the moment within the phase with each; so many lanes
+train at a time, each being load for the others. Every training is one line of JSON in RECORD; what is there already
+is not run again. `python -m benchmarks.faults table RECORD.. [--into FILE]` writes a table of what became of them.
+The exit code is 1 where a job hung, lost what a checkpoint held, left a process, took a healthy host for lost, or
+ended without a word.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import random
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.faults.cases import FAULTS, PHASES
+from benchmarks.faults.cases import FAULTS, PHASES, Case, cases
 from benchmarks.faults.run import Result, run
+from benchmarks.faults.table import table
 
 
 def main() -> int:
-    """Run what the command line says."""
+    """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("table", "soak"))
-    parser.add_argument("--hosts", nargs="+", default=["n0", "n2"])
-    parser.add_argument("--phases", nargs="+", default=[*PHASES], choices=PHASES)
-    parser.add_argument("--faults", nargs="+", default=[*FAULTS], choices=FAULTS)
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--into", type=Path, help="put the table between the marks <!-- faults --> of this file")
-    parser.add_argument("--logs", type=Path, help="a folder for all lines of each job")
+    commands = parser.add_subparsers(required=True)
+    soak = commands.add_parser("soak")
+    soak.add_argument("record", type=Path)
+    soak.add_argument("--runs", type=int, default=200)
+    soak.add_argument("--lanes", type=int, default=2)
+    soak.add_argument("--seed", type=int, default=0)
+    soak.add_argument("--hosts", nargs="+", default=["n0", "n2"])
+    soak.add_argument("--phases", nargs="+", default=[*PHASES], choices=PHASES)
+    soak.add_argument("--faults", nargs="+", default=[*FAULTS], choices=FAULTS)
+    soak.add_argument("--logs", type=Path, help="a folder for all lines of each job")
+    soak.set_defaults(do=_soak)
+    show = commands.add_parser("table")
+    show.add_argument("records", type=Path, nargs="+")
+    show.add_argument("--into", type=Path, help="put the table between the marks <!-- faults --> of this file")
+    show.set_defaults(do=_table)
     args = parser.parse_args()
-    if args.what == "table":
-        wanted = [(phase, fault, host) for phase in args.phases for fault in args.faults for host in args.hosts]
+    return int(args.do(args))
+
+
+def _soak(args: argparse.Namespace) -> int:
+    draw = random.Random(args.seed)
+    dealt = [(number, *one) for number, one in zip(range(args.runs), _deal(args, draw), strict=False)]
+    done = {line["number"] for line in _read(args.record)} if args.record.exists() else set()
+    conditions = (
+        f"Python {platform.python_version()}, torch {version('torch')}, gloo, {os.cpu_count()} cores, "
+        f"{args.lanes} jobs at a time"
+    )
+    are_well = []
+    with tempfile.TemporaryDirectory() as cache, args.record.open("a") as record:
+        # All others start from the plan of this one.
+        run(Case("exit", "worker killed", "n0"), cache=Path(cache))
+        with ProcessPoolExecutor(args.lanes, mp_context=get_context("spawn")) as pool:
+            running = {
+                pool.submit(run, case, cache=Path(cache), share=share, keep=_log(args.logs, number, case)): number
+                for number, case, share in dealt
+                if number not in done
+            }
+            for future in as_completed(running):
+                result, number = future.result(), running[future]
+                record.write(json.dumps({"number": number, "conditions": conditions, **asdict(result)}) + "\n")
+                record.flush()
+                print(number, _told(result), flush=True)
+                are_well.append(result.is_well)
+    print(f"{sum(are_well)} of {len(are_well)} survived or ended with the right words")
+    return 0 if all(are_well) else 1
+
+
+def _deal(args: argparse.Namespace, draw: random.Random) -> Iterator[tuple[Case, float]]:
+    while True:
+        deck = cases(args.phases, args.faults, args.hosts)
+        draw.shuffle(deck)
+        for case in deck:
+            yield case, draw.random()
+
+
+def _log(folder: Path | None, number: int, case: Case) -> Path | None:
+    return folder / f"{number:03}-{'-'.join(case)}.log".replace(" ", "_") if folder else None
+
+
+def _told(result: Result) -> str:
+    seconds = "" if result.recovered_s is None else f" after {result.recovered_s:.1f} s"
+    bad = "" if result.is_well else f"  <-- BAD {result.lost_checkpoint} {result.false_alarms} {result.left}"
+    return f"{', '.join(result.case)}: {result.ended}{seconds}: {result.words[:120]}{bad}"
+
+
+def _table(args: argparse.Namespace) -> int:
+    lines = [line for record in args.records for line in _read(record)]
+    results = [
+        Result(
+            **{
+                **{name: value for name, value in line.items() if name not in ("number", "conditions")},
+                "case": Case(*line["case"]),
+            }
+        )
+        for line in lines
+    ]
+    text = "\n".join(table(results, sorted({line["conditions"] for line in lines})))
+    if args.into is None:
+        print(text)
     else:
-        draw = random.Random(args.seed)
-        wanted = [
-            (draw.choice(args.phases), draw.choice(args.faults), draw.choice(args.hosts)) for _ in range(args.runs)
-        ]
-    results = list(_run_all(wanted, args.logs))
-    if args.into is not None:
         before, _, rest = args.into.read_text().partition("<!-- faults -->\n")
         after = rest.partition("<!-- /faults -->")[2]
-        table = "\n".join([_conditions(), "", *_table(results), ""])
-        args.into.write_text(f"{before}<!-- faults -->\n{table}<!-- /faults -->{after}")
-    bad = [one for one in results if not one.is_well]
-    print(f"{len(results) - len(bad)} of {len(results)} survived or ended with the right words")
-    return 1 if bad else 0
+        args.into.write_text(f"{before}<!-- faults -->\n{text}\n<!-- /faults -->{after}")
+    return 0 if all(result.is_well for result in results) else 1
 
 
-def _run_all(wanted: Iterable[tuple[str, str, str]], logs: Path | None) -> Iterator[Result]:
-    with tempfile.TemporaryDirectory() as cache:
-        for number, (phase, fault, host) in enumerate(wanted):
-            keep = logs / f"{number:03}-{phase}-{fault}-{host}.log".replace(" ", "_") if logs else None
-            result = run(phase, fault, host, cache=Path(cache), keep=keep)
-            print(_row(result), "" if result.is_well else "<-- BAD", result.lost_checkpoint, *result.left, flush=True)
-            yield result
-
-
-def _conditions() -> str:
-    return (
-        f"Four laboratory hosts of one slot, 400 Mbit/s, `--nnodes 3:4 --max-restarts 3`, a checkpoint every 5 "
-        f"iterations; Python {platform.python_version()}, torch {version('torch')}, gloo, {os.cpu_count()} cores."
-    )
-
-
-def _table(results: list[Result]) -> list[str]:
-    return [
-        "| phase | fault | host | what happened | seconds | words |",
-        "|---|---|---|---|---|---|",
-        *map(_row, results),
-    ]
-
-
-def _row(result: Result) -> str:
-    seconds = "" if result.recovered_s is None else f"{result.recovered_s:.1f}"
-    left = f", {len(result.left)} processes left" if result.left else ""
-    words = result.words.replace("|", "/")[:160]
-    return f"| {result.phase} | {result.fault} | {result.host} | {result.ended}{left} | {seconds} | {words} |"
+def _read(record: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in record.read_text().splitlines()]
 
 
 if __name__ == "__main__":

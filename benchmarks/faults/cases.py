@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import psutil
 
-from benchmarks.faults.job import ITERATION, Job
+from benchmarks.faults.job import Job, await_so
 
 TRAIN_ITERS = 40
+SLOW_MBIT = 20.0
 Fault: TypeAlias = Callable[[Job, str], None]
 """What it does to one host of a job."""
+
+
+class Case(NamedTuple):
+    """A fault that comes to a host in a phase."""
+
+    phase: str
+    fault: str
+    host: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +34,22 @@ class Phase:
     sign: str
     """The line, of any host, after which the job is in this phase."""
     wait_s: float = 0.0
-    """So long after the line."""
+    """So long after the line, at least."""
+    lasts_s: float = 0.0
+    """The fault comes at a moment drawn from so many seconds."""
     is_cached: bool = True
     """Whether the job starts from a cached plan."""
+    has_workers: bool = True
 
 
 PHASES = {
-    "rendezvous": Phase(sign="", wait_s=1.5),
-    "warm-up": Phase(sign="measuring", wait_s=7.0, is_cached=False),
-    "search": Phase(sign=r"pipette-launch: stages", is_cached=False),
-    "spawn": Phase(sign="Plan file", wait_s=1.0),
-    "training": Phase(sign=r"iteration\s+8/"),
-    "checkpoint": Phase(sign=r"iteration\s+10/"),
-    "exit": Phase(sign=rf"iteration\s+{TRAIN_ITERS}/"),
+    "rendezvous": Phase(sign="", wait_s=0.5, lasts_s=3.0, has_workers=False),
+    "warm-up": Phase(sign="measuring", wait_s=5.0, lasts_s=5.0, is_cached=False),
+    "search": Phase(sign=r"pipette-launch: stages", lasts_s=0.3, is_cached=False, has_workers=False),
+    "spawn": Phase(sign="Plan file", wait_s=0.2, lasts_s=3.0),
+    "training": Phase(sign=r"iteration\s+8/", lasts_s=0.2),
+    "checkpoint": Phase(sign=r"iteration\s+10/", lasts_s=0.1),
+    "exit": Phase(sign=rf"iteration\s+{TRAIN_ITERS}/", lasts_s=0.3),
 }
 
 
@@ -96,31 +109,84 @@ def cut_host(job: Job, host: str) -> None:
             job.lab.cut((host, peer))
 
 
+def other_end(job: Job, host: str) -> str:
+    """Name the host after the next."""
+    hosts = job.lab.hosts
+    return hosts[(hosts.index(host) + 2) % len(hosts)]
+
+
+def cut_link(job: Job, host: str) -> None:
+    """Cut one wire; both of its ends reach all others."""
+    job.lab.cut((host, other_end(job, host)))
+
+
+def slow_links(job: Job, host: str) -> None:
+    """Give all wires of a host a twentieth of their rate."""
+    for peer in job.lab.hosts:
+        if peer != host:
+            job.lab.throttle((host, peer), SLOW_MBIT)
+
+
+def refuse_memory(job: Job, host: str) -> None:
+    """Let no worker of a host have more memory than it has."""
+    for one in _workers(job, host):
+        one.rlimit(psutil.RLIMIT_AS, (one.memory_info().vms,) * 2)
+
+
+def fill_disk(job: Job, _host: str) -> None:
+    """Fill the file system that the checkpoints go to."""
+    with suppress(OSError), (job.disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 20))
+
+
 FAULTS: dict[str, Fault] = {
     "worker killed": kill_worker,
     "worker stopped": stop_worker,
+    "memory refused": refuse_memory,
     "launcher killed": kill_launcher,
     "launcher stopped": stop_launcher,
     "launcher told to end": terminate_launcher,
     "host ended": end_host,
     "host silent": silence_host,
     "host cut off": cut_host,
+    "link cut": cut_link,
+    "links slowed": slow_links,
+    "disk full": fill_disk,
 }
+NEED_WORKERS = ("worker killed", "worker stopped", "memory refused")
 
 
-def inject(job: Job, phase: Phase, fault: Fault, host: str, *, patience_s: float) -> float | None:
-    """Wait for a phase and inject a fault; returns when, or None where the phase did not come."""
-    ends_s = time.monotonic() + patience_s
-    while phase.sign and not job.matches(phase.sign):
-        if time.monotonic() > ends_s:
-            return None
-        time.sleep(0.01)
-    time.sleep(phase.wait_s)
+def cases(phases: Sequence[str], faults: Sequence[str], hosts: Sequence[str]) -> list[Case]:
+    """List all cases but those whose fault has no worker to come to."""
+    return [
+        Case(phase, fault, host)
+        for phase in phases
+        for fault in faults
+        for host in hosts
+        if PHASES[phase].has_workers or fault not in NEED_WORKERS
+    ]
+
+
+def inject(job: Job, case: Case, *, share: float, patience_s: float) -> float | None:
+    """Wait for a phase and inject a fault; returns when, or None where the phase did not come.
+
+    Args:
+        job: where.
+        case: what.
+        share: when within the phase, 0 to 1.
+        patience_s: for so long the phase is awaited.
+
+    """
+    phase = PHASES[case.phase]
+    if phase.sign and not await_so(lambda: bool(job.matches(phase.sign)), patience_s):
+        return None
+    time.sleep(phase.wait_s + share * phase.lasts_s)
     at_s = time.monotonic()
-    fault(job, host)
+    FAULTS[case.fault](job, case.host)
     return at_s
 
 
 def iterations_after(job: Job, at_s: float) -> list[tuple[float, int]]:
     """Iterations that were printed after a fault, but for those on their way when it came."""
-    return [(line.at_s, int(match.group(1))) for line, match in job.matches(ITERATION, at_s + 0.5)]
+    return job.iterations(at_s + 0.5)

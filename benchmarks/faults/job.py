@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -21,6 +23,8 @@ MODEL = (
     "--attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0 --save-interval 5"
 ).split()
 """A GPT that three hosts train as well as four."""
+DISK_BYTES = 256 << 20
+"""Room for the checkpoints of a training."""
 ITERATION = re.compile(r"iteration\s+(\d+)/")
 SAVED = re.compile(r"saved checkpoint of iteration (\d+)")
 
@@ -38,21 +42,28 @@ class Job:
     """Launchers on all hosts of a laboratory, and what they said."""
 
     lab: Lab
+    disk: Path
+    """A file system of its own, for checkpoints."""
     launchers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     lines: list[Line] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def start(self, launcher: str, flags: Sequence[object], script: Sequence[object]) -> None:
-        """Start a launcher with the example's trainer on every host."""
+    def start(
+        self, launcher: str, flags: Sequence[object], script: Sequence[object], env: Mapping[str, str] | None = None
+    ) -> None:
+        """Start a launcher with the example's trainer, which saves to the disk and loads from it, on every host."""
+        saved = self.disk / "checkpoints"
+        words = [*flags, ROOT / "examples" / "pretrain_gpt.py", *MODEL, "--save", saved, "--load", saved, *script]
         for host in self.lab.hosts:
             process = self.lab.run(
                 host,
-                [sys.executable, "-m", launcher, *flags, ROOT / "examples" / "pretrain_gpt.py", *MODEL, *script],
+                [sys.executable, "-m", launcher, *words],
                 {
                     "PYTHONPATH": f"{ROOT}:{ROOT / 'patches'}",
                     "OMP_NUM_THREADS": "1",
                     "TORCHDYNAMO_DISABLE": "1",
                     "PYTHONWARNINGS": "ignore",
+                    **(env or {}),
                 },
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -80,6 +91,17 @@ class Job:
     def write(self, path: Path, since_s: float) -> None:
         """Write all lines, with seconds since a moment."""
         path.write_text("".join(f"{line.at_s - since_s:8.2f} {line.host} {line.text}\n" for line in self.lines))
+
+
+@contextmanager
+def small_disk() -> Iterator[Path]:
+    """Make a file system in memory; its folder is removed with it."""
+    with tempfile.TemporaryDirectory() as name:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", name], check=True)  # noqa: S607
+        try:
+            yield Path(name)
+        finally:
+            subprocess.run(["umount", "--lazy", name], check=True)  # noqa: S607
 
 
 def await_so(is_so: Callable[[], bool], patience_s: float) -> bool:

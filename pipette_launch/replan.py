@@ -111,11 +111,11 @@ def decide(
     failure costs one.
 
     Args:
-        records: one for each agent of the new round.
+        records: one for each agent of the new round whose host can train.
         hosts: their host names, made unique.
         held: what the round before had decided; None in the first round.
         written: the user's own words for the script.
-        lost: hosts that are believed lost, each with why.
+        lost: hosts that cannot train any more, each with why.
         least_nodes: how few may train, MIN of --nnodes.
 
     """
@@ -126,7 +126,7 @@ def decide(
         left = f"{len(hosts)} {'node is' if len(hosts) == 1 else 'nodes are'} left"
         return GiveUp(reason="; ".join(filter(None, [lost_words(gone), f"{left}, and --nnodes wants {least_nodes}"])))
     slowed = next((record.slowed for record in records if record.slowed), "")
-    if held.phase != "train" or (slowed and not gone):
+    if held.phase != "train" or (slowed and all(host in held.standby_hosts for host, _ in gone)):
         return Measure(reason=lost_words(gone) or slowed)
     proven = held.proven or any(
         record.verdict == "after-first-iteration" for record in records if record.attempt == held.attempt

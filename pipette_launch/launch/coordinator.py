@@ -98,7 +98,7 @@ class Coordinator:
         Args:
             records: one for each agent.
             held: what the round before had decided; None in the first round.
-            lost: hosts that are gone, each with why it is believed lost.
+            lost: hosts that cannot train, each with why: gone, or out of reach from others.
 
         """
         self._writer.is_start = held is None
@@ -111,8 +111,9 @@ class Coordinator:
             hosts=unique_names(ordered),
             num_slots=tuple(record.num_slots for record in ordered),
             restarts_left=held.restarts_left if held else min(record.max_restarts for record in records),
-        )
-        decision = self._writer.guarded(bare, lambda: self._decide(bare, ordered, held, lost))
+        ).leaving_out(lost or ())
+        able = [record for record in ordered if record.token in bare.tokens]
+        decision = self._writer.guarded(bare, lambda: self._decide(bare, able, held, lost))
         reached = max((record.iteration for record in records), default=0)
         return replace(decision, iteration=reached or (held.iteration if held else 0))
 
@@ -154,8 +155,7 @@ class Coordinator:
     def _next(self, bare: Decision, held: Decision, step: replan.TryNext) -> Decision:
         """Go on to the next candidate of a plan."""
         assert held.plan is not None
-        slots, kind = sum(bare.num_slots), held.plan.device_kind
-        job = self._planner.read_job(slots, kind, global_batch_size=self._batch)
+        job = self._planner.read_job(sum(bare.num_slots), held.plan.device_kind, global_batch_size=self._batch)
         return self._writer.train(bare, job, held.plan, attempt=step.attempt, reason=step.reason)
 
     def _use_template(self, bare: Decision, records: Sequence[NodeRecord], step: replan.UseTemplate) -> Decision:

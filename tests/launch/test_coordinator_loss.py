@@ -88,6 +88,29 @@ def test_without_a_template_a_plan_is_made_from_what_is_known(tmp_path: Path) ->
     assert "nothing is measured anew" in after.reason
 
 
+def test_a_node_that_others_do_not_reach_stands_by(tmp_path: Path) -> None:
+    """Its agent is there; its workers could not talk to theirs. It trains again when another node is lost."""
+    one = beginning(tmp_path)
+    held = trained(one, 3)
+    after = one.decide(some(0, 1, 2, verdict="after-first-iteration"), held, {"node2": "out of reach from node1"})
+    later = one.decide(some(0, 2, verdict="after-first-iteration"), after, {"node1": "its agent is gone"})
+
+    assert ("train", ("node0", "node1"), ("node2",)) == (after.phase, after.hosts, after.standby_hosts)
+    assert after.reason.startswith("node2 is lost (out of reach from node1); going on with 2 of 3 nodes: ")
+    assert ("train", {"node0", "node2"}) == (later.phase, set(later.hosts))
+
+
+def test_a_warmup_starts_again_without_a_node_that_others_do_not_reach(tmp_path: Path) -> None:
+    """Nothing is known yet; the node is not measured."""
+    one = beginning(tmp_path)
+    held = one.decide(records(3), None)
+    after = one.decide(records(3), held, {"node2": "out of reach from node1"})
+
+    assert ("warmup", ("node0", "node1"), ("node2",)) == (after.phase, after.hosts, after.standby_hosts)
+    orders = files.loads(ProbeOptions, after.probe_options, "orders")
+    assert ["node0", "node1"] == [host.name for host in orders.hosts]
+
+
 def test_a_batch_that_nobody_named_stays(tmp_path: Path) -> None:
     """It was one micro-batch on each replica of all nodes, and the training goes on with as many samples a step."""
     at = ARGUMENTS.index("--global-batch-size")

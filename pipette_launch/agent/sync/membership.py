@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed import TCPStore
 
 from pipette_launch.agent.sync.agreement import PEER_WAIT_S
-from pipette_launch.agent.sync.peer_watch import GONE, PeerWatch, connected, why_unreachable
+from pipette_launch.agent.sync.gathering import PROBE_S, UNREACHABLE_S, Gathering
+from pipette_launch.agent.sync.peer_watch import GONE, SILENT, PeerWatch, connected, why_unreachable
+from pipette_launch.agent.sync.reach import ReachSweep, best_left_out
 from pipette_launch.agent.sync.store import (
     ANSWER_S,
     BROKEN,
@@ -38,10 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNREACHABLE_S = 8.0
-"""For so long an agent must be out of reach before a meeting goes on without it, unless its kernel says it is gone."""
-PROBE_S = 0.5
-PROOF_S = 1.5
 REJOIN = "rejoin"
 """The answer by which all agents go through torch's rendezvous again: another node waits there."""
 LEFT_OUT = "left out"
@@ -73,6 +70,9 @@ class Membership:
         self._leader_store: Store | None = None
         self._round_store: RoundStore | None = None
         self._watch: PeerWatch | None = None
+        self._sweep: ReachSweep | None = None
+        self._out_of_reach: set[str] = set()
+        """Agents that this one could not connect to."""
         self._num_meetings = 0
 
     def join(self, store: Store, group_rank: int, group_size: int) -> None:
@@ -133,6 +133,7 @@ class Membership:
 
         """
         self._stop_watching()
+        self._forget_reached()
         self._num_meetings += 1
         while True:
             leader = next(member for member in self._members if member.token not in self._lost)
@@ -158,7 +159,12 @@ class Membership:
         desk = AgentStore(store, "pipette", is_own=False)
         self._call(leader, desk)
         knows = held is None or leader.token in (*held.tokens, *held.standby)
-        arrival = Arrival(meeting=self._num_meetings, record=record, held=None if knows else held)
+        arrival = Arrival(
+            meeting=self._num_meetings,
+            record=record,
+            held=None if knows else held,
+            out_of_reach=tuple(sorted(self._out_of_reach)),
+        )
         desk.put(f"arrival/{self._own.token}", files.dumps(arrival))
         generation = self._answer(leader, desk)
         if generation in (REJOIN, LEFT_OUT):
@@ -166,9 +172,9 @@ class Membership:
             raise Rejoin(generation)
         decision = files.loads(Decision, desk.peek(f"{generation}/decision") or "", "decision of the first node")
         self._desk.drop("members")
-        members = files.loads(Members, desk.peek("members") or "", "list of nodes").members
+        known = files.loads(Members, desk.peek("members") or "", "list of nodes")
         self._leader, self._leader_store = leader, store
-        return decision, self._begin(generation, members, store, leads=False)
+        return decision, self._begin(known, store, leads=False)
 
     def _store_of(self, leader: Member) -> Store:
         if leader == self._leader and self._leader_store is not None:
@@ -221,7 +227,12 @@ class Membership:
     ) -> tuple[Decision, RoundStore]:
         if self._round_store is not None and self._leader == self._own:
             self._round_store.call_all("a meeting")
-        arrivals = self._gather()
+        gathering = Gathering(
+            [member for member in self._members if member != self._own], self._desk, self._lost, self._told_of
+        )
+        gathering.wait()
+        self._surely_gone |= gathering.surely_gone
+        arrivals = gathering.arrivals
         self._check_quorum(arrivals)
         here = [member for member in self._members if member == self._own or member.token in arrivals]
         generation = f"{self._own.token[:8]}-{self._num_meetings}"
@@ -231,65 +242,36 @@ class Membership:
             raise Rejoin(REJOIN)
         records = [record if member == self._own else arrivals[member.token].record for member in here]
         held = held or next((arrival.held for arrival in arrivals.values() if arrival.held), None)
-        decision = decide(records, held, held.by_host(self._lost) if held else {})
+        cut = self._cut_wires(arrivals)
+        decision = decide(records, held, self._lost_hosts(held, here, cut) if held else {})
         self._desk.put(f"{generation}/decision", files.dumps(decision))
-        self._desk.put("members", files.dumps(Members(generation=generation, members=tuple(here))))
+        known = Members(generation=generation, members=tuple(here), cut=cut)
+        self._desk.put("members", files.dumps(known))
         self._answer_all(arrivals, generation)
         self._leader, self._leader_store = self._own, None
-        return decision, self._begin(generation, here, self._server, leads=True)
-
-    def _gather(self) -> dict[str, Arrival]:
-        """Wait until all members have come, or are known to be lost."""
-        began_s = probed_s = time.monotonic()
-        pauses_s = growing_pauses()
-        arrivals: dict[str, Arrival] = {}
-        missed_s: dict[str, float] = {}
-        while True:
-            for member in self._members:
-                text = None if member.token in arrivals else self._desk.peek(f"arrival/{member.token}")
-                if text is not None:
-                    self._desk.drop(f"arrival/{member.token}")
-                    arrivals[member.token] = files.loads(Arrival, text, f"record of {member.address}")
-                    # Whoever comes is there, whatever others believed.
-                    self._lost.pop(member.token, None)
-            missing = [
-                member
-                for member in self._members
-                if member != self._own and member.token not in arrivals and member.token not in self._lost
-            ]
-            if not missing:
-                return arrivals
-            now_s = time.monotonic()
-            if now_s - began_s > PEER_WAIT_S:
-                self._lost.update({member.token: "its agent does not answer" for member in missing})
-            elif now_s - probed_s > PROBE_S:
-                probed_s = now_s
-                self._find_lost(missing, missed_s)
-            time.sleep(next(pauses_s))
-
-    def _find_lost(self, missing: Sequence[Member], missed_s: dict[str, float]) -> None:
-        """Find out who of those that have not come will never come."""
-        with ThreadPoolExecutor(min(len(missing), 32)) as pool:
-            found = list(pool.map(lambda member: why_unreachable(member, timeout_s=PROBE_S), missing))
-        now_s = time.monotonic()
-        for member, why in zip(missing, found, strict=True):
-            left, lost = (self._told_of(member, what) for what in ("left", "lost"))
-            if why == GONE or left:
-                self._surely_gone.add(member.token)
-                self._lost[member.token] = left or why
-                continue
-            if not (why or lost):
-                missed_s.pop(member.token, None)
-                continue
-            # One that its neighbour saw to be silent has a moment to prove that it is not.
-            if now_s - missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else UNREACHABLE_S):
-                self._lost[member.token] = lost or why
+        return decision, self._begin(known, self._server, leads=True)
 
     def _told_of(self, member: Member, what: str) -> str:
         """What was said of one while this agent decided for all: that it `left`, or is `lost`; empty where nothing."""
         if self._round_store is None or self._leader != self._own:
             return ""
         return self._round_store.peek(f"{what}/{member.token}") or ""
+
+    def _cut_wires(self, arrivals: Mapping[str, Arrival]) -> tuple[tuple[str, str], ...]:
+        """List agents of this meeting that do not reach each other."""
+        missed = {token: arrival.out_of_reach for token, arrival in arrivals.items()}
+        missed[self._own.token] = tuple(self._out_of_reach)
+        pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
+        return tuple(sorted(pairs))
+
+    def _lost_hosts(self, held: Decision, here: Sequence[Member], cut: Sequence[tuple[str, str]]) -> dict[str, str]:
+        """Say why hosts cannot train: their agents are lost, or do not reach others that do."""
+        # Those that run workers before those that stand by, and this agent before all.
+        order = sorted(here, key=lambda member: (member != self._own, member.token in held.standby))
+        address = {member.token: member.address for member in here}
+        apart = best_left_out(cut, [member.token for member in order])
+        names = {token: f"out of reach from {address[peer]}" for token, peer in apart.items()}
+        return held.by_host({**self._lost, **names})
 
     def _check_quorum(self, arrivals: Mapping[str, Arrival]) -> None:
         """Let only one part of a job go on where its nodes cannot reach each other.
@@ -314,29 +296,49 @@ class Membership:
 
     # -- the round ------------------------------------------------------------------------------------------------
 
-    def _begin(self, generation: str, members: Sequence[Member], store: Store, *, leads: bool) -> RoundStore:
-        self._members, self._lost, self._surely_gone = tuple(members), {}, set()
+    def _begin(self, known: Members, store: Store, *, leads: bool) -> RoundStore:
+        self._members, self._lost, self._surely_gone = known.members, {}, set()
+        self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
+        self._out_of_reach.discard(self._own.token)
         place = self._members.index(self._own)
-        following = self._members[(place + 1) % len(self._members)]
-        self._watch = PeerWatch(following) if following != self._own else None
+        # Those that follow, the next one first. Whoever is out of reach is known to be.
+        turned = (*self._members[place + 1 :], *self._members[:place])
+        others = [member for member in turned if member.token not in self._out_of_reach]
+        self._watch = PeerWatch(others[0]) if others else None
+        self._sweep = ReachSweep(others[1:])
         self._round_store = RoundStore(
             store,
             place,
             len(self._members),
             is_coordinator=leads,
-            generation=generation,
-            find_lost=self._find_lost_neighbour,
+            generation=known.generation,
+            find_lost=self._find_lost,
         )
         return self._round_store
 
-    def _find_lost_neighbour(self) -> str:
-        watch = self._watch
-        if watch is None or not watch.lost or self._round_store is None:
-            return ""
-        self._round_store.put(f"lost/{watch.peer.token}", watch.lost)
-        return f"the agent at {watch.peer.address}: {watch.lost}"
+    def _find_lost(self) -> str:
+        """Say which agent is gone or out of reach, and why; empty while none is."""
+        watch, sweep = self._watch, self._sweep
+        if watch is not None and watch.lost:
+            return self._say_lost(watch.peer, watch.lost)
+        if sweep is not None and sweep.silent is not None:
+            return self._say_lost(sweep.silent, SILENT)
+        return ""
+
+    def _say_lost(self, peer: Member, why: str) -> str:
+        if why == SILENT:
+            self._out_of_reach.add(peer.token)
+        if self._round_store is not None:
+            self._round_store.put(f"lost/{peer.token}", why)
+        return f"the agent at {peer.address}: {why}"
+
+    def _forget_reached(self) -> None:
+        """Keep as out of reach only whoever still is."""
+        apart = [one for one in self._members if one.token in self._out_of_reach and one != self._own]
+        self._out_of_reach = {one.token for one in apart if why_unreachable(one, timeout_s=PROBE_S)}
 
     def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        for one in (self._watch, self._sweep):
+            if one is not None:
+                one.stop()
+        self._watch = self._sweep = None

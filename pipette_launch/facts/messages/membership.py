@@ -38,6 +38,8 @@ class Members:
     generation: str
     """Names the round; empty before the first."""
     members: tuple[Member, ...]
+    cut: tuple[tuple[str, str], ...] = ()
+    """Two agents each, by token, that do not reach each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,3 +54,5 @@ class Arrival:
     record: NodeRecord
     held: Decision | None
     """What the agent went by before, where whoever decides may not know it."""
+    out_of_reach: tuple[str, ...] = ()
+    """Other agents that it could not connect to, by token."""

@@ -1,0 +1,72 @@
+"""Which agents do not reach each other although others reach both: a cut wire, a wrong route, a firewall.
+
+The workers of two such nodes would wait for each other until gloo or NCCL gives up, half an hour later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pipette_launch.agent.sync.peer_watch import SILENT, SILENT_S, why_unreachable
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from pipette_launch.facts.messages.membership import Member
+
+SWEEP_S = 60.0
+"""Within about so long each agent connects to each of the others, however many they are."""
+LONGEST_PAUSE_S = 1.0
+
+
+class ReachSweep:
+    """Connects to some agents in turn, in a thread of its own, until one does not answer."""
+
+    def __init__(self, peers: Sequence[Member]) -> None:
+        """Begin."""
+        self.silent: Member | None = None
+        """The one that does not answer."""
+        self._peers = peers
+        self._is_over = threading.Event()
+        if peers:
+            threading.Thread(target=self._sweep, name="pipette-reach", daemon=True).start()
+
+    def stop(self) -> None:
+        """Connect no more."""
+        self._is_over.set()
+
+    def _sweep(self) -> None:
+        pause_s = min(LONGEST_PAUSE_S, SWEEP_S / len(self._peers))
+        while True:
+            for peer in self._peers:
+                if self._is_over.wait(pause_s):
+                    return
+                # Whose process has ended is known to its neighbour at once.
+                if why_unreachable(peer, timeout_s=SILENT_S) == SILENT:
+                    self.silent = peer
+                    return
+
+
+def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> dict[str, str]:
+    """Choose agents without which all others reach each other: whoever misses most others goes first.
+
+    Args:
+        pairs: two agents each, by token; the first does not reach the second.
+        order: all agents that came; of two that miss equally many, the later one is left out.
+
+    Returns:
+        Those that are left out, each with an agent that it does not reach.
+
+    """
+    place = {token: index for index, token in enumerate(order)}
+    cut = {frozenset(pair) for pair in pairs if set(pair) <= set(place) and len(set(pair)) == 2}
+    left_out: dict[str, str] = {}
+    while cut:
+        missed = Counter(token for pair in cut for token in pair)
+        worst = max(missed, key=lambda token: (missed[token], place[token]))
+        others = {token for pair in cut if worst in pair for token in pair} - {worst}
+        left_out[worst] = min(others, key=place.__getitem__)
+        cut = {pair for pair in cut if worst not in pair}
+    return left_out

@@ -109,15 +109,23 @@ def cut_host(job: Job, host: str) -> None:
             job.lab.cut((host, peer))
 
 
-def other_end(job: Job, host: str) -> str:
-    """Name the host after the next."""
+def ends_of(job: Job, case: Case) -> tuple[str, ...]:
+    """Name the hosts that a fault comes to: both ends of a wire, else one."""
     hosts = job.lab.hosts
-    return hosts[(hosts.index(host) + 2) % len(hosts)]
+    further = {"link cut": 1, "far link cut": 2}.get(case.fault)
+    return (case.host,) if further is None else (case.host, hosts[(hosts.index(case.host) + further) % len(hosts)])
 
 
 def cut_link(job: Job, host: str) -> None:
-    """Cut one wire; both of its ends reach all others."""
-    job.lab.cut((host, other_end(job, host)))
+    """Cut the wire to the next host, whose agent this host's agent watches; both ends reach all others."""
+    first, second = ends_of(job, Case("", "link cut", host))
+    job.lab.cut((first, second))
+
+
+def cut_far_link(job: Job, host: str) -> None:
+    """Cut the wire to the host after the next; both ends reach all others."""
+    first, second = ends_of(job, Case("", "far link cut", host))
+    job.lab.cut((first, second))
 
 
 def slow_links(job: Job, host: str) -> None:
@@ -151,6 +159,7 @@ FAULTS: dict[str, Fault] = {
     "host silent": silence_host,
     "host cut off": cut_host,
     "link cut": cut_link,
+    "far link cut": cut_far_link,
     "links slowed": slow_links,
     "disk full": fill_disk,
 }

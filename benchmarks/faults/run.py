@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faults.cases import PHASES, TRAIN_ITERS, Case, inject, iterations_after, other_end
+from benchmarks.faults.cases import PHASES, TRAIN_ITERS, Case, ends_of, inject, iterations_after
 from benchmarks.faults.job import SAVED, Job, await_so, small_disk
 from benchmarks.netlab import Lab, topology
 
@@ -65,12 +65,12 @@ def run(case: Case, *, cache: Path, share: float = 0.5, keep: Path | None = None
 
 
 def _await_end(job: Job, case: Case, at_s: float) -> Result:
-    others = [process for one, process in job.launchers.items() if one != case.host]
+    others = [process for one, process in job.launchers.items() if one not in ends_of(job, case)]
     in_time = await_so(lambda: all(process.poll() is not None for process in others), ENDS_S)
     ended_s = time.monotonic()
     if case.fault not in NEVER_ENDS:
-        # The host's own launcher has its deadlines, too, where it lives on.
-        await_so(lambda: job.launchers[case.host].poll() is not None, LEAVES_S)
+        # The launchers there have their deadlines, too, where they live on.
+        await_so(lambda: all(job.launchers[one].poll() is not None for one in ends_of(job, case)), LEAVES_S)
     reached = max((iteration for _, iteration in job.iterations()), default=0)
     trained = in_time and reached == TRAIN_ITERS and all(process.returncode == 0 for process in others)
     after = iterations_after(job, at_s)
@@ -93,7 +93,7 @@ def _words(job: Job, at_s: float) -> str:
 
 def _false_alarms(job: Job, case: Case, at_s: float) -> tuple[str, ...]:
     """List lines of other hosts that tell of a loss before the fault, or of a host that it did not come to."""
-    hit = (case.host, other_end(job, case.host)) if case.fault == "link cut" else (case.host,)
+    hit = ends_of(job, case)
     told = job.matches(r"(\w+) is lost")
     return tuple(
         line.text

@@ -214,7 +214,7 @@ def _leaner(failures: Sequence[Failure], held: Decision) -> TryNext | None:
 
     Each candidate is tried once, so that this ends; it costs no restart.
     """
-    short = next((failure for failure in failures if failure.kind == "out-of-memory"), None)
+    short = next((failure for failure in failures if failure.ran_out_of_memory), None)
     if short is None or held.plan is None or held.choice is None:
         return None
     candidates = held.plan.candidates()
@@ -229,7 +229,7 @@ def _failures(ended: Sequence[NodeRecord]) -> list[Failure]:
 
 def _after_death(failures: Sequence[Failure], plan: Plan, held: Decision, written: Sequence[str]) -> TryNext | GiveUp:
     """Go on to the next candidate, unless the script would die under every plan."""
-    short = any(failure.kind == "out-of-memory" for failure in failures)
+    short = any(failure.ran_out_of_memory for failure in failures)
     candidates = plan.candidates()
     layout = candidates[held.attempt].layout
     is_other = layout not in {candidate.layout for candidate in candidates[: held.attempt]}
@@ -253,7 +253,7 @@ def why_to_give_up(
         given: the words that it was given; None for the user's own.
 
     """
-    if any(failure.kind == "out-of-memory" for failure in failures):
+    if any(failure.ran_out_of_memory for failure in failures):
         return ""
     for failure in failures:
         why = megatron.why_no_plan_helps(failure, before=before, written=written, given=given)
@@ -264,8 +264,8 @@ def why_to_give_up(
 
 def _next_attempt(candidates: Sequence[Choice], attempt: int, *, needs_less: bool) -> int:
     """The next candidate, of those that need less memory if that ran out; past the last, the user's own."""
-    held = max(candidates[attempt].peak_memory_bytes)
+    held = max(candidates[attempt].memory_shown.need_bytes)
     for index in range(attempt + 1, len(candidates)):
-        if not needs_less or max(candidates[index].peak_memory_bytes) < held:
+        if not needs_less or max(candidates[index].memory_shown.need_bytes) < held:
             return index
     return len(candidates)

@@ -9,6 +9,7 @@ import pytest
 from facts_for_tests import tiny_cluster
 
 from pipette_launch.facts import Choice, Host, Layout, Plan, Provenance
+from pipette_launch.facts.machines.device_memory import MemoryNeed
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.facts.results.templates import refit
@@ -167,6 +168,24 @@ def test_a_plan_that_has_trained_and_ran_out_of_memory_gives_way(peak: int, expe
         assert 0 == step.restarts_left
     else:
         assert TryNext(attempt=expected, reason=SHORT.sentence) == step
+
+
+@pytest.mark.parametrize("kind", ["out-of-memory", "out-of-host-memory"])
+def test_what_the_whole_device_holds_is_compared(kind: Any) -> None:
+    """Tensors that need less are no help where communicators need more."""
+    held = decision("a")
+    assert held.plan is not None
+    chosen, other, lean = (
+        replace(
+            held.plan.chosen,
+            peak_memory_bytes=(tensors,),
+            memory=MemoryNeed(need_bytes=(whole,), free_bytes=100, limit_bytes=92),
+        )
+        for tensors, whole in ((50, 60), (40, 70), (45, 55))
+    )
+    held = replace(held, plan=replace(held.plan, chosen=chosen, alternatives=(other, lean)))
+
+    assert TryNext(attempt=2, reason=SHORT.sentence) == decide([death(replace(SHORT, kind=kind))], ["a"], held)
 
 
 def test_what_no_plan_can_cause_ends_the_job() -> None:

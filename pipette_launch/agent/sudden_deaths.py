@@ -54,7 +54,7 @@ def as_oom_kill(failure: Failure | None, *, kills: int) -> Failure | None:
     if failure is None or failure.exit_code != -signal.SIGKILL or failure.kind != "other" or kills == 0:
         return failure
     cause = "out of memory: the kernel killed a process, for the memory of the host or of its cgroup is exhausted"
-    return replace(failure, kind="out-of-memory", cause=cause)
+    return replace(failure, kind="out-of-host-memory", cause=cause)
 
 
 class StoppedWorkers:

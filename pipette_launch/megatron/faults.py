@@ -26,18 +26,18 @@ KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
         f"{OUT_OF_MEMORY}: a CUDA library's workspace",
     ),
     (
-        "out-of-memory",
+        "out-of-host-memory",
         r"DefaultCPUAllocator: can't allocate memory|\bMemoryError\b|Cannot allocate memory|std::bad_alloc",
         f"{OUT_OF_MEMORY}: the host's memory is exhausted",
     ),
     # oneDNN names no cause: what it cannot get is the buffer of a kernel that it makes for a new shape.
     (
-        "out-of-memory",
+        "out-of-host-memory",
         r"RuntimeError: could not create a primitive\s*$",
         f"{OUT_OF_MEMORY}: a kernel of oneDNN got no buffer",
     ),
     (
-        "out-of-memory",
+        "out-of-host-memory",
         r"Memory cgroup out of memory|oom-kill|oom_kill|Out of memory: Killed process|OOM Killed",
         f"{OUT_OF_MEMORY}: the kernel or the batch system killed a process",
     ),

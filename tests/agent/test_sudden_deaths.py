@@ -45,7 +45,7 @@ def test_a_silent_kill_is_told_as_out_of_memory() -> None:
     told = as_oom_kill(silent, kills=1)
 
     assert told is not None
-    assert ("out-of-memory", 3) == (told.kind, told.rank)
+    assert ("out-of-host-memory", 3) == (told.kind, told.rank)
     for other, kills in ((silent, 0), (Failure(cause="x", exit_code=1), 1), (Failure(cause="x", exit_code=-11), 1)):
         assert other == as_oom_kill(other, kills=kills)
     assert as_oom_kill(None, kills=1) is None

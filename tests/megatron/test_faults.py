@@ -136,7 +136,7 @@ def test_failures_are_explained(text: str, start: str) -> None:
 
     assert failure is not None
     assert failure.cause.startswith(start)
-    assert (failure.kind == "out-of-memory") == start.startswith("out of memory")
+    assert failure.ran_out_of_memory == start.startswith("out of memory")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-FailureKind = Literal["out-of-memory", "unknown-flags", "refused-flag", "missing", "exception", "other"]
-"""`missing`: a file or module that is missing under every plan. `exception`: one that no layout is known to cause."""
+FailureKind = Literal[
+    "out-of-memory", "out-of-host-memory", "unknown-flags", "refused-flag", "missing", "exception", "other"
+]
+"""`out-of-memory`: of a GPU; `out-of-host-memory`: of the host or its cgroup.
+`missing`: a file or module that is missing under every plan. `exception`: one that no layout is known to cause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +25,11 @@ class Failure:
     """RANK of the worker that ended; None where none did."""
     exit_code: int = 0
     """Of that worker; negative for the signal that ended it."""
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether the memory of the device or of the host was used up."""
+        return self.kind in ("out-of-memory", "out-of-host-memory")
 
     @property
     def sentence(self) -> str:

@@ -129,7 +129,7 @@ def test_a_script_that_cannot_run_is_tried_once(tmp_path: Path) -> None:
         (failure_of("KeyError: 'tokens'"), ["trial", "trial", "stop"]),
         (failure_of("ValueError: bad shape of a tensor"), ["trial", "trial", "trial", "train"]),
         (
-            Failure(cause="out of memory: the host's memory is exhausted", kind="out-of-memory"),
+            Failure(cause="out of memory: the host's memory is exhausted", kind="out-of-host-memory"),
             ["trial", "trial", "trial", "train"],
         ),
     ],

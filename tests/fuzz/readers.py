@@ -34,6 +34,7 @@ from pipette_launch.facts.messages.membership import Arrival, Member, Members
 from pipette_launch.facts.messages.round import Decision, TrialReport
 from pipette_launch.facts.results.comparison import Comparison, Entry
 from pipette_launch.facts.results.outcome import Outcome, PeakReading
+from pipette_launch.facts.results.shortage import Shortage
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import one_forward_one_backward
 from pipette_launch.forecast.machines import machines_of
@@ -55,6 +56,9 @@ MEASURED = tiny_measurements(CLUSTER)
 CHOICE = choice(Layout(pp=2, dp=2))
 PLAN = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 ORDER = ScheduleFile.of(one_forward_one_backward(2, 4))
+SHORTAGE = Shortage(
+    layout=CHOICE.layout, need_bytes=6, free_bytes=10, cause="out of memory", noticed_at="2026-11-24T00:00:00+00:00"
+)
 TOLD = Failure(cause="out of memory", kind="out-of-memory", flags=("--seed",), rank=1, exit_code=-9)
 OUTCOME = Outcome(
     key="0123456789abcdef",
@@ -88,6 +92,7 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
         OUTCOME,
         lambda made: (made.log_step_error, made.log_memory_error),
     ),
+    "shortage": (SHORTAGE, lambda made: (made.sentence, made.margin(0.08), made.leaner(PLAN))),
     "fabric": (FABRIC, lambda made: machines_of(world_size=32, num_hosts=4, gpu="h100-sxm", fabric=made)),
     "schedule": (ORDER, ScheduleFile.schedule),
     "prediction": (screens.prediction(), str),
@@ -114,7 +119,13 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "node": (records(1, failure=TOLD)[0], str),
     "decision": (
         Decision(
-            phase="train", tokens=("a", "b"), hosts=("node0", "node1"), num_slots=(2, 2), plan=PLAN, failures=(TOLD,)
+            phase="train",
+            tokens=("a", "b"),
+            hosts=("node0", "node1"),
+            num_slots=(2, 2),
+            plan=PLAN,
+            failures=(TOLD,),
+            shortage=SHORTAGE,
         ),
         lambda made: [made.choice, *(made.ranks_of(token) for token in made.tokens)],
     ),

@@ -12,6 +12,7 @@ from pipette_launch.facts.health.condition import DeviceCondition
 from pipette_launch.facts.machines.cluster import Host
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.results.plan import Choice, Plan
+from pipette_launch.facts.results.shortage import Shortage
 
 AttemptEnd = Literal["none", "before-first-iteration", "after-first-iteration", "done"]
 """How an attempt at training ended on one node; `none` before the first, `done` where all its workers ended well."""
@@ -101,6 +102,8 @@ class Decision:
     """The plan was made before and is fitted to these hosts; `reason` says which one it is."""
     iteration: int = 0
     """The last iteration that any node had seen when this was decided; 0 before the training."""
+    shortage: Shortage | None = None
+    """Which plan of such a job ran out of memory, the one predicted to need the least; None where none did."""
     probe_options: str = ""
     """Options of the warm-up, a document of the probe; empty in other phases."""
 

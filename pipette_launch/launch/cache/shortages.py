@@ -1,0 +1,54 @@
+"""Which plan of a job ran out of memory, kept for later plans of such a job, whatever hosts they are for."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from pipette_launch.errors import FileFormatError
+from pipette_launch.facts import files
+from pipette_launch.facts.machines.device_memory import memory_digest
+from pipette_launch.facts.results.shortage import Shortage
+from pipette_launch.launch.cache.folder import inside
+from pipette_launch.launch.cache.plans import machines_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pipette_launch.facts import Host, Job
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "shortages"
+SHORTAGE = "shortage.json"
+
+
+class ShortageFile:
+    """The file of one kind of machine, what is trained, and versions. One that cannot be used is said once."""
+
+    def __init__(self, root: Path | None, host: Host, job: Job, versions: Mapping[str, str]) -> None:
+        key = files.digest(machines_of(host), memory_digest(job), job.megatron_version, dict(versions))
+        self._root, self._names = root, (FOLDER, key, SHORTAGE)
+        self.path = root.joinpath(*self._names) if root else None
+        """None when nothing is kept."""
+
+    def load(self) -> Shortage | None:
+        """Return what is known; None where nothing is."""
+        if self._root is None:
+            return None
+        try:
+            return files.read(inside(self._root, *self._names), Shortage)
+        except FileFormatError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                logger.warning("%s", error)
+            return None
+
+    def keep(self, shortage: Shortage) -> None:
+        """Put a shortage in the place of what was there."""
+        if self._root is None:
+            return
+        try:
+            files.write(inside(self._root, *self._names), shortage)
+        except (OSError, FileFormatError) as error:
+            logger.warning("that %s cannot be kept for later jobs: %s", shortage.sentence, error)

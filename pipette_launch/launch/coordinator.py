@@ -115,7 +115,7 @@ class Coordinator:
         able = [record for record in ordered if record.token in bare.tokens]
         decision = self._writer.guarded(bare, lambda: self._decide(bare, able, held, lost))
         reached = max((record.iteration for record in records), default=0)
-        return replace(decision, iteration=reached or (held.iteration if held else 0))
+        return replace(decision, iteration=reached or (held.iteration if held else 0), shortage=self._planner.shortage)
 
     def _decide(
         self,
@@ -129,7 +129,7 @@ class Coordinator:
         self._planner.versions = records[0].versions
         self._script.device_name = next((record.host.devices[0].name for record in records if record.host), "")
         if held is not None:
-            self._planner.recall(held)
+            self._planner.recall(held, records, global_batch_size=self._batch)
         if held is None or isinstance(step, replan.Measure):
             return self._first(bare, records, step.reason)
         if isinstance(step, replan.UseTemplate):
@@ -170,9 +170,9 @@ class Coordinator:
             except PipetteError as error:
                 told = f"the plan made for this cannot be used: {error}"
                 return self._first(bare, records, joined(step.changes, told))
-            reason = replace(step, plan=plan).reason
-            following = self._writer.train(smaller, job, plan, attempt=0, reason=reason, is_tried=False)
-            return replace(following, proven=step.proven, is_refitted=True)
+            ran = replace(step, plan=plan, proven=step.proven and plan.chosen.layout == step.plan.chosen.layout)
+            following = self._writer.train(smaller, job, plan, attempt=0, reason=ran.reason, is_tried=False)
+            return replace(following, proven=ran.proven, is_refitted=True)
 
         return self._writer.guarded(smaller, use)
 
@@ -204,12 +204,12 @@ class Coordinator:
         ruling = self._rule(measured(known.verdicts) if known else (), hosts)
         ruling = self._with_spares(ruling, known.verdicts if known else self._told_by_drivers, hosts)
         if not (ruling.stops or ruling.on_standby):
-            cached, trouble = planner.cache.load(hosts)
+            cached, told = planner.from_cache(job, hosts)
+            bare = replace(bare, reason=joined(bare.reason, told))
             if cached is not None:
                 planner.measurements = planner.surveyed = known
-                cached = replace(cached, other_hosts=())
-                return self._writer.train(bare, job, cached, attempt=0, reason=joined(bare.reason, *ruling.reasons))
-            bare = replace(bare, reason=joined(bare.reason, trouble))
+                reason = joined(bare.reason, *ruling.reasons)
+                return self._writer.train(bare, job, replace(cached, other_hosts=()), attempt=0, reason=reason)
         elif known and ruling.on_standby and (remembered := self._remembered(bare, hosts, ruling, known)) is not None:
             return remembered
         if not self._writer.is_start and (surveyed := planner.surveyed_of(bare.hosts)) is not None:
@@ -240,7 +240,7 @@ class Coordinator:
         orders = probe_options(
             job,
             hosts,
-            options=self._options,
+            options=self._planner.options,
             folder=self._folder,
             known=before,
             conditions=told,
@@ -255,12 +255,12 @@ class Coordinator:
         forget = f"to measure all nodes again, delete {self.cache.path(CLUSTER)}" if ruling.leave_out else ""
         smaller, rest = apart(bare, hosts, ruling)
         job = self._planner.read_keyed(rest, global_batch_size=self._batch)
-        cached, _ = self.cache.load(rest)
+        cached, told = self._planner.from_cache(job, rest)
         if cached is None:
             return None
         plan = replace(cached, other_hosts=ruling.spares)
         self._planner.measurements, self._planner.surveyed = self.cache.measurements(), known
-        reason = joined(bare.reason, *ruling.reasons, forget)
+        reason = joined(bare.reason, *ruling.reasons, forget, told)
         return self._writer.guarded(smaller, lambda: self._writer.train(smaller, job, plan, attempt=0, reason=reason))
 
     def _with_spares(self, ruling: Ruling, verdicts: Sequence[Verdict], hosts: tuple[Host, ...]) -> Ruling:

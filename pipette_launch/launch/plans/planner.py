@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from pipette_launch import megatron
-from pipette_launch.errors import MegatronError, PipetteError
+from pipette_launch.errors import MegatronError, PipetteError, PlanError
+from pipette_launch.facts.results.shortage import Shortage, lower
 from pipette_launch.facts.some_hosts import without_hosts
 from pipette_launch.launch.cache.measurements import MachineMeasurements
 from pipette_launch.launch.cache.plan_files import adopt, named_plan, suited
-from pipette_launch.launch.cache.plans import Cache, key_of
+from pipette_launch.launch.cache.plans import PLAN, Cache, key_of
+from pipette_launch.launch.cache.shortages import ShortageFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from pipette_launch.facts import Host, Job, Measurements, Plan
-    from pipette_launch.facts.messages.round import Decision
+    from pipette_launch.facts.messages.round import Decision, NodeRecord
     from pipette_launch.launch.options import Options
     from pipette_launch.launch.user_script import Script
     from pipette_launch.replan import UseTemplate
@@ -57,6 +60,9 @@ class Planner:
         """What the plan in force rests on, where it is known."""
         self.surveyed: Measurements | None = None
         """The same of all hosts that were measured with its own, spares among them."""
+        self.shortage: Shortage | None = None
+        """Which plan of this job ran out of memory, now or in an earlier job; None where none did."""
+        self._shortage_path: Path | None = None
 
     # -- the job, for given hosts ---------------------------------------------------------------------------------
 
@@ -84,6 +90,8 @@ class Planner:
         if num_templates > 0:
             settings += ["templates", num_templates]
         self.cache = Cache(self._options.cache, key_of(hosts, job, self.versions, settings, environ=self._environ))
+        file = ShortageFile(self._options.cache, hosts[0], job, self.versions)
+        self._shortage_path, self.shortage = file.path, lower(self.shortage, file.load())
         return job
 
     def read_with_spares(self, hosts: Sequence[Host], num_spares: int, *, global_batch_size: int | None) -> Job:
@@ -108,10 +116,44 @@ class Planner:
         """Return the plan that the user named, as a plan of this job; the screen shows its notes."""
         adopted, note = adopt(named_plan(path, hosts), job, self.cache.key, str(path))
         self.measurements = None if note else self.cache.measurements()
+        if self.shortage and self.shortage.rules_out(adopted.chosen):
+            note = f"This plan runs because you named it, though it needs as much memory: {self.shortage.sentence}."
+            adopted = replace(adopted, notes=(*adopted.notes, note))
         return adopted
 
+    def from_cache(self, job: Job, hosts: Sequence[Host]) -> tuple[Plan | None, str]:
+        """Return the plan of an earlier job without what is known to run out of memory, and what there is to say.
+
+        Args:
+            job: for these hosts.
+            hosts: those that run the plan.
+
+        Returns:
+            No plan where none was kept, it cannot be used, or all of its candidates need too much.
+
+        """
+        plan, trouble = self.cache.load(hosts)
+        if plan is None or self.shortage is None:
+            return plan, trouble
+        leaner = self.shortage.leaner(plan)
+        if leaner is None:
+            return None, f"{self.shortage.sentence}; the cached plan needs as much, so another one is looked for"
+        if leaner.chosen == plan.chosen:
+            return leaner, trouble
+        words = leaner.chosen.layout.words()
+        told = f"{self.shortage.sentence}; of the cached plans {words} needs less and runs in its place"
+        leaner = self.without_what_cannot_load(replace(leaner, reasons=(f"{told}.",)), job)
+        return leaner, f"{told} (to forget it, delete {self._shortage_path})"
+
+    @property
+    def options(self) -> Options:
+        """What the user asked for, with the memory that plans must leave free where one has run out of it."""
+        if self.shortage is None:
+            return self._options
+        return replace(self._options, memory_margin=self.shortage.margin(self._options.memory_margin))
+
     def solve(self, job: Job, measurements: Measurements, *, surveyed: Measurements, spares: Sequence[str]) -> Plan:
-        """Search for a plan, and keep it.
+        """Search for a plan, and keep it; raises PlanError where there is none.
 
         Args:
             job: for the hosts that train.
@@ -134,14 +176,18 @@ class Planner:
             ),
             continuation_of=lambda layout: megatron.continuation(words, job, layout),
         )
-        plan = make_plan(
-            job,
-            measurements,
-            self.cache.outcomes(measurements.cluster.hosts[0]),
-            options=self._options,
-            key=self.cache.key,
-            needs=needs,
-        )
+        told = self._bound_words()
+        try:
+            plan = make_plan(
+                job,
+                measurements,
+                self.cache.outcomes(measurements.cluster.hosts[0]),
+                options=self.options,
+                key=self.cache.key,
+                needs=needs,
+            )
+        except PlanError as error:
+            raise PlanError("; ".join(filter(None, (str(error), told)))) from error
         plan = with_setting(
             plan,
             job,
@@ -150,17 +196,52 @@ class Planner:
             arguments=words,
             machines=f"measured at {measurements.taken_at}",
         )
-        plan = replace(plan, other_hosts=tuple(spares))
+        notes = (*plan.notes, f"{told[0].upper()}{told[1:]}.") if told else plan.notes
+        plan = replace(plan, other_hosts=tuple(spares), notes=notes)
         self.cache.keep_plan(plan, measurements)
         self.measurements, self.surveyed = measurements, surveyed
         return plan
 
-    # -- after the loss of a host ---------------------------------------------------------------------------------
+    def _bound_words(self) -> str:
+        """Say what new plans must leave free because one ran out of memory, and how to forget it; empty for none."""
+        if self.shortage is None:
+            return ""
+        forget = ""
+        if self._shortage_path is not None:
+            forget = f" (to forget it, delete {self._shortage_path} and {self.cache.path(PLAN)})"
+        return (
+            f"{self.shortage.sentence}; so plans leave {self.options.memory_margin:.0%} of the memory free instead of "
+            f"{self._options.memory_margin:.0%}{forget}"
+        )
 
-    def recall(self, held: Decision) -> None:
-        """Look for what the plan in force rests on, if another node made it."""
+    # -- after a failure or the loss of a host --------------------------------------------------------------------
+
+    def recall(self, held: Decision, records: Sequence[NodeRecord], *, global_batch_size: int | None) -> None:
+        """Look for what the plan in force rests on, if another node made it, and learn from it if memory ran out.
+
+        Args:
+            held: the decision under which the last attempt ran.
+            records: how it ended, one for each agent.
+            global_batch_size: that of the training so far.
+
+        """
         if self.surveyed is None and held.plan is not None:
             self.surveyed = Cache(self._options.cache, held.plan.provenance.key).measurements()
+        self.shortage = lower(self.shortage, held.shortage)
+        found = _shortage_of(held, records)
+        # What was predicted of a plan that the user named may be for other machines.
+        if found is None or held.plan is None or self._options.plan is not None:
+            return
+        self.shortage = lower(self.shortage, found)
+        host = next((record.host for record in records if record.host and record.token in held.tokens), None)
+        if host is None or self.shortage is not found:
+            return
+        try:
+            job = self.read_job(sum(held.num_slots), held.plan.device_kind, global_batch_size=global_batch_size)
+        except PipetteError as error:
+            logger.warning("that %s cannot be kept for later jobs: %s", found.sentence, error)
+            return
+        ShortageFile(self._options.cache, host, job, self.versions).keep(found)
 
     def surveyed_of(self, hosts: Sequence[str]) -> Measurements | None:
         """What was measured of these hosts; None where one of them was not."""
@@ -183,13 +264,18 @@ class Planner:
         """
         job = self.read_keyed(hosts, global_batch_size=global_batch_size)
         plan = suited(step.plan, job, self.cache.key, "the plan that was made ahead")
+        if self.shortage is not None:
+            leaner = self.shortage.leaner(plan)
+            if leaner is None:
+                raise PlanError("it needs as much memory as a plan that ran out of it")
+            plan = leaner
         self.measurements = measurements = self.surveyed_of(plan.hosts)
         if measurements is None:
             return job, plan
         from pipette_launch.launch.plans.planning import placed_for
 
         try:
-            return job, placed_for(plan, job, measurements, self.cache.outcomes(hosts[0]), options=self._options)
+            return job, placed_for(plan, job, measurements, self.cache.outcomes(hosts[0]), options=self.options)
         except PipetteError as error:
             logger.warning("ranks are not placed anew for the nodes that are left: %s", error)
             return job, plan
@@ -210,3 +296,17 @@ class Planner:
         gone = len(plan.templates) - len(left)
         note = f"{gone} of the plans for fewer hosts cannot load the checkpoints of {layout.words()} and are left out."
         return replace(plan, templates=left, notes=(*plan.notes, note))
+
+
+def _shortage_of(held: Decision, records: Sequence[NodeRecord]) -> Shortage | None:
+    """Return what an attempt teaches that ran out of the memory that its plan was predicted to need."""
+    if held.phase != "train" or held.plan is None:
+        return None
+    # On GPUs a plan is judged by their memory, not by that of the hosts.
+    kinds = ("out-of-memory",) if held.plan.device_kind == "cuda" else ("out-of-memory", "out-of-host-memory")
+    ended = [record.failure for record in records if record.failure and record.attempt == held.attempt]
+    short = next((failure for failure in ended if failure.kind in kinds), None)
+    if short is None:
+        return None
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Shortage.of(held.choice or held.plan.own, cause=short.sentence, noticed_at=now)

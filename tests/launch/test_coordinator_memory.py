@@ -1,0 +1,258 @@
+"""What later plans take from one that ran out of memory."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch.test_coordinator_loss import beginning, some, trained
+from launch.worlds import choice, records
+
+from pipette_launch.facts import Choice, Layout, Plan, files
+from pipette_launch.facts.machines.device_memory import MemoryNeed
+from pipette_launch.facts.messages.failure import Failure
+from pipette_launch.facts.messages.round import Decision
+from pipette_launch.facts.results.shortage import Shortage
+from pipette_launch.launch.cache.plans import PLAN
+from pipette_launch.launch.cache.shortages import SHORTAGE
+from pipette_launch.launch.coordinator import Coordinator
+from pipette_launch.probe.options import ProbeOptions
+
+SHORT = Failure(cause="out of memory: the host's memory is exhausted", kind="out-of-host-memory", rank=0, exit_code=1)
+FULL, LEAN, LEANEST = 800, 500, 400
+"""What the candidates are predicted to need of 1000 bytes."""
+FIRST = "the plan tp2 pp1 dp3 mbs1 ran out of memory at "
+
+
+def needing(layout: Layout, need_bytes: int) -> Choice:
+    """A plan that is predicted to need so much on its first stage."""
+    need = (need_bytes, *(1,) * (layout.pp - 1))
+    return replace(choice(layout), memory=MemoryNeed(need_bytes=need, free_bytes=1000, limit_bytes=920))
+
+
+def by_hand(made: Plan, devices: int) -> Plan:
+    """The plan with three candidates on so many devices."""
+    one, two, three = (Layout(**{name: 2}, dp=devices // 2) for name in ("tp", "pp", "cp"))
+    return replace(
+        made,
+        chosen=needing(one, FULL),
+        alternatives=(needing(two, LEAN), needing(three, LEANEST)),
+        own=replace(made.own, memory=needing(one, FULL).memory),
+        keeps_own=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which a job of three nodes has left its plan, with a template for two."""
+    folder: Path = tmp_path_factory.mktemp("planned")
+    one = beginning(folder)
+    held = trained(one, 3)
+    assert held.plan is not None
+    templates = tuple(by_hand(template, 4) for template in held.plan.templates)
+    assert ("", 1) == (one.cache.save(PLAN, replace(by_hand(held.plan, 6), templates=templates)), len(templates))
+    return folder / "cache"
+
+
+@pytest.fixture
+def folder(planned: Path, tmp_path: Path) -> Path:
+    """A folder with a cache of that kind."""
+    shutil.copytree(planned, tmp_path / "cache")
+    return tmp_path
+
+
+def job(folder: Path, **changes: Any) -> tuple[Coordinator, Decision]:
+    """Another job with this cache, and what it begins with."""
+    one = beginning(folder, **changes)
+    return one, one.decide(records(3), None)
+
+
+def ran_out(
+    one: Coordinator, held: Decision, *there: int, verdict: str = "before-first-iteration", failure: Failure = SHORT
+) -> Decision:
+    """What follows when the plan in force has run out of memory on the first of the nodes that are there."""
+    first, *others = some(*(there or (0, 1, 2)), verdict=verdict)
+    nodes = [replace(first, failure=failure), *others]
+    return one.decide([replace(node, attempt=held.attempt) for node in nodes], held)
+
+
+def words(decision: Decision) -> str:
+    """Which layout runs."""
+    return decision.choice.layout.words() if decision.choice else "own"
+
+
+def kept(folder: Path) -> list[Path]:
+    """Files of shortages in the cache."""
+    return [*(folder / "cache").rglob(SHORTAGE)]
+
+
+def keep(folder: Path, need_bytes: int, free_bytes: int) -> Path:
+    """Leave a shortage in the cache, as an earlier job would."""
+    ran_out(*job(folder))
+    (path,) = kept(folder)
+    files.write(path, replace(files.read(path, Shortage), need_bytes=need_bytes, free_bytes=free_bytes))
+    return path
+
+
+@pytest.mark.parametrize("verdict", ["before-first-iteration", "after-first-iteration"])
+def test_the_next_job_begins_with_a_leaner_plan(folder: Path, verdict: str) -> None:
+    """Whether it trained before or not; no warm-up, the screen says why, and what to delete to forget it."""
+    one, held = job(folder)
+    leaner = ran_out(one, held, verdict=verdict)
+    _, again = job(folder)
+    (path,) = kept(folder)
+    path.unlink()
+    _, forgotten = job(folder)
+
+    assert ["tp2 pp1 dp3 mbs1", "tp1 pp2 dp3 mbs1", "tp1 pp2 dp3 mbs1"] == [*map(words, (held, leaner, again))]
+    assert ("train", "train") == (leaner.phase, again.phase)
+    assert again.reason.startswith(FIRST)
+    assert again.reason.endswith(
+        f"(rank 0 ended with exit code 1: {SHORT.cause}), though only 800 B of 1000 B were predicted to be needed; "
+        f"of the cached plans tp1 pp2 dp3 mbs1 needs less and runs in its place (to forget it, delete {path})"
+    )
+    assert again.plan is not None
+    assert again.reason.startswith(again.plan.reasons[0].rstrip("."))
+    assert (words(held), "") == (words(forgotten), forgotten.reason)
+
+
+def test_each_job_begins_where_the_one_before_ended(folder: Path) -> None:
+    """In the end no plan of the cache is left, and machines are measured for another."""
+    begun = []
+    for _ in range(4):
+        one, held = job(folder)
+        begun.append(words(held) if held.phase == "train" else held.phase)
+        if held.phase == "train":
+            ran_out(one, held)
+
+    assert ["tp2 pp1 dp3 mbs1", "tp1 pp2 dp3 mbs1", "tp1 pp1 dp3 cp2 mbs1", "warmup"] == begun
+    assert held.reason.endswith("the cached plan needs as much, so another one is looked for")
+
+
+def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
+    """In its notes; what the warm-up measures, the plan, and its templates are judged by the lower limit."""
+    path = keep(folder, LEANEST, 1000)
+    one, warmup = job(folder)
+    margin = 1 - 0.92 * 0.399
+    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    after = trained(beginning(folder), 3)
+
+    assert margin == pytest.approx(float(orders.adviser[orders.adviser.index("--memory-margin") + 1]))
+    assert after.plan is not None
+    limits = [plan.chosen.memory_shown.margin for plan in (after.plan, *after.plan.templates)]
+    assert [margin, margin] == pytest.approx(limits)
+    (note,) = (note for note in after.plan.notes if "ran out of memory" in note)
+    plan_path = one.cache.path(PLAN)
+    assert note.endswith(
+        f"so plans leave 63% of the memory free instead of 8% (to forget it, delete {path} and {plan_path})."
+    )
+    assert words(after) == words(job(folder)[1])
+
+
+def test_where_nothing_fits_any_more_it_is_said_why(folder: Path) -> None:
+    """And the user's own configuration trains, as where nothing fits at all."""
+    path = keep(folder, 1 << 10, 8 << 30)
+    after = trained(beginning(folder), 3)
+
+    assert ("train", None) == (after.phase, after.plan)
+    assert after.reason.startswith("no layout fits in memory: ")
+    assert f"; {FIRST}" in after.reason
+    assert f"delete {path}" in after.reason
+
+
+def test_a_lost_node_brings_no_plan_that_needs_as_much(folder: Path) -> None:
+    """Neither in the same job, nor where another node decides that has no cache."""
+    one, held = job(folder)
+    leaner = ran_out(one, held, verdict="after-first-iteration")
+    stranger = beginning(folder / "other", cache=None)
+
+    assert leaner.shortage is not None
+    for who in (one, stranger):
+        after = who.decide(some(0, 2), leaner)
+        assert ("train", True, False) == (after.phase, after.is_refitted, after.proven)
+        assert (words(after), leaner.shortage) == ("tp1 pp2 dp2 mbs1", after.shortage)
+        assert "going on with 2 of 3 nodes: tp1 pp2 dp2 mbs1, " in after.reason
+
+
+def test_where_no_template_needs_less_a_plan_is_made_of_what_is_known(folder: Path) -> None:
+    """Without a warm-up, and under the lower limit; memory may run out as a node is lost."""
+    one, held = job(folder)
+    assert held.plan is not None
+    (template,) = held.plan.templates
+    held = replace(held, plan=replace(held.plan, templates=(replace(template, alternatives=()),)))
+    after = ran_out(one, held, 0, 2, verdict="after-first-iteration")
+
+    assert ("train", False) == (after.phase, after.is_refitted)
+    assert "the plan made for this cannot be used: it needs as much memory as a plan that ran out of it" in after.reason
+    assert "nothing is measured anew" in after.reason
+    assert after.plan is not None
+    assert 1 - 0.92 * 0.799 == pytest.approx(after.plan.chosen.memory_shown.margin)
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "kind", "teaches"),
+    [
+        ("cpu", "out-of-host-memory", True),
+        ("cuda", "out-of-host-memory", False),
+        ("cuda", "out-of-memory", True),
+        ("cpu", "other", False),
+    ],
+)
+def test_only_the_memory_that_was_predicted_counts(folder: Path, device_kind: Any, kind: Any, teaches: bool) -> None:
+    """A host that is full says nothing of GPUs, and another death nothing of memory."""
+    one, held = job(folder)
+    assert held.plan is not None
+    held = replace(held, plan=replace(held.plan, device_kind=device_kind))
+    after = ran_out(one, held, failure=replace(SHORT, kind=kind))
+
+    assert (teaches, teaches) == (after.shortage is not None, bool(kept(folder)))
+
+
+def test_the_users_own_configuration_teaches_too(folder: Path) -> None:
+    """Where it was the plan; the next job looks for another one."""
+    one, held = job(folder)
+    assert held.plan is not None
+    one.cache.save(PLAN, replace(held.plan, keeps_own=True, alternatives=(), chosen=held.plan.own))
+    one, own = job(folder)
+    ran_out(one, own)
+
+    assert (None, "warmup") == (own.choice, job(folder)[1].phase)
+    assert held.plan.own.layout == files.read(kept(folder)[0], Shortage).layout
+
+
+def test_a_plan_that_the_user_named_runs_all_the_same(folder: Path) -> None:
+    """With a note; what it was predicted to need may be for other machines, so it teaches nothing itself."""
+    one, held = job(folder)
+    assert held.plan is not None
+    files.write(folder / "mine.json", held.plan)
+    untaught, named = job(folder, plan=folder / "mine.json")
+    ran_out(untaught, named)
+    before = kept(folder)
+    ran_out(one, held)
+    _, warned = job(folder, plan=folder / "mine.json")
+
+    assert [] == before
+    assert words(held) == words(named) == words(warned)
+    assert named.plan is not None
+    assert warned.plan is not None
+    (note,) = warned.plan.notes[len(named.plan.notes) :]
+    assert note.startswith(f"This plan runs because you named it, though it needs as much memory: {FIRST}")
+
+
+def test_what_was_learned_earlier_stays_where_it_is_lower(folder: Path) -> None:
+    """A leaner plan that ran out of memory is not replaced by one that needs more; the kept plan stays as it was."""
+    one, held = job(folder)
+    leaner = ran_out(one, held)
+    ran_out(one, leaner)
+    known = files.read(kept(folder)[0], Shortage)
+    after = ran_out(one, held)
+    path = one.cache.path(PLAN)
+
+    assert known == after.shortage == files.read(kept(folder)[0], Shortage)
+    assert LEAN == known.need_bytes
+    assert path is not None
+    assert held.plan is not None
+    assert held.plan.candidates() == files.read(path, Plan).candidates()

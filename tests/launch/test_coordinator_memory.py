@@ -22,7 +22,7 @@ from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.probe.options import ProbeOptions
 
 SHORT = Failure(cause="out of memory: the host's memory is exhausted", kind="out-of-host-memory", rank=0, exit_code=1)
-FULL, LEAN, LEANEST = 800, 500, 400
+FULL, LEAN, LEANEST = 800, 700, 600
 """What the candidates are predicted to need of 1000 bytes."""
 FIRST = "the plan tp2 pp1 dp3 mbs1 ran out of memory at "
 
@@ -136,7 +136,7 @@ def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
     """In its notes; what the warm-up measures, the plan, and its templates are judged by the lower limit."""
     path = keep(folder, LEANEST, 1000)
     one, warmup = job(folder)
-    margin = 1 - 0.92 * 0.399
+    margin = 1 - 0.92 * 0.599
     orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
     after = trained(beginning(folder), 3)
 
@@ -147,7 +147,7 @@ def test_a_new_plan_says_what_bounds_it(folder: Path) -> None:
     (note,) = (note for note in after.plan.notes if "ran out of memory" in note)
     plan_path = one.cache.path(PLAN)
     assert note.endswith(
-        f"so plans leave 63% of the memory free instead of 8% (to forget it, delete {path} and {plan_path})."
+        f"so plans leave 45% of the memory free instead of 8% (to forget it, delete {path} and {plan_path})."
     )
     assert words(after) == words(job(folder)[1])
 

@@ -13,6 +13,8 @@ from pipette_launch.units import bytes_text
 
 MOST_CHARACTERS = 1000
 """Of a cause or a moment."""
+LEAST_SHARE = 0.5
+"""Of what was free: a plan that was to need less is not to blame, as no prediction is wrong by half."""
 MOST_MARGIN = 1 - 2**-50
 """Of memory that has to stay free: all of it is no margin that a planner takes."""
 
@@ -43,7 +45,7 @@ class Shortage:
 
     @classmethod
     def of(cls, choice: Choice, *, cause: str, noticed_at: str) -> Shortage | None:
-        """Return what a plan that ran out of memory teaches; None where it was not predicted to fit, or nobody knows.
+        """Return what a plan that ran out of memory teaches; None where that is nothing: it was not to fit, or easily.
 
         Args:
             choice: what ran.
@@ -52,7 +54,9 @@ class Shortage:
 
         """
         memory = choice.memory
-        if memory is None or not memory.fits or memory.free_bytes < max(memory.need_bytes):
+        if memory is None or not memory.fits:
+            return None
+        if not LEAST_SHARE * memory.free_bytes <= max(memory.need_bytes) <= memory.free_bytes:
             return None
         return cls(
             layout=choice.layout,

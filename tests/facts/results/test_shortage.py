@@ -52,6 +52,12 @@ def test_what_was_not_predicted_to_fit_teaches_nothing() -> None:
     assert Shortage.of(choice(PP), cause="", noticed_at=AT) is None
 
 
+def test_a_plan_that_was_to_need_little_was_not_to_blame() -> None:
+    """Something else took the memory, or a limit was set."""
+    assert Shortage.of(needing(PP, 499), cause="", noticed_at=AT) is None
+    assert Shortage.of(needing(PP, 500), cause="", noticed_at=AT) is not None
+
+
 def test_predictions_are_taken_to_be_too_low() -> None:
     """600 of 1000 were not enough: of 1000 free bytes 92 % of 600 are to be had, and of 2000 twice that."""
     margin = shortage().margin(0.08)

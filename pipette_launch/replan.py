@@ -80,9 +80,11 @@ class UseTemplate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measure:
-    """There is no plan for these hosts yet."""
+    """There is no plan for these hosts yet, or none that still holds."""
 
     reason: str
+    anew: bool = False
+    """What was measured before holds no more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +129,7 @@ def decide(
         return GiveUp(reason="; ".join(filter(None, [lost_words(gone), f"{left}, and --nnodes wants {least_nodes}"])))
     slowed = next((record.slowed for record in records if record.slowed), "")
     if held.phase != "train" or (slowed and all(host in held.standby_hosts for host, _ in gone)):
-        return Measure(reason=lost_words(gone) or slowed)
+        return Measure(reason=lost_words(gone) or slowed, anew=bool(slowed))
     proven = held.proven or any(
         record.verdict == "after-first-iteration" for record in records if record.attempt == held.attempt
     )

@@ -420,7 +420,7 @@ def test_a_slowdown_measures_all_machines_again() -> None:
     held = decision("a", "b")
     slowed = [record("a", attempt=0, slowed="steps take 1.5 times as long"), record("b", attempt=0)]
 
-    assert Measure(reason="steps take 1.5 times as long") == decide(slowed, ["a", "b"], held)
+    assert Measure(reason="steps take 1.5 times as long", anew=True) == decide(slowed, ["a", "b"], held)
     lost = decide(slowed[:1], ["a"], held, lost={"b": "silent for 8 s"})
     assert isinstance(lost, Measure)
     assert "b is lost (silent for 8 s)" in lost.reason

@@ -12,7 +12,6 @@ from pipette_launch.errors import PipetteError, ProbeError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.facts.some_hosts import without_hosts
-from pipette_launch.launch.cache.plan_files import named_plan
 from pipette_launch.launch.cache.plans import CLUSTER
 from pipette_launch.launch.decisions import DecisionWriter
 from pipette_launch.launch.health_policy import Ruling, apart, measured, rule, small_holders, with_spares
@@ -73,6 +72,7 @@ class Coordinator:
         self._batch: int | None = None
         """The global batch size of the training so far, which no other number of ranks may change."""
         self._told_before_warmup: tuple[str, ...] = ()
+        self._measures_anew = False
         # The agent puts a plan's variables into its own environment; these are the user's.
         environ = dict(os.environ)
         self._script = Script(options, environ)
@@ -130,6 +130,7 @@ class Coordinator:
         self._script.device_name = next((record.host.devices[0].name for record in records if record.host), "")
         if held is not None:
             self._planner.recall(held, records, global_batch_size=self._batch)
+        self._measures_anew = isinstance(step, replan.Measure) and step.anew
         if held is None or isinstance(step, replan.Measure):
             return self._first(bare, records, step.reason)
         if isinstance(step, replan.UseTemplate):
@@ -200,10 +201,10 @@ class Coordinator:
         if options.probe_to is not None:
             return self._measure(bare, planner.read_keyed(hosts), hosts)
         job = planner.read_with_spares(hosts, options.spares, global_batch_size=self._batch)
-        known = planner.cache.measurements()
+        known = None if self._measures_anew else planner.cache.measurements()
         ruling = self._rule(measured(known.verdicts) if known else (), hosts)
         ruling = self._with_spares(ruling, known.verdicts if known else self._told_by_drivers, hosts)
-        if not (ruling.stops or ruling.on_standby):
+        if not (ruling.stops or ruling.on_standby or self._measures_anew):
             cached, told = planner.from_cache(job, hosts)
             bare = replace(bare, reason=joined(bare.reason, told))
             if cached is not None:
@@ -212,7 +213,8 @@ class Coordinator:
                 return self._writer.train(bare, job, replace(cached, other_hosts=()), attempt=0, reason=reason)
         elif known and ruling.on_standby and (remembered := self._remembered(bare, hosts, ruling, known)) is not None:
             return remembered
-        if not self._writer.is_start and (surveyed := planner.surveyed_of(bare.hosts)) is not None:
+        surveyed = None if self._measures_anew or self._writer.is_start else planner.surveyed_of(bare.hosts)
+        if surveyed is not None:
             told = "nothing is measured anew: the plan rests on what was measured of these nodes before"
             return self._plan(replace(bare, reason=joined(bare.reason, told)), hosts, job, surveyed)
         num_spares = len(ruling.spares)
@@ -236,7 +238,8 @@ class Coordinator:
 
         told = [one for host in hosts for one in self._conditions.get(host.name, ())]
         # Whoever asks for a measurement gets one of everything.
-        before = self._planner.machine_measurements(hosts).path if self._options.probe_to is None else None
+        is_whole = self._measures_anew or self._options.probe_to is not None
+        before = None if is_whole else self._planner.machine_measurements(hosts).path
         orders = probe_options(
             job,
             hosts,
@@ -271,7 +274,7 @@ class Coordinator:
             [host.name for host in hosts],
             count=self._options.spares,
             least_nodes=self._least_nodes,
-            why_not=lambda names: self._why_not(tuple(host for host in hosts if host.name in names)),
+            why_not=lambda names: self._planner.why_not(tuple(host for host in hosts if host.name in names)),
         )
 
     def _rule(self, verdicts: Sequence[Verdict], hosts: tuple[Host, ...]) -> Ruling:
@@ -282,18 +285,8 @@ class Coordinator:
             policy=self._options.on_sick,
             least_nodes=self._least_nodes,
             is_static=self._is_static,
-            why_not=lambda names: self._why_not(tuple(host for host in hosts if host.name in names)),
+            why_not=lambda names: self._planner.why_not(tuple(host for host in hosts if host.name in names)),
         )
-
-    def _why_not(self, hosts: tuple[Host, ...]) -> str:
-        """Say why the job cannot run on these hosts; empty where it can."""
-        try:
-            if self._options.plan is not None:
-                named_plan(self._options.plan, hosts)
-            self._script.read(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind)
-        except PipetteError as error:
-            return str(error)
-        return ""
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
         """Turn what the warm-up measured into a plan."""

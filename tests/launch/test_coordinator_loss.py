@@ -149,6 +149,21 @@ def test_a_checkpoint_that_a_template_cannot_load_outweighs_it(tmp_path: Path) -
     assert "node1 is lost (its agent is gone); the plan made for this cannot be used" in after.reason
 
 
+def test_after_a_slowdown_everything_is_measured_again(tmp_path: Path) -> None:
+    """Neither the cached plan nor what was measured before counts; a node that has become slow is left out."""
+    one = beginning(tmp_path, on_sick="exclude", watch="restart")
+    held = trained(one, 3)
+    again = one.decide(some(0, 1, 2, verdict="after-first-iteration", slowed="steps take 2 times as long"), held)
+    orders = files.loads(ProbeOptions, again.probe_options, "orders")
+    cluster = replace(tiny_cluster(3), hosts=orders.hosts)
+    files.write(Path(orders.output), replace(tiny_measurements(cluster, orders.cases), verdicts=(SLOW,)))
+    after = one.after_warmup(again, "")
+
+    assert ("warmup", 3, "") == (again.phase, len(again.hosts), orders.known)
+    assert again.reason.startswith("steps take 2 times as long")
+    assert ("train", ("node1", "node2"), ("node0",)) == (after.phase, after.hosts, after.standby_hosts)
+
+
 def test_restarts_run_out(tmp_path: Path) -> None:
     """Each failure of a job that has trained takes one; then it ends with that sentence."""
     one = beginning(tmp_path)

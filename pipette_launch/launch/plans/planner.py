@@ -106,6 +106,16 @@ class Planner:
         training = self.read_job((len(hosts) - num_spares) * size, kind)
         return self.read_keyed(hosts, global_batch_size=training.batch.global_batch_size)
 
+    def why_not(self, hosts: Sequence[Host]) -> str:
+        """Say why the job cannot run on these hosts; empty where it can."""
+        try:
+            if self._options.plan is not None:
+                named_plan(self._options.plan, hosts)
+            self._script.read(len(hosts) * len(hosts[0].devices), hosts[0].devices[0].kind)
+        except PipetteError as error:
+            return str(error)
+        return ""
+
     # -- its plan -------------------------------------------------------------------------------------------------
 
     def machine_measurements(self, hosts: Sequence[Host]) -> MachineMeasurements:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +18,13 @@ from pipette_launch.agent.sync import rendezvous
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, MutableMapping
 
     from pipette_launch.agent.controller import Controller
     from pipette_launch.agent.sync.rendezvous import RendezvousSettings
+
+MONITOR = "FT_RANK_MONITOR_IPC_SOCKET"
+"""Where a worker of NVIDIA's ft_launcher reaches the process that watches it, which serves one worker at a time."""
 
 
 def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller]) -> None:
@@ -28,6 +33,7 @@ def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller]) ->
     Everything that torchrun does between its parser and its agent (and after it: error files, the rendezvous' end,
     exit codes) is torch's own code, of whatever version is installed.
     """
+    drop_shared_monitor(os.environ, num_workers=torchrun.determine_local_world_size(args.nproc_per_node))
     place = rendezvous.settle(args)
     controller = conduct(place)
     agents: list[PipetteAgent] = []
@@ -42,6 +48,18 @@ def run(args: Namespace, conduct: Callable[[RendezvousSettings], Controller]) ->
         _agent_class(make_agent),
     ):
         torchrun.run(args)  # type: ignore[no-untyped-call]
+
+
+def drop_shared_monitor(environ: MutableMapping[str, str], *, num_workers: int) -> None:
+    """Keep several workers off the one rank monitor of an ft_launcher that runs us as its worker.
+
+    All but the first would wait three minutes for it and fail; without the variable they fail at once, with a sentence.
+    """
+    if num_workers > 1 and environ.pop(MONITOR, None) is not None:
+        sys.stderr.write(
+            f"pipette-launch: {MONITOR} is not passed on: it names the rank monitor that ft_launcher gave this "
+            f"launcher, and cannot watch {num_workers} workers\n"
+        )
 
 
 def _running(agent: PipetteAgent) -> set[int]:

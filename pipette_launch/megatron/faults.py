@@ -9,6 +9,7 @@ from itertools import takewhile
 from pipette_launch.facts.messages.failure import Failure, FailureKind
 
 OUT_OF_MEMORY = "out of memory"
+RANK_MONITORS = "a rank monitor beside each rank, which ft_launcher starts, and pipette-launch and torchrun do not"
 KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
     (
         "out-of-memory",
@@ -60,6 +61,16 @@ KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
         "other",
         r"not divisible by micro batch|contiguous micro-batches in a|dependency bubbles|without also enabling sequence",
         "Megatron refuses this configuration: the plan is illegal, which is a defect of the planner",
+    ),
+    (
+        "missing",
+        r"FT_RANK_MONITOR_IPC_SOCKET env var",
+        f"--enable-ft-package needs {RANK_MONITORS} (docs/reliability.md)",
+    ),
+    (
+        "missing",
+        r"checkpointing save dir must be set to enable fault tolerance",
+        "--enable-ft-package needs --save, where it keeps its time-outs",
     ),
     ("other", r"torch distributed is already initialized", "torch.distributed was initialised before Megatron"),
     (

@@ -23,6 +23,8 @@ WRITERS = (
     *("profile", "use_pytorch_profiler", r"pytorch_profiler_\w+", "record_shapes", "record_memory_history"),
     *("config_logger_dir", "dump_param_to_param_group_map", "flight_recorder_dump_path", r"logits_save_\w+"),
     *(r"moe_routing_trace_\w+", "rl_profile", "rl_profile_dir"),
+    # Writes to the folder of --save, asks for one, and connects to a monitor that kills ranks.
+    "enable_ft_package",
 )
 """Where Megatron stores the flags that make a script leave something behind, as regular expressions."""
 ENDS = ("adlr_autoresume", "exit_duration_in_mins", "exit_interval", r"exit_signal\w*")
@@ -33,7 +35,6 @@ TAKEN_OUT = re.compile("|".join((*WRITERS, *ENDS, *GROWING)))
 REFUSED: tuple[tuple[str, str], ...] = (
     ("ckpt_convert_format", "the script converts a checkpoint and trains nothing"),
     ("moe_use_upcycling", "the script first writes an upcycled checkpoint"),
-    ("enable_ft_package", "a watcher of its own would take the end of a trial for a failure"),
 )
 WARM_UPS = 2
 """The first iterations carry compilation, lazy communicators, cold caches and the optimizer's first states."""

@@ -45,6 +45,28 @@ def test_what_is_missing_is_missing_under_every_plan(cause: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "FT_RANK_MONITOR_IPC_SOCKET env variable should be set in a process that is running RankMonitorClient",
+            "--enable-ft-package needs a rank monitor beside each rank",
+        ),
+        (
+            "ValueError: checkpointing save dir must be set to enable fault tolerance",
+            "--enable-ft-package needs --save",
+        ),
+    ],
+)
+def test_what_the_fault_tolerance_package_lacks(text: str, expected: str) -> None:
+    """No plan brings a monitor or a folder, and the sentence says who would."""
+    failure = explain_failure(text)
+
+    assert failure is not None
+    assert failure.cause.startswith(expected)
+    assert "what is missing is missing under every plan" == why(failure)
+
+
+@pytest.mark.parametrize(
     "cause",
     [
         "FileNotFoundError: [Errno 2] No such file or directory: '/c/iter_0000010/mp_rank_02/model_optim_rng.pt'",

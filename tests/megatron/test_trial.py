@@ -63,6 +63,7 @@ def test_what_writes_goes_and_the_rest_stays() -> None:
     gone = (
         "--save /ckpt --save-interval 2 --tensorboard-dir /tb --wandb-project w --wandb-exp-name e --log-progress "
         "--profile --use-pytorch-profiler --exit-interval 3 --exit-duration-in-mins 5 --async-save "
+        "--enable-ft-package --calc-ft-timeouts "
         "--exit-signal-handler --non-persistent-save-interval 1 --rampup-batch-size 8 8 100"
     ).split()
 
@@ -99,7 +100,6 @@ def test_graphs_are_captured_before_it_counts() -> None:
         ("--my-dump-folder out", "--my-dump-folder: no flag of Megatron 0.16.1"),
         ("--ckpt-convert-format torch", "--ckpt-convert-format torch: the script converts a checkpoint"),
         ("--moe-use-upcycling", "--moe-use-upcycling: the script first writes"),
-        ("--enable-ft-package", "--enable-ft-package: a watcher of its own"),
     ],
 )
 def test_what_cannot_be_cut_safely_is_refused(more: str, expected: str) -> None:

@@ -94,14 +94,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     with _uncollected(), _quiet():
         from torch.distributed.elastic.multiprocessing.errors import record
 
+    from pipette_launch.agent.leaving import end_at_once
     from pipette_launch.launch.slurm.tasks import Siblings
 
     logging.captureWarnings(capture=False)
     escape_log_lines()
     words = list(sys.argv[1:] if argv is None else argv)
     siblings = Siblings()
-    with siblings.told():
-        _end_as_torchrun(lambda: record(_launch)(words, siblings))
+    try:
+        with siblings.told():
+            _end_as_torchrun(lambda: record(_launch)(words, siblings))
+    finally:
+        if argv is None:
+            end_at_once()
 
 
 def _end_as_torchrun(job: Callable[[], None]) -> None:

@@ -76,7 +76,7 @@ SUB_FLOORS = {
         {"templates"},
     ],
     "agent": [
-        {"controller", "device_binding", "failures", "orphans", "scontrol", "streams", "sudden_deaths"},
+        {"controller", "device_binding", "failures", "leaving", "orphans", "scontrol", "streams", "sudden_deaths"},
         {"failure_attribution", "logs", "signals", "sync"},
         {"worker_health"},
         {"phases"},

@@ -42,6 +42,13 @@ KNOWN_FAILURES: tuple[tuple[FailureKind, str, str], ...] = (
         r"Memory cgroup out of memory|oom-kill|oom_kill|Out of memory: Killed process|OOM Killed",
         f"{OUT_OF_MEMORY}: the kernel or the batch system killed a process",
     ),
+    ("other", r"No space left on device", "no space is left on the disk that it writes to"),
+    # torch's writer of checkpoints does not say why.
+    (
+        "other",
+        r"inline_container\.cc[^\n]*(?:unexpected pos|write failed)",
+        "a checkpoint could not be written; its disk may be full",
+    ),
     (
         "other",
         r"\(TP, PP\) mismatch after resume",

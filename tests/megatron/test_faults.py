@@ -135,6 +135,11 @@ def test_words_of_the_users_are_refused_under_every_plan(text: str, flags: list[
         ("[rank1]: RuntimeError: could not create a primitive", "out of memory: a kernel of oneDNN"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.", "out of memory: the kernel"),
         ("Memory cgroup out of memory: Killed process 12 (python)", "out of memory: the kernel"),
+        ("OSError: [Errno 28] No space left on device", "no space is left on the disk"),
+        (
+            "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0",
+            "a checkpoint could not be written; its disk may be full",
+        ),
         (
             "(TP, PP) mismatch after resume ((2, 2) vs (4, 1) from checkpoint): not supported for DistributedOptimizer",
             "the plan does not fit the checkpoint: its optimizer state cannot change TP or PP",

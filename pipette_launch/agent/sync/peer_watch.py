@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore
 
+from pipette_launch.agent.leaving import STORE_THREAD
 from pipette_launch.agent.sync.store import within
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class PeerWatch:
         self.lost = ""
         """Why the agent is believed lost; empty while it is not."""
         self._is_over = threading.Event()
-        threading.Thread(target=self._watch, name="pipette-peer-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"{STORE_THREAD}-watch", daemon=True).start()
 
     def stop(self) -> None:
         """Watch no longer."""

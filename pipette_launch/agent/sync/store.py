@@ -9,6 +9,7 @@ import time
 import zlib
 from typing import TYPE_CHECKING, TypeVar
 
+from pipette_launch.agent.leaving import STORE_THREAD
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 
@@ -61,7 +62,7 @@ def within(seconds: float, do: Callable[[], Answer]) -> Answer:
         except Exception as error:  # noqa: BLE001, it is raised again where the answer is awaited
             errors.append(error)
 
-    thread = threading.Thread(target=call, daemon=True)
+    thread = threading.Thread(target=call, name=f"{STORE_THREAD}-call", daemon=True)
     thread.start()
     thread.join(seconds)
     if errors:

@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.faults.cases import FAULTS, PHASES, Case, cases
+from benchmarks.faults.job import ROOT
 from benchmarks.faults.run import Result, run
 from benchmarks.faults.table import table
 
@@ -55,8 +57,10 @@ def _soak(args: argparse.Namespace) -> int:
     draw = random.Random(args.seed)
     dealt = [(number, *one) for number, one in zip(range(args.runs), _deal(args, draw), strict=False)]
     done = {line["number"] for line in _read(args.record)} if args.record.exists() else set()
+    told = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(told, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     conditions = (
-        f"Python {platform.python_version()}, torch {version('torch')}, gloo, {os.cpu_count()} cores, "
+        f"commit {commit}, Python {platform.python_version()}, torch {version('torch')}, gloo, {os.cpu_count()} cores, "
         f"{args.lanes} jobs at a time"
     )
     are_well = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ import psutil
 from benchmarks.faults.cases import PHASES, TRAIN_ITERS, Case, ends_of, inject, iterations_after
 from benchmarks.faults.job import SAVED, Job, await_so, small_disk
 from benchmarks.netlab import Lab, topology
-from pipette_launch.launch.cache.shortages import FOLDER as SHORTAGES
 
 STARTS_S, ENDS_S = 150.0, 180.0
 LEAVES_S = 20.0
@@ -50,8 +48,6 @@ class Result:
 
 def run(case: Case, *, cache: Path, share: float = 0.5, keep: Path | None = None) -> Result:
     """Train on four hosts of which three must be there, and inject a fault."""
-    # Memory that was refused on purpose is no plan's fault.
-    shutil.rmtree(cache / SHORTAGES, ignore_errors=True)
     with Lab(topology.uniform(4, rate_mbit=400)) as lab, small_disk() as disk:
         job = Job(lab, disk)
         flags = [

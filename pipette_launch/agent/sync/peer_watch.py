@@ -7,6 +7,7 @@ stopped process leave the question without an answer. torch answers in a thread 
 
 from __future__ import annotations
 
+import errno
 import select
 import socket
 import threading
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 SILENT_S = 8.0
 """After how long without an answer an agent counts as lost."""
 PAUSE_S = 1.0
+NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 GONE = "its agent is gone"
 SILENT = f"silent for {SILENT_S:.0f} s"
 
@@ -83,6 +85,7 @@ def why_unreachable(peer: Member, *, timeout_s: float) -> str:
         socket.create_connection((peer.address, peer.port), timeout=timeout_s).close()
     except ConnectionRefusedError:
         return GONE
-    except OSError:
-        return SILENT
+    except OSError as error:
+        # This process may have too many open files, which says nothing of the other one.
+        return SILENT if isinstance(error, TimeoutError) or error.errno in NO_WAY else ""
     return ""

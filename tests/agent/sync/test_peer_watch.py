@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from pipette_launch.agent.sync import peer_watch
-from pipette_launch.agent.sync.peer_watch import GONE, PeerWatch, why_unreachable
+from pipette_launch.agent.sync.peer_watch import GONE, SILENT, PeerWatch, why_unreachable
 from pipette_launch.facts.messages.membership import Member
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(60)]
@@ -90,3 +92,26 @@ def test_a_watch_that_is_over_says_nothing() -> None:
         process.kill()
 
         assert "" == lost(watch, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConnectionRefusedError(), GONE),
+        (TimeoutError(), SILENT),
+        (OSError(errno.EHOSTUNREACH, "no route"), SILENT),
+        (OSError(errno.EMFILE, "too many open files"), ""),
+    ],
+)
+def test_a_fault_of_this_process_is_nobody_elses(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, expected: str
+) -> None:
+    """Only what the way or the other kernel says counts."""
+
+    def fail(*_args: object, **_more: object) -> socket.socket:
+        raise error
+
+    monkeypatch.setattr(peer_watch.socket, "create_connection", fail)
+    peer = Member(token="t", address="127.0.0.1", port=1, node_rank=-1)  # noqa: S106, it is a name
+
+    assert expected == why_unreachable(peer, timeout_s=1.0)

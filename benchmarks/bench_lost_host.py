@@ -4,6 +4,7 @@
 torch.distributed.run]` trains the example's GPT on four laboratory hosts with `--nnodes 3:4 --max-restarts 3` and a
 checkpoint every five steps. In the middle of it one host is lost: its processes are killed, and its kernel says so,
 or it falls silent as when its power fails. Timed is what passes until three hosts print their first new iteration.
+Beside it three hosts train under the plan that is found for them from scratch: the step after a loss is to be as long.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmarks.faults.job import Job, await_so, small_disk
 from benchmarks.netlab import Lab, topology
 
 TRAINS_S, GIVES_UP_S = 180.0, 240.0
-STEPS_BEFORE, STEPS_AFTER = 12, 10
+STEPS_BEFORE, STEPS_AFTER = 12, 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,23 @@ def lose(launcher: str, host: str, how: str, *, extra: list[str], keep: Path | N
         last=last,
         first=after[0][1] if after else 0,
         told_s=told[0][0].at_s - lost_s if told else None,
-        step_s=statistics.median(later - sooner for (sooner, _), (later, _) in itertools.pairwise(after))
-        if len(after) > 1
-        else 0.0,
+        step_s=_step_s(after),
     )
+
+
+def from_scratch(extra: list[str]) -> float:
+    """Train on three hosts without any knowledge, and return the median step time."""
+    with Lab(topology.uniform(3, rate_mbit=400)) as lab, small_disk() as disk:
+        job = Job(lab, disk)
+        job.start("pipette_launch", ["--pipette-cache=off", *extra], ["--train-iters", 4000])
+        await_so(lambda: len(job.iterations()) > STEPS_BEFORE + STEPS_AFTER, TRAINS_S)
+        return _step_s(job.iterations()[STEPS_BEFORE:])
+
+
+def _step_s(seen: list[tuple[float, int]]) -> float:
+    """Return the median time between iterations; 0 where there are not two."""
+    times = [later - sooner for (sooner, _), (later, _) in itertools.pairwise(seen)]
+    return statistics.median(times) if times else 0.0
 
 
 def main() -> None:
@@ -87,6 +101,8 @@ def main() -> None:
     print(f"python {platform.python_version()}, torch {version('torch')}, {os.cpu_count()} cores, gloo")
     print(f"4 hosts, 400 Mbit/s; one of --nnodes 3:4 is lost: {args.host}; a checkpoint every 5 steps")
     for _ in range(args.rounds):
+        if "pipette_launch" in args.launchers:
+            print(f"three hosts from scratch: {1e3 * from_scratch(args.flag):.0f} ms a step", flush=True)
         for how in args.how:
             for launcher in args.launchers:
                 loss = lose(launcher, args.host, how, extra=args.flag, keep=args.log)

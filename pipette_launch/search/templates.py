@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,8 @@ from pipette_launch.search.placement.slots import IsLate, faster
 from pipette_launch.search.search_loop import placement_problem
 from pipette_launch.search.solve import SolveOptions, solve
 
-MOST_S, LEAST_S = 5.0, 1.0
-"""Bounds of the time for all templates together; between them it is as long as the search for the plan took."""
+MOST_S = 5.0
+"""Bound of the time for all templates together; most searches end earlier by themselves."""
 CLOSE = 0.05
 """A plan that keeps TP and PP, or that has all its templates, may take this part of the step longer than the best."""
 
@@ -35,6 +36,8 @@ class TemplateNeeds:
     """How many."""
     least_hosts: int
     """How few may train, MIN of --nnodes."""
+    global_batch_size: int
+    """Samples of a step, however many hosts train."""
     job_of: Callable[[int], Job]
     """Reads the job for so many hosts, with the same global batch size; raises PipetteError where it cannot run."""
     continuation_of: Callable[[Layout], Continuation]
@@ -86,7 +89,7 @@ def with_templates(
         short = (f"{told} {len(sizes)}; after more losses the job waits until others have joined.",)
     if not sizes:
         return replace(plan, notes=(*plan.notes, *short))
-    deadline_s = clock() + min(max(plan.solve_s, LEAST_S), MOST_S)
+    deadline_s = clock() + MOST_S
     maker = _Maker(plan, measurements, needs, options, clock, deadline_s, corrections)
     best = first = maker.covered(plan.chosen)
     if first.gaps and len(needs.continuation_of(plan.chosen.layout).kept) > 1:
@@ -154,37 +157,68 @@ class _Maker:
     def covered(self, choice: Choice) -> _Covered:
         """Make the templates that can go on from one layout's checkpoints."""
         num_hosts, sizes = len(self._plan.hosts), self._needs.sizes(len(self._plan.hosts))
+        tried: dict[int, Plan | str] = {}
         made: dict[int, Plan] = {}
-        failed: dict[int, str] = {}
         gaps = []
         for size in sizes:
-            smaller = size
-            while smaller >= self._needs.least_hosts and smaller not in made:
-                if smaller not in failed:
-                    found = self._template(smaller, choice.layout, shared_by=len(sizes) - len(made))
-                    if isinstance(found, Plan):
-                        made[smaller] = found
-                        break
-                    failed[smaller] = found
-                smaller -= 1
+            if not made or size < min(made):
+                quickest = self._quickest(size, choice, tried)
+                if quickest is not None:
+                    made[len(quickest.hosts)] = quickest
+            smaller = max((one for one in made if one <= size), default=0)
             if smaller != size:
                 does = (
                     f"{smaller} train and {size - smaller} {'stands' if size - smaller == 1 else 'stand'} by"
-                    if smaller in made
+                    if smaller
                     else "the job waits until others have joined"
                 )
                 left = f"{num_hosts - size} of {num_hosts} hosts {'is' if num_hosts - size == 1 else 'are'} lost"
-                gaps.append(f"There is no plan for {size} {_hosts(size)} ({failed[size]}): when {left}, {does}.")
+                found = tried.get(size)
+                why = found if isinstance(found, str) else "fewer are quicker"
+                gaps.append(f"There is no plan for {size} {_hosts(size)} ({why}): when {left}, {does}.")
         return _Covered(choice=choice, templates=tuple(made.values()), gaps=tuple(gaps))
 
-    def _template(self, size: int, before: Layout, *, shared_by: int) -> Plan | str:
-        """Return the plan for so many hosts, or why there is none.
+    def _quickest(self, most: int, choice: Choice, tried: dict[int, Plan | str]) -> Plan | None:
+        """Find the plan with the shortest step for so many hosts or fewer; None where there is none.
+
+        A number of hosts that shares few factors with the batch needs deep pipelines, or has no layout at all, and
+        fewer hosts may be quicker. Those that allow for the most replicas are tried first, while there is time; what is
+        found for which number of them is added to `tried`.
+        """
+        found = self._tried(most, choice, tried)
+        best = found if isinstance(found, Plan) else None
+        smaller = range(most - 1, self._needs.least_hosts - 1, -1)
+        for size in sorted(smaller, key=lambda one: (self._least_spread(one), -one)):
+            is_late = size not in tried and self._clock() >= self._deadline_s
+            if best and (is_late or not self._may_be_quicker(size, choice, best)):
+                continue
+            found = self._tried(size, choice, tried)
+            if isinstance(found, Plan) and (best is None or found.chosen.step_time_s < best.chosen.step_time_s):
+                best = found
+        return best
+
+    def _tried(self, size: int, choice: Choice, tried: dict[int, Plan | str]) -> Plan | str:
+        if size not in tried:
+            tried[size] = self._template(size, choice.layout)
+        return tried[size]
+
+    def _least_spread(self, size: int) -> int:
+        """Over how many devices each replica is spread at least, so that equal replicas share the batch equally."""
+        world_size = size * self._plan.devices_per_host
+        return world_size // math.gcd(world_size, self._needs.global_batch_size)
+
+    def _may_be_quicker(self, size: int, choice: Choice, best: Plan) -> bool:
+        """Whether so few hosts are quicker than a plan if each does as much a second as in the plan for all hosts."""
+        return size * best.chosen.step_time_s > len(self._plan.hosts) * choice.step_time_s
+
+    def _template(self, size: int, before: Layout) -> Plan | str:
+        """Return the plan for so many hosts, or why there is none; it takes half of the time that is left.
 
         The last hosts are left out. Which ones will be lost nobody knows; those that are there then take the places of
         those that are not.
         """
         kept = self._needs.continuation_of(before)
-        ends_s = self._clock() + max(self._deadline_s - self._clock(), 0.0) / max(shared_by, 1)
+        ends_s = self._clock() + max(self._deadline_s - self._clock(), 0.0) / 2
         try:
             job = self._needs.job_of(size)
             # The smaller of the two searches first: the other gets the time that it leaves.

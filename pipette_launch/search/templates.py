@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
@@ -16,6 +15,7 @@ from pipette_launch.facts.some_hosts import without_hosts
 from pipette_launch.megatron import Continuation
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
+from pipette_launch.search.fewer_hosts import keeping, rough_step
 from pipette_launch.search.layouts.enumerate import compute_cases, cuts
 from pipette_launch.search.placement.search import begin, improve
 from pipette_launch.search.placement.slots import IsLate, faster
@@ -38,6 +38,7 @@ class TemplateNeeds:
     """How few may train, MIN of --nnodes."""
     global_batch_size: int
     """Samples of a step, however many hosts train."""
+    num_layers: int
     job_of: Callable[[int], Job]
     """Reads the job for so many hosts, with the same global batch size; raises PipetteError where it cannot run."""
     continuation_of: Callable[[Layout], Continuation]
@@ -173,8 +174,8 @@ class _Maker:
                     else "the job waits until others have joined"
                 )
                 left = f"{num_hosts - size} of {num_hosts} hosts {'is' if num_hosts - size == 1 else 'are'} lost"
-                found = tried.get(size)
-                why = found if isinstance(found, str) else "fewer are quicker"
+                found = tried[size] if size in tried else self._fault(size, choice.layout)
+                why = found if isinstance(found, str) and found else "fewer are quicker"
                 gaps.append(f"There is no plan for {size} {_hosts(size)} ({why}): when {left}, {does}.")
         return _Covered(choice=choice, templates=tuple(made.values()), gaps=tuple(gaps))
 
@@ -182,13 +183,11 @@ class _Maker:
         """Find the plan with the shortest step for so many hosts or fewer; None where there is none.
 
         A number of hosts that shares few factors with the batch needs deep pipelines, or has no layout at all, and
-        fewer hosts may be quicker. Those that allow for the most replicas are tried first, while there is time; what is
-        found for which number of them is added to `tried`.
+        fewer hosts may be quicker. They are tried in the order of a rough estimate, while there is time; what is found
+        for which number of them is added to `tried`.
         """
-        found = self._tried(most, choice, tried)
-        best = found if isinstance(found, Plan) else None
-        smaller = range(most - 1, self._needs.least_hosts - 1, -1)
-        for size in sorted(smaller, key=lambda one: (self._least_spread(one), -one)):
+        best: Plan | None = None
+        for size in sorted(range(self._needs.least_hosts, most + 1), key=lambda one: (self._rough_step(one), -one)):
             is_late = size not in tried and self._clock() >= self._deadline_s
             if best and (is_late or not self._may_be_quicker(size, choice, best)):
                 continue
@@ -202,10 +201,11 @@ class _Maker:
             tried[size] = self._template(size, choice.layout)
         return tried[size]
 
-    def _least_spread(self, size: int) -> int:
-        """Over how many devices each replica is spread at least, so that equal replicas share the batch equally."""
-        world_size = size * self._plan.devices_per_host
-        return world_size // math.gcd(world_size, self._needs.global_batch_size)
+    def _rough_step(self, size: int) -> float:
+        needs, layout, devices = self._needs, self._plan.chosen.layout, self._plan.devices_per_host
+        least = min(layout.tp * layout.pp * layout.cp, size * devices)
+        shape = {"devices_per_host": devices, "samples": needs.global_batch_size, "layers": needs.num_layers}
+        return rough_step(size * devices, least_devices=least, **shape)
 
     def _may_be_quicker(self, size: int, choice: Choice, best: Plan) -> bool:
         """Whether so few hosts are quicker than a plan if each does as much a second as in the plan for all hosts."""
@@ -223,21 +223,32 @@ class _Maker:
             job = self._needs.job_of(size)
             # The smaller of the two searches first: the other gets the time that it leaves.
             same = self._with_same_sizes(size, job, before, kept, ends_s)
-            found = self._solved(size, _keeping(job, before, kept.kept), ends_s - self._clock())
+            found = self._solved(size, keeping(job, before, kept.kept), ends_s - self._clock())
         except PipetteError as error:
-            return str(error).partition(". ")[0].rstrip(".")
+            return _reason(error)
         if same and same.chosen.step_time_s <= _most_s(before, found.chosen):
             found = replace(same, own=found.own, own_fault=found.own_fault, keeps_own=False)
         if not kept.can_load(before, found.chosen.layout):
             return "its gradient buckets would differ from those of the checkpoint"
         return found
 
+    def _fault(self, size: int, before: Layout) -> str:
+        """Say why so many hosts have no legal layout, as far as there is time to look; empty where they have one."""
+        if self._clock() >= self._deadline_s:
+            return ""
+        try:
+            job = keeping(self._needs.job_of(size), before, self._needs.continuation_of(before).kept)
+            with_cases_of(job, without_hosts(self._measurements, self._plan.hosts[size:]))
+        except PipetteError as error:
+            return _reason(error)
+        return ""
+
     def _with_same_sizes(self, size: int, job: Job, before: Layout, kept: Continuation, ends_s: float) -> Plan | None:
         """Return the best plan that keeps TP and PP, whose checkpoints load faster; None where all do, or none can."""
         if {"tp", "pp"} <= set(kept.kept):
             return None
         try:
-            return self._solved(size, _keeping(job, before, (*kept.kept, "tp", "pp")), (ends_s - self._clock()) / 2)
+            return self._solved(size, keeping(job, before, (*kept.kept, "tp", "pp")), (ends_s - self._clock()) / 2)
         except PipetteError:
             return None
 
@@ -258,33 +269,6 @@ def _most_s(before: Layout, best: Choice) -> float:
     """How long the step of a plan that keeps TP and PP may be, beside the best one, to be taken."""
     keeps = (best.layout.tp, best.layout.pp) == (before.tp, before.pp)
     return best.step_time_s if keeps else (1 + CLOSE) * best.step_time_s
-
-
-def _keeping(job: Job, before: Layout, names: Sequence[str]) -> Job:
-    """Pin some fields of a layout at the values that they had; raises LayoutError where these ranks cannot have them.
-
-    What else the user's own layout says stays, as far as it goes with them.
-    """
-    if not names:
-        return job
-    values = {name: getattr(before, name) for name in names}
-    if {"tp", "pp"} <= values.keys():
-        # Chunks and experts that suit other sizes need not suit these.
-        fields = ("vpp", "layers_per_chunk", "microbatch_group_size", "ep", "etp", "sequence_parallel")
-        values = {name: getattr(before, name) for name in fields} | values
-    world_size = job.own.world_size
-    model_size = 1
-    for name in ("tp", "pp", "cp"):
-        model_size *= values.get(name, getattr(job.own, name))
-    if world_size % model_size:
-        raise LayoutError(
-            f"tp{before.tp} pp{before.pp} cp{values.get('cp', job.own.cp)} do not divide {world_size} ranks"
-        )
-    dp = world_size // model_size
-    if values.get("dp", dp) != dp:
-        raise LayoutError(f"dp{values['dp']} has to stay, and {world_size} ranks make dp{dp}")
-    own = replace(job.own, **{**values, "dp": dp})
-    return replace(job, own=own, pinned=tuple(sorted({*job.pinned, *names})))
 
 
 def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
@@ -337,6 +321,10 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         peaks=inputs.predictor.peaks(layout),
         bound=(problem.bound_s, ""),
     )
+
+
+def _reason(error: PipetteError) -> str:
+    return str(error).partition(". ")[0].rstrip(".")
 
 
 def _hosts(count: int) -> str:

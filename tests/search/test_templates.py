@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements
+from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from search.worlds import planned, still
 
 from pipette_launch.errors import MegatronError, PipetteError
@@ -49,6 +49,7 @@ def templated(
         tolerate=tolerate,
         least_hosts=least,
         global_batch_size=batch,
+        num_layers=tiny_model().num_layers,
         job_of=read or job_of(batch),
         continuation_of=lambda _layout: continuation,
     )

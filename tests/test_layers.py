@@ -73,6 +73,7 @@ SUB_FLOORS = {
         {"explanations", "search_loop"},
         {"schedule_choice"},
         {"solve"},
+        {"fewer_hosts"},
         {"templates"},
     ],
     "agent": [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
@@ -15,14 +15,15 @@ from pipette_launch.facts.some_hosts import without_hosts
 from pipette_launch.megatron import Continuation
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
+from pipette_launch.search.fewer_hosts import keeping, rough_step
 from pipette_launch.search.layouts.enumerate import compute_cases, cuts
 from pipette_launch.search.placement.search import begin, improve
 from pipette_launch.search.placement.slots import IsLate, faster
 from pipette_launch.search.search_loop import placement_problem
 from pipette_launch.search.solve import SolveOptions, solve
 
-MOST_S, LEAST_S = 5.0, 1.0
-"""Bounds of the time for all templates together; between them it is as long as the search for the plan took."""
+MOST_S = 5.0
+"""Bound of the time for all templates together; most searches end earlier by themselves."""
 CLOSE = 0.05
 """A plan that keeps TP and PP, or that has all its templates, may take this part of the step longer than the best."""
 
@@ -35,6 +36,9 @@ class TemplateNeeds:
     """How many."""
     least_hosts: int
     """How few may train, MIN of --nnodes."""
+    global_batch_size: int
+    """Samples of a step, however many hosts train."""
+    num_layers: int
     job_of: Callable[[int], Job]
     """Reads the job for so many hosts, with the same global batch size; raises PipetteError where it cannot run."""
     continuation_of: Callable[[Layout], Continuation]
@@ -86,7 +90,7 @@ def with_templates(
         short = (f"{told} {len(sizes)}; after more losses the job waits until others have joined.",)
     if not sizes:
         return replace(plan, notes=(*plan.notes, *short))
-    deadline_s = clock() + min(max(plan.solve_s, LEAST_S), MOST_S)
+    deadline_s = clock() + MOST_S
     maker = _Maker(plan, measurements, needs, options, clock, deadline_s, corrections)
     best = first = maker.covered(plan.chosen)
     if first.gaps and len(needs.continuation_of(plan.chosen.layout).kept) > 1:
@@ -154,56 +158,97 @@ class _Maker:
     def covered(self, choice: Choice) -> _Covered:
         """Make the templates that can go on from one layout's checkpoints."""
         num_hosts, sizes = len(self._plan.hosts), self._needs.sizes(len(self._plan.hosts))
+        tried: dict[int, Plan | str] = {}
         made: dict[int, Plan] = {}
-        failed: dict[int, str] = {}
         gaps = []
         for size in sizes:
-            smaller = size
-            while smaller >= self._needs.least_hosts and smaller not in made:
-                if smaller not in failed:
-                    found = self._template(smaller, choice.layout, shared_by=len(sizes) - len(made))
-                    if isinstance(found, Plan):
-                        made[smaller] = found
-                        break
-                    failed[smaller] = found
-                smaller -= 1
+            if not made or size < min(made):
+                quickest = self._quickest(size, choice, tried)
+                if quickest is not None:
+                    made[len(quickest.hosts)] = quickest
+            smaller = max((one for one in made if one <= size), default=0)
             if smaller != size:
                 does = (
                     f"{smaller} train and {size - smaller} {'stands' if size - smaller == 1 else 'stand'} by"
-                    if smaller in made
+                    if smaller
                     else "the job waits until others have joined"
                 )
                 left = f"{num_hosts - size} of {num_hosts} hosts {'is' if num_hosts - size == 1 else 'are'} lost"
-                gaps.append(f"There is no plan for {size} {_hosts(size)} ({failed[size]}): when {left}, {does}.")
+                found = tried[size] if size in tried else self._fault(size, choice.layout)
+                why = found if isinstance(found, str) and found else "fewer are quicker"
+                gaps.append(f"There is no plan for {size} {_hosts(size)} ({why}): when {left}, {does}.")
         return _Covered(choice=choice, templates=tuple(made.values()), gaps=tuple(gaps))
 
-    def _template(self, size: int, before: Layout, *, shared_by: int) -> Plan | str:
-        """Return the plan for so many hosts, or why there is none.
+    def _quickest(self, most: int, choice: Choice, tried: dict[int, Plan | str]) -> Plan | None:
+        """Find the plan with the shortest step for so many hosts or fewer; None where there is none.
+
+        A number of hosts that shares few factors with the batch needs deep pipelines, or has no layout at all, and
+        fewer hosts may be quicker. They are tried in the order of a rough estimate, while there is time; what is found
+        for which number of them is added to `tried`.
+        """
+        best: Plan | None = None
+        for size in sorted(range(self._needs.least_hosts, most + 1), key=lambda one: (self._rough_step(one), -one)):
+            is_late = size not in tried and self._clock() >= self._deadline_s
+            if best and (is_late or not self._may_be_quicker(size, choice, best)):
+                continue
+            found = self._tried(size, choice, tried)
+            if isinstance(found, Plan) and (best is None or found.chosen.step_time_s < best.chosen.step_time_s):
+                best = found
+        return best
+
+    def _tried(self, size: int, choice: Choice, tried: dict[int, Plan | str]) -> Plan | str:
+        if size not in tried:
+            tried[size] = self._template(size, choice.layout)
+        return tried[size]
+
+    def _rough_step(self, size: int) -> float:
+        needs, layout, devices = self._needs, self._plan.chosen.layout, self._plan.devices_per_host
+        least = min(layout.tp * layout.pp * layout.cp, size * devices)
+        shape = {"devices_per_host": devices, "samples": needs.global_batch_size, "layers": needs.num_layers}
+        return rough_step(size * devices, least_devices=least, **shape)
+
+    def _may_be_quicker(self, size: int, choice: Choice, best: Plan) -> bool:
+        """Whether so few hosts are quicker than a plan if each does as much a second as in the plan for all hosts."""
+        return size * best.chosen.step_time_s > len(self._plan.hosts) * choice.step_time_s
+
+    def _template(self, size: int, before: Layout) -> Plan | str:
+        """Return the plan for so many hosts, or why there is none; it takes half of the time that is left.
 
         The last hosts are left out. Which ones will be lost nobody knows; those that are there then take the places of
         those that are not.
         """
         kept = self._needs.continuation_of(before)
-        ends_s = self._clock() + max(self._deadline_s - self._clock(), 0.0) / max(shared_by, 1)
+        ends_s = self._clock() + max(self._deadline_s - self._clock(), 0.0) / 2
         try:
             job = self._needs.job_of(size)
             # The smaller of the two searches first: the other gets the time that it leaves.
             same = self._with_same_sizes(size, job, before, kept, ends_s)
-            found = self._solved(size, _keeping(job, before, kept.kept), ends_s - self._clock())
+            found = self._solved(size, keeping(job, before, kept.kept), ends_s - self._clock())
         except PipetteError as error:
-            return str(error).partition(". ")[0].rstrip(".")
+            return _reason(error)
         if same and same.chosen.step_time_s <= _most_s(before, found.chosen):
             found = replace(same, own=found.own, own_fault=found.own_fault, keeps_own=False)
         if not kept.can_load(before, found.chosen.layout):
             return "its gradient buckets would differ from those of the checkpoint"
         return found
 
+    def _fault(self, size: int, before: Layout) -> str:
+        """Say why so many hosts have no legal layout, as far as there is time to look; empty where they have one."""
+        if self._clock() >= self._deadline_s:
+            return ""
+        try:
+            job = keeping(self._needs.job_of(size), before, self._needs.continuation_of(before).kept)
+            with_cases_of(job, without_hosts(self._measurements, self._plan.hosts[size:]))
+        except PipetteError as error:
+            return _reason(error)
+        return ""
+
     def _with_same_sizes(self, size: int, job: Job, before: Layout, kept: Continuation, ends_s: float) -> Plan | None:
         """Return the best plan that keeps TP and PP, whose checkpoints load faster; None where all do, or none can."""
         if {"tp", "pp"} <= set(kept.kept):
             return None
         try:
-            return self._solved(size, _keeping(job, before, (*kept.kept, "tp", "pp")), (ends_s - self._clock()) / 2)
+            return self._solved(size, keeping(job, before, (*kept.kept, "tp", "pp")), (ends_s - self._clock()) / 2)
         except PipetteError:
             return None
 
@@ -224,33 +269,6 @@ def _most_s(before: Layout, best: Choice) -> float:
     """How long the step of a plan that keeps TP and PP may be, beside the best one, to be taken."""
     keeps = (best.layout.tp, best.layout.pp) == (before.tp, before.pp)
     return best.step_time_s if keeps else (1 + CLOSE) * best.step_time_s
-
-
-def _keeping(job: Job, before: Layout, names: Sequence[str]) -> Job:
-    """Pin some fields of a layout at the values that they had; raises LayoutError where these ranks cannot have them.
-
-    What else the user's own layout says stays, as far as it goes with them.
-    """
-    if not names:
-        return job
-    values = {name: getattr(before, name) for name in names}
-    if {"tp", "pp"} <= values.keys():
-        # Chunks and experts that suit other sizes need not suit these.
-        fields = ("vpp", "layers_per_chunk", "microbatch_group_size", "ep", "etp", "sequence_parallel")
-        values = {name: getattr(before, name) for name in fields} | values
-    world_size = job.own.world_size
-    model_size = 1
-    for name in ("tp", "pp", "cp"):
-        model_size *= values.get(name, getattr(job.own, name))
-    if world_size % model_size:
-        raise LayoutError(
-            f"tp{before.tp} pp{before.pp} cp{values.get('cp', job.own.cp)} do not divide {world_size} ranks"
-        )
-    dp = world_size // model_size
-    if values.get("dp", dp) != dp:
-        raise LayoutError(f"dp{values['dp']} has to stay, and {world_size} ranks make dp{dp}")
-    own = replace(job.own, **{**values, "dp": dp})
-    return replace(job, own=own, pinned=tuple(sorted({*job.pinned, *names})))
 
 
 def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
@@ -303,6 +321,10 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         peaks=inputs.predictor.peaks(layout),
         bound=(problem.bound_s, ""),
     )
+
+
+def _reason(error: PipetteError) -> str:
+    return str(error).partition(". ")[0].rstrip(".")
 
 
 def _hosts(count: int) -> str:

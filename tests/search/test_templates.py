@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements
+from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from search.worlds import planned, still
 
-from pipette_launch.errors import MegatronError
+from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Batch, Job, Layout, Measurements, Plan
 from pipette_launch.facts.results.templates import refit
 from pipette_launch.facts.some_hosts import without_hosts
@@ -48,6 +48,8 @@ def templated(
     needs = TemplateNeeds(
         tolerate=tolerate,
         least_hosts=least,
+        global_batch_size=batch,
+        num_layers=tiny_model().num_layers,
         job_of=read or job_of(batch),
         continuation_of=lambda _layout: continuation,
     )
@@ -95,6 +97,25 @@ def test_a_batch_that_does_not_divide_leaves_a_host_idle() -> None:
     fitted = refit(made, ["node1", "node2", "node3"])
     assert fitted is not None
     assert 2 == len(fitted.hosts)
+
+
+def test_fewer_hosts_train_where_that_is_quicker() -> None:
+    """Each loss has the quickest of the plans for the hosts that are left and for fewer, as brute force finds it."""
+    plan, measurements = world(8, 64)
+    made = templated(plan, measurements, batch=64, tolerate=4)
+    steps_s = {}
+    for size in range(1, 8):
+        try:
+            found = planned(job_of(64)(size), without_hosts(measurements, plan.hosts[size:]))
+        except PipetteError:
+            continue
+        steps_s[size] = found.chosen.step_time_s
+
+    assert 7 not in steps_s
+    for left in (7, 6, 5, 4):
+        fitted = refit(made, plan.hosts[:left])
+        assert fitted is not None
+        assert min(step_s for size, step_s in steps_s.items() if size <= left) == fitted.chosen.step_time_s
 
 
 def test_templates_keep_what_the_checkpoint_keeps() -> None:

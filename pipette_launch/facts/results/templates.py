@@ -9,11 +9,11 @@ from pipette_launch.facts.results.plan import Choice, Plan
 
 
 def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
-    """Fit a plan, or the template for the most hosts that suffice, to the hosts that are there.
+    """Fit the quickest of a plan and its templates that the hosts that are there suffice for.
 
     Hosts that it names keep their places, and with them the ranks that it gives them. The place of each host that is
     not there goes to one that is left over: first to those that ran ranks before, then in torchrun's order. The others
-    stand by. The plans that are not taken become the templates of the one that is.
+    stand by. Of plans that are equally quick the one with the most hosts is taken. The others become its templates.
 
     Args:
         plan: what was run before.
@@ -27,7 +27,7 @@ def refit(plan: Plan, hosts: Sequence[str]) -> Plan | None:
     fitting = [one for one in plans if len(one.hosts) <= len(hosts)]
     if not fitting or not set(hosts) <= set(known):
         return None
-    taken = max(fitting, key=lambda one: len(one.hosts))
+    taken = min(fitting, key=lambda one: (one.chosen.step_time_s, -len(one.hosts)))
     left_over = [host for host in hosts if host not in taken.hosts]
     left_over.sort(key=lambda host: host not in plan.hosts)
     stand_ins = iter(left_over)

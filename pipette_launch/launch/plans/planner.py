@@ -181,6 +181,8 @@ class Planner:
         needs = TemplateNeeds(
             tolerate=self._options.tolerate,
             least_hosts=self._least_nodes,
+            global_batch_size=job.batch.global_batch_size,
+            num_layers=job.model.num_layers,
             job_of=lambda num_hosts: self._script.read(
                 num_hosts * size, measurements.cluster.device_kind, global_batch_size=job.batch.global_batch_size
             ),

@@ -55,6 +55,18 @@ def test_the_largest_plan_that_fits_is_fitted(situation: tuple[Plan, list[str]])
     assert set(made.known_hosts) == set(fitted.known_hosts)
 
 
+def test_the_quickest_plan_that_fits_is_fitted() -> None:
+    """A plan for fewer hosts is taken where its step is shorter."""
+    made = planned("abcde", templates=(4, 3))
+    four, three = made.templates
+    quick = replace(three, chosen=replace(three.chosen, step_time_s=four.chosen.step_time_s / 2))
+    fitted = refit(replace(made, templates=(four, quick)), [*"abcd"])
+
+    assert fitted is not None
+    assert ("a", "b", "c") == fitted.hosts
+    assert ("d", "e") == fitted.other_hosts
+
+
 @given(situations())
 def test_all_hosts_bring_the_first_plan_back(situation: tuple[Plan, list[str]]) -> None:
     """Whatever was lost in between; and fitting twice changes nothing."""

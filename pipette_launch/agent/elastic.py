@@ -32,7 +32,7 @@ from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.exit_barrier import await_all, say_goodbye
 from pipette_launch.agent.sync.membership import Membership, Rejoin
 from pipette_launch.agent.sync.rendezvous import RendezvousSettings
-from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler
+from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler, first_meeting
 from pipette_launch.agent.sync.store import RoundOver, RoundStore
 from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.facts.messages.round import Decision
@@ -108,9 +108,11 @@ class PipetteAgent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
-        self._membership.join(store, group_rank, group_world_size)
-        return workers
+        assign = super()._assign_worker_ranks
+        return first_meeting(
+            lambda: assign(store, group_rank, group_world_size, spec),
+            lambda: self._membership.join(store, group_rank, group_world_size),
+        )
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         has_met, self._is_same_round = self._is_same_round, False
@@ -152,12 +154,10 @@ class PipetteAgent(LocalElasticAgent):
         # Static rendezvous promises GROUP_RANK == --node-rank, the order of the decision's agents.
         worker_group.group_rank = decision.place_of(self._token)
         worker_group.group_world_size = len(decision.tokens)
-        key = f"store/{decision.key}"
+        key, self._store_of_phase = f"store/{decision.key}", None
         if 0 in ranks:
             self._store_of_phase = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             round_store.put(key, f"{self._address} {self._store_of_phase.port}")
-        else:
-            self._store_of_phase = None
         place = round_store.take(key, what="the store of RANK 0", deadline_s=PEER_WAIT_S)
         worker_group.master_addr, port = place.split()
         worker_group.master_port = int(port)

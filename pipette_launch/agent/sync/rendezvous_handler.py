@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from pipette_launch.agent.sync.store import within
+from pipette_launch.agent.sync.store import StoreGone, within
+from pipette_launch.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 ANSWER_S = 1.0
 """How long torch's rendezvous is asked: where its host is silent, torch's own call never returns."""
+PLACES_S = 90.0
+"""How long the nodes may take to get their places; torch's own limit is a minute, and holds where the store answers."""
 Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
@@ -84,3 +88,22 @@ class AgentStoreHandler(RendezvousHandler):
     def __getattr__(self, name: str) -> Any:
         """Whatever else a backend offers."""
         return getattr(self._inner, name)
+
+
+def first_meeting(assign: Callable[[], Answer], join: Callable[[], None]) -> Answer:
+    """Let torch give the nodes their places, and then the agents learn of each other.
+
+    Raises:
+        ClusterError: the store of torch's rendezvous is lost on the way; torch waits for ever on a dead connection.
+
+    """
+    try:
+        places = within(PLACES_S, assign)
+        join()
+    except (TimeoutError, DistError, StoreGone) as error:
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise ClusterError(
+            f"the nodes have met, and then lost each other: {why}; look at the host of the rendezvous, its agent and "
+            f"the network between it and the other nodes"
+        ) from error
+    return places

@@ -174,8 +174,9 @@ class Lab:
     def throttle(self, link: Link, rate_mbit: float, *, one_way: bool = False) -> None:
         """Set another rate, in both directions or only from the first host to the second."""
         for sender, receiver in self._ways(link, one_way=one_way):
-            line = wires.limit(receiver, Path(rate_mbit=rate_mbit), verb="replace")
-            system.batch("tc", [line], namespace=self._homes[sender])
+            # Changed in place, the queue keeps packets that are larger than the new burst: nothing passes any more.
+            lines = [wires.free(receiver), wires.limit(receiver, Path(rate_mbit=rate_mbit))]
+            system.batch("tc", lines, namespace=self._homes[sender])
 
     def cut(self, link: Link) -> None:
         """Take a wire down; packets vanish and nobody is told."""

@@ -76,18 +76,23 @@ def disconnect(peer: str) -> list[str]:
     return [f"link set {device(peer)} down"]
 
 
-def limit(peer: str, path: Path, *, verb: str = "replace") -> str:
+def free(peer: str) -> str:
+    """The command for `tc` that takes the rate towards a peer away, and what is queued for it."""
+    return f"qdisc del dev {device(peer)} root"
+
+
+def limit(peer: str, path: Path) -> str:
     """The command for `tc` that sets the rate towards a peer."""
     rate_bytes_per_s = path.rate_mbit * 1e6 / 8
     # A burst passes at once and would flatter small messages; below some milliseconds' worth a late timer loses tokens.
     burst_bytes = max(MIN_BURST_BYTES, int(rate_bytes_per_s * BURST_S))
     rate = f"rate {path.rate_mbit * 1000:.0f}kbit burst {burst_bytes}b latency {QUEUE_MS}ms"
-    return f"qdisc {verb} dev {device(peer)} root tbf {rate}"
+    return f"qdisc add dev {device(peer)} root tbf {rate}"
 
 
 def limits(topology: Topology, host: str) -> list[str]:
     """The commands for `tc` that set the rates towards all peers."""
-    return [limit(peer, path, verb="add") for peer, path in outgoing(topology, host)]
+    return [limit(peer, path) for peer, path in outgoing(topology, host)]
 
 
 def outgoing(topology: Topology, host: str) -> Iterator[tuple[str, Path]]:

@@ -119,8 +119,8 @@ def test_rates_become_token_buckets() -> None:
     """Rates are written in kbit, bursts are a millisecond's worth and never below what a slow link needs."""
     fast, slow = (wires.limit("n1", Path(rate_mbit=rate)) for rate in (1000, 40))
 
-    assert "qdisc replace dev to-n1 root tbf rate 1000000kbit burst 125000b latency 100ms" == fast
-    assert "qdisc replace dev to-n1 root tbf rate 40000kbit burst 16384b latency 100ms" == slow
+    assert "qdisc add dev to-n1 root tbf rate 1000000kbit burst 125000b latency 100ms" == fast
+    assert "qdisc add dev to-n1 root tbf rate 40000kbit burst 16384b latency 100ms" == slow
 
 
 def test_addresses_sort_as_text() -> None:

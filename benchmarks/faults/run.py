@@ -18,6 +18,8 @@ STARTS_S, ENDS_S = 150.0, 180.0
 LEAVES_S = 20.0
 BUDGET_S = 8
 NEVER_ENDS = ("launcher stopped",)
+ALONE = ("host silent", "host cut off")
+"""After these the host itself is right that the others are lost."""
 LEAVES_PROCESSES = ("launcher stopped", "launcher killed", "host cut off")
 """After these the host itself is not looked at: what lives on there does so behind a cut wire, or is stopped."""
 
@@ -98,7 +100,7 @@ def _false_alarms(job: Job, case: Case, at_s: float) -> tuple[str, ...]:
     return tuple(
         line.text
         for line, _ in told
-        if line.host != case.host
+        if (line.host != case.host or case.fault not in ALONE)
         and (line.at_s < at_s or not set(re.findall(r"(\w+) is lost", line.text)).issubset(hit))
     )
 

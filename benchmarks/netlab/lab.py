@@ -174,7 +174,7 @@ class Lab:
     def throttle(self, link: Link, rate_mbit: float, *, one_way: bool = False) -> None:
         """Set another rate, in both directions or only from the first host to the second."""
         for sender, receiver in self._ways(link, one_way=one_way):
-            # Changed in place, the queue keeps packets that are larger than the new burst: nothing passes any more.
+            # Not changed in place: a packet in the queue that is larger than the new burst would wait there for ever.
             lines = [wires.free(receiver), wires.limit(receiver, Path(rate_mbit=rate_mbit))]
             system.batch("tc", lines, namespace=self._homes[sender])
 

@@ -86,6 +86,16 @@ def connected(peer: Member, *, within_s: float) -> Store:
     return within(within_s, lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
 
 
+def answers(peer: Member, *, within_s: float) -> bool:
+    """Whether the store that an agent holds answers."""
+    try:
+        store = connected(peer, within_s=within_s)
+        within(within_s, lambda: store.check(["pipette"]))
+    except (TimeoutError, RuntimeError):
+        return False
+    return True
+
+
 def why_unreachable(peer: Member, *, timeout_s: float) -> str:
     """Ask an agent's kernel whether the agent is there: `GONE`, `SILENT` for so long, or empty where it is."""
     ends_s = time.monotonic() + timeout_s

@@ -202,7 +202,7 @@ class Membership:
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
         pauses_s = growing_pauses()
         key = f"answer/{self._own.token}/{self._num_meetings}"
-        seen = self._round_store and self._round_store.generation
+        last = self._round_store and self._round_store.generation
         while (answer := desk.peek(key)) is None:
             left = self._round_store and desk.peek(f"{self._round_store.generation}/left/{leader.token}")
             if left:
@@ -210,10 +210,9 @@ class Membership:
                 raise StoreGone(left)
             # The list of a thousand nodes is long, and all of them wait: it is read where it is another.
             now = desk.peek("round")
-            if now not in (None, seen):
-                if self._own not in self._list(desk, now).members:
-                    return LEFT_OUT
-                seen = now
+            if now not in (None, last):
+                # The answer may be on its way, or be that to an older arrival.
+                return now if self._own in self._list(desk, now).members else LEFT_OUT
             if time.monotonic() > ends_s:
                 raise ClusterError(
                     f"waited {2 * PEER_WAIT_S:.0f} s in vain for the decision of the first node, {leader.address}; "

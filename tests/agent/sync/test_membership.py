@@ -136,6 +136,22 @@ def test_an_arrival_that_nobody_received_is_taken_back() -> None:
         list(map(Future.result, coming))
 
 
+def test_who_is_in_a_round_needs_no_answer() -> None:
+    """The first may have taken an old arrival for this one, and answered that."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    late = agents.all[1]._own.token
+    desk = agents.all[0]._desk
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(agents.come, 1)
+        while (text := desk.peek(f"arrival/{late}")) is None:
+            time.sleep(0.01)
+        desk.put(f"arrival/{late}", text.replace('"meeting": 2', '"meeting": 1'))
+        pool.submit(agents.come, 0).result(10.0)
+
+        assert 2 == len(early.result(10.0)[0].tokens)
+
+
 def test_at_the_first_meeting_too_only_one_half_goes_on(cut_wires: Any) -> None:
     """The one with the first agent in it: the other one may be well."""
     agents = Agents(2)

@@ -329,7 +329,8 @@ class Membership:
         return ""
 
     def _say_lost(self, peer: Member, why: str) -> str:
-        if why == SILENT:
+        if why == SILENT and peer.token not in self._out_of_reach:
+            logger.warning("the agent at %s: %s; all agents meet", peer.address, why)
             self._out_of_reach.add(peer.token)
         if self._round_store is not None:
             self._round_store.put(f"lost/{peer.token}", why)

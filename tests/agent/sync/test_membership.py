@@ -113,6 +113,16 @@ def test_of_two_that_do_not_reach_each_other_one_is_left_out(cut_wires: Any) -> 
     assert {} == agents.lost
 
 
+def test_whoever_finds_another_silent_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The workers start again even if all come to the meeting: without this nobody would know why."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    for _ in range(2):
+        agents.all[1]._say_lost(agents.all[0]._own, SILENT)
+
+    assert ["the agent at 127.0.0.1: silent for 8 s; all agents meet"] == caplog.messages
+
+
 def test_an_arrival_that_nobody_received_is_taken_back() -> None:
     """The others went on without a late agent, and it came back: what it had said before is no arrival any more.
 

@@ -121,12 +121,13 @@ def decide(
         least_nodes: how few may train, MIN of --nnodes.
 
     """
-    if held is None:
-        return Measure(reason="")
-    gone = tuple((host, (lost or {}).get(host, "")) for host in _hosts_of(held) if host not in hosts)
+    before = _hosts_of(held) if held else ()
+    gone = tuple((host, (lost or {}).get(host, "")) for host in before if host not in hosts)
     if len(hosts) < least_nodes:
         left = f"{len(hosts)} {'node is' if len(hosts) == 1 else 'nodes are'} left"
         return GiveUp(reason="; ".join(filter(None, [lost_words(gone), f"{left}, and --nnodes wants {least_nodes}"])))
+    if held is None:
+        return Measure(reason="")
     slowed = next((record.slowed for record in records if record.slowed), "")
     if held.phase != "train" or (slowed and all(host in held.standby_hosts for host, _ in gone)):
         return Measure(reason=lost_words(gone) or slowed, anew=bool(slowed))
@@ -136,9 +137,9 @@ def decide(
     if not Counter(held.hosts) <= Counter(hosts) <= Counter(_hosts_of(held)):
         fitted = _refitted(held, hosts, least_nodes)
         if fitted is None:
-            before, now = ", ".join(sorted(_hosts_of(held))), ", ".join(sorted(hosts))
+            changed = f"the hosts changed from {', '.join(sorted(before))} to {', '.join(sorted(hosts))}"
             why = lost_words(tuple(one for one in gone if one[1]))
-            return Measure(reason="; ".join(filter(None, [why, f"the hosts changed from {before} to {now}"])))
+            return Measure(reason="; ".join(filter(None, [why, changed])))
         if set(fitted.hosts) != set(held.hosts):
             return _use_template(fitted, hosts, held, gone, proven=proven)
     return _on_same_hosts(records, hosts, held, proven=proven, written=written)

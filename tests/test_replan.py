@@ -305,7 +305,7 @@ EVENTS: dict[str, tuple[str, str, Any, Failure | None]] = {
     "unknown": ("abx", "ax", "after-first-iteration", STRANGE),
 }
 EXPECTED: dict[str, dict[str, type[Step]]] = {
-    "no plan held": dict.fromkeys(EVENTS, Measure),
+    "no plan held": {**dict.fromkeys(EVENTS, Measure), "too few": GiveUp},
     "warm-up": {**dict.fromkeys(EVENTS, Measure), "too few": GiveUp},
     "trial": {**dict.fromkeys(EVENTS, Measure), "too few": GiveUp},
 }
@@ -326,6 +326,13 @@ EXPECTED["proven"] = EXPECTED["second candidate"] = TRAINING
 EXPECTED["unproven"] = {**TRAINING, "died early": TryNext, "out of memory": TryNext}
 EXPECTED["no restarts left"] = {**TRAINING, **dict.fromkeys(("died early", "died later", "out of memory"), GiveUp)}
 EXPECTED["on template"] = {**TRAINING, "host came back": UseTemplate}
+
+
+def test_too_few_nodes_are_left_at_the_first_meeting() -> None:
+    """One was lost between torch's rendezvous and the first decision."""
+    step = decide([record("a"), record("b")], ["a", "b"], None, least_nodes=3)
+
+    assert GiveUp(reason="2 nodes are left, and --nnodes wants 3") == step
 
 
 def happened(state: str, event: str) -> Step:

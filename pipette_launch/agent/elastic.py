@@ -6,7 +6,6 @@ of ONE rendezvous round, because a second rendezvous would let spare nodes take 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -30,7 +29,7 @@ from pipette_launch.agent.streams import Streams
 from pipette_launch.agent.sudden_deaths import StoppedWorkers, as_oom_kill, oom_kills
 from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.exit_barrier import await_all, say_goodbye
-from pipette_launch.agent.sync.membership import Membership, Rejoin
+from pipette_launch.agent.sync.membership import LEFT_OUT, Membership, Rejoin
 from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.agent.sync.rendezvous_handler import AgentStoreHandler, first_meeting
 from pipette_launch.agent.sync.store import RoundOver, RoundStore
@@ -119,9 +118,12 @@ class PipetteAgent(LocalElasticAgent):
         while not has_met:
             if not self._membership.has_joined:
                 super()._rendezvous(worker_group)
-            with contextlib.suppress(Rejoin):
+            try:
                 self._decision, self._round_store = self._meet()
                 has_met = True
+            except Rejoin as rejoin:
+                if str(rejoin) == LEFT_OUT:  # The others know better by now, should it decide for them.
+                    self._decision, self._attempt = None, Attempt()
         self._apply(worker_group)
 
     def _meet(self) -> tuple[Decision, RoundStore]:
@@ -325,8 +327,7 @@ class PipetteAgent(LocalElasticAgent):
             return
         self._in_exit_barrier = True
         try:
-            timeout_s, num = self._exit_barrier_timeout, len(decision.tokens)
-            self._is_called = not await_all(round_store, decision.phase, num_nodes=num, timeout_s=timeout_s)
+            self._is_called = not await_all(round_store, decision.phase, num_nodes=len(decision.tokens))
             if self._is_called and decision.phase == "train":
                 self._attempt = replace(self._attempt, ended="done")
         finally:

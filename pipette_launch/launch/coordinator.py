@@ -131,12 +131,12 @@ class Coordinator:
         if held is not None:
             self._planner.recall(held, records, global_batch_size=self._batch)
         self._measures_anew = isinstance(step, replan.Measure) and step.anew
+        if isinstance(step, replan.GiveUp | replan.Finish):
+            return replace(bare, phase="stop", failed=isinstance(step, replan.GiveUp), reason=step.reason)
         if held is None or isinstance(step, replan.Measure):
             return self._first(bare, records, step.reason)
         if isinstance(step, replan.UseTemplate):
             return self._use_template(bare, records, step)
-        if isinstance(step, replan.GiveUp | replan.Finish):
-            return replace(bare, phase="stop", failed=isinstance(step, replan.GiveUp), reason=step.reason)
         bare = bare.leaving_out(set(bare.hosts) - set(held.hosts))
         if isinstance(step, replan.TryNext):
             bare = replace(bare, failures=(*held.failures, *(one.failure for one in records if one.failure)))

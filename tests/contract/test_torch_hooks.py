@@ -76,7 +76,7 @@ def test_state_that_is_used() -> None:
     """The agent's own state that we read or correct is set in its constructor."""
     source = inspect.getsource(api.SimpleElasticAgent.__init__) + inspect.getsource(AGENT.__init__)
 
-    for name in ("_remaining_restarts", "_worker_group", "_exit_barrier_timeout", "_logs_specs"):
+    for name in ("_remaining_restarts", "_worker_group", "_logs_specs"):
         assert f"self.{name}" in source
 
 

@@ -40,6 +40,14 @@ def some(*numbers: int, **changes: Any) -> list[NodeRecord]:
     return [replace(records(4)[number], attempt=0, **changes) for number in numbers]
 
 
+def test_too_few_nodes_for_the_first_decision(tmp_path: Path) -> None:
+    """The job ends, whoever was lost after torch's rendezvous."""
+    decision = beginning(tmp_path, least_nodes=3).decide(records(2), None)
+
+    assert ("stop", True) == (decision.phase, decision.failed)
+    assert "2 nodes are left, and --nnodes wants 3" == decision.reason
+
+
 def test_a_lost_node_costs_no_warmup(tmp_path: Path) -> None:
     """The others go on with the plan that was made for them; its return brings the first plan back."""
     one = beginning(tmp_path)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 NEWS_S = 1.0
 """How long a node whose worker died waits for word of an iteration; the last rank's agent looks once an interval."""
-SETTLE_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +75,6 @@ class FirstIteration:
             return mine
         with contextlib.suppress(RoundOver):
             self.share()
-            settled = self._round_store.settle("verdict", mine, deadline_s=SETTLE_S)
+            settled = self._round_store.settle("verdict", mine)
             return "before-first-iteration" if settled == "before-first-iteration" else "after-first-iteration"
         return mine

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 REPORT_S = 75.0
 """How long an agent may take to end its workers and to see its devices free again."""
 NEXT_S = REPORT_S + 45.0
-SETTLE_S = 10.0
 
 
 class QuietLogs(DefaultLogsSpecs):
@@ -225,4 +224,4 @@ class TrialRun:
 def _publish_end(round_store: RoundStore, decision: Decision, failure: Failure | None) -> None:
     """Tell all nodes that the trial is over, and why if it failed; the first to say so counts."""
     report = TrialReport(step_s=(), failure=failure, took_s=0.0)
-    round_store.settle(f"{decision.key}/end", files.dumps(report), deadline_s=SETTLE_S)
+    round_store.settle(f"{decision.key}/end", files.dumps(report))

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from pipette_launch.agent.sync.agreement import PEER_WAIT_S
-from pipette_launch.agent.sync.peer_watch import GONE, why_unreachable
+from pipette_launch.agent.sync.peer_watch import GONE, answers, why_unreachable
 from pipette_launch.agent.sync.store import growing_pauses
 from pipette_launch.facts import files
 from pipette_launch.facts.messages.membership import Arrival
@@ -76,10 +76,10 @@ class Gathering:
     def _find_lost(self, missing: Sequence[Member]) -> None:
         """Find out who of those that have not come will never come."""
         with ThreadPoolExecutor(min(len(missing), 32)) as pool:
-            found = list(pool.map(lambda member: why_unreachable(member, timeout_s=PROBE_S), missing))
+            found = list(pool.map(self._look_for, missing))
         now_s = time.monotonic()
-        for member, why in zip(missing, found, strict=True):
-            left, lost = (self._told_of(member, what) for what in ("left", "lost"))
+        for member, (why, lost) in zip(missing, found, strict=True):
+            left = self._told_of(member, "left")
             if why == GONE or left:
                 self.surely_gone.add(member.token)
                 self.lost[member.token] = left or why
@@ -87,6 +87,12 @@ class Gathering:
             if not (why or lost):
                 self._missed_s.pop(member.token, None)
                 continue
-            # One that its neighbour saw to be silent has a moment to prove that it is not.
+            # One that others saw to be silent, too, has but a moment to prove that it is not.
             if now_s - self._missed_s.setdefault(member.token, now_s) > (PROOF_S if lost else UNREACHABLE_S):
                 self.lost[member.token] = lost or why
+
+    def _look_for(self, member: Member) -> tuple[str, str]:
+        """Say why an agent cannot be reached, and why others believe it lost; both empty where it answers."""
+        why, lost = why_unreachable(member, timeout_s=PROBE_S), self._told_of(member, "lost")
+        # The kernel of a stopped process takes connections, too. A store answers while its agent waits for its workers.
+        return why, lost if lost and (why or not answers(member, within_s=PROBE_S)) else ""

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.gathering import PROBE_S, UNREACHABLE_S, Gathering
 from pipette_launch.agent.sync.peer_watch import GONE, SILENT, PeerWatch, connected, why_unreachable
-from pipette_launch.agent.sync.reach import ReachSweep, best_left_out
+from pipette_launch.agent.sync.reach import ReachSweep, best_left_out, cut_wires
 from pipette_launch.agent.sync.store import (
     ANSWER_S,
     BROKEN,
@@ -78,7 +78,7 @@ class Membership:
     def join(self, store: Store, group_rank: int, group_size: int) -> None:
         """Learn whom torch's rendezvous has brought together, through its own store."""
         # Before the others hear of this agent: an old list would tell them that they are left out.
-        self._desk.drop("members")
+        self._desk.drop("round")
         met = AgentStore(store, "pipette", is_own=True)
         met.put(f"member/{group_rank}", files.dumps(self._own))
         if group_rank == 0:
@@ -168,11 +168,13 @@ class Membership:
         desk.put(f"arrival/{self._own.token}", files.dumps(arrival))
         generation = self._answer(leader, desk)
         if generation in (REJOIN, LEFT_OUT):
+            # Or it would be taken for that of a later meeting, to which this agent may come late.
+            desk.drop(f"arrival/{self._own.token}")
             self._members = ()
             raise Rejoin(generation)
         decision = files.loads(Decision, desk.peek(f"{generation}/decision") or "", "decision of the first node")
-        self._desk.drop("members")
-        known = files.loads(Members, desk.peek("members") or "", "list of nodes")
+        self._desk.drop("round")
+        known = self._list(desk, generation)
         self._leader, self._leader_store = leader, store
         return decision, self._begin(known, store, leads=False)
 
@@ -200,14 +202,17 @@ class Membership:
         ends_s = time.monotonic() + 2 * PEER_WAIT_S
         pauses_s = growing_pauses()
         key = f"answer/{self._own.token}/{self._num_meetings}"
+        last = self._round_store and self._round_store.generation
         while (answer := desk.peek(key)) is None:
             left = self._round_store and desk.peek(f"{self._round_store.generation}/left/{leader.token}")
             if left:
                 self._surely_gone.add(leader.token)
                 raise StoreGone(left)
-            now = desk.peek("members")
-            if now is not None and self._own not in files.loads(Members, now, "list of nodes").members:
-                return LEFT_OUT
+            # The list of a thousand nodes is long, and all of them wait: it is read where it is another.
+            now = desk.peek("round")
+            if now not in (None, last):
+                # The answer may be on its way, or be that to an older arrival.
+                return now if self._own in self._list(desk, now).members else LEFT_OUT
             if time.monotonic() > ends_s:
                 raise ClusterError(
                     f"waited {2 * PEER_WAIT_S:.0f} s in vain for the decision of the first node, {leader.address}; "
@@ -215,6 +220,10 @@ class Membership:
                 )
             time.sleep(next(pauses_s))
         return answer
+
+    @staticmethod
+    def _list(desk: AgentStore, generation: str) -> Members:
+        return files.loads(Members, desk.peek(f"{generation}/members") or "", "list of nodes")
 
     # -- where this agent decides ---------------------------------------------------------------------------------
 
@@ -242,11 +251,13 @@ class Membership:
             raise Rejoin(REJOIN)
         records = [record if member == self._own else arrivals[member.token].record for member in here]
         held = held or next((arrival.held for arrival in arrivals.values() if arrival.held), None)
-        cut = self._cut_wires(arrivals)
+        missed = {token: arrival.out_of_reach for token, arrival in arrivals.items()}
+        cut = cut_wires({**missed, self._own.token: tuple(self._out_of_reach)})
         decision = decide(records, held, self._lost_hosts(held, here, cut) if held else {})
         self._desk.put(f"{generation}/decision", files.dumps(decision))
         known = Members(generation=generation, members=tuple(here), cut=cut)
-        self._desk.put("members", files.dumps(known))
+        self._desk.put(f"{generation}/members", files.dumps(known))
+        self._desk.put("round", generation)
         self._answer_all(arrivals, generation)
         self._leader, self._leader_store = self._own, None
         return decision, self._begin(known, self._server, leads=True)
@@ -256,13 +267,6 @@ class Membership:
         if self._round_store is None or self._leader != self._own:
             return ""
         return self._round_store.peek(f"{what}/{member.token}") or ""
-
-    def _cut_wires(self, arrivals: Mapping[str, Arrival]) -> tuple[tuple[str, str], ...]:
-        """List agents of this meeting that do not reach each other."""
-        missed = {token: arrival.out_of_reach for token, arrival in arrivals.items()}
-        missed[self._own.token] = tuple(self._out_of_reach)
-        pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
-        return tuple(sorted(pairs))
 
     def _lost_hosts(self, held: Decision, here: Sequence[Member], cut: Sequence[tuple[str, str]]) -> dict[str, str]:
         """Say why hosts cannot train: their agents are lost, or do not reach others that do."""
@@ -282,7 +286,8 @@ class Membership:
         """
         came = 1 + len(arrivals)
         possible = len(self._members) - len(self._surely_gone)
-        keeps_store = self._leader is None or self._leader == self._own
+        # Before the first meeting there is none: then the half of the first agent goes on.
+        keeps_store = self._own == (self._leader or self._members[0])
         if 2 * came > possible or (2 * came == possible and keeps_store):
             return
         raise ClusterError(
@@ -318,15 +323,14 @@ class Membership:
 
     def _find_lost(self) -> str:
         """Say which agent is gone or out of reach, and why; empty while none is."""
-        watch, sweep = self._watch, self._sweep
-        if watch is not None and watch.lost:
-            return self._say_lost(watch.peer, watch.lost)
-        if sweep is not None and sweep.silent is not None:
-            return self._say_lost(sweep.silent, SILENT)
+        for one in (self._watch, self._sweep):
+            if one is not None and one.lost and one.peer is not None:
+                return self._say_lost(one.peer, one.lost)
         return ""
 
     def _say_lost(self, peer: Member, why: str) -> str:
-        if why == SILENT:
+        if why == SILENT and peer.token not in self._out_of_reach:
+            logger.warning("the agent at %s: %s; all agents meet", peer.address, why)
             self._out_of_reach.add(peer.token)
         if self._round_store is not None:
             self._round_store.put(f"lost/{peer.token}", why)

@@ -11,6 +11,7 @@ import errno
 import select
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from torch.distributed import TCPStore
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 SILENT_S = 8.0
 """After how long without an answer an agent counts as lost."""
 PAUSE_S = 1.0
+AGAIN_S = 0.05
+"""Between two attempts to connect, where the way or this process has a trouble of its own."""
 NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 GONE = "its agent is gone"
 SILENT = f"silent for {SILENT_S:.0f} s"
@@ -47,24 +50,28 @@ class PeerWatch:
         self._is_over.set()
 
     def _watch(self) -> None:
-        lost = self._why_it_ended()
+        lost = ""
+        while not (lost or self._is_over.wait(AGAIN_S)):
+            lost = self._why_it_ended()
         if not self._is_over.is_set():
             self.lost = lost
 
     def _why_it_ended(self) -> str:
+        """Return when the connection does: why the agent is lost, or nothing where only the connection is."""
         try:
             with socket.create_connection((self.peer.address, self.peer.port), timeout=SILENT_S) as connection:
                 store = connected(self.peer, within_s=SILENT_S)
-                while not self._is_over.is_set():
-                    # Nothing is ever sent: there is something to read when the connection has ended.
-                    if select.select([connection], [], [], PAUSE_S)[0]:
-                        return GONE
+                # Not select(): it takes no descriptor above 1023, and the first agent holds connections of all others.
+                ended = select.poll()
+                ended.register(connection, select.POLLIN)
+                # Nothing is ever sent: there is something to read when the connection has ended.
+                while not (self._is_over.is_set() or ended.poll(1000 * PAUSE_S)):
                     within(SILENT_S, lambda: store.check(["pipette"]))
-        except (ConnectionError, RuntimeError):
-            return GONE
-        except OSError:
-            # A TimeoutError is one, too.
+        except TimeoutError:
             return SILENT
+        except (OSError, RuntimeError):
+            # It may be a fault of this process, as too many open files or threads.
+            return why_unreachable(self.peer, timeout_s=SILENT_S)
         return ""
 
 
@@ -79,13 +86,34 @@ def connected(peer: Member, *, within_s: float) -> Store:
     return within(within_s, lambda: TCPStore(peer.address, peer.port, is_master=False, wait_for_workers=False))
 
 
-def why_unreachable(peer: Member, *, timeout_s: float) -> str:
-    """Ask an agent's kernel whether the agent is there: `GONE`, `SILENT`, or empty where it is."""
+def answers(peer: Member, *, within_s: float) -> bool:
+    """Whether the store that an agent holds answers."""
     try:
-        socket.create_connection((peer.address, peer.port), timeout=timeout_s).close()
-    except ConnectionRefusedError:
-        return GONE
-    except OSError as error:
-        # This process may have too many open files, which says nothing of the other one.
-        return SILENT if isinstance(error, TimeoutError) or error.errno in NO_WAY else ""
-    return ""
+        store = connected(peer, within_s=within_s)
+        within(within_s, lambda: store.check(["pipette"]))
+    except (TimeoutError, RuntimeError):
+        return False
+    return True
+
+
+def why_unreachable(peer: Member, *, timeout_s: float) -> str:
+    """Ask an agent's kernel whether the agent is there: `GONE`, `SILENT` for so long, or empty where it is."""
+    ends_s = time.monotonic() + timeout_s
+    while True:
+        left_s = ends_s - time.monotonic()
+        try:
+            socket.create_connection((peer.address, peer.port), timeout=max(left_s, AGAIN_S)).close()
+        except ConnectionRefusedError:
+            return GONE
+        except TimeoutError:
+            return SILENT
+        except OSError as error:
+            if error.errno not in NO_WAY:
+                # This process may have too many open files, which says nothing of the other one.
+                return ""
+            if left_s <= AGAIN_S:
+                return SILENT
+            # A route that is missing for a moment is no silence.
+            time.sleep(AGAIN_S)
+        else:
+            return ""

@@ -9,10 +9,10 @@ import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from pipette_launch.agent.sync.peer_watch import SILENT, SILENT_S, why_unreachable
+from pipette_launch.agent.sync.peer_watch import SILENT_S, why_unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from pipette_launch.facts.messages.membership import Member
 
@@ -22,12 +22,14 @@ LONGEST_PAUSE_S = 1.0
 
 
 class ReachSweep:
-    """Connects to some agents in turn, in a thread of its own, until one does not answer."""
+    """Connects to some agents in turn, in a thread of its own, until one is lost."""
 
     def __init__(self, peers: Sequence[Member]) -> None:
         """Begin."""
-        self.silent: Member | None = None
-        """The one that does not answer."""
+        self.peer: Member | None = None
+        """The one that is lost."""
+        self.lost = ""
+        """Why it is believed so; empty while none is."""
         self._peers = peers
         self._is_over = threading.Event()
         if peers:
@@ -43,10 +45,17 @@ class ReachSweep:
             for peer in self._peers:
                 if self._is_over.wait(pause_s):
                     return
-                # Whose process has ended is known to its neighbour at once.
-                if why_unreachable(peer, timeout_s=SILENT_S) == SILENT:
-                    self.silent = peer
+                # Whose process has ended is known to its neighbour at once, unless the wire between them is cut.
+                lost = why_unreachable(peer, timeout_s=SILENT_S)
+                if lost and not self._is_over.is_set():
+                    self.peer, self.lost = peer, lost
                     return
+
+
+def cut_wires(missed: Mapping[str, Collection[str]]) -> tuple[tuple[str, str], ...]:
+    """List the pairs that do not reach each other, of agents that each say whom they miss; others do not count."""
+    pairs = {(min(one, peer), max(one, peer)) for one, peers in missed.items() for peer in peers if peer in missed}
+    return tuple(sorted(pairs))
 
 
 def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> dict[str, str]:

@@ -93,6 +93,8 @@ class AgentStore:
     def _ask(self, do: Callable[[], Answer]) -> Answer:
         if self._is_own:
             return do()
+        # Each question would take as long again.
+        self.check_is_there()
         try:
             return within(ANSWER_S, do)
         except TimeoutError as error:
@@ -120,10 +122,7 @@ class AgentStore:
         return self._get(key) if self.has(key) else None
 
     def _get(self, key: str) -> str:
-        try:
-            return self._ask(lambda: self._store.get(f"{self._prefix}/{key}")).decode()
-        except UnicodeDecodeError as error:
-            raise ClusterError(f"what another node said of {key} is no text ({error})") from error
+        return _text(key, self._ask(lambda: self._store.get(f"{self._prefix}/{key}")))
 
     def drop(self, key: str) -> None:
         """Forget a text."""
@@ -141,13 +140,10 @@ class AgentStore:
             RoundOver: it never will.
 
         """
-        return self._wait(key, what, deadline_s, check=self.check_goes_on)
-
-    def _wait(self, key: str, what: str, deadline_s: float, check: Callable[[], None]) -> str:
         end = time.monotonic() + deadline_s
         pauses_s = growing_pauses()
         while not self.has(key):
-            check()
+            self.check_goes_on()
             if time.monotonic() > end:
                 raise ClusterError(f"waited {deadline_s:.0f} s in vain for {what}; look at the log of that node")
             time.sleep(next(pauses_s))
@@ -156,12 +152,10 @@ class AgentStore:
     def check_goes_on(self) -> None:
         """Raise RoundOver where waiting has become vain."""
 
-    def settle(self, key: str, text: str, *, deadline_s: float) -> str:
+    def settle(self, key: str, text: str) -> str:
         """Return what the first agent to call this said, whoever it was; also while a meeting is called."""
-        if self.count(f"{key}/claims") == 1:
-            self.put(key, text)
-            return text
-        return self._wait(key, f"the first word on {key}", deadline_s, check=lambda: None)
+        # In one step: whoever is first may end before the next.
+        return _text(key, self._ask(lambda: self._store.compare_set(f"{self._prefix}/{key}", "", text)))
 
 
 class RoundStore(AgentStore):
@@ -215,6 +209,13 @@ class RoundStore(AgentStore):
         """Publish a text that nobody waits for: a store that is gone needs it no more."""
         with contextlib.suppress(StoreGone):
             self.put(key, text)
+
+
+def _text(key: str, found: bytes) -> str:
+    try:
+        return found.decode()
+    except UnicodeDecodeError as error:
+        raise ClusterError(f"what another node said of {key} is no text ({error})") from error
 
 
 def pack(text: str) -> str:

@@ -79,7 +79,7 @@ def test_a_lost_store_leaves_what_was_seen_here() -> None:
         def _raise(self, *_: object) -> None:
             raise RuntimeError("connection reset")
 
-        check = add = set = _raise  # type: ignore[assignment]
+        check = add = set = compare_set = _raise  # type: ignore[assignment]
 
     alone = FirstIteration()
     alone.begin(RoundStore(Gone(), 1, 2, is_coordinator=False), proven=False)

@@ -11,8 +11,8 @@ from pipette_launch.agent.sync.exit_barrier import await_all, say_goodbye
 from pipette_launch.agent.sync.store import RoundStore
 
 
-def wait(*, done: int = 0, called: bool = False, gone: bool = False, timeout_s: float = 0.3) -> bool:
-    """Wait at the end of a phase with another node that may be done, or that may have called a meeting."""
+def wait(*, done: int = 0, done_after_s: float = 0.0, called: bool = False, gone: bool = False) -> bool:
+    """Wait at the end of a phase with another node that is done now or later, or that has called a meeting."""
 
     class GoneStore(HashStore):
         def check(self, keys: list[str]) -> bool:
@@ -22,7 +22,10 @@ def wait(*, done: int = 0, called: bool = False, gone: bool = False, timeout_s: 
     round_store.count("done/train", done)
     if called:
         round_store.call_all("a worker failed")
-    return await_all(round_store, "train", num_nodes=2, timeout_s=timeout_s)
+    later = threading.Timer(done_after_s, lambda: round_store.count("done/train"))
+    if done_after_s:
+        later.start()
+    return await_all(round_store, "train", num_nodes=2)
 
 
 def test_all_are_done() -> None:
@@ -35,9 +38,16 @@ def test_a_node_that_failed_begins_anew() -> None:
     assert not wait(called=True)
 
 
-def test_a_node_that_never_ends_is_not_waited_for_in_vain() -> None:
-    """Nor is one whose store is gone: this node's work is done."""
-    assert wait()
+def test_a_node_that_ends_later_is_waited_for() -> None:
+    """Agents that left would be taken for lost, and its workers ended in the middle of what they do."""
+    began_s = time.monotonic()
+
+    assert wait(done_after_s=0.5)
+    assert time.monotonic() - began_s > 0.4
+
+
+def test_a_store_that_is_gone_is_not_waited_for() -> None:
+    """The work of this node is done."""
     assert wait(gone=True)
 
 

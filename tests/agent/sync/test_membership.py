@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ from launch.worlds import records
 from torch.distributed import HashStore
 
 from pipette_launch.agent.sync import gathering, membership
-from pipette_launch.agent.sync.membership import Membership
+from pipette_launch.agent.sync.membership import LEFT_OUT, Membership, Rejoin
 from pipette_launch.agent.sync.peer_watch import SILENT, why_unreachable
-from pipette_launch.agent.sync.store import RoundStore
+from pipette_launch.agent.sync.store import AgentStore, RoundStore
+from pipette_launch.errors import ClusterError
 from pipette_launch.facts.messages.membership import Member
 from pipette_launch.facts.messages.round import Decision, NodeRecord
 
@@ -24,26 +26,30 @@ class Agents:
     """Some agents of one process, each with its own store."""
 
     def __init__(self, count: int) -> None:
-        store = HashStore()
         self.records = records(count)
         self.all = [Membership(record.token, "127.0.0.1", -1) for record in self.records]
         self.held: list[Decision | None] = [None] * count
         self.lost: Mapping[str, str] = {}
+        self.join()
+
+    def join(self) -> None:
+        """Let torch's rendezvous bring them all together."""
+        store, count = HashStore(), len(self.all)
         with ThreadPoolExecutor(count) as pool:
             list(pool.map(lambda number: self.all[number].join(store, number, count), range(count)))
 
     def meet(self, *numbers: int) -> list[tuple[Decision, RoundStore]]:
         """Let these agents meet; returns what each goes by afterwards."""
-
-        def come(number: int) -> tuple[Decision, RoundStore]:
-            found = self.all[number].meet(
-                self.records[number], self.held[number], decide=self.decide, is_awaited=lambda: False
-            )
-            self.held[number] = found[0]
-            return found
-
         with ThreadPoolExecutor(len(numbers)) as pool:
-            return list(pool.map(come, numbers))
+            return list(pool.map(self.come, numbers))
+
+    def come(self, number: int) -> tuple[Decision, RoundStore]:
+        """Let one agent come to a meeting."""
+        found = self.all[number].meet(
+            self.records[number], self.held[number], decide=self.decide, is_awaited=lambda: False
+        )
+        self.held[number] = found[0]
+        return found
 
     def decide(self, some: Sequence[NodeRecord], _held: Decision | None, lost: Mapping[str, str]) -> Decision:
         """Let all that came train, and remember who is lost."""
@@ -105,3 +111,82 @@ def test_of_two_that_do_not_reach_each_other_one_is_left_out(cut_wires: Any) -> 
 
     assert {"node2": "out of reach from 127.0.0.1"} == told
     assert {} == agents.lost
+
+
+def test_whoever_finds_another_silent_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The workers start again even if all come to the meeting: without this nobody would know why."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    for _ in range(2):
+        agents.all[1]._say_lost(agents.all[0]._own, SILENT)
+
+    assert ["the agent at 127.0.0.1: silent for 8 s; all agents meet"] == caplog.messages
+
+
+def test_an_arrival_that_nobody_received_is_taken_back() -> None:
+    """The others went on without a late agent, and it came back: what it had said before is no arrival any more.
+
+    Its answer would bear the number of a meeting that is long over, and it would wait for another in vain.
+    """
+    agents = Agents(3)
+    agents.meet(0, 1, 2)
+    agents.all[0].leave_behind(["token-node2"], SILENT)
+    with ThreadPoolExecutor(3) as pool:
+        on_time = [pool.submit(agents.come, number) for number in (0, 1)]
+        list(map(Future.result, on_time))
+        with pytest.raises(Rejoin, match=LEFT_OUT):
+            agents.come(2)
+        agents.join()
+        coming = [pool.submit(agents.come, number) for number in (0, 1)]
+        # The first has time to read whatever lies there.
+        time.sleep(0.5)
+        late = pool.submit(agents.come, 2)
+
+        assert 3 == len(late.result(10.0)[0].tokens)
+        list(map(Future.result, coming))
+
+
+def test_who_is_in_a_round_needs_no_answer() -> None:
+    """The first may have taken an old arrival for this one, and answered that."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    late = agents.all[1]._own.token
+    desk = agents.all[0]._desk
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(agents.come, 1)
+        while (text := desk.peek(f"arrival/{late}")) is None:
+            time.sleep(0.01)
+        desk.put(f"arrival/{late}", text.replace('"meeting": 2', '"meeting": 1'))
+        pool.submit(agents.come, 0).result(10.0)
+
+        assert 2 == len(early.result(10.0)[0].tokens)
+
+
+def test_at_the_first_meeting_too_only_one_half_goes_on(cut_wires: Any) -> None:
+    """The one with the first agent in it: the other one may be well."""
+    agents = Agents(2)
+    cut_wires(agents.all[0]._own.port)
+
+    with pytest.raises(ClusterError, match="1 of 2 nodes that may still run"):
+        agents.meet(1)
+
+
+def test_who_waits_for_an_answer_does_not_read_the_list_of_all_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 1,000 nodes it is 150 KB long, and each of them looks five times a second."""
+    agents = Agents(2)
+    agents.meet(0, 1)
+    read: list[str] = []
+    get = AgentStore._get
+
+    def noted(store: AgentStore, key: str) -> str:
+        read.append(key)
+        return get(store, key)
+
+    monkeypatch.setattr(AgentStore, "_get", noted)
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(agents.come, 1)
+        time.sleep(1.0)
+        pool.submit(agents.come, 0).result(10.0)
+        early.result(10.0)
+
+    assert 1 == sum("members" in key for key in read), read

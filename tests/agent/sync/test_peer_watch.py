@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from torch.distributed import Store
 
 from pipette_launch.agent.sync import peer_watch
 from pipette_launch.agent.sync.peer_watch import GONE, SILENT, PeerWatch, why_unreachable
@@ -114,4 +119,68 @@ def test_a_fault_of_this_process_is_nobody_elses(
     monkeypatch.setattr(peer_watch.socket, "create_connection", fail)
     peer = Member(token="t", address="127.0.0.1", port=1, node_rank=-1)  # noqa: S106, it is a name
 
-    assert expected == why_unreachable(peer, timeout_s=1.0)
+    assert expected == why_unreachable(peer, timeout_s=0.3)
+
+
+def test_a_watch_works_where_very_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of 512 agents holds a connection of each in its own store and in torch's: select() takes no more."""
+    monkeypatch.setattr(peer_watch, "SILENT_S", 3.0)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with agent() as (process, member), contextlib.ExitStack() as opened:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, most), most))
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(1100):
+            opened.callback(os.close, os.dup(0))
+        watch = PeerWatch(member)
+        assert "" == lost(watch, 1.0)
+        process.kill()
+
+        assert GONE == lost(watch, 5.0)
+
+
+def test_a_watch_goes_on_after_a_fault_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files, or no more threads, for a while: the other agent is well."""
+    connect, faults = socket.create_connection, [OSError(errno.EMFILE, "too many open files")] * 2
+
+    def fail_at_first(*words: Any, **more: Any) -> socket.socket:
+        if faults:
+            raise faults.pop()
+        return connect(*words, **more)
+
+    with agent() as (process, member):
+        monkeypatch.setattr(peer_watch.socket, "create_connection", fail_at_first)
+        monkeypatch.setattr(peer_watch, "connected", failing_once(RuntimeError("can't start new thread")))
+        watch = PeerWatch(member)
+        assert "" == lost(watch, 2.0)
+        process.kill()
+
+        assert GONE == lost(watch, 5.0)
+
+
+def failing_once(error: Exception) -> Callable[..., Store]:
+    """`connected`, which raises this at first."""
+    connect, faults = peer_watch.connected, [error]
+
+    def connected(peer: Member, *, within_s: float) -> Store:
+        if faults:
+            raise faults.pop()
+        return connect(peer, within_s=within_s)
+
+    return connected
+
+
+def test_a_route_that_is_missing_for_a_moment_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says so at once, long before the time is up."""
+    connect, faults = socket.create_connection, [OSError(errno.ENETUNREACH, "no network")] * 2
+
+    def fail_at_first(*words: Any, **more: Any) -> socket.socket:
+        if faults:
+            raise faults.pop()
+        return connect(*words, **more)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(peer_watch.socket, "create_connection", fail_at_first)
+        peer = Member(token="t", address="127.0.0.1", port=server.getsockname()[1], node_rank=-1)  # noqa: S106, a name
+
+        assert "" == why_unreachable(peer, timeout_s=2.0)

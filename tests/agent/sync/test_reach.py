@@ -46,15 +46,16 @@ def test_those_that_stay_all_reach_each_other(pairs: set[tuple[str, str]]) -> No
     assert not {pair for pair in itertools.permutations(stay, 2) if pair in pairs}
 
 
-def test_a_sweep_stops_at_the_first_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose process has ended is its neighbour's business."""
-    answers = {"a": "", "b": GONE, "c": SILENT}
+@pytest.mark.parametrize("why", [GONE, SILENT])
+def test_a_sweep_stops_at_the_first_that_is_lost(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """An agent whose process has ended, too: where a wire is cut the neighbour watches another."""
+    answers = {"a": "", "b": why, "c": SILENT}
     monkeypatch.setattr(reach, "LONGEST_PAUSE_S", 0.01)
     monkeypatch.setattr(reach, "why_unreachable", lambda peer, timeout_s: answers[peer.token])
     sweep = ReachSweep([member(name) for name in "abc"])
 
     ends_s = time.monotonic() + 10.0
-    while sweep.silent is None and time.monotonic() < ends_s:
+    while not sweep.lost and time.monotonic() < ends_s:
         time.sleep(0.01)
 
-    assert member("c") == sweep.silent
+    assert (member("b"), why) == (sweep.peer, sweep.lost)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import time
 import zlib
 
 import pytest
 from torch.distributed import HashStore
 
-from pipette_launch.agent.sync.store import RoundStore, pack, unpack
+from pipette_launch.agent.sync import store as agent_store
+from pipette_launch.agent.sync.store import RoundStore, StoreGone, pack, unpack
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files
 
@@ -45,3 +47,31 @@ def test_bytes_that_are_no_text_are_refused() -> None:
     for get in (lambda: ours.peek("key"), lambda: ours.take("key", what="it", deadline_s=1)):
         with pytest.raises(ClusterError, match="what another node said of key is no text"):
             get()
+
+
+def test_the_first_word_counts() -> None:
+    """Whoever comes later hears it."""
+    store = HashStore()
+    agents = [RoundStore(store, place, 2, is_coordinator=True) for place in range(2)]
+
+    assert "mine" == agents[0].settle("verdict", "mine")
+    assert "mine" == agents[1].settle("verdict", "yours")
+
+
+def test_a_store_that_was_silent_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question would take as long again: before an agent passes on a signal to its workers, it says two things."""
+    asked = []
+
+    class SilentStore(HashStore):
+        def set(self, *words: str) -> None:
+            asked.append(words)
+            time.sleep(0.3)
+
+    monkeypatch.setattr(agent_store, "ANSWER_S", 0.1)
+    silent = RoundStore(SilentStore(), 1, 2, is_coordinator=False)
+    silent.say("left", "its agent was told to end")
+    silent.say("alarm", "its agent was told to end")
+
+    assert 1 == len(asked)
+    with pytest.raises(StoreGone, match="silent for"):
+        silent.has("alarm")

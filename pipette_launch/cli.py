@@ -112,15 +112,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _end_as_torchrun(job: Callable[[], None]) -> None:
     """Run the job; turn what it raises into a sentence and torchrun's exit code."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
     try:
         job()
     except PipetteError as error:
         sys.stderr.write(f"pipette-launch: error: {printable(str(error))}\n")
         sys.exit(error.exit_code)
-    except RendezvousConnectionError as error:
-        why = str(error.__cause__ or error).partition("\n")[0]
+    except (RendezvousConnectionError, RendezvousTimeoutError) as error:
+        why = str(error.__cause__ or error).partition("\n")[0] or "too few of them came in time"
         sys.stderr.write(
             f"pipette-launch: error: the nodes cannot meet: {printable(why).rstrip('.')}; look at --rdzv-endpoint or "
             f"--master-addr, whose host must be known to all nodes, and at its agent\n"

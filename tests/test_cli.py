@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.run import get_args_parser
 
 from pipette_launch import cli
@@ -234,3 +235,25 @@ def test_a_rendezvous_that_torch_would_refuse_is_named(words: list[str], expecte
     """In place of a traceback out of torch's own code."""
     with pytest.raises(UsageError, match=expected):
         options(*words, str(Path(__file__)))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RendezvousConnectionError("no route to host\nmore"), "the nodes cannot meet: no route to host; look at"),
+        (RendezvousTimeoutError(), "the nodes cannot meet: too few of them came in time; look at"),
+    ],
+)
+def test_nodes_that_cannot_meet_get_a_sentence(
+    capsys: pytest.CaptureFixture[str], error: Exception, expected: str
+) -> None:
+    """Instead of torch's traceback, and with its exit code."""
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        cli._end_as_torchrun(fail)
+
+    assert 1 == end.value.code
+    assert capsys.readouterr().err.startswith(f"pipette-launch: error: {expected}")

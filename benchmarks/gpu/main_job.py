@@ -175,7 +175,7 @@ def _choice(job: Job, plan: Plan, layout: Layout) -> Choice:
     """A candidate by hand, as large as the closed form says."""
     read = megatron.read_job(job.words, world_size=1, megatron_version="0.16.1", device_kind=job.book.kind)
     peak = peak_memory_bytes(read, layout)[0].total
-    return replace(plan.own, layout=layout, peak_memory_bytes=(peak,))
+    return replace(plan.own, layout=layout, peak_memory_bytes=(peak,), memory=None)
 
 
 def _keep(job: Job, name: str, done: Run, **more: object) -> None:

@@ -108,7 +108,7 @@ class Coordinator:
         bare = Decision(
             phase="train",
             tokens=tuple(record.token for record in ordered),
-            hosts=unique_names(ordered),
+            hosts=unique_names(ordered, held.names if held else None),
             num_slots=tuple(record.num_slots for record in ordered),
             restarts_left=held.restarts_left if held else min(record.max_restarts for record in records),
         ).leaving_out(lost or ())

@@ -13,7 +13,7 @@ from pipette_launch.errors import ClusterError, PipetteError, UsageError
 from pipette_launch.probe.health import condition, inventory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pipette_launch.agent.controller import Node
     from pipette_launch.facts import Host
@@ -69,8 +69,26 @@ def in_order(records: Sequence[NodeRecord]) -> Sequence[NodeRecord]:
     return sorted(records, key=lambda record: record.node_rank) if by_rank else records
 
 
-def unique_names(records: Sequence[NodeRecord]) -> tuple[str, ...]:
-    """Name the hosts of a round: by name, with the address or a number where names are equal."""
+def unique_names(records: Sequence[NodeRecord], held: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Name the hosts of a round: by name, with the address or a number where names are equal.
+
+    Args:
+        records: one for each host.
+        held: names from the round before, by token; they stay, or the loss of one host would rename others.
+
+    """
+    here = {record.token for record in records}
+    names = {token: name for token, name in (held or {}).items() if token in here}
+    for record, name in zip(records, _unique(records), strict=True):
+        unique, number = name, 1
+        while record.token not in names and unique in names.values():
+            number += 1
+            unique = f"{name}#{number}"
+        names.setdefault(record.token, unique)
+    return tuple(names[record.token] for record in records)
+
+
+def _unique(records: Sequence[NodeRecord]) -> list[str]:
     plain = [record.host.name if record.host else record.token for record in records]
     shared = {name for name, count in Counter(plain).items() if count > 1}
     named = [
@@ -82,7 +100,7 @@ def unique_names(records: Sequence[NodeRecord]) -> tuple[str, ...]:
     for name in named:
         seen[name] += 1
         unique.append(f"{name}#{seen[name]}" if named.count(name) > 1 else name)
-    return tuple(unique)
+    return unique
 
 
 def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host, ...]:

@@ -33,6 +33,14 @@ def test_equal_host_names_are_told_apart() -> None:
     assert ("a@10.0.0.1", "a@10.0.0.2", "b@10.0.0.1#1", "b@10.0.0.1#2") == unique_names(told)
 
 
+def test_a_loss_renames_no_other_host() -> None:
+    """Whoever was there before keeps its name, and a newcomer gets one that is free."""
+    equal = [replace(record, host=host("b", "10.0.0.1")) for record in records(4)]
+    held = dict(zip((record.token for record in equal[:3]), unique_names(equal[:3]), strict=True))
+
+    assert ("b@10.0.0.1#2", "b@10.0.0.1#3", "b@10.0.0.1#3#2") == unique_names(equal[1:], held)
+
+
 @pytest.mark.parametrize(
     ("hosts", "expected_gib"),
     [

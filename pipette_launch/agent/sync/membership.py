@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from pipette_launch.agent.sync.agreement import PEER_WAIT_S
 from pipette_launch.agent.sync.gathering import PROBE_S, UNREACHABLE_S, Gathering
 from pipette_launch.agent.sync.peer_watch import GONE, SILENT, PeerWatch, connected, why_unreachable
-from pipette_launch.agent.sync.reach import ReachSweep, best_left_out, cut_wires
+from pipette_launch.agent.sync.reach import ReachSweep, cut_wires, out_of_reach
 from pipette_launch.agent.sync.store import (
     ANSWER_S,
     BROKEN,
@@ -73,12 +73,15 @@ class Membership:
         self._sweep: ReachSweep | None = None
         self._out_of_reach: set[str] = set()
         """Agents that this one could not connect to."""
+        self._left_behind: set[str] = set()
+        """Agents that the others went on without since they last joined."""
         self._num_meetings = 0
 
     def join(self, store: Store, group_rank: int, group_size: int) -> None:
         """Learn whom torch's rendezvous has brought together, through its own store."""
         # Before the others hear of this agent: an old list would tell them that they are left out.
-        self._desk.drop("round")
+        for key in ("round", "left behind"):
+            self._desk.drop(key)
         met = AgentStore(store, "pipette", is_own=True)
         met.put(f"member/{group_rank}", files.dumps(self._own))
         if group_rank == 0:
@@ -93,7 +96,7 @@ class Membership:
             met.put("members", files.dumps(Members(generation="", members=tuple(found))))
         text = met.take("members", what="the list of nodes", deadline_s=PEER_WAIT_S)
         self._members = files.loads(Members, text, "list of nodes").members
-        self._lost, self._surely_gone = {}, set()
+        self._lost, self._surely_gone, self._left_behind = {}, set(), set()
         self._leader, self._leader_store = None, None
 
     @property
@@ -208,6 +211,8 @@ class Membership:
             if left:
                 self._surely_gone.add(leader.token)
                 raise StoreGone(left)
+            if self._own.token in (desk.peek("left behind") or "").split():
+                return LEFT_OUT
             # The list of a thousand nodes is long, and all of them wait: it is read where it is another.
             now = desk.peek("round")
             if now not in (None, last):
@@ -253,7 +258,8 @@ class Membership:
         held = held or next((arrival.held for arrival in arrivals.values() if arrival.held), None)
         missed = {token: arrival.out_of_reach for token, arrival in arrivals.items()}
         cut = cut_wires({**missed, self._own.token: tuple(self._out_of_reach)})
-        decision = decide(records, held, self._lost_hosts(held, here, cut) if held else {})
+        lost = held.by_host(self._lost | out_of_reach(here, cut, standby=held.standby)) if held else {}
+        decision = decide(records, held, lost)
         self._desk.put(f"{generation}/decision", files.dumps(decision))
         known = Members(generation=generation, members=tuple(here), cut=cut)
         self._desk.put(f"{generation}/members", files.dumps(known))
@@ -267,15 +273,6 @@ class Membership:
         if self._round_store is None or self._leader != self._own:
             return ""
         return self._round_store.peek(f"{what}/{member.token}") or ""
-
-    def _lost_hosts(self, held: Decision, here: Sequence[Member], cut: Sequence[tuple[str, str]]) -> dict[str, str]:
-        """Say why hosts cannot train: their agents are lost, or do not reach others that do."""
-        # Those that run workers before those that stand by, and this agent before all.
-        order = sorted(here, key=lambda member: (member != self._own, member.token in held.standby))
-        address = {member.token: member.address for member in here}
-        apart = best_left_out(cut, [member.token for member in order])
-        names = {token: f"out of reach from {address[peer]}" for token, peer in apart.items()}
-        return held.by_host({**self._lost, **names})
 
     def _check_quorum(self, arrivals: Mapping[str, Arrival]) -> None:
         """Let only one part of a job go on where its nodes cannot reach each other.
@@ -302,6 +299,9 @@ class Membership:
     # -- the round ------------------------------------------------------------------------------------------------
 
     def _begin(self, known: Members, store: Store, *, leads: bool) -> RoundStore:
+        # For one that takes this agent for the first, as it cannot reach that one.
+        self._left_behind |= {member.token for member in self._members if member not in known.members}
+        self._desk.put("left behind", " ".join(self._left_behind))
         self._members, self._lost, self._surely_gone = known.members, {}, set()
         self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
         self._out_of_reach.discard(self._own.token)

@@ -79,3 +79,20 @@ def best_left_out(pairs: Collection[tuple[str, str]], order: Sequence[str]) -> d
         left_out[worst] = min(others, key=place.__getitem__)
         cut = {pair for pair in cut if worst not in pair}
     return left_out
+
+
+def out_of_reach(
+    agents: Sequence[Member], cut: Collection[tuple[str, str]], *, standby: Collection[str]
+) -> dict[str, str]:
+    """Say of the agents that are best left out, by token, from where they are out of reach.
+
+    Args:
+        agents: all that came, the first one first.
+        cut: pairs of them that do not reach each other, by token.
+        standby: those that run no workers, which are left out rather than others.
+
+    """
+    order = sorted(agents, key=lambda agent: agent.token in standby)
+    address = {agent.token: agent.address for agent in agents}
+    left_out = best_left_out(cut, [agent.token for agent in order])
+    return {token: f"out of reach from {address[peer]}" for token, peer in left_out.items()}

@@ -147,10 +147,14 @@ class Decision:
             standby_hosts=(*self.standby_hosts, *compress(self.hosts, leaves)),
         )
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The host of each agent, by token."""
+        return dict(zip((*self.tokens, *self.standby), (*self.hosts, *self.standby_hosts), strict=True))
+
     def by_host(self, by_token: Mapping[str, str]) -> dict[str, str]:
         """Turn what is known of agents, by token, into what is known of their hosts; of others there is none."""
-        names = dict(zip((*self.tokens, *self.standby), (*self.hosts, *self.standby_hosts), strict=True))
-        return {names[token]: text for token, text in by_token.items() if token in names}
+        return {self.names[token]: text for token, text in by_token.items() if token in self.names}
 
     def tokens_of(self, hosts: Collection[str]) -> list[str]:
         """Return the agents of hosts that run workers."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.agent.sync import reach
 from pipette_launch.agent.sync.peer_watch import GONE, SILENT
-from pipette_launch.agent.sync.reach import ReachSweep, best_left_out
+from pipette_launch.agent.sync.reach import ReachSweep, best_left_out, out_of_reach
 from pipette_launch.facts.messages.membership import Member
 
 
@@ -59,3 +59,11 @@ def test_a_sweep_stops_at_the_first_that_is_lost(monkeypatch: pytest.MonkeyPatch
         time.sleep(0.01)
 
     assert (member("b"), why) == (sweep.peer, sweep.lost)
+
+
+def test_who_stands_by_is_left_out_first() -> None:
+    """It costs the training nothing; else it is the later one."""
+    agents = [member(name) for name in "abc"]
+
+    assert {"b": "out of reach from c"} == out_of_reach(agents, [("b", "c")], standby=["b"])
+    assert {"c": "out of reach from b"} == out_of_reach(agents, [("b", "c")], standby=[])

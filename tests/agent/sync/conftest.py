@@ -1,0 +1,28 @@
+"""What every test of the agents' stores leaves behind it: no thread that calls them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pipette_launch.agent.leaving import STORE_THREAD
+
+MOST_S = 5.0
+"""A call to a process that is stopped takes minutes."""
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Wait for the calls that a test left: one that returned while Python ends would abort the whole run."""
+    before = set(threading.enumerate())
+    yield
+    # With the agents their stores go, and with these whoever watches them.
+    gc.collect()
+    ends_s = time.monotonic() + MOST_S
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith(STORE_THREAD):
+            thread.join(max(ends_s - time.monotonic(), 0.0))

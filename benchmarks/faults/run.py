@@ -88,9 +88,9 @@ def _await_end(job: Job, case: Case, at_s: float) -> Result:
 
 
 def _words(job: Job, at_s: float) -> str:
-    told = job.matches(r"is lost|no longer|gone|fewer|failed|ended with|does not|Error:|wants|it ends here", at_s)
-    words = [line.text for line, _ in told if "pipette-launch" in line.text] or [line.text for line, _ in told]
-    return words[0].removeprefix("pipette-launch: ") if words else ""
+    """Return what the launchers said first of the fault."""
+    told = job.matches(r"^pipette-launch: (.*(?:is lost|failed|ended with|does not|error: |ends here).*)", at_s)
+    return told[0][1].group(1) if told else ""
 
 
 def _false_alarms(job: Job, case: Case, at_s: float) -> tuple[str, ...]:

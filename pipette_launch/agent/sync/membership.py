@@ -73,15 +73,12 @@ class Membership:
         self._sweep: ReachSweep | None = None
         self._out_of_reach: set[str] = set()
         """Agents that this one could not connect to."""
-        self._left_behind: set[str] = set()
-        """Agents that the others went on without since they last joined."""
         self._num_meetings = 0
 
     def join(self, store: Store, group_rank: int, group_size: int) -> None:
         """Learn whom torch's rendezvous has brought together, through its own store."""
         # Before the others hear of this agent: an old list would tell them that they are left out.
-        for key in ("round", "left behind"):
-            self._desk.drop(key)
+        self._desk.drop("round")
         met = AgentStore(store, "pipette", is_own=True)
         met.put(f"member/{group_rank}", files.dumps(self._own))
         if group_rank == 0:
@@ -96,7 +93,7 @@ class Membership:
             met.put("members", files.dumps(Members(generation="", members=tuple(found))))
         text = met.take("members", what="the list of nodes", deadline_s=PEER_WAIT_S)
         self._members = files.loads(Members, text, "list of nodes").members
-        self._lost, self._surely_gone, self._left_behind = {}, set(), set()
+        self._lost, self._surely_gone = {}, set()
         self._leader, self._leader_store = None, None
 
     @property
@@ -211,8 +208,6 @@ class Membership:
             if left:
                 self._surely_gone.add(leader.token)
                 raise StoreGone(left)
-            if self._own.token in (desk.peek("left behind") or "").split():
-                return LEFT_OUT
             # The list of a thousand nodes is long, and all of them wait: it is read where it is another.
             now = desk.peek("round")
             if now not in (None, last):
@@ -299,9 +294,6 @@ class Membership:
     # -- the round ------------------------------------------------------------------------------------------------
 
     def _begin(self, known: Members, store: Store, *, leads: bool) -> RoundStore:
-        # For one that takes this agent for the first, as it cannot reach that one.
-        self._left_behind |= {member.token for member in self._members if member not in known.members}
-        self._desk.put("left behind", " ".join(self._left_behind))
         self._members, self._lost, self._surely_gone = known.members, {}, set()
         self._out_of_reach |= {token for pair in known.cut if self._own.token in pair for token in pair}
         self._out_of_reach.discard(self._own.token)

@@ -113,18 +113,6 @@ def test_of_two_that_do_not_reach_each_other_one_is_left_out(cut_wires: Any) -> 
     assert {} == agents.lost
 
 
-def test_one_that_reaches_only_others_hears_that_they_went_on() -> None:
-    """It takes the second agent for the first, which decides for nobody."""
-    agents = Agents(3)
-    agents.meet(0, 1, 2)
-    agents.all[0].leave_behind(["token-node2"], SILENT)
-    agents.meet(0, 1)
-    agents.all[2].leave_behind(["token-node0"], SILENT)
-
-    with pytest.raises(Rejoin, match=LEFT_OUT):
-        agents.meet(2)
-
-
 def test_whoever_finds_another_silent_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     """The workers start again even if all come to the meeting: without this nobody would know why."""
     agents = Agents(2)

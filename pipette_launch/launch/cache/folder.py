@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
+from typing import TypeVar
 
 from pipette_launch.errors import FileFormatError
+from pipette_launch.facts import files
+
+Kept = TypeVar("Kept", bound=files.Document)
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
 """Keys are digests, and files have names of ours: no other folder can be meant."""
@@ -37,3 +43,15 @@ def inside(root: Path, *names: str) -> Path:
     if not is_inside or not all(map(NAME.fullmatch, names)):
         raise FileFormatError(f"{str(path)!r}: leads out of the cache {root}; delete it")
     return path
+
+
+def read_kept(kind: type[Kept], root: Path | None, *names: str) -> Kept | None:
+    """Return a document of a cache; None where none was kept, and where it cannot be used, which is said."""
+    if root is None:
+        return None
+    try:
+        return files.read(inside(root, *names), kind)
+    except FileFormatError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            logger.warning("%s", error)
+        return None

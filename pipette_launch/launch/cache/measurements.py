@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import Measurements, files
-from pipette_launch.launch.cache.folder import inside
+from pipette_launch.launch.cache.folder import inside, read_kept
 from pipette_launch.launch.cache.plans import CLUSTER, steady, steering
 
 if TYPE_CHECKING:
@@ -34,14 +34,7 @@ class MachineMeasurements:
 
     def load(self) -> Measurements | None:
         """Return what was measured last on these hosts, in whatever order it names them."""
-        if self._root is None:
-            return None
-        try:
-            return files.read(inside(self._root, *self._names), Measurements)
-        except FileFormatError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                logger.warning("%s", error)
-            return None
+        return read_kept(Measurements, self._root, *self._names)
 
     def kept(self, measurements: Measurements) -> Measurements:
         """Put what was measured in the place of what was there; returns it with what of that still holds."""

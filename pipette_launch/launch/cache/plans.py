@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.results.outcome import Outcome
-from pipette_launch.launch.cache.folder import inside
+from pipette_launch.launch.cache.folder import inside, read_kept
 from pipette_launch.launch.cache.plan_files import check_belongs
 
 if TYPE_CHECKING:
@@ -123,13 +123,7 @@ class Cache:
 
     def measurements(self) -> Measurements | None:
         """Return what the plan of this key rests on, if it is still there."""
-        try:
-            path = self.path(CLUSTER)
-            return files.read(path, Measurements) if path else None
-        except FileFormatError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                logger.warning("%s", error)
-            return None
+        return read_kept(Measurements, self._root, self.key, CLUSTER)
 
     def outcomes(self, host: Host) -> tuple[Outcome, ...]:
         """Return what earlier jobs on machines like this host came to, the newest last."""

@@ -9,7 +9,7 @@ from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import files
 from pipette_launch.facts.machines.device_memory import memory_digest
 from pipette_launch.facts.results.shortage import Shortage
-from pipette_launch.launch.cache.folder import inside
+from pipette_launch.launch.cache.folder import inside, read_kept
 from pipette_launch.launch.cache.plans import machines_of
 
 if TYPE_CHECKING:
@@ -35,14 +35,7 @@ class ShortageFile:
 
     def load(self) -> Shortage | None:
         """Return what is known; None where nothing is."""
-        if self._root is None:
-            return None
-        try:
-            return files.read(inside(self._root, *self._names), Shortage)
-        except FileFormatError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                logger.warning("%s", error)
-            return None
+        return read_kept(Shortage, self._root, *self._names)
 
     def keep(self, shortage: Shortage) -> None:
         """Put a shortage in the place of what was there."""

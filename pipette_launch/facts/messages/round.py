@@ -154,7 +154,8 @@ class Decision:
 
     def by_host(self, by_token: Mapping[str, str]) -> dict[str, str]:
         """Turn what is known of agents, by token, into what is known of their hosts; of others there is none."""
-        return {self.names[token]: text for token, text in by_token.items() if token in self.names}
+        names = self.names
+        return {names[token]: text for token, text in by_token.items() if token in names}
 
     def tokens_of(self, hosts: Collection[str]) -> list[str]:
         """Return the agents of hosts that run workers."""

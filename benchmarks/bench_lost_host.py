@@ -10,16 +10,14 @@ Beside it three hosts train under the plan that is found for them from scratch: 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import platform
-import statistics
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.faults.job import Job, await_so, small_disk
+from benchmarks.faults.job import Job, await_so, median_step_s, small_disk
 from benchmarks.netlab import Lab, topology
 
 TRAINS_S, GIVES_UP_S = 180.0, 240.0
@@ -69,7 +67,7 @@ def lose(launcher: str, host: str, how: str, *, extra: list[str], keep: Path | N
         last=last,
         first=after[0][1] if after else 0,
         told_s=told[0][0].at_s - lost_s if told else None,
-        step_s=_step_s(after),
+        step_s=median_step_s(after),
     )
 
 
@@ -79,13 +77,7 @@ def from_scratch(extra: list[str]) -> float:
         job = Job(lab, disk)
         job.start("pipette_launch", ["--pipette-cache=off", *extra], ["--train-iters", 4000])
         await_so(lambda: len(job.iterations()) > STEPS_BEFORE + STEPS_AFTER, TRAINS_S)
-        return _step_s(job.iterations()[STEPS_BEFORE:])
-
-
-def _step_s(seen: list[tuple[float, int]]) -> float:
-    """Return the median time between iterations; 0 where there are not two."""
-    times = [later - sooner for (sooner, _), (later, _) in itertools.pairwise(seen)]
-    return statistics.median(times) if times else 0.0
+        return median_step_s(job.iterations()[STEPS_BEFORE:])
 
 
 def main() -> None:

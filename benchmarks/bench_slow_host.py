@@ -9,15 +9,13 @@ launcher says meanwhile.
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import platform
-import statistics
 import time
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.faults.job import Job, await_so, small_disk
+from benchmarks.faults.job import Job, await_so, median_step_s, small_disk
 from benchmarks.netlab import Lab, topology
 
 STEPS_BEFORE, STEPS_SLOW, STEPS_AFTER = 60, 30, 30
@@ -34,25 +32,20 @@ def slowed(watch: str, host: str, share: float, *, keep: Path | None = None) -> 
         await_so(lambda: len(job.iterations()) > STEPS_BEFORE, TRAINS_S)
         lab.slow(host, share)
         at_s = time.monotonic()
-        before = _step_s(job.iterations()[-STEPS_BEFORE // 2 :])
+        before = 1e3 * median_step_s(job.iterations()[-STEPS_BEFORE // 2 :])
         await_so(lambda: len(job.iterations(at_s)) > STEPS_SLOW, TRAINS_S)
-        during = _step_s(job.iterations(at_s)[:STEPS_SLOW])
+        during = 1e3 * median_step_s(job.iterations(at_s)[:STEPS_SLOW])
         if watch == "restart":
             await_so(lambda: bool(job.matches("training goes on with", at_s)), TRAINS_S)
         again_s = time.monotonic()
         await_so(lambda: len(job.iterations(again_s)) > STEPS_AFTER, TRAINS_S)
-        after = _step_s(job.iterations(again_s))
+        after = 1e3 * median_step_s(job.iterations(again_s))
         if keep is not None:
             job.write(keep, at_s)
     print(f"{watch}: {before:.0f} ms a step, {during:.0f} with {host} slow, {after:.0f} at the end", flush=True)
     told = {line.text: line.at_s - at_s for line, _ in reversed(job.matches(WORDS, at_s))}
     for text, told_s in sorted(told.items(), key=lambda one: one[1]):
         print(f"  after {told_s:5.1f} s: {text}", flush=True)
-
-
-def _step_s(seen: list[tuple[float, int]]) -> float:
-    """Return the median time between iterations in ms."""
-    return 1e3 * statistics.median(later - sooner for (sooner, _), (later, _) in itertools.pairwise(seen))
 
 
 def main() -> None:

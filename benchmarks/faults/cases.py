@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import psutil
@@ -15,6 +16,8 @@ from benchmarks.faults.job import Job, await_so
 
 TRAIN_ITERS = 40
 SLOW_MBIT = 20.0
+FURTHER = {"link cut": 1, "far link cut": 2}
+"""How far on the host is to which a wire is cut: the next one's agent is watched by this one's."""
 Fault: TypeAlias = Callable[[Job, str], None]
 """What it does to one host of a job."""
 
@@ -111,21 +114,18 @@ def cut_host(job: Job, host: str) -> None:
 
 def ends_of(job: Job, case: Case) -> tuple[str, ...]:
     """Name the hosts that a fault comes to: both ends of a wire, else one."""
+    further = FURTHER.get(case.fault)
+    return (case.host,) if further is None else (case.host, _after(job, case.host, further))
+
+
+def _after(job: Job, host: str, further: int) -> str:
     hosts = job.lab.hosts
-    further = {"link cut": 1, "far link cut": 2}.get(case.fault)
-    return (case.host,) if further is None else (case.host, hosts[(hosts.index(case.host) + further) % len(hosts)])
+    return hosts[(hosts.index(host) + further) % len(hosts)]
 
 
-def cut_link(job: Job, host: str) -> None:
-    """Cut the wire to the next host, whose agent this host's agent watches; both ends reach all others."""
-    first, second = ends_of(job, Case("", "link cut", host))
-    job.lab.cut((first, second))
-
-
-def cut_far_link(job: Job, host: str) -> None:
-    """Cut the wire to the host after the next; both ends reach all others."""
-    first, second = ends_of(job, Case("", "far link cut", host))
-    job.lab.cut((first, second))
+def cut_link(job: Job, host: str, *, further: int) -> None:
+    """Cut the wire to the host so much further on; both ends reach all others."""
+    job.lab.cut((host, _after(job, host, further)))
 
 
 def slow_links(job: Job, host: str) -> None:
@@ -158,8 +158,7 @@ FAULTS: dict[str, Fault] = {
     "host ended": end_host,
     "host silent": silence_host,
     "host cut off": cut_host,
-    "link cut": cut_link,
-    "far link cut": cut_far_link,
+    **{fault: partial(cut_link, further=further) for fault, further in FURTHER.items()},
     "links slowed": slow_links,
     "disk full": fill_disk,
 }

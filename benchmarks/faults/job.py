@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -91,6 +93,12 @@ class Job:
     def write(self, path: Path, since_s: float) -> None:
         """Write all lines, with seconds since a moment."""
         path.write_text("".join(f"{line.at_s - since_s:8.2f} {line.host} {line.text}\n" for line in self.lines))
+
+
+def median_step_s(seen: Sequence[tuple[float, int]]) -> float:
+    """Return the median time between iterations; 0 where there are not two."""
+    times = [later - sooner for (sooner, _), (later, _) in itertools.pairwise(seen)]
+    return statistics.median(times) if times else 0.0
 
 
 @contextmanager

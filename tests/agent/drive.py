@@ -18,6 +18,7 @@ from torch.distributed.run import get_args_parser
 from pipette_launch import replan
 from pipette_launch.agent import start
 from pipette_launch.agent.controller import Node, WorkerCommand
+from pipette_launch.agent.leaving import end_at_once
 from pipette_launch.agent.sync.rendezvous import RendezvousSettings
 from pipette_launch.facts import Choice, Layout, Plan, Provenance
 from pipette_launch.facts.messages.round import Decision, NodeRecord, TrialReport
@@ -187,10 +188,13 @@ class ScriptedConductor:
 
 
 def main() -> None:
-    """Run one agent."""
+    """Run one agent; it ends as the launcher does."""
     table = json.loads(Path(sys.argv[1]).read_text())
     args = get_args_parser().parse_args(sys.argv[2:])
-    start.run(args, lambda settings: ScriptedConductor(table, settings, args.max_restarts))
+    try:
+        start.run(args, lambda settings: ScriptedConductor(table, settings, args.max_restarts))
+    finally:
+        end_at_once()
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ def _soak(args: argparse.Namespace) -> int:
         f"{args.lanes} jobs at a time"
     )
     are_well = []
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as cache, args.record.open("a") as record:
         # All others start from the plan of this one.
         run(Case("exit", "worker killed", "n0"), cache=Path(cache))
@@ -73,12 +75,17 @@ def _soak(args: argparse.Namespace) -> int:
                 for number, case, share in dealt
                 if number not in done
             }
-            for future in as_completed(running):
-                result, number = future.result(), running[future]
-                record.write(json.dumps({"number": number, "conditions": conditions, **asdict(result)}) + "\n")
-                record.flush()
-                print(number, _told(result), flush=True)
-                are_well.append(result.is_well)
+            try:
+                for future in as_completed(running):
+                    result, number = future.result(), running[future]
+                    record.write(json.dumps({"number": number, "conditions": conditions, **asdict(result)}) + "\n")
+                    record.flush()
+                    print(number, _told(result), flush=True)
+                    are_well.append(result.is_well)
+            except BaseException:
+                # Else the pool runs all others first, which nobody records.
+                pool.shutdown(cancel_futures=True)
+                raise
     print(f"{sum(are_well)} of {len(are_well)} survived or ended with the right words")
     return 0 if all(are_well) else 1
 

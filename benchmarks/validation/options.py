@@ -20,7 +20,7 @@ DEFAULT_FILES = {
     "vtrain": DATA / "vtrain_single.csv",
     "nanotron": DATA / "nanotron_dev.csv",
     "readme": DATA / "megatron_readme_2024.csv",
-    "nvidia": DATA / "nvidia_perf_bf16_dev.csv",
+    "nvidia": DATA / "nvidia_perf_dev.csv",
 }
 
 
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--logs", type=Path, metavar="CSV", help="memory lines of public Megatron-LM logs")
     add("--korthikanti", type=Path, metavar="CSV", help="Korthikanti et al. 2022, iteration times and formula values")
     add("--readme", type=Path, metavar="CSV", help="weak scaling of Megatron-LM's README")
-    add("--nvidia", type=Path, metavar="CSV", help="throughput of NVIDIA's tuned BF16 recipes")
+    add("--nvidia", type=Path, metavar="CSV", help="throughput of NVIDIA's tuned recipes")
     add("--only", nargs="+", choices=DATA_SETS, help="score these data sets only")
     add("--method", choices=("closed", "abstract", "both"), default="closed", help="memory: closed form (default) or "
         "abstract execution")  # fmt: skip

@@ -25,11 +25,17 @@ class PerformanceOptions:
     accumulate_allreduce_grads_in_fp32: bool = False
     apply_query_key_layer_scaling: bool = False
     attention_softmax_in_fp32: bool = False
+    first_last_layers_bf16: bool = False
     fp32_residual_connection: bool = False
+    fp4: str | None = field(default=None, metadata={"flag": "--fp4-format"})
+    """`e2m1`; None where layers do not compute in FP4."""
     fp8: str | None = field(default=None, metadata={"flag": "--fp8-format"})
     """`e4m3` or `hybrid`; None where layers do not compute in FP8."""
     fp8_param_gather: bool = False
     fp8_recipe: str = "delayed"
+    num_layers_at_end_in_bf16: int = 1
+    """Of the layers that `--first-last-layers-bf16` leaves in 16 bits."""
+    num_layers_at_start_in_bf16: int = 1
 
     # Fused kernels.
     apply_rope_fusion: bool = _option("--no-rope-fusion", default=True)
@@ -75,7 +81,9 @@ class PerformanceOptions:
 
     # Experts.
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
+    moe_enable_deepep: bool = False
     moe_expert_capacity_factor: float | None = None
+    moe_flex_dispatcher_backend: str = "deepep"
     moe_grouped_gemm: bool = False
     moe_pad_expert_input_to_capacity: bool = False
     moe_permute_fusion: bool = False

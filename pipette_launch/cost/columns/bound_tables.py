@@ -240,7 +240,7 @@ class Tables:
             one = Layout(**degrees, dp=shape.ep * shape.etp)
             samples = columns.micro_batch_size[rows].astype(np.float64)
             if one not in self._exchanges:
-                self._exchanges[one] = exchanges_of(self.job, one, self._one_of_each)
+                self._exchanges[one] = exchanges_of(self.job, one, self._one_of_each, self._fabric.domain_slots)
             for item in self._exchanges[one]:
                 seconds = self._fabric.bounds_s(item.kind, group_sizes(one)[item.group], item.size_bytes * samples)
                 if item.behind:

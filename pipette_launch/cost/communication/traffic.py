@@ -23,10 +23,15 @@ from pipette_launch.megatron.performance import performance_options
 Ints = NDArray[np.int64]
 Group = Literal["tp", "cp", "ep", "etp", "ep_etp"]
 """Fields of `Groups`."""
-Behind = Literal["core_attention_s", "input_grad_s", "weight_grad_s"]
+Behind = Literal["core_attention_s", "input_grad_s", "weight_grad_s", "forward_s", "other_layer_s"]
 """Fields of `Hiding`."""
 
 _FP32_BYTES = 4
+IN_DOMAIN_SHARE = 0.42
+"""Of the fastest links, by `flex` dispatchers within their domain (fitted; see `compute.expert_work`)."""
+OVERLAP_COSTS = 0.15
+"""Of an exchange that passes behind compute: what its kernels take from the products beside them, 20 of 132
+multiprocessors (`--moe-deepep-num-sms`)."""
 _CROSS_ENTROPY_REDUCTIONS = 3
 """Largest logit, logit of the target, sum of exponentials (cross_entropy.py)."""
 
@@ -41,6 +46,10 @@ class Hiding:
     """Input gradient of one column-parallel matrix."""
     weight_grad_s: float = 0.0
     """Weight gradient of one column-parallel matrix."""
+    forward_s: float = 0.0
+    """Forward of one column-parallel matrix: behind it go chunks of `--tp-comm-overlap`."""
+    other_layer_s: float = 0.0
+    """A quarter of a layer's two passes: behind each go the tokens of one exchange of another micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,18 +138,29 @@ def aligns_gathers(job: Job, layout: Layout) -> bool:
     return layout.vpp > 1 and performance_options(job).align_param_gather
 
 
-def exchanges(job: Job, layout: Layout, hiding: Hiding) -> tuple[Exchange, ...]:
-    """List the collectives of a micro-batch, each with the seconds that pass behind compute."""
+def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int = 1) -> tuple[Exchange, ...]:
+    """List the collectives of a micro-batch, each with the seconds that pass behind compute; see `exchanges_of`."""
     return tuple(
         replace(item, hidden_s=getattr(hiding, item.behind) * item.behind_share) if item.behind else item
-        for item in exchanges_of(job, layout, LayerCounts.of(job, layout))
+        for item in exchanges_of(job, layout, LayerCounts.of(job, layout), domain)
     )
 
 
-def exchanges_of(job: Job, layout: Layout, counts: LayerCounts) -> tuple[Exchange, ...]:
-    """List the collectives of stages that hold other layers than the layout gives them; they are linear in `counts`."""
-    makers = (_tensor_parallel, _context_parallel, _expert_parallel)
-    found = itertools.chain.from_iterable(make(job, layout, counts) for make in makers)
+def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1) -> tuple[Exchange, ...]:
+    """List the collectives of stages that hold other layers than the layout gives them; they are linear in `counts`.
+
+    Args:
+        job: its model and flags.
+        layout: who exchanges with whom.
+        counts: what the stages hold.
+        domain: slots that the fastest links join, which `flex` dispatchers tell from all others.
+
+    """
+    found = itertools.chain(
+        _tensor_parallel(job, layout, counts),
+        _context_parallel(job, layout, counts),
+        _expert_parallel(job, layout, counts, domain),
+    )
     return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
 
 
@@ -216,6 +236,7 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     the backward gathers the input of each column-parallel matrix once more for the weight gradient (layers.py). That
     gather passes behind the matrix's input gradient, and the sum of its input's gradients behind its weight gradient,
     unless `--no-async-tensor-model-parallel-allreduce` says otherwise (until v16, and without sequence parallelism).
+    With `--tp-comm-overlap` those of layers pass behind their matrices in chunks, one of which nothing hides.
     """
     if layout.tp == 1:
         return
@@ -224,7 +245,18 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     once_S, again_S = counts.attention_S + counts.dense_mlp_S, counts.attention_again_S + counts.dense_mlp_again_S
     embedding_S, head_S = counts.embedding_S, counts.head_S
     none_S = 0 * head_S
-    if layout.sequence_parallel:
+    if layout.sequence_parallel and performance_options(job).tp_comm_overlap:
+        yield _exchange("all_gather", "tp", size, head_S, embedding_S)
+        yield _exchange("all_gather", "tp", size, none_S, head_S, behind="input_grad_s")
+        yield _exchange("reduce_scatter", "tp", size, embedding_S, none_S)
+        yield _exchange("reduce_scatter", "tp", size, none_S, head_S, behind="weight_grad_s")
+        first = size / layout.tp
+        for part, behind in ((first, None), (size - first, "forward_s")):
+            yield _exchange("all_gather", "tp", part, once_S, once_S + again_S, behind=behind)
+            yield _exchange("reduce_scatter", "tp", part, once_S, again_S, behind=behind)
+        yield _exchange("all_gather", "tp", size, none_S, once_S, behind="input_grad_s")
+        yield _exchange("reduce_scatter", "tp", size, none_S, once_S, behind="weight_grad_s")
+    elif layout.sequence_parallel:
         yield _exchange("all_gather", "tp", size, once_S + head_S, once_S + again_S + embedding_S)
         yield _exchange("all_gather", "tp", size, none_S, once_S + head_S, behind="input_grad_s")
         yield _exchange("reduce_scatter", "tp", size, once_S + embedding_S, again_S)
@@ -252,21 +284,31 @@ def _context_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator
     yield replace(one, behind_share=(layout.cp - 1) / layout.cp)
 
 
-def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
+def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts, domain: int) -> Iterator[Exchange]:
     """Tokens go to their experts and back, in both passes, under balanced routing.
 
-    `alltoall` (and `flex`) sends topk copies of each token over ep and gathers them over etp; `allgather`, Megatron's
+    `alltoall` sends topk copies of each token over ep and gathers them over etp; `flex` sends one copy to each rank
+    that has some of its experts, or to each domain of fast links where there are several; `allgather`, Megatron's
     default, gathers every token over ep * etp and scatters the sums (megatron-core, moe/token_dispatcher.py).
     """
-    model = job.model
+    model, options = job.model, performance_options(job)
     size = model.dtype_bytes * attention.local_tokens(model, layout) * model.hidden_size
     group: Group = "ep_etp"
     forward_S, backward_S = counts.moe_S, counts.moe_S + counts.moe_again_S
-    dispatcher = performance_options(job).moe_token_dispatcher_type
-    if dispatcher != "allgather":
+    if options.moe_token_dispatcher_type != "allgather":  # noqa: S105
+        copies = float(model.moe_router_topk)
+        if options.moe_token_dispatcher_type == "flex":  # noqa: S105
+            places = -(-layout.ep // domain) if layout.ep > domain else layout.ep
+            copies = places * (1 - (1 - 1 / places) ** model.moe_router_topk)
+            copies /= IN_DOMAIN_SHARE if layout.ep <= domain else 1.0
         size, group = size * model.moe_router_topk, "etp"
         if layout.ep > 1:
-            yield _exchange("all_to_all", "ep", size, 2 * forward_S, 2 * backward_S)
+            sent, times = size / model.moe_router_topk * copies, (2 * forward_S, 2 * backward_S)
+            if options.overlap_moe_expert_parallel_comm:
+                yield _exchange("all_to_all", "ep", sent * OVERLAP_COSTS, *times)
+                yield _exchange("all_to_all", "ep", sent * (1 - OVERLAP_COSTS), *times, behind="other_layer_s")
+            else:
+                yield _exchange("all_to_all", "ep", sent, *times)
     members = layout.etp * (layout.ep if group == "ep_etp" else 1)
     if members > 1:
         yield _exchange("all_gather", group, size * members, forward_S, backward_S)

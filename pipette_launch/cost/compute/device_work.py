@@ -6,12 +6,13 @@ Shoeybi et al. 2019 cut them; tensors that are read and written are those of `co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from pipette_launch.cost.compute.expert_work import expert_loads
+from pipette_launch.cost.compute.loads import Load, PassLoads, Product, is_captured, matrix, mlp
 from pipette_launch.cost.layers import activations, attention
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import LatentAttention, ModelSpec
+from pipette_launch.megatron.performance import performance_options
 
 ADAM_BYTES_PER_PARAMETER = 34
 """fp32 gradient read for the norm and for the step, master weight and two moments read and written, weight written:
@@ -22,67 +23,15 @@ GRADIENT_PASSES = 4
 replicas (ParamAndGradBuffer, start_grad_sync; with one replica there is no division)."""
 
 _KERNELS_PER_COLLECTIVE = 3.0
-_ACCUMULATED_BYTES = 8
-"""fp32 gradient of each weight, read and written for each micro-batch (gradient accumulation fusion)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
-    """`count` matrix products of m x k by k x n."""
-
-    m: float
-    n: float
-    k: float
-    count: float = 1.0
-
-    @property
-    def flops(self) -> float:
-        """Multiply-adds counted as 2."""
-        return 2.0 * self.m * self.n * self.k * self.count
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """What one pass of one part asks of the device."""
-
-    products: tuple[Product, ...] = ()
-    attention_flops: float = 0.0
-    """Of flash attention, which runs at a rate of its own."""
-    moved_bytes: float = 0.0
-    """Read and written by kernels that compute next to nothing."""
-    kernels: float = 0.0
-
-    def __add__(self, other: Load) -> Load:
-        """Run one after the other."""
-        return Load(
-            products=self.products + other.products,
-            attention_flops=self.attention_flops + other.attention_flops,
-            moved_bytes=self.moved_bytes + other.moved_bytes,
-            kernels=self.kernels + other.kernels,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PassLoads:
-    """The three passes of a part; one that asks for nothing is left out."""
-
-    forward: Load = Load()
-    input_grad: Load = Load()
-    weight_grad: Load = Load()
-
-    def __add__(self, other: PassLoads) -> PassLoads:
-        """Run one after the other."""
-        return PassLoads(
-            forward=self.forward + other.forward,
-            input_grad=self.input_grad + other.input_grad,
-            weight_grad=self.weight_grad + other.weight_grad,
-        )
 
 
 def layer_loads(job: Job, layout: Layout, *, moe: bool) -> PassLoads:
     """One transformer layer on one rank: of its communication only what the host does to start it."""
-    mlp = _experts(job, layout) if moe else _mlp(job.model, layout, job.model.ffn_hidden_size)
-    return _attention(job.model, layout) + mlp + _norms_and_residuals(job.model, layout) + _launches(layout)
+    options = performance_options(job)
+    rest = _attention(job.model, layout) + _norms_and_residuals(job.model, layout) + _launches(layout)
+    rest = rest.without_launches(1.0 if is_captured(options, "attn") else 0.0)
+    loads = rest + (expert_loads(job, layout) if moe else mlp(job.model, layout, job.model.ffn_hidden_size))
+    return loads.without_launches(1.0 if is_captured(options, "full_iteration") else 0.0)
 
 
 def is_flash(model: ModelSpec) -> bool:
@@ -108,7 +57,7 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
     vocabulary = model.padded_vocab_size(layout.tp) // layout.tp
     logits = tokens * vocabulary
     norm = 2 * _residual_elements(model, layout) * model.dtype_bytes
-    matrices = _matrix(tokens, vocabulary, model.hidden_size)
+    matrices = matrix(tokens, vocabulary, model.hidden_size, is_linear=False)
     # Cast to fp32, maximum, subtract in place, exponential in place, sum; then divide in place and scale.
     forward = norm + logits * (model.dtype_bytes + 4 + 4 + 8 + 8 + 4 + 8)
     backward = 2 * norm + logits * (8 + 4 + model.dtype_bytes)
@@ -130,7 +79,7 @@ def _attention(model: ModelSpec, layout: Layout) -> PassLoads:
     else:
         query = model.num_attention_heads * model.kv_channels // layout.tp
         key = max(1, model.num_query_groups // layout.tp) * model.kv_channels
-        matrices = _matrix(tokens, query + 2 * key, model.hidden_size) + _matrix(tokens, model.hidden_size, query)
+        matrices = matrix(tokens, query + 2 * key, model.hidden_size) + matrix(tokens, model.hidden_size, query)
         groups, width = max(layout.tp, model.num_query_groups), model.kv_channels
     turned = (model.num_attention_heads + groups) // layout.tp * width
     rotary = 4.0 * tokens * turned * model.dtype_bytes if latent or model.position_embedding_type == "rope" else 0.0
@@ -143,12 +92,12 @@ def _latent_projections(model: ModelSpec, latent: LatentAttention, layout: Layou
     tokens = attention.tokens(model, layout)
     hidden, heads = model.hidden_size, model.num_attention_heads // layout.tp
     query = heads * latent.query_channels
-    loads = _matrix(tokens, latent.kv_lora_rank + latent.qk_pos_emb_head_dim, hidden)
-    loads += _matrix(tokens, heads * (latent.qk_head_dim + latent.v_head_dim), latent.kv_lora_rank)
-    loads += _matrix(tokens, hidden, heads * latent.v_head_dim)
+    loads = matrix(tokens, latent.kv_lora_rank + latent.qk_pos_emb_head_dim, hidden)
+    loads += matrix(tokens, heads * (latent.qk_head_dim + latent.v_head_dim), latent.kv_lora_rank)
+    loads += matrix(tokens, hidden, heads * latent.v_head_dim)
     if latent.q_lora_rank is None:
-        return loads + _matrix(tokens, query, hidden)
-    return loads + _matrix(tokens, latent.q_lora_rank, hidden) + _matrix(tokens, query, latent.q_lora_rank)
+        return loads + matrix(tokens, query, hidden)
+    return loads + matrix(tokens, latent.q_lora_rank, hidden) + matrix(tokens, query, latent.q_lora_rank)
 
 
 def core_attention_loads(model: ModelSpec, layout: Layout) -> PassLoads:
@@ -163,9 +112,11 @@ def core_attention_loads(model: ModelSpec, layout: Layout) -> PassLoads:
     latent = model.latent_attention
     query, value = (latent.query_channels, latent.v_head_dim) if latent else (model.kv_channels, model.kv_channels)
     if is_flash(model):
-        flops = 1.0 * tokens * one * heads * (query + value)
+        scores_seen = 0.5 * tokens * one * heads
+        flops = 2.0 * scores_seen * (query + value)
         return PassLoads(
-            forward=Load(attention_flops=flops, kernels=2), input_grad=Load(attention_flops=2.5 * flops, kernels=4)
+            forward=Load(attention_flops=flops, exponentials=scores_seen, kernels=2),
+            input_grad=Load(attention_flops=2.5 * flops, exponentials=scores_seen, kernels=4),
         )
     batch = heads * tokens / one
     scores = Product(m=one, n=one, k=query, count=batch)
@@ -178,46 +129,6 @@ def core_attention_loads(model: ModelSpec, layout: Layout) -> PassLoads:
             products=(scores, scores, context, context), moved_bytes=3 * probabilities + dropout, kernels=10
         ),
     )
-
-
-def _mlp(model: ModelSpec, layout: Layout, ffn_hidden_size: int) -> PassLoads:
-    tokens = attention.tokens(model, layout)
-    width = ffn_hidden_size // layout.tp
-    gates = 2 if model.gated_linear_unit else 1
-    matrices = _matrix(tokens, gates * width, model.hidden_size) + _matrix(tokens, model.hidden_size, width)
-    return matrices + _activation(tokens * width * model.dtype_bytes, gates)
-
-
-def _activation(one_bytes: float, gates: int) -> PassLoads:
-    return PassLoads(
-        forward=Load(moved_bytes=(gates + 1) * one_bytes, kernels=2),
-        input_grad=Load(moved_bytes=(2 * gates + 1) * one_bytes, kernels=2),
-    )
-
-
-def _experts(job: Job, layout: Layout) -> PassLoads:
-    """Balanced routing: topk * T / t tokens' worth of whole experts on each rank, whatever ep and etp are."""
-    model = job.model
-    tokens = attention.tokens(model, layout)
-    local = tokens / layout.tp if layout.sequence_parallel else tokens
-    routed = model.moe_router_topk * local * layout.etp
-    width = model.moe_ffn_hidden_size // layout.etp
-    gates = 2 if model.gated_linear_unit else 1
-    num_experts = model.num_experts or 1
-    mine = max(1, num_experts // layout.ep)
-    loads = _matrix(routed / mine, gates * width, model.hidden_size, count=mine)
-    loads += _matrix(routed / mine, model.hidden_size, width, count=mine)
-    loads += _activation(routed * width * model.dtype_bytes, gates)
-    loads += _matrix(local, num_experts, model.hidden_size)
-    # Tokens are sorted by expert and back: each copy is read and written twice in each pass.
-    sorted_bytes = 4.0 * model.moe_router_topk * local * model.hidden_size * model.dtype_bytes
-    loads += PassLoads(
-        forward=Load(moved_bytes=sorted_bytes, kernels=20),
-        input_grad=Load(moved_bytes=sorted_bytes, kernels=16),
-    )
-    if model.moe_shared_expert_intermediate_size:
-        loads += _mlp(model, layout, model.moe_shared_expert_intermediate_size)
-    return loads
 
 
 def _norms_and_residuals(model: ModelSpec, layout: Layout) -> PassLoads:
@@ -243,19 +154,6 @@ def _launches(layout: Layout) -> PassLoads:
     return PassLoads(
         forward=Load(kernels=forward * _KERNELS_PER_COLLECTIVE),
         input_grad=Load(kernels=backward * _KERNELS_PER_COLLECTIVE),
-    )
-
-
-def _matrix(tokens: float, outputs: float, inputs: float, *, count: float = 1.0) -> PassLoads:
-    """One weight matrix: y = xW forward, dx = dy W' and dW = x' dy backward, added to the gradient of the step."""
-    return PassLoads(
-        forward=Load(products=(Product(m=tokens, n=outputs, k=inputs, count=count),), kernels=1.5),
-        input_grad=Load(products=(Product(m=tokens, n=inputs, k=outputs, count=count),), kernels=1.5),
-        weight_grad=Load(
-            products=(Product(m=outputs, n=inputs, k=tokens, count=count),),
-            moved_bytes=_ACCUMULATED_BYTES * outputs * inputs * count,
-            kernels=2,
-        ),
     )
 
 

@@ -23,7 +23,7 @@ from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, 
 Model: TypeAlias = Mapping[tuple[ComputeCase, str], ComputeTime]
 
 _LOCAL = Link(latency_s=1e-6, bytes_per_s=1e10)
-_PEAKS = dict.fromkeys(("fp32", "fp16", "bf16", "fp8"), 5e10)
+_PEAKS = dict.fromkeys(("fp32", "fp16", "bf16", "fp8", "fp4"), 5e10)
 GENERIC = DeviceSpec(
     name="any",
     flops_per_s=_PEAKS,

@@ -1,10 +1,4 @@
-"""Measurements worked out by a model, for machines of a known type, in place of a warm-up.
-
-seconds of a pass = max(host, device), with
-    host   = kernels * launch_s
-    device = sum over products of flops / (peak * matmul_share) * (1 + half_size * (1/m + 1/n + 1/k))
-             + attention flops / (peak * attention_share) + bytes / (bandwidth * memory_share)
-"""
+"""Measurements worked out by a model, for machines of a known type, in place of a warm-up."""
 
 from __future__ import annotations
 
@@ -16,17 +10,21 @@ import numpy as np
 
 from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps
+from pipette_launch.cost.compute.device_time import (
+    Precision,
+    device_s,
+    gradient_s_per_byte,
+    host_s,
+    optimizer_s_per_parameter,
+    pass_s,
+)
 from pipette_launch.cost.compute.device_work import (
-    ADAM_BYTES_PER_PARAMETER,
-    GRADIENT_PASSES,
-    Load,
-    PassLoads,
-    Product,
     core_attention_loads,
     embedding_loads,
     head_loads,
     layer_loads,
 )
+from pipette_launch.cost.compute.loads import PassLoads
 from pipette_launch.cost.compute.stages import case_of
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
@@ -151,51 +149,9 @@ def imagined_cluster(
     )
 
 
-def pass_s(device: DeviceSpec, dtype: str, load: Load) -> float:
-    """Seconds of one pass of one part."""
-    return max(host_s(device, load), device_s(device, dtype, load))
-
-
-def host_s(device: DeviceSpec, load: Load) -> float:
-    """Seconds in which the host asks for all kernels of a pass."""
-    return load.kernels * device.efficiency.launch_s
-
-
-def device_s(device: DeviceSpec, dtype: str, load: Load) -> float:
-    """Seconds of a pass on a device that never waits for the host."""
-    efficiency = device.efficiency
-    peak = device.peak_flops_per_s(dtype)
-    products_s = sum(product.flops / (peak * matmul_efficiency(device, product)) for product in load.products)
-    attention_s = load.attention_flops / (peak * efficiency.attention_share)
-    moved_s = load.moved_bytes * moved_byte_s(device)
-    return products_s + attention_s + moved_s
-
-
-def matmul_efficiency(device: DeviceSpec, product: Product) -> float:
-    """Share of the peak that a product reaches, above 0 and at most `matmul_share`."""
-    efficiency = device.efficiency
-    ends = 1 / product.m + 1 / product.n + 1 / product.k
-    return efficiency.matmul_share / (1 + efficiency.half_size * ends)
-
-
-def optimizer_s_per_parameter(device: DeviceSpec) -> float:
-    """Seconds of an Adam step for each parameter whose state a device holds."""
-    return ADAM_BYTES_PER_PARAMETER * moved_byte_s(device)
-
-
-def gradient_s_per_byte(device: DeviceSpec) -> float:
-    """Seconds that clearing, checking and scaling take once a step for each byte of gradients that a device holds."""
-    return GRADIENT_PASSES * moved_byte_s(device)
-
-
-def moved_byte_s(device: DeviceSpec) -> float:
-    """Seconds to read or write a byte in a kernel that computes next to nothing."""
-    return 1 / (device.memory_bytes_per_s * device.efficiency.memory_share)
-
-
 def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[bool]) -> Iterator[ComputeTime]:
     """Time every part of the model; `kinds` says whether it has layers with experts, without, or both."""
-    case, dtype = case_of(layout), job.model.params_dtype
+    case, precision = case_of(layout), Precision.of(job, device)
     parts: dict[Part, PassLoads] = {
         "embedding": embedding_loads(job, layout),
         "head": head_loads(job, layout),
@@ -205,18 +161,18 @@ def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozense
     for name, loads in parts.items():
         # The two passes of a backward run as one: the host is ahead in one of them while the other is short.
         backward = loads.input_grad + loads.weight_grad
-        backward_s = pass_s(device, dtype, backward)
-        backward_device_s = device_s(device, dtype, backward)
-        weight_device_s = device_s(device, dtype, loads.weight_grad)
+        backward_s = pass_s(device, precision, backward)
+        backward_device_s = device_s(device, precision, backward)
+        weight_device_s = device_s(device, precision, loads.weight_grad)
         weight_s = backward_s * (weight_device_s / backward_device_s if backward_device_s else 0.0)
         yield ComputeTime(
             case=case,
             part=name,
             slot=0,
-            forward=Samples(values_s=(pass_s(device, dtype, loads.forward),)),
+            forward=Samples(values_s=(pass_s(device, precision, loads.forward),)),
             input_grad=Samples(values_s=(backward_s - weight_s,)),
             weight_grad=Samples(values_s=(weight_s,)),
-            forward_idle_s=max(host_s(device, loads.forward) - device_s(device, dtype, loads.forward), 0.0),
+            forward_idle_s=max(host_s(device, loads.forward) - device_s(device, precision, loads.forward), 0.0),
             backward_idle_s=max(host_s(device, backward) - backward_device_s, 0.0),
         )
 

@@ -185,6 +185,8 @@ class ComputeTable:
             else layer.forward_s * attention_core_share(model, moe=moe),
             input_grad_s=(layer.backward_s - layer.weight_grad_s) * share,
             weight_grad_s=layer.weight_grad_s * share,
+            forward_s=layer.forward_s * share,
+            other_layer_s=(layer.forward_s + layer.backward_s) / 4,
         )
 
     def part_seconds(self, case: ComputeCase) -> dict[str, float] | None:

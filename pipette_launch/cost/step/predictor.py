@@ -33,7 +33,6 @@ NOT_MODELLED = (
     "What waiting slots give back: compute is measured on all slots of a host at once, so shared cores are in it.",
     "Contention for one link or network card between groups or pipelines, beyond what was measured with all at work.",
     "Sends that block the sender or delay each other: a send takes its link's time, over gloo its receiver's as well.",
-    "Overlap of tensor-parallel collectives in the forward (`--tp-comm-overlap`), and of all-to-all with experts.",
     "Collectives that slow down the matrix product that they pass behind.",
     "Uneven routing: every expert is given equally many tokens.",
     "Aligned starts of overlapped gradient reduction over the pipeline ranks.",
@@ -63,7 +62,6 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
         frozenset({True}),
         "the all-to-alls count in full, and the step may be too long",
     ),
-    ("tp_comm_overlap", frozenset({True}), "the step may be too long"),
 )
 """Performance options, their values that change the step but not the predicted one, and what that means for it."""
 
@@ -159,7 +157,8 @@ class Predictor:
     def _new_work(self, layout: Layout) -> LayoutWork:
         report_bytes = loss_report_bytes(self._measurements.cluster.device_kind)
         loss_s = self.fabric.bound_s("all_reduce", layout.dp * layout.cp, report_bytes) if report_bytes else 0.0
-        return LayoutWork.of(self._job, layout, self.compute, OnceAStep.of(self._measurements), loss_s=loss_s)
+        once, domain = OnceAStep.of(self._measurements), self.fabric.domain_slots
+        return LayoutWork.of(self._job, layout, self.compute, once, loss_s=loss_s, domain=domain)
 
     def _new_placement_cost(self, layout: Layout) -> PlacementCost:
         return PlacementCost(self._work(layout), self.fabric, self._slowness_W)

@@ -66,8 +66,10 @@ class LayoutWork:
     rank_S: NDArray[np.int64]
 
     @classmethod
-    def of(cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep, *, loss_s: float) -> LayoutWork:
-        """Work it out from the job, the layout and the measured times."""
+    def of(
+        cls, job: Job, layout: Layout, compute: ComputeTable, once: OnceAStep, *, loss_s: float, domain: int = 1
+    ) -> LayoutWork:
+        """Work it out from the job, the layout and the measured times; `domain` as in `exchanges_of`."""
         num_microbatches = layout.num_microbatches(job.batch.global_batch_size)
         passes = compute.chunk_passes(layout)
         traffic = step_traffic(job, layout)
@@ -81,7 +83,7 @@ class LayoutWork:
                 blocking_ends=blocks_at_ends(job, layout, compute.device_kind),
             ),
             **{f"{name}_S": np.array([getattr(chunk, name) for chunk in passes]) for name in _PASSES},
-            exchanges=exchanges(job, layout, compute.hiding(layout)),
+            exchanges=exchanges(job, layout, compute.hiding(layout), domain),
             hop_bytes=hop_bytes(job, layout),
             traffic=traffic,
             gradient_bytes_S2=np.array(traffic.gradient_bytes, dtype=np.float64),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.checks import check_numbers
@@ -52,15 +53,22 @@ class Efficiency:
     Where kernels are shorter, the host sets the time. 50 us is what Megatron-LM's functional tests come to on DGX A100
     and H100: 3 to 6 ms for a layer and micro-batch of hidden size 512.
     """
+    narrow_shares: dict[str, float] = field(default_factory=dict)
+    """What stands in the place of `matmul_share` for products in other formats, as `fp8` and `fp4`."""
     step_s: float = 0.0
     """Seconds of the host once a step, while the device waits: from the gradient norm, for which Megatron waits, to the
     first kernels of the next step (clipping, the optimizer's loops, logging, the batch)."""
 
     def __post_init__(self) -> None:
-        for name in ("matmul_share", "attention_share", "memory_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise FactError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
+        shares = {name: getattr(self, name) for name in ("matmul_share", "attention_share", "memory_share")}
+        for name, share in (shares | self.narrow_shares).items():
+            if not 0 < share <= 1:
+                raise FactError(f"{name} must be above 0 and at most 1, got {share}")
         check_numbers(self, "half_size", "launch_s", "step_s", limit=0)
+
+    def share_of(self, dtype: str) -> float:
+        """Share of its peak that a large product in a format reaches."""
+        return self.narrow_shares.get(dtype, self.matmul_share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +77,7 @@ class DeviceSpec:
 
     name: str
     flops_per_s: dict[str, float]
-    """Peak of dense matrix products, by element type: fp32 (as Megatron runs it, TF32 off), fp16, bf16, fp8."""
+    """Peak of dense matrix products, by element type: fp32 (as Megatron runs it, TF32 off), fp16, bf16, fp8, fp4."""
     memory_bytes_per_s: float
     memory_bytes: int
     within_host: Link
@@ -79,6 +87,8 @@ class DeviceSpec:
     """Where the figures come from, one sentence."""
     devices_per_host: int = 8
     """Of its usual host."""
+    exponentials_per_s: float = math.inf
+    """Of all its special function units: what softmax takes beside attention's products."""
     domain_hosts: int = 1
     """Hosts whose devices share one NVLink domain: between them, links are as `within_host`."""
 

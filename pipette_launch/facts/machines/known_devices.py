@@ -87,6 +87,8 @@ def _nvidia(
     within: tuple[float, float],
     between: tuple[float, float, int],
     fp8_tflops: float = 0.0,
+    fp4_tflops: float = 0.0,
+    exp_per_ns: float,
     bf16: bool = True,
     efficiency: Efficiency,
     sheet: str,
@@ -96,12 +98,15 @@ def _nvidia(
 ) -> DeviceSpec:
     """Bring a data sheet to SI; links are (us, GB/s) and (us, GB/s, devices that share it).
 
+    `exp_per_ns`: multiprocessors x 16 special function units (32 of Blackwell Ultra) x boost clock in GHz.
+
     `memory_gib` is what torch reports as the device's total capacity, which is less than the data sheet's round number:
     the driver and ECC keep the rest, and no process can have it.
     """
     peaks = {"fp32": fp32_tflops * 1e12, "fp16": half_tflops * 1e12}
     peaks |= {"bf16": half_tflops * 1e12} if bf16 else {}
     peaks |= {"fp8": fp8_tflops * 1e12} if fp8_tflops else {}
+    peaks |= {"fp4": fp4_tflops * 1e12} if fp4_tflops else {}
     return DeviceSpec(
         name=name,
         flops_per_s=peaks,
@@ -115,6 +120,7 @@ def _nvidia(
             f"of peaks and links: usual figures{remark}."
         ),
         devices_per_host=devices_per_host,
+        exponentials_per_s=exp_per_ns * 1e9,
         domain_hosts=domain_hosts,
     )
 
@@ -132,8 +138,16 @@ _AMPERE = _DGX_A100(matmul_share=0.80, attention_share=0.5, memory_share=0.8, ha
 # Its board takes 300 W and not 400; NVIDIA puts such a card at 90 % of the SXM module.
 _AMPERE_300_W = _DGX_A100(matmul_share=0.72, attention_share=0.45, memory_share=0.8, half_size=64)
 # A dense product at full clock exceeds the power limit of these, so less of the nominal peak is left.
-_HOPPER = _DGX_H100(matmul_share=0.72, attention_share=0.4, memory_share=0.8, half_size=128)
-_BLACKWELL = _DGX_H100(matmul_share=0.70, attention_share=0.35, memory_share=0.8, half_size=192)
+# FP8 and FP4: TransformerEngine's own benchmark of one dense layer, products alone, on H200 NVL and B300.
+_HOPPER = _DGX_H100(
+    matmul_share=0.72, narrow_shares={"fp8": 0.70}, attention_share=0.38, memory_share=0.75, half_size=128
+)
+_BLACKWELL = _DGX_H100(
+    matmul_share=0.70, narrow_shares={"fp8": 0.62, "fp4": 0.38}, attention_share=0.45, memory_share=0.75, half_size=192
+)
+_ULTRA = _DGX_H100(
+    matmul_share=0.76, narrow_shares={"fp8": 0.70, "fp4": 0.38}, attention_share=0.45, memory_share=0.75, half_size=192
+)
 _VOLTA = _DGX_A100(matmul_share=0.75, attention_share=0.4, memory_share=0.8, half_size=64)
 _ADA = _DGX_H100(matmul_share=0.85, attention_share=0.6, memory_share=0.85, half_size=64)
 
@@ -142,11 +156,13 @@ _NVLINK4 = (4.0, 360.0)
 _NVLINK5 = (4.0, 720.0)
 _HDR = (10.0, 24.0, 1)
 _NDR = (10.0, 47.0, 1)
+_XDR = (10.0, 94.0, 1)
 # All-gathers of 256 MB on 8 to 64 nodes: 37 to 61 us for each of the ring's steps, however short its piece.
 _EFA = (45.0, 47.0, 1)
 
 _V100 = partial(
     _nvidia,
+    exp_per_ns=80 * 16 * 1.53,
     half_tflops=125,
     fp32_tflops=15.7,
     memory_gb_per_s=900,
@@ -159,6 +175,7 @@ _V100 = partial(
 )
 _A100 = partial(
     _nvidia,
+    exp_per_ns=108 * 16 * 1.41,
     half_tflops=312,
     fp32_tflops=19.5,
     within=_NVLINK3,
@@ -169,6 +186,7 @@ _A100 = partial(
 )
 _H100 = partial(
     _nvidia,
+    exp_per_ns=132 * 16 * 1.755,
     half_tflops=989,
     fp32_tflops=67,
     fp8_tflops=1979,
@@ -178,9 +196,11 @@ _H100 = partial(
     sheet="H100, SXM5, without sparsity",
     remark="; a card of 400 Gbit/s for each device",
 )
-_BLACKWELL_DEVICE = partial(_nvidia, within=_NVLINK5, between=_NDR, efficiency=_BLACKWELL)
+_BLACKWELL_DEVICE = partial(_nvidia, exp_per_ns=148 * 16 * 1.92, within=_NVLINK5, between=_NDR, efficiency=_BLACKWELL)
+_BLACKWELL_ULTRA = partial(_BLACKWELL_DEVICE, exp_per_ns=148 * 32 * 1.92, between=_XDR, efficiency=_ULTRA)
 _RTX_4090 = partial(
     _nvidia,
+    exp_per_ns=128 * 16 * 2.52,
     half_tflops=165.2,
     fp32_tflops=82.6,
     fp8_tflops=330.3,
@@ -220,6 +240,7 @@ _DEVICES = (
         half_tflops=2250,
         fp32_tflops=75,
         fp8_tflops=4500,
+        fp4_tflops=9000,
         memory_gb_per_s=7700,
         memory_gib=178.35,
         sheet="Blackwell, HGX B200, without sparsity",
@@ -230,6 +251,7 @@ _DEVICES = (
         half_tflops=2500,
         fp32_tflops=80,
         fp8_tflops=5000,
+        fp4_tflops=10000,
         memory_gb_per_s=8000,
         memory_gib=184.31,
         sheet="Blackwell, GB200 NVL72, without sparsity",
@@ -237,8 +259,33 @@ _DEVICES = (
         devices_per_host=4,
         domain_hosts=18,
     ),
+    _BLACKWELL_ULTRA(
+        "B300",
+        half_tflops=2250,
+        fp32_tflops=75,
+        fp8_tflops=4500,
+        fp4_tflops=13500,
+        memory_gb_per_s=8000,
+        memory_gib=267.7,
+        sheet="Blackwell Ultra, HGX B300, without sparsity",
+        remark="; a card of 800 Gbit/s for each device",
+    ),
+    _BLACKWELL_ULTRA(
+        "GB300-NVL72",
+        half_tflops=2500,
+        fp32_tflops=80,
+        fp8_tflops=5000,
+        fp4_tflops=15000,
+        memory_gb_per_s=8000,
+        memory_gib=276.5,
+        sheet="Blackwell Ultra, GB300 NVL72, without sparsity",
+        remark="; 18 trays of 4 devices in one NVLink domain, a card of 800 Gbit/s for each device",
+        devices_per_host=4,
+        domain_hosts=18,
+    ),
     _nvidia(
         "L40S",
+        exp_per_ns=142 * 16 * 2.52,
         half_tflops=362,
         fp32_tflops=91.6,
         fp8_tflops=733,

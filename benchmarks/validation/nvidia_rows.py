@@ -1,0 +1,171 @@
+"""A published run of NVIDIA's as Megatron's flags: the shape of its model, its layout, its precision, its recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.validation.tables import Row, number, optional, read_table, size, text, whole, word
+
+COLUMNS = {
+    **dict.fromkeys(("release", "phase", "model", "system", "precision"), word),
+    **dict.fromkeys(("gpus", "gbs", "seq", "tp", "pp"), size),
+    **dict.fromkeys(("mbs", "cp", "vp", "ep", "etp"), optional(size)),
+    **dict.fromkeys(("fsdp", "mtp"), optional(whole)),
+    **dict.fromkeys(("dispatcher", "ep_overlap", "cuda_graphs", "recompute", "offload", "routing"), text),
+    **dict.fromkeys(("step_time_s", "tokens_s_gpu"), optional(number)),
+}
+_LATENT = ("q_lora", "kv_lora", "qk_nope", "qk_rope", "v_dim")
+SHAPE_COLUMNS = {
+    **dict.fromkeys(("model", "kind", "act", "pos"), word),
+    **dict.fromkeys(("layers", "hidden", "heads", "vocab"), size),
+    **dict.fromkeys(("kv_heads", "head_dim", *_LATENT, "window", "ffn", "experts", "topk", "moe_ffn"), optional(whole)),
+    **dict.fromkeys(("shared_ffn", "moe_latent", "dense_layers", "mtp"), optional(whole)),
+    **dict.fromkeys(("glu", "tied"), whole),
+    "layer_pattern": text,
+}
+ACTIVATIONS = {
+    "gelu": {},
+    "silu": {"swiglu": True},
+    "squared_relu": {"squared-relu": True},
+    "clamped quick-geglu": {"quick-geglu": True},
+}
+POSITIONS = {"learned": "learned_absolute", "rope": "rope", "none": "none"}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "BF16": {},
+    "FP8": {"fp8-format": "hybrid", "fp8-recipe": "delayed"},
+    "FP8-DS": {"fp8-format": "hybrid", "fp8-recipe": "delayed"},
+    "FP8-CS": {"fp8-format": "hybrid", "fp8-recipe": "tensorwise", "fp8-param-gather": True},
+    "FP8-SC": {"fp8-format": "e4m3", "fp8-recipe": "blockwise", "fp8-param-gather": True},
+    "MXFP8": {
+        "fp8-format": "e4m3",
+        "fp8-recipe": "mxfp8",
+        "fp8-param-gather": True,
+        "reuse-grad-buf-for-mxfp8-param-ag": True,
+    },
+}
+"""Flags of each precision; where the recipe is not stated, delayed scaling."""
+DISPATCHERS = {
+    "alltoall": {"moe-token-dispatcher-type": "alltoall"},
+    "deepep": {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": "deepep"},
+    "hybridep": {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": "hybridep"},
+}
+_QK_LAYERNORM = ("Qwen3",)
+_LAYER_NORM = ("GPT3", "Nemotron-8B", "Nemotron-15B", "Nemotron-22B", "Nemotron-340B")
+_BIASES = ("GPT3", "GPT-OSS")
+_OTHER_VOCABULARY = {"GPT-OSS-20B": 32000}
+"""The card of that one row names it."""
+
+
+def read_shapes(path: Path) -> dict[str, Row]:
+    """Return the shape of every model, by name."""
+    return {row["model"]: row for row in read_table(path, SHAPE_COLUMNS).rows}
+
+
+def measured_s(row: Row) -> float | None:
+    """Seconds of one step, as published or by tokens/s; None where only FLOP/s are given: releases count them apart."""
+    if row["step_time_s"]:
+        seconds: float = row["step_time_s"]
+        return seconds
+    return row["gbs"] * row["seq"] / (row["tokens_s_gpu"] * row["gpus"]) if row["tokens_s_gpu"] else None
+
+
+def job_flags(row: Row, shape: Row) -> dict[str, Any]:
+    """Return the run in Megatron's flags, `True` for a bare one."""
+    flags: dict[str, Any] = {
+        **model_flags(shape),
+        "seq-length": row["seq"],
+        "max-position-embeddings": row["seq"],
+        "micro-batch-size": row["mbs"],
+        "global-batch-size": row["gbs"],
+        "tensor-model-parallel-size": row["tp"],
+        "sequence-parallel": row["tp"] > 1,
+        "tp-comm-overlap": row["tp"] > 1 and not shape["experts"],
+        "pipeline-model-parallel-size": row["pp"],
+        "context-parallel-size": row["cp"] or 1,
+        "bf16": True,
+        "grad-reduce-in-bf16": True,
+        "use-distributed-optimizer": True,
+        "overlap-grad-reduce": True,
+        "overlap-param-gather": True,
+        **PRECISIONS[row["precision"]],
+        **_graph_flags(row["cuda_graphs"]),
+    }
+    if row["mtp"] is not None:
+        flags["mtp-num-layers"] = row["mtp"] or False
+    if (row["vp"] or 1) > 1:
+        flags["num-virtual-stages-per-pipeline-rank"] = row["vp"]
+    if shape["experts"]:
+        flags |= _expert_flags(row)
+    if row["recompute"] not in ("", "none"):
+        flags["recompute-granularity"] = "selective"
+        flags["recompute-modules"] = row["recompute"].replace("+", " ")
+    return {name: value for name, value in flags.items() if value is not False}
+
+
+def model_flags(shape: Row) -> dict[str, Any]:
+    """Return a model in Megatron's flags, but for its sequence."""
+    name: str = shape["model"]
+    flags: dict[str, Any] = {
+        "num-layers": shape["layers"],
+        "hidden-size": shape["hidden"],
+        "num-attention-heads": shape["heads"],
+        "ffn-hidden-size": shape["ffn"] or shape["moe_ffn"],
+        "normalization": "LayerNorm" if name.startswith(_LAYER_NORM) else "RMSNorm",
+        "qk-layernorm": name.startswith(_QK_LAYERNORM),
+        "disable-bias-linear": not name.startswith(_BIASES),
+        "position-embedding-type": POSITIONS[shape["pos"]],
+        "untie-embeddings-and-output-weights": not shape["tied"],
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+        "vocab-size": _OTHER_VOCABULARY.get(name, shape["vocab"]),
+        "mtp-num-layers": shape["mtp"] or False,
+        **ACTIVATIONS[shape["act"]],
+    }
+    if shape["kv_lora"]:
+        flags |= {
+            "multi-latent-attention": True,
+            "q-lora-rank": shape["q_lora"] or False,
+            "kv-lora-rank": shape["kv_lora"],
+            "qk-head-dim": shape["qk_nope"],
+            "qk-pos-emb-head-dim": shape["qk_rope"],
+            "v-head-dim": shape["v_dim"],
+        }
+    else:
+        flags["kv-channels"] = shape["head_dim"]
+        if shape["kv_heads"] != shape["heads"]:
+            flags |= {"group-query-attention": True, "num-query-groups": shape["kv_heads"]}
+    if shape["experts"]:
+        dense = shape["dense_layers"] or 0
+        flags |= {
+            "num-experts": shape["experts"],
+            "moe-router-topk": shape["topk"],
+            "moe-ffn-hidden-size": shape["moe_ffn"],
+            "moe-shared-expert-intermediate-size": shape["shared_ffn"] or False,
+            "moe-layer-freq": f"([0]*{dense}+[1]*{shape['layers'] - dense})",
+        }
+    if shape["layer_pattern"]:
+        flags["hybrid-override-pattern"] = shape["layer_pattern"]
+    return flags
+
+
+def _expert_flags(row: Row) -> Mapping[str, Any]:
+    return {
+        "expert-model-parallel-size": row["ep"] or 1,
+        "expert-tensor-parallel-size": row["etp"] or 1,
+        "moe-grouped-gemm": True,
+        "moe-permute-fusion": True,
+        **DISPATCHERS[row["dispatcher"] or "alltoall"],
+        "overlap-moe-expert-parallel-comm": row["ep_overlap"] == "1",
+    }
+
+
+def _graph_flags(cuda_graphs: str) -> Mapping[str, Any]:
+    """Read `transformer_engine:attn+moe_router`: who captures, and what; whole iterations are captured by Megatron."""
+    if cuda_graphs in ("", "none"):
+        return {}
+    by, _, what = cuda_graphs.partition(":")
+    if by == "full_iteration":
+        by, what = "local", "full_iteration"
+    return {"cuda-graph-impl": by, "cuda-graph-scope": what.replace("+", " ")}

@@ -20,10 +20,10 @@ SHAPES = Path(__file__).parent.parent / "data" / "model_shapes.csv"
 DEVICES = {"H100": "H100-SXM", "B200": "B200", "GB200": "GB200-NVL72", "B300": "B300", "GB300": "GB300-NVL72"}
 NOTES = (
     (
-        "Stated there: model, GPUs, layout, batch, precision, and in part dispatcher and recompute. Assumed where blank: "
-        "alltoall, no recompute, expert tensor parallelism 1, no CUDA graphs. From the recipes' sources: gradients "
-        "reduced in bf16, distributed optimizer with both overlaps, grouped experts, permute fused, sequence "
-        "parallelism where tp > 1."
+        "Stated there: model, GPUs, layout, batch, precision, and in part dispatcher and recompute. Assumed where "
+        "blank: alltoall, no recompute, expert tensor parallelism 1, no CUDA graphs; where only FP8 is said, delayed "
+        "scaling. From the recipes' sources: gradients reduced in bf16, distributed optimizer with both overlaps, "
+        "grouped experts, permute fused, sequence parallelism where tp > 1, and there --tp-comm-overlap of dense ones."
     ),
     (
         "Priced as if: routing is balanced (most rows force it), every layer of GPT-OSS attends to all tokens before "
@@ -45,19 +45,16 @@ def section(path: Path, step_times: Mapping[str, StepTime]) -> Section:
 
 def _refusal(row: Row, shapes: Mapping[str, Row]) -> str:
     """Why a row cannot be priced; blank where it can."""
-    if row["model"] not in shapes:
-        return f"the shape of {row['model']} is not known"
-    if row["phase"] != "pretrain":
-        return "packed sequences and adapters"
-    if row["fsdp"]:
-        return "FSDP"
-    if row["offload"]:
-        return "activation offloading"
-    if row["routing"] == "tokendrop":
-        return "tokens are dropped"
-    if row["mbs"] is None:
-        return "no micro-batch size"
-    return "" if measured_s(row) else "no tokens/s and no step time"
+    reasons = {
+        f"the shape of {row['model']} is not known": row["model"] not in shapes,
+        "packed sequences and adapters": row["phase"] != "pretrain",
+        "FSDP": row["fsdp"],
+        "activation offloading": row["offload"],
+        "tokens are dropped": row["routing"] == "tokendrop",
+        "no micro-batch size": row["mbs"] is None,
+        "no tokens/s and no step time": measured_s(row) is None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: StepTime) -> Found:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar, get_args
 
 from pipette_launch import megatron
-from pipette_launch.cost.layers.activations import computes_in_fp8
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.memory.overhead import allowed_bytes, overhead_of
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
@@ -22,10 +21,6 @@ from pipette_launch.facts.results.prediction import MemoryFit, Prediction, Stage
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.forecast import stages
 from pipette_launch.forecast.machines import Kind, TargetMachines, machines_of
-
-FP8_AS_16_BIT = (
-    "FP8 counts in the memory alone: matrix products are priced at the 16-bit peak, so the step is too long."
-)
 
 Method = Literal["closed", "abstract"]
 P = ParamSpec("P")
@@ -260,9 +255,8 @@ def _step(job: Job, machines: TargetMachines) -> tuple[StepTime | None, Rate | N
     except (FactError, PlanError) as error:
         return None, None, (f"No step time: {error}.",)
     left_out = (f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED)
-    eight_bit = (FP8_AS_16_BIT,) if machines.spec is not None and computes_in_fp8(job) else ()
     rate = Rate.of(job, job.own, step.total_s, measurements.cluster)
-    return step, rate, (*measurements.notes, *eight_bit, *predictor.notes(job.own), *left_out)
+    return step, rate, (*measurements.notes, *predictor.notes(job.own), *left_out)
 
 
 def _for_python(function: Callable[P, T]) -> Callable[P, T]:

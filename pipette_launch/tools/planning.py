@@ -37,9 +37,8 @@ def problem_of(args: Namespace) -> PlanningProblem:
 
     """
     from pipette_launch import megatron
-    from pipette_launch.cost.layers.activations import computes_in_fp8
     from pipette_launch.errors import UsageError
-    from pipette_launch.forecast import FP8_AS_16_BIT, machines_of
+    from pipette_launch.forecast import machines_of
 
     if args.gpu is None and args.cluster is None:
         raise UsageError("on which machines? Name a device type with --gpu, or a measured cluster with --cluster")
@@ -69,9 +68,8 @@ def problem_of(args: Namespace) -> PlanningProblem:
         device_name=machines.device_name,
     )
     moe = (ONE_EXPERT_SIZE,) if machines.spec is not None and job.model.num_experts else ()
-    eight_bit = (FP8_AS_16_BIT,) if machines.spec is not None and computes_in_fp8(job) else ()
     notes = (note.replace(LAUNCHERS_FIX, "--fix") for note in job.notes)
-    job = replace(job, notes=(*guess, *machines.notes, *notes, *moe, *eight_bit))
+    job = replace(job, notes=(*guess, *machines.notes, *notes, *moe))
     return PlanningProblem(
         machines=machines,
         job=job,

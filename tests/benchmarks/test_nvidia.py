@@ -1,4 +1,4 @@
-"""NVIDIA's tuned BF16 recipes: how rows become jobs, and what is left out."""
+"""NVIDIA's tuned recipes: how rows become jobs, and what is left out."""
 
 from __future__ import annotations
 
@@ -6,72 +6,127 @@ import pytest
 
 from benchmarks.validation import nvidia
 from benchmarks.validation.latency import Machines
+from benchmarks.validation.nvidia_rows import COLUMNS, job_flags, measured_s, model_flags, read_shapes
 from benchmarks.validation.options import DEFAULT_FILES
 from benchmarks.validation.shapes import job_of
 from benchmarks.validation.tables import Row, read_table
 from pipette_launch.errors import FactError
-from pipette_launch.facts import Job
+from pipette_launch.facts import Job, ModelSpec
 
 PATH = DEFAULT_FILES["nvidia"]
-ROWS = read_table(PATH, nvidia.COLUMNS).rows
+ROWS = read_table(PATH, COLUMNS).rows
+SHAPES = read_shapes(nvidia.SHAPES)
+IN_BILLIONS = {
+    "LLAMA2-7B": 6.7,
+    "LLAMA3-8B": 8.0,
+    "GPT3-175B": 175,
+    "Nemotron-15B": 15.6,
+    "Qwen3-8B": 8.2,
+    "Qwen3-30B-A3B": 30.5,
+    "Mixtral-8x7B": 46.7,
+    "Mixtral-8x22B": 140.6,
+    "GPT-OSS-20B": 20.0,
+    "GPT-OSS-120B": 116.8,
+    "Moonlight-16B": 16.0,
+    "DeepSeek-V3": 684.5,
+    "Kimi-K2": 1026,
+}
+"""As their makers count them; DeepSeek-V3 with its 14 billion of multi-token prediction."""
 
 
-def row_of(model: str, system: str) -> Row:
+def job(row: Row, device_name: str = "") -> Job:
+    """The job of a row."""
+    return job_of(job_flags(row, SHAPES[row["model"]]), world_size=row["gpus"], device_name=device_name)
+
+
+def spec(model: str) -> ModelSpec:
+    """The model of a shape."""
+    flags = {**model_flags(SHAPES[model]), "seq-length": 4096, "max-position-embeddings": 4096, "micro-batch-size": 1}
+    named = {name: value for name, value in flags.items() if value is not False}
+    return job_of({**named, "bf16": True}, world_size=1).model
+
+
+def row_of(model: str, system: str, precision: str = "BF16") -> Row:
     """The first row of a model on a system."""
-    return next(row for row in ROWS if (row["model"], row["system"]) == (model, system))
+    return next(row for row in ROWS if (row["model"], row["system"], row["precision"]) == (model, system, precision))
 
 
-def one_second(job: Job, machines: Machines) -> float:
+def one_second(_job: Job, machines: Machines) -> float:
     """Stand for a latency model, and see that job and machines agree."""
-    assert machines.num_hosts * machines.devices_per_host == job.own.world_size
+    assert machines.num_hosts * machines.devices_per_host == _job.own.world_size
     return 1.0
 
 
-@pytest.mark.parametrize(
-    ("model", "billions"), [("Qwen3-8B", 8.2), ("Qwen3-30B-A3B", 30.5), ("GPT-OSS-20B", 20.0), ("GPT-OSS-120B", 116.8)]
-)
-def test_sizes_come_out_as_named(model: str, billions: float) -> None:
-    """Parameters of the published models, biases and sinks left out; GPT-OSS-20B with its smaller vocabulary."""
-    row = next(row for row in ROWS if row["model"] == model)
-    spec = job_of(nvidia.job_flags(row), world_size=row["gpus"]).model
-    attention = 2 * spec.hidden_size * spec.kv_channels * (spec.num_attention_heads + spec.num_query_groups)
-    experts = spec.num_experts or 1
-    width = spec.moe_ffn_hidden_size if spec.num_experts else spec.ffn_hidden_size
-    layers = spec.num_layers * (attention + experts * 3 * spec.hidden_size * width)
+@pytest.mark.parametrize("model", sorted(IN_BILLIONS))
+def test_sizes_come_out_as_named(model: str) -> None:
+    """Parameters of the published models, within 2 %: GPT-OSS-20B with the smaller vocabulary of its one row."""
+    from pipette_launch.cost.layers.parameters import chunk_parameters
+    from pipette_launch.facts import Layout
 
-    assert billions == pytest.approx((layers + 2 * spec.vocab_size * spec.hidden_size) / 1e9, rel=0.02)
+    (whole,) = chunk_parameters(spec(model), Layout())
+
+    assert IN_BILLIONS[model] == pytest.approx(whole.count / 1e9, rel=0.02)
 
 
 def test_layout_and_recipe_are_read() -> None:
     """GPT-OSS-120B on H100: four stages, experts over 8, norms and activations run again."""
     row = next(row for row in ROWS if row["system"] == "H100" and "layernorm" in row["recompute"])
-    job = job_of(nvidia.job_flags(row), world_size=row["gpus"], device_name="H100")
+    found = job(row, "H100")
 
-    assert (1, 4, 16, 8) == (job.own.tp, job.own.pp, job.own.dp, job.own.ep)
-    assert ("layernorm", "moe_act") == job.own.recompute.modules
-    assert job.grad_reduce_in_bf16
-    assert 1280 * 4096 / (5993 * 64) == nvidia.measured_s(row)
+    assert (1, 4, 16, 8) == (found.own.tp, found.own.pp, found.own.dp, found.own.ep)
+    assert ("layernorm", "moe_act") == found.own.recompute.modules
+    assert found.grad_reduce_in_bf16
+    assert 1280 * 4096 / (5993 * 64) == measured_s(row)
+
+
+@pytest.mark.parametrize(
+    ("precision", "flags"),
+    [
+        ("BF16", ()),
+        ("FP8-DS", ("--fp8-format hybrid", "--fp8-recipe delayed")),
+        ("FP8-CS", ("--fp8-format hybrid", "--fp8-param-gather", "--fp8-recipe tensorwise")),
+        ("MXFP8", ("--fp8-format e4m3", "--fp8-param-gather", "--fp8-recipe mxfp8")),
+    ],
+)
+def test_precision_becomes_flags(precision: str, flags: tuple[str, ...]) -> None:
+    """As the sources name it."""
+    row = next(row for row in ROWS if row["precision"] == precision and row["model"] in ("LLAMA3-8B", "Qwen3-8B"))
+
+    assert flags == tuple(flag for flag in job(row).performance_flags if flag.startswith("--fp8"))
+
+
+def test_dispatcher_and_graphs_become_flags() -> None:
+    """HybridEP is a backend of flex; a graph of the whole iteration is Megatron's own."""
+    row = next(row for row in ROWS if row["cuda_graphs"] == "full_iteration" and row["dispatcher"] == "hybridep")
+    flags = job(row).performance_flags
+
+    assert {
+        "--moe-token-dispatcher-type flex",
+        "--moe-flex-dispatcher-backend hybridep",
+        "--cuda-graph-impl local",
+        "--cuda-graph-scope full_iteration",
+        "--overlap-moe-expert-parallel-comm",
+    } <= set(flags)
 
 
 def test_every_row_is_scored_or_counted() -> None:
-    """28 of 56; the others with their reasons, and what a model refuses with its own."""
+    """152 of 236; the others with their reasons, and what a model refuses with its own."""
     found = nvidia.section(PATH, {"ours": one_second})
     lines = {line.group: (line.scored, line.skipped) for line in found.lines}
 
-    assert {"all": (28, 28), "dense": (1, 0), "MoE": (27, 0), "H100": (17, 0), "B200": (5, 0), "GB200": (6, 0)} == lines
-    assert 7 == found.reasons["ours: multi-head latent attention"]
-    assert 5 == found.reasons["ours: no tokens/s and no step time"]
-    assert 5 == found.reasons["ours: no built-in figures of GB300"]
+    assert {"all": (152, 84), "dense": (56, 0), "MoE": (96, 0), "dense, FP8-DS": (37, 0)}.items() <= lines.items()
+    assert 15 == found.reasons["ours: packed sequences and adapters"]
+    assert 12 == found.reasons["ours: no tokens/s and no step time"]
 
-    def refuses(job: Job, machines: Machines) -> float:
+    def refuses(_job: Job, machines: Machines) -> float:
         raise FactError("no experts; try another")
 
     refused = nvidia.section(PATH, {"ours": refuses})
     assert () == refused.lines
-    assert 28 == refused.reasons["ours: no experts"]
+    assert 152 == refused.reasons["ours: no experts"]
 
 
 def test_step_times_as_published_come_first() -> None:
     """A card's own seconds, else tokens/s; 16 GPUs of Qwen3-8B take 25 s for 1,024 samples."""
-    assert 25.07032 == nvidia.measured_s(row_of("Qwen3-8B", "H100"))
-    assert nvidia.measured_s(row_of("Qwen3-30B-A3B", "B200")) is None
+    assert 25.07032 == measured_s(row_of("Qwen3-8B", "H100"))
+    assert measured_s(row_of("Qwen3-30B-A3B", "B200")) is None

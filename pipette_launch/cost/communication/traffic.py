@@ -250,8 +250,8 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
         yield _exchange("all_gather", "tp", size, none_S, head_S, behind="input_grad_s")
         yield _exchange("reduce_scatter", "tp", size, embedding_S, none_S)
         yield _exchange("reduce_scatter", "tp", size, none_S, head_S, behind="weight_grad_s")
-        first = size / layout.tp
-        for part, behind in ((first, None), (size - first, "forward_s")):
+        for part, hides in ((size / layout.tp, False), (size - size / layout.tp, True)):
+            behind: Behind | None = "forward_s" if hides else None
             yield _exchange("all_gather", "tp", part, once_S, once_S + again_S, behind=behind)
             yield _exchange("reduce_scatter", "tp", part, once_S, again_S, behind=behind)
         yield _exchange("all_gather", "tp", size, none_S, once_S, behind="input_grad_s")

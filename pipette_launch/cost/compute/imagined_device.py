@@ -110,7 +110,8 @@ def assumptions(
     return (
         f"Nothing was measured: times come from a model of {device.name}. {device.source}",
         f"Matrix products reach {efficiency.matmul_share:.0%} of {peak}, half if a side is {efficiency.half_size:g}.",
-        f"Flash attention reaches {efficiency.attention_share:.0%} of {peak}.",
+        *_narrow_words(job, device),
+        f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",
         f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
         f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",
@@ -119,6 +120,16 @@ def assumptions(
         *([] if fabric.compute_factor else ["All devices are equally fast."]),
         *fabric.laggards(),
     )
+
+
+def _narrow_words(job: Job, device: DeviceSpec) -> Iterator[str]:
+    precision = Precision.of(job, device)
+    if precision.narrow:
+        share, peak = device.efficiency.share_of(precision.narrow), device.peak_flops_per_s(precision.narrow)
+        yield (
+            f"Matrix products of transformer layers reach {share:.0%} of {peak / 1e12:.0f} TFLOP/s "
+            f"({precision.narrow}), and casts move {precision.cast_bytes:g} bytes an element."
+        )
 
 
 def imagined_cluster(

@@ -51,16 +51,10 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("cuda_graph_impl", frozenset({"local", "transformer_engine", "full_iteration"}), _ONE_BY_ONE),
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     ("external_cuda_graph", frozenset({True}), _ONE_BY_ONE),
-    ("moe_token_dispatcher_type", frozenset({"flex"}), "its exchange is priced as that of alltoall"),
     (
         "optimizer_cpu_offload",
         frozenset({True}),
         "the optimizer is priced as on the device, and the step is too short",
-    ),
-    (
-        "overlap_moe_expert_parallel_comm",
-        frozenset({True}),
-        "the all-to-alls count in full, and the step may be too long",
     ),
 )
 """Performance options, their values that change the step but not the predicted one, and what that means for it."""

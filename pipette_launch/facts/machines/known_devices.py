@@ -266,9 +266,9 @@ _DEVICES = (
         fp8_tflops=4500,
         fp4_tflops=13500,
         memory_gb_per_s=8000,
-        memory_gib=267.7,
+        memory_gib=264.7,
         sheet="Blackwell Ultra, HGX B300, without sparsity",
-        remark="; a card of 800 Gbit/s for each device",
+        remark="; a card of 800 Gbit/s for each device; memory: 288 GB, less the share that B200's driver keeps",
     ),
     _BLACKWELL_ULTRA(
         "GB300-NVL72",
@@ -277,9 +277,12 @@ _DEVICES = (
         fp8_tflops=5000,
         fp4_tflops=15000,
         memory_gb_per_s=8000,
-        memory_gib=276.5,
+        memory_gib=264.7,
         sheet="Blackwell Ultra, GB300 NVL72, without sparsity",
-        remark="; 18 trays of 4 devices in one NVLink domain, a card of 800 Gbit/s for each device",
+        remark=(
+            "; 18 trays of 4 devices in one NVLink domain, a card of 800 Gbit/s for each device; memory: 288 GB, less "
+            "the share that B200's driver keeps"
+        ),
         devices_per_host=4,
         domain_hosts=18,
     ),

@@ -1,11 +1,14 @@
 """Who sends how much how often, by hand: s 32, b 1, h 64 in fp32, so one activation is 8,192 bytes."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.communication.traffic import (
+    IN_DOMAIN_SHARE,
+    OVERLAP_COSTS,
     Exchange,
     Hiding,
     aligns_gathers,
@@ -119,6 +122,46 @@ def test_all_to_all_dispatcher() -> None:
     job = moe_job(performance_flags=("--moe-token-dispatcher-type alltoall",))
 
     assert rows(job, Layout(dp=2, ep=2)) == [("all_to_all", "ep", 2 * 8192, (4.0,), (4.0,))]
+
+
+@pytest.mark.parametrize(
+    ("domain", "copies"),
+    [(4, 4 * (1 - 0.75**2) / IN_DOMAIN_SHARE), (2, 2 * (1 - 0.5**2)), (1, 4 * (1 - 0.75**2))],
+    ids=["one domain", "two domains", "no fast links"],
+)
+def test_flex_sends_one_copy_to_a_rank_or_domain(domain: int, copies: float) -> None:
+    """Of four ranks a token with two experts goes to 1.75 in the mean, of two domains to 1.5."""
+    job = moe_job(performance_flags=("--moe-token-dispatcher-type flex",))
+    (item,) = exchanges(job, Layout(dp=4, ep=4), Hiding(), domain)
+
+    assert item.size_bytes == pytest.approx(8192 * copies)
+
+
+def test_overlapped_experts_pass_behind_another_micro_batch() -> None:
+    """But for the part of the device that their kernels take from it."""
+    flags = ("--moe-token-dispatcher-type alltoall", "--overlap-moe-expert-parallel-comm")
+    shown, hidden = exchanges(moe_job(performance_flags=flags), Layout(dp=2, ep=2), Hiding(other_layer_s=4e-3))
+
+    assert (0.0, 4e-3) == (shown.hidden_s, hidden.hidden_s)
+    assert (OVERLAP_COSTS * 2 * 8192, 2 * 8192) == (shown.size_bytes, shown.size_bytes + hidden.size_bytes)
+
+
+def test_userbuffers_hide_all_chunks_but_one() -> None:
+    """Of the layers' gathers and scatters forward; those of embedding and head stay as they are."""
+    layout = Layout(tp=2, pp=2, sequence_parallel=True)
+    job = tiny_job(performance_flags=("--tp-comm-overlap",))
+    found = exchanges(job, layout, Hiding(forward_s=1e-3))
+
+    def total(of: Callable[[Exchange], float], items: Sequence[Exchange]) -> dict[str, float]:
+        return {kind: sum(of(item) for item in items if item.kind == kind) for kind in ("all_gather", "reduce_scatter")}
+
+    def forward_bytes(item: Exchange) -> float:
+        return item.size_bytes * sum(item.forward)
+
+    plain = exchanges(tiny_job(), layout, Hiding())
+    assert total(forward_bytes, plain) == total(forward_bytes, found)
+    hidden = [item for item in found if item.hidden_s]
+    assert {"all_gather": 4096 * 8, "reduce_scatter": 4096 * 8} == total(forward_bytes, hidden)
 
 
 def test_expert_slices_gather_what_was_dispatched() -> None:

@@ -8,14 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.cost.communication.traffic import step_traffic
-from pipette_launch.cost.compute.device_work import Load, Product, layer_loads
-from pipette_launch.cost.compute.imagined_device import (
-    gradient_s_per_byte,
-    imagined,
-    matmul_efficiency,
-    optimizer_s_per_parameter,
-    pass_s,
-)
+from pipette_launch.cost.compute.device_time import gradient_s_per_byte, optimizer_s_per_parameter
+from pipette_launch.cost.compute.device_work import layer_loads
+from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.cost.compute.stages import ComputeTable, attention_core_share
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
@@ -40,26 +35,6 @@ DEVICE = DeviceSpec(
 def job(**changes: object) -> Job:
     """A GPT of 4 layers with 8 samples a step on 4 devices."""
     return tiny_job(model=tiny_model(params_dtype="bf16", **changes))
-
-
-def test_pass_is_worked_out_by_hand() -> None:
-    """2e9 FLOPs at 50 % / 1.3 of 100T, 1e9 at 25 %, 1e8 bytes at half of 1 TB/s: 292 us, unless 30 kernels."""
-    load = Load(products=(Product(m=1000, n=1000, k=1000),), attention_flops=1e9, moved_bytes=1e8, kernels=3)
-
-    assert pass_s(DEVICE, "bf16", load) == pytest.approx(292e-6)
-    assert pass_s(DEVICE, "bf16", replace(load, kernels=30)) == pytest.approx(300e-6)
-
-
-sizes = st.integers(min_value=1, max_value=1 << 17)
-
-
-@given(m=sizes, n=sizes, k=sizes)
-def test_efficiency_lies_between_0_and_its_limit(m: int, n: int, k: int) -> None:
-    """And a product that is longer in a dimension is never less efficient, nor faster."""
-    small, large = Product(m=m, n=n, k=k), Product(m=2 * m, n=n, k=k)
-
-    assert 0 < matmul_efficiency(DEVICE, small) <= matmul_efficiency(DEVICE, large) <= 0.5
-    assert pass_s(DEVICE, "bf16", Load(products=(small,))) < pass_s(DEVICE, "bf16", Load(products=(large,)))
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused", "local"])

@@ -170,9 +170,6 @@ def test_what_was_measured_needs_no_note() -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        "--tp-comm-overlap",
-        "--moe-token-dispatcher-type flex",
-        "--overlap-moe-expert-parallel-comm",
         "--optimizer-cpu-offload",
         "--cuda-graph-impl local",
         "--enable-cuda-graph",

@@ -134,13 +134,13 @@ _DGX_H100_STEP_S = 31e-3
 
 _DGX_A100 = partial(Efficiency, launch_s=_LAUNCH_S, step_s=_DGX_A100_STEP_S)
 _DGX_H100 = partial(Efficiency, launch_s=_LAUNCH_S, step_s=_DGX_H100_STEP_S)
-_AMPERE = _DGX_A100(matmul_share=0.80, attention_share=0.5, memory_share=0.8, half_size=64)
+_AMPERE = _DGX_A100(matmul_share=0.80, attention_share=0.54, memory_share=0.8, half_size=64)
 # Its board takes 300 W and not 400; NVIDIA puts such a card at 90 % of the SXM module.
-_AMPERE_300_W = _DGX_A100(matmul_share=0.72, attention_share=0.45, memory_share=0.8, half_size=64)
+_AMPERE_300_W = _DGX_A100(matmul_share=0.72, attention_share=0.48, memory_share=0.8, half_size=64)
 # A dense product at full clock exceeds the power limit of these, so less of the nominal peak is left.
 # FP8 and FP4: TransformerEngine's own benchmark of one dense layer, products alone, on H200 NVL and B300.
 _HOPPER = _DGX_H100(
-    matmul_share=0.72, narrow_shares={"fp8": 0.70}, attention_share=0.38, memory_share=0.75, half_size=128
+    matmul_share=0.72, narrow_shares={"fp8": 0.68}, attention_share=0.40, memory_share=0.76, half_size=128
 )
 _BLACKWELL = _DGX_H100(
     matmul_share=0.70, narrow_shares={"fp8": 0.62, "fp4": 0.38}, attention_share=0.45, memory_share=0.75, half_size=192
@@ -148,8 +148,8 @@ _BLACKWELL = _DGX_H100(
 _ULTRA = _DGX_H100(
     matmul_share=0.76, narrow_shares={"fp8": 0.70, "fp4": 0.38}, attention_share=0.45, memory_share=0.75, half_size=192
 )
-_VOLTA = _DGX_A100(matmul_share=0.75, attention_share=0.4, memory_share=0.8, half_size=64)
-_ADA = _DGX_H100(matmul_share=0.85, attention_share=0.6, memory_share=0.85, half_size=64)
+_VOLTA = _DGX_A100(matmul_share=0.75, attention_share=0.41, memory_share=0.8, half_size=64)
+_ADA = _DGX_H100(matmul_share=0.85, attention_share=0.61, memory_share=0.85, half_size=64)
 
 _NVLINK3 = (6.5, 230.0)
 _NVLINK4 = (4.0, 360.0)

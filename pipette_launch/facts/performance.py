@@ -75,7 +75,9 @@ class PerformanceOptions:
 
     # Experts.
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
+    moe_enable_deepep: bool = False
     moe_expert_capacity_factor: float | None = None
+    moe_flex_dispatcher_backend: str = "deepep"
     moe_grouped_gemm: bool = False
     moe_pad_expert_input_to_capacity: bool = False
     moe_permute_fusion: bool = False

@@ -38,8 +38,6 @@ DESTS = {
     "main_grads_dtype",
     "mlp_chunks_for_training",
     "moe_apply_probs_on_input",
-    "moe_enable_deepep",
-    "moe_flex_dispatcher_backend",
     "moe_input_jitter_eps",
     "moe_layer_recompute",
     "moe_router_enable_expert_bias",

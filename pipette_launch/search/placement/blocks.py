@@ -20,6 +20,8 @@ from pipette_launch.search.step_model.linear import linearise
 
 FEW_HOSTS = 6
 """Up to so many, all orders of hosts (720 of six) are priced by the step time itself."""
+FEW_DOMAINS = 4
+"""The same of NVLink domains that hosts must stay in (24 orders of four), however many hosts they have."""
 MANY_HOSTS = 64
 DESCENTS = 3
 """Up to `MANY_HOSTS` hosts get the best of so many descents, which differ in chance alone; more hosts get one."""
@@ -88,7 +90,7 @@ def _orders(placement: Placement, slots: Slots) -> Iterator[Placement]:
             found = tuple(ranks_HD[list(order)].ravel().tolist())
             if len(groups) == 1 or slots.allows(found):
                 yield found
-    elif 1 < len(groups) <= FEW_HOSTS and len({len(group) for group in groups}) == 1:
+    elif 1 < len(groups) <= FEW_DOMAINS and len({len(group) for group in groups}) == 1:
         there_HD = np.empty_like(ranks_HD)
         for ordered in permutations(groups):
             there_HD[np.ravel(groups)] = ranks_HD[np.ravel(ordered)]

@@ -29,7 +29,7 @@ SUB_FLOORS = {
         {"layout_columns", "model", "schedule_file", "schedules"},
         {"job"},
         {"machines"},
-        {"measurements"},
+        {"measurements", "together"},
         {"results", "some_hosts"},
         {"messages"},
     ],

@@ -53,7 +53,7 @@ def read_job(
     fixed = fixed_fields(fix)
     environment = environment or {}
     given = Arguments.parse(arguments, megatron_version)
-    check_planned(given, device_kind, for_prediction=for_prediction, without_probes=without_probes)
+    check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
     check_required(given)
     vocabulary = read_vocabulary(given)
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, device_name=device_name)

@@ -10,8 +10,11 @@ from pipette_launch.cost.memory.overhead import Overhead, overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
 from pipette_launch.facts.machines.device_memory import MemoryNeed
+from pipette_launch.facts.machines.rooms import Block, Rooms
+from pipette_launch.facts.together import blocks_of
+from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement.search import ROUNDS
-from pipette_launch.search.placement.slots import Placed
+from pipette_launch.search.placement.slots import Placed, host_order
 
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"
@@ -108,6 +111,17 @@ class SearchInputs:
         """The allocation."""
         return self.measurements.cluster
 
+    @property
+    def rooms(self) -> Rooms:
+        """Its hosts and their NVLink domains."""
+        return Rooms.of(self.cluster)
+
+    def blocks(self, layout: Layout) -> tuple[Block, ...]:
+        """Which ranks the job's flags demand together; raises LayoutError where the hosts cannot hold them so."""
+        if self.cluster.device_kind != "cuda":
+            return ()
+        return blocks_of(self.job.model, performance_options(self.job), layout, self.rooms)
+
     def limit_bytes(self, layout: Layout) -> int:
         """Bytes that the model's tensors may need at their peak on a rank of this layout."""
         return memory_limit_bytes(self.job, layout, self.measurements, memory_margin=self.memory_margin)
@@ -121,6 +135,16 @@ class SearchInputs:
         """Bytes that the driver should show in use on each pipeline rank: with all overhead, without corrections."""
         overhead = measured_overhead(self.job, layout, self.measurements)
         return tuple(overhead.device_peak_bytes(parts.total) for parts in peak_memory_bytes(self.job, layout))
+
+    @property
+    def own_split(self) -> str | None:
+        """What the user's own layout, though legal, does not keep together in torchrun's order."""
+        if self.own_fault is not None:
+            return None
+        split = self.rooms.split(self.blocks(self.job.own), host_order(self.cluster.num_slots))
+        if split is None:
+            return None
+        return f"in torchrun's order it splits {split.words}, and {split.asked_by} needs each inside {split.inside}"
 
     @property
     def can_price_own(self) -> bool:

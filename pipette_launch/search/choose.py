@@ -62,7 +62,7 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
     """
     own, basis = _own_choice(inputs, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
-    own_runs = own.fits and inputs.own_fault is None
+    own_runs = own.fits and inputs.own_fault is None and inputs.own_split is None
     doubt = Uncertainty(inputs.predictor.compute, inputs.measurements)
     own_priced = basis or own.layout
 

@@ -55,6 +55,9 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
             f"The user's own layout could not be priced; the step time of {chosen.own_basis.words()}, the nearest that "
             f"could, stands for it."
         )
+    found += [block.sentence for block in inputs.blocks(chosen.choice.layout)]
+    if inputs.own_split is not None:
+        found.append(f"The user's own configuration, {own.layout.words()}, is not kept: {inputs.own_split}.")
     found += _taken(inputs)
     found += [
         f"{len(host.devices)} slots share the {host.cores} cores of {host.name}: steps may be slower than predicted."
@@ -102,7 +105,7 @@ def _why_own(chosen: Chosen, margin: float) -> list[str]:
 def _why_other(inputs: SearchInputs, chosen: Chosen) -> list[str]:
     choice, own = chosen.choice, chosen.own
     found = []
-    if inputs.own_fault is not None:
+    if inputs.own_fault is not None or inputs.own_split is not None:
         found.append(f"{choice.layout.words()} takes {seconds_text(choice.step_time_s)} a step.")
     elif not own.fits:
         shown = own.memory_shown

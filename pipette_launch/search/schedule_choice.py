@@ -257,7 +257,9 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
     assert order is not None
     cost = inputs.predictor.placement_cost(layout, order.schedule())
     objective = _UnderSchedule(cost=cost)
-    problem = PlacementProblem(layout=layout, cluster=inputs.cluster, objective=objective, bound_s=0.0)
+    problem = PlacementProblem(
+        layout=layout, cluster=inputs.cluster, objective=objective, bound_s=0.0, blocks=inputs.blocks(layout)
+    )
     known = problem.placed(choice.placement, choice.step_time_s)
     placed = faster(known, begin(problem, is_late=is_late))
     if not placed.is_optimal:

@@ -244,9 +244,10 @@ def price(
     in_host_order = problem.best_of([host_order(layout.world_size)])
     if best is None:
         best = in_host_order
-        if not best.is_optimal:
+        is_allowed = problem.slots.allows(best.placement)
+        if not (is_allowed and best.is_optimal):
             started = begin(problem, is_late=is_late)
-            best = started if started.is_optimal else faster(best, started)
+            best = started if started.is_optimal or not is_allowed else faster(best, started)
     return Candidate(
         layout=layout, peak_bytes=one.peak_bytes, bound_s=bound_s, host_order_s=in_host_order.cost_s, placed=best
     )
@@ -272,4 +273,6 @@ def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is
 def placement_problem(inputs: SearchInputs, layout: Layout, bound_s: float) -> PlacementProblem:
     """A layout to be placed on the slots of the allocation, by its step time."""
     objective = inputs.predictor.placement_cost(layout)
-    return PlacementProblem(layout=layout, cluster=inputs.cluster, objective=objective, bound_s=bound_s)
+    return PlacementProblem(
+        layout=layout, cluster=inputs.cluster, objective=objective, bound_s=bound_s, blocks=inputs.blocks(layout)
+    )

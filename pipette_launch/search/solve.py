@@ -81,6 +81,7 @@ def solve(
         devices_per_host=cluster.devices_per_host,
         device_kind=cluster.device_kind,
         table=inputs.predictor.compute,
+        rooms=inputs.rooms,
     )
     inputs = replace(inputs, own_fault=found.own_fault)
     frontier = _frontier(inputs, found, options)
@@ -126,7 +127,7 @@ def _plan(
         chosen=chosen.choice,
         alternatives=chosen.alternatives,
         own=chosen.own,
-        own_fault=inputs.own_fault or "",
+        own_fault=inputs.own_fault or inputs.own_split or "",
         keeps_own=chosen.keeps_own,
         reasons=(*cut_short, *explanations.reasons(inputs, chosen, floor_s=searched.floor_s, margin=options.margin)),
         notes=(*learned, *explanations.notes(inputs, chosen)),

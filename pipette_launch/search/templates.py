@@ -10,6 +10,7 @@ from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, Corrections
 from pipette_launch.errors import LayoutError, PipetteError
 from pipette_launch.facts import Choice, Job, Layout, Measurements, Plan
+from pipette_launch.facts.machines.rooms import Rooms
 from pipette_launch.facts.results.templates import by_size
 from pipette_launch.facts.some_hosts import without_hosts
 from pipette_launch.megatron import Continuation
@@ -282,7 +283,11 @@ def with_cases_of(job: Job, measurements: Measurements) -> Measurements:
     """
     cluster = measurements.cluster
     found = cuts(
-        job, world_size=cluster.num_slots, devices_per_host=cluster.devices_per_host, device_kind=cluster.device_kind
+        job,
+        world_size=cluster.num_slots,
+        devices_per_host=cluster.devices_per_host,
+        device_kind=cluster.device_kind,
+        rooms=Rooms.of(cluster),
     )
     if not len(found):
         # Said at once: a search would look for all that could help.
@@ -308,9 +313,12 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
     if choice.order is not None or not inputs.predictor.can_price(layout):
         return choice
     problem = placement_problem(inputs, layout, inputs.predictor.bound_s(layout))
-    placed = problem.best_of([choice.placement])
-    if not placed.is_optimal:
-        placed = faster(placed, begin(problem, is_late=is_late))
+    if problem.slots.allows(choice.placement):
+        placed = problem.best_of([choice.placement])
+        placed = placed if placed.is_optimal else faster(placed, begin(problem, is_late=is_late))
+    else:
+        # A host that took the place of another lies in another NVLink domain.
+        placed = begin(problem, is_late=is_late)
     if not (placed.is_optimal or is_late()):
         placed = improve(problem, placed, turn=0, rng=random.Random(seed), is_late=is_late)
     return choice_of(

@@ -75,8 +75,6 @@ def test_cpu_pins_context_parallelism() -> None:
         "--non-persistent-ckpt-type local",
         "--dataloader-type external",
         "--spec my.module layers",
-        "--tp-comm-overlap",
-        "--moe-token-dispatcher-type flex",
         "--img-h 224",
     ],
 )
@@ -89,9 +87,11 @@ def test_unplanned_jobs_are_refused(words: str) -> None:
 
 
 def test_what_is_off_or_harmless_is_not_refused() -> None:
-    """The local spec is Megatron's own; userbuffers are turned off on CPU."""
+    """The local spec is Megatron's own; what ties ranks to hosts is a matter of placing them."""
     assert job("--spec local")
+    assert job("--tp-comm-overlap")
     assert job("--tp-comm-overlap", device_kind="cpu")
+    assert job("--moe-token-dispatcher-type flex")
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,6 @@ def test_what_is_off_or_harmless_is_not_refused() -> None:
         "--local-rank 0",
         "--inprocess-restart",
         "--dataloader-type external",
-        "--tp-comm-overlap",
-        "--moe-token-dispatcher-type flex",
     ],
 )
 def test_what_only_a_placement_breaks_is_predicted(words: str) -> None:

@@ -13,11 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.legal import legal_layouts
 from search.toys import Ticks
-from search.worlds import ALL_FIELDS, PROVENANCE, on_gpus, pipeline_job, planned, two_racks
+from search.worlds import (
+    ALL_FIELDS,
+    PROVENANCE,
+    nvlink_racks,
+    on_gpus,
+    pipeline_job,
+    planned,
+    splits,
+    two_racks,
+    with_experts,
+)
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Batch, ComputeCase, ComputeTime, Layout, Links, Measurements, Plan, Samples, files
+from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.search.layouts.rules import Rules
 from pipette_launch.search.solve import SolveOptions, solve
 
 
@@ -257,3 +269,71 @@ def test_a_certain_gain_is_not_lost_to_a_larger_one_in_doubt() -> None:
     assert (placed.chosen.layout, placed.chosen.placement) == (found.chosen.layout, found.chosen.placement)
     assert bold.chosen.layout.micro_batch_size != found.chosen.layout.micro_batch_size
     assert bold.chosen.step_time_s < found.chosen.step_time_s
+
+
+HYBRID = ("--moe-flex-dispatcher-backend hybridep", "--moe-token-dispatcher-type flex")
+DEEP = ("--moe-enable-deepep", "--moe-token-dispatcher-type flex")
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "hosts", "devices", "note"),
+    [
+        (HYBRID, Layout(dp=16, ep=8), 8, 2, "blocks of 8 expert-parallel ranks lies inside an NVLink domain"),
+        (DEEP, Layout(dp=16, ep=2), 8, 2, "blocks of 2 expert-parallel ranks lies inside a host, as DeepEP"),
+        (DEEP, Layout(pp=2, dp=8, ep=4), 4, 4, "blocks of 4 expert-parallel ranks lies inside a host, as DeepEP"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_experts_stay_together(
+    flags: tuple[str, ...], own: Layout, hosts: int, devices: int, note: str, seed: int
+) -> None:
+    """Whatever else may change, no candidate splits a block, and the plan says what it keeps to."""
+    cluster = nvlink_racks(hosts, hosts // 2, devices, seed=seed)
+    model = tiny_model(num_experts=16, moe_layer_freq=(1,) * 4)
+    pinned = tuple(name for name in ALL_FIELDS if name not in ("micro_batch_size", "overlap_grad_reduce"))
+    job = tiny_job(16, own=own, model=model, performance_flags=flags, pinned=pinned)
+    free = replace(job, pinned=())
+    measurements = with_experts(tiny_measurements(cluster))
+    plans = {job: planned(job, measurements, margin=0.0), free: planned(free, measurements)}
+
+    assert any(note in one for one in plans[job].notes)
+    for which, plan in plans.items():
+        assert {None} == {splits(which, cluster, one) for one in (plan.chosen, *plan.alternatives)}
+
+
+def test_an_order_that_splits_experts_is_no_configuration_to_keep() -> None:
+    """Domains come and go in torchrun's order, so the user's own layout gets other places, and the plan says why."""
+    cluster = nvlink_racks(4, 2, 2, seed=5)
+    job = tiny_job(
+        8,
+        own=Layout(dp=8, ep=4),
+        model=tiny_model(num_experts=4, moe_layer_freq=(1,) * 4),
+        performance_flags=HYBRID,
+        pinned=ALL_FIELDS,
+    )
+    plan = planned(job, with_experts(tiny_measurements(cluster)))
+
+    assert splits(job, cluster, plan.own)
+    assert splits(job, cluster, plan.chosen) is None
+    assert job.own == plan.chosen.layout
+    assert not plan.keeps_own
+    assert "in torchrun's order it splits blocks of 4 expert-parallel ranks, and HybridEP needs" in plan.own_fault
+    assert any("is not kept: in torchrun's order it splits" in note for note in plan.notes)
+
+
+def test_userbuffers_keep_tensor_parallelism_inside_hosts() -> None:
+    """Layouts whose groups fill no host are left out with the reason; on CPU nothing of this holds."""
+    own = Layout(tp=2, etp=2, dp=4, sequence_parallel=True)
+    job = tiny_job(8, model=tiny_model(transformer_impl="transformer_engine"), own=own)
+    job = replace(job, performance_flags=("--tp-comm-overlap",))
+    measurements = tiny_measurements(on_gpus(tiny_cluster(4, 2)))
+    rooms = Rooms.of(measurements.cluster)
+    plan = planned(job, measurements)
+    why = "--tp-comm-overlap needs tp groups that fill hosts of 2"
+
+    assert plan.dropped[why] > 0
+    assert {2} == {one.layout.tp for one in (plan.chosen, *plan.alternatives)}
+    assert {None} == {splits(job, measurements.cluster, one) for one in (plan.chosen, *plan.alternatives)}
+    assert [[why], []] == [
+        list(Rules.of(job, device_kind=kind, rooms=rooms).tensor_faults(4)) for kind in ("cuda", "cpu")
+    ]

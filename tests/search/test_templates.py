@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 from facts_for_tests import drawn_cluster, tiny_cluster, tiny_job, tiny_measurements, tiny_model
-from search.worlds import planned, still
+from search.worlds import nvlink_racks, planned, splits, still, with_experts
 
-from pipette_launch.errors import MegatronError, PipetteError
+from pipette_launch.errors import LayoutError, MegatronError, PipetteError
 from pipette_launch.facts import Batch, Job, Layout, Measurements, Plan
 from pipette_launch.facts.results.templates import refit
 from pipette_launch.facts.some_hosts import without_hosts
@@ -204,3 +204,40 @@ def test_ranks_are_placed_anew_for_the_hosts_that_are_left() -> None:
     assert chosen.layout == placed.layout
     assert placed.step_time_s <= late.step_time_s <= where_it_was * (1 + 1e-9)
     assert placed.step_time_s == pytest.approx(inputs.predictor.step_time(placed.layout, placed.placement).total_s)
+
+
+def expert_job(num_hosts: int) -> Job:
+    """Experts that HybridEP exchanges, on hosts of two devices."""
+    return tiny_job(
+        2 * num_hosts,
+        own=Layout(dp=2 * num_hosts, ep=2),
+        model=tiny_model(num_experts=8, moe_layer_freq=(1,) * 4),
+        batch=Batch(global_batch_size=48),
+        performance_flags=("--moe-flex-dispatcher-backend hybridep", "--moe-token-dispatcher-type flex"),
+    )
+
+
+def test_templates_keep_ranks_together() -> None:
+    """After the loss of one or two hosts, too, no expert group leaves its NVLink domain."""
+    measurements = with_experts(tiny_measurements(nvlink_racks(8, 4, 2, seed=5)))
+    made = templated(planned(expert_job(8), measurements), measurements, batch=48, tolerate=2, read=expert_job)
+
+    assert made.templates
+    for one in made.templates:
+        cluster = without_hosts(measurements, set(made.hosts) - set(one.hosts)).cluster
+        assert splits(expert_job(len(one.hosts)), cluster, one.chosen) is None
+
+
+def test_a_host_of_another_domain_changes_the_places() -> None:
+    """What the hosts that are left cannot keep together is placed anew, or is no plan for them."""
+    job = replace(expert_job(4), own=Layout(dp=8, ep=4))
+    before, after = (with_experts(tiny_measurements(nvlink_racks(4, 2, 2, seed=seed))) for seed in (0, 1))
+    chosen = planned(replace(job, pinned=("ep", "pp", "tp", "cp")), before).chosen
+    inputs = SearchInputs.of(job, after, memory_margin=0.0)
+    placed = placed_anew(inputs, chosen, seed=0, is_late=lambda: True)
+    uneven = SearchInputs.of(job, with_experts(tiny_measurements(nvlink_racks(4, 3, 2))), memory_margin=0.0)
+
+    assert splits(job, after.cluster, chosen)
+    assert splits(job, after.cluster, placed) is None
+    with pytest.raises(LayoutError, match="HybridEP needs groups"):
+        placed_anew(uneven, chosen, seed=0, is_late=lambda: True)

@@ -6,9 +6,13 @@ import random
 from dataclasses import replace
 
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
+from search.fabrics import cluster_with, fat_tree
 from search.toys import never
 
-from pipette_launch.facts import Batch, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
+from pipette_launch.facts import Batch, Choice, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
+from pipette_launch.facts.machines.rooms import Block, Rooms
+from pipette_launch.facts.together import blocks_of
+from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement.exhaustive import AT_ONCE, num_placements
 from pipette_launch.search.placement.search import ROUNDS, begin, improve
 from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem
@@ -29,6 +33,32 @@ def on_gpus(cluster: Cluster) -> Cluster:
         replace(host, devices=tuple(replace(device, kind="cuda") for device in host.devices)) for host in cluster.hosts
     )
     return replace(cluster, hosts=hosts)
+
+
+def named(cluster: Cluster, device: str) -> Cluster:
+    """The same cluster, of devices of another name."""
+    hosts = tuple(
+        replace(host, devices=tuple(replace(one, name=device) for one in host.devices)) for host in cluster.hosts
+    )
+    return replace(cluster, hosts=hosts)
+
+
+def nvlink_racks(hosts: int, rack: int, devices: int, *, seed: int = 0) -> Cluster:
+    """Hosts of GB200 in NVLink domains of so many hosts, in a shuffled order."""
+    fabric = fat_tree(hosts, sizes=(rack,), bytes_per_s=(7e11, 5e10), noise=0.05, seed=seed)
+    return named(on_gpus(cluster_with(fabric.links, devices=devices)), "GB200-NVL72")
+
+
+def with_experts(measured: Measurements) -> Measurements:
+    """The same, with layers of experts that take as long as others."""
+    moe = tuple(replace(one, part="moe_layer") for one in measured.compute if one.part == "layer")
+    return replace(measured, compute=measured.compute + moe)
+
+
+def splits(job: Job, cluster: Cluster, choice: Choice) -> Block | None:
+    """A block that a plan does not keep together though the job's flags demand it."""
+    rooms = Rooms.of(cluster)
+    return rooms.split(blocks_of(job.model, performance_options(job), choice.layout, rooms), choice.placement)
 
 
 def two_racks(*, slow_bytes_per_s: float = 1e7) -> Cluster:

@@ -131,6 +131,40 @@ def test_a_flag_that_is_not_priced_has_a_note(capsys: pytest.CaptureFixture[str]
     assert "--num-distributed-optimizer-instances 2 is in the memory and not in" in " ".join(out.split())
 
 
+TOGETHER = "--bf16 --transformer-impl transformer_engine --padded-vocab-size 1024 --disable-bias-linear"
+EXPERTS = "--num-experts 16 --expert-model-parallel-size 16 --moe-token-dispatcher-type flex --global-batch-size 64"
+
+
+@pytest.mark.parametrize(
+    ("machines", "flags", "note"),
+    [
+        (
+            "h100 --nodes 2",
+            "--tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap --global-batch-size 64",
+            "Each of the blocks of 4 tensor-parallel ranks lies inside a host, as --tp-comm-overlap demands.",
+        ),
+        (
+            "h100 --nodes 2",
+            f"{EXPERTS} --moe-enable-deepep",
+            "Each of the blocks of 8 expert-parallel ranks lies inside a host, as DeepEP demands.",
+        ),
+        (
+            "gb200-nvl72 --nodes 4",
+            f"{EXPERTS} --moe-flex-dispatcher-backend hybridep",
+            "Each of the blocks of 16 expert-parallel ranks lies inside an NVLink domain, as HybridEP demands.",
+        ),
+    ],
+)
+def test_what_lies_together_has_a_note(
+    machines: str, flags: str, note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Userbuffers and the flex dispatcher are planned, and the plan says what it keeps to."""
+    code, out, err = answer(f"plan --gpu {machines} --fix all {JOB} {TOGETHER} {flags}", capsys)
+
+    assert (0, "") == (code, err)
+    assert note in " ".join(out.replace("\u2022", "").split())
+
+
 def test_a_plan_for_imagined_hosts_runs_on_real_ones(saved: tuple[Path, str]) -> None:
     """As many hosts take the places of host0 and so on; another number does not."""
     plan = files.read(saved[0], Plan)
@@ -345,7 +379,6 @@ def test_answers(words: str, expected: str, capsys: pytest.CaptureFixture[str]) 
             2,
             "--tensor-model-parallel-size 3 need a multiple of 3 ranks, but the job has 8",
         ),
-        (f"plan --gpu h100 --nodes 1 {JOB} --tp-comm-overlap", 2, "userbuffers tie tensor-parallel groups to hosts"),
         ("report nowhere.json", 2, "nowhere.json: cannot be read"),
         (f"report {EXAMPLES / 'fat-tree.json'}", 2, "expected a 'plan' document, found 'fabric'"),
     ],

@@ -27,10 +27,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.links import LinkTable, best_links, domain_slots
+from pipette_launch.cost.communication.links import LinkTable, best_links
 from pipette_launch.cost.communication.scales import MeasuredGroups, Scale
 from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps, ring_shift
 from pipette_launch.facts.machines.cluster import Cluster
+from pipette_launch.facts.machines.rooms import Rooms
 from pipette_launch.facts.measurements import CollectiveTime
 
 __all__ = ["Fabric", "Kind", "Routes", "chunk_share", "num_steps"]
@@ -59,8 +60,8 @@ class Fabric:
         self.cluster = cluster
         self._table = LinkTable.of(cluster)
         self.host_S = self._table.host_S
-        self.domain_slots = domain_slots(cluster)
-        """Slots that the fastest links join; see there."""
+        self.domain_slots = min(Rooms.of(cluster).domain_devices)
+        """Slots of an NVLink domain, or of a host that is one."""
         self._best_across = best_links([cluster.between_hosts])
         self._best_within = best_links(cluster.within_host)
         self._measured = MeasuredGroups(cluster, collectives, self._table)

@@ -75,18 +75,3 @@ def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
         left = byte_s < per_byte
         latency_s, byte_s = latency_s[left], byte_s[left]
     return tuple(front)
-
-
-def domain_slots(cluster: Cluster) -> int:
-    """Count the slots that links as fast as those within a host join: of one host, or of an NVLink domain of several.
-
-    Between the hosts of a domain a byte takes at most twice as long as within them. Of unequal domains the middle one
-    counts.
-    """
-    devices, hosts = cluster.devices_per_host, len(cluster.hosts)
-    if devices == 1 or hosts == 1:
-        return devices
-    within_byte_s = max(byte_s for _, byte_s in best_links(cluster.within_host))
-    near_HH = cluster.between_hosts.seconds_per_byte() <= 2 * within_byte_s
-    near_HH[np.diag_indices(hosts)] = True
-    return devices * int(np.median(near_HH.sum(axis=1)))

@@ -106,6 +106,7 @@ def assumptions(
     links = (
         f"Links within hosts: {inside.latency_s * 1e6:g} us, {rate_text(inside.fair_bytes_per_s)} each.",
         f"Links between hosts: {fabric.words(device, num_hosts)}. {fabric.source}",
+        *filter(None, [fabric.domain_words(device, num_hosts or 1)]),
     )
     return (
         f"Nothing was measured: times come from a model of {device.name}. {device.source}",

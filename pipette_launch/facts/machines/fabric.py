@@ -147,7 +147,7 @@ class FabricSpec:
         latency_s_HH = np.zeros((num_hosts, num_hosts))
         factor_H = _factors_H(self.network_factor, names, "network_factor")
         slower_HH = np.minimum(factor_H[:, None], factor_H[None, :])
-        for tier in reversed(self.tiers_on(device)):
+        for tier in reversed(self.tiers_on(device, num_hosts)):
             group_H = _groups_H(tier, names)
             together_HH = group_H[:, None] == group_H[None, :]
             slowed_HH = slower_HH if tier.link == "card" else np.ones_like(slower_HH)
@@ -166,7 +166,7 @@ class FabricSpec:
     def switches_H(self, num_hosts: int, device: DeviceSpec) -> tuple[tuple[int, ...], ...]:
         """Return the group of each host in every tier, outermost first; tiers that hold all hosts are left out."""
         names = self.host_names(num_hosts)
-        groups = [_groups_H(tier, names) for tier in reversed(self.tiers_on(device))]
+        groups = [_groups_H(tier, names) for tier in reversed(self.tiers_on(device, num_hosts))]
         dividing = [group_H.tolist() for group_H in groups if group_H.max() > group_H.min()]
         return tuple(zip(*dividing, strict=True)) if dividing else ()
 
@@ -176,15 +176,41 @@ class FabricSpec:
         speed_S = np.repeat(factor_H / np.median(factor_H), devices_per_host)
         return tuple(speed_S.tolist())
 
-    def tiers_on(self, device: DeviceSpec) -> tuple[Tier, ...]:
-        """Return all tiers, with the NVLink domain that a device type brings along."""
+    def tiers_on(self, device: DeviceSpec, num_hosts: int | None = None) -> tuple[Tier, ...]:
+        """Return all tiers, with the NVLink domain that a device type brings along and a job of so many hosts gets."""
         if device.domain_hosts == 1 or any(tier.link == "nvlink" for tier in self.tiers):
             return self.tiers
-        return (Tier(name=DOMAIN, hosts_per_group=device.domain_hosts, link="nvlink"), *self.tiers)
+        share = self._domain_share(device, num_hosts)
+        return (Tier(name=DOMAIN, hosts_per_group=share, link="nvlink"), *self.tiers)
+
+    def _domain_share(self, device: DeviceSpec, num_hosts: int | None) -> int:
+        """How many hosts of each NVLink domain a job gets: as many as all of its domains can give alike.
+
+        A scheduler that knows the domains gives segments of equal size (SLURM's `--segment`), so that groups of ranks
+        need not straddle two of them. Where the only equal shares are below half of a domain, or a row of another tier
+        would be cut, domains are filled one after the other.
+        """
+        whole = device.domain_hosts
+        if num_hosts is None or num_hosts <= whole or any(tier.groups for tier in self.tiers):
+            return whole
+        share = max(hosts for hosts in range(1, whole + 1) if num_hosts % hosts == 0)
+        cuts = any((tier.hosts_per_group or share) % share for tier in self.tiers)
+        return whole if cuts or 2 * share < whole else share
+
+    def domain_words(self, device: DeviceSpec, num_hosts: int) -> str:
+        """Say which part of each NVLink domain a job is taken to get; empty where nothing is assumed."""
+        if self.tiers_on(device) == self.tiers or num_hosts <= device.domain_hosts:
+            return ""
+        share, whole = self._domain_share(device, num_hosts), device.domain_hosts
+        if share < whole:
+            taken = f"get {share} of the {whole} hosts of each {DOMAIN}, as by SLURM's --segment={share}"
+        else:
+            taken = f"fill {DOMAIN}s of {whole} hosts one after the other"
+        return f"The job is taken to {taken}; --fabric says it otherwise."
 
     def words(self, device: DeviceSpec, num_hosts: int | None = None) -> str:
         """Say in a few words what lies between hosts; without the tiers that so many hosts have no use for."""
-        tiers = self.tiers_on(device)
+        tiers = self.tiers_on(device, num_hosts)
         fills = [index for index, tier in enumerate(tiers) if (tier.hosts_per_group or 0) >= (num_hosts or 1 << 62)]
         return ", ".join(tier.words(device) for tier in tiers[: fills[0] + 1 if fills else None])
 

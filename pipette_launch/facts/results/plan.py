@@ -156,7 +156,7 @@ class Plan:
     """So many of the alternatives, from the first, are better than the user's own; None: all of them, as predicted."""
 
     own_fault: str = field(default="", metadata=ADDED_LATER)
-    """Why Megatron refuses `own`, whose step time is then that of another layout; empty where it does not."""
+    """Why `own` cannot run; where Megatron refuses it, its step time is that of another layout. Empty where it can."""
     templates: tuple[Plan, ...] = field(default=(), metadata=ADDED_LATER)
     """Plans of the whole job for other numbers of hosts, the most hosts first; none has templates of its own."""
     other_hosts: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipette_launch.errors import PipetteError, PlanError, UsageError
+from pipette_launch.errors import LayoutError, PipetteError, PlanError, UsageError
 from pipette_launch.facts import Plan, files
 from pipette_launch.facts.machines.fabric import made_up_names
+from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.facts.together import blocks_of
+from pipette_launch.megatron.performance import performance_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,13 +89,14 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
         source: where the plan is from, for the error.
 
     Raises:
-        PlanError: the plan changes what this job pins.
+        PlanError: the plan changes what this job pins, or splits what its flags demand inside one host.
 
     """
     # The record beside a checkpoint keeps its own configuration; in another job that is a configuration like any other.
     keeps_own = plan.keeps_own and plan.chosen.layout == job.own
     if not keeps_own:
         _check_pins(plan.chosen, job, source)
+        plan = kept_together(plan, job, Rooms(devices_per_host=plan.devices_per_host), source)
     own = plan.own
     if own.layout != job.own:
         own = replace(
@@ -116,6 +120,36 @@ def suited(plan: Plan, job: Job, key: str, source: str) -> Plan:
         own_fault="",  # a job that runs was read with a layout that Megatron takes
         provenance=replace(plan.provenance, key=key),
     )
+
+
+def kept_together(plan: Plan, job: Job, rooms: Rooms, source: str) -> Plan:
+    """Leave out the alternatives that split ranks which the job's flags demand inside one host or NVLink domain.
+
+    Args:
+        plan: with its hosts in the order of the rooms.
+        job: what is to run.
+        rooms: the plan's hosts.
+        source: where the plan is from, for the error.
+
+    Raises:
+        PlanError: the plan itself splits such ranks.
+
+    """
+    if plan.device_kind != "cuda":
+        return plan
+
+    def fault(choice: Choice) -> str:
+        try:
+            blocks = blocks_of(job.model, performance_options(job), choice.layout, rooms)
+        except LayoutError as error:
+            return str(error)
+        split = rooms.split(blocks, choice.placement)
+        return f"it splits {split.words}, and {split.asked_by} needs each inside {split.inside}" if split else ""
+
+    why = fault(plan.chosen)
+    if why:
+        raise PlanError(f"{source}: {plan.chosen.layout.words()} cannot run so on these hosts: {why}")
+    return replace(plan, alternatives=tuple(choice for choice in plan.alternatives if not fault(choice)))
 
 
 def _changed_pins(choice: Choice, job: Job) -> list[str]:

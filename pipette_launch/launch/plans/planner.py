@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 from pipette_launch import megatron
 from pipette_launch.errors import MegatronError, PipetteError, PlanError
+from pipette_launch.facts.machines.rooms import Rooms
 from pipette_launch.facts.results.shortage import Shortage, lower
+from pipette_launch.facts.results.templates import in_order_of
 from pipette_launch.facts.some_hosts import without_hosts
 from pipette_launch.launch.cache.measurements import MachineMeasurements
-from pipette_launch.launch.cache.plan_files import adopt, named_plan, suited
+from pipette_launch.launch.cache.plan_files import adopt, kept_together, named_plan, suited
 from pipette_launch.launch.cache.plans import PLAN, Cache, key_of
 from pipette_launch.launch.cache.shortages import ShortageFile
 
@@ -287,10 +289,11 @@ class Planner:
         from pipette_launch.launch.plans.planning import placed_for
 
         try:
-            return job, placed_for(plan, job, measurements, self.cache.outcomes(hosts[0]), options=self.options)
+            plan = placed_for(plan, job, measurements, self.cache.outcomes(hosts[0]), options=self.options)
         except PipetteError as error:
             logger.warning("ranks are not placed anew for the nodes that are left: %s", error)
-            return job, plan
+            plan = in_order_of(plan, [host.name for host in measurements.cluster.hosts])
+        return job, kept_together(plan, job, Rooms.of(measurements.cluster), "the plan that was made ahead")
 
     def without_what_cannot_load(self, plan: Plan, job: Job) -> Plan:
         """Leave out the templates that could not load what the plan saves; a note says how many they are.

@@ -29,6 +29,7 @@ def descend(
     steps: int,
     rng: np.random.Generator,
     is_late: Callable[[], bool],
+    group_H: Ints | None = None,
 ) -> Arrangement:
     """Look for a cheaper bijection near a given one; never worse than it.
 
@@ -44,6 +45,7 @@ def descend(
         steps: batches of proposals.
         rng: the only source of chance.
         is_late: whether to stop.
+        group_H: the group of each place, where seats must stay in theirs.
 
     """
     prices = SwapPrices(flows)
@@ -58,7 +60,10 @@ def descend(
         share_G = prices.shares(here, softness_s)
         one_P, two_P = _proposals(prices, here, near_HK, share_G, rng)
         rise_P = prices.rises(here, one_P, two_P, share_G, softness_s)
-        better = np.flatnonzero((rise_P < 0) & (one_P != two_P))
+        is_better_P = (rise_P < 0) & (one_P != two_P)
+        if group_H is not None:
+            is_better_P &= group_H[here.place_Q[one_P]] == group_H[here.place_Q[two_P]]
+        better = np.flatnonzero(is_better_P)
         idle = 0 if len(better) else idle + 1
         if not idle:
             better = better[np.argsort(rise_P[better], kind="stable")]

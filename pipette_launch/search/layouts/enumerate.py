@@ -20,6 +20,7 @@ from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.facts import ComputeCase, Job, Layout
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.layout_columns import Ints, LayoutColumns
+from pipette_launch.facts.machines.rooms import Rooms
 from pipette_launch.search.layouts import axes
 from pipette_launch.search.layouts.layout_parts import Degrees, MemoryOptions
 from pipette_launch.search.layouts.memory_options import MemoryOptionTables, drops
@@ -87,7 +88,13 @@ class Cuts:
 
 
 def cuts(
-    job: Job, *, world_size: int, devices_per_host: int, device_kind: str, table: ComputeTable | None = None
+    job: Job,
+    *,
+    world_size: int,
+    devices_per_host: int,
+    device_kind: str,
+    table: ComputeTable | None = None,
+    rooms: Rooms | None = None,
 ) -> Cuts:
     """Enumerate the legal degrees, chunks and micro-batches of a job.
 
@@ -100,9 +107,10 @@ def cuts(
         devices_per_host: slots of one host.
         device_kind: `cuda` or `cpu`.
         table: measured times, by which uneven stages are balanced; by FLOPs without, or for a TP that was not measured.
+        rooms: the hosts and their NVLink domains; None where domains are not known.
 
     """
-    rules = Rules.of(job, device_kind=device_kind)
+    rules = Rules.of(job, device_kind=device_kind, rooms=rooms or Rooms(devices_per_host=devices_per_host))
     dropped: Counter[str] = Counter()
     grids, chunks_and_batches = _ExpertGrids(rules), _ChunksAndBatches(rules, table)
     dense_D4 = np.array([*_dense_degrees(rules, world_size, dropped)], dtype=np.int64).reshape(-1, 4)

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Job, Layout, Recompute
+from pipette_launch.facts.machines.rooms import Rooms
 from pipette_launch.facts.performance import PerformanceOptions, flag_of
+from pipette_launch.facts.together import expert_block, tensor_block
 from pipette_launch.megatron.layout import OWN_MODULES_OF_TE
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.layouts.layout_parts import Degrees, MemoryOptions
@@ -35,11 +38,14 @@ class Rules:
     job: Job
     device_kind: str
     options: PerformanceOptions
+    rooms: Rooms | None = None
+    """Which must hold the ranks that the job's flags demand together; None on CPU, and to ask Megatron alone."""
 
     @classmethod
-    def of(cls, job: Job, *, device_kind: str) -> Rules:
+    def of(cls, job: Job, *, device_kind: str, rooms: Rooms | None = None) -> Rules:
         """Read the rules that a job's own flags add."""
-        return cls(job=job, device_kind=device_kind, options=performance_options(job))
+        rooms = rooms if device_kind == "cuda" else None
+        return cls(job=job, device_kind=device_kind, options=performance_options(job), rooms=rooms)
 
     def fault(self, layout: Layout) -> str | None:
         """Name the first constraint that a layout breaks, or None for a legal one."""
@@ -129,6 +135,11 @@ class Rules:
             yield f"tp does not divide {flag_of('padded_vocab_size')}={padded}"
         if model.moe_shared_expert_intermediate_size % tp:
             yield "tp does not divide moe_shared_expert_intermediate_size"
+        if self.rooms:
+            try:
+                tensor_block(self.options, tp, self.rooms)
+            except LayoutError as error:
+                yield str(error)
 
     def pipeline_faults(self, pp: int) -> Iterator[str]:
         """Check flags that ask for a pipeline, or for none."""
@@ -194,6 +205,11 @@ class Rules:
         dispatcher = self.options.moe_token_dispatcher_type
         if dispatcher == "flex" and degrees.etp * degrees.ep == 1:
             yield "the flex dispatcher needs etp*ep > 1"
+        if self.rooms:
+            try:
+                expert_block(self.options, degrees.etp * degrees.ep, self.rooms)
+            except LayoutError as error:
+                yield str(error)
         if degrees.ep == 1 and self.options.overlap_moe_expert_parallel_comm:
             yield f"{flag_of('overlap_moe_expert_parallel_comm')} needs ep > 1"
         if degrees.ep > 1 and self.job.own.ep == 1 and self.options.cuda_graph_impl == "local":

@@ -72,19 +72,43 @@ def neighbour(placement: Placement, slots: Slots, rng: random.Random) -> Placeme
 
 def _line(placement: Placement, slots: Slots, rng: random.Random) -> Sequence[Sequence[int]]:
     """A line along which ranks may move."""
-    kinds = ["hosts"] if slots.num_hosts > 1 else []
-    kinds += ["host"] if slots.devices_per_host > 1 else []
-    kinds += ["slots"] if len(kinds) > 1 else []
+    kinds = _kinds(slots)
     kind = rng.choice(kinds)
+    groups = slots.host_groups
+    hosts = groups[0] if len(groups) == 1 or kind in ("host", "units") else rng.choice(groups)
     if kind == "hosts":
-        return [slots.host(host) for host in range(slots.num_hosts)]
+        return [slots.host(host) for host in hosts]
     if kind == "host":
         return [(slot,) for slot in slots.host(rng.randrange(slots.num_hosts))]
     if not slots.keeps_residues:
         return [(slot,) for slot in range(slots.num_slots)]
-    size = slots.devices_per_host
-    residue = rng.randrange(size)
-    return [(slot,) for slot, rank in enumerate(placement) if rank % size == residue]
+    if kind == "units":
+        return _carriers(placement, slots, slots.ranks_of_a_unit, range(slots.num_hosts), rng)
+    return _carriers(placement, slots, slots.ranks_of_a_host_unit, hosts, rng)
+
+
+def _kinds(slots: Slots) -> list[str]:
+    """The lines that there are: each has two carriers at least, and keeps what must lie together."""
+    devices = slots.devices_per_host
+    kinds = ["hosts"] if all(len(group) > 1 for group in slots.host_groups) else []
+    kinds += ["host"] if devices > 1 else []
+    kinds += ["slots"] if len(kinds) > 1 and slots.ranks_of_a_host_unit < devices else []
+    apart = math.lcm(slots.ranks_of_a_unit, devices)
+    if slots.domain_H and slots.num_slots >= 2 * apart and slots.num_slots % apart == 0:
+        kinds.append("units")
+    return kinds
+
+
+def _carriers(
+    placement: Placement, slots: Slots, size: int, hosts: Sequence[int], rng: random.Random
+) -> Sequence[Sequence[int]]:
+    """The slots of each unit of `size` ranks on some hosts, of those that begin with the same residue, by rank."""
+    apart = math.lcm(size, slots.devices_per_host)
+    first = size * rng.randrange(apart // size)
+    slot_of = {rank: slot for slot, rank in enumerate(placement)}
+    units = [tuple(slot_of[rank] for rank in range(one, one + size)) for one in range(first, len(placement), apart)]
+    chosen = set(hosts)
+    return sorted(unit for unit in units if unit[0] // slots.devices_per_host in chosen)
 
 
 def _rearranged(length: int, rng: random.Random) -> list[int]:

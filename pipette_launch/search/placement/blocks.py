@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import permutations
 
 import numpy as np
@@ -13,12 +14,14 @@ from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.facts import Links
 from pipette_launch.search.assignment.descent import descend
 from pipette_launch.search.assignment.problem import Arrangement, Flows, Ints
-from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, faster
+from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, Slots, faster
 from pipette_launch.search.placement.tiers import nearest
 from pipette_launch.search.step_model.linear import linearise
 
 FEW_HOSTS = 6
 """Up to so many, all orders of hosts (720 of six) are priced by the step time itself."""
+FEW_DOMAINS = 4
+"""The same of NVLink domains that hosts must stay in (24 orders of four), however many hosts they have."""
 MANY_HOSTS = 64
 DESCENTS = 3
 """Up to `MANY_HOSTS` hosts get the best of so many descents, which differ in chance alone; more hosts get one."""
@@ -48,11 +51,13 @@ def rearranged(
         is_late: whether to stop.
 
     """
-    best, num_hosts = start, problem.slots.num_hosts
+    best, slots = start, problem.slots
+    num_hosts = slots.num_hosts
+    orders = list(_orders(best.placement, slots))
+    if orders:
+        best = faster(best, problem.best_of(orders))
     if num_hosts <= FEW_HOSTS:
-        ranks_HD = np.array(best.placement, dtype=np.int64).reshape(num_hosts, -1)
-        orders = [tuple(ranks_HD[list(order)].ravel().tolist()) for order in permutations(range(num_hosts))]
-        return faster(best, problem.best_of(orders))
+        return best
     chance = np.random.default_rng(rng.getrandbits(64))
     known = None
     for _ in range(TURNS):
@@ -60,7 +65,7 @@ def rearranged(
             break
         linear = linearise(model, np.array(best.placement), known=known)
         known = linear.cuts
-        arranged = _arranged(linear.flows, problem.cluster.between_hosts, chance, is_late)
+        arranged = _arranged(linear.flows, problem.cluster.between_hosts, slots, chance, is_late)
         if arranged.cost_s >= linear.flows.cost(np.arange(num_hosts)) - WORTH * best.cost_s:
             break
         placement = moved(best.placement, arranged.place_Q)
@@ -76,11 +81,28 @@ def rearranged(
     return best
 
 
-def _arranged(flows: Flows, links: Links, rng: np.random.Generator, is_late: IsLate) -> Arrangement:
+def _orders(placement: Placement, slots: Slots) -> Iterator[Placement]:
+    """Yield all allowed orders of few hosts, or where hosts must stay in a few equal domains, those of domains."""
+    groups = slots.host_groups
+    ranks_HD = np.array(placement, dtype=np.int64).reshape(slots.num_hosts, -1)
+    if slots.num_hosts <= FEW_HOSTS:
+        for order in permutations(range(slots.num_hosts)):
+            found = tuple(ranks_HD[list(order)].ravel().tolist())
+            if len(groups) == 1 or slots.allows(found):
+                yield found
+    elif 1 < len(groups) <= FEW_DOMAINS and len({len(group) for group in groups}) == 1:
+        there_HD = np.empty_like(ranks_HD)
+        for ordered in permutations(groups):
+            there_HD[np.ravel(groups)] = ranks_HD[np.ravel(ordered)]
+            yield tuple(there_HD.ravel().tolist())
+
+
+def _arranged(flows: Flows, links: Links, slots: Slots, rng: np.random.Generator, is_late: IsLate) -> Arrangement:
     """Better places for the seats of a block problem: the best of a few descents, or of one on many hosts."""
     start_Q, near_HK = np.arange(flows.num_seats), nearest(links, NEAR)
+    group_H = np.asarray(slots.domain_H, dtype=np.int64) if slots.domain_H else None
     descents = (
-        descend(flows, start_Q, near_HK=near_HK, steps=DESCENT_STEPS, rng=rng, is_late=is_late)
+        descend(flows, start_Q, near_HK=near_HK, group_H=group_H, steps=DESCENT_STEPS, rng=rng, is_late=is_late)
         for _ in range(DESCENTS if flows.num_seats <= MANY_HOSTS else 1)
     )
     return min(descents, key=lambda found: found.cost_s)
@@ -94,18 +116,19 @@ def moved(placement: Placement, place_Q: Ints) -> Placement:
     return tuple(there_HD.ravel().tolist())
 
 
-def shuffled(placement: Placement, num_hosts: int, rng: random.Random, *, share: float) -> Placement:
-    """Let some random hosts pass on the ranks that they hold in a circle.
+def shuffled(placement: Placement, slots: Slots, rng: random.Random, *, share: float) -> Placement:
+    """Let some random hosts pass on the ranks that they hold in a circle; of one domain, where ranks must stay in it.
 
     Args:
         placement: RANK of each slot.
-        num_hosts: of the cluster.
+        slots: of the cluster.
         rng: the only source of chance.
         share: of the hosts; three take part at least.
 
     """
-    count = min(num_hosts, max(3, round(share * num_hosts)))
-    chosen = rng.sample(range(num_hosts), count)
-    place_Q = np.arange(num_hosts)
+    groups = slots.host_groups
+    group = groups[0] if len(groups) == 1 else rng.choice(groups)
+    chosen = rng.sample(group, min(len(group), max(3, round(share * len(group)))))
+    place_Q = np.arange(slots.num_hosts)
     place_Q[chosen] = np.roll(chosen, 1)
     return moved(placement, place_Q)

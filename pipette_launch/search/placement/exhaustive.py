@@ -54,7 +54,8 @@ def placements(layout: Layout, slots: Slots) -> Iterator[Placement]:
 
     def extend() -> Iterator[Placement]:
         if len(chosen) == slots.num_slots:
-            yield tuple(chosen)
+            if not slots.blocks or slots.allows(chosen):
+                yield tuple(chosen)
             return
         size = slots.devices_per_host
         beside = chosen[len(chosen) // size * size :]

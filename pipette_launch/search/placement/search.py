@@ -8,7 +8,7 @@ from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.search.placement.annealing import annealed
 from pipette_launch.search.placement.blocks import rearranged, shuffled
 from pipette_launch.search.placement.exhaustive import AT_ONCE, exhaustion, num_placements
-from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem, faster
+from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, faster
 from pipette_launch.search.placement.starts import starts
 
 ROUNDS = 4
@@ -29,7 +29,7 @@ SHUFFLED = 0.1
 def begin(problem: PlacementProblem, *, is_late: IsLate) -> Placed:
     """Return the best of a few starts or, for a few slots, of all placements."""
     most = FEW_STARTS if problem.slots.num_hosts > MANY_HOSTS else MANY_STARTS
-    best = problem.best_of(starts(problem.layout, problem.cluster, most=most))
+    best = problem.best_of(starts(problem.layout, problem.cluster, most=most, blocks=problem.blocks))
     if num_placements(problem.layout, problem.slots) <= AT_ONCE and not best.is_optimal:
         *_, best = best, *exhaustion(problem, best, is_late=is_late)
     return best
@@ -62,14 +62,19 @@ def improve(problem: PlacementProblem, best: Placed, *, turn: int, rng: random.R
 
 def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Random) -> Placed:
     """Where a turn begins: the best of all starts, another start, or hosts moved away from the best."""
-    num_hosts = problem.slots.num_hosts
+    slots = problem.slots
+    num_hosts = slots.num_hosts
+
+    def candidates() -> list[Placement]:
+        return starts(problem.layout, problem.cluster, most=MANY_STARTS, blocks=problem.blocks)
+
     if turn == 0:
-        rest = starts(problem.layout, problem.cluster, most=MANY_STARTS)[FEW_STARTS:] if num_hosts > MANY_HOSTS else []
+        rest = candidates()[FEW_STARTS:] if num_hosts > MANY_HOSTS else []
         return faster(best, problem.best_of(rest)) if rest else best
     if num_hosts > MANY_HOSTS:
         # A turn does not converge there, so each goes on from the result of the last.
         return best
     if turn % 2 == 0 and num_hosts > 1:
-        return problem.best_of([shuffled(best.placement, num_hosts, rng, share=SHUFFLED)])
-    candidates = starts(problem.layout, problem.cluster, most=MANY_STARTS)
-    return problem.best_of([candidates[(turn + 1) // 2 % len(candidates)]])
+        return problem.best_of([shuffled(best.placement, slots, rng, share=SHUFFLED)])
+    others = candidates()
+    return problem.best_of([others[(turn + 1) // 2 % len(others)]])

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pipette_launch.facts import Cluster, Layout
+from pipette_launch.facts.machines.rooms import Block, Rooms
 from pipette_launch.search.assignment.problem import Floats, Ints
 
 Placement = tuple[int, ...]
@@ -37,14 +39,21 @@ class Slots:
     num_hosts: int
     devices_per_host: int
     keeps_residues: bool
+    blocks: tuple[Block, ...] = ()
+    """Ranks that must lie together, on CUDA."""
+    domain_H: tuple[int, ...] = ()
+    """The NVLink domain of each host, where a block must lie inside one."""
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Slots:
-        """Take the slots of a cluster."""
+    def of(cls, cluster: Cluster, blocks: tuple[Block, ...] = ()) -> Slots:
+        """Take the slots of a cluster, and blocks of ranks that must lie together on them."""
+        in_domains = any(block.room == "domain" for block in blocks)
         return cls(
             num_hosts=len(cluster.hosts),
             devices_per_host=cluster.devices_per_host,
             keeps_residues=cluster.device_kind == "cuda",
+            blocks=blocks,
+            domain_H=Rooms.of(cluster).domain_H if in_domains else (),
         )
 
     @property
@@ -56,10 +65,42 @@ class Slots:
         """Slots of a host."""
         return range(index * self.devices_per_host, (index + 1) * self.devices_per_host)
 
+    @property
+    def host_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Hosts that may exchange all they hold whatever the placement: those of each domain, or all of them."""
+        if self.domain_H:
+            return Rooms(devices_per_host=self.devices_per_host, domain_H=self.domain_H).domains
+        return (tuple(range(self.num_hosts)),)
+
+    @property
+    def ranks_of_a_host_unit(self) -> int:
+        """So many consecutive ranks stay on one host, and may change places with as many of another: 1 = any rank."""
+        return math.lcm(*(block.size for block in self.blocks if block.room == "host"))
+
+    @property
+    def ranks_of_a_unit(self) -> int:
+        """The same of ranks that may change places with those of any other host."""
+        return math.lcm(*(block.size for block in self.blocks))
+
+    def first(self) -> Placement:
+        """Place rank i on slot i, as torchrun does, or where that splits a block, domain by domain.
+
+        Blocks are such that they fill every room, so ranks in order keep them inside rooms that are filled in order.
+        """
+        order = [host for group in self.host_groups for host in group]
+        ranks_HD = np.empty((self.num_hosts, self.devices_per_host), dtype=np.int64)
+        ranks_HD[order] = np.arange(self.num_slots).reshape(ranks_HD.shape)
+        in_domains = tuple(ranks_HD.ravel().tolist())
+        return next(filter(self.allows, (host_order(self.num_slots), in_domains)))
+
     def allows(self, placement: ArrayLike) -> bool:
-        """Whether each host's ranks differ modulo D, where they must."""
+        """Whether each host's ranks differ modulo D, and no block is split, where they must."""
         if not self.keeps_residues:
             return True
+        if self.blocks:
+            rooms = Rooms(devices_per_host=self.devices_per_host, domain_H=self.domain_H)
+            if rooms.split(self.blocks, placement):
+                return False
         residue_HD = np.asarray(placement).reshape(self.num_hosts, -1) % self.devices_per_host
         return bool((np.sort(residue_HD, axis=1) == np.arange(self.devices_per_host)).all())
 
@@ -84,11 +125,13 @@ class PlacementProblem:
     """Prices placements; whole hosts change places only if it is a `PlacementCost`."""
     bound_s: float
     """No placement is faster."""
+    blocks: tuple[Block, ...] = ()
+    """Ranks that must lie together."""
 
     @property
     def slots(self) -> Slots:
         """Where the ranks may sit."""
-        return Slots.of(self.cluster)
+        return Slots.of(self.cluster, self.blocks)
 
     def placed(self, placement: Placement, cost_s: float) -> Placed:
         """Judge a placement that was priced."""

@@ -5,20 +5,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.facts import Cluster, Layout
+from pipette_launch.facts.machines.rooms import Block
 from pipette_launch.search.assignment.problem import Ints
-from pipette_launch.search.placement.slots import Placement, Slots, host_order
+from pipette_launch.search.placement.slots import Placement, Slots
 from pipette_launch.search.placement.tiers import Tiers, tiers_of
 
 
-def starts(layout: Layout, cluster: Cluster, *, most: int) -> list[Placement]:
-    """Give up to `most` different placements, host order first and the likelier ones before the others."""
-    slots = Slots.of(cluster)
-    found = {host_order(slots.num_slots): None}
+def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[Block, ...] = ()) -> list[Placement]:
+    """Give up to `most` different placements, host order first where it is allowed, the likelier ones before others."""
+    slots = Slots.of(cluster, blocks)
+    found = {slots.first(): None}
     for ranks_HD in _laid_out(layout, slots, tiers_of(cluster.between_hosts)):
         if len(found) == most:
             break
@@ -54,7 +56,9 @@ def tilings(layout: Layout, slots: Slots) -> list[Ints]:
     other = grid_PDCT if layout.use_tp_pp_dp_mapping else grid_PDCT.transpose(1, 0, 2, 3)
     candidates = [ranks.reshape(shape), other.reshape(shape), ranks.reshape(shape[::-1]).T]
     unique = {np.sort(block_HD, axis=1).tobytes(): block_HD for block_HD in reversed(candidates)}
-    return [block_HD for block_HD in reversed(unique.values()) if slots.allows(block_HD)]
+    # Which host holds which of them is not settled yet.
+    anywhere = replace(slots, blocks=tuple(block for block in slots.blocks if block.room == "host"), domain_H=())
+    return [block_HD for block_HD in reversed(unique.values()) if anywhere.allows(block_HD)]
 
 
 def _hosts_of_a_unit(layout: Layout, devices: int) -> int:

@@ -79,6 +79,30 @@ def test_an_nvlink_domain_comes_with_its_device() -> None:
     assert "NVLink domain of 18 hosts 720 GB/s, network 47 GB/s" == UNIFORM.words(GB200)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "share"), [(2, 18), (18, 18), (32, 16), (36, 18), (64, 16), (100, 10), (97, 18), (38, 18), (128, 16)]
+)
+def test_a_job_gets_as_many_hosts_of_each_domain(hosts: int, share: int) -> None:
+    """Equal shares keep groups of hosts inside domains; numbers that have none of half a domain fill them in turn."""
+    words = UNIFORM.domain_words(GB200, hosts)
+
+    assert [share] == [tier.hosts_per_group for tier in UNIFORM.tiers_on(GB200, hosts) if tier.link == "nvlink"]
+    assert bool(words) == (hosts > 18)
+    assert ("--segment=" in words) == (share < 18)
+
+
+def test_shares_of_domains_cut_no_declared_tier() -> None:
+    """Rows of other tiers stay whole: a share must divide them, and hosts that are named lie where they lie."""
+    rows_of = {
+        size: FabricSpec(source="-", tiers=(Tier(name="row", hosts_per_group=size), Tier(name="net")))
+        for size in (32, 36)
+    }
+    scattered = FabricSpec(source="-", tiers=(Tier(name="leaf", groups=(("host0", "host9"),)), Tier(name="net")))
+
+    assert [16, 18, 18] == [one.tiers_on(GB200, 64)[0].hosts_per_group for one in (*rows_of.values(), scattered)]
+    assert "" == rows_of[32].domain_words(H100, 64)
+
+
 @given(st.integers(1, 40), st.sampled_from([1, 2, 3, 4]))
 def test_links_agree_with_the_words_pair_by_pair(hosts: int, leaf: int) -> None:
     """Symmetric, no link to itself, and never faster than the tier that both are in."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from facts_for_tests import tiny_cluster, tiny_job
+from facts_for_tests import tiny_cluster, tiny_job, tiny_model
 from launch.worlds import plan
+from search.worlds import named, on_gpus
 
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import Layout
-from pipette_launch.launch.cache.plan_files import adopt, check_belongs
+from pipette_launch.facts import Layout, Plan
+from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.launch.cache.plan_files import adopt, check_belongs, kept_together
 
 HOSTS = tiny_cluster().hosts
 
@@ -80,3 +84,42 @@ def test_the_last_resort_is_this_jobs_own() -> None:
     adopted, _ = adopt(plan(Layout(pp=4)), job, "k", "mine.json")
 
     assert (job.own, (0, 1, 2, 3)) == (adopted.own.layout, adopted.own.placement)
+
+
+def swapped(made: Plan, *slots: int) -> Plan:
+    """A plan on GPUs, of whose chosen placement two slots have changed ranks."""
+    ranks = list(made.chosen.placement)
+    for one, other in zip(slots[::2], slots[1::2], strict=True):
+        ranks[one], ranks[other] = ranks[other], ranks[one]
+    return replace(made, device_kind="cuda", chosen=replace(made.chosen, placement=tuple(ranks)))
+
+
+def test_what_must_lie_together_no_plan_splits() -> None:
+    """Userbuffers want tensor-parallel groups inside hosts: plans that split them are refused or left out."""
+    job = tiny_job(performance_flags=("--tp-comm-overlap",))
+    made = plan(Layout(tp=2, dp=2), Layout(tp=4), Layout(dp=4))
+
+    kept, _ = adopt(swapped(made, 0, 1), job, "k", "mine.json")
+    with pytest.raises(PlanError) as caught:
+        adopt(swapped(made, 1, 3), job, "k", "mine.json")
+
+    assert [Layout(dp=4)] == [one.layout for one in kept.alternatives]
+    assert (
+        "mine.json: tp2 pp1 dp2 mbs1 cannot run so on these hosts: it splits blocks of 2 tensor-parallel ranks, and "
+        in str(caught.value)
+    )
+    assert adopt(swapped(made, 1, 3), tiny_job(), "k", "mine.json")
+    assert adopt(replace(swapped(made, 1, 3), device_kind="cpu"), job, "k", "mine.json")
+
+
+def test_domains_count_where_they_are_known() -> None:
+    """Two hosts of two domains cannot hold an expert group of four; who does not know of domains takes the plan."""
+    flags = ("--moe-flex-dispatcher-backend hybridep", "--moe-token-dispatcher-type flex")
+    model = tiny_model(num_experts=4, moe_layer_freq=(1,) * 4)
+    job = tiny_job(model=model, own=Layout(dp=4, ep=4), performance_flags=flags)
+    made = swapped(plan(Layout(dp=4, ep=4)), 0, 2)
+    apart = Rooms.of(named(on_gpus(tiny_cluster()), "GB200-NVL72"))
+
+    assert made == kept_together(made, job, Rooms(devices_per_host=2), "it")
+    with pytest.raises(PlanError, match=r"it: .* splits blocks of 2 expert-parallel ranks"):
+        kept_together(swapped(plan(Layout(dp=4, ep=4)), 1, 2), job, apart, "it")

@@ -178,7 +178,7 @@ def test_renaming_hosts_changes_nothing(names: list[int], seed: int) -> None:
 def test_shuffling_moves_whole_hosts() -> None:
     """Three hosts at least pass on what they hold, and stay whole."""
     start = host_order(20)
-    found = shuffled(start, 10, random.Random(0), share=0.1)
+    found = shuffled(start, Slots(num_hosts=10, devices_per_host=2, keeps_residues=True), random.Random(0), share=0.1)
     blocks = [found[2 * host : 2 * host + 2] for host in range(10)]
 
     assert sorted(blocks) == [start[2 * host : 2 * host + 2] for host in range(10)]

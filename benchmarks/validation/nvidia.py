@@ -22,12 +22,14 @@ NOTES = (
     (
         "Stated there: model, GPUs, layout, batch, precision, and in part dispatcher and recompute. Assumed where "
         "blank: alltoall, no recompute, expert tensor parallelism 1, no CUDA graphs; where only FP8 is said, delayed "
-        "scaling. From the recipes' sources: gradients reduced in bf16, distributed optimizer with both overlaps, "
-        "grouped experts, permute fused, sequence parallelism where tp > 1, and there --tp-comm-overlap of dense ones."
+        "scaling; layers that stages do not divide: one less on the last stages. From the recipes' sources: gradients "
+        "reduced in bf16, distributed optimizer with both overlaps, grouped experts, permute fused, sequence "
+        "parallelism where tp > 1, and there --tp-comm-overlap of dense models."
     ),
     (
         "Priced as if: routing is balanced (most rows force it), every layer of GPT-OSS attends to all tokens before "
-        "it (each second one has a window of 128) without a sink. Built-in figures of the machines."
+        "it (each second one has a window of 128) without a sink. Built-in figures of the machines, four constants of "
+        "experts fitted to the MoE rows together (docs/validation.md)."
     ),
     "Rows of several releases are one recipe measured again; NVIDIA's own figures for one recipe move by up to 8 %.",
 )

@@ -94,7 +94,9 @@ def job_flags(row: Row, shape: Row) -> dict[str, Any]:
     }
     if row["mtp"] is not None:
         flags["mtp-num-layers"] = row["mtp"] or False
-    if (row["vp"] or 1) > 1:
+    if shape["layers"] % (row["pp"] * (row["vp"] or 1)):
+        flags["pipeline-model-parallel-layout"] = pipeline_layout(shape, row["pp"] * (row["vp"] or 1))
+    elif (row["vp"] or 1) > 1:
         flags["num-virtual-stages-per-pipeline-rank"] = row["vp"]
     if shape["experts"]:
         flags |= _expert_flags(row)
@@ -102,6 +104,13 @@ def job_flags(row: Row, shape: Row) -> dict[str, Any]:
         flags["recompute-granularity"] = "selective"
         flags["recompute-modules"] = row["recompute"].replace("+", " ")
     return {name: value for name, value in flags.items() if value is not False}
+
+
+def pipeline_layout(shape: Row, stages: int) -> str:
+    """Cut layers that no number of stages divides: the last stages, which hold the head, have one less."""
+    least, more = divmod(shape["layers"], stages)
+    cut = ["t" * (least + (stage < more)) for stage in range(stages)]
+    return "|".join(["E" + cut[0], *cut[1:-1], cut[-1] + "m" * (shape["mtp"] or 0) + "L"])
 
 
 def model_flags(shape: Row) -> dict[str, Any]:

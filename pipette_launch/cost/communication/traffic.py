@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,7 +14,12 @@ from numpy.typing import NDArray
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.layers import activations, attention
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, resident_parameters
-from pipette_launch.cost.layers.parameters import by_rank, chunk_parameters, word_embedding_parameters
+from pipette_launch.cost.layers.parameters import (
+    by_rank,
+    chunk_parameters,
+    has_two_embeddings,
+    word_embedding_parameters,
+)
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.megatron.performance import performance_options
@@ -80,7 +84,7 @@ class StepTraffic:
     resident_parameters: tuple[int, ...]
     """Parameters that each pipeline rank steps."""
     embedding_bytes: int
-    """Gradient of the tied word embedding, summed over first and last pipeline rank; 0 when there is one copy."""
+    """Gradient of the word embedding, summed over first and last pipeline rank; 0 when there is one copy."""
 
 
 def hop_bytes(job: Job, layout: Layout) -> int:
@@ -138,9 +142,15 @@ def exchanges(job: Job, layout: Layout, hiding: Hiding) -> tuple[Exchange, ...]:
 
 
 def exchanges_of(job: Job, layout: Layout, counts: LayerCounts) -> tuple[Exchange, ...]:
-    """List the collectives of stages that hold other layers than the layout gives them; they are linear in `counts`."""
-    makers = (_tensor_parallel, _context_parallel, _expert_parallel)
-    found = itertools.chain.from_iterable(make(job, layout, counts) for make in makers)
+    """List the collectives of stages that hold other layers than the layout gives them; they are linear in `counts`.
+
+    Where the head is, the depths of multi-token prediction are, each with a layer, a lookup and a head of its own.
+    """
+    depths_S = job.model.mtp_num_layers * counts.head_S
+    found = [*_projection(job, layout, depths_S)]
+    counts = counts.with_depths(job, layout, depths_S)
+    for make in (_tensor_parallel, _context_parallel, _expert_parallel):
+        found += make(job, layout, counts)
     return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
 
 
@@ -149,7 +159,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     gradient, element = gradient_bytes_per_parameter(job), job.model.dtype_bytes
     chunks = chunk_parameters(job.model, layout)
     gathers = element if layout.use_distributed_optimizer else 0
-    tied = not job.model.untie_embeddings_and_output_weights and layout.pp > 1
+    shared = layout.pp > 1 and has_two_embeddings(job.model)
     return StepTraffic(
         gradient_bytes=tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
         parameter_bytes=tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
@@ -161,7 +171,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
         resident_parameters=tuple(
             int(resident_parameters(job, part.dense, part.expert, layout)) for part in by_rank(chunks, layout.pp)
         ),
-        embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if tied else 0,
+        embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if shared else 0,
     )
 
 
@@ -208,6 +218,42 @@ class LayerCounts:
         """One row for each stage, in the order of the fields."""
         return cls(**dict(zip(cls.__slots__, np.array(rows, dtype=np.int64).T, strict=True)))
 
+    def with_depths(self, job: Job, layout: Layout, depths_S: Ints) -> LayerCounts:
+        """Add so many depths of multi-token prediction; method block runs none of their layers again."""
+        model = job.model
+        moe = int(model.has_expert_prediction)
+        mlp = int(not moe or model.moe_shared_expert_intermediate_size > 0)
+        recompute = layout.recompute
+        again_S = depths_S * (recompute.granularity == "full" and recompute.method == "uniform")
+        return LayerCounts(
+            attention_S=self.attention_S + depths_S,
+            attention_again_S=self.attention_again_S + again_S,
+            dense_mlp_S=self.dense_mlp_S + mlp * depths_S,
+            dense_mlp_again_S=self.dense_mlp_again_S + mlp * again_S,
+            moe_S=self.moe_S + moe * depths_S,
+            moe_again_S=self.moe_again_S + moe * again_S,
+            embedding_S=self.embedding_S + depths_S,
+            head_S=self.head_S + depths_S,
+        )
+
+
+def _projection(job: Job, layout: Layout, depths_S: Ints) -> Iterator[Exchange]:
+    """Each depth of multi-token prediction projects 2h to h, by columns, and gathers the columns.
+
+    With sequence parallelism the input is gathered first, and the gathered output split again
+    (multi_token_prediction.py, _concat_embeddings).
+    """
+    if layout.tp == 1:
+        return
+    size = job.model.dtype_bytes * attention.tokens(job.model, layout) * job.model.hidden_size
+    none_S = 0 * depths_S
+    yield _exchange("all_gather", "tp", size, depths_S, depths_S if layout.sequence_parallel else none_S)
+    if layout.sequence_parallel:
+        yield _exchange("all_gather", "tp", 2 * size, depths_S, depths_S)
+        yield _exchange("reduce_scatter", "tp", 2 * size, none_S, depths_S)
+    else:
+        yield _exchange("all_reduce", "tp", 2 * size, none_S, depths_S)
+
 
 def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
     """Attention and MLP each cost an all-reduce a pass (Shoeybi et al. 2019, section 3).
@@ -245,8 +291,10 @@ def _context_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator
     if layout.cp == 1:
         return
     model = job.model
-    groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
-    size = 2 * model.dtype_bytes * groups * attention.tokens(model, layout) * layout.cp
+    latent = model.latent_attention
+    channels = latent.query_channels + latent.v_head_dim if latent else 2 * model.kv_channels
+    groups = max(1, (model.num_attention_heads if latent else model.num_query_groups) // layout.tp)
+    size = model.dtype_bytes * groups * channels * attention.tokens(model, layout) * layout.cp
     backward_S = 2 * counts.attention_S + counts.attention_again_S
     one = _exchange("all_gather", "cp", size, counts.attention_S, backward_S, behind="core_attention_s")
     yield replace(one, behind_share=(layout.cp - 1) / layout.cp)

@@ -129,11 +129,22 @@ class Rules:
             yield f"tp does not divide {flag_of('padded_vocab_size')}={padded}"
         if model.moe_shared_expert_intermediate_size % tp:
             yield "tp does not divide moe_shared_expert_intermediate_size"
+        latent = model.latent_attention
+        # Transformer Engine's layers have the projections down to the latents whole on every rank.
+        if latent and model.transformer_impl == "local":
+            if (latent.q_lora_rank or 0) % tp:
+                yield f"tp does not divide q_lora_rank={latent.q_lora_rank}"
+            if (latent.kv_lora_rank + latent.qk_pos_emb_head_dim) % tp:
+                yield f"tp does not divide kv_lora_rank={latent.kv_lora_rank} + {latent.qk_pos_emb_head_dim}"
 
     def pipeline_faults(self, pp: int) -> Iterator[str]:
         """Check flags that ask for a pipeline, or for none."""
-        if pp == 1 and self.job.model.mtp_num_layers and self.options.overlap_moe_expert_parallel_comm:
-            yield f"{flag_of('overlap_moe_expert_parallel_comm')} with multi-token prediction needs pp > 1"
+        depths = self.job.model.mtp_num_layers
+        if depths and self.options.overlap_moe_expert_parallel_comm:
+            if pp == 1:
+                yield f"{flag_of('overlap_moe_expert_parallel_comm')} with multi-token prediction needs pp > 1"
+            if depths > 1:
+                yield f"{flag_of('overlap_moe_expert_parallel_comm')} allows one depth of multi-token prediction"
         if pp > 1 and self.options.cpu_offloading_num_layers:
             yield f"{flag_of('cpu_offloading_num_layers')} needs pp = 1"
         if pp == 1 and self.options.defer_embedding_wgrad_compute:

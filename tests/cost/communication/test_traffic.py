@@ -17,6 +17,7 @@ from pipette_launch.cost.communication.traffic import (
 )
 from pipette_launch.cost.layers.parameters import chunk_parameters
 from pipette_launch.facts import Job, Layout, Recompute
+from pipette_launch.facts.model import LatentAttention
 
 FULL = Recompute(granularity="full", method="block", num_layers=1)
 Row = tuple[str, str, float, tuple[float, ...], tuple[float, ...]]
@@ -213,3 +214,48 @@ def test_gathers_are_aligned_with_virtual_stages_unless_the_user_says_no() -> No
 
     assert [True, False] == [aligns_gathers(plain, Layout(pp=2, vpp=vpp)) for vpp in (2, 1)]
     assert not aligns_gathers(other, Layout(pp=2, vpp=2))
+
+
+def test_a_depth_of_prediction_exchanges_what_a_layer_and_both_ends_do() -> None:
+    """On the last stage: two more for the layer, one for the lookup, one and three for the head, and the projection."""
+    expected = [
+        ("all_gather", "tp", 8192, (0.0, 1.0), (0.0, 0.0)),
+        ("all_reduce", "tp", 16384, (0.0, 0.0), (0.0, 1.0)),
+        ("all_reduce", "tp", 8192, (5.0, 7.0), (0.0, 0.0)),
+        ("all_reduce", "tp", 8192, (0.0, 0.0), (4.0, 8.0)),
+        ("all_reduce", "tp", 128, (0.0, 6.0), (0.0, 0.0)),
+    ]
+
+    assert expected == rows(tiny_job(model=tiny_model(mtp_num_layers=1)), Layout(tp=2, pp=2))
+
+
+def test_predicted_layers_with_experts_send_tokens_to_them() -> None:
+    """A depth has experts as the last layer has: two all-to-alls more each way, four with uniform recompute."""
+    flags = ("--moe-token-dispatcher-type alltoall",)
+    job = moe_job(performance_flags=flags, mtp_num_layers=1)
+    uniform = Recompute(granularity="full", method="uniform", num_layers=1)
+
+    ((*_, forward, backward),) = rows(job, Layout(ep=2, dp=2, pp=2))
+    ((*_, forward_of_all, again),) = rows(job, Layout(ep=2, dp=2, pp=2, recompute=uniform))
+
+    assert ((2.0, 4.0), (2.0, 4.0)) == (forward, backward)
+    assert ((2.0, 4.0), (4.0, 8.0)) == (forward_of_all, again)
+
+
+def test_prediction_copies_the_embedding_of_an_untied_head_too() -> None:
+    """Its gradient is summed over both ends of a pipeline, as that of a tied head is; a single stage has one."""
+    untied = {"untie_embeddings_and_output_weights": True}
+    found = [
+        step_traffic(tiny_job(model=tiny_model(mtp_num_layers=depths, **untied)), Layout(pp=pp)).embedding_bytes
+        for depths, pp in ((0, 2), (1, 2), (1, 1))
+    ]
+
+    assert [0, 4 * 64 * 256, 0] == found
+
+
+def test_rings_carry_latent_attentions_own_keys_and_values() -> None:
+    """Every head has its own: 4 heads with 24 channels of key and 12 of value, for 32 tokens in fp32."""
+    latent = LatentAttention(q_lora_rank=48, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+    (item,) = exchanges(tiny_job(model=tiny_model(latent_attention=latent)), Layout(cp=2), Hiding())
+
+    assert 4 * 4 * (24 + 12) * 32 == item.size_bytes

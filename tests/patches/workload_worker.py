@@ -197,7 +197,10 @@ def predicted(work: Workload) -> list[Any]:
     hook = work.model.output_layer.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
     positions = torch.arange(work.token_ids.shape[1]).expand_as(work.token_ids)
     with torch.no_grad():
-        work.model(work.token_ids, positions, None, decoder_input=hidden, labels=work.token_ids)
+        # Before 0.16 megatron-core has no default for it.
+        work.model.config.mtp_loss_scaling_factor = 0.1
+        mask = torch.ones_like(work.token_ids, dtype=torch.float32)
+        work.model(work.token_ids, positions, None, decoder_input=hidden, labels=work.token_ids, loss_mask=mask)
         for layer in (dense, moe):
             hidden.copy_(layer.forward(1))
         hidden.copy_(work.model.decoder.final_layernorm(hidden))
@@ -214,7 +217,7 @@ def fine_grained() -> dict[str, Any]:
     found: dict[str, Any] = {"parameters": {}}
     for tp in (1, 2):
         with workload(
-            replace(JOB, model=fine_grained_model(), performance_flags=("--qk-layernorm",)),
+            replace(JOB, model=fine_grained_model(), performance_flags=("--qk-layernorm", "--rope-type rope")),
             replace(CASE, tp=tp),
             device_kind="cpu",
         ) as work:

@@ -87,7 +87,8 @@ def fields(job: Job) -> dict[str, Any]:
             found["moe_permute_fusion"] = True
     found |= latent_fields(model)
     if model.mtp_num_layers:
-        found["mtp_num_layers"] = model.mtp_num_layers
+        # Megatron-LM's default, which megatron-core itself has from 0.16 on.
+        found |= {"mtp_num_layers": model.mtp_num_layers, "mtp_loss_scaling_factor": 0.1}
     return found
 
 

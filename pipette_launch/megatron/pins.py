@@ -110,17 +110,9 @@ UNPLANNED = {
     "dataloader_type=external": "what an external data loader gives to each rank is unknown",
 }
 """The same of jobs that are not planned, though what they hold and cost can be told."""
-UNTIMED = {
-    dest: f"the probes cannot time {name}; `pipette predict` and `pipette plan --gpu` read it"
-    for dest, name in (
-        ("multi_latent_attention", "multi-latent attention"),
-        ("mtp_num_layers", "multi-token prediction"),
-    )
-}
-"""The same of models whose layers no probe can time; on imagined machines they can be planned."""
 
 
-def check_planned(arguments: Arguments, *, for_prediction: bool = False, without_probes: bool = False) -> None:
+def check_planned(arguments: Arguments, *, for_prediction: bool = False) -> None:
     """Raise MegatronError for a job that is not planned (or not even predicted), with the flag and the reason.
 
     The launcher then trains with the user's own configuration, as torchrun would, and shows the reason.
@@ -128,13 +120,11 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
     Args:
         arguments: the job's flags.
         for_prediction: refuse only what nothing can be said of.
-        without_probes: the plan rests on no probe of this job's layers.
 
     """
     refused = dict(REFUSED)
     if not for_prediction:
         refused |= UNPLANNED
-        refused |= {} if without_probes else UNTIMED
     for key, reason in refused.items():
         dest, _, refused_value = key.partition("=")
         value = arguments.get(dest)

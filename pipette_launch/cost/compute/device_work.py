@@ -68,6 +68,17 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
     )
 
 
+def prediction_loads(job: Job, layout: Layout) -> PassLoads:
+    """One depth of multi-token prediction: embedding, two norms, the projection of both, a layer, a head and loss."""
+    model = job.model
+    rows = _residual_elements(model, layout) * model.dtype_bytes
+    projection = matrix(attention.tokens(model, layout), model.hidden_size // layout.tp, 2 * model.hidden_size)
+    # Each norm reads and writes; then both are joined, which reads and writes twice as much.
+    joins = PassLoads(forward=Load(moved_bytes=8 * rows, kernels=3), input_grad=Load(moved_bytes=10 * rows, kernels=4))
+    layer = layer_loads(job, layout, moe=model.has_expert_prediction)
+    return embedding_loads(job, layout) + joins + projection + layer + head_loads(job, layout)
+
+
 def _attention(model: ModelSpec, layout: Layout) -> PassLoads:
     tokens, latent = attention.tokens(model, layout), model.latent_attention
     if latent:

@@ -37,7 +37,7 @@ NOT_MODELLED = (
     "Uneven routing: every expert is given equally many tokens.",
     "Aligned starts of overlapped gradient reduction over the pipeline ranks.",
     "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
-    "Collectives that selective recompute of mlp or moe runs again, and those of multi-token prediction.",
+    "Collectives that selective recompute of mlp or moe runs again.",
     "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU each.",
     "The gradient of the whole embedding table, which torch makes and Megatron adds up for each micro-batch.",
     "Random numbers of dropout inside flash attention.",

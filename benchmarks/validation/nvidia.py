@@ -23,7 +23,8 @@ NOTES = (
         "Stated there: model, GPUs, layout, batch, precision, and in part dispatcher and recompute. Assumed where "
         "blank: alltoall, no recompute, expert tensor parallelism 1, no CUDA graphs; where only FP8 is said, delayed "
         "scaling; layers that stages do not divide: one less on the last stages. From the recipes' sources: gradients "
-        "reduced in bf16, distributed optimizer with both overlaps, grouped experts, permute fused, sequence "
+        "reduced and experts' moments kept in bf16, weights gathered in FP8, cross-entropy by Transformer Engine from "
+        "25.09 on, distributed optimizer with both overlaps, grouped experts, permute fused, sequence "
         "parallelism where tp > 1, and there --tp-comm-overlap of dense models."
     ),
     (

@@ -46,7 +46,7 @@ def section(path: Path, step_times: Mapping[str, StepTime]) -> Section:
     return found.section(DATA, f"{path.name} ({table.digest})", NOTES)
 
 
-def _refusal(row: Row, shapes: Mapping[str, Row]) -> str:
+def refusal(row: Row, shapes: Mapping[str, Row]) -> str:
     """Why a row cannot be priced; blank where it can."""
     reasons = {
         f"the shape of {row['model']} is not known": row["model"] not in shapes,
@@ -64,7 +64,7 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: St
     groups: dict[str, list[tuple[float, float]]] = {}
     details, skipped = [], []
     for row in rows:
-        measured, refused = measured_s(row), _refusal(row, shapes)
+        measured, refused = measured_s(row), refusal(row, shapes)
         try:
             seconds = 0.0 if refused else model(*_run(row, shapes[row["model"]]))
         except PipetteError as error:

@@ -52,6 +52,11 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     ("external_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     (
+        "fine_grained_activation_offloading",
+        frozenset({True}),
+        "copies to the host and back are taken as hidden behind the layers, and the step may be too short",
+    ),
+    (
         "optimizer_cpu_offload",
         frozenset({True}),
         "the optimizer is priced as on the device, and the step is too short",

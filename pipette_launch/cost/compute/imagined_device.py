@@ -81,7 +81,7 @@ def imagined(
         taken_at="1970-01-01T00:00:00Z",
         phase_s={},
         notes=assumptions(job, device, fabric, num_hosts),
-        optimizer_s_per_parameter=optimizer_s_per_parameter(device),
+        optimizer_s_per_parameter=optimizer_s_per_parameter(device, job),
         gradient_s_per_byte=gradient_s_per_byte(device),
         step_s=device.efficiency.step_s,
     )

@@ -129,16 +129,15 @@ def step_bytes_per_parameter(job: Job) -> int:
     """Bytes that the optimizer's step reads and writes for one parameter that it holds.
 
     Its gradient is read for the norm and for the step, each state is read and written, the weight is written: 8 + 24 +
-    2 for Adam on 16-bit weights. A weight that is all or half of its own fp32 copy is read too. A gradient that is not
-    fp32 is copied first, and so is a state in a chosen type, which is copied back as well (see `optimizer_bytes`).
+    2 for Adam on 16-bit weights. A weight that is all or half of its own fp32 copy is read too. A state in a chosen type
+    is copied to fp32 first, and back (see `optimizer_bytes`). Only the precision-aware optimizer reads gradients that
+    are not fp32 as they are; others read the fp32 copy, and making that is not counted.
     """
-    options, gradient = performance_options(job), gradient_bytes_per_parameter(job)
+    is_aware = performance_options(job).use_precision_aware_optimizer
+    gradient = gradient_bytes_per_parameter(job) if is_aware else _FP32_BYTES
     is_own_copy = job.model.params_dtype == "fp32" or _keeps_remainders(job)
     weight = (2 if is_own_copy else 1) * job.model.dtype_bytes
     copied = sum(2 * (size + _FP32_BYTES) for size in _chosen_state_bytes(job) if size != _FP32_BYTES)
-    if gradient != _FP32_BYTES and not options.use_precision_aware_optimizer:
-        copied += gradient + _FP32_BYTES
-        gradient = _FP32_BYTES
     narrow = sum(_FP32_BYTES - size for size in _chosen_state_bytes(job))
     return 2 * gradient + 2 * (state_bytes_per_parameter(job) + narrow) + weight + copied
 

@@ -129,9 +129,9 @@ def step_bytes_per_parameter(job: Job) -> int:
     """Bytes that the optimizer's step reads and writes for one parameter that it holds.
 
     Its gradient is read for the norm and for the step, each state is read and written, the weight is written: 8 + 24 +
-    2 for Adam on 16-bit weights. A weight that is all or half of its own fp32 copy is read too. A state in a chosen type
-    is copied to fp32 first, and back (see `optimizer_bytes`). Only the precision-aware optimizer reads gradients that
-    are not fp32 as they are; others read the fp32 copy, and making that is not counted.
+    2 for Adam on 16-bit weights. A weight that is all or half of its own fp32 copy is read too. A state in a chosen
+    type is copied to fp32 first, and back (see `optimizer_bytes`). Only the precision-aware optimizer reads gradients
+    that are not fp32 as they are; others read the fp32 copy, and making that is not counted.
     """
     is_aware = performance_options(job).use_precision_aware_optimizer
     gradient = gradient_bytes_per_parameter(job) if is_aware else _FP32_BYTES

@@ -52,11 +52,6 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     ("external_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     (
-        "fine_grained_activation_offloading",
-        frozenset({True}),
-        "copies to the host and back are taken as hidden behind the layers, and the step may be too short",
-    ),
-    (
         "optimizer_cpu_offload",
         frozenset({True}),
         "the optimizer is priced as on the device, and the step is too short",
@@ -94,6 +89,12 @@ class Predictor:
             assumed.append("The optimizer step was not measured and counts as 0 s.")
         if not self._measurements.collectives:
             assumed.append("No collective was measured; they are priced as rings over the measured links.")
+        options = performance_options(self._job)
+        if options.fine_grained_activation_offloading and not self.compute.copies_to_host:
+            assumed.append(
+                f"{flag_of('fine_grained_activation_offloading')} is not in the predicted step time: what its copies "
+                f"take was not measured, and the step may be too short."
+            )
         return (*assumed, *_unpriced(self._job))
 
     def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:

@@ -143,7 +143,7 @@ def _layer(book: Notebook, case: Case, spec: DeviceSpec, watch: Stopwatch, habit
         recompute_s=found.recompute.median_s if found.recompute else None,
         optimizer_s_per_parameter=stepped.median_s / step.num_parameters,
         optimizer_on_single_elements=few.median_s / stepped.median_s,
-        said_optimizer_s_per_parameter=optimizer_s_per_parameter(spec),
+        said_optimizer_s_per_parameter=optimizer_s_per_parameter(spec, job),
         **{f"{pass_}_s": getattr(found, pass_).median_s for pass_ in PASSES},
         **{f"said_{pass_}_s": getattr(said, pass_).median_s for pass_ in PASSES},
     )

@@ -115,6 +115,8 @@ GROUPS: Mapping[str, Callable[[Job], bool]] = {
     "recompute": lambda job: job.own.recompute.granularity != "none",
     "7B and larger": lambda job: total_parameters(job.model) >= LARGE,
     "FP8": is_fp8,
+    "MLA": lambda job: job.model.latent_attention is not None,
+    "MTP": lambda job: bool(job.model.mtp_num_layers),
 }
 WITH_ALL_CORRECTIONS = ("all", "dense", "MoE", "7B and larger")
 WITH_STATIC = ("all", "dense", "MoE")

@@ -200,6 +200,8 @@ class Measurements:
     """
     step_s: float = field(default=0.0, metadata=ADDED_LATER)
     """Seconds of the host once a step, while the device waits; 0 where it was not measured."""
+    host_bytes_per_s: float = field(default=0.0, metadata=ADDED_LATER)
+    """Of a slot to its host's memory, and as fast back; 0 where it was not measured, as by warm-ups."""
     refused: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)
     """Cases that megatron-core refuses, or that ran out of memory."""
     unmeasured: tuple[ComputeCase, ...] = field(default=(), metadata=ADDED_LATER)

@@ -70,6 +70,11 @@ class PerformanceOptions:
     cpu_offloading_num_layers: int = 0
     defer_embedding_wgrad_compute: bool = False
     distribute_saved_activations: bool = False
+    fine_grained_activation_offloading: bool = False
+    min_offloaded_tensor_size: int = 1 << 20
+    """Elements."""
+    offload_modules: tuple[str, ...] = ()
+    """Whose inputs `fine_grained_activation_offloading` moves to the host."""
     wgrad_deferral_limit: int = 0
     """0 = all micro-batches of a step."""
 

@@ -11,7 +11,7 @@ from typing import Literal, ParamSpec, TypeVar, get_args
 
 from pipette_launch import megatron
 from pipette_launch.cost.layers.parameters import stage_parameters
-from pipette_launch.cost.memory.overhead import allowed_bytes, overhead_of
+from pipette_launch.cost.memory.overhead import allowed_bytes, overhead_of, uncounted
 from pipette_launch.cost.step.predictor import NOT_MODELLED, Predictor, StepTime
 from pipette_launch.defaults import MEMORY_MARGIN
 from pipette_launch.errors import FactError, PipetteError, PlanError, UsageError
@@ -228,7 +228,7 @@ def _rank_note(layout: Layout, rank: int | None) -> tuple[str, ...]:
 
 
 def _memory_notes(job: Job, counted: stages.Counted) -> tuple[str, ...]:
-    found = list(counted.notes)
+    found = [*counted.notes, *uncounted(job)]
     if counted.stepping:
         every = len(counted.stepping) == len(counted.stages)
         which = "Every stage shown holds" if every else f"Stages {', '.join(map(str, counted.stepping))} hold"

@@ -38,7 +38,12 @@ HELD_BY: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
         ": the distributed optimizer stays",
     ),
     (
-        ("distribute_saved_activations", "enable_cuda_graph", "moe_layer_recompute"),
+        (
+            "distribute_saved_activations",
+            "enable_cuda_graph",
+            "fine_grained_activation_offloading",
+            "moe_layer_recompute",
+        ),
         ("recompute",),
         ": recompute stays",
     ),
@@ -90,7 +95,6 @@ REFUSED = {
     "perform_rl_step": "reinforcement learning steps are not modelled",
     "skip_train": "nothing is trained, so there is nothing to plan",
     "fake_process_group": "one process plays all ranks, so there is nothing to place",
-    "fine_grained_activation_offloading": "what it moves to the host is not modelled: peaks came out twice as high",
     "use_torch_fsdp2": "FSDP is not modelled",
     "use_megatron_fsdp": "FSDP is not modelled",
     "hybrid_context_parallel": "dynamic context parallelism is not modelled",

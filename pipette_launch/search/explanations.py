@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipette_launch.cost.learned.corrected import LEARNED
+from pipette_launch.cost.memory.overhead import uncounted
 from pipette_launch.cost.step.predictor import NOT_MODELLED
 from pipette_launch.facts import Choice
 from pipette_launch.search.candidates import SearchInputs, doublings_apart
@@ -64,6 +65,7 @@ def notes(inputs: SearchInputs, chosen: Chosen) -> tuple[str, ...]:
         for host in inputs.cluster.hosts
         if host.shares_cores
     ][:1]
+    found += uncounted(inputs.job)
     found += _learning(inputs, chosen)
     found += [f"Not modelled: {sentence[0].lower()}{sentence[1:]}" for sentence in NOT_MODELLED]
     return tuple(dict.fromkeys(found))

@@ -45,6 +45,16 @@ MOST_LAYOUTS = 4
 """So many pipelined layouts are tried, the fastest under Megatron's own schedules first, and as many over the limit."""
 
 
+_ONLY_STOCK = (
+    "overlap_moe_expert_parallel_comm",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+    "fine_grained_activation_offloading",
+    "tp_comm_overlap",
+)
+"""Options that lean on the order of passes in Megatron's own schedules."""
+
+
 def unsupported(job: Job, cluster: Cluster) -> str:
     """Say what keeps the job to Megatron's own schedules, as the end of a sentence; empty where nothing does."""
     if any(host.shares_cores for host in cluster.hosts):
@@ -56,7 +66,7 @@ def unsupported(job: Job, cluster: Cluster) -> str:
 def _unsupported(job: Job) -> str:
     """Name what the job uses that the patch cannot execute; empty where it can."""
     options = performance_options(job)
-    for name in ("overlap_moe_expert_parallel_comm", "enable_cuda_graph", "external_cuda_graph", "tp_comm_overlap"):
+    for name in _ONLY_STOCK:
         if getattr(options, name):
             return flag_of(name)
     if options.cuda_graph_impl != "none":

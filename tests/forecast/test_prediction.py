@@ -267,6 +267,28 @@ def test_a_flag_that_is_not_priced_has_a_note() -> None:
     assert any(note.startswith("--optimizer-cpu-offload is not in the predicted step time") for note in found.notes)
 
 
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        (
+            "--cuda-graph-impl transformer_engine",
+            "--cuda-graph-impl: what captured graphs hold is not in the predicted",
+        ),
+        ("--enable-cuda-graph", "--enable-cuda-graph: what captured graphs hold is not in the predicted memory"),
+        ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers is not in the predicted memory"),
+    ],
+)
+def test_memory_that_is_not_counted_has_a_note(words: str, begins: str) -> None:
+    """The flag, and whether devices hold more or less."""
+    plain, with_flag = (
+        predict(line, world_size=8, gpu="H100", megatron_version="0.16.1")
+        for line in (PIPELINE, (*PIPELINE, *words.split()))
+    )
+
+    assert [begins] == [begins for note in with_flag.notes if note.startswith(begins)]
+    assert not any(note.startswith(begins) for note in plain.notes)
+
+
 def test_flags_that_megatron_does_not_have_are_named() -> None:
     """A slip of the pen falls back to a default, so it is said; Megatron's tag is as good as its version."""
     found = predict((*PIPELINE, "--num-layres", "3"), cluster=measured(), megatron_version="core_v0.16.1")

@@ -39,6 +39,7 @@ EXPERTS = "--num-experts 4"
         ("--optimizer muon", ("etp", *OPTIMIZER[:2], "tp", OPTIMIZER[2])),
         ("--use-distributed-optimizer --use-precision-aware-optimizer", OPTIMIZER),
         ("--distribute-saved-activations", ("recompute",)),
+        ("--fine-grained-activation-offloading --offload-modules core_attn", ("recompute",)),
         ("--num-experts 4 --moe-layer-recompute", ("recompute",)),
         ("--data-parallel-random-init", ("dp",)),
     ],
@@ -63,7 +64,6 @@ def test_cpu_pins_context_parallelism() -> None:
         "--yaml-cfg job.yaml",
         "--hybrid-override-pattern M-M*",
         "--heterogeneous-layers-config-path layers.json",
-        "--fine-grained-activation-offloading",
         "--use-torch-fsdp2",
         "--use-megatron-fsdp",
         "--perform-rl-step",
@@ -109,7 +109,6 @@ def test_what_only_a_placement_breaks_is_predicted(words: str) -> None:
     "words",
     [
         "--skip-train",
-        "--fine-grained-activation-offloading",
         "--use-torch-fsdp2",
         "--img-h 224",
         "--spec my.module layers",

@@ -49,7 +49,7 @@ _CONFIG_FLAGS: FlagTable = {
         """
         --apply-query-key-layer-scaling --attention-output-gate --attention-softmax-in-fp32
         --calculate-per-token-loss --cross-entropy-loss-fusion --defer-embedding-wgrad-compute
-        --distribute-saved-activations --fp32-residual-connection --qk-layernorm
+        --distribute-saved-activations --fine-grained-activation-offloading --fp32-residual-connection --qk-layernorm
         --moe-apply-probs-on-input --moe-grouped-gemm --moe-pad-expert-input-to-capacity --moe-permute-fusion
         --moe-router-enable-expert-bias --moe-router-padding-for-quantization --moe-router-pre-softmax
         --moe-shared-expert-gate --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
@@ -62,7 +62,11 @@ _CONFIG_FLAGS: FlagTable = {
         --moe-router-dtype --moe-router-score-function --moe-token-drop-policy
         """,
     ),
-    **same_name(int, "--wgrad-deferral-limit --moe-router-group-topk --moe-router-num-groups"),
+    **same_name(
+        int,
+        "--min-offloaded-tensor-size --wgrad-deferral-limit --moe-router-group-topk --moe-router-num-groups",
+    ),
+    **same_name(str.split, "--offload-modules"),
     **same_name(
         float,
         """
@@ -90,7 +94,6 @@ _NOT_MODELLED = (
     "--cuda-graph-impl",
     "--enable-cuda-graph",
     "--external-cuda-graph",
-    "--fine-grained-activation-offloading",
     "--fp4",
     "--fp8",
     "--nccl-ub",

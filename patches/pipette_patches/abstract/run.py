@@ -8,7 +8,7 @@ import warnings
 
 from pipette_launch.facts import Job, Layout
 from pipette_launch.facts.messages.abstract_execution import ExecutedMemory, ExecutedParts
-from pipette_patches.abstract import megatron_config, moe
+from pipette_patches.abstract import megatron_config, moe, offloading
 from pipette_patches.abstract.allocator import metered
 from pipette_patches.abstract.gpu_replacements import CORE, TORCH
 from pipette_patches.abstract.scale_up import full_size, scaled
@@ -25,7 +25,7 @@ _PART_OF = {"backward": "working", "head": "logits"}
 def load() -> None:
     """Make this process one that executes abstractly, and import megatron-core; there is no way back."""
     stand_in.install()
-    Replacements((*TORCH, *CORE, *moe.MOE)).apply()
+    Replacements((*TORCH, *CORE, *moe.MOE, *offloading.OFFLOADING)).apply()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import megatron.core.distributed
@@ -55,6 +55,7 @@ def run_rank(job: Job, layout: Layout, pp_rank: int, *, whole: bool = False) -> 
         # A job with Megatron's own layers is taken to have no Transformer Engine, and so no fused optimizer.
         fused_kernels.choose_optimizers(fused=job.model.transformer_impl == "transformer_engine")
         moe.choose(job)
+        offloading.forget()
         with metered() as meter:
             trainer = Trainer(job, layout, pp_rank, meter=meter, size=size)
             trace = trainer.train(forward_and_backward=forward_and_backward)

@@ -29,9 +29,9 @@ from pipette_launch.cost.layers.parameters import (
 from pipette_launch.cost.memo import Memo
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
-from pipette_launch.facts.layout import Layout, Recompute
-from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
-from pipette_launch.facts.measurements import ComputeCase, Measurements
+from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.layout_columns import Field, LayoutColumns, codes_of
+from pipette_launch.facts.measurements import Measurements
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -128,7 +128,8 @@ class Tables:
         self._num_slots = measurements.cluster.num_slots
         self.whole_1X = _parts_SX(job, Layout())
         """What the whole model is made of, nothing run again."""
-        self._passes: dict[tuple[ComputeCase, Recompute], Floats] = {}
+        self._copied_by: tuple[Field, ...] = ("sequence_parallel", "ep", "etp") if compute.copies_to_host else ()
+        self._passes: dict[tuple[object, ...], Floats] = {}
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         shared = int(job.model.moe_shared_expert_intermediate_size > 0)
         # A stage for each part, in the order of X.
@@ -169,7 +170,7 @@ class Tables:
 
     def unit_times(self, columns: LayoutColumns) -> UnitTimes:
         """Look up, or work out, the times of what the layouts' chunks are made of."""
-        kernels = columns.groups("tp", "cp", "micro_batch_size", "recompute")
+        kernels = columns.groups("tp", "cp", "micro_batch_size", "recompute", *self._copied_by)
         networks = columns.groups("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp")
         both_N = networks.group_N * len(kernels.first_U) + kernels.group_N
         codes_U, group_N = np.unique(both_N, return_inverse=True)
@@ -222,7 +223,7 @@ class Tables:
 
     def _unit_passes(self, layout: Layout) -> Floats:
         """Rows of X: forward, backward with recompute, and what of each the device waits; worked out once."""
-        key = (case_of(layout), layout.recompute)
+        key = (case_of(layout), layout.recompute, *(getattr(layout, name) for name in self._copied_by))
         if key not in self._passes:
             rows = [
                 (one.forward_s, one.backward_s + one.recompute_s, one.forward_idle_s, one.backward_idle_s)

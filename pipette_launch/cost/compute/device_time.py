@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipette_launch.cost.compute.device_work import ADAM_BYTES_PER_PARAMETER, GRADIENT_PASSES
+from pipette_launch.cost.compute.device_work import GRADIENT_PASSES
 from pipette_launch.cost.compute.loads import Load, Product
+from pipette_launch.cost.layers.optimizer import step_bytes_per_parameter
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.machines.known_devices import compute_capability
@@ -100,9 +101,9 @@ def matmul_efficiency(device: DeviceSpec, dtype: str, product: Product) -> float
     return efficiency.share_of(dtype) / (1 + efficiency.half_size * ends)
 
 
-def optimizer_s_per_parameter(device: DeviceSpec) -> float:
-    """Seconds of an Adam step for each parameter whose state a device holds."""
-    return ADAM_BYTES_PER_PARAMETER * moved_byte_s(device)
+def optimizer_s_per_parameter(device: DeviceSpec, job: Job) -> float:
+    """Seconds of the optimizer's step for each parameter whose state a device holds."""
+    return step_bytes_per_parameter(job) * moved_byte_s(device)
 
 
 def gradient_s_per_byte(device: DeviceSpec) -> float:

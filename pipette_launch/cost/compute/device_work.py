@@ -14,9 +14,6 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import LatentAttention, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
-ADAM_BYTES_PER_PARAMETER = 34
-"""fp32 gradient read for the norm and for the step, master weight and two moments read and written, weight written:
-8 + 24 + 2."""
 GRADIENT_PASSES = 4
 """Times that each byte of the gradient buffers, which no optimizer shards, is read or written once a step: cleared
 (megatron-core, DistributedDataParallel.zero_grad_buffer), read for NaN, read and written by the division by the

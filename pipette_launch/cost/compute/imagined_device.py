@@ -34,6 +34,7 @@ from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.machines.cluster import Cluster, Device, Host, Links
 from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Samples
+from pipette_launch.megatron.performance import performance_options
 from pipette_launch.units import rate_text
 
 Part = Literal["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"]
@@ -82,9 +83,10 @@ def imagined(
         taken_at="1970-01-01T00:00:00Z",
         phase_s={},
         notes=assumptions(job, device, fabric, num_hosts),
-        optimizer_s_per_parameter=optimizer_s_per_parameter(device),
+        optimizer_s_per_parameter=optimizer_s_per_parameter(device, job),
         gradient_s_per_byte=gradient_s_per_byte(device),
         step_s=device.efficiency.step_s,
+        host_bytes_per_s=device.host_bytes_per_s,
     )
 
 
@@ -118,6 +120,7 @@ def assumptions(
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
         f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",
         *links,
+        *_host_words(job, device),
         "Collectives are rings; a group with several members on each host uses the links of all of them.",
         *([] if fabric.compute_factor else ["All devices are equally fast."]),
         *fabric.laggards(),
@@ -132,6 +135,11 @@ def _narrow_words(job: Job, device: DeviceSpec) -> Iterator[str]:
             f"Matrix products of transformer layers reach {share:.0%} of {peak / 1e12:.0f} TFLOP/s "
             f"({precision.narrow}), and casts move {precision.cast_bytes:g} bytes an element."
         )
+
+
+def _host_words(job: Job, device: DeviceSpec) -> Iterator[str]:
+    if performance_options(job).fine_grained_activation_offloading and device.host_bytes_per_s:
+        yield f"Activations go to the host and come back at {rate_text(device.host_bytes_per_s)} each way."
 
 
 def imagined_cluster(

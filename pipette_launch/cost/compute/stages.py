@@ -10,11 +10,13 @@ from fractions import Fraction
 
 from pipette_launch.cost.communication.exchanges import Hiding
 from pipette_launch.cost.layers.activations import recompute_modules
+from pipette_launch.cost.layers.offloading import offloaded
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements
 from pipette_launch.facts.model import ModelSpec
+from pipette_launch.megatron.performance import performance_options
 
 _CORE, _PREDICTION = "core_attention", "prediction"
 _MODELLED = "Compute time of {} was not measured; it is carried over from a measured case by a model of the device."
@@ -78,6 +80,8 @@ class ComputeTable:
                 shares.setdefault((time.case, time.part), []).append(share)
         # What full recompute of a layer took, in forwards of that layer: median over the slots that measured it.
         self._again = {key: statistics.median(each) for key, each in shares.items()}
+        offloads = performance_options(job).fine_grained_activation_offloading
+        self._host_bytes_per_s = measurements.host_bytes_per_s if offloads else 0.0
         self._loading = measurements.loading or LoadingTime(batch_s=0.0, sample_s=0.0)
         self.wake = Passes(forward_s=measurements.wake_s / 2, backward_s=measurements.wake_s / 2)
         self._usual_again = {
@@ -96,6 +100,11 @@ class ComputeTable:
                 self._complete.setdefault(measured.tp, {}).setdefault(tokens, measured)
                 # A case that was measured stands for itself; the rest are looked for when they are asked for.
                 self._sources[measured] = measured
+
+    @property
+    def copies_to_host(self) -> bool:
+        """Whether passes depend on the bytes that a layer moves to the host, and so on all that cuts its tensors."""
+        return self._host_bytes_per_s > 0
 
     def source(self, case: ComputeCase) -> ComputeCase | None:
         """Return the measured case that prices `case`: itself, the nearest of equal tp, or None."""
@@ -235,7 +244,14 @@ class ComputeTable:
             share *= self._again.get((source, name), self._usual_again[name])
         if _CORE in part and "core_attn" in recompute_modules(layout):
             share += part[_CORE].forward_s / layer.forward_s - attention_core_share(model, moe=moe)
-        return layer.again(share)
+        layer = layer.again(share)
+        if not self.copies_to_host or (layout.recompute.granularity == "full" and share):
+            return layer
+        # Each module's backward asks for the tensors of the layer below, so a layer's come back behind one backward;
+        # nothing waits for a copy to the host (megatron-core, pipeline_parallel/fine_grained_activation_offload.py).
+        moved = offloaded(self._job, layout, moe=moe, recomputed=recompute_modules(layout)).moved
+        exposed_s = moved / self._host_bytes_per_s - layer.backward_s - layer.recompute_s
+        return replace(layer, backward_s=layer.backward_s + max(0.0, exposed_s))
 
 
 def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, *, moe: bool) -> float:

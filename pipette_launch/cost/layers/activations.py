@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipette_launch.cost.layers import attention, embedding_and_head, experts, latent_attention
+from pipette_launch.cost.layers import attention, embedding_and_head, experts, latent_attention, offloading
 from pipette_launch.cost.layers.attention import tokens
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -152,7 +152,8 @@ def kept_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     activations = layer_activations(job, layout, moe=moe)
     modules = recompute_modules(layout)
     held = attention.held_for_recompute_bytes(job.model, layout) if "core_attn" in modules else 0
-    return activations.total - activations.recomputed(modules, moe=moe) + held
+    left = offloading.offloaded(job, layout, moe=moe, recomputed=modules).left
+    return activations.total - activations.recomputed(modules, moe=moe) + held - left
 
 
 def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
@@ -166,14 +167,15 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     model = job.model
     residual = residual_bytes(model, layout)
     layer = layer_activations(job, layout, moe=moe)
+    away = offloading.offloaded(job, layout, moe=moe, recomputed=recompute_modules(layout))
     if moe:
-        freed = layer.mlp + layer.mlp_activation + layer.shared_experts + layer.mlp_input + layer.mlp_norm
+        freed = layer.mlp + layer.mlp_activation + layer.shared_experts + layer.mlp_input + layer.mlp_norm - away.mlp
         core = 2 * residual + attention.backward_bytes(job, layout) - freed
         # The next micro-batch's forward runs beside this backward, layer by layer: one more layer keeps its share
         # (megatron-core, pipeline_parallel/combined_1f1b.py).
         overlaps = performance_options(job).overlap_moe_expert_parallel_comm
         beside = kept_bytes(job, layout, moe=True) if overlaps else 0
-        return max(experts.exchange_bytes(job, layout), core) + beside
+        return max(experts.exchange_bytes(job, layout), core) + beside + away.moved
     gathered = residual * layout.tp if layout.sequence_parallel else 0
     dropped = residual if model.hidden_dropout > 0 else 0
     matrix = model.dtype_bytes * model.hidden_size * model.ffn_hidden_size // layout.tp
@@ -183,7 +185,7 @@ def backward_bytes(job: Job, layout: Layout, *, moe: bool) -> int:
     activation = residual + layer.mlp
     freed = layer.mlp + layer.mlp_activation + layer.mlp_input + layer.mlp_norm
     core = 2 * residual + attention.backward_bytes(job, layout) - freed
-    return max(second, activation, core)
+    return max(second, activation, core) + away.moved
 
 
 def prediction_bytes(job: Job, layout: Layout) -> int:

@@ -94,7 +94,9 @@ def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layou
     """Count the optimizer's states on one rank, and the temporaries of its step.
 
     Temporaries: torch's foreach Adam, which runs without TransformerEngine, 4 bytes a parameter; gradients that are not
-    fp32 are copied to fp32, 4 bytes. Optimizers other than Adam and SGD are counted as Adam.
+    fp32 are copied to fp32, 4 bytes. The precision-aware optimizer copies each state that is not fp32 to fp32 instead,
+    of all parameters of its group at once; dense and expert parameters are stepped one after the other (TE 2.8,
+    optimizers/fused_adam.py, step). Optimizers other than Adam and SGD are counted as Adam.
     """
     resident = resident_parameters(job, dense, expert, layout)
     options = performance_options(job)
@@ -103,7 +105,9 @@ def optimizer_bytes(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layou
     step = 0 if job.model.transformer_impl == "transformer_engine" or job.optimizer == "sgd" else _FP32_BYTES
     if gradient_bytes_per_parameter(job) != _FP32_BYTES and not options.use_precision_aware_optimizer:
         step += _FP32_BYTES
-    return states, resident * step
+    groups = (resident_parameters(job, dense, 0, layout), resident_parameters(job, 0, expert, layout))
+    copies = _FP32_BYTES * sum(size != _FP32_BYTES for size in _chosen_state_bytes(job))
+    return states, resident * step + np.maximum(*groups) * copies
 
 
 def state_bytes_per_parameter(job: Job) -> int:
@@ -116,10 +120,41 @@ def state_bytes_per_parameter(job: Job) -> int:
     wide = job.model.params_dtype == "fp32"
     if job.optimizer == "sgd":
         return _FP32_BYTES + (0 if wide else _FP32_BYTES)
-    options = performance_options(job)
-    if not options.use_precision_aware_optimizer:
+    if not performance_options(job).use_precision_aware_optimizer:
         return 2 * _FP32_BYTES + (0 if wide else _FP32_BYTES)
-    types = (options.exp_avg_dtype, options.exp_avg_sq_dtype, options.main_params_dtype)
-    *moments, main = (_STATE_BYTES.get(dtype, _FP32_BYTES) for dtype in types)
-    remainder = job.model.params_dtype == "bf16" and main == _FP32_BYTES
-    return sum(moments) + (_REMAINDER_BYTES if remainder else 0 if wide else main)
+    return sum(_chosen_state_bytes(job)) + (_REMAINDER_BYTES if _keeps_remainders(job) else 0)
+
+
+def step_bytes_per_parameter(job: Job) -> int:
+    """Bytes that the optimizer's step reads and writes for one parameter that it holds.
+
+    Its gradient is read for the norm and for the step, each state is read and written, the weight is written: 8 + 24 +
+    2 for Adam on 16-bit weights. A weight that is all or half of its own fp32 copy is read too. A state in a chosen
+    type is copied to fp32 first, and back (see `optimizer_bytes`). Only the precision-aware optimizer reads gradients
+    that are not fp32 as they are; others read the fp32 copy, and making that is not counted.
+    """
+    is_aware = performance_options(job).use_precision_aware_optimizer
+    gradient = gradient_bytes_per_parameter(job) if is_aware else _FP32_BYTES
+    is_own_copy = job.model.params_dtype == "fp32" or _keeps_remainders(job)
+    weight = (2 if is_own_copy else 1) * job.model.dtype_bytes
+    copied = sum(2 * (size + _FP32_BYTES) for size in _chosen_state_bytes(job) if size != _FP32_BYTES)
+    narrow = sum(_FP32_BYTES - size for size in _chosen_state_bytes(job))
+    return 2 * gradient + 2 * (state_bytes_per_parameter(job) + narrow) + weight + copied
+
+
+def _keeps_remainders(job: Job) -> bool:
+    """Whether a bf16 weight is the upper half of its fp32 copy, of which the optimizer keeps the lower one alone."""
+    options = performance_options(job)
+    wide = _STATE_BYTES.get(options.main_params_dtype, _FP32_BYTES) == _FP32_BYTES
+    return options.use_precision_aware_optimizer and job.model.params_dtype == "bf16" and wide
+
+
+def _chosen_state_bytes(job: Job) -> tuple[int, ...]:
+    """Bytes of each state in a type that the precision-aware optimizer was given: moments, and whole fp32 copies."""
+    options = performance_options(job)
+    if not options.use_precision_aware_optimizer or job.optimizer == "sgd":
+        return ()
+    types = [options.exp_avg_dtype, options.exp_avg_sq_dtype]
+    if job.model.params_dtype != "fp32" and not _keeps_remainders(job):
+        types.append(options.main_params_dtype)
+    return tuple(_STATE_BYTES.get(dtype, _FP32_BYTES) for dtype in types)

@@ -31,7 +31,7 @@ from pipette_launch.facts.messages.abstract_execution import (
 __all__ = ["ExecutedMemory", "ExecutedParts", "Executor", "execute"]
 
 WORKER = ("-u", "-m", "pipette_patches.abstract")
-REVISION = 6
+REVISION = 7
 """Raise it whenever abstract execution counts anything differently: cached answers of other revisions are not read."""
 LIMIT_S = 300.0
 """Answers take seconds; megatron-core's own recompute of `mlp` never ends where that layer has biases (0.16.1)."""

@@ -22,6 +22,7 @@ from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.device_memory import DeviceOverhead, MemoryNeed
 from pipette_launch.facts.machines.known_devices import compute_capability
+from pipette_launch.facts.performance import flag_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.units import MIB
 
@@ -112,6 +113,32 @@ class Overhead:
         return tuple(
             f"{name}: {text}, {figure.source}." for name, figure, text in named if figure.value not in (0.0, 1.0)
         )
+
+
+def uncounted(job: Job) -> tuple[str, ...]:
+    """Say which of the job's flags change what devices hold and not the predicted memory, and in which direction.
+
+    What captured graphs hold has no published formula: NVIDIA's notes speak of some GB with Transformer Engine's, above
+    10 GB with a pipeline, and of 1.5 to 2 times the peak with whole iterations.
+    """
+    options, found = performance_options(job), []
+    captured = {
+        "cuda_graph_impl": options.cuda_graph_impl != "none",
+        "enable_cuda_graph": options.enable_cuda_graph,
+        "external_cuda_graph": options.external_cuda_graph,
+    }
+    flag = next((flag_of(name) for name, is_on in captured.items() if is_on), "")
+    if flag:
+        found.append(
+            f"{flag}: what captured graphs hold is not in the predicted memory; devices hold some GB more, and up to "
+            f"twice as much where whole iterations are captured."
+        )
+    if options.cpu_offloading_num_layers:
+        found.append(
+            f"{flag_of('cpu_offloading_num_layers')} is not in the predicted memory: activations are counted as kept "
+            f"on the device, and the peak may be too high."
+        )
+    return tuple(found)
 
 
 def allowed_bytes(capacity_bytes: int, *, memory_margin: float) -> int:

@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.layers import activations, attention, embedding_and_head, experts
+from pipette_launch.cost.layers import activations, attention, embedding_and_head, experts, offloading
 from pipette_launch.cost.layers.beside_weights import dummy_gradient_bytes, fp8_weight_bytes
 from pipette_launch.cost.layers.optimizer import buffered_parameters, gradient_bytes_per_parameter, optimizer_bytes
 from pipette_launch.cost.layers.parameters import stage_parameters
@@ -66,7 +66,7 @@ class PeakParts(Generic[Bytes]):
     mask: Bytes
     """The data loader's attention mask, while a forward pass runs."""
     head: Bytes
-    """Final norm, logits and loss of one micro-batch."""
+    """Final norm, logits and loss of one micro-batch, and what offloading leaves of the last layer until then."""
     deferred: Bytes
     """What is kept for the deferred weight gradients of the head."""
     buffers: Bytes
@@ -240,6 +240,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
     modules = activations.recompute_modules(layout)
     is_full = layout.recompute.granularity == "full"
     mask = embedding_and_head.attention_mask_bytes(job, layout)
+    away = [offloading.offloaded(job, layout, moe=moe, recomputed=modules) for moe in kinds]
     return {
         "dense": activations.kept_bytes(job, layout, moe=False),
         "moe": activations.kept_bytes(job, layout, moe=bool(model.num_experts)),
@@ -252,7 +253,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
         # Full recompute keeps what its units are called with, and so the mask, for every live micro-batch.
         "mask": 0 if is_full else mask,
         "kept_mask": mask if is_full else 0,
-        "head": embedding_and_head.head_bytes(job, layout),
+        "head": embedding_and_head.head_bytes(job, layout) + max(each.left for each in away),
         "deferred": embedding_and_head.deferred_bytes(job, layout),
         "shared_last": shared_buffer_bytes(job, layout, has_head=True),
         "shared": shared_buffer_bytes(job, layout, has_head=False),

@@ -90,6 +90,12 @@ class Predictor:
             assumed.append("The optimizer step was not measured and counts as 0 s.")
         if not self._measurements.collectives:
             assumed.append("No collective was measured; they are priced as rings over the measured links.")
+        options = performance_options(self._job)
+        if options.fine_grained_activation_offloading and not self.compute.copies_to_host:
+            assumed.append(
+                f"{flag_of('fine_grained_activation_offloading')} is not in the predicted step time: what its copies "
+                f"take was not measured, and the step may be too short."
+            )
         # Of imagined machines no versions are known; their model knows what graphs launch.
         return (*assumed, *_unpriced(self._job, launches=bool(self._measurements.versions)))
 

@@ -91,12 +91,15 @@ class DeviceSpec:
     """Of all its special function units: what softmax takes beside attention's products."""
     domain_hosts: int = 1
     """Hosts whose devices share one NVLink domain: between them, links are as `within_host`."""
+    host_bytes_per_s: float = 0.0
+    """To pinned memory of the host, and as fast back, when all devices of a host copy; 0 where it is not known."""
 
     def __post_init__(self) -> None:
         if not self.flops_per_s or not all(peak > 0 for peak in self.flops_per_s.values()):
             raise FactError(f"device {self.name} needs peaks above 0, got {self.flops_per_s}")
         check_numbers(self, "memory_bytes_per_s", "memory_bytes", limit=0, above=True)
         check_numbers(self, "devices_per_host", "domain_hosts")
+        check_numbers(self, "host_bytes_per_s", limit=0)
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak for one element type; raises FactError with those that are known."""

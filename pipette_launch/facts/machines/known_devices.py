@@ -89,6 +89,7 @@ def _nvidia(
     fp8_tflops: float = 0.0,
     fp4_tflops: float = 0.0,
     exp_per_ns: float,
+    host_gb_per_s: float,
     bf16: bool = True,
     efficiency: Efficiency,
     sheet: str,
@@ -122,6 +123,7 @@ def _nvidia(
         devices_per_host=devices_per_host,
         exponentials_per_s=exp_per_ns * 1e9,
         domain_hosts=domain_hosts,
+        host_bytes_per_s=host_gb_per_s * 1e9,
     )
 
 
@@ -151,6 +153,9 @@ _ULTRA = _DGX_H100(
 _VOLTA = _DGX_A100(matmul_share=0.75, attention_share=0.41, memory_share=0.8, half_size=64)
 _ADA = _DGX_H100(matmul_share=0.85, attention_share=0.61, memory_share=0.85, half_size=64)
 
+# GB/s of each direction between a device and its host: four fifths of the nominal rate of 16 lanes of PCIe 3, 4 and 5,
+# and of half a Grace's NVLink-C2C, which two devices share.
+_PCIE3, _PCIE4, _PCIE5, _C2C = 12.5, 25.0, 50.0, 180.0
 _NVLINK3 = (6.5, 230.0)
 _NVLINK4 = (4.0, 360.0)
 _NVLINK5 = (4.0, 720.0)
@@ -163,6 +168,7 @@ _EFA = (45.0, 47.0, 1)
 _V100 = partial(
     _nvidia,
     exp_per_ns=80 * 16 * 1.53,
+    host_gb_per_s=_PCIE3,
     half_tflops=125,
     fp32_tflops=15.7,
     memory_gb_per_s=900,
@@ -176,6 +182,7 @@ _V100 = partial(
 _A100 = partial(
     _nvidia,
     exp_per_ns=108 * 16 * 1.41,
+    host_gb_per_s=_PCIE4,
     half_tflops=312,
     fp32_tflops=19.5,
     within=_NVLINK3,
@@ -187,6 +194,7 @@ _A100 = partial(
 _H100 = partial(
     _nvidia,
     exp_per_ns=132 * 16 * 1.755,
+    host_gb_per_s=_PCIE5,
     half_tflops=989,
     fp32_tflops=67,
     fp8_tflops=1979,
@@ -196,11 +204,19 @@ _H100 = partial(
     sheet="H100, SXM5, without sparsity",
     remark="; a card of 400 Gbit/s for each device",
 )
-_BLACKWELL_DEVICE = partial(_nvidia, exp_per_ns=148 * 16 * 1.92, within=_NVLINK5, between=_NDR, efficiency=_BLACKWELL)
+_BLACKWELL_DEVICE = partial(
+    _nvidia,
+    exp_per_ns=148 * 16 * 1.92,
+    host_gb_per_s=_PCIE5,
+    within=_NVLINK5,
+    between=_NDR,
+    efficiency=_BLACKWELL,
+)
 _BLACKWELL_ULTRA = partial(_BLACKWELL_DEVICE, exp_per_ns=148 * 32 * 1.92, between=_XDR, efficiency=_ULTRA)
 _RTX_4090 = partial(
     _nvidia,
     exp_per_ns=128 * 16 * 2.52,
+    host_gb_per_s=_PCIE4,
     half_tflops=165.2,
     fp32_tflops=82.6,
     fp8_tflops=330.3,
@@ -258,6 +274,7 @@ _DEVICES = (
         remark="; 18 trays of 4 devices in one NVLink domain, a card of 400 Gbit/s for each device",
         devices_per_host=4,
         domain_hosts=18,
+        host_gb_per_s=_C2C,
     ),
     _BLACKWELL_ULTRA(
         "B300",
@@ -285,9 +302,11 @@ _DEVICES = (
         ),
         devices_per_host=4,
         domain_hosts=18,
+        host_gb_per_s=_C2C,
     ),
     _nvidia(
         "L40S",
+        host_gb_per_s=_PCIE4,
         exp_per_ns=142 * 16 * 2.52,
         half_tflops=362,
         fp32_tflops=91.6,

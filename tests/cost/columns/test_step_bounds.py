@@ -37,6 +37,12 @@ MODELS: tuple[dict[str, object], ...] = (
 FLAGS = (
     (),
     ("--no-align-param-gather",),
+    (
+        "--fine-grained-activation-offloading",
+        "--min-offloaded-tensor-size 1",
+        "--offload-modules core_attn qkv_linear mlp_norm expert_fc1 moe_act",
+        "--moe-grouped-gemm",
+    ),
     ("--moe-token-dispatcher-type alltoall", "--no-async-tensor-model-parallel-allreduce"),
 )
 CUTS = {2: (3, 5), 4: (1, 3, 2, 2), 8: (0, 1, 1, 2, 1, 1, 2, 0)}
@@ -77,6 +83,7 @@ def measurements_of(cluster: Cluster, rng: random.Random, *, fits: bool) -> Meas
         "gradient_s_per_byte": rng.choice((0.0, 1e-10)),
         "step_s": rng.choice((0.0, 3e-2)),
         "wake_s": rng.choice((0.0, 3e-3)),
+        "host_bytes_per_s": rng.choice((0.0, 1e6, 1e8)),
     }
     return replace(base, compute=compute, collectives=drawn_fits(rng) if fits else (), **others)  # type: ignore[arg-type]
 
@@ -126,7 +133,8 @@ def test_no_column_is_above_the_bound_of_its_layout(
     model: dict[str, object], flags: tuple[str, ...], rows: list[Layout], fits: bool, rng: random.Random
 ) -> None:
     """On drawn links and slots, with and without measured collectives; and it is a number wherever that is one."""
-    this = job_of(model, flags)
+    offloads = "--fine-grained-activation-offloading" in flags
+    this = job_of(model | ({"transformer_impl": "transformer_engine"} if offloads else {}), flags)
     measured = measurements_of(drawn_cluster(rng, hosts=4, devices=2), rng, fits=fits)
     predictor = Predictor(this, measured)
 

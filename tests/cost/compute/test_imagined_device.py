@@ -218,8 +218,8 @@ def test_assumptions_are_stated() -> None:
 
 
 def test_optimizer_moves_its_bytes() -> None:
-    """34 bytes for each parameter, and each byte of all gradients four times, at half of 1 TB/s."""
-    assert optimizer_s_per_parameter(DEVICE) == 34 / 0.5e12
+    """34 bytes for each parameter of 16 bits, and each byte of all gradients four times, at half of 1 TB/s."""
+    assert optimizer_s_per_parameter(DEVICE, job()) == 34 / 0.5e12
     assert gradient_s_per_byte(DEVICE) == 4 / 0.5e12
 
 

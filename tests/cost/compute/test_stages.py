@@ -6,6 +6,7 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 
 from pipette_launch.cost.compute.stages import ComputeTable, Passes, attention_core_share, recompute_share
+from pipette_launch.cost.layers.offloading import offloaded
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import ComputeCase, ComputeTime, Layout, LoadingTime, Measurements, Recompute, Samples
 
@@ -202,3 +203,24 @@ def test_slots_are_brought_to_speed_one() -> None:
     forwards = [ComputeTable(tiny_job(), each).chunk_passes(Layout())[0].forward_s for each in (fast, slow, both)]
 
     assert forwards == pytest.approx([6e-3] * 3)
+
+
+def test_what_comes_back_from_the_host_is_waited_for_in_the_backward() -> None:
+    """A layer's bytes at the link's rate, beyond its backward; nothing where the link is fast or was not measured."""
+    flags = (
+        "--fine-grained-activation-offloading",
+        "--offload-modules core_attn",
+        "--min-offloaded-tensor-size 1",
+    )
+    model = tiny_model(transformer_impl="transformer_engine", attention_backend="fused")
+    job, layout = tiny_job(model=model, performance_flags=flags), Layout()
+    moved = offloaded(job, layout, moe=False, recomputed=()).moved
+    measured = tiny_measurements(tiny_cluster())
+    plain, slow, fast = (
+        ComputeTable(job, replace(measured, host_bytes_per_s=rate)).chunk_passes(layout)[0] for rate in (0, 1e6, 1e12)
+    )
+    layer_s = 0.002
+
+    assert plain == fast
+    assert slow.forward_s == plain.forward_s
+    assert slow.backward_s - plain.backward_s == pytest.approx(4 * (moved / 1e6 - layer_s))

@@ -11,6 +11,7 @@ from pipette_launch.cost.layers.optimizer import (
     optimizer_bytes,
     resident_parameters,
     state_bytes_per_parameter,
+    step_bytes_per_parameter,
 )
 from pipette_launch.facts import Job, Layout
 
@@ -97,6 +98,34 @@ def test_instances_of_the_distributed_optimizer_shard_by_themselves() -> None:
 def test_precision_aware_optimizer(flags: tuple[str, ...], dtype: str, expected: int) -> None:
     """Bytes of its states for one parameter."""
     assert state_bytes_per_parameter(job("--use-precision-aware-optimizer", *flags, params_dtype=dtype)) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "expected"),
+    [
+        # The gradient twice, three states and back, the weight written.
+        ((), {}, 8 + 24 + 2),
+        # The weight is its own fp32 copy.
+        ((), {"params_dtype": "fp32"}, 8 + 16 + 8),
+        # The fp32 copy of the gradient is read.
+        ((), {"params_dtype": "fp16"}, 8 + 24 + 2),
+        # The weight is the upper half of its fp32 copy, and is read too.
+        (("--use-precision-aware-optimizer",), {}, 8 + 16 + 4 + 4),
+        # One moment is copied to fp32 and back.
+        (("--use-precision-aware-optimizer", "--exp-avg-dtype bf16"), {}, 8 + 16 + 4 + 4 + 2 * (2 + 4)),
+    ],
+)
+def test_bytes_that_a_step_moves(flags: tuple[str, ...], changes: dict[str, object], expected: int) -> None:
+    """Read and written for one parameter, by the types of gradients and states."""
+    assert step_bytes_per_parameter(job(*flags, **changes)) == expected
+
+
+def test_narrow_states_are_copied_for_the_step() -> None:
+    """To fp32, dense and expert parameters one after the other; what completes a weight is not copied."""
+    flags = ("--use-precision-aware-optimizer", "--exp-avg-dtype bf16", "--exp-avg-sq-dtype fp8")
+
+    assert optimizer_bytes(job(*flags), 10, 30, Layout()) == (40 * 5, 30 * 8)
+    assert optimizer_bytes(job("--use-precision-aware-optimizer"), 10, 0, Layout()) == (100, 0)
 
 
 def test_states_on_the_host() -> None:

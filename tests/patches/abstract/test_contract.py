@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipette_patches.abstract.gpu_replacements import CORE, TORCH
+from pipette_patches.abstract.offloading import OFFLOADING
 from pipette_patches.abstract.shapes import QUICK
 from pipette_patches.abstract.transformer_engine.stand_in import STAND_INS
 from pipette_patches.replacements import Replacement, owner_of
@@ -35,6 +36,15 @@ EXPECTED = {
         "self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs",
     ],
     "megatron.core.utils.GlobalMemoryBuffer.get_tensor": ["self", "tensor_shape", "dtype", "name", "mem_alloc_context"],
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload.ChunkOffloadHandler.offload": [
+        "self", "src_tensor", "pin_memory", "use_cpu_pool",
+    ],
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload.ChunkOffloadHandler.reload": [
+        "self", "state", "non_blocking",
+    ],
+    "megatron.core.pipeline_parallel.fine_grained_activation_offload.print_offload_summary_table": [
+        "total_offload_bytes",
+    ],
 }  # fmt: skip
 SPEC = importlib.util.find_spec("megatron")
 PLACES = [Path(place) for place in (SPEC.submodule_search_locations or ())] if SPEC else []
@@ -56,9 +66,11 @@ def parameters(module: str, path: str) -> list[str]:
     return [argument.arg for argument in function.args.args + function.args.kwonlyargs]
 
 
-@pytest.mark.parametrize("replacement", CORE, ids=lambda each: f"{each.module}.{each.path}")
+@pytest.mark.parametrize("replacement", [*CORE, *OFFLOADING], ids=lambda each: f"{each.module}.{each.path}")
 def test_what_is_replaced_in_megatron_is_as_known(replacement: Replacement) -> None:
     """Each function has the parameters that its successor counts on, each name is assigned."""
+    if replacement.may_be_absent and not ROOT.joinpath(*replacement.module.split(".")).with_suffix(".py").is_file():
+        pytest.skip(f"this megatron-core has no {replacement.module}")
     name = f"{replacement.module}.{replacement.path}"
     expected = EXPECTED[name]
     if expected is not None:

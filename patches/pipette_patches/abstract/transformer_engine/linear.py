@@ -51,6 +51,9 @@ def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
 class _Product(torch.nn.Module):
     """What a linear layer and a grouped one share: parameters, fused accumulation, a bias that the caller may add."""
 
+    save_original_input = False
+    """Megatron sets it; without FP8 the input is kept as it is anyway."""
+
     def __init__(
         self,
         in_features: int,

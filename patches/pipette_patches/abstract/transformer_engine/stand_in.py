@@ -69,6 +69,7 @@ STAND_INS: dict[str, dict[str, Any]] = {
     "transformer_engine.pytorch.attention.rope": _of(
         fused_kernels, "apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb"
     ),
+    "transformer_engine.pytorch.cpu_offload": {"CPUOffloadEnabled": False},
     "transformer_engine.pytorch.cross_entropy": _of(fused_kernels, "parallel_cross_entropy"),
     "transformer_engine.pytorch.distributed": {
         "activation_recompute_forward": _no_quantization,

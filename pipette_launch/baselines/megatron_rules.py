@@ -5,7 +5,11 @@
   host's devices that fits, then a host's devices and the smallest PP that does; the same in Narayanan et al. 2021
   (arXiv 2104.04473), takeaway 1.
 - Sequence parallelism always with TP; the distributed optimizer and overlap of its communication always (same guide).
-- Recompute for extreme cases (same guide): only where nothing fits without; selective before full.
+- Experts: expert before tensor parallelism, within the fastest links; then PP, and TP last; never slices of experts
+  (Megatron-LM core_v0.16.1, core/transformer/moe/README.md).
+- As many virtual stages as the layers and the micro-batches allow where there is a pipeline (same README).
+- Recompute for extreme cases (same guides): only where nothing fits without; selective before full, with experts their
+  activations, norms and the projections from latents.
 - Micro-batch b: the least of (b'/b + p - 1)*(t_f(b) + t_b(b)), b' samples on a replica (Narayanan et al. 2021, section
   3.4), over the powers of two that fit.
 """
@@ -29,10 +33,11 @@ from pipette_launch.cost.compute.device_work import is_flash
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import NO_RECOMPUTE, Layout, Recompute
+from pipette_launch.facts.machines.rooms import Rooms
 from pipette_launch.facts.measurements import Measurements
 
 NOTE = "Megatron's rules: the smallest TP in a host, then the smallest PP that fits; micro-batch by its formula."
-SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
+ATTENTION = Recompute(granularity="selective", modules=("core_attn",))
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 
 
@@ -56,11 +61,11 @@ def ranking(job: Job, measurements: Measurements, options: PlannerOptions) -> tu
 def _picks(job: Job, measurements: Measurements, options: PlannerOptions) -> Iterator[Pick]:
     prices = UnitPrices(job, measurements)
     placement = torchrun_order(measurements.cluster.num_slots)
-    for recompute in (NO_RECOMPUTE, SELECTIVE, FULL):
-        for tp, pp in _degrees(job, measurements):
+    for recompute in _recomputes(job):
+        for degrees in _degrees(job, measurements):
             sized = {
                 layout: batch_time_s(job, layout, prices)
-                for layout in _sizes(job, measurements, tp, pp, recompute)
+                for layout in _sizes(job, measurements, degrees, recompute)
                 if device_peak_bytes(job, layout, measurements) <= (1 - options.memory_margin) * options.capacity_bytes
             }
             if sized:
@@ -69,31 +74,61 @@ def _picks(job: Job, measurements: Measurements, options: PlannerOptions) -> Ite
 
 
 def batch_time_s(job: Job, layout: Layout, prices: UnitPrices) -> float:
-    """(b'/b + p - 1)*(t_f + t_b) of the slowest stage, what recompute runs again included."""
+    """(b'/b + (p - 1)/v)*(t_f + t_b) of the slowest rank, what recompute runs again included."""
     forward, backward = prices.in_torchrun_order(layout).stages_s(layout.stage_layers(job.model.num_layers))
     again = forward if layout.recompute.granularity == "full" else 0.0
     microbatches = layout.num_microbatches(job.batch.global_batch_size)
-    return (microbatches + layout.pp - 1) * float((forward + backward + again).max())
+    return (microbatches + (layout.pp - 1) / layout.vpp) * float((forward + backward + again).max())
 
 
-def _degrees(job: Job, measurements: Measurements) -> Iterator[tuple[int, int]]:
-    """TP within a host, rising; then the largest with PP, rising."""
+def _recomputes(job: Job) -> Iterator[Recompute]:
+    """Nothing, then modules that are cheap for what they free, then all."""
+    yield NO_RECOMPUTE
+    if not is_flash(job.model):
+        yield ATTENTION
+    if job.model.num_experts:
+        latent = ("mla_up_proj",) if job.model.latent_attention else ()
+        yield Recompute(granularity="selective", modules=("layernorm", *latent, "moe_act"))
+    yield FULL
+
+
+def _degrees(job: Job, measurements: Measurements) -> Iterator[tuple[int, int, int]]:
+    """(tp, pp, ep) in the order of the rules: TP or EP rising, then PP with the largest; with experts TP comes last."""
+    slots, model = measurements.cluster.num_slots, job.model
     sizes = tensor_sizes(job, measurements)
-    yield from ((tp, 1) for tp in sizes)
-    per_tp = measurements.cluster.num_slots // sizes[-1]
-    yield from ((sizes[-1], pp) for pp in divisors(per_tp) if pp > 1 and job.model.num_layers % pp == 0)
+    if not model.num_experts:
+        yield from ((tp, 1, 1) for tp in sizes)
+        yield from ((sizes[-1], pp, 1) for pp in _stages(job, slots // sizes[-1]))
+        return
+    near = min(Rooms.of(measurements.cluster).domain_devices)
+    for tp in sizes:
+        experts = [ep for ep in divisors(model.num_experts) if ep * tp <= near and slots // tp % ep == 0]
+        yield from ((tp, 1, ep) for ep in experts)
+        yield from (
+            (tp, pp, ep) for pp in _stages(job, slots // tp) for ep in experts[-1:] if slots // tp // pp % ep == 0
+        )
 
 
-def _sizes(job: Job, measurements: Measurements, tp: int, pp: int, recompute: Recompute) -> Iterator[Layout]:
-    """Powers of two as micro-batches, with the flags that the guide asks for."""
+def _stages(job: Job, most: int) -> Iterator[int]:
+    return (pp for pp in divisors(most) if pp > 1 and job.model.num_layers % pp == 0)
+
+
+def _sizes(
+    job: Job, measurements: Measurements, degrees: tuple[int, int, int], recompute: Recompute
+) -> Iterator[Layout]:
+    """Powers of two as micro-batches, with the flags that the guides ask for."""
+    tp, pp, ep = degrees
     dp = measurements.cluster.num_slots // tp // pp
     samples, rest = divmod(job.batch.global_batch_size, dp)
     advised = replace(job, own=_with_advice(job, measurements, dp))
     size = 1
     while not rest and samples and samples % size == 0:
-        layout = variant(advised, measurements, tp=tp, pp=pp, dp=dp, micro_batch_size=size, recompute=recompute)
-        if layout is not None and (recompute != SELECTIVE or not is_flash(job.model)):
+        layout = variant(advised, measurements, tp=tp, pp=pp, dp=dp, micro_batch_size=size, recompute=recompute, ep=ep)
+        if layout is not None:
             yield layout
+            # One layer in each virtual stage, where the micro-batches go through them in groups of pp.
+            if pp > 1 and samples // size % pp == 0 and "vpp" not in job.pinned:
+                yield replace(layout, vpp=job.model.num_layers // pp)
         size *= 2
 
 

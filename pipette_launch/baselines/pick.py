@@ -102,6 +102,7 @@ def variant(
     micro_batch_size: int,
     layers_per_chunk: tuple[int, ...] = (),
     recompute: Recompute | None = None,
+    ep: int = 1,
 ) -> Layout | None:
     """Return the user's own layout with other degrees, or None where a pin or Megatron forbids them.
 
@@ -116,6 +117,7 @@ def variant(
         micro_batch_size: samples of one micro-batch.
         layers_per_chunk: uneven stages; empty = even ones.
         recompute: None = the user's own.
+        ep: expert-parallel ranks, which share experts in whole; at 1 tensor parallelism slices them.
 
     """
     own = job.own
@@ -127,8 +129,8 @@ def variant(
         pp=pp,
         dp=dp,
         cp=1,
-        ep=1,
-        etp=tp,
+        ep=ep,
+        etp=tp if ep == 1 else 1,
         vpp=1,
         microbatch_group_size=0,
         layers_per_chunk=layers_per_chunk,

@@ -11,8 +11,10 @@ from pipette_launch.baselines import varuna
 from pipette_launch.baselines.pick import Pick, PlannerOptions
 from pipette_launch.baselines.placers import PLACERS
 from pipette_launch.baselines.planners import RANKINGS
+from pipette_launch.cost.compute.imagined_device import imagined
 from pipette_launch.errors import FactError, PlanError
 from pipette_launch.facts import Batch, ComputeCase, Job, Layout, Links, Measurements
+from pipette_launch.facts.machines.known_devices import device_named
 from pipette_launch.search.layouts.rules import Rules
 from pipette_launch.units import GIB
 
@@ -216,3 +218,27 @@ def test_impossible_options_are_refused() -> None:
     """Memory and time are positive."""
     with pytest.raises(FactError, match="capacity_bytes >= 1"):
         options(capacity_bytes=0)
+
+
+def test_megatrons_rules_share_experts_before_they_slice_matrices() -> None:
+    """As memory shrinks: experts over more ranks of a host, and no tensor parallelism while that suffices."""
+    model = tiny_model(
+        num_layers=4, hidden_size=1024, num_experts=8, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=4096,
+        params_dtype="bf16", transformer_impl="transformer_engine", attention_backend="flash",
+    )  # fmt: skip
+    job = tiny_job(8, model=model)
+    sizes = [
+        Layout(tp=tp, dp=8 // tp, sequence_parallel=tp > 1, micro_batch_size=size)
+        for tp in (1, 2, 4)
+        for size in (1, 2)
+    ]
+    measured = imagined(job, device_named("H100-SXM"), num_hosts=2, devices_per_host=4, layouts=sizes)
+    found = [
+        picked("megatron-rules", job, measured, capacity_bytes=int(gibibytes * (1 << 30))).layout
+        for gibibytes in (4.0, 3.2, 2.7)
+    ]
+
+    assert {(1, 1)} == {(layout.tp, layout.etp) for layout in found}
+    experts = [layout.ep for layout in found]
+    assert experts == sorted(experts)
+    assert experts[0] < experts[-1]

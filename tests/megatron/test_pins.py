@@ -84,6 +84,17 @@ def test_unplanned_jobs_are_refused(words: str) -> None:
     assert str(error.value).startswith(f"{words}: ")
 
 
+def test_offloaded_scores_of_uneven_layers_are_refused() -> None:
+    """Where layers with and without experts offload different modules; fused cores are planned."""
+    words = "--fine-grained-activation-offloading --offload-modules core_attn moe_act"
+    mixed = f"{EXPERTS} --moe-layer-freq [0]+[1]*7 {words}"
+
+    assert job(f"{mixed} --attention-backend fused")
+    assert job(f"{EXPERTS} {words} --attention-backend unfused")
+    with pytest.raises(MegatronError, match="two layers are back at once"):
+        job(f"{mixed} --attention-backend unfused", for_prediction=True)
+
+
 def test_what_is_off_or_harmless_is_not_refused() -> None:
     """The local spec is Megatron's own; what ties ranks to hosts is a matter of placing them."""
     assert job("--spec local")

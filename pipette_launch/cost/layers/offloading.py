@@ -33,6 +33,9 @@ class Offloaded:
     """The same of the MLP and its norm."""
     moved: int = 0
     """Copied to the host, and back for the backward."""
+    in_forward: int = 0
+    """What a forward needs while another micro-batch's backward is next: that one's last layer, which is back, and its
+    own layer, of which nothing has left yet, with the scores of an unfused core."""
 
     @property
     def left(self) -> int:
@@ -61,10 +64,13 @@ def offloaded(job: Job, layout: Layout, *, moe: bool, recomputed: tuple[str, ...
     of_attention, of_mlp = (
         [tensor for tensor in side if tensor.elements >= options.min_offloaded_tensor_size] for side in sides
     )
+    away, moved = (sum(getattr(tensor, name) for tensor in (*of_attention, *of_mlp)) for name in ("kept", "moved"))
+    scores = attention.core_bytes(job, layout) if job.model.attention_backend == "unfused" and moved else 0
     return Offloaded(
         attention=sum(tensor.kept for tensor in of_attention),
         mlp=sum(tensor.kept for tensor in of_mlp),
-        moved=sum(tensor.moved for tensor in (*of_attention, *of_mlp)),
+        moved=moved,
+        in_forward=moved + away + scores,
     )
 
 
@@ -122,8 +128,9 @@ def _core(job: Job, layout: Layout) -> Iterator[_Tensor]:
         size = vectors * width * model.dtype_bytes
         yield _Tensor(vectors * width, size, size)
     if model.attention_backend == "unfused":
-        size = attention.core_bytes(job, layout)
-        yield _Tensor(vectors * heads * model.seq_length, size, size)
+        # Without dropout softmax and product save the same probabilities: two copies come back.
+        size, copies = attention.core_bytes(job, layout), 1 if model.attention_dropout > 0 else 2
+        yield _Tensor(vectors * heads * model.seq_length, size, copies * size)
         return
     elements = _output_elements(job, layout)
     # Saved here and by the projection: what is offloaded with that is counted there.

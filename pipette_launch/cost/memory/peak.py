@@ -62,7 +62,7 @@ class PeakParts(Generic[Bytes]):
     recompute: Bytes
     """What a recomputed layer needs while its backward runs, once."""
     backward: Bytes
-    """What the backward of one layer needs for a while, at most."""
+    """What the backward of one layer needs for a while, at most; or, with offloading, a forward between backwards."""
     mask: Bytes
     """The data loader's attention mask, while a forward pass runs."""
     head: Bytes
@@ -179,6 +179,8 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
     stages = Stages.of(job, layouts)
     layer = _by_layer(job, layouts)
     none = np.zeros_like(layouts.pp)
+    # The last stage without virtual ones goes straight from a forward to its backward.
+    waiting = np.maximum(layer["backward"], layer["forward"])
     deferred = layer["deferred"] * embedding_and_head.deferred_microbatches(job, stages.microbatches_N)
     weights, gradients, optimizer, optimizer_step = _states(job, layouts, stages)
     parts = PeakParts(
@@ -190,7 +192,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         activations=live_bytes(stages, *chunk_bytes(job, layouts, layer)),
         embedding=input_bytes(stages, layer),
         recompute=stages.spread(_recompute(job, layouts, layer)),
-        backward=stages.spread(layer["backward"]),
+        backward=stages.spread(waiting, last=np.where(layouts.vpp > 1, waiting, layer["backward"])),
         mask=stages.spread(none, first=layer["mask"], last=layer["mask"]),
         head=stages.spread(none, last=layer["head"]),
         deferred=stages.spread(none, last=np.where(layouts.pp > 1, deferred, 0)),
@@ -248,6 +250,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
         "prediction": activations.prediction_bytes(job, layout),
         "recomputed": max(unit.recomputed(modules, moe=moe) for unit, moe in zip(units, kinds, strict=True)),
         "unit": max(unit.total for unit in units),
+        "forward": max(each.in_forward for each in away),
         "backward": max(activations.backward_bytes(job, layout, moe=moe) for moe in kinds),
         "embedding": embedding_and_head.embedding_bytes(job, layout),
         # Full recompute keeps what its units are called with, and so the mask, for every live micro-batch.

@@ -99,3 +99,15 @@ def test_a_layer_keeps_what_does_not_leave() -> None:
         recomputed = layout.recompute.modules or ()
 
         assert there - away == offloaded(job(ALL), layout, moe=True, recomputed=recomputed).left
+
+
+def test_unfused_cores_bring_their_probabilities_back_twice() -> None:
+    """Softmax and product save one tensor without dropout; and a forward beside them makes scores of its own."""
+    scores = 2 * 4 * 1024 * 1024
+    found = of(job("core_attn", attention_backend="unfused"))
+
+    assert (2 * HIDDEN + scores, 2 * HIDDEN + 2 * scores) == (found.attention, found.moved)
+    assert found.in_forward == found.left + found.moved + scores
+    assert (
+        of(job("core_attn", attention_backend="unfused", attention_dropout=0.1)).moved == 2 * HIDDEN + 5 * scores // 2
+    )

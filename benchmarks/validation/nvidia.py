@@ -24,7 +24,8 @@ NOTES = (
         "blank: alltoall, no recompute, expert tensor parallelism 1, no CUDA graphs; where only FP8 is said, delayed "
         "scaling; layers that stages do not divide: one less on the last stages. From the recipes' sources: gradients "
         "reduced in bf16, distributed optimizer with both overlaps, grouped experts, permute fused, sequence "
-        "parallelism where tp > 1, and there --tp-comm-overlap of dense models."
+        "parallelism where tp > 1, and there --tp-comm-overlap of dense models; where FSDP is stated, Megatron's, of "
+        "parameters, gradients and states."
     ),
     (
         "Priced as if: routing is balanced (most rows force it), every layer of GPT-OSS attends to all tokens before "
@@ -50,7 +51,6 @@ def _refusal(row: Row, shapes: Mapping[str, Row]) -> str:
     reasons = {
         f"the shape of {row['model']} is not known": row["model"] not in shapes,
         "packed sequences and adapters": row["phase"] != "pretrain",
-        "FSDP": row["fsdp"],
         "activation offloading": row["offload"],
         "tokens are dropped": row["routing"] == "tokendrop",
         "no micro-batch size": row["mbs"] is None,

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.groups import Groups
-from pipette_launch.cost.communication.traffic import Exchange, Hiding, exchanges, step_traffic
+from pipette_launch.cost.communication.hiding import Hiding
+from pipette_launch.cost.communication.traffic import Exchange, exchanges, step_traffic
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files

@@ -44,7 +44,6 @@ DESTS = {
     "moe_router_num_groups",
     "moe_router_topk_scaling_factor",
     "moe_token_drop_policy",
-    "nccl_ub",
     "no_persist_layer_norm",
     "offload_modules",
     "overlap_cpu_optimizer_d2h_h2d",

@@ -42,6 +42,7 @@ HELD_BY: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
         ("recompute",),
         ": recompute stays",
     ),
+    (("use_megatron_fsdp", "use_torch_fsdp2"), OPTIMIZER_FIELDS, " says what is sharded: the optimizer's flags stay"),
     (("data_parallel_random_init",), ("dp",), " seeds each data-parallel rank apart: dp stays"),
 )
 """Destinations of flags that hold layout fields wherever they are on, and the reason behind the flag."""
@@ -91,8 +92,6 @@ REFUSED = {
     "skip_train": "nothing is trained, so there is nothing to plan",
     "fake_process_group": "one process plays all ranks, so there is nothing to place",
     "fine_grained_activation_offloading": "what it moves to the host is not modelled: peaks came out twice as high",
-    "use_torch_fsdp2": "FSDP is not modelled",
-    "use_megatron_fsdp": "FSDP is not modelled",
     "hybrid_context_parallel": "dynamic context parallelism is not modelled",
     "tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
     "expert_tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
@@ -115,6 +114,8 @@ UNTIMED = {
     for dest, name in (
         ("multi_latent_attention", "multi-latent attention"),
         ("mtp_num_layers", "multi-token prediction"),
+        ("use_megatron_fsdp", "sharded parameters"),
+        ("use_torch_fsdp2", "sharded parameters"),
     )
 }
 """The same of models whose layers no probe can time; on imagined machines they can be planned."""

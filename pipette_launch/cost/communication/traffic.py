@@ -12,19 +12,20 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.communication.hiding import Behind, Hiding
+from pipette_launch.cost.communication.shards import shard_exchanges
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.layers import activations, attention
-from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, resident_parameters
+from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
 from pipette_launch.cost.layers.parameters import by_rank, chunk_parameters, word_embedding_parameters
+from pipette_launch.cost.layers.sharding import end_parameters, sharding_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.megatron.performance import performance_options
 
 Ints = NDArray[np.int64]
-Group = Literal["tp", "cp", "ep", "etp", "ep_etp"]
+Group = Literal["tp", "cp", "ep", "etp", "ep_etp", "dp_cp", "expert_dp"]
 """Fields of `Groups`."""
-Behind = Literal["core_attention_s", "input_grad_s", "weight_grad_s", "forward_s", "other_layer_s"]
-"""Fields of `Hiding`."""
 
 _FP32_BYTES = 4
 IN_DOMAIN_SHARE = 0.42
@@ -34,22 +35,6 @@ OVERLAP_COSTS = 0.15
 multiprocessors (`--moe-deepep-num-sms`)."""
 _CROSS_ENTROPY_REDUCTIONS = 3
 """Largest logit, logit of the target, sum of exponentials (cross_entropy.py)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hiding:
-    """Compute of one layer, for one micro-batch, behind which a collective passes."""
-
-    core_attention_s: float = 0.0
-    """The forward's scores and context: behind them go the rings of context parallelism."""
-    input_grad_s: float = 0.0
-    """Input gradient of one column-parallel matrix."""
-    weight_grad_s: float = 0.0
-    """Weight gradient of one column-parallel matrix."""
-    forward_s: float = 0.0
-    """Forward of one column-parallel matrix: behind it go chunks of `--tp-comm-overlap`."""
-    other_layer_s: float = 0.0
-    """A quarter of a layer's two passes: behind each go the tokens of one exchange of another micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +58,13 @@ class Exchange:
     @property
     def part(self) -> str:
         """The part of a step to which it belongs (`StepTime.breakdown_s`)."""
-        return {"tp": "tensor_parallel", "cp": "context_parallel"}.get(self.group, "expert_parallel")
+        names = {"tp": "tensor_parallel", "cp": "context_parallel"}
+        return "data_parallel" if self.is_sharding else names.get(self.group, "expert_parallel")
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether it moves weights or gradients, of which a larger micro-batch has no more."""
+        return self.group in ("dp_cp", "expert_dp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +79,8 @@ class StepTraffic:
     """Parts of each stage's gradients that can leave one by one."""
     resident_parameters: tuple[int, ...]
     """Parameters that each pipeline rank steps."""
+    held_gradients: tuple[int, ...]
+    """Gradients that each pipeline rank keeps from micro-batch to micro-batch."""
     embedding_bytes: int
     """Gradient of the tied word embedding, summed over first and last pipeline rank; 0 when there is one copy."""
 
@@ -160,28 +153,44 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
         _tensor_parallel(job, layout, counts),
         _context_parallel(job, layout, counts),
         _expert_parallel(job, layout, counts, domain),
+        _sharded(job, layout, counts),
     )
     return tuple(exchange for exchange in found if any(exchange.forward) or any(exchange.backward))
 
 
 def step_traffic(job: Job, layout: Layout) -> StepTraffic:
-    """Count gradients to reduce and parameters to gather of each stage, by who shares them."""
-    gradient, element = gradient_bytes_per_parameter(job), job.model.dtype_bytes
+    """Count gradients to reduce and parameters to gather of each stage, by who shares them.
+
+    What FSDP exchanges in every micro-batch is not in it (`shard_exchanges`).
+    """
+    gradient, element, sharding = gradient_bytes_per_parameter(job), job.model.dtype_bytes, sharding_of(job)
     chunks = chunk_parameters(job.model, layout)
     gathers = element if layout.use_distributed_optimizer else 0
+    reduces = 0 if sharding and sharding.gradients else gradient
+    ranks = [(part.dense, part.expert) for part in by_rank(chunks, layout.pp)]
     tied = not job.model.untie_embeddings_and_output_weights and layout.pp > 1
     return StepTraffic(
-        gradient_bytes=tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
-        parameter_bytes=tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
+        gradient_bytes=tuple((chunk.dense * reduces, chunk.expert * reduces) for chunk in chunks),
+        parameter_bytes=_ends_alone(job, layout, gathers)
+        if sharding and sharding.weights
+        else tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
         # Only the first chunk of pipeline rank 0 is split, and only to overlap (param_and_grad_buffer.py).
         num_buckets=tuple(
             1 if stage or not layout.overlap_grad_reduce else int(num_buckets(chunk.count, layout.dp * layout.cp))
             for stage, chunk in enumerate(chunks)
         ),
-        resident_parameters=tuple(
-            int(resident_parameters(job, part.dense, part.expert, layout)) for part in by_rank(chunks, layout.pp)
-        ),
+        resident_parameters=tuple(int(resident_parameters(job, *rank, layout)) for rank in ranks),
+        held_gradients=tuple(int(held_gradients(job, *rank, layout)) for rank in ranks),
         embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if tied else 0,
+    )
+
+
+def _ends_alone(job: Job, layout: Layout, gathers: int) -> tuple[tuple[int, int], ...]:
+    """Bytes of each stage's parameters outside the layers, which FSDP gathers once a step."""
+    first, last = end_parameters(job.model, layout)
+    return tuple(
+        (((stage == 0) * first + (stage == layout.num_chunks - 1) * last) * gathers, 0)
+        for stage in range(layout.num_chunks)
     )
 
 
@@ -313,6 +322,12 @@ def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts, domain: int)
     if members > 1:
         yield _exchange("all_gather", group, size * members, forward_S, backward_S)
         yield _exchange("reduce_scatter", group, size * members, forward_S, backward_S)
+
+
+def _sharded(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
+    for one in shard_exchanges(job, layout, counts):
+        item = _exchange(one.kind, one.group, one.size_bytes, one.forward_S, one.backward_S, behind=one.behind)
+        yield replace(item, behind_share=one.behind_share)
 
 
 def _exchange(

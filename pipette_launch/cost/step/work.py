@@ -21,7 +21,7 @@ from pipette_launch.cost.communication.traffic import (
     step_traffic,
 )
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.optimizer import OnceAStep
+from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.cost.pipeline.engine import Engine
 from pipette_launch.cost.pipeline.steady_state import engine_of
@@ -95,7 +95,7 @@ class LayoutWork:
             expert_dp=expert_dp(layout),
             optimizer_s_P=once.seconds(
                 np.array(traffic.resident_parameters),
-                np.array(traffic.gradient_bytes).sum(axis=1).reshape(-1, layout.pp).sum(axis=0),
+                np.array(traffic.held_gradients) * gradient_bytes_per_parameter(job),
             ),
             rank_S=np.arange(layout.num_chunks) % layout.pp,
         )

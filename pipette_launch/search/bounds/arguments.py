@@ -35,6 +35,8 @@ GROUP_NAMES = {
     "ep": "expert-parallel",
     "etp": "expert-tensor-parallel",
     "ep_etp": "expert-parallel",
+    "dp_cp": "data-parallel",
+    "expert_dp": "expert-data-parallel",
 }
 
 

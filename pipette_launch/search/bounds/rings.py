@@ -11,6 +11,7 @@ import numpy as np
 
 from pipette_launch.cost.communication.scales import Scale
 from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps
+from pipette_launch.cost.layers.parameters import expert_dp
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.cluster import Links
@@ -216,6 +217,8 @@ def group_shapes(layout: Layout) -> dict[str, tuple[int, int]]:
         "ep": (layout.ep, layout.etp),
         "etp": (layout.etp, 1),
         "ep_etp": (layout.ep * layout.etp, 1),
+        "dp_cp": (layout.dp * layout.cp, layout.tp),
+        "expert_dp": (expert_dp(layout), layout.ep * layout.etp),
     }
 
 

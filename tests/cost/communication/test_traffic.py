@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
+from pipette_launch.cost.communication.hiding import Hiding
 from pipette_launch.cost.communication.traffic import (
     IN_DOMAIN_SHARE,
     OVERLAP_COSTS,
     Exchange,
-    Hiding,
     aligns_gathers,
     blocks_at_ends,
     exchanges,

@@ -21,7 +21,7 @@ from pipette_launch.cost.communication.traffic import Exchange, LayerCounts, exc
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import unit_parameters, word_embedding_parameters
-from pipette_launch.cost.layers.sharding import sharding_of
+from pipette_launch.cost.layers.sharding import shard_copies, sharding_of
 from pipette_launch.cost.memo import Memo
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
@@ -246,9 +246,10 @@ class Tables:
             samples = columns.micro_batch_size[rows].astype(np.float64)
             if one not in self._exchanges:
                 self._exchanges[one] = exchanges_of(self.job, one, self._one_of_each, self._fabric.domain_slots)
+            members = group_sizes(one, instances=shard_copies(self.job))
             for item in self._exchanges[one]:
                 sizes = item.size_bytes * (np.ones_like(samples) if item.is_sharding else samples)
-                seconds = self._fabric.bounds_s(item.kind, group_sizes(one)[item.group], sizes)
+                seconds = self._fabric.bounds_s(item.kind, members[item.group], sizes)
                 if item.behind:
                     hidden_s = [getattr(hiding_U[case], item.behind) for case in cases.group_N[rows].tolist()]
                     seconds = np.maximum(seconds - np.array(hidden_s) * item.behind_share, 0.0)

@@ -7,15 +7,16 @@ FSDP = megatron/core/distributed/fsdp/src/megatron_fsdp of core_v0.16.1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.communication.hiding import Behind
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter
-from pipette_launch.cost.layers.parameters import Parameters, expert_dp, unit_parameters
-from pipette_launch.cost.layers.sharding import Sharding, end_parameters, layer_weight_bytes, sharding_of
+from pipette_launch.cost.layers.parameters import Parameters, unit_parameters
+from pipette_launch.cost.layers.sharding import Sharding, end_parameters, layer_weight_bytes, shard_copies, sharding_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import Ints
@@ -29,7 +30,7 @@ class ShardExchange:
     """One collective, with the fields of an `Exchange`."""
 
     kind: Kind
-    group: Literal["dp_cp", "expert_dp"]
+    group: Literal["shard", "expert_shard"]
     size_bytes: float
     forward_S: Ints
     backward_S: Ints
@@ -58,8 +59,29 @@ def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[S
     starts_moe = model.is_moe_layer(0)
     yield from _layers(job, layout, units.layer, plain_S, first_S * (not starts_moe), moe=False)
     yield from _layers(job, layout, units.moe_layer, moe_S, first_S * starts_moe, moe=True)
-    if layout.dp * layout.cp > 1:
+    if group_sizes(layout, instances=shard_copies(job))["shard"] > 1:
         yield from _ends(job, layout, sharding, counts)
+
+
+def gradients_of_copies(job: Job, layout: Layout, chunks: Sequence[Parameters]) -> tuple[tuple[int, int], ...]:
+    """Bytes of each chunk's gradients, dense and of experts, that the copies of a shard add up once a step.
+
+    An all-reduce over the copies moves 2 (n - 1) / n of a shard: so many bytes are priced as reduced by all replicas.
+    """
+    copies = shard_copies(job)
+    members = group_sizes(layout, instances=copies)
+    moved = 2 * (copies - 1) / copies * gradient_bytes_per_parameter(job)
+    dense, expert = moved / members["shard"], moved / members["expert_shard"]
+    return tuple((int(chunk.dense * dense), int(chunk.expert * expert)) for chunk in chunks)
+
+
+def parameters_of_ends(job: Job, layout: Layout, gathers: int) -> tuple[tuple[int, int], ...]:
+    """Bytes of each chunk's parameters outside the layers, which are gathered once a step, `gathers` bytes of each."""
+    first, last = end_parameters(job.model, layout)
+    return tuple(
+        (((stage == 0) * first + (stage == layout.num_chunks - 1) * last) * gathers, 0)
+        for stage in range(layout.num_chunks)
+    )
 
 
 def _layers(
@@ -67,12 +89,13 @@ def _layers(
 ) -> Iterator[ShardExchange]:
     """Exchange layers of one kind; nothing hides `first_S` of them at the begin and at the end of a micro-batch."""
     sharding = sharding_of(job)
+    members = group_sizes(layout, instances=shard_copies(job))
     gathered, gradient = layer_weight_bytes(job)[1], gradient_bytes_per_parameter(job)
-    sizes: tuple[tuple[Literal["dp_cp", "expert_dp"], int, int], ...] = (
-        ("dp_cp", layer.dense, layout.dp * layout.cp),
-        ("expert_dp", layer.expert, expert_dp(layout)),
+    sizes: tuple[tuple[Literal["shard", "expert_shard"], int, int], ...] = (
+        ("shard", layer.dense, members["shard"]),
+        ("expert_shard", layer.expert, members["expert_shard"]),
     )
-    used = [(group, count, count * (1 - 1 / members)) for group, count, members in sizes if count and members > 1]
+    used = [(group, count, count * (1 - 1 / size)) for group, count, size in sizes if count and size > 1]
     moved = sum(each for _, _, each in used)
     forward: Behind = "moe_layer_forward_s" if moe else "layer_forward_s"
     backward: Behind = "moe_layer_backward_s" if moe else "layer_backward_s"
@@ -81,8 +104,8 @@ def _layers(
     again = bool(sharding and sharding.gathers_twice) * gathers
     for group, count, each in used:
         share = each / moved
+        size = float(count * gathered)
         if gathers:
-            size = float(count * gathered)
             yield ShardExchange(kind="all_gather", group=group, size_bytes=size, forward_S=first_S, backward_S=none_S)
             yield ShardExchange(
                 kind="all_gather",
@@ -97,7 +120,7 @@ def _layers(
             yield ShardExchange(
                 kind="all_gather",
                 group=group,
-                size_bytes=float(count * gathered),
+                size_bytes=size,
                 forward_S=none_S,
                 backward_S=layers_S,
                 behind=backward,
@@ -141,7 +164,7 @@ def _ends(job: Job, layout: Layout, sharding: Sharding, counts: LayerCounts) -> 
 def _end(kind: Kind, size: int, forward_S: Ints, backward_S: Ints, *, behind: Behind | None = None) -> ShardExchange:
     return ShardExchange(
         kind=kind,
-        group="dp_cp",
+        group="shard",
         size_bytes=float(size),
         forward_S=forward_S,
         backward_S=backward_S,

@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.hiding import Behind, Hiding
-from pipette_launch.cost.communication.shards import shard_exchanges
+from pipette_launch.cost.communication.shards import gradients_of_copies, parameters_of_ends, shard_exchanges
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.layers import activations, attention
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
 from pipette_launch.cost.layers.parameters import by_rank, chunk_parameters, word_embedding_parameters
-from pipette_launch.cost.layers.sharding import end_parameters, sharding_of
+from pipette_launch.cost.layers.sharding import sharding_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.megatron.performance import performance_options
 
 Ints = NDArray[np.int64]
-Group = Literal["tp", "cp", "ep", "etp", "ep_etp", "dp_cp", "expert_dp"]
+Group = Literal["tp", "cp", "ep", "etp", "ep_etp", "shard", "expert_shard"]
 """Fields of `Groups`."""
 
 _FP32_BYTES = 4
@@ -64,7 +64,7 @@ class Exchange:
     @property
     def is_sharding(self) -> bool:
         """Whether it moves weights or gradients, of which a larger micro-batch has no more."""
-        return self.group in ("dp_cp", "expert_dp")
+        return self.group in ("shard", "expert_shard")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,12 +166,13 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
     gradient, element, sharding = gradient_bytes_per_parameter(job), job.model.dtype_bytes, sharding_of(job)
     chunks = chunk_parameters(job.model, layout)
     gathers = element if layout.use_distributed_optimizer else 0
-    reduces = 0 if sharding and sharding.gradients else gradient
     ranks = [(part.dense, part.expert) for part in by_rank(chunks, layout.pp)]
     tied = not job.model.untie_embeddings_and_output_weights and layout.pp > 1
     return StepTraffic(
-        gradient_bytes=tuple((chunk.dense * reduces, chunk.expert * reduces) for chunk in chunks),
-        parameter_bytes=_ends_alone(job, layout, gathers)
+        gradient_bytes=gradients_of_copies(job, layout, chunks)
+        if sharding and sharding.gradients
+        else tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
+        parameter_bytes=parameters_of_ends(job, layout, gathers)
         if sharding and sharding.weights
         else tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
         # Only the first chunk of pipeline rank 0 is split, and only to overlap (param_and_grad_buffer.py).
@@ -182,15 +183,6 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
         resident_parameters=tuple(int(resident_parameters(job, *rank, layout)) for rank in ranks),
         held_gradients=tuple(int(held_gradients(job, *rank, layout)) for rank in ranks),
         embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if tied else 0,
-    )
-
-
-def _ends_alone(job: Job, layout: Layout, gathers: int) -> tuple[tuple[int, int], ...]:
-    """Bytes of each stage's parameters outside the layers, which FSDP gathers once a step."""
-    first, last = end_parameters(job.model, layout)
-    return tuple(
-        (((stage == 0) * first + (stage == layout.num_chunks - 1) * last) * gathers, 0)
-        for stage in range(layout.num_chunks)
     )
 
 

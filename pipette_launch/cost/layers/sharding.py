@@ -58,6 +58,12 @@ def sharding_of(job: Job) -> Sharding | None:
     return None
 
 
+def shard_copies(job: Job) -> int:
+    """Count the copies of what Megatron-FSDP shards, each over its share of the data-parallel ranks."""
+    options = performance_options(job)
+    return options.num_distributed_optimizer_instances if options.use_megatron_fsdp else 1
+
+
 def layer_weight_bytes(job: Job) -> tuple[int, int]:
     """Return the bytes of a layer's parameter in a shard, and in what is gathered.
 

@@ -1,5 +1,7 @@
 """What FSDP exchanges in a micro-batch, by hand: four layers of 49,984 parameters in fp32."""
 
+from dataclasses import replace
+
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
@@ -29,13 +31,13 @@ def rows(found: tuple[Exchange, ...]) -> list[Row]:
 def test_everything_is_sharded() -> None:
     """Layers are gathered for both passes; nothing hides the first gather and the last reductions."""
     expected = [
-        ("all_gather", "dp_cp", LAYER, 1, 0, None),
-        ("all_gather", "dp_cp", LAYER, 3, 0, "layer_forward_s"),
-        ("all_gather", "dp_cp", LAYER, 0, 4, "layer_backward_s"),
-        ("reduce_scatter", "dp_cp", LAYER, 0, 1, None),
-        ("reduce_scatter", "dp_cp", LAYER, 0, 3, "layer_backward_s"),
-        ("reduce_scatter", "dp_cp", EMBEDDING, 0, 1, None),
-        ("reduce_scatter", "dp_cp", NORM, 0, 1, "layer_backward_s"),
+        ("all_gather", "shard", LAYER, 1, 0, None),
+        ("all_gather", "shard", LAYER, 3, 0, "layer_forward_s"),
+        ("all_gather", "shard", LAYER, 0, 4, "layer_backward_s"),
+        ("reduce_scatter", "shard", LAYER, 0, 1, None),
+        ("reduce_scatter", "shard", LAYER, 0, 3, "layer_backward_s"),
+        ("reduce_scatter", "shard", EMBEDDING, 0, 1, None),
+        ("reduce_scatter", "shard", NORM, 0, 1, "layer_backward_s"),
     ]
 
     found = exchanges(job("optim_grads_params"), SHARDED, Hiding(layer_forward_s=1e-3, layer_backward_s=3e-3))
@@ -80,7 +82,7 @@ def test_experts_share_the_pass_of_their_layer() -> None:
     )
     ahead = [one for one in found if one.behind == "moe_layer_forward_s"]
 
-    assert ["dp_cp", "expert_dp"] == [one.group for one in ahead]
+    assert ["shard", "expert_shard"] == [one.group for one in ahead]
     assert 1e-3 == pytest.approx(sum(one.hidden_s for one in ahead))
 
 
@@ -99,3 +101,21 @@ def test_torch_gathers_the_ends_too() -> None:
     assert sum(one.forward[0] for one in found if one.kind == "all_gather") == 4 + 2
     assert sum(one.backward[0] for one in found if one.kind == "all_gather") == 4 + 2
     assert sum(one.backward[0] for one in kept if one.kind == "all_gather") == 0
+
+
+def test_copies_gather_for_themselves() -> None:
+    """Two copies of shards over two ranks each: they exchange inside, and add up half of all gradients once a step."""
+    this = job("optim_grads_params")
+    two = replace(this, performance_flags=(*this.performance_flags, "--num-distributed-optimizer-instances 2"))
+    gradients = 4 * LAYER + EMBEDDING + NORM
+
+    assert rows(exchanges(two, SHARDED, Hiding())) == rows(exchanges(this, SHARDED, Hiding()))
+    assert step_traffic(two, SHARDED).gradient_bytes == ((gradients / 2, 0),)
+
+
+def test_as_many_copies_as_ranks_shard_nothing() -> None:
+    """Each rank then has everything."""
+    this = job("optim_grads_params")
+    four = replace(this, performance_flags=(*this.performance_flags, "--num-distributed-optimizer-instances 4"))
+
+    assert exchanges(four, SHARDED, Hiding()) == ()

@@ -167,7 +167,13 @@ def _unpriced(job: Job) -> Iterator[str]:
         if value in values:
             flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
             yield f"{flag} is not in the predicted step time: {meaning}."
-    instances, sharding = options.num_distributed_optimizer_instances, sharding_of(job)
+    sharding = sharding_of(job)
+    if sharding and sharding.gradients:
+        yield (
+            "FSDP is in the predicted step time with what it exchanges, but not with the host's work in its hooks and "
+            "its passes over the gradients of each micro-batch: the step may be too short."
+        )
+    instances = options.num_distributed_optimizer_instances
     if instances > 1 and not (sharding and sharding.gradients):
         yield (
             f"{flag_of('num_distributed_optimizer_instances')} {instances} is in the memory and not in the predicted "

@@ -20,6 +20,7 @@ from pipette_launch.facts import (
     ModelSpec,
     Samples,
 )
+from pipette_launch.facts.model import LatentAttention
 
 
 def tiny_model(**changes: object) -> ModelSpec:
@@ -51,6 +52,27 @@ def tiny_model(**changes: object) -> ModelSpec:
         moe_router_topk=2,
         moe_ffn_hidden_size=256,
         moe_shared_expert_intermediate_size=0,
+    )
+    return replace(model, **changes)  # type: ignore[arg-type]
+
+
+LATENT = LatentAttention(q_lora_rank=32, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+"""Values narrower than keys."""
+
+
+def fine_grained_model(**changes: object) -> ModelSpec:
+    """Latent attention, a dense layer before those with experts, a shared expert, two depths of token prediction."""
+    model = tiny_model(
+        latent_attention=LATENT,
+        qk_layernorm=True,
+        mtp_num_layers=2,
+        num_experts=4,
+        moe_layer_freq=(0, 1, 1, 1),
+        moe_ffn_hidden_size=32,
+        moe_shared_expert_intermediate_size=48,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        untie_embeddings_and_output_weights=True,
     )
     return replace(model, **changes)  # type: ignore[arg-type]
 

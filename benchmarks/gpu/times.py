@@ -27,7 +27,7 @@ from pipette_launch.facts.machines.known_devices import device_named, device_of_
 from pipette_launch.probe.compute.timing import HABITS, Habits, Stopwatch, stopwatch_for, time_calls, time_part
 from pipette_launch.units import seconds_text
 from pipette_patches.workload import layers
-from pipette_patches.workload.layers import optimizer_step
+from pipette_patches.workload.optimizer import optimizer_step
 
 CASE_S = 6.0
 """Less time is not enough for one more shape."""

@@ -11,6 +11,8 @@ from pipette_launch.cost.memory.overhead import allowed_bytes
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
+from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.search.layouts.rules import Rules
 from pipette_launch.search.solve import SolveOptions, solve
 
 MEMORY_MARGIN = 0.08
@@ -60,7 +62,7 @@ class Outcome:
     device_share: float
     """Predicted peak over the device's memory."""
     fallback: Layout | None
-    """The first of its ranking that fits; the pick itself where that does."""
+    """The first of its ranking that Megatron takes and that fits; the pick itself where it does."""
     fallback_s: float | None
     rank: int
     """How many of its ranking stand before the fallback."""
@@ -133,6 +135,7 @@ class _Judge:
         self._measurements = measurements
         self._options = options
         self._predictor = Predictor(job, measurements)
+        self._rules = Rules.of(job, device_kind=measurements.cluster.device_kind, rooms=Rooms.of(measurements.cluster))
 
     def step_s(self, layout: Layout, placement: tuple[int, ...]) -> float:
         return self._predictor.placement_cost(layout).cost(placement)
@@ -187,6 +190,7 @@ class _Judge:
             layout
             for layout in dict.fromkeys(layouts)
             if all(getattr(layout, pin) == getattr(own, pin) for pin in _FLAGS if pin in pins)
+            and self._rules.fault(layout) is None
             and device_peak_bytes(self._job, layout, self._measurements) <= limit
         ]
         priced = {layout: self.step_s(layout, pick.placement) for layout in fitting}

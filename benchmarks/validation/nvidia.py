@@ -23,7 +23,8 @@ NOTES = (
         "Stated there: model, GPUs, layout, batch, precision, and in part dispatcher and recompute. Assumed where "
         "blank: alltoall, no recompute, expert tensor parallelism 1, no CUDA graphs; where only FP8 is said, delayed "
         "scaling; layers that stages do not divide: one less on the last stages. From the recipes' sources: gradients "
-        "reduced in bf16, distributed optimizer with both overlaps, grouped experts, permute fused, sequence "
+        "reduced and experts' moments kept in bf16, weights gathered in FP8, cross-entropy by Transformer Engine from "
+        "25.09 on, distributed optimizer with both overlaps, grouped experts, permute fused, sequence "
         "parallelism where tp > 1, and there --tp-comm-overlap of dense models; where FSDP is stated, Megatron's, of "
         "parameters, gradients and states."
     ),
@@ -46,7 +47,7 @@ def section(path: Path, step_times: Mapping[str, StepTime]) -> Section:
     return found.section(DATA, f"{path.name} ({table.digest})", NOTES)
 
 
-def _refusal(row: Row, shapes: Mapping[str, Row]) -> str:
+def refusal(row: Row, shapes: Mapping[str, Row]) -> str:
     """Why a row cannot be priced; blank where it can."""
     reasons = {
         f"the shape of {row['model']} is not known": row["model"] not in shapes,
@@ -63,7 +64,7 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: St
     groups: dict[str, list[tuple[float, float]]] = {}
     details, skipped = [], []
     for row in rows:
-        measured, refused = measured_s(row), _refusal(row, shapes)
+        measured, refused = measured_s(row), refusal(row, shapes)
         try:
             seconds = 0.0 if refused else model(*_run(row, shapes[row["model"]]))
         except PipetteError as error:

@@ -34,8 +34,8 @@ ACTIVATIONS = {
 POSITIONS = {"learned": "learned_absolute", "rope": "rope", "none": "none"}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "BF16": {},
-    "FP8": {"fp8-format": "hybrid", "fp8-recipe": "delayed"},
-    "FP8-DS": {"fp8-format": "hybrid", "fp8-recipe": "delayed"},
+    "FP8": {"fp8-format": "hybrid", "fp8-recipe": "delayed", "fp8-param-gather": True},
+    "FP8-DS": {"fp8-format": "hybrid", "fp8-recipe": "delayed", "fp8-param-gather": True},
     "FP8-CS": {"fp8-format": "hybrid", "fp8-recipe": "tensorwise", "fp8-param-gather": True},
     "FP8-SC": {"fp8-format": "e4m3", "fp8-recipe": "blockwise", "fp8-param-gather": True},
     "MXFP8": {
@@ -54,6 +54,8 @@ DISPATCHERS = {
 _QK_LAYERNORM = ("Qwen3",)
 _LAYER_NORM = ("GPT3", "Nemotron-8B", "Nemotron-15B", "Nemotron-22B", "Nemotron-340B")
 _BIASES = ("GPT3", "GPT-OSS")
+_NEMO = ("NeMo 24", "NeMo 25.02", "NeMo 25.04", "NeMo 25.07")
+"""Releases before Megatron-Bridge, whose recipes fuse the cross-entropy by Transformer Engine."""
 _OTHER_VOCABULARY = {"GPT-OSS-20B": 32000}
 """The card of that one row names it."""
 
@@ -89,6 +91,8 @@ def job_flags(row: Row, shape: Row) -> dict[str, Any]:
         "use-distributed-optimizer": True,
         "overlap-grad-reduce": True,
         "overlap-param-gather": True,
+        "cross-entropy-loss-fusion": not row["release"].startswith(_NEMO),
+        "cross-entropy-fusion-impl": "native" if row["release"].startswith(_NEMO) else "te",
         **PRECISIONS[row["precision"]],
         **_graph_flags(row["cuda_graphs"]),
         **_sharding_flags(row),
@@ -165,6 +169,9 @@ def _expert_flags(row: Row) -> Mapping[str, Any]:
         "expert-model-parallel-size": row["ep"] or 1,
         "expert-tensor-parallel-size": row["etp"] or 1,
         "moe-grouped-gemm": True,
+        "use-precision-aware-optimizer": True,
+        "exp-avg-dtype": "bf16",
+        "exp-avg-sq-dtype": "bf16",
         "moe-permute-fusion": True,
         **DISPATCHERS[row["dispatcher"] or "alltoall"],
         "overlap-moe-expert-parallel-comm": row["ep_overlap"] == "1",

@@ -69,7 +69,7 @@ class PipetteAgent(LocalElasticAgent):
     ) -> None:
         # The fast path of rank assignment takes all nodes to be equal without asking them.
         os.environ.pop("TORCH_ELASTIC_WORKER_IDENTICAL", None)
-        self._handler = AgentStoreHandler(spec.rdzv_handler, is_round_over=self._is_round_over)
+        self._handler = AgentStoreHandler(spec.rdzv_handler, rendezvous_settings, is_round_over=self._is_round_over)
         spec.rdzv_handler = self._handler
         super().__init__(spec, logs_specs, *args, **kwargs)
         self._controller = controller

@@ -82,8 +82,11 @@ class ComputeTime:
     """How long one part of the model takes on one slot, for one micro-batch, without communication."""
 
     case: ComputeCase
-    part: Literal["layer", "moe_layer", "embedding", "head", "core_attention"]
-    """`core_attention` lies within the layer; where it is known, selective recompute costs what it took."""
+    part: Literal["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"]
+    """`core_attention` lies within the layer; where it is known, selective recompute costs what it took.
+
+    `prediction` is one depth of multi-token prediction: embedding, projection, layer, and a head and loss of its own.
+    """
     slot: int
     forward: Samples
     input_grad: Samples

@@ -20,10 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.communication.exchanges import Exchange, exchanges
 from pipette_launch.cost.communication.groups import Groups
 from pipette_launch.cost.communication.hiding import Hiding
-from pipette_launch.cost.communication.traffic import Exchange, exchanges, step_traffic
+from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
+from pipette_launch.cost.layers.parameters import has_two_embeddings
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
 from pipette_launch.facts.messages.measuring_advice import (
@@ -168,7 +170,7 @@ def _talking(job: Job, choice: Choice) -> Iterator[Ints]:
         lanes = layout.world_size // layout.pp
         # From the last stage back to the first only where each holds several chunks.
         yield groups.forward_hop if layout.vpp > 1 else groups.forward_hop[:-lanes]
-        if not job.model.untie_embeddings_and_output_weights:
+        if has_two_embeddings(job.model):
             yield groups.embedding
     for one in _collectives(job, choice):
         size = one.ranks_GK.shape[1]

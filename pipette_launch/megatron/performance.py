@@ -51,6 +51,7 @@ DESTS = {
     "reset_attention_mask",
     "reset_position_ids",
     "reuse_grad_buf_for_mxfp8_param_ag",
+    "rope_type",
     "softmax_type",
     "symmetric_ar_type",
     "use_flash_attn",

@@ -109,16 +109,11 @@ UNPLANNED = {
     "dataloader_type=external": "what an external data loader gives to each rank is unknown",
 }
 """The same of jobs that are not planned, though what they hold and cost can be told."""
-UNTIMED = {
-    dest: f"the probes cannot time {name}; `pipette predict` and `pipette plan --gpu` read it"
-    for dest, name in (
-        ("multi_latent_attention", "multi-latent attention"),
-        ("mtp_num_layers", "multi-token prediction"),
-        ("use_megatron_fsdp", "sharded parameters"),
-        ("use_torch_fsdp2", "sharded parameters"),
-    )
-}
-"""The same of models whose layers no probe can time; on imagined machines they can be planned."""
+UNTIMED = dict.fromkeys(
+    ("use_megatron_fsdp", "use_torch_fsdp2"),
+    "the warm-up runs no sharded parameters; `pipette predict` and `pipette plan --gpu` read it",
+)
+"""The same of jobs that no warm-up can time; on imagined machines they can be planned."""
 
 
 def check_planned(arguments: Arguments, *, for_prediction: bool = False, without_probes: bool = False) -> None:
@@ -129,7 +124,7 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
     Args:
         arguments: the job's flags.
         for_prediction: refuse only what nothing can be said of.
-        without_probes: the plan rests on no probe of this job's layers.
+        without_probes: the plan rests on no warm-up.
 
     """
     refused = dict(REFUSED)

@@ -40,7 +40,7 @@ def read_job(
         device_kind: `cuda` or `cpu`.
         fix: names from `--pipette-fix`.
         for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
-        without_probes: read also models that a warm-up cannot time, for plans that rest on none.
+        without_probes: read also jobs that a warm-up cannot time, for plans that rest on none.
         for_planning: read also an own layout that Megatron refuses, without sizes that do not suit the ranks.
         environment: of the workers, for the variables that choose an attention backend or size buffers; None for none.
         device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.

@@ -83,7 +83,7 @@ def test_layout_and_recipe_are_read() -> None:
     ("precision", "flags"),
     [
         ("BF16", ()),
-        ("FP8-DS", ("--fp8-format hybrid", "--fp8-recipe delayed")),
+        ("FP8-DS", ("--fp8-format hybrid", "--fp8-param-gather", "--fp8-recipe delayed")),
         ("FP8-CS", ("--fp8-format hybrid", "--fp8-param-gather", "--fp8-recipe tensorwise")),
         ("MXFP8", ("--fp8-format e4m3", "--fp8-param-gather", "--fp8-recipe mxfp8")),
     ],

@@ -28,7 +28,7 @@ class KeepsWhatFlashKeeps(torch.autograd.Function):
 
 
 class CoreAttention(torch.nn.Module):
-    """Megatron's local attention core takes no head sizes, so that no latent attention can be built of it."""
+    """Stands in for Megatron's local attention core, which keeps every score."""
 
     def __init__(self, **_: Any) -> None:
         """Take whatever Transformer Engine's takes."""
@@ -88,10 +88,6 @@ def layer_spec(config: Any) -> Any:
         normalization=config.normalization,
     )
     if config.multi_latent_attention:
-        from megatron.core.transformer import multi_latent_attention
-
-        # It takes Transformer Engine to be there wherever its own wrappers are, and asks for a class of it.
-        multi_latent_attention.HAVE_TE = False
         spec.submodules.self_attention.submodules.core_attention = CoreAttention
     return spec
 

@@ -91,9 +91,7 @@ REFUSED_BY_CORE = (
 def job_of(kind: str, version: str) -> tuple[list[str], Job]:
     """A command line and what it asks for."""
     argv = f"{BASE} {KINDS[kind]}".split()
-    return argv, read_job(
-        argv, world_size=WORLD_SIZE, megatron_version=version, device_kind="cuda", without_probes=True
-    )
+    return argv, read_job(argv, world_size=WORLD_SIZE, megatron_version=version, device_kind="cuda")
 
 
 def emitted(kind: str, version: str) -> tuple[list[str], Job, list[Layout]]:

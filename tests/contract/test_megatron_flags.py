@@ -12,7 +12,7 @@ from pipette_launch.megatron.checkpoint import NAMES
 from pipette_launch.megatron.chunks import SPLIT_DESTS
 from pipette_launch.megatron.flags import flag_table, releases
 from pipette_launch.megatron.performance import DESTS
-from pipette_launch.megatron.pins import HELD_BY, REFUSED, UNPLANNED, UNTIMED
+from pipette_launch.megatron.pins import HELD_BY, REFUSED, UNPLANNED
 
 ONE, NONE = ("store", None), ("store_true", 0)
 WRITTEN = {
@@ -60,7 +60,7 @@ NOT_EVERYWHERE = {
 """Destinations that we read and that some releases lack; there `Arguments.get` gives None, which means off."""
 
 
-REFUSED_DESTS = [key.partition("=")[0] for key in (*REFUSED, *UNPLANNED, *UNTIMED)]
+REFUSED_DESTS = [key.partition("=")[0] for key in (*REFUSED, *UNPLANNED)]
 
 
 def dests(release: str) -> set[str]:

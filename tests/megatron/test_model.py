@@ -93,7 +93,7 @@ def test_last_value_wins() -> None:
 
 def test_latent_attention_and_mtp_are_read() -> None:
     """Megatron's defaults fill what is not given; without the flag there is no latent attention."""
-    model = job("--multi-latent-attention --kv-lora-rank 16 --mtp-num-layers 2", for_prediction=True).model
+    model = job("--multi-latent-attention --kv-lora-rank 16 --mtp-num-layers 2").model
 
     expected = LatentAttention(
         q_lora_rank=None, kv_lora_rank=16, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128
@@ -105,8 +105,8 @@ def test_latent_attention_and_mtp_are_read() -> None:
 def test_a_bad_rank_is_named() -> None:
     """The latents need at least one channel."""
     with pytest.raises(MegatronError, match="--kv-lora-rank 0: must be at least 1"):
-        job("--multi-latent-attention --kv-lora-rank 0", for_prediction=True)
+        job("--multi-latent-attention --kv-lora-rank 0")
     with pytest.raises(MegatronError, match="q_lora_rank must be at least 1, got 0"):
-        job("--multi-latent-attention --q-lora-rank 0", for_prediction=True)
+        job("--multi-latent-attention --q-lora-rank 0")
     with pytest.raises(MegatronError, match="mtp_num_layers must be at least 0, got -1"):
-        job("--mtp-num-layers -1", for_prediction=True)
+        job("--mtp-num-layers -1")

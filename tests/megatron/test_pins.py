@@ -76,8 +76,6 @@ def test_cpu_pins_context_parallelism() -> None:
     [
         "--local-rank 0",
         "--yaml-cfg job.yaml",
-        "--multi-latent-attention",
-        "--mtp-num-layers 1",
         "--hybrid-override-pattern M-M*",
         "--heterogeneous-layers-config-path layers.json",
         "--fine-grained-activation-offloading",
@@ -112,11 +110,9 @@ def test_what_is_off_or_harmless_is_not_refused() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--multi-latent-attention",
-        "--mtp-num-layers 1",
+        "--local-rank 0",
         "--use-megatron-fsdp --use-distributed-optimizer",
         "--use-torch-fsdp2",
-        "--local-rank 0",
         "--inprocess-restart",
         "--dataloader-type external",
     ],

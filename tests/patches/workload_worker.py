@@ -9,12 +9,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from facts_for_tests import tiny_job, tiny_model
+from facts_for_tests import fine_grained_model, tiny_job, tiny_model
 
 from pipette_launch.facts import ComputeCase
 from pipette_patches.whole_stage import as_run_here
 from pipette_patches.workload.config import transformer_config
-from pipette_patches.workload.layers import Part, Workload, WorkloadError, load, optimizer_step, workload
+from pipette_patches.workload.layers import Part, Workload, WorkloadError, load, workload
+from pipette_patches.workload.optimizer import optimizer_step
 
 CASE = ComputeCase(tp=1, cp=1, micro_batch_size=2)
 WATCHED: list[Any] = []
@@ -170,9 +171,67 @@ def attention_backends() -> list[str]:
     return [config.attention_backend.name, changes["attention_backend"].name]
 
 
+def narrow_values(work: Workload) -> list[Any]:
+    """Shape of the core's output, its distance from attention written out, and whether a gradient goes back."""
+    core = next(part for part in work.parts if part.name == "core_attention")
+    given: list[tuple[torch.Tensor, ...]] = []
+    module = work.model.decoder.layers[0].self_attention.core_attention
+    hook = module.register_forward_pre_hook(lambda _, args: given.append(args[:3]))
+    output = core.forward(1)
+    hook.remove()
+    query, key, value = (each.detach().permute(1, 2, 0, 3) for each in given[0])
+    # Flash attention's way: rows are masked above the diagonal.
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    core.backward(output)
+    assert core.source is not None
+    far = (output - expected.permute(2, 0, 1, 3).flatten(2)).abs().max().item()
+    return [[*output.shape], far, core.chains, core.source.grad is not None]
+
+
+def predicted(work: Workload) -> list[Any]:
+    """What the head reads of a depth: in Megatron's own forward behind the layers, and in the timed part."""
+    dense, moe, *_, depth = work.parts
+    hidden = depth.source
+    assert hidden is not None
+    read: list[torch.Tensor] = []
+    hook = work.model.output_layer.register_forward_pre_hook(lambda _, args: read.append(args[0].detach()))
+    positions = torch.arange(work.token_ids.shape[1]).expand_as(work.token_ids)
+    with torch.no_grad():
+        # Before 0.16 megatron-core has no default for it.
+        work.model.config.mtp_loss_scaling_factor = 0.1
+        mask = torch.ones_like(work.token_ids, dtype=torch.float32)
+        work.model(work.token_ids, positions, None, decoder_input=hidden, labels=work.token_ids, loss_mask=mask)
+        for layer in (dense, moe):
+            hidden.copy_(layer.forward(1))
+        hidden.copy_(work.model.decoder.final_layernorm(hidden))
+    loss = depth.forward(1)
+    hook.remove()
+    depth.backward(loss)
+    behind, _, timed = read
+    reached = [parameter.grad is not None for parameter in depth.parameters]
+    return [torch.allclose(behind, timed, atol=1e-6), loss.ndim, hidden.grad is not None, sum(reached), len(reached)]
+
+
+def fine_grained() -> dict[str, Any]:
+    """Parts of the model with everything: names, parameters, and values."""
+    found: dict[str, Any] = {"parameters": {}}
+    for tp in (1, 2):
+        with workload(
+            replace(JOB, model=fine_grained_model(), performance_flags=("--qk-layernorm", "--rope-type rope")),
+            replace(CASE, tp=tp),
+            device_kind="cpu",
+        ) as work:
+            found["parameters"][tp] = {part.name: sum(map(torch.numel, part.parameters)) for part in work.parts}
+            for part in work.parts:
+                part.backward(part.forward(1))
+            if tp == 1:
+                found["core"], found["predicted"] = narrow_values(work), predicted(work)
+    return found
+
+
 def main() -> None:
     """Find out everything."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"fine-grained": fine_grained()}
     with workload(JOB, CASE, device_kind="cpu") as work:
         layer = work.parts[0]
         found["names"] = [part.name for part in work.parts]

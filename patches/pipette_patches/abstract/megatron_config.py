@@ -58,7 +58,7 @@ _CONFIG_FLAGS: FlagTable = {
     **same_name(
         str,
         """
-        --cross-entropy-fusion-impl --softmax-type
+        --cross-entropy-fusion-impl --rope-type --softmax-type
         --moe-router-dtype --moe-router-score-function --moe-token-drop-policy
         """,
     ),

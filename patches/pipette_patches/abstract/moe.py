@@ -18,7 +18,7 @@ from pipette_launch.facts import Job
 from pipette_patches.abstract.gpu_replacements import for_abstract
 from pipette_patches.abstract.transformer_engine.fused_kernels import kernel
 from pipette_patches.replacements import in_module, instead
-from pipette_patches.workload.config import expert_fields, flags
+from pipette_patches.workload.config import expert_fields, flags, latent_fields
 
 _FP8_ROWS = 16
 
@@ -85,10 +85,10 @@ def fields(job: Job) -> dict[str, Any]:
         }
         if dispatcher == "flex":
             found["moe_permute_fusion"] = True
-    if model.latent_attention:
-        found |= {"multi_latent_attention": True, **dataclasses.asdict(model.latent_attention)}
+    found |= latent_fields(model)
     if model.mtp_num_layers:
-        found["mtp_num_layers"] = model.mtp_num_layers
+        # Megatron-LM's default, which megatron-core itself has from 0.16 on.
+        found |= {"mtp_num_layers": model.mtp_num_layers, "mtp_loss_scaling_factor": 0.1}
     return found
 
 

@@ -5,6 +5,7 @@ torch's Adam stands where a fused Adam stands on a GPU; the distributed optimize
 
 import copy
 import functools
+import importlib.util
 import inspect
 import logging
 import os
@@ -218,6 +219,43 @@ def _keeping_steps(original: Callable[..., None]) -> Callable[..., None]:
     return set_states
 
 
+def _of_latent_attention(original: Callable[..., None]) -> Callable[..., None]:
+    """Build the local attention core for heads whose values are not as wide as `kv_channels`, as latent attention asks.
+
+    The original takes no widths (core_v0.16.1). All that it works out from `kv_channels` are the scale of the scores,
+    which latent attention gives it, and the width of the context, which is set here.
+    """
+    if "v_channels" in inspect.signature(original).parameters:
+        return original
+
+    @functools.wraps(original)
+    def make(
+        core: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        if v_channels is not None and kwargs.get("softmax_scale") is None:
+            kwargs["softmax_scale"] = (k_channels or v_channels) ** -0.5
+        original(core, *args, **kwargs)
+        if v_channels is not None:
+            core.hidden_size_per_partition = v_channels * core.num_attention_heads_per_partition
+
+    return make
+
+
+def _made_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
+    """Make a table of angles on the CPU: the original makes CUDA the default device meanwhile."""
+
+    @functools.wraps(original)
+    def make(embedding: Any, *args: Any, **kwargs: Any) -> None:
+        original(embedding, *args, **(kwargs | {"use_cpu_initialization": True}))
+
+    return make
+
+
+def _has_engine(_original: bool) -> bool:
+    """Say whether Transformer Engine itself is there."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def hide_rng_warning(record: logging.LogRecord) -> bool:
     """Keep every log record but one warning: CPU and CUDA share a generator here, so the CPU's state does change."""
     return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
@@ -236,6 +274,13 @@ WITHOUT_ENGINE = (
         may_be_absent=True,
         versions="<0.17",
     ),
+    *in_module(
+        "megatron.core.transformer.dot_product_attention", {"DotProductAttention.__init__": _of_latent_attention}
+    ),
+    # It is true wherever Megatron's own wrappers are, and their classes are then None.
+    Replacement(
+        module="megatron.core.transformer.multi_latent_attention", path="HAVE_TE", make=_has_engine, versions="<0.17"
+    ),
 )
 """What local layers need where neither Transformer Engine nor Apex is, on a GPU too."""
 CORE = (
@@ -248,6 +293,10 @@ CORE = (
             "_set_cuda_rng_state": instead(set_rng_state),
             "CheckpointWithoutOutput.__init__": without_fp8,
         },
+    ),
+    *in_module(
+        "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
+        {"YarnRotaryEmbedding.__init__": _made_on_cpu},
     ),
     *in_module("megatron.core.transformer.moe.token_dispatcher", {"maybe_move_tensor_to_cpu": _split_sizes_as_numbers}),
     *in_module("megatron.core.jit", {"jit_fuser": _uncompiled}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import torch
 from pipette_launch.facts import ComputeCase, Job, ModelSpec
 from pipette_patches.errors import NotModelledError
 
-PartName = Literal["layer", "moe_layer", "embedding", "head", "core_attention"]
+PartName = Literal["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 Convert = Callable[[str], Any]
 FlagTable = dict[str, tuple[str, Convert]]
@@ -49,7 +50,7 @@ _MEASURED_FLAGS: FlagTable = {
         --moe-permute-fusion --moe-router-fusion --qk-layernorm
         """,
     ),
-    **same_name(str, "--cross-entropy-fusion-impl"),
+    **same_name(str, "--cross-entropy-fusion-impl --rope-type"),
 }
 UNHEEDED = ("--fp8", "--fp4", "--cuda-graph", "--enable-cuda-graph", "--external-cuda-graph", "--window-size")
 """Beginnings of flags that change how long a layer takes, and are not measured."""
@@ -90,7 +91,7 @@ def transformer_config(
     """Make the configuration of a model with one layer of each kind, and say in what it differs from the job's."""
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.enums import AttnBackend
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     model = job.model
     on_cuda = device_kind == "cuda"
@@ -117,9 +118,13 @@ def transformer_config(
         "persist_layer_norm": on_cuda,
         **({"attention_backend": AttnBackend[model.attention_backend]} if on_cuda else {}),
         **experts,
+        **latent_fields(model),
+        # All depths of multi-token prediction are alike.
+        **({"mtp_num_layers": 1} if model.mtp_num_layers else {}),
     }
+    kind = MLATransformerConfig if model.latent_attention else TransformerConfig
     # A flag switches a fusion off, and never on where it cannot be.
-    return build_config(TransformerConfig, fields | fields_set_by_flags(job, _MEASURED_FLAGS)), notes
+    return build_config(kind, fields | fields_set_by_flags(job, _MEASURED_FLAGS)), notes
 
 
 def model_fields(model: ModelSpec, num_layers: int) -> dict[str, Any]:
@@ -151,6 +156,12 @@ def fuses_activation(job: Job) -> bool:
     model = job.model
     unfused = "--no-bias-swiglu-fusion" if model.gated_linear_unit else "--no-bias-gelu-fusion"
     return unfused not in flags(job) and (model.gated_linear_unit or model.add_bias_linear)
+
+
+def latent_fields(model: ModelSpec) -> dict[str, Any]:
+    """Fields of latent attention; none where the model has ordinary attention."""
+    latent = model.latent_attention
+    return {"multi_latent_attention": True, **dataclasses.asdict(latent)} if latent else {}
 
 
 def expert_fields(model: ModelSpec) -> dict[str, Any]:

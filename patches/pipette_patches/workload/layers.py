@@ -20,7 +20,6 @@ from pipette_patches import registry
 from pipette_patches.workload.config import DTYPES, PartName, transformer_config
 from pipette_patches.workload.process_groups import one_rank
 
-_OPTIMIZERS = ("adam", "sgd")
 _REFUSALS = (AssertionError, AttributeError, ImportError, NameError, RuntimeError, TypeError, ValueError)
 """What megatron-core raises for a case that it cannot run; NameError where it misses Transformer Engine (0.16, MoE)."""
 
@@ -164,9 +163,14 @@ def _build(job: Job, case: ComputeCase, device_kind: str) -> Workload:
     spec = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te, normalization=None if uses_te else model.normalization
     )
+    prediction = None
+    if model.mtp_num_layers:
+        last = spec.layer_specs[kinds.index("moe_layer" if model.has_expert_prediction else "layer")]
+        prediction = gpt_layer_specs.get_gpt_mtp_block_spec(config, last, use_transformer_engine=uses_te)
     gpt = GPTModel(
         config=config,
         transformer_layer_spec=spec,
+        mtp_block_spec=prediction,
         vocab_size=model.padded_vocab_size(case.tp),
         max_sequence_length=model.max_position_embeddings,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
@@ -189,7 +193,9 @@ def _parts(
     hidden = torch.randn(shape, dtype=DTYPES[model.params_dtype], device=ids.device, requires_grad=True)
     positions = torch.arange(tokens, device=ids.device).expand_as(ids)
     main_grad_dtype = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
-    rope = gpt.rotary_pos_emb(model.seq_length) if model.position_embedding_type == "rope" else None
+    # Latent attention makes its own.
+    has_rope = model.position_embedding_type == "rope" and not model.latent_attention
+    rope = gpt.rotary_pos_emb(model.seq_length) if has_rope else None
     tied = None if model.untie_embeddings_and_output_weights else gpt.shared_embedding_or_output_weight()
 
     def run(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -199,11 +205,18 @@ def _parts(
         output: torch.Tensor = gpt.embedding(input_ids=ids, position_ids=positions)
         return output
 
-    def head(_: int) -> torch.Tensor:
-        normed = gpt.decoder.final_layernorm(hidden)
+    def loss_of(normed: torch.Tensor) -> torch.Tensor:
         logits, _bias = gpt.output_layer(normed, weight=tied)
         loss: torch.Tensor = gpt.compute_language_model_loss(ids, logits)
         return loss.mean()
+
+    def head(_: int) -> torch.Tensor:
+        return loss_of(gpt.decoder.final_layernorm(hidden))
+
+    def predict(_: int) -> torch.Tensor:
+        # The block returns what it was given, and behind it the output of its one depth.
+        both = gpt.mtp(ids, positions, hidden, None, rotary_pos_emb=rope, embedding=gpt.embedding)
+        return loss_of(both.chunk(2)[1])
 
     def part(name: PartName, module: Any, forward: Callable[[int], torch.Tensor], **options: Any) -> Part:
         parameters = tuple(module.parameters())
@@ -222,13 +235,17 @@ def _parts(
     ]
     first = gpt.decoder.layers[0]
     query, core, chains = _attention_core(first, lambda: run(first)(hidden))
-    output = torch.nn.ModuleList([gpt.decoder.final_layernorm, gpt.embedding if tied is not None else gpt.output_layer])
-    return (
+    words = gpt.embedding if tied is not None else gpt.output_layer
+    found = [
         *layers,
         part("embedding", gpt.embedding, embed, source=None, chains=False),
-        part("head", output, head, source=hidden, chains=False),
+        part("head", torch.nn.ModuleList([gpt.decoder.final_layernorm, words]), head, source=hidden, chains=False),
         part("core_attention", first.self_attention.core_attention, core, source=query, chains=chains),
-    )
+    ]
+    if model.mtp_num_layers:
+        modules = torch.nn.ModuleList([gpt.mtp, gpt.embedding, words])
+        found.append(part("prediction", modules, predict, source=hidden, chains=False))
+    return tuple(found)
 
 
 def _chain(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) -> Callable[[int], torch.Tensor]:
@@ -284,65 +301,3 @@ def _attention_core(layer: Any, run: Callable[[], object]) -> tuple[torch.Tensor
         # Under latent attention values are narrower than queries.
         chains = bool(once(query).numel() == query.numel())
     return query, _chain(once, query) if chains else lambda _: once(query), chains
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerStep:
-    """One optimizer step as Megatron takes it, clipping, master weights and all."""
-
-    run: Callable[[], None]
-    run_on_single_elements: Callable[[], None]
-    """The same with as many tensors, of one element each."""
-    num_parameters: int
-    gradient_bytes: int
-
-
-def optimizer_step(work: Workload, job: Job) -> OptimizerStep:
-    """Wrap the workload's model as a training job does, and give it an optimizer with gradients to step on.
-
-    The distributed optimizer is left off: it does the same on fewer parameters. The model belongs to the optimizer
-    afterwards, so this comes last.
-
-    Raises:
-        WorkloadError: the job's optimizer is none of Megatron's plain ones.
-
-    """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    if job.optimizer not in _OPTIMIZERS:
-        raise WorkloadError(f"the step of optimizer {job.optimizer!r} is not measured, only {', '.join(_OPTIMIZERS)}")
-    model = job.model
-    config = OptimizerConfig(
-        optimizer=job.optimizer,
-        lr=1e-6,
-        bf16=model.params_dtype == "bf16",
-        fp16=model.params_dtype == "fp16",
-        params_dtype=DTYPES[model.params_dtype],
-        # Only fp16 looks for gradients that are not finite before it steps.
-        loss_scale=1.0 if model.params_dtype == "fp16" else None,
-    )
-
-    def step_of(module: torch.nn.Module) -> Callable[[], None]:
-        wrapped = DistributedDataParallel(
-            config=work.model.config,
-            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=not job.grad_reduce_in_bf16),
-            module=module,
-        )
-        optimizer: Any = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False)
-        for parameter in wrapped.parameters():
-            if parameter.requires_grad:
-                # Their norm is the root of their number, above Megatron's limit of 1: clipping is in the time.
-                parameter.main_grad.copy_(torch.randn_like(parameter))
-        step: Callable[[], None] = optimizer.step
-        return step
-
-    parameters: list[Any] = [each for each in work.model.parameters() if each.requires_grad]
-    single = torch.nn.Module()
-    single.elements = torch.nn.ParameterList(each.detach().flatten()[:1].clone() for each in parameters)
-    return OptimizerStep(
-        run=step_of(work.model),
-        run_on_single_elements=step_of(single),
-        num_parameters=sum(each.numel() for each in parameters),
-        gradient_bytes=sum(each.main_grad.numel() * each.main_grad.element_size() for each in parameters),
-    )

@@ -334,7 +334,10 @@ class Membership:
         self._out_of_reach = {one.token for one in apart if why_unreachable(one, timeout_s=PROBE_S)}
 
     def _stop_watching(self) -> None:
+        """Stop, and heed what is found out meanwhile: workers that fail at once leave a round too short for it."""
         for one in (self._watch, self._sweep):
             if one is not None:
                 one.stop()
+                if one.lost == SILENT and one.peer is not None:
+                    self._out_of_reach.add(one.peer.token)
         self._watch = self._sweep = None

@@ -43,18 +43,19 @@ class PeerWatch:
         self.lost = ""
         """Why the agent is believed lost; empty while it is not."""
         self._is_over = threading.Event()
+        self._has_answer = threading.Event()
         threading.Thread(target=self._watch, name=f"{STORE_THREAD}-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Watch no longer, once the question that is under way was answered, or was not in time."""
         self._is_over.set()
+        self._has_answer.wait(SILENT_S)
 
     def _watch(self) -> None:
-        lost = ""
-        while not (lost or self._is_over.wait(AGAIN_S)):
-            lost = self._why_it_ended()
-        if not self._is_over.is_set():
-            self.lost = lost
+        while not (self.lost or self._is_over.wait(AGAIN_S)):
+            self._has_answer.clear()
+            self.lost = self._why_it_ended()
+        self._has_answer.set()
 
     def _why_it_ended(self) -> str:
         """Return when the connection does: why the agent is lost, or nothing where only the connection is."""
@@ -65,8 +66,11 @@ class PeerWatch:
                 ended = select.poll()
                 ended.register(connection, select.POLLIN)
                 # Nothing is ever sent: there is something to read when the connection has ended.
+                self._has_answer.set()
                 while not (self._is_over.is_set() or ended.poll(1000 * PAUSE_S)):
+                    self._has_answer.clear()
                     within(SILENT_S, lambda: store.check(["pipette"]))
+                    self._has_answer.set()
         except TimeoutError:
             return SILENT
         except (OSError, RuntimeError):

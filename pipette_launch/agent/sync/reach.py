@@ -32,12 +32,15 @@ class ReachSweep:
         """Why it is believed so; empty while none is."""
         self._peers = peers
         self._is_over = threading.Event()
+        self._has_answer = threading.Event()
+        self._has_answer.set()
         if peers:
             threading.Thread(target=self._sweep, name="pipette-reach", daemon=True).start()
 
     def stop(self) -> None:
-        """Connect no more."""
+        """Connect no more, once the attempt that is under way has come to an end."""
         self._is_over.set()
+        self._has_answer.wait(SILENT_S)
 
     def _sweep(self) -> None:
         pause_s = min(LONGEST_PAUSE_S, SWEEP_S / len(self._peers))
@@ -45,10 +48,13 @@ class ReachSweep:
             for peer in self._peers:
                 if self._is_over.wait(pause_s):
                     return
+                self._has_answer.clear()
                 # Whose process has ended is known to its neighbour at once, unless the wire between them is cut.
                 lost = why_unreachable(peer, timeout_s=SILENT_S)
-                if lost and not self._is_over.is_set():
+                if lost:
                     self.peer, self.lost = peer, lost
+                self._has_answer.set()
+                if lost:
                     return
 
 

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 import psutil
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
+from pipette_launch.facts.messages.membership import Member
+
 if TYPE_CHECKING:
     from argparse import Namespace
 
 STATIC_JOIN_S = 900
 """How long torchrun's static rendezvous waits for the nodes."""
 STATIC_READ_S = 300
+C10D_PORT = 29400
+"""torch's own, where the endpoint names none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +34,16 @@ class RendezvousSettings:
     least_nodes: int = 1
     """How few nodes may train: MIN of --nnodes; static rendezvous always waits for all."""
 
+    def store_elsewhere(self) -> Member | None:
+        """Return where torch's store under c10d is, unless it may live in this agent."""
+        host, port = parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
+        if self.may_host_store or not port:
+            return None
+        return Member(token="rendezvous", address=host, port=port, node_rank=-1)  # noqa: S106  a name, no secret
+
     def own_address(self) -> str:
         """Return the address at which the other nodes reach this one: that of the interface towards the endpoint."""
-        host, port = parse_rendezvous_endpoint(self.endpoint, default_port=29400)
+        host, port = parse_rendezvous_endpoint(self.endpoint, default_port=C10D_PORT)
         if _is_loopback(host):
             return "127.0.0.1"
         try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
-from pipette_launch.agent.sync.store import StoreGone, within
+from pipette_launch.agent.sync.peer_watch import SILENT_S, answers
+from pipette_launch.agent.sync.store import Call, StoreGone, within
 from pipette_launch.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -17,10 +19,15 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.rendezvous import RendezvousInfo
 
+    from pipette_launch.agent.sync.rendezvous import RendezvousSettings
+
 ANSWER_S = 1.0
 """How long torch's rendezvous is asked: where its host is silent, torch's own call never returns."""
 PLACES_S = 90.0
 """How long the nodes may take to get their places; torch's own limit is a minute, and holds where the store answers."""
+HOST_GONE_S = 60.0
+"""After how long in vain the host of the rendezvous counts as gone: as long as torch itself tries to connect to it."""
+LOOK_S = 10.0
 Answer = TypeVar("Answer")
 
 logger = logging.getLogger(__name__)
@@ -29,16 +36,20 @@ logger = logging.getLogger(__name__)
 class AgentStoreHandler(RendezvousHandler):
     """Passes on what torch's loop asks, but for what the agents find out among themselves."""
 
-    def __init__(self, inner: RendezvousHandler, *, is_round_over: Callable[[], bool]) -> None:
+    def __init__(
+        self, inner: RendezvousHandler, settings: RendezvousSettings, *, is_round_over: Callable[[], bool]
+    ) -> None:
         """Begin.
 
         Args:
             inner: torch's.
+            settings: where its store is.
             is_round_over: whether the agents are to meet again, whoever waits in torch's rendezvous.
 
         """
         self._inner = inner
         self._is_round_over = is_round_over
+        self._host = settings.store_elsewhere() if inner.get_backend() == "c10d" else None
 
     @property
     def use_agent_store(self) -> bool:
@@ -50,8 +61,22 @@ class AgentStoreHandler(RendezvousHandler):
         return self._inner.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See torch."""
-        return self._inner.next_rendezvous()
+        """See torch, whose call never returns where a wire is cut while it waits for the store's answer.
+
+        Raises:
+            RendezvousConnectionError: the store was asked in vain for `HOST_GONE_S`.
+
+        """
+        call = Call(self._inner.next_rendezvous)
+        answered_s = time.monotonic()
+        while not call.returns_within(LOOK_S):
+            if self._host is None or answers(self._host, within_s=SILENT_S):
+                answered_s = time.monotonic()
+            elif time.monotonic() - answered_s > HOST_GONE_S:
+                raise RendezvousConnectionError(
+                    f"{self._host.address}:{self._host.port} was there, and has not answered for {HOST_GONE_S:.0f} s"
+                )
+        return call.answer()
 
     def is_closed(self) -> bool:
         """See torch."""

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 import zlib
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pipette_launch.agent.leaving import STORE_THREAD
 from pipette_launch.errors import ClusterError
@@ -46,6 +46,35 @@ def growing_pauses() -> Iterator[float]:
         pause_s = min(1.5 * pause_s, LAST_POLL_S)
 
 
+class Call(Generic[Answer]):
+    """A call of torch's in a thread of its own, which is left behind there where it never returns."""
+
+    def __init__(self, do: Callable[[], Answer]) -> None:
+        """Begin."""
+        self._answers: list[Answer] = []
+        self._errors: list[Exception] = []
+        self._do = do
+        self._thread = threading.Thread(target=self._run, name=f"{STORE_THREAD}-call", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._answers.append(self._do())
+        except Exception as error:  # noqa: BLE001, it is raised again where the answer is awaited
+            self._errors.append(error)
+
+    def returns_within(self, seconds: float) -> bool:
+        """Wait for it; say whether it returned, or raised."""
+        self._thread.join(seconds)
+        return bool(self._answers or self._errors)
+
+    def answer(self) -> Answer:
+        """Return what it returned, or raise what it raised."""
+        if self._errors:
+            raise self._errors[0]
+        return self._answers[0]
+
+
 def within(seconds: float, do: Callable[[], Answer]) -> Answer:
     """Return what `do` returns; a call of torch's that never returns is left behind in its thread.
 
@@ -53,23 +82,10 @@ def within(seconds: float, do: Callable[[], Answer]) -> Answer:
         TimeoutError: it did not return in time.
 
     """
-    answers: list[Answer] = []
-    errors: list[Exception] = []
-
-    def call() -> None:
-        try:
-            answers.append(do())
-        except Exception as error:  # noqa: BLE001, it is raised again where the answer is awaited
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name=f"{STORE_THREAD}-call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not answers:
+    call = Call(do)
+    if not call.returns_within(seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return answers[0]
+    return call.answer()
 
 
 class AgentStore:

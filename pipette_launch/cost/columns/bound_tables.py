@@ -15,12 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.collectives import Fabric
+from pipette_launch.cost.communication.exchanges import Exchange, LayerCounts, exchanges_of
 from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.communication.steps import Kind
-from pipette_launch.cost.communication.traffic import Exchange, LayerCounts, exchanges_of, hop_bytes
+from pipette_launch.cost.communication.traffic import hop_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
-from pipette_launch.cost.layers.parameters import unit_parameters, word_embedding_parameters
+from pipette_launch.cost.layers.parameters import (
+    has_two_embeddings,
+    unit_parameters,
+    word_embedding_parameters,
+)
 from pipette_launch.cost.layers.sharding import shard_copies, sharding_of
 from pipette_launch.cost.memo import Memo
 from pipette_launch.errors import LayoutError
@@ -208,10 +213,10 @@ class Tables:
         return seconds_TVP
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
-        """Sum the gradient of a tied word embedding over the first and the last stage."""
+        """Sum the gradient of a word embedding that the first and the last stage both hold."""
         model = self.job.model
         # One slot alone has no links that the bound could be taken from.
-        if model.untie_embeddings_and_output_weights or not (columns.pp > 1).any():
+        if not has_two_embeddings(model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
         groups = columns.groups("tp")
         parameters_U = [word_embedding_parameters(model, columns.layout(int(row))) for row in groups.first_U]

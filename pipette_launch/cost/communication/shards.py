@@ -22,7 +22,7 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import Ints
 
 if TYPE_CHECKING:
-    from pipette_launch.cost.communication.traffic import LayerCounts
+    from pipette_launch.cost.communication.exchanges import LayerCounts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

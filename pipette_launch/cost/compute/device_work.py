@@ -51,8 +51,11 @@ def embedding_loads(job: Job, layout: Layout) -> PassLoads:
 
 
 def head_loads(job: Job, layout: Layout) -> PassLoads:
-    """Final norm, product with the vocabulary, cross-entropy: logits pass about ten times in fp32."""
-    model = job.model
+    """Final norm, product with the vocabulary, cross-entropy: logits pass about ten times in fp32.
+
+    Transformer Engine's cross-entropy reads the logits twice, and writes their gradients in their place.
+    """
+    model, options = job.model, performance_options(job)
     tokens = attention.tokens(model, layout)
     vocabulary = model.padded_vocab_size(layout.tp) // layout.tp
     logits = tokens * vocabulary
@@ -61,11 +64,24 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
     # Cast to fp32, maximum, subtract in place, exponential in place, sum; then divide in place and scale.
     forward = norm + logits * (model.dtype_bytes + 4 + 4 + 8 + 8 + 4 + 8)
     backward = 2 * norm + logits * (8 + 4 + model.dtype_bytes)
+    if options.cross_entropy_loss_fusion and options.cross_entropy_fusion_impl == "te":
+        forward, backward = norm + 3 * logits * model.dtype_bytes, 2 * norm + 2 * logits * model.dtype_bytes
     return matrices + PassLoads(
         forward=Load(moved_bytes=forward, kernels=14),
         input_grad=Load(moved_bytes=backward, kernels=8),
         weight_grad=Load(kernels=1),
     )
+
+
+def prediction_loads(job: Job, layout: Layout) -> PassLoads:
+    """One depth of multi-token prediction: embedding, two norms, the projection of both, a layer, a head and loss."""
+    model = job.model
+    rows = _residual_elements(model, layout) * model.dtype_bytes
+    projection = matrix(attention.tokens(model, layout), model.hidden_size // layout.tp, 2 * model.hidden_size)
+    # Each norm reads and writes; then both are joined, which reads and writes twice as much.
+    joins = PassLoads(forward=Load(moved_bytes=8 * rows, kernels=3), input_grad=Load(moved_bytes=10 * rows, kernels=4))
+    layer = layer_loads(job, layout, moe=model.has_expert_prediction)
+    return embedding_loads(job, layout) + joins + projection + layer + head_loads(job, layout)
 
 
 def _attention(model: ModelSpec, layout: Layout) -> PassLoads:

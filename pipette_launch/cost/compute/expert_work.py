@@ -9,8 +9,8 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.performance import PerformanceOptions
 from pipette_launch.megatron.performance import performance_options
 
-# Fitted with the share of a domain's links that dispatchers reach (`communication.traffic`) to 59 published layouts of
-# MoE models (docs/validation.md), together and not one by one.
+# Fitted with the share of a domain's links that dispatchers reach (`communication.exchanges`) to 59 published layouts
+# of MoE models (docs/validation.md), together and not one by one.
 GROUPED_RATE = 0.67
 """Of products of many experts, each of its own tokens, against one of them all."""
 ROUTED_KERNELS = 92.0

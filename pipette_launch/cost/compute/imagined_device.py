@@ -23,6 +23,7 @@ from pipette_launch.cost.compute.device_work import (
     embedding_loads,
     head_loads,
     layer_loads,
+    prediction_loads,
 )
 from pipette_launch.cost.compute.loads import PassLoads
 from pipette_launch.cost.compute.stages import case_of
@@ -36,7 +37,7 @@ from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Samples
 from pipette_launch.units import rate_text
 
-Part = Literal["layer", "moe_layer", "embedding", "head", "core_attention"]
+Part = Literal["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"]
 
 _COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
 
@@ -170,6 +171,7 @@ def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozense
         "head": head_loads(job, layout),
         "core_attention": core_attention_loads(job.model, layout),
         **{"moe_layer" if moe else "layer": layer_loads(job, layout, moe=moe) for moe in sorted(kinds)},
+        **({"prediction": prediction_loads(job, layout)} if job.model.mtp_num_layers else {}),
     }
     for name, loads in parts.items():
         # The two passes of a backward run as one: the host is ahead in one of them while the other is short.

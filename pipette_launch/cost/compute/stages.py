@@ -16,7 +16,7 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements
 from pipette_launch.facts.model import ModelSpec
 
-_CORE = "core_attention"
+_CORE, _PREDICTION = "core_attention", "prediction"
 _MODELLED = "Compute time of {} was not measured; it is carried over from a measured case by a model of the device."
 _CACHED = "Compute time of {} was not measured now; it is that of an earlier warm-up of these machines."
 
@@ -144,7 +144,7 @@ class ComputeTable:
         # The weights' gradients of the model's ends are never put off: the head's would keep its logits' gradients.
         chunks[0] += replace(part["embedding"], weight_grad_s=0.0) + loaded
         # A single stage has loaded the labels with the tokens.
-        ends = replace(part["head"] + self._prediction(part), weight_grad_s=0.0)
+        ends = replace(part["head"] + self._prediction(layout, part), weight_grad_s=0.0)
         chunks[-1] += ends + (loaded if layout.pp > 1 else Passes())
         # In pipelines each pass of a chunk comes after a wait; elsewhere the first of each step, after the exchange of
         # gradients. A step of four ranks on two cores took 24.2 ms of processor time, the same passes without any
@@ -166,7 +166,7 @@ class ComputeTable:
         layers = (
             self._whole_layer(layout, part, moe=moe, again=again) for moe in (False, True) for again in (False, True)
         )
-        return (*layers, part["embedding"], part["head"] + self._prediction(part))
+        return (*layers, part["embedding"], part["head"] + self._prediction(layout, part))
 
     def hiding(self, layout: Layout) -> Hiding:
         """Return what of one layer's compute collectives pass behind, of the first layer's kind."""
@@ -206,16 +206,25 @@ class ComputeTable:
                 f"let the warm-up measure it"
             )
         factor = _tokens(case, source)
-        known = (*self._parts, *((_CORE,) if (source, _CORE) in self._passes else ()))
+        known = (*self._parts, *(name for name in (_CORE, _PREDICTION) if (source, name) in self._passes))
         self._scaled[case] = {name: self._passes[source, name] * factor for name in known}
         return self._scaled[case]
 
-    def _prediction(self, part: dict[str, Passes]) -> Passes:
-        """Each depth of multi-token prediction runs a layer and the head once more (DeepSeek-V3, section 2.2)."""
+    def _prediction(self, layout: Layout, part: dict[str, Passes]) -> Passes:
+        """Passes of all depths of multi-token prediction (DeepSeek-V3, section 2.2).
+
+        Where no depth was timed as a whole, each is a layer and a head more. Recompute of its layer is that of any
+        other, but for method block, which leaves it alone (multi_token_prediction.py, _checkpointed_forward).
+        """
         model = self._job.model
         if not model.mtp_num_layers:
             return Passes()
-        return (part["moe_layer" if model.has_expert_prediction else "layer"] + part["head"]) * model.mtp_num_layers
+        moe = model.has_expert_prediction
+        plain = part["moe_layer" if moe else "layer"]
+        layer = self._layer(layout, part, layout.recompute.num_layers, moe=moe)
+        depth = part.get(_PREDICTION) or plain + part["head"]
+        idle_s = depth.backward_idle_s + layer.backward_idle_s - plain.backward_idle_s
+        return replace(depth, recompute_s=layer.recompute_s, backward_idle_s=idle_s) * model.mtp_num_layers
 
     def _whole_layer(self, layout: Layout, part: dict[str, Passes], *, moe: bool, again: bool = False) -> Passes:
         """Return a layer that method block leaves alone, or that it runs `again`; 0 s where the model has none."""

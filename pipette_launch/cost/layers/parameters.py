@@ -60,6 +60,14 @@ def word_embedding_parameters(model: ModelSpec, layout: Layout) -> int:
     return model.padded_vocab_size(layout.tp) // layout.tp * model.hidden_size
 
 
+def has_two_embeddings(model: ModelSpec) -> bool:
+    """Whether the last of several stages holds the word embedding too, whose gradients are summed over both.
+
+    It does for a tied head, and for multi-token prediction (megatron-core, finalize_model_grads.py:146).
+    """
+    return model.mtp_num_layers > 0 or not model.untie_embeddings_and_output_weights
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitParameters:
     """Parameters of what chunks are made of, on one rank."""

@@ -38,7 +38,7 @@ NOT_MODELLED = (
     "Uneven routing: every expert is given equally many tokens.",
     "Aligned starts of overlapped gradient reduction over the pipeline ranks.",
     "Gradients of norms under sequence parallelism, of learned positions, and the gradient norm: their reductions.",
-    "Collectives that selective recompute of mlp or moe runs again, and those of multi-token prediction.",
+    "Collectives that selective recompute of mlp or moe runs again.",
     "Megatron's own code between the passes of micro-batches, about 1 ms of a CPU each.",
     "The gradient of the whole embedding table, which torch makes and Megatron adds up for each micro-batch.",
     "Random numbers of dropout inside flash attention.",
@@ -49,7 +49,6 @@ NOT_MODELLED = (
 
 _ONE_BY_ONE = "kernels are priced as launched one by one, and the step may be too long"
 UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
-    ("cuda_graph_impl", frozenset({"local", "transformer_engine", "full_iteration"}), _ONE_BY_ONE),
     ("enable_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     ("external_cuda_graph", frozenset({True}), _ONE_BY_ONE),
     (
@@ -59,6 +58,8 @@ UNPRICED: tuple[tuple[str, frozenset[bool | str], str], ...] = (
     ),
 )
 """Performance options, their values that change the step but not the predicted one, and what that means for it."""
+GRAPHS_OF_PARTS = ("cuda_graph_impl", frozenset({"local", "transformer_engine", "full_iteration"}), _ONE_BY_ONE)
+"""The same on measured machines: the warm-up times layers that no graph launches."""
 
 _CACHED_LAYOUTS = 64
 
@@ -90,7 +91,8 @@ class Predictor:
             assumed.append("The optimizer step was not measured and counts as 0 s.")
         if not self._measurements.collectives:
             assumed.append("No collective was measured; they are priced as rings over the measured links.")
-        return (*assumed, *_unpriced(self._job))
+        # Of imagined machines no versions are known; their model knows what graphs launch.
+        return (*assumed, *_unpriced(self._job, launches=bool(self._measurements.versions)))
 
     def step_time(self, layout: Layout, placement: Sequence[int], schedule: Schedule | None = None) -> StepTime:
         """Predict the step of a layout on given slots.
@@ -159,10 +161,10 @@ class Predictor:
         return PlacementCost(self._work(layout), self.fabric, self._slowness_W)
 
 
-def _unpriced(job: Job) -> Iterator[str]:
-    """Say which of the job's flags change its step and not the prediction."""
+def _unpriced(job: Job, *, launches: bool) -> Iterator[str]:
+    """Say which of the job's flags change its step and not the prediction; `launches`: graphs of parts do not."""
     options = performance_options(job)
-    for name, values, meaning in UNPRICED:
+    for name, values, meaning in (*UNPRICED, *((GRAPHS_OF_PARTS,) if launches else ())):
         value = getattr(options, name)
         if value in values:
             flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"

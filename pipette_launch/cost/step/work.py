@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.communication.exchanges import Exchange, exchanges
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.communication.traffic import (
-    Exchange,
     StepTraffic,
     aligns_gathers,
     blocks_at_ends,
-    exchanges,
     hop_bytes,
     meets_receivers,
     step_traffic,

@@ -26,12 +26,19 @@ def _layer_parameters(model: ModelSpec) -> tuple[int, int, int]:
     return attention, model.mlp_parameters(), experts
 
 
-def weight_bytes(model: ModelSpec, case: ComputeCase) -> int:
-    """Least memory of one layer, embedding and head: weights, their gradients, and main gradients in fp32."""
+def weight_bytes(job: Job, case: ComputeCase) -> int:
+    """Least memory of one layer, embedding and head: weights, their gradients, and main gradients in fp32.
+
+    Of the experts, which no tensor parallelism cuts here, it is one rank's share. Multi-token prediction has a layer of
+    its own beside the other.
+    """
+    model = job.model
     attention, mlp, experts = _layer_parameters(model)
     tables = 2 if model.untie_embeddings_and_output_weights else 1
     table = model.padded_vocab_size(case.tp) * model.hidden_size
-    parameters = ((experts or attention + mlp) + tables * table) // case.tp
+    layers = 2 if model.mtp_num_layers else 1
+    cut = layers * (0 if experts else attention + mlp) + tables * table
+    parameters = cut // case.tp + layers * experts // job.own.ep
     return parameters * (2 * model.dtype_bytes + FP32_BYTES)
 
 

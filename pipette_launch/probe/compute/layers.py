@@ -28,7 +28,8 @@ from pipette_launch.probe.compute.timing import HABITS, stopwatch_for, time_call
 from pipette_launch.probe.harness import Budget, Lockstep
 from pipette_launch.probe.options import Pace
 from pipette_patches.workload import layers as patches_workload
-from pipette_patches.workload.layers import Workload, case_words, optimizer_step
+from pipette_patches.workload.layers import Workload, case_words
+from pipette_patches.workload.optimizer import optimizer_step
 
 COMPUTE_SHARE = 0.45
 """Part of the budget for compute; the rest belongs to links and collectives."""
@@ -130,7 +131,7 @@ class LayerBench(Bench):
     def _workload(self, case: ComputeCase, stack: ExitStack) -> Workload | None:
         """Make the layers of a case, which the stack takes down again; None where that fails."""
         with self.noting(case_words(case), partial(self.refused.append, case)):
-            needed_bytes = weight_bytes(self.options.job.model, case)
+            needed_bytes = weight_bytes(self.options.job, case)
             self.check_room(case_words(case), needed_bytes, " for one layer's weights and gradients")
             return stack.enter_context(
                 patches_workload.workload(self.options.job, case, device_kind=self.options.device_kind)

@@ -37,14 +37,17 @@ class LayerSeconds:
 
 
 def by_parts(model: ModelSpec, parts_s: Mapping[str, float]) -> LayerSeconds:
-    """Put a model together from the measured seconds of its parts: layer, moe_layer, embedding, head."""
+    """Put a model together from the measured seconds of its parts: layer, moe_layer, embedding, head, prediction.
+
+    Where a depth of multi-token prediction was not timed, it is a layer and a head more.
+    """
     kinds = [bool(kind) for kind in model.moe_layer_freq] or [False] * model.num_layers
     layer_s = {moe: parts_s.get("moe_layer" if moe else "layer", 0.0) for moe in (False, True)}
-    depths_s = model.mtp_num_layers * (layer_s[model.has_expert_prediction] + parts_s["head"])
+    depth_s = parts_s.get("prediction", layer_s[model.has_expert_prediction] + parts_s["head"])
     return LayerSeconds(
         layers_s=tuple(layer_s[moe] for moe in kinds),
         first_s=parts_s["embedding"],
-        last_s=parts_s["head"] + depths_s,
+        last_s=parts_s["head"] + model.mtp_num_layers * depth_s,
     )
 
 

@@ -142,6 +142,16 @@ class Rules:
                 tensor_block(self.options, tp, self.rooms)
             except LayoutError as error:
                 yield str(error)
+        yield from self._latent_faults(tp)
+
+    def _latent_faults(self, tp: int) -> Iterator[str]:
+        """Check the latents, to which Transformer Engine's layers project on every rank in whole."""
+        latent = self.job.model.latent_attention
+        if latent and self.job.model.transformer_impl == "local":
+            if (latent.q_lora_rank or 0) % tp:
+                yield f"tp does not divide q_lora_rank={latent.q_lora_rank}"
+            if (latent.kv_lora_rank + latent.qk_pos_emb_head_dim) % tp:
+                yield f"tp does not divide kv_lora_rank={latent.kv_lora_rank} + {latent.qk_pos_emb_head_dim}"
 
     def pipeline_faults(self, pp: int) -> Iterator[str]:
         """Check flags that ask for a pipeline, or for none."""
@@ -150,8 +160,12 @@ class Rules:
         for name in FSDP:
             if pp > 1 and getattr(self.options, name):
                 yield f"{flag_of(name)} needs pp = 1"
-        if pp == 1 and self.job.model.mtp_num_layers and self.options.overlap_moe_expert_parallel_comm:
-            yield f"{flag_of('overlap_moe_expert_parallel_comm')} with multi-token prediction needs pp > 1"
+        depths = self.job.model.mtp_num_layers
+        if depths and self.options.overlap_moe_expert_parallel_comm:
+            if pp == 1:
+                yield f"{flag_of('overlap_moe_expert_parallel_comm')} with multi-token prediction needs pp > 1"
+            if depths > 1:
+                yield f"{flag_of('overlap_moe_expert_parallel_comm')} allows one depth of multi-token prediction"
         if pp > 1 and self.options.cpu_offloading_num_layers:
             yield f"{flag_of('cpu_offloading_num_layers')} needs pp = 1"
         if pp == 1 and self.options.defer_embedding_wgrad_compute:

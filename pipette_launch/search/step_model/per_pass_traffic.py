@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipette_launch.cost.communication.traffic import Exchange
+from pipette_launch.cost.communication.exchanges import Exchange
 from pipette_launch.search.assignment.problem import Floats, ProblemBuilder
 from pipette_launch.search.step_model.host_view import LinksBetweenHosts, View
 from pipette_launch.search.step_model.subgradients import Tangents

@@ -23,6 +23,8 @@ def no_thread_is_left() -> Iterator[None]:
     # With the agents their stores go, and with these whoever watches them.
     gc.collect()
     ends_s = time.monotonic() + MOST_S
-    for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith(STORE_THREAD):
-            thread.join(max(ends_s - time.monotonic(), 0.0))
+    # Not join(), which a thread that is about to start refuses.
+    while any(thread.name.startswith(STORE_THREAD) for thread in set(threading.enumerate()) - before):
+        if time.monotonic() > ends_s:
+            break
+        time.sleep(0.01)

@@ -61,6 +61,36 @@ def test_a_sweep_stops_at_the_first_that_is_lost(monkeypatch: pytest.MonkeyPatch
     assert (member("b"), why) == (sweep.peer, sweep.lost)
 
 
+def test_a_sweep_that_is_stopped_hears_the_attempt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that fail at once end a round before any silence has lasted long enough."""
+
+    def silent_for_a_while(_peer: Member, timeout_s: float) -> str:
+        time.sleep(0.5)
+        return SILENT
+
+    monkeypatch.setattr(reach, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(reach, "why_unreachable", silent_for_a_while)
+    sweep = ReachSweep([member("a"), member("b")])
+    time.sleep(0.2)
+    assert not sweep.lost
+
+    sweep.stop()
+
+    assert (member("a"), SILENT) == (sweep.peer, sweep.lost)
+
+
+def test_a_sweep_between_two_attempts_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for what was not asked."""
+    monkeypatch.setattr(reach, "why_unreachable", lambda _peer, timeout_s: SILENT)
+    sweep = ReachSweep([member("a")])
+    began_s = time.monotonic()
+
+    sweep.stop()
+
+    assert time.monotonic() - began_s < 0.5
+    assert not sweep.lost
+
+
 def test_who_stands_by_is_left_out_first() -> None:
     """It costs the training nothing; else it is the later one."""
     agents = [member(name) for name in "abc"]

@@ -25,6 +25,12 @@ MODELS: tuple[dict[str, object], ...] = (
     {},
     {"gated_linear_unit": True, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
     {"mtp_num_layers": 1, "normalization": "RMSNorm"},
+    {
+        "mtp_num_layers": 2,
+        "untie_embeddings_and_output_weights": True,
+        "num_experts": 4,
+        "moe_layer_freq": (0, *(1,) * 7),
+    },
     {"num_experts": 4, "moe_layer_freq": (0, 1, 1, 1, 0, 1, 1, 1), "moe_ffn_hidden_size": 128},
     {"num_experts": 4, "moe_layer_freq": (1,) * 8, "moe_shared_expert_intermediate_size": 64},
 )
@@ -52,7 +58,8 @@ def measurements_of(cluster: Cluster, rng: random.Random, *, fits: bool) -> Meas
     """Every part at a time of its own, partly idle; expert layers too."""
     base = tiny_measurements(cluster)
     samples = {
-        part: Samples(values_s=(rng.uniform(1e-3, 9e-3),)) for part in ("layer", "moe_layer", "embedding", "head")
+        part: Samples(values_s=(rng.uniform(1e-3, 9e-3),))
+        for part in ("layer", "moe_layer", "embedding", "head", "prediction")
     }
     compute = tuple(
         ComputeTime(

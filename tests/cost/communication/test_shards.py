@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
+from pipette_launch.cost.communication.exchanges import Exchange, exchanges
 from pipette_launch.cost.communication.hiding import Hiding
-from pipette_launch.cost.communication.traffic import Exchange, exchanges, step_traffic
+from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.facts import Job, Layout
 
 LAYER = 4.0 * 49_984

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.cost.compute.device_time import gradient_s_per_byte, optimizer_s_per_parameter
-from pipette_launch.cost.compute.device_work import layer_loads
-from pipette_launch.cost.compute.imagined_device import imagined
+from pipette_launch.cost.compute.device_work import head_loads, layer_loads
+from pipette_launch.cost.compute.imagined_device import imagined, modelled_compute
 from pipette_launch.cost.compute.stages import ComputeTable, attention_core_share
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
@@ -125,6 +125,17 @@ def test_attention_core_lies_within_the_layer() -> None:
 
     assert again_s == pytest.approx(4 * seconds["core_attention"])
     assert attention_core_share(long.model) < seconds["core_attention"] / seconds["layer"] < 1
+
+
+def test_a_depth_of_prediction_takes_longer_than_its_layer_and_its_head() -> None:
+    """It looks words up, joins and projects beside them; models without one have no such part."""
+    parts = [
+        {time.part: time.forward.median_s for time in modelled_compute(job(mtp_num_layers=depths), DEVICE, [Layout()])}
+        for depths in (0, 2)
+    ]
+
+    assert "prediction" not in parts[0]
+    assert 1 < parts[1]["prediction"] / (parts[1]["layer"] + parts[1]["head"]) < 1.5
 
 
 def test_groups_across_hosts_use_all_cards() -> None:
@@ -248,3 +259,16 @@ def test_nothing_cannot_be_imagined() -> None:
         imagined(
             tiny_job(model=tiny_model(params_dtype="fp16")), DEVICE, num_hosts=1, devices_per_host=1, layouts=[Layout()]
         )
+
+
+def test_a_fused_cross_entropy_passes_over_the_logits_less_often() -> None:
+    """Transformer Engine's own moves a fifth of the bytes; torch's fused one is priced as the plain one."""
+    flags = ("--cross-entropy-loss-fusion",)
+    plain, native, fused = (
+        head_loads(tiny_job(model=tiny_model(params_dtype="bf16"), performance_flags=chosen), Layout())
+        for chosen in ((), flags, (*flags, "--cross-entropy-fusion-impl te"))
+    )
+
+    assert plain == native
+    assert plain.forward.products == fused.forward.products
+    assert fused.forward.moved_bytes < 0.2 * plain.forward.moved_bytes

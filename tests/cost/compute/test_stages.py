@@ -66,6 +66,34 @@ def test_every_predicted_token_costs_a_layer_and_a_head() -> None:
     assert milliseconds(deep.chunk_passes(Layout(pp=4)))[-1] == (4.5, 9.0, 0)
 
 
+def predicting(part_ms: float | None, layout: Layout) -> tuple[float, float, float]:
+    """Milliseconds of the last stage of a model with two depths, each of which was timed to take so long a pass."""
+    measured = tiny_measurements(tiny_cluster(), (CASE,))
+    if part_ms is not None:
+        depth = Samples(values_s=(part_ms * 1e-3,))
+        like = measured.compute[0]
+        timed = replace(like, part="prediction", forward=depth, input_grad=depth, weight_grad=depth)
+        measured = replace(measured, compute=(*measured.compute, timed))
+    deep = ComputeTable(tiny_job(model=tiny_model(mtp_num_layers=2)), measured)
+    return milliseconds(deep.chunk_passes(layout))[-1]
+
+
+def test_a_depth_that_was_timed_costs_what_it_took() -> None:
+    """Two of 1.75 ms a pass beside the layer and the head, and nowhere else."""
+    assert (1 + 0.5 + 2 * 1.75, 2 * (1.5 + 3.5), 0) == predicting(1.75, Layout(pp=4))
+
+
+def test_predicted_layers_run_again_with_method_uniform_alone() -> None:
+    """Two layers of 1 ms beside the stage's own; method block leaves them alone, and so does no recompute."""
+    uniform = Recompute(granularity="full", method="uniform", num_layers=1)
+    block = Recompute(granularity="full", method="block", num_layers=1)
+
+    assert [1 + 2, 1, 0] == [
+        predicting(part_ms, Layout(pp=4, recompute=recompute))[2]
+        for part_ms, recompute in ((1.75, uniform), (None, block), (1.75, Recompute(granularity="none")))
+    ]
+
+
 def test_full_recompute_adds_a_forward() -> None:
     """All layers with method uniform, the first of each chunk with block; embedding and head never."""
     uniform = Recompute(granularity="full", method="uniform", num_layers=2)

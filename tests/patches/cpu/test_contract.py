@@ -22,6 +22,16 @@ EXPECTED = {
     "megatron.core.tensor_parallel.random._set_cuda_rng_state": ["new_state", "device", "graph_safe"],
     "megatron.core.tensor_parallel.random.CheckpointWithoutOutput.__init__": ["self", "fp8"],
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": None,
+    "megatron.core.transformer.multi_latent_attention.HAVE_TE": None,
+    "megatron.core.transformer.dot_product_attention.DotProductAttention.__init__": [
+        "self", "config", "layer_number", "attn_mask_type", "attention_type", "attention_dropout", "softmax_scale",
+        "cp_comm_type", "pg_collection",
+    ],
+    "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding.YarnRotaryEmbedding.__init__": [
+        "self", "kv_channels", "rotary_percent", "rotary_interleaved", "seq_len_interpolation_factor", "rotary_base",
+        "use_cpu_initialization", "scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+        "mscale", "mscale_all_dim", "correction_range_round_to_int", "cp_group",
+    ],
     "megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu": ["tensor", "as_numpy", "record_stream"],
     "megatron.core.jit.jit_fuser": None,
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict": ["self"],

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from facts_for_tests import tiny_model
+from facts_for_tests import fine_grained_model, tiny_model
+
+from pipette_launch.cost.layers.latent_attention import prediction_parameters
+from pipette_launch.cost.layers.parameters import layer_parameters, word_embedding_parameters
+from pipette_launch.facts import Layout
 
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).parents[1] / "workload_worker.py"
@@ -123,3 +127,40 @@ def test_sequence_parallelism_is_timed_where_norms_know_it(found: dict[str, Any]
 def test_layers_and_stages_of_a_gpu_share_one_attention_backend(found: dict[str, Any]) -> None:
     """megatron-core keeps the choice in the process's environment, and refuses another one after it."""
     assert ["local", "local"] == found["attention backends"]
+
+
+def test_latent_attention_is_built_of_megatrons_own_layers(found: dict[str, Any]) -> None:
+    """Values narrower than keys: the local core's output is attention, as wide as they are; it does not chain."""
+    shape, far, chains, has_gradient = found["fine-grained"]["core"]
+
+    assert [32, 2, 4 * 12] == shape
+    assert far < 1e-5
+    assert not chains
+    assert has_gradient
+
+
+def test_a_depth_of_prediction_is_megatrons_own(found: dict[str, Any]) -> None:
+    """The head reads of it what it reads in the whole model, and its loss goes back to every weight and the input.
+
+    Two experts of four a token may leave one without tokens: then its four parameters have no gradient.
+    """
+    same, dimensions, has_gradient, num_reached, num_parameters = found["fine-grained"]["predicted"]
+
+    assert same
+    assert 0 == dimensions
+    assert has_gradient
+    assert num_parameters - 4 <= num_reached <= num_parameters
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parts_of_fine_grained_models_weigh_what_is_predicted(found: dict[str, Any], tp: int) -> None:
+    """Both kinds of layers, shared experts too, and one depth with the words and the head that it shares."""
+    weighs = found["fine-grained"]["parameters"][str(tp)]
+    model, layout = fine_grained_model(), Layout(tp=tp)
+    dense, moe = (layer_parameters(model, layout, moe=each) for each in (False, True))
+    table = word_embedding_parameters(model, layout)
+
+    assert ["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"] == [*weighs]
+    assert dense.count == weighs["layer"]
+    assert moe.count == weighs["moe_layer"]
+    assert moe.count + prediction_parameters(model, layout) + 2 * table == weighs["prediction"]

@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probe.workers import OneRankStore, tiny_options
 
-from pipette_launch.facts import ComputeCase
+from pipette_launch.facts import ComputeCase, Layout
 from pipette_launch.probe.compute import layers, timing
 from pipette_launch.probe.compute.bench import weight_bytes
 from pipette_launch.probe.compute.layers import LayerBench, cases_of
 from pipette_launch.probe.compute.peak_memory import CpuMeter
 from pipette_launch.probe.harness import Budget, Lockstep
-from pipette_patches.workload.layers import OptimizerStep, Part, Workload, WorkloadError
+from pipette_patches.workload.layers import Part, Workload, WorkloadError
+from pipette_patches.workload.optimizer import OptimizerStep
 
 CASES = tuple(ComputeCase(tp=1, cp=1, micro_batch_size=size) for size in (1, 2, 3, 4))
 
@@ -226,4 +227,13 @@ def test_weight_bytes_by_hand() -> None:
     parameters = (64 * 192 + 192 + 64 * 64 + 64) + (2 * 64 * 256 + 256 + 64) + 256 * 64
     case = ComputeCase(tp=2, cp=1, micro_batch_size=1)
 
-    assert parameters // 2 * 12 == weight_bytes(tiny_model(), case)
+    assert parameters // 2 * 12 == weight_bytes(tiny_job(1), case)
+
+
+def test_weight_bytes_of_one_ranks_share_of_the_experts() -> None:
+    """Half of four experts of 2 * 64 * 32 + 96 parameters, also in a depth of prediction; tp cuts none."""
+    experts = {"num_experts": 4, "moe_layer_freq": (1,) * 4, "moe_ffn_hidden_size": 32}
+    job = replace(tiny_job(1), model=tiny_model(mtp_num_layers=1, **experts), own=Layout(dp=2, ep=2))
+
+    parameters = 2 * 2 * (2 * 64 * 32 + 32 + 64) + 256 * 64 // 2
+    assert parameters * 12 == weight_bytes(job, ComputeCase(tp=2, cp=1, micro_batch_size=1))

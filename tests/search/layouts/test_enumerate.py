@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
+from facts_for_tests import LATENT, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_lines import SMALL
@@ -130,6 +130,8 @@ def test_everything_pinned_leaves_the_own_layout() -> None:
         ({"num_layers": 3}, "more pipeline ranks than num_layers=3"),
         ({"ffn_hidden_size": 255}, "tp does not divide ffn_hidden_size=255"),
         ({"transformer_impl": "transformer_engine"}, "context parallelism does not run on CPU"),
+        ({"latent_attention": replace(LATENT, q_lora_rank=33)}, "tp does not divide q_lora_rank=33"),
+        ({"latent_attention": replace(LATENT, kv_lora_rank=33)}, "tp does not divide kv_lora_rank=33 + 8"),
     ],
 )
 def test_a_dropped_layout_has_a_reason(changes: dict[str, object], reason: str) -> None:
@@ -137,6 +139,29 @@ def test_a_dropped_layout_has_a_reason(changes: dict[str, object], reason: str) 
     found = cuts(tiny_job(4, model=tiny_model(**changes)), world_size=4, devices_per_host=4, device_kind="cpu")
 
     assert found.dropped[reason] > 0
+
+
+def test_transformer_engine_has_whole_projections_down_to_the_latents() -> None:
+    """No tensor parallelism cuts them there."""
+    latent = replace(LATENT, q_lora_rank=33)
+    model = tiny_model(latent_attention=latent, transformer_impl="transformer_engine")
+
+    assert [] == [*Rules.of(tiny_job(4, model=model), device_kind="cuda").tensor_faults(2)]
+
+
+def test_overlapped_experts_allow_one_depth_of_prediction() -> None:
+    """And that one not without a pipeline (TransformerConfig)."""
+    flags = ("--overlap-moe-expert-parallel-comm",)
+    one, two = (
+        Rules.of(tiny_job(4, model=tiny_model(mtp_num_layers=depths), performance_flags=flags), device_kind="cuda")
+        for depths in (1, 2)
+    )
+
+    assert [] == [*one.pipeline_faults(2)]
+    assert ["--overlap-moe-expert-parallel-comm with multi-token prediction needs pp > 1"] == [*one.pipeline_faults(1)]
+    assert ["--overlap-moe-expert-parallel-comm allows one depth of multi-token prediction"] == [
+        *two.pipeline_faults(2)
+    ]
 
 
 def test_query_groups_were_never_replicated_before_016() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipette_launch.errors import LayoutError
-from pipette_launch.search.layouts.partition import LayerSeconds, balanced_chunks, by_flops, stage_seconds
+from pipette_launch.search.layouts.partition import LayerSeconds, balanced_chunks, by_flops, by_parts, stage_seconds
 
 
 def live(cut: tuple[int, ...]) -> int:
@@ -101,6 +101,13 @@ def test_unmeasured_parts_are_weighed_by_flops() -> None:
     assert (tiny_model().forward_flops_per_token(),) * 4 == plain.layers_s
     assert (0.0, 2.0 * 64 * 256) == (plain.first_s, plain.last_s)
     assert deeper.last_s == 3 * plain.last_s + 2 * plain.layers_s[0]
+
+
+def test_a_depth_of_prediction_weighs_what_it_was_timed_to() -> None:
+    """The last stage has the head and two of them."""
+    parts = {"layer": 1.0, "embedding": 0.1, "head": 0.5, "prediction": 1.7}
+
+    assert pytest.approx(0.5 + 2 * 1.7) == by_parts(tiny_model(mtp_num_layers=2), parts).last_s
 
 
 def test_layers_without_times_are_refused() -> None:

@@ -25,7 +25,8 @@ NOTES = (
         "scaling; layers that stages do not divide: one less on the last stages. From the recipes' sources: gradients "
         "reduced and experts' moments kept in bf16, weights gathered in FP8, cross-entropy by Transformer Engine from "
         "25.09 on, distributed optimizer with both overlaps, grouped experts, permute fused, sequence "
-        "parallelism where tp > 1, and there --tp-comm-overlap of dense models."
+        "parallelism where tp > 1, and there --tp-comm-overlap of dense models; where FSDP is stated, Megatron's, of "
+        "parameters, gradients and states."
     ),
     (
         "Priced as if: routing is balanced (most rows force it), every layer of GPT-OSS attends to all tokens before "
@@ -51,7 +52,6 @@ def refusal(row: Row, shapes: Mapping[str, Row]) -> str:
     reasons = {
         f"the shape of {row['model']} is not known": row["model"] not in shapes,
         "packed sequences and adapters": row["phase"] != "pretrain",
-        "FSDP": row["fsdp"],
         "activation offloading": row["offload"],
         "tokens are dropped": row["routing"] == "tokendrop",
         "no micro-batch size": row["mbs"] is None,

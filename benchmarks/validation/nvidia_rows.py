@@ -95,6 +95,7 @@ def job_flags(row: Row, shape: Row) -> dict[str, Any]:
         "cross-entropy-fusion-impl": "native" if row["release"].startswith(_NEMO) else "te",
         **PRECISIONS[row["precision"]],
         **_graph_flags(row["cuda_graphs"]),
+        **_sharding_flags(row),
     }
     if row["mtp"] is not None:
         flags["mtp-num-layers"] = row["mtp"] or False
@@ -174,6 +175,18 @@ def _expert_flags(row: Row) -> Mapping[str, Any]:
         "moe-permute-fusion": True,
         **DISPATCHERS[row["dispatcher"] or "alltoall"],
         "overlap-moe-expert-parallel-comm": row["ep_overlap"] == "1",
+    }
+
+
+def _sharding_flags(row: Row) -> Mapping[str, Any]:
+    """Read the number of ranks over which everything is sharded; further ranks hold copies of the shards."""
+    if not row["fsdp"]:
+        return {}
+    replicas = row["gpus"] // (row["tp"] * row["pp"])
+    return {
+        "use-megatron-fsdp": True,
+        "data-parallel-sharding-strategy": "optim_grads_params",
+        "num-distributed-optimizer-instances": replicas // row["fsdp"],
     }
 
 

@@ -66,6 +66,19 @@ class PerformanceOptions:
     optimizer_offload_fraction: float = 1.0
     use_precision_aware_optimizer: bool = False
 
+    # Sharded parameters.
+    data_parallel_sharding_strategy: str = "no_shard"
+    """Of Megatron-FSDP: `no_shard`, `optim`, `optim_grads` or `optim_grads_params`, the default from 0.18 on."""
+    fsdp_double_buffer: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = _option("--use-nccl-ub", default=False)
+    outer_dp_sharding_strategy: str = "no_shard"
+    suggested_communication_unit_size: int | None = None
+    """Parameters that wait for their reduction at once, and twice those that are gathered ahead."""
+    torch_fsdp2_reshard_after_forward: bool = _option("--torch-fsdp2-no-reshard-after-forward", default=True)
+    use_megatron_fsdp: bool = False
+    use_torch_fsdp2: bool = False
+
     # What is kept for the backward, and where.
     cpu_offloading_num_layers: int = 0
     defer_embedding_wgrad_compute: bool = False

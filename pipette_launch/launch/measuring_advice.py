@@ -20,8 +20,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.exchanges import Exchange, Hiding, exchanges
+from pipette_launch.cost.communication.exchanges import Exchange, exchanges
 from pipette_launch.cost.communication.groups import Groups
+from pipette_launch.cost.communication.hiding import Hiding
 from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import has_two_embeddings

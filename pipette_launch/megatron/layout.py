@@ -7,7 +7,7 @@ from pipette_launch.facts import Layout, ModelSpec, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedules import check_interleaving
 from pipette_launch.megatron.chunks import SPLIT_DESTS, read_chunks
-from pipette_launch.megatron.flags import Arguments
+from pipette_launch.megatron.flags import Arguments, release_of
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -96,10 +96,16 @@ def read_layout(arguments: Arguments, *, world_size: int) -> Layout:
             # Megatron drops the flag in silence at TP 1.
             sequence_parallel=bool(arguments.get("sequence_parallel")) and tp > 1,
             recompute=read_recompute(arguments),
-            **{dest: bool(arguments.get(dest)) for dest in SWITCHES},
+            **{dest: bool(arguments.get(dest)) or dest in _implied(arguments) for dest in SWITCHES},
         )
     except LayoutError as error:
         raise MegatronError(f"the job's own configuration: {error}") from error
+
+
+def _implied(arguments: Arguments) -> tuple[str, ...]:
+    """Switches that Megatron turns on itself: Megatron-FSDP's optimizer (from core_v0.18 on, validate_args)."""
+    is_implied = arguments.get("use_megatron_fsdp") and release_of(arguments.version) >= (0, 18)
+    return ("use_distributed_optimizer",) if is_implied else ()
 
 
 def check_layout(
@@ -119,6 +125,7 @@ def check_layout(
         _check_cpu(layout)
     _check_widths(layout, model, arguments)
     _check_experts(layout, model, arguments)
+    _check_sharding(layout, arguments)
     _check_batch(layout, arguments, global_batch_size)
     if layout.overlap_param_gather and not (layout.use_distributed_optimizer and layout.overlap_grad_reduce):
         raise MegatronError(
@@ -180,6 +187,20 @@ def _check_experts(layout: Layout, model: ModelSpec, arguments: Arguments) -> No
         raise MegatronError(
             "--use-tp-pp-dp-mapping with pipeline stages needs expert and dense data-parallel sizes to be equal: "
             f"etp*ep = {layout.etp * layout.ep}, tp*cp = {layout.tp * layout.cp}; remove the flag"
+        )
+
+
+def _check_sharding(layout: Layout, arguments: Arguments) -> None:
+    """Check FSDP: Megatron's own builds a mesh over all ranks, which holds no pipeline (mcore_fsdp_adapter.py)."""
+    for dest in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if arguments.get(dest) and layout.pp > 1:
+            raise MegatronError(f"{arguments.shown(dest)}: does not run with {arguments.shown(PP)}; remove one")
+    if arguments.get("use_megatron_fsdp") and not layout.use_distributed_optimizer:
+        raise MegatronError(f"{arguments.shown('use_megatron_fsdp')}: needs --use-distributed-optimizer; add it")
+    if arguments.get("use_torch_fsdp2") and (layout.use_distributed_optimizer or layout.ep > 1):
+        raise MegatronError(
+            f"{arguments.shown('use_torch_fsdp2')}: runs neither with --use-distributed-optimizer nor with "
+            f"--expert-model-parallel-size above 1; remove them"
         )
 
 

@@ -43,7 +43,6 @@ DESTS = {
     "moe_router_num_groups",
     "moe_router_topk_scaling_factor",
     "moe_token_drop_policy",
-    "nccl_ub",
     "no_persist_layer_norm",
     "overlap_cpu_optimizer_d2h_h2d",
     "qk_layernorm",

@@ -47,6 +47,7 @@ HELD_BY: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
         ("recompute",),
         ": recompute stays",
     ),
+    (("use_megatron_fsdp", "use_torch_fsdp2"), OPTIMIZER_FIELDS, " says what is sharded: the optimizer's flags stay"),
     (("data_parallel_random_init",), ("dp",), " seeds each data-parallel rank apart: dp stays"),
 )
 """Destinations of flags that hold layout fields wherever they are on, and the reason behind the flag."""
@@ -95,8 +96,6 @@ REFUSED = {
     "perform_rl_step": "reinforcement learning steps are not modelled",
     "skip_train": "nothing is trained, so there is nothing to plan",
     "fake_process_group": "one process plays all ranks, so there is nothing to place",
-    "use_torch_fsdp2": "FSDP is not modelled",
-    "use_megatron_fsdp": "FSDP is not modelled",
     "hybrid_context_parallel": "dynamic context parallelism is not modelled",
     "tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
     "expert_tensor_parallel_num_weight_shards": "weight shards beyond tensor parallelism are not modelled",
@@ -114,9 +113,14 @@ UNPLANNED = {
     "dataloader_type=external": "what an external data loader gives to each rank is unknown",
 }
 """The same of jobs that are not planned, though what they hold and cost can be told."""
+UNTIMED = dict.fromkeys(
+    ("use_megatron_fsdp", "use_torch_fsdp2"),
+    "the warm-up runs no sharded parameters; `pipette predict` and `pipette plan --gpu` read it",
+)
+"""The same of jobs that no warm-up can time; on imagined machines they can be planned."""
 
 
-def check_planned(arguments: Arguments, *, for_prediction: bool = False) -> None:
+def check_planned(arguments: Arguments, *, for_prediction: bool = False, without_probes: bool = False) -> None:
     """Raise MegatronError for a job that is not planned (or not even predicted), with the flag and the reason.
 
     The launcher then trains with the user's own configuration, as torchrun would, and shows the reason.
@@ -124,11 +128,13 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False) -> None
     Args:
         arguments: the job's flags.
         for_prediction: refuse only what nothing can be said of.
+        without_probes: the plan rests on no warm-up.
 
     """
     refused = dict(REFUSED)
     if not for_prediction:
         refused |= UNPLANNED
+        refused |= {} if without_probes else UNTIMED
     for key, reason in refused.items():
         dest, _, refused_value = key.partition("=")
         value = arguments.get(dest)

@@ -24,6 +24,7 @@ def read_job(
     device_kind: str,
     fix: Sequence[str] = (),
     for_prediction: bool = False,
+    without_probes: bool = False,
     for_planning: bool = False,
     environment: Mapping[str, str] | None = None,
     device_name: str = "",
@@ -39,6 +40,7 @@ def read_job(
         device_kind: `cuda` or `cpu`.
         fix: names from `--pipette-fix`.
         for_prediction: read also jobs that cannot be planned or placed, but whose memory and time can be told.
+        without_probes: read also jobs that a warm-up cannot time, for plans that rest on none.
         for_planning: read also an own layout that Megatron refuses, without sizes that do not suit the ranks.
         environment: of the workers, for the variables that choose an attention backend or size buffers; None for none.
         device_name: of the GPUs, on which the attention backend depends; empty for unknown ones.
@@ -51,7 +53,7 @@ def read_job(
     fixed = fixed_fields(fix)
     environment = environment or {}
     given = Arguments.parse(arguments, megatron_version)
-    check_planned(given, for_prediction=for_prediction)
+    check_planned(given, for_prediction=for_prediction, without_probes=without_probes)
     check_required(given)
     vocabulary = read_vocabulary(given)
     model = read_model(given, vocabulary, device_kind=device_kind, environment=environment, device_name=device_name)

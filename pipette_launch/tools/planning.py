@@ -62,6 +62,7 @@ def problem_of(args: Namespace) -> PlanningProblem:
         megatron_version=version,
         device_kind=machines.kind,
         fix=fix,
+        without_probes=machines.spec is not None,
         for_planning=True,
         environment=os.environ,
         device_name=machines.device_name,

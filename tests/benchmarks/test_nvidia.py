@@ -109,6 +109,16 @@ def test_dispatcher_and_graphs_become_flags() -> None:
     } <= set(flags)
 
 
+def test_the_sharding_group_becomes_flags() -> None:
+    """Eight ranks share everything; a group of half the replicas is one of two instances."""
+    row = next(row for row in ROWS if row["fsdp"] and row["model"] == "LLAMA3-8B")
+    flags = job(row).performance_flags
+    halved = job(Row(line=row.line, values={**row.values, "fsdp": 4})).performance_flags
+
+    assert {"--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params"} <= set(flags)
+    assert "--num-distributed-optimizer-instances 2" in halved
+
+
 def test_layers_that_stages_do_not_divide_are_cut_by_hand() -> None:
     """61 layers of Kimi-K2 on 16 stages: thirteen of four, and three of three."""
     found = job(next(row for row in ROWS if row["model"] == "Kimi-K2"))
@@ -118,11 +128,11 @@ def test_layers_that_stages_do_not_divide_are_cut_by_hand() -> None:
 
 
 def test_every_row_is_scored_or_counted() -> None:
-    """156 of 236; the others with their reasons, and what a model refuses with its own."""
+    """158 of 236; the others with their reasons, and what a model refuses with its own."""
     found = nvidia.section(PATH, {"ours": one_second})
     lines = {line.group: (line.scored, line.skipped) for line in found.lines}
 
-    assert {"all": (156, 80), "dense": (56, 0), "MoE": (100, 0), "dense, FP8-DS": (37, 0)}.items() <= lines.items()
+    assert {"all": (158, 78), "dense": (58, 0), "MoE": (100, 0), "dense, FP8-DS": (37, 0)}.items() <= lines.items()
     assert 15 == found.reasons["ours: packed sequences and adapters"]
     assert 12 == found.reasons["ours: no tokens/s and no step time"]
 
@@ -131,7 +141,7 @@ def test_every_row_is_scored_or_counted() -> None:
 
     refused = nvidia.section(PATH, {"ours": refuses})
     assert () == refused.lines
-    assert 156 == refused.reasons["ours: no experts"]
+    assert 158 == refused.reasons["ours: no experts"]
 
 
 def test_step_times_as_published_come_first() -> None:

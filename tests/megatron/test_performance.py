@@ -33,10 +33,14 @@ def test_options_are_read_from_a_jobs_flags() -> None:
     )
 
 
-@pytest.mark.parametrize("version", ["0.16.1", f"{releases()[-1]}.0"])
-def test_defaults_are_megatrons(version: str) -> None:
-    """A job without such flags has the record's own defaults, which are those of the releases."""
-    assert performance_options(tiny_job(megatron_version=version)) == PerformanceOptions()
+@pytest.mark.parametrize(
+    ("version", "sharded"), [("0.16.1", "no_shard"), (f"{releases()[-1]}.0", "optim_grads_params")]
+)
+def test_defaults_are_megatrons(version: str, sharded: str) -> None:
+    """A job without such flags has the record's own defaults, which are those of the releases, but for one."""
+    assert performance_options(tiny_job(megatron_version=version)) == PerformanceOptions(
+        data_parallel_sharding_strategy=sharded
+    )
 
 
 def test_a_list_may_have_been_one_value() -> None:

@@ -52,6 +52,21 @@ def test_learning_stays_the_same(words: str, pinned: tuple[str, ...]) -> None:
     assert bool(asked.notes) == bool(pinned)
 
 
+@pytest.mark.parametrize("words", ["--use-megatron-fsdp --use-distributed-optimizer", "--use-torch-fsdp2"])
+def test_sharding_stays(words: str) -> None:
+    """What the user shards is his; the rest of the layout may change."""
+    asked = job(words, base=SAMPLES, for_prediction=True)
+
+    assert OPTIMIZER == asked.pinned
+
+
+def test_megatron_turns_the_optimizer_on_itself() -> None:
+    """From 0.18 on Megatron-FSDP implies the distributed optimizer; before, the job is refused without it."""
+    assert job("--use-megatron-fsdp", version="0.18.0", for_prediction=True).own.use_distributed_optimizer
+    with pytest.raises(MegatronError, match="needs --use-distributed-optimizer"):
+        job("--use-megatron-fsdp", for_prediction=True)
+
+
 def test_cpu_pins_context_parallelism() -> None:
     """It needs Transformer Engine."""
     assert job(device_kind="cpu").pinned == ("cp",)
@@ -107,6 +122,8 @@ def test_what_is_off_or_harmless_is_not_refused() -> None:
     "words",
     [
         "--local-rank 0",
+        "--use-megatron-fsdp --use-distributed-optimizer",
+        "--use-torch-fsdp2",
         "--inprocess-restart",
         "--dataloader-type external",
     ],
@@ -120,7 +137,6 @@ def test_what_only_a_placement_breaks_is_predicted(words: str) -> None:
     "words",
     [
         "--skip-train",
-        "--use-torch-fsdp2",
         "--img-h 224",
         "--spec my.module layers",
     ],

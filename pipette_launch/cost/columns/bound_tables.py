@@ -26,6 +26,7 @@ from pipette_launch.cost.layers.parameters import (
     unit_parameters,
     word_embedding_parameters,
 )
+from pipette_launch.cost.layers.sharding import shard_copies, sharding_of
 from pipette_launch.cost.memo import Memo
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
@@ -131,6 +132,8 @@ class Tables:
         self._copied_by: tuple[Field, ...] = ("sequence_parallel", "ep", "etp") if compute.copies_to_host else ()
         self._passes: dict[tuple[object, ...], Floats] = {}
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
+        self._of_shards: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
+        """What exchanges depend on besides where FSDP has some: the replicas, and what recompute hides."""
         shared = int(job.model.moe_shared_expert_intermediate_size > 0)
         # A stage for each part, in the order of X.
         self._one_of_each = LayerCounts.of_rows(
@@ -171,7 +174,7 @@ class Tables:
     def unit_times(self, columns: LayoutColumns) -> UnitTimes:
         """Look up, or work out, the times of what the layouts' chunks are made of."""
         kernels = columns.groups("tp", "cp", "micro_batch_size", "recompute", *self._copied_by)
-        networks = columns.groups("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp")
+        networks = columns.groups("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._of_shards)
         both_N = networks.group_N * len(kernels.first_U) + kernels.group_N
         codes_U, group_N = np.unique(both_N, return_inverse=True)
         network_U, kernel_U = np.divmod(codes_U, len(kernels.first_U))
@@ -235,20 +238,24 @@ class Tables:
     def _exchange_s_U3X(self, columns: LayoutColumns) -> Floats:
         """Exposed seconds of forward and backward by part over the best links; third, X times, those of a hop.
 
-        Sizes grow with the micro-batch and nothing else does, so layouts that differ in it are priced together.
+        Sizes grow with the micro-batch and nothing else does, so layouts that differ in it are priced together. Those
+        of shards do not grow.
         """
-        cases = columns.groups("tp", "cp", "micro_batch_size")
+        cases = columns.groups("tp", "cp", "micro_batch_size", *self._of_shards)
         hiding_U = [self.compute.hiding(columns.layout(int(row))) for row in cases.first_U]
         found = np.zeros((len(columns), 3, NUM_PARTS))
-        for rows in split_by_code(columns.groups("tp", "cp", "sequence_parallel", "ep", "etp").group_N):
+        degrees_of = columns.groups("tp", "cp", "sequence_parallel", "ep", "etp", *self._of_shards)
+        for rows in split_by_code(degrees_of.group_N):
             shape = columns.layout(int(rows[0]))
             degrees = {name: getattr(shape, name) for name in ("tp", "cp", "ep", "etp", "sequence_parallel")}
-            one = Layout(**degrees, dp=shape.ep * shape.etp)
+            one = Layout(**degrees, dp=shape.dp if self._of_shards else shape.ep * shape.etp)
             samples = columns.micro_batch_size[rows].astype(np.float64)
             if one not in self._exchanges:
                 self._exchanges[one] = exchanges_of(self.job, one, self._one_of_each, self._fabric.domain_slots)
+            members = group_sizes(one, instances=shard_copies(self.job))
             for item in self._exchanges[one]:
-                seconds = self._fabric.bounds_s(item.kind, group_sizes(one)[item.group], item.size_bytes * samples)
+                sizes = item.size_bytes * (np.ones_like(samples) if item.is_sharding else samples)
+                seconds = self._fabric.bounds_s(item.kind, members[item.group], sizes)
                 if item.behind:
                     hidden_s = [getattr(hiding_U[case], item.behind) for case in cases.group_N[rows].tolist()]
                     seconds = np.maximum(seconds - np.array(hidden_s) * item.behind_share, 0.0)

@@ -23,8 +23,9 @@ from pipette_launch.cost.columns.bound_tables import Content, Tables, UnitTimes,
 from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.traffic import aligns_gathers, meets_receivers, num_buckets
-from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, resident_parameters
+from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
 from pipette_launch.cost.layers.parameters import expert_dp
+from pipette_launch.cost.layers.sharding import sharding_of
 from pipette_launch.cost.step.first_gathers import waits_one_by_one_s
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts.job import Job
@@ -193,17 +194,21 @@ class _UpdatePrices:
         )
         replicas_T = groups.dp * groups.cp
         is_sharded_T = groups.use_distributed_optimizer > 0
-        gradient = gradient_bytes_per_parameter(job)
+        gradient, sharding = gradient_bytes_per_parameter(job), sharding_of(job)
+        # FSDP exchanges them in the passes; that it gathers embedding and head once a step is left out.
+        reduces = 0 if sharding and sharding.gradients else gradient
+        gathers = 0 if sharding and sharding.weights else job.model.dtype_bytes
         reduce_s, gather_s = np.zeros(kinds_TVP.shape), np.zeros(kinds_TVP.shape)
         for count_TVP, size_T in ((dense_TVP, replicas_T), (expert_TVP, expert_dp(groups))):
             sharded_T, whole_T = np.where(is_sharded_T, size_T, 1), np.where(is_sharded_T, 1, size_T)
-            reduce_s += tables.bound_s("all_reduce", whole_T, count_TVP * gradient)
-            reduce_s += tables.bound_s("reduce_scatter", sharded_T, count_TVP * gradient)
-            gather_s += tables.bound_s("all_gather", sharded_T, count_TVP * job.model.dtype_bytes)
+            reduce_s += tables.bound_s("all_reduce", whole_T, count_TVP * reduces)
+            reduce_s += tables.bound_s("reduce_scatter", sharded_T, count_TVP * reduces)
+            gather_s += tables.bound_s("all_gather", sharded_T, count_TVP * gathers)
         # Ranks first, so that figures of T stand behind.
         dense_PT, expert_PT = dense_TVP.sum(axis=1).T, expert_TVP.sum(axis=1).T
         optimizer_s_PT = tables.once_a_step.seconds(
-            resident_parameters(job, dense_PT, expert_PT, groups), (dense_PT + expert_PT) * gradient
+            resident_parameters(job, dense_PT, expert_PT, groups),
+            held_gradients(job, dense_PT, expert_PT, groups) * gradient,
         )
         return cls(
             group_N=group_N.reshape(-1),

@@ -11,6 +11,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.communication.hiding import Behind, Hiding
+from pipette_launch.cost.communication.shards import shard_exchanges
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.layers import attention
 from pipette_launch.facts.job import Job
@@ -18,10 +20,8 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.megatron.performance import performance_options
 
 Ints = NDArray[np.int64]
-Group = Literal["tp", "cp", "ep", "etp", "ep_etp"]
+Group = Literal["tp", "cp", "ep", "etp", "ep_etp", "shard", "expert_shard"]
 """Fields of `Groups`."""
-Behind = Literal["core_attention_s", "input_grad_s", "weight_grad_s", "forward_s", "other_layer_s"]
-"""Fields of `Hiding`."""
 
 _FP32_BYTES = 4
 IN_DOMAIN_SHARE = 0.42
@@ -31,22 +31,6 @@ OVERLAP_COSTS = 0.15
 multiprocessors (`--moe-deepep-num-sms`)."""
 _CROSS_ENTROPY_REDUCTIONS = 3
 """Largest logit, logit of the target, sum of exponentials (cross_entropy.py)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hiding:
-    """Compute of one layer, for one micro-batch, behind which a collective passes."""
-
-    core_attention_s: float = 0.0
-    """The forward's scores and context: behind them go the rings of context parallelism."""
-    input_grad_s: float = 0.0
-    """Input gradient of one column-parallel matrix."""
-    weight_grad_s: float = 0.0
-    """Weight gradient of one column-parallel matrix."""
-    forward_s: float = 0.0
-    """Forward of one column-parallel matrix: behind it go chunks of `--tp-comm-overlap`."""
-    other_layer_s: float = 0.0
-    """A quarter of a layer's two passes: behind each go the tokens of one exchange of another micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +54,13 @@ class Exchange:
     @property
     def part(self) -> str:
         """The part of a step to which it belongs (`StepTime.breakdown_s`)."""
-        return {"tp": "tensor_parallel", "cp": "context_parallel"}.get(self.group, "expert_parallel")
+        names = {"tp": "tensor_parallel", "cp": "context_parallel"}
+        return "data_parallel" if self.is_sharding else names.get(self.group, "expert_parallel")
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether it moves weights or gradients, of which a larger micro-batch has no more."""
+        return self.group in ("shard", "expert_shard")
 
 
 def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int = 1) -> tuple[Exchange, ...]:
@@ -94,7 +84,7 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
 
     """
     depths_S = job.model.mtp_num_layers * counts.head_S
-    found = [*_projection(job, layout, depths_S)]
+    found = [*_projection(job, layout, depths_S), *_sharded(job, layout, counts)]
     counts = counts.with_depths(job, layout, depths_S)
     found += _tensor_parallel(job, layout, counts)
     found += _context_parallel(job, layout, counts)
@@ -260,6 +250,12 @@ def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts, domain: int)
     if members > 1:
         yield _exchange("all_gather", group, size * members, forward_S, backward_S)
         yield _exchange("reduce_scatter", group, size * members, forward_S, backward_S)
+
+
+def _sharded(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
+    for one in shard_exchanges(job, layout, counts):
+        item = _exchange(one.kind, one.group, one.size_bytes, one.forward_S, one.backward_S, behind=one.behind)
+        yield replace(item, behind_share=one.behind_share)
 
 
 def _exchange(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,16 +33,22 @@ class Groups:
     """Rows ordered by (pp, tp)."""
     expert_dp: Ranks
     """Rows ordered by (pp, ep, etp)."""
+    shard: Ranks
+    """Of `dp_cp` those that share one copy of what FSDP shards."""
+    expert_shard: Ranks
     embedding: Ranks
     """First and last pipeline rank of each lane."""
     forward_hop: Ranks
     """(sender, receiver) from each pipeline rank to the next, last to first; rows ordered by (pp, dp, cp, tp)."""
 
     @classmethod
-    def of(cls, layout: Layout) -> Groups:
-        """List the groups of a layout."""
+    def of(cls, layout: Layout, *, instances: int = 1) -> Groups:
+        """List the groups of a layout whose shards have so many copies."""
         grid = rank_grid(layout)
         expert = _grid(layout, expert_dp(layout), layout.ep, layout.etp)
+        dp_cp = grid.transpose(0, 3, 1, 2).reshape(layout.pp * layout.tp, -1)
+        expert_dp_rows = _rows(expert, (0, 2, 3, 1))
+        sizes = group_sizes(layout, instances=instances)
         hop = np.stack([grid, np.roll(grid, -1, axis=0)], axis=-1)
         return cls(
             grid_PDCT=grid,
@@ -50,8 +57,11 @@ class Groups:
             ep=_rows(expert, (0, 1, 3, 2)),
             etp=_rows(expert, (0, 1, 2, 3)),
             ep_etp=expert.reshape(-1, layout.ep * layout.etp),
-            dp_cp=grid.transpose(0, 3, 1, 2).reshape(layout.pp * layout.tp, -1),
-            expert_dp=_rows(expert, (0, 2, 3, 1)),
+            dp_cp=dp_cp,
+            expert_dp=expert_dp_rows,
+            # Each copy lies on consecutive members (parallel_state.py, intra_partial_data_parallel_group).
+            shard=dp_cp.reshape(-1, sizes["shard"]),
+            expert_shard=expert_dp_rows.reshape(-1, sizes["expert_shard"]),
             embedding=np.stack([grid[0], grid[-1]], axis=-1).reshape(-1, 2),
             forward_hop=hop.reshape(-1, 2),
         )
@@ -72,16 +82,20 @@ class Groups:
         return np.asarray(met_PDCT.reshape(*met_PDCT.shape[:2], -1))
 
 
-def group_sizes(layout: Layout) -> dict[str, int]:
-    """Members of each group of a layout, by its name in `Groups`."""
+def group_sizes(layout: Layout, *, instances: int = 1) -> dict[str, int]:
+    """Members of each group of a layout, by its name in `Groups`; see `Groups.of`."""
+    replicas, expert_replicas = layout.dp * layout.cp, expert_dp(layout)
     return {
         "tp": layout.tp,
         "cp": layout.cp,
         "ep": layout.ep,
         "etp": layout.etp,
         "ep_etp": layout.ep * layout.etp,
-        "dp_cp": layout.dp * layout.cp,
-        "expert_dp": expert_dp(layout),
+        "dp_cp": replicas,
+        "expert_dp": expert_replicas,
+        # No layout that Megatron takes is left with a rest.
+        "shard": replicas // math.gcd(replicas, instances),
+        "expert_shard": expert_replicas // math.gcd(expert_replicas, instances),
     }
 
 

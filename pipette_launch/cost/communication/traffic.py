@@ -9,14 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.cost.communication.shards import gradients_of_copies, parameters_of_ends
 from pipette_launch.cost.layers import activations
-from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, resident_parameters
+from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
 from pipette_launch.cost.layers.parameters import (
     by_rank,
     chunk_parameters,
     has_two_embeddings,
     word_embedding_parameters,
 )
+from pipette_launch.cost.layers.sharding import sharding_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.megatron.performance import performance_options
@@ -37,6 +39,8 @@ class StepTraffic:
     """Parts of each stage's gradients that can leave one by one."""
     resident_parameters: tuple[int, ...]
     """Parameters that each pipeline rank steps."""
+    held_gradients: tuple[int, ...]
+    """Gradients that each pipeline rank keeps from micro-batch to micro-batch."""
     embedding_bytes: int
     """Gradient of the word embedding, summed over first and last pipeline rank; 0 when there is one copy."""
 
@@ -88,22 +92,29 @@ def aligns_gathers(job: Job, layout: Layout) -> bool:
 
 
 def step_traffic(job: Job, layout: Layout) -> StepTraffic:
-    """Count gradients to reduce and parameters to gather of each stage, by who shares them."""
-    gradient, element = gradient_bytes_per_parameter(job), job.model.dtype_bytes
+    """Count gradients to reduce and parameters to gather of each stage, by who shares them.
+
+    What FSDP exchanges in every micro-batch is not in it (`shard_exchanges`).
+    """
+    gradient, element, sharding = gradient_bytes_per_parameter(job), job.model.dtype_bytes, sharding_of(job)
     chunks = chunk_parameters(job.model, layout)
     gathers = element if layout.use_distributed_optimizer else 0
+    ranks = [(part.dense, part.expert) for part in by_rank(chunks, layout.pp)]
     shared = layout.pp > 1 and has_two_embeddings(job.model)
     return StepTraffic(
-        gradient_bytes=tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
-        parameter_bytes=tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
+        gradient_bytes=gradients_of_copies(job, layout, chunks)
+        if sharding and sharding.gradients
+        else tuple((chunk.dense * gradient, chunk.expert * gradient) for chunk in chunks),
+        parameter_bytes=parameters_of_ends(job, layout, gathers)
+        if sharding and sharding.weights
+        else tuple((chunk.dense * gathers, chunk.expert * gathers) for chunk in chunks),
         # Only the first chunk of pipeline rank 0 is split, and only to overlap (param_and_grad_buffer.py).
         num_buckets=tuple(
             1 if stage or not layout.overlap_grad_reduce else int(num_buckets(chunk.count, layout.dp * layout.cp))
             for stage, chunk in enumerate(chunks)
         ),
-        resident_parameters=tuple(
-            int(resident_parameters(job, part.dense, part.expert, layout)) for part in by_rank(chunks, layout.pp)
-        ),
+        resident_parameters=tuple(int(resident_parameters(job, *rank, layout)) for rank in ranks),
+        held_gradients=tuple(int(held_gradients(job, *rank, layout)) for rank in ranks),
         embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if shared else 0,
     )
 

@@ -27,6 +27,7 @@ from pipette_launch.cost.compute.device_work import (
 )
 from pipette_launch.cost.compute.loads import PassLoads
 from pipette_launch.cost.compute.stages import case_of
+from pipette_launch.cost.layers.sharding import shard_copies
 from pipette_launch.errors import FactError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
@@ -76,7 +77,7 @@ def imagined(
     return Measurements(
         cluster=cluster,
         compute=modelled_compute(job, device, chosen),
-        collectives=tuple(_collective_times(device, cluster, chosen)),
+        collectives=tuple(_collective_times(device, cluster, chosen, shard_copies(job))),
         memory=(),
         overhead_bytes=0,
         versions={},
@@ -199,7 +200,9 @@ def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozense
         )
 
 
-def _collective_times(device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout]) -> Iterator[CollectiveTime]:
+def _collective_times(
+    device: DeviceSpec, cluster: Cluster, layouts: Sequence[Layout], instances: int
+) -> Iterator[CollectiveTime]:
     """Price rings of equal steps; between hosts each member of a host brings its own share of the network cards.
 
     A group of one size may lie on as few hosts as possible, doubled up to one member a host. An all-to-all is not a
@@ -210,7 +213,8 @@ def _collective_times(device: DeviceSpec, cluster: Cluster, layouts: Sequence[La
     byte_s_HH = cluster.between_hosts.seconds_per_byte()
     inside_latency_s, inside_byte_s = device.within_host.latency_s, 1 / device.within_host.fair_bytes_per_s
     shapes = {(one.tp, one.cp, one.ep, one.etp, one.dp, one.pp): one for one in layouts}
-    sizes = {size for layout in shapes.values() for size in (*group_sizes(layout).values(), min(layout.pp, 2))}
+    groups = [(*group_sizes(layout, instances=instances).values(), min(layout.pp, 2)) for layout in shapes.values()]
+    sizes = {size for each in groups for size in each}
     for size in sorted(sizes - {1}):
         fewest, most = -(-size // cluster.devices_per_host), min(size, len(cluster.hosts))
         doubled = (fewest << power for power in range(most.bit_length()))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from pipette_launch.cost.communication.exchanges import Hiding
+from pipette_launch.cost.communication.hiding import Hiding
 from pipette_launch.cost.layers.activations import recompute_modules
 from pipette_launch.cost.layers.offloading import offloaded
 from pipette_launch.errors import PlanError
@@ -173,11 +173,7 @@ class ComputeTable:
         """
         part = self._part_passes(case_of(layout))
         layers = (
-            self._layer(layout, part, 0 if again else layout.recompute.num_layers, moe=moe)
-            if ("moe_layer" if moe else "layer") in self._parts
-            else Passes()
-            for moe in (False, True)
-            for again in (False, True)
+            self._whole_layer(layout, part, moe=moe, again=again) for moe in (False, True) for again in (False, True)
         )
         return (*layers, part["embedding"], part["head"] + self._prediction(layout, part))
 
@@ -188,6 +184,7 @@ class ComputeTable:
         part = self._part_passes(case_of(layout))
         layer = part["moe_layer" if moe else "layer"]
         share = column_share(model, moe=moe)
+        plain, with_experts = (self._whole_layer(layout, part, moe=kind) for kind in (False, True))
         return Hiding(
             core_attention_s=part[_CORE].forward_s
             if _CORE in part
@@ -196,6 +193,10 @@ class ComputeTable:
             weight_grad_s=layer.weight_grad_s * share,
             forward_s=layer.forward_s * share,
             other_layer_s=(layer.forward_s + layer.backward_s) / 4,
+            layer_forward_s=plain.forward_s,
+            layer_backward_s=plain.backward_s + plain.recompute_s,
+            moe_layer_forward_s=with_experts.forward_s,
+            moe_layer_backward_s=with_experts.backward_s + with_experts.recompute_s,
         )
 
     def part_seconds(self, case: ComputeCase) -> dict[str, float] | None:
@@ -233,6 +234,12 @@ class ComputeTable:
         depth = part.get(_PREDICTION) or plain + part["head"]
         idle_s = depth.backward_idle_s + layer.backward_idle_s - plain.backward_idle_s
         return replace(depth, recompute_s=layer.recompute_s, backward_idle_s=idle_s) * model.mtp_num_layers
+
+    def _whole_layer(self, layout: Layout, part: dict[str, Passes], *, moe: bool, again: bool = False) -> Passes:
+        """Return a layer that method block leaves alone, or that it runs `again`; 0 s where the model has none."""
+        if ("moe_layer" if moe else "layer") not in self._parts:
+            return Passes()
+        return self._layer(layout, part, 0 if again else layout.recompute.num_layers, moe=moe)
 
     def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, *, moe: bool) -> Passes:
         model, name = self._job.model, "moe_layer" if moe else "layer"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.layers.parameters import expert_dp
+from pipette_launch.cost.layers.sharding import layer_weight_bytes, sharding_of
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import Ints, LayoutColumns
@@ -50,7 +51,12 @@ class OnceAStep:
 
 
 def gradient_bytes_per_parameter(job: Job) -> int:
-    """Return 4 for fp32 accumulation, which bf16 forces unless reduced in bf16; 2 for fp16."""
+    """Return 4 for fp32 accumulation, which bf16 forces unless reduced in bf16; 2 for fp16.
+
+    torch FSDP2 reduces and keeps gradients in the weights' type.
+    """
+    if performance_options(job).use_torch_fsdp2:
+        return job.model.dtype_bytes
     if job.model.params_dtype == "fp16":
         return _FP32_BYTES if performance_options(job).accumulate_allreduce_grads_in_fp32 else 2
     return 2 if job.grad_reduce_in_bf16 else _FP32_BYTES
@@ -67,14 +73,46 @@ def buffered_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: L
     return np.where(layout.use_distributed_optimizer, parts, dense + expert)
 
 
+def weight_bytes(
+    job: Job, dense: IntOrInts, expert: IntOrInts, ends: IntOrInts, layout: Layout | LayoutColumns
+) -> Ints:
+    """Count the bytes of the weights that one rank keeps: all of its own, or under FSDP a shard.
+
+    Args:
+        job: its flags say whether weights are sharded.
+        dense: parameters of one rank that are no experts.
+        expert: its experts.
+        ends: of the dense ones those outside the layers, which are never in FP8.
+        layout: who shares them.
+
+    """
+    sharding = sharding_of(job)
+    if sharding is None or not sharding.weights:
+        return buffered_parameters(job, dense, expert, layout) * job.model.dtype_bytes
+    replicas = layout.dp * layout.cp
+    layers = shard(job, dense - ends, replicas) + shard(job, expert, expert_dp(layout))
+    return layers * layer_weight_bytes(job)[0] + shard(job, ends, replicas) * job.model.dtype_bytes
+
+
+def held_gradients(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
+    """Count the gradients that one rank keeps from micro-batch to micro-batch, without padding."""
+    sharding = sharding_of(job)
+    if sharding is None or not sharding.gradients:
+        return np.asarray(dense + expert)
+    return shard(job, dense, layout.dp * layout.cp) + shard(job, expert, expert_dp(layout))
+
+
 def resident_parameters(job: Job, dense: IntOrInts, expert: IntOrInts, layout: Layout | LayoutColumns) -> Ints:
     """Count the parameters whose optimizer state one rank holds.
 
     The distributed optimizer shards them over d*c, experts over their own data-parallel group; with
-    `--num-distributed-optimizer-instances` each instance shards for itself.
+    `--num-distributed-optimizer-instances` each instance shards for itself, unless FSDP shards states over all.
     """
-    parts = shard(job, dense, layout.dp * layout.cp) + shard(job, expert, expert_dp(layout))
-    return np.where(layout.use_distributed_optimizer, parts, dense + expert)
+    sharding, options = sharding_of(job), performance_options(job)
+    across = options.use_megatron_fsdp and options.outer_dp_sharding_strategy == "optim"
+    parts = shard(job, dense, layout.dp * layout.cp, across=across)
+    parts = parts + shard(job, expert, expert_dp(layout), across=across)
+    return np.where(sharding.states if sharding else layout.use_distributed_optimizer, parts, dense + expert)
 
 
 def padded(job: Job, counts: IntOrInts, num_shards: IntOrInts) -> Ints:
@@ -84,9 +122,12 @@ def padded(job: Job, counts: IntOrInts, num_shards: IntOrInts) -> Ints:
     return np.asarray(-(-counts // multiple) * multiple)
 
 
-def shard(job: Job, counts: IntOrInts, num_shards: IntOrInts) -> Ints:
-    """Give one rank its share of so many elements, rounded up; see `resident_parameters`."""
-    instances = performance_options(job).num_distributed_optimizer_instances
+def shard(job: Job, counts: IntOrInts, num_shards: IntOrInts, *, across: bool = False) -> Ints:
+    """Give one rank its share of so many elements, rounded up, `across` all instances of the optimizer or within one.
+
+    See `resident_parameters`.
+    """
+    instances = 1 if across else performance_options(job).num_distributed_optimizer_instances
     return np.asarray(-(-counts // np.maximum(1, num_shards // instances)))
 
 

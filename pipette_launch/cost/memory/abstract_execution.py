@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipette_launch.cost.layers.sharding import sharding_of
 from pipette_launch.errors import FileFormatError, PlanError
 from pipette_launch.facts.files import digest, from_plain, parse, read_bytes, to_plain, write_text
 from pipette_launch.facts.job import Job
@@ -91,6 +92,9 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
 
     def execute(self, job: Job, layout: Layout, pp_ranks: Sequence[int]) -> tuple[ExecutedMemory, ...]:
         """As the function of this name."""
+        if sharding_of(job):
+            # Megatron-FSDP asks the process group for all ranks of its mesh, and frees storage behind tensors' backs.
+            raise PlanError("abstract execution runs no FSDP; count by formula with --method closed")
         for rank in pp_ranks:
             if not 0 <= rank < layout.pp:
                 raise PlanError(f"there is no pipeline rank {rank} of {layout.pp}")

@@ -23,8 +23,15 @@ from numpy.typing import NDArray
 
 from pipette_launch.cost.layers import activations, attention, embedding_and_head, experts, offloading
 from pipette_launch.cost.layers.beside_weights import dummy_gradient_bytes, fp8_weight_bytes
-from pipette_launch.cost.layers.optimizer import buffered_parameters, gradient_bytes_per_parameter, optimizer_bytes
+from pipette_launch.cost.layers.optimizer import (
+    buffered_parameters,
+    gradient_bytes_per_parameter,
+    held_gradients,
+    optimizer_bytes,
+    weight_bytes,
+)
 from pipette_launch.cost.layers.parameters import stage_parameters
+from pipette_launch.cost.layers.sharding import end_parameters, sharding_of, whole_beside_shards
 from pipette_launch.cost.memo import Memo
 from pipette_launch.cost.memory.live_activations import LAYER, Stages, chunk_bytes, input_bytes, live_bytes
 from pipette_launch.facts.job import Job
@@ -73,6 +80,8 @@ class PeakParts(Generic[Bytes]):
     """The pipeline's tensors in flight."""
     optimizer_step: Bytes
     """Temporaries of the optimizer step, which runs when no activation is kept any more."""
+    whole: Bytes
+    """Under FSDP: weights and gradients of the layers at work, beside the shards."""
 
     @property
     def static(self) -> Bytes:
@@ -91,7 +100,7 @@ class PeakParts(Generic[Bytes]):
 
     @property
     def _kept(self) -> Bytes:
-        return self.activations + self.embedding + self.deferred + self.buffers
+        return self.activations + self.embedding + self.deferred + self.buffers + self.whole
 
     @property
     def _instants(self) -> tuple[Bytes, Bytes]:
@@ -119,7 +128,7 @@ class MemoryParts(PeakParts[int]):
             **kinds,
             "activations": self.activations + self.embedding + (self.mask if is_loss else at_backward),
             "logits": self.deferred + (self.head if is_loss else 0),
-            "buffers": self._lasting + self.buffers,
+            "buffers": self._lasting + self.buffers + self.whole,
         }
 
 
@@ -200,6 +209,7 @@ def peak_memory_columns(job: Job, layouts: LayoutColumns) -> MemoryColumns:
         # (NVIDIA's golden values with a pipeline: one or two such tensors beyond the first two, of 4 and of 64 MiB).
         buffers=stages.spread(np.where(layouts.pp > 1, 3 * layer["stream"], 0)),
         optimizer_step=optimizer_step,
+        whole=stages.spread(_whole(layouts, layer)),
     )
     return MemoryColumns(starts_N=stages.starts_N, parts_S=parts)
 
@@ -243,6 +253,7 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
     is_full = layout.recompute.granularity == "full"
     mask = embedding_and_head.attention_mask_bytes(job, layout)
     away = [offloading.offloaded(job, layout, moe=moe, recomputed=modules) for moe in kinds]
+    whole = whole_beside_shards(job, layout, gradient_bytes_per_parameter(job))
     return {
         "dense": activations.kept_bytes(job, layout, moe=False),
         "moe": activations.kept_bytes(job, layout, moe=bool(model.num_experts)),
@@ -262,14 +273,19 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
         "shared": shared_buffer_bytes(job, layout, has_head=False),
         "dummies_last": dummy_gradient_bytes(job, layout, has_head=True),
         "dummies": dummy_gradient_bytes(job, layout, has_head=False),
+        "whole": whole.weights + whole.gradients,
+        "whole_layer": whole.layer_gradients,
+        "waiting": whole.waiting,
     }
 
 
 def _stage_counts(job: Job, layout: Layout) -> Ints:
-    """Dense and expert parameters of each stage, and bytes of its FP8 copies."""
+    """Dense and expert parameters of each stage, bytes of its FP8 copies, and parameters outside its layers."""
     counts, copies = stage_parameters(job.model, layout), fp8_weight_bytes(job, layout)
-    rows = [(each.dense, each.expert, copy) for each, copy in zip(counts, copies, strict=True)]
-    return np.array(rows, dtype=np.int64)
+    rows = np.array([(each.dense, each.expert, copy, 0) for each, copy in zip(counts, copies, strict=True)])
+    # Of a single stage both ends count.
+    np.add.at(rows[:, -1], [0, -1], end_parameters(job.model, layout))
+    return rows.astype(np.int64)
 
 
 def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...]:
@@ -285,16 +301,23 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...
     table = np.concatenate(counts)
     row_R = np.repeat(np.arange(len(chosen)), chosen.pp)
     firsts = np.cumsum(chosen.pp) - chosen.pp
-    dense, expert, copies = table[starts[row_R] + np.arange(len(row_R)) - firsts[row_R]].T
+    dense, expert, copies, ends = table[starts[row_R] + np.arange(len(row_R)) - firsts[row_R]].T
     each = chosen.take(row_R)
-    buffered = buffered_parameters(job, dense, expert, each)
+    sharding = sharding_of(job)
+    gradients = held_gradients if sharding and sharding.gradients else buffered_parameters
     figures = (
-        buffered * job.model.dtype_bytes + copies,
-        buffered * gradient_bytes_per_parameter(job),
+        weight_bytes(job, dense, expert, ends, each) + copies,
+        gradients(job, dense, expert, each) * gradient_bytes_per_parameter(job),
         *optimizer_bytes(job, dense, expert, each),
     )
     place_S = np.repeat(firsts[groups.group_N], layouts.pp) + stages.stage_S
     return tuple(figure[place_S] for figure in figures)
+
+
+def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
+    """What FSDP holds whole: as the backward goes on, gradients come to wait and activations go, layer by layer."""
+    grown = layer["waiting"] * np.maximum(layer["whole_layer"] - np.maximum(layer["dense"], layer["moe"]), 0)
+    return np.where(layouts.dp * layouts.cp > 1, layer["whole"] + grown, 0)
 
 
 def _recompute(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:

@@ -61,7 +61,9 @@ def step_parts(work: LayoutWork, prices: Prices) -> StepTime:
     breakdown["pipeline_transfer"] = end_s - no_hop_s
     # What rounding leaves of nothing is nothing.
     breakdown["bubble"] = bubble_s if abs(bubble_s) > 1e-12 * end_s else 0.0
-    breakdown["data_parallel"] = float(finish.finish_s_K[0]) - end_s + float(finish.loss_s_K[0])
+    breakdown["data_parallel"] = (
+        breakdown.get("data_parallel", 0.0) + float(finish.finish_s_K[0]) - end_s + float(finish.loss_s_K[0])
+    )
     breakdown["embedding_gradients"] = float(finish.embedding_s_K[0])
     breakdown["optimizer"] = float(finish.optimizer_s_K[0])
     breakdown["parameter_gather"] = float(finish.gather_s_K[0]) + (no_hop_s - no_gather_s)
@@ -234,6 +236,7 @@ def _busy_s(work: LayoutWork, prices: Prices, rank: int, replica: int) -> dict[s
         "context_parallel": 0.0,
         "expert_parallel": 0.0,
     }
+    busy |= dict.fromkeys((item.part for item in work.exchanges if item.is_sharding), 0.0)
     seconds = [
         max(float(seconds_PD[rank, replica]) - item.hidden_s, 0.0)
         for item, seconds_PD in zip(work.exchanges, prices.exchange_s_PD, strict=True)

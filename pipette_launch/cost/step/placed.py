@@ -35,7 +35,7 @@ class PlacementCost:
         """1 / speed of each slot."""
         self.factor = factor
         """On all that `cost` and `costs` return: what was learned of such layouts."""
-        self.groups = Groups.of(work.layout)
+        self.groups = Groups.of(work.layout, instances=work.shard_copies)
         self._slots = np.arange(work.layout.world_size)
         self._lanes: dict[str, Ints] = {}
 
@@ -183,7 +183,7 @@ def best_prices(work: LayoutWork, fabric: Fabric, slowness_PK: Floats) -> Prices
 
     """
     layout, cases = work.layout, (1, slowness_PK.shape[1])
-    sizes = group_sizes(layout)
+    sizes = group_sizes(layout, instances=work.shard_copies)
     hop_PK = np.full(slowness_PK.shape, fabric.bound_s("send", min(layout.pp, 2), work.hop_bytes))
     exchange_s = [fabric.bound_s(item.kind, sizes[item.group], item.size_bytes) for item in work.exchanges]
 

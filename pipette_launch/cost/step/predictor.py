@@ -14,6 +14,7 @@ from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.traffic import loss_report_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep
+from pipette_launch.cost.layers.sharding import sharding_of
 from pipette_launch.cost.pipeline.engine import Engine
 from pipette_launch.cost.pipeline.timeline import StageTimes
 from pipette_launch.cost.step.assemble import StepTime, stage_times, step_parts, totals_s_K
@@ -174,8 +175,14 @@ def _unpriced(job: Job, *, launches: bool) -> Iterator[str]:
         if value in values:
             flag = flag_of(name) if value is True else f"{flag_of(name)} {value}"
             yield f"{flag} is not in the predicted step time: {meaning}."
+    sharding = sharding_of(job)
+    if sharding and sharding.gradients:
+        yield (
+            "FSDP is in the predicted step time with what it exchanges, but not with the host's work in its hooks and "
+            "its passes over the gradients of each micro-batch: the step may be too short."
+        )
     instances = options.num_distributed_optimizer_instances
-    if instances > 1:
+    if instances > 1 and not (sharding and sharding.gradients):
         yield (
             f"{flag_of('num_distributed_optimizer_instances')} {instances} is in the memory and not in the predicted "
             f"step time: "

@@ -20,8 +20,9 @@ from pipette_launch.cost.communication.traffic import (
     step_traffic,
 )
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.layers.optimizer import OnceAStep
+from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import expert_dp
+from pipette_launch.cost.layers.sharding import shard_copies
 from pipette_launch.cost.pipeline.engine import Engine
 from pipette_launch.cost.pipeline.steady_state import engine_of
 from pipette_launch.facts.job import Job
@@ -60,6 +61,8 @@ class LayoutWork:
     loss_s: float
     """Adding up the step's loss over the replicas of the last stage; no placement makes it less."""
     expert_dp: int
+    shard_copies: int
+    """As `Groups.of` takes them."""
     optimizer_s_P: Array
     """Once a step on a slot of speed 1: passes over all gradients, the optimizer, and waiting for the host."""
     rank_S: NDArray[np.int64]
@@ -92,9 +95,10 @@ class LayoutWork:
             aligns_gathers=aligns_gathers(job, layout),
             loss_s=loss_s,
             expert_dp=expert_dp(layout),
+            shard_copies=shard_copies(job),
             optimizer_s_P=once.seconds(
                 np.array(traffic.resident_parameters),
-                np.array(traffic.gradient_bytes).sum(axis=1).reshape(-1, layout.pp).sum(axis=0),
+                np.array(traffic.held_gradients) * gradient_bytes_per_parameter(job),
             ),
             rank_S=np.arange(layout.num_chunks) % layout.pp,
         )

@@ -35,6 +35,8 @@ GROUP_NAMES = {
     "ep": "expert-parallel",
     "etp": "expert-tensor-parallel",
     "ep_etp": "expert-parallel",
+    "shard": "sharding",
+    "expert_shard": "expert-sharding",
 }
 
 
@@ -69,7 +71,7 @@ class BoundArguments:
         """Argue that some group of one of these names lies on several places."""
         found = []
         used = [name for name in names if any(item.group == name for item in self._model.work.exchanges)]
-        shapes = group_shapes(self._model.work.layout)
+        shapes = group_shapes(self._model.work)
         for name in used:
             trials = self._one.times(self._pp)
             for index, item in enumerate(self._model.work.exchanges):

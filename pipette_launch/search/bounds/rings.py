@@ -9,9 +9,11 @@ from functools import cached_property
 
 import numpy as np
 
+from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.communication.scales import Scale
 from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps
 from pipette_launch.cost.step.placed import PlacementCost
+from pipette_launch.cost.step.work import LayoutWork
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.cluster import Links
 from pipette_launch.search.bounds.links import Floats, ring_thresholds, through
@@ -208,21 +210,24 @@ def rings_of(places: Places, unit: int) -> list[Ring]:
     return found
 
 
-def group_shapes(layout: Layout) -> dict[str, tuple[int, int]]:
+def group_shapes(work: LayoutWork) -> dict[str, tuple[int, int]]:
     """Members of each kind of group inside the layers, and how many ranks lie from one member to the next."""
+    layout, sizes = work.layout, group_sizes(work.layout, instances=work.shard_copies)
     return {
         "tp": (layout.tp, 1),
         "cp": (layout.cp, layout.tp),
         "ep": (layout.ep, layout.etp),
         "etp": (layout.etp, 1),
         "ep_etp": (layout.ep * layout.etp, 1),
+        "shard": (sizes["shard"], layout.tp),
+        "expert_shard": (sizes["expert_shard"], layout.ep * layout.etp),
     }
 
 
 def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
     """Return the groups inside the layers that no place holds, by name: each with its largest collective."""
     layout = places.model.work.layout
-    shapes = group_shapes(layout)
+    shapes = group_shapes(places.model.work)
     found: dict[str, Tour] = {}
     for item in places.model.work.exchanges:
         if item.part == "expert_parallel" and not experts_lie_in_stages(layout):

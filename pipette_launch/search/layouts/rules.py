@@ -20,7 +20,9 @@ from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.layouts.layout_parts import Degrees, MemoryOptions
 
 ONLY_ADAM_SHARDS = "the distributed optimizer shards only Adam"
+FSDP = ("use_megatron_fsdp", "use_torch_fsdp2")
 NEEDS_DISTRIBUTED_OPTIMIZER = (
+    "use_megatron_fsdp",
     "fp8_param_gather",
     "use_precision_aware_optimizer",
     "overlap_param_gather_with_optimizer_step",
@@ -153,6 +155,11 @@ class Rules:
 
     def pipeline_faults(self, pp: int) -> Iterator[str]:
         """Check flags that ask for a pipeline, or for none."""
+        # Megatron-FSDP passes validation with a pipeline and then asserts that its data-parallel groups, of one stage
+        # each, are those of a mesh over all ranks (core_v0.14.0 to v0.19.0, mcore_fsdp_adapter.py, _get_dp_tp_mesh).
+        for name in FSDP:
+            if pp > 1 and getattr(self.options, name):
+                yield f"{flag_of(name)} needs pp = 1"
         depths = self.job.model.mtp_num_layers
         if depths and self.options.overlap_moe_expert_parallel_comm:
             if pp == 1:
@@ -202,6 +209,8 @@ class Rules:
             yield from self._expert_flag_faults(degrees)
         elif degrees.ep > 1:
             yield "expert parallelism needs experts"
+        if degrees.ep > 1 and self.options.use_torch_fsdp2:
+            yield f"{flag_of('use_torch_fsdp2')} needs ep = 1"
 
     def _expert_width_faults(self, degrees: Degrees) -> Iterator[str]:
         model = self.job.model
@@ -280,7 +289,9 @@ class Rules:
         needs_sharding = [flag_of(name) for name in NEEDS_DISTRIBUTED_OPTIMIZER if getattr(self.options, name)]
         if sharded and self.job.optimizer != "adam":
             yield ONLY_ADAM_SHARDS
-        if needs_sharding and not sharded:
+        if sharded and self.options.use_torch_fsdp2:
+            yield f"{flag_of('use_torch_fsdp2')} excludes the distributed optimizer"
+        if needs_sharding and not (sharded or self.options.use_torch_fsdp2):
             yield f"{'/'.join(needs_sharding)} needs the distributed optimizer"
         if options.overlap_param_gather and not (sharded and options.overlap_grad_reduce):
             yield "overlap_param_gather needs the distributed optimizer and overlap_grad_reduce"

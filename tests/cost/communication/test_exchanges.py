@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
-from pipette_launch.cost.communication.exchanges import IN_DOMAIN_SHARE, OVERLAP_COSTS, Exchange, Hiding, exchanges
+from pipette_launch.cost.communication.exchanges import IN_DOMAIN_SHARE, OVERLAP_COSTS, Exchange, exchanges
+from pipette_launch.cost.communication.hiding import Hiding
 from pipette_launch.facts import Job, Layout, Recompute
 from pipette_launch.facts.model import LatentAttention
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from facts_for_tests import expert_groups, groups_of
 
-from pipette_launch.cost.communication.groups import Groups, Ranks
+from pipette_launch.cost.communication.groups import Groups, Ranks, group_sizes
 from pipette_launch.facts import Layout
 
 LAYOUTS = [
@@ -68,3 +68,14 @@ def test_rows_are_ordered_by_pipeline_rank() -> None:
     assert [[layout.cell_of(rank).pp for rank in row] for row in groups.dp_cp.tolist()] == [[0, 0]] * 2 + [[1, 1]] * 2
     assert groups.forward_hop.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7], [4, 0], [5, 1], [6, 2], [7, 3]]
     assert groups.embedding.tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_copies_of_shards_are_consecutive_members() -> None:
+    """Two copies over eight replicas, and over the four of the experts."""
+    layout = Layout(tp=2, dp=4, cp=2, ep=2, etp=2)
+    groups = Groups.of(layout, instances=2)
+
+    assert groups.shard.tolist() == [row for whole in groups.dp_cp.tolist() for row in (whole[:4], whole[4:])]
+    assert group_sizes(layout, instances=2)["expert_shard"] == 2
+    assert groups.expert_shard.shape == (8, 2)
+    assert as_sets(Groups.of(layout).shard) == as_sets(Groups.of(layout).dp_cp)

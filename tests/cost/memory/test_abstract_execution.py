@@ -120,6 +120,16 @@ def test_an_answer_that_never_comes_is_an_error(fake: Callable[[str], Log]) -> N
     executor.close()
 
 
+def test_shards_are_refused_at_once(fake: Callable[[str], Log]) -> None:
+    """A worker would run the job without them."""
+    log = fake(GOOD)
+    sharded = tiny_job(performance_flags=("--use-megatron-fsdp",))
+    with Executor() as executor, pytest.raises(PlanError, match="no FSDP"):
+        executor.execute(sharded, LAYOUT, (0,))
+
+    assert log() == []
+
+
 def test_bad_questions_are_refused_at_once(fake: Callable[[str], Log]) -> None:
     """A pipeline rank that does not exist and an interpreter that is not there are errors; nothing is started."""
     log = fake(GOOD)

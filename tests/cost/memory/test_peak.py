@@ -19,6 +19,9 @@ KEPT = 32 * 2048 + 4 * 4 * 32
 """What one layer of `job` keeps: see test_activations."""
 
 
+SHARDED_4 = Layout(dp=4, use_distributed_optimizer=True)
+
+
 def job(**changes: object) -> Job:
     """A bf16 GPT of four layers with fused attention, h 64, s 32."""
     model = {"params_dtype": "bf16", "transformer_impl": "transformer_engine", "attention_backend": "fused"}
@@ -52,6 +55,7 @@ def test_a_peak_by_hand() -> None:
         head=8 * 2048 + 4 * 32 * 256,
         buffers=0,
         optimizer_step=4 * parameters,
+        whole=0,
     )
     passes = 4 * layer + 8 * 32 + 32 * 32 + 8 * 2048 + 4 * 32 * 256
     assert parts.static == 16 * parameters + 8 * 2048
@@ -163,6 +167,7 @@ PARTS = MemoryParts(
     deferred=1,
     buffers=1,
     optimizer_step=18,
+    whole=0,
 )
 
 
@@ -274,3 +279,28 @@ def test_published_peaks_lie_a_workspace_above(layout: Layout, measured_bytes: i
     rest_bytes = measured_bytes - peak_memory_bytes(golden, layout)[-1].total
 
     assert 62 << 20 <= rest_bytes <= 66 << 20
+
+
+def test_shards_and_what_stands_whole() -> None:
+    """Under FSDP ranks hold a quarter of everything, two layers' weights beside the ends', and waiting gradients."""
+    flags = (
+        "--use-megatron-fsdp",
+        "--data-parallel-sharding-strategy optim_grads_params",
+        "--fsdp-double-buffer",
+    )
+    (parts,) = peak_memory_bytes(replace(tiny_job(), performance_flags=flags), SHARDED_4)
+    layer, ends = 49984, 16384 + 2048 + 128
+    parameters = 4 * layer + ends
+
+    assert parts.weights == parts.gradients == parameters
+    assert parts.optimizer == 2 * parameters
+    # The second layer's gradients come when the activations of the first have gone.
+    assert parts.whole == 4 * (2 * layer + ends) + 4 * (layer + 128) + 4 * layer - 72 * 2048
+
+
+def test_a_single_rank_has_no_shards() -> None:
+    """Everything is whole, once."""
+    flags = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
+    (parts,) = peak_memory_bytes(replace(tiny_job(), performance_flags=flags), Layout(use_distributed_optimizer=True))
+
+    assert parts.whole == 0

@@ -49,6 +49,26 @@ def test_data_parallel_by_hand() -> None:
     assert step.breakdown_s["bubble"] == pytest.approx(0.0, abs=1e-12)
 
 
+def test_shards_by_hand() -> None:
+    """Layers of 199,936 bytes take longer to gather than the forward of 1 ms, or half the backward, hides.
+
+    Nothing hides the first gather, and the reductions of the first layer and of the embedding; the ends are gathered
+    once a step.
+    """
+    flags = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
+    predictor = Predictor(replace(tiny_job(2), performance_flags=flags), tiny_measurements(tiny_cluster(2, 1)))
+    layer_s, embedding_s, ends_s = (1e-4 + size / 2 / 1e8 for size in (199_936, 73_728, 73_728 + 512))
+    exposed_s = 2 * layer_s + embedding_s + 10 * (layer_s - 1e-3)
+
+    step = predictor.step_time(Layout(dp=2, use_distributed_optimizer=True), (0, 1))
+
+    assert step.total_s == pytest.approx(2 * 13.8e-3 + 2 * exposed_s + ends_s + LOSS_S)
+    assert step.breakdown_s["data_parallel"] == pytest.approx(2 * exposed_s + LOSS_S)
+    assert step.breakdown_s["parameter_gather"] == pytest.approx(ends_s)
+    assert sum(step.breakdown_s.values()) == pytest.approx(step.total_s)
+    assert any(note.startswith("FSDP is in the predicted step time") for note in predictor.notes(Layout(dp=2)))
+
+
 def test_a_pipeline_by_hand() -> None:
     """Two stages, two micro-batches: F 2.1 and 2.5 ms, B 4.2 and 5 ms, hops of 8,192 bytes over 100 MB/s.
 

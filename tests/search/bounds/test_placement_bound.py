@@ -30,6 +30,12 @@ PERMUTATIONS = {slots: np.array(list(itertools.permutations(range(slots)))) for 
 """Of six slots the tests with drawn machines take every seventh."""
 EXPERTS: dict[str, object] = {"num_experts": 4, "moe_layer_freq": (0, 1) * 6, "moe_ffn_hidden_size": 128}
 
+SHARDINGS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params"),
+    ("--use-torch-fsdp2",),
+)
+
 
 def cluster_of(hosts: int, devices: int, style: str, rng: random.Random) -> Cluster:
     """Machines whose links differ in some way."""
@@ -104,6 +110,7 @@ def test_no_placement_beats_the_bound(shape: tuple[int, int], style: str, expert
     flags = tuple(
         flag for flag in ("--moe-token-dispatcher-type alltoall", "--no-align-param-gather") if rng.random() < 0.5
     )
+    flags += rng.choice(SHARDINGS)
     job = tiny_job(cluster.num_slots, model=tiny_model(**model_of(experts)), performance_flags=flags)
     predictor = Predictor(replace(job, batch=Batch(global_batch_size=60)), measurements_of(cluster, rng))
     layout = layout_of(cluster.num_slots, rng, experts=experts)

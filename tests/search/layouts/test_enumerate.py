@@ -290,18 +290,20 @@ GPT = (
         ("cuda", "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --swiglu"),
         ("cuda", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"),
         ("cuda", "--multi-latent-attention --mtp-num-layers 1 --position-embedding-type rope --disable-bias-linear"),
+        ("cuda", "--use-megatron-fsdp --use-distributed-optimizer"),
+        ("cuda", "--use-torch-fsdp2 --untie-embeddings-and-output-weights"),
     ],
 )
 def test_every_layout_can_be_written_and_read_back(kind: str, flags: str) -> None:
     """Megatron's command line can say each of them, and means the same layout by it."""
     arguments = f"{GPT} {flags}".split()
-    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind)
+    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
     found = legal_layouts(job, world_size=8, devices_per_host=8, device_kind=kind)
 
     assert Rules.of(job, device_kind=kind).fault(job.own) is None
     for layout in found[:: max(1, len(found) // 25)]:
         words = write_arguments(arguments, job=job, layout=layout)
-        read = read_job(words, world_size=8, megatron_version="0.16.1", device_kind=kind)
+        read = read_job(words, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
 
         assert layout == read.own
 
@@ -322,6 +324,10 @@ def test_every_layout_can_be_written_and_read_back(kind: str, flags: str) -> Non
         ),
         ("cuda", "--global-batch-size 12"),
         ("cuda", "--overlap-param-gather"),
+        ("cuda", "--use-megatron-fsdp"),
+        ("cuda", "--use-megatron-fsdp --use-distributed-optimizer --pipeline-model-parallel-size 2"),
+        ("cuda", "--use-torch-fsdp2 --use-distributed-optimizer"),
+        ("cuda", "--use-torch-fsdp2 --num-experts 4 --expert-model-parallel-size 2"),
         (
             "cuda",
             "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
@@ -338,7 +344,9 @@ def test_an_own_layout_that_the_reader_refuses_is_no_candidate(kind: str, words:
     """What `read_job` lets pass for a plan alone, the search's rules find, so that it is never chosen."""
     arguments = [*SMALL, *words.split()]
     with pytest.raises(MegatronError):
-        read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind)
-    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, for_planning=True)
+        read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
+    job = read_job(
+        arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, for_planning=True, without_probes=True
+    )
 
     assert Rules.of(job, device_kind=kind).fault(job.own)

@@ -45,7 +45,9 @@ def job_of(layout: Layout, **model: object) -> Job:
     )
 
 
-def predictor_of(layout: Layout, seed: int, *, slow: float = 0.0, gpus: bool = False) -> Predictor:
+def predictor_of(
+    layout: Layout, seed: int, *, slow: float = 0.0, gpus: bool = False, flags: tuple[str, ...] = ()
+) -> Predictor:
     """Eight hosts of two devices in racks of four, noisy links, and hosts of unequal speed."""
     fabric = fat_tree(8, sizes=(4,), bytes_per_s=(2e8, 5e7), noise=0.2, seed=seed)
     cluster = cluster_with(fabric.links, devices=2)
@@ -54,7 +56,8 @@ def predictor_of(layout: Layout, seed: int, *, slow: float = 0.0, gpus: bool = F
     experts: dict[str, object] = {"num_experts": 8, "moe_layer_freq": (1,) * 8} if layout.ep > 1 else {}
     measured = tiny_measurements(replace(cluster, slot_speed=tuple(speed.tolist())))
     moe = tuple(replace(one, part="moe_layer") for one in measured.compute if one.part == "layer")
-    return Predictor(job_of(layout, **experts), replace(measured, compute=measured.compute + moe))
+    job = replace(job_of(layout, **experts), performance_flags=flags)
+    return Predictor(job, replace(measured, compute=measured.compute + moe))
 
 
 def moved(place_Q: NDArray[np.int64], devices: int = 2) -> tuple[int, ...]:
@@ -71,10 +74,10 @@ def rank_correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> fl
 
 
 def said_and_true(
-    layout: Layout, seed: int, *, slow: float, gpus: bool = False
+    layout: Layout, seed: int, *, slow: float, gpus: bool = False, flags: tuple[str, ...] = ()
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What the block problem and the objective say of 80 random orders of hosts."""
-    predictor = predictor_of(layout, seed, slow=slow, gpus=gpus)
+    predictor = predictor_of(layout, seed, slow=slow, gpus=gpus, flags=flags)
     rng = np.random.default_rng(seed)
     place_KQ = np.array([rng.permutation(8) for _ in range(80)])
     flows = linearise(predictor.placement_cost(layout), np.arange(16)).flows
@@ -99,6 +102,21 @@ def test_it_ranks_groups_over_several_hosts(layout: Layout) -> None:
     On GPUs: gloo's rings go both ways round, and the slowest link of each way, which it adds up, may be of two groups.
     """
     said, true = said_and_true(layout, 1, slow=0.0, gpus=True)
+
+    assert rank_correlation(said, true) > 0.8
+    assert true[said.argmin()] <= np.quantile(true, 0.1)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_it_ranks_shards_over_several_hosts(copies: int) -> None:
+    """Where all replicas share the weights, or every half of them: above 0.8."""
+    flags = (
+        "--use-megatron-fsdp",
+        "--data-parallel-sharding-strategy optim_grads_params",
+        f"--num-distributed-optimizer-instances {copies}",
+    )
+    layout = Layout(dp=16, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+    said, true = said_and_true(layout, 1, slow=0.0, gpus=True, flags=flags)
 
     assert rank_correlation(said, true) > 0.8
     assert true[said.argmin()] <= np.quantile(true, 0.1)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.machines.rooms import Block, Rooms
+from pipette_launch.facts.machines.rooms import RankBlock, Rooms
 from pipette_launch.facts.model import ModelSpec
 from pipette_launch.facts.performance import PerformanceOptions, flag_of
 
@@ -28,7 +28,7 @@ BY_DOMAIN = {"hybridep": "HybridEP", "ncclep": "NCCL EP"}
 """Backends of the flex dispatcher that go by NVLink domains; any other is DeepEP."""
 
 
-def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, rooms: Rooms) -> tuple[Block, ...]:
+def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, rooms: Rooms) -> tuple[RankBlock, ...]:
     """Return what a layout must keep together on GPUs; raises LayoutError where these rooms cannot hold it so."""
     found = [tensor_block(options, layout.tp, rooms)]
     if model.num_experts:
@@ -36,17 +36,17 @@ def blocks_of(model: ModelSpec, options: PerformanceOptions, layout: Layout, roo
     return tuple(block for block in found if block)
 
 
-def tensor_block(options: PerformanceOptions, tp: int, rooms: Rooms) -> Block | None:
+def tensor_block(options: PerformanceOptions, tp: int, rooms: Rooms) -> RankBlock | None:
     """Return what tensor parallelism must keep together, or None; raises LayoutError where no host can hold it."""
     if not options.tp_comm_overlap or tp == 1:
         return None
     flag = flag_of("tp_comm_overlap")
     if rooms.devices_per_host % tp:
         raise LayoutError(f"{flag} needs tp groups that fill hosts of {rooms.devices_per_host}")
-    return Block(size=tp, room="host", kind="tensor-parallel", asked_by=flag)
+    return RankBlock(size=tp, room="host", kind="tensor-parallel", asked_by=flag)
 
 
-def expert_block(options: PerformanceOptions, group: int, rooms: Rooms) -> Block | None:
+def expert_block(options: PerformanceOptions, group: int, rooms: Rooms) -> RankBlock | None:
     """Return what the flex dispatcher must keep together, or None; raises LayoutError where no room can hold it.
 
     Args:
@@ -66,10 +66,10 @@ def expert_block(options: PerformanceOptions, group: int, rooms: Rooms) -> Block
         raise LayoutError(f"DeepEP has no settings for groups of ep*etp={group}")
     if devices % size:
         raise LayoutError(f"DeepEP needs blocks of {size} ranks of ep*etp that fill hosts of {devices}")
-    return Block(size=size, room="host", kind="expert-parallel", asked_by="DeepEP")
+    return RankBlock(size=size, room="host", kind="expert-parallel", asked_by="DeepEP")
 
 
-def _block_in_a_domain(asked_by: str, group: int, rooms: Rooms) -> Block | None:
+def _block_in_a_domain(asked_by: str, group: int, rooms: Rooms) -> RankBlock | None:
     """Keep an expert group inside a domain, or on whole domains of one size."""
     if not rooms.domain_H:
         return None
@@ -77,10 +77,10 @@ def _block_in_a_domain(asked_by: str, group: int, rooms: Rooms) -> Block | None:
     kind = "expert-parallel"
     # Between the hosts of a domain links are as within, so that a group which fills a host's part gains nothing beyond.
     if rooms.devices_per_host % group == 0:
-        return Block(size=group, room="host", kind=kind, asked_by=asked_by)
+        return RankBlock(size=group, room="host", kind=kind, asked_by=asked_by)
     size = group if len(sizes) > 1 else min(group, *sizes)
     if group % size or any(devices % size for devices in sizes):
         shown = " and ".join(map(str, sorted(sizes)))
         raise LayoutError(f"{asked_by} needs groups of ep*etp that fill NVLink domains of {shown}, or whole domains")
     alone = size == rooms.devices_per_host
-    return Block(size=size, room="host" if alone else "domain", kind=kind, asked_by=asked_by)
+    return RankBlock(size=size, room="host" if alone else "domain", kind=kind, asked_by=asked_by)

@@ -10,7 +10,7 @@ from pipette_launch.cost.memory.overhead import Overhead, overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
 from pipette_launch.facts.machines.device_memory import MemoryNeed
-from pipette_launch.facts.machines.rooms import Block, Rooms
+from pipette_launch.facts.machines.rooms import RankBlock, Rooms
 from pipette_launch.facts.together import blocks_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement.search import ROUNDS
@@ -116,7 +116,7 @@ class SearchInputs:
         """Its hosts and their NVLink domains."""
         return Rooms.of(self.cluster)
 
-    def blocks(self, layout: Layout) -> tuple[Block, ...]:
+    def blocks(self, layout: Layout) -> tuple[RankBlock, ...]:
         """Which ranks the job's flags demand together; raises LayoutError where the hosts cannot hold them so."""
         if self.cluster.device_kind != "cuda":
             return ()

@@ -10,7 +10,7 @@ from search.fabrics import cluster_with, fat_tree
 from search.toys import never
 
 from pipette_launch.facts import Batch, Choice, Cluster, Job, Layout, Links, Measurements, Plan, Provenance
-from pipette_launch.facts.machines.rooms import Block, Rooms
+from pipette_launch.facts.machines.rooms import RankBlock, Rooms
 from pipette_launch.facts.together import blocks_of
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.placement.exhaustive import AT_ONCE, num_placements
@@ -55,7 +55,7 @@ def with_experts(measured: Measurements) -> Measurements:
     return replace(measured, compute=measured.compute + moe)
 
 
-def splits(job: Job, cluster: Cluster, choice: Choice) -> Block | None:
+def splits(job: Job, cluster: Cluster, choice: Choice) -> RankBlock | None:
     """A block that a plan does not keep together though the job's flags demand it."""
     rooms = Rooms.of(cluster)
     return rooms.split(blocks_of(job.model, performance_options(job), choice.layout, rooms), choice.placement)

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 
 from pipette_launch.agent.sync.peer_watch import SILENT_S, answers
-from pipette_launch.agent.sync.store import Call, StoreGone, within
+from pipette_launch.agent.sync.store import StoreGone, TorchCall, within
 from pipette_launch.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class AgentStoreHandler(RendezvousHandler):
             RendezvousConnectionError: the store was asked in vain for `HOST_GONE_S`.
 
         """
-        call = Call(self._inner.next_rendezvous)
+        call = TorchCall(self._inner.next_rendezvous)
         answered_s = time.monotonic()
         while not call.returns_within(LOOK_S):
             if self._host is None or answers(self._host, within_s=SILENT_S):

@@ -46,7 +46,7 @@ def growing_pauses() -> Iterator[float]:
         pause_s = min(1.5 * pause_s, LAST_POLL_S)
 
 
-class Call(Generic[Answer]):
+class TorchCall(Generic[Answer]):
     """A call of torch's in a thread of its own, which is left behind there where it never returns."""
 
     def __init__(self, do: Callable[[], Answer]) -> None:
@@ -82,7 +82,7 @@ def within(seconds: float, do: Callable[[], Answer]) -> Answer:
         TimeoutError: it did not return in time.
 
     """
-    call = Call(do)
+    call = TorchCall(do)
     if not call.returns_within(seconds):
         raise TimeoutError(f"no answer within {seconds:g} s")
     return call.answer()

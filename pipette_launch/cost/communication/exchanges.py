@@ -182,15 +182,13 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     none_S = 0 * head_S
     if layout.sequence_parallel and performance_options(job).tp_comm_overlap:
         yield _exchange("all_gather", "tp", size, head_S, embedding_S)
-        yield _exchange("all_gather", "tp", size, none_S, head_S, behind="input_grad_s")
         yield _exchange("reduce_scatter", "tp", size, embedding_S, none_S)
-        yield _exchange("reduce_scatter", "tp", size, none_S, head_S, behind="weight_grad_s")
         for part, hides in ((size / layout.tp, False), (size - size / layout.tp, True)):
             behind: Behind | None = "forward_s" if hides else None
             yield _exchange("all_gather", "tp", part, once_S, once_S + again_S, behind=behind)
             yield _exchange("reduce_scatter", "tp", part, once_S, again_S, behind=behind)
-        yield _exchange("all_gather", "tp", size, none_S, once_S, behind="input_grad_s")
-        yield _exchange("reduce_scatter", "tp", size, none_S, once_S, behind="weight_grad_s")
+        yield _exchange("all_gather", "tp", size, none_S, once_S + head_S, behind="input_grad_s")
+        yield _exchange("reduce_scatter", "tp", size, none_S, once_S + head_S, behind="weight_grad_s")
     elif layout.sequence_parallel:
         yield _exchange("all_gather", "tp", size, once_S + head_S, once_S + again_S + embedding_S)
         yield _exchange("all_gather", "tp", size, none_S, once_S + head_S, behind="input_grad_s")
@@ -232,24 +230,33 @@ def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts, domain: int)
     size = model.dtype_bytes * attention.local_tokens(model, layout) * model.hidden_size
     group: Group = "ep_etp"
     forward_S, backward_S = counts.moe_S, counts.moe_S + counts.moe_again_S
-    if options.moe_token_dispatcher_type != "allgather":  # noqa: S105
-        copies = float(model.moe_router_topk)
-        if options.moe_token_dispatcher_type == "flex":  # noqa: S105
-            places = -(-layout.ep // domain) if layout.ep > domain else layout.ep
-            copies = places * (1 - (1 - 1 / places) ** model.moe_router_topk)
-            copies /= IN_DOMAIN_SHARE if layout.ep <= domain else 1.0
-        size, group = size * model.moe_router_topk, "etp"
+    dispatcher = options.moe_token_dispatcher_type
+    if dispatcher != "allgather":
         if layout.ep > 1:
-            sent, times = size / model.moe_router_topk * copies, (2 * forward_S, 2 * backward_S)
+            copies = (
+                _copies(model.moe_router_topk, layout.ep, domain) if dispatcher == "flex" else model.moe_router_topk
+            )
+            sent, times = size * copies, (2 * forward_S, 2 * backward_S)
             if options.overlap_moe_expert_parallel_comm:
                 yield _exchange("all_to_all", "ep", sent * OVERLAP_COSTS, *times)
                 yield _exchange("all_to_all", "ep", sent * (1 - OVERLAP_COSTS), *times, behind="other_layer_s")
             else:
                 yield _exchange("all_to_all", "ep", sent, *times)
+        size, group = size * model.moe_router_topk, "etp"
     members = layout.etp * (layout.ep if group == "ep_etp" else 1)
     if members > 1:
         yield _exchange("all_gather", group, size * members, forward_S, backward_S)
         yield _exchange("reduce_scatter", group, size * members, forward_S, backward_S)
+
+
+def _copies(topk: int, ep: int, domain: int) -> float:
+    """Count the ranks, or where there are several the domains, that have some of a token's experts, in the mean.
+
+    Within a domain dispatchers reach a part of its links, which counts as so many more copies.
+    """
+    places = ep if ep <= domain else -(-ep // domain)
+    hit = places * (1 - (1 - 1 / places) ** topk)
+    return hit / IN_DOMAIN_SHARE if ep <= domain else hit
 
 
 def _sharded(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:

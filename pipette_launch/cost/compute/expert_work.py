@@ -57,6 +57,7 @@ def touches(options: PerformanceOptions) -> float:
     of `flex` permute once each way; where a CUDA graph captures the whole step, experts take the permuted tokens as
     they are.
     """
-    if options.moe_token_dispatcher_type != "flex":  # noqa: S105  a dispatcher of tokens, no password
+    dispatcher = options.moe_token_dispatcher_type
+    if dispatcher != "flex":
         return 8.0
     return 2.0 if is_captured(options, "full_iteration") else 6.0

@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class RankBlock:
     """Every `size` consecutive ranks, counted from rank 0, must lie inside one room."""
 
     size: int
@@ -80,7 +80,7 @@ class Rooms:
         domain_H = self.domain_H[:num_hosts] if num_hosts <= len(self.domain_H) else ()
         return Rooms(devices_per_host=self.devices_per_host, domain_H=domain_H)
 
-    def split(self, blocks: Sequence[Block], placement: ArrayLike) -> Block | None:
+    def split(self, blocks: Sequence[RankBlock], placement: ArrayLike) -> RankBlock | None:
         """Return a block that a placement does not keep inside a room, or None; domains that are unknown split none.
 
         Args:

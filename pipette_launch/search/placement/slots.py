@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pipette_launch.facts import Cluster, Layout
-from pipette_launch.facts.machines.rooms import Block, Rooms
+from pipette_launch.facts.machines.rooms import RankBlock, Rooms
 from pipette_launch.search.assignment.problem import Floats, Ints
 
 Placement = tuple[int, ...]
@@ -39,13 +39,13 @@ class Slots:
     num_hosts: int
     devices_per_host: int
     keeps_residues: bool
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[RankBlock, ...] = ()
     """Ranks that must lie together, on CUDA."""
     domain_H: tuple[int, ...] = ()
     """The NVLink domain of each host, where a block must lie inside one."""
 
     @classmethod
-    def of(cls, cluster: Cluster, blocks: tuple[Block, ...] = ()) -> Slots:
+    def of(cls, cluster: Cluster, blocks: tuple[RankBlock, ...] = ()) -> Slots:
         """Take the slots of a cluster, and blocks of ranks that must lie together on them."""
         in_domains = any(block.room == "domain" for block in blocks)
         return cls(
@@ -125,7 +125,7 @@ class PlacementProblem:
     """Prices placements; whole hosts change places only if it is a `PlacementCost`."""
     bound_s: float
     """No placement is faster."""
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[RankBlock, ...] = ()
     """Ranks that must lie together."""
 
     @property

@@ -11,13 +11,13 @@ import numpy as np
 
 from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.facts import Cluster, Layout
-from pipette_launch.facts.machines.rooms import Block
+from pipette_launch.facts.machines.rooms import RankBlock
 from pipette_launch.search.assignment.problem import Ints
 from pipette_launch.search.placement.slots import Placement, Slots
 from pipette_launch.search.placement.tiers import Tiers, tiers_of
 
 
-def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[Block, ...] = ()) -> list[Placement]:
+def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlock, ...] = ()) -> list[Placement]:
     """Give up to `most` different placements, host order first where it is allowed, the likelier ones before others."""
     slots = Slots.of(cluster, blocks)
     found = {slots.first(): None}

@@ -11,10 +11,10 @@ from pipette_launch.cost.compute.imagined_device import imagined_cluster
 from pipette_launch.facts import files
 from pipette_launch.facts.machines.fabric import UNIFORM
 from pipette_launch.facts.machines.known_devices import known_devices
-from pipette_launch.facts.machines.rooms import Block, Rooms
+from pipette_launch.facts.machines.rooms import RankBlock, Rooms
 
-IN_HOST = Block(size=2, room="host", kind="tensor-parallel", asked_by="--tp-comm-overlap")
-IN_DOMAIN = Block(size=4, room="domain", kind="expert-parallel", asked_by="HybridEP")
+IN_HOST = RankBlock(size=2, room="host", kind="tensor-parallel", asked_by="--tp-comm-overlap")
+IN_DOMAIN = RankBlock(size=4, room="domain", kind="expert-parallel", asked_by="HybridEP")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_imagined_racks_are_domains() -> None:
         (IN_DOMAIN, (0, 1, 2, 3, 4, 5, 6, 7), True),
     ],
 )
-def test_a_block_is_split_or_not(block: Block, placement: tuple[int, ...], split: bool) -> None:
+def test_a_block_is_split_or_not(block: RankBlock, placement: tuple[int, ...], split: bool) -> None:
     """Four hosts of two devices, of which the even ones are one domain and the odd ones another."""
     rooms = Rooms(devices_per_host=2, domain_H=(0, 1, 0, 1))
 

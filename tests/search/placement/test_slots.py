@@ -17,7 +17,7 @@ from search.worlds import improvements, nvlink_racks, with_experts
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Cluster, Layout
-from pipette_launch.facts.machines.rooms import Block
+from pipette_launch.facts.machines.rooms import RankBlock
 from pipette_launch.search.placement.annealing import neighbour
 from pipette_launch.search.placement.blocks import rearranged, shuffled
 from pipette_launch.search.placement.exhaustive import exhaustion
@@ -25,12 +25,14 @@ from pipette_launch.search.placement.slots import Objective, Placed, PlacementPr
 from pipette_launch.search.placement.starts import starts
 
 
-def block(size: int, room: str) -> Block:
+def block(size: int, room: str) -> RankBlock:
     """So many ranks together."""
-    return Block(size=size, room=room, kind="k", asked_by="--flag")  # type: ignore[arg-type]
+    return RankBlock(size=size, room=room, kind="k", asked_by="--flag")  # type: ignore[arg-type]
 
 
-def problem_of(layout: Layout, cluster: Cluster, blocks: tuple[Block, ...], objective: Objective) -> PlacementProblem:
+def problem_of(
+    layout: Layout, cluster: Cluster, blocks: tuple[RankBlock, ...], objective: Objective
+) -> PlacementProblem:
     """A layout whose blocks must lie together."""
     return PlacementProblem(layout=layout, cluster=cluster, objective=objective, bound_s=0.0, blocks=blocks)
 
@@ -53,7 +55,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "cluster", "blocks"), CASES)
-def test_no_move_splits_a_block(layout: Layout, cluster: Cluster, blocks: tuple[Block, ...]) -> None:
+def test_no_move_splits_a_block(layout: Layout, cluster: Cluster, blocks: tuple[RankBlock, ...]) -> None:
     """Whatever the seed, neighbours and kicks are bijections that the slots allow, and go somewhere."""
     slots, rng = Slots.of(cluster, blocks), random.Random(0)
     placement = first = slots.first()
@@ -70,7 +72,7 @@ def test_no_move_splits_a_block(layout: Layout, cluster: Cluster, blocks: tuple[
 
 
 @pytest.mark.parametrize(("layout", "cluster", "blocks"), CASES)
-def test_every_start_keeps_blocks(layout: Layout, cluster: Cluster, blocks: tuple[Block, ...]) -> None:
+def test_every_start_keeps_blocks(layout: Layout, cluster: Cluster, blocks: tuple[RankBlock, ...]) -> None:
     """The first is torchrun's order where that is allowed, and domain by domain where it is not."""
     slots = Slots.of(cluster, blocks)
     found = starts(layout, cluster, most=24, blocks=blocks)
@@ -83,7 +85,7 @@ def test_every_start_keeps_blocks(layout: Layout, cluster: Cluster, blocks: tupl
 @settings(max_examples=12, deadline=None)
 @given(st.sampled_from(CASES), st.integers(0, 100), st.integers(1, 300), st.booleans())
 def test_no_result_splits_a_block(
-    case: tuple[Layout, Cluster, tuple[Block, ...]], seed: int, asked: int, by_links: bool
+    case: tuple[Layout, Cluster, tuple[RankBlock, ...]], seed: int, asked: int, by_links: bool
 ) -> None:
     """By the step time or by drawn links, cut short or not, with hosts in any order."""
     layout, cluster, blocks = case
@@ -104,7 +106,7 @@ def test_no_result_splits_a_block(
         (Layout(tp=2, pp=2, dp=2, ep=2), (block(2, "host"), block(4, "domain"))),
     ],
 )
-def test_moves_reach_every_allowed_placement(layout: Layout, blocks: tuple[Block, ...]) -> None:
+def test_moves_reach_every_allowed_placement(layout: Layout, blocks: tuple[RankBlock, ...]) -> None:
     """On two domains of two hosts of two devices nothing is cut off but what splits a block."""
     slots, rng = Slots.of(nvlink_racks(4, 2, 2), blocks), random.Random(0)
     allowed = sum(slots.allows(found) for found in permutations(range(layout.world_size)))
@@ -129,7 +131,7 @@ def test_moves_reach_every_allowed_placement(layout: Layout, blocks: tuple[Block
         (Layout(pp=2, dp=4, ep=4), (block(4, "domain"),)),
     ],
 )
-def test_the_best_that_is_allowed_is_found(layout: Layout, blocks: tuple[Block, ...], seed: int) -> None:
+def test_the_best_that_is_allowed_is_found(layout: Layout, blocks: tuple[RankBlock, ...], seed: int) -> None:
     """On eight slots with wild links the search ends as near to the optimum as without blocks, and exhaustion at it."""
     cluster = nvlink_racks(4, 2, 2, seed=seed)
     cost = link_cost(layout, random_distances(8, random.Random(seed)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
@@ -16,12 +16,25 @@ from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.machines.device_memory import DeviceOverhead, StageReading
 from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD, LinkSurvey
-from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.model import LETTERS, TRANSFORMER_KINDS, ModelSpec
 
 ERROR_OF_MEDIAN = 1.4826 * 1.2533
 """Standard error of a median, times the root of the count, over the median absolute deviation (normal scatter)."""
-LAYERS = ("layer", "moe_layer")
+LAYERS: tuple[str, ...] = (*TRANSFORMER_KINDS, *LETTERS.values())
 """The parts of a model that are layers."""
+
+Part: TypeAlias = Literal[
+    "layer",
+    "moe_layer",
+    "mamba_layer",
+    "attention_layer",
+    "mlp_layer",
+    "expert_layer",
+    "embedding",
+    "head",
+    "core_attention",
+]
+"""What is timed by itself: `LAYERS`, the model's ends, and the core within an attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +95,7 @@ class ComputeTime:
     """How long one part of the model takes on one slot, for one micro-batch, without communication."""
 
     case: ComputeCase
-    part: Literal["layer", "moe_layer", "embedding", "head", "core_attention"]
+    part: Part
     """`core_attention` lies within the layer; where it is known, selective recompute costs what it took."""
     slot: int
     forward: Samples

@@ -2,14 +2,15 @@
 
 # N = layouts, U = groups of layouts that agree, C = cuts of the model into chunks, K = kinds of chunk,
 # P = pipeline ranks, V = chunks of each, L = lines whose lowest counts.
-# X = what chunks are made of: dense layers, those that full recompute runs again, layers with experts, those that it
-# runs again, embedding, head.
+# X = what chunks are made of: of each kind of layer those that run once and those that full recompute runs again;
+# embedding, head.
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.communication.traffic import Exchange, LayerCounts, exchanges_of, hop_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
-from pipette_launch.cost.layers.parameters import unit_parameters, word_embedding_parameters
+from pipette_launch.cost.layers.parameters import chunk_kinds, unit_parameters, word_embedding_parameters
 from pipette_launch.cost.memo import Memo
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts.job import Job
@@ -30,8 +31,6 @@ from pipette_launch.facts.measurements import ComputeCase, Measurements
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-NUM_PARTS = 6
-"""X."""
 _PARTS: Memo[Ints] = Memo()
 
 
@@ -55,7 +54,7 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
     cuts = columns.groups("layers_per_chunk", "recompute")
     shape = (len(cuts.first_U), int(columns.vpp[0]), int(columns.pp[0]))
     parts_CSX = np.array([_parts_SX(job, columns.layout(int(row))) for row in cuts.first_U])
-    kinds, kind = np.unique(parts_CSX.reshape(-1, NUM_PARTS), axis=0, return_inverse=True)
+    kinds, kind = np.unique(parts_CSX.reshape(-1, parts_CSX.shape[-1]), axis=0, return_inverse=True)
     return Content(cut_N=cuts.group_N, kind_CVP=kind.reshape(shape), parts_KX=kinds)
 
 
@@ -66,11 +65,11 @@ def _parts_SX(job: Job, layout: Layout) -> Ints:
 
 
 def _new_parts_SX(job: Job, layout: Layout) -> Ints:
-    counts = LayerCounts.of(job, layout)
-    moe_S, moe_again_S = counts.moe_S, counts.moe_again_S
-    dense_S, dense_again_S = counts.attention_S - moe_S, counts.attention_again_S - moe_again_S
-    ends = (counts.embedding_S, counts.head_S)
-    return np.stack([dense_S - dense_again_S, dense_again_S, moe_S - moe_again_S, moe_again_S, *ends], axis=-1)
+    chunks, rows = chunk_kinds(job.model, layout), []
+    for stage, (kinds, again) in enumerate(chunks):
+        pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
+        rows.append([*chain(*pairs), stage == 0, stage == len(chunks) - 1])
+    return np.array(rows, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,18 +124,7 @@ class Tables:
         """What the whole model is made of, nothing run again."""
         self._passes: dict[tuple[ComputeCase, Recompute], Floats] = {}
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
-        shared = int(job.model.moe_shared_expert_intermediate_size > 0)
-        # A stage for each part, in the order of X.
-        self._one_of_each = LayerCounts.of_rows(
-            [
-                (1, 0, 1, 0, 0, 0, 0, 0),
-                (1, 1, 1, 1, 0, 0, 0, 0),
-                (1, 0, shared, 0, 1, 0, 0, 0),
-                (1, 1, shared, shared, 1, 1, 0, 0),
-                (0, 0, 0, 0, 0, 0, 1, 0),
-                (0, 0, 0, 0, 0, 0, 0, 1),
-            ]
-        )
+        self._one_of_each = LayerCounts.one_of_each(job.model)
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether compute times are known, and batch, layers and slots divide as the layouts have them."""
@@ -192,7 +180,7 @@ class Tables:
         found = []
         for row in first_U.tolist():
             unit = unit_parameters(self.job.model, columns.layout(row))
-            parts = (unit.layer, unit.layer, unit.moe_layer, unit.moe_layer, unit.embedding, unit.head)
+            parts = (*(each for each in unit.layers.values() for _ in range(2)), unit.embedding, unit.head)
             found.append([[part.dense for part in parts], [part.expert for part in parts]])
         return group_N.reshape(-1), np.array(found, dtype=np.int64)
 
@@ -233,7 +221,7 @@ class Tables:
         """
         cases = columns.groups("tp", "cp", "micro_batch_size")
         hiding_U = [self.compute.hiding(columns.layout(int(row))) for row in cases.first_U]
-        found = np.zeros((len(columns), 3, NUM_PARTS))
+        found = np.zeros((len(columns), 3, self.whole_1X.shape[1]))
         for rows in split_by_code(columns.groups("tp", "cp", "sequence_parallel", "ep", "etp").group_N):
             shape = columns.layout(int(rows[0]))
             degrees = {name: getattr(shape, name) for name in ("tp", "cp", "ep", "etp", "sequence_parallel")}

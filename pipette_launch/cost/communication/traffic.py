@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.layers import activations, attention
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, resident_parameters
-from pipette_launch.cost.layers.parameters import by_rank, chunk_parameters, word_embedding_parameters
+from pipette_launch.cost.layers.parameters import by_rank, chunk_kinds, chunk_parameters, word_embedding_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.model import KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 Ints = NDArray[np.int64]
@@ -200,33 +201,45 @@ class LayerCounts:
     attention_S: Ints
     attention_again_S: Ints
     dense_mlp_S: Ints
-    """Tensor-parallel MLPs: dense layers, and shared experts of the others."""
+    """Tensor-parallel blocks besides attention: dense MLPs, shared experts, and Mamba."""
     dense_mlp_again_S: Ints
     moe_S: Ints
     moe_again_S: Ints
+    mamba_S: Ints
+    mamba_again_S: Ints
     embedding_S: Ints
     head_S: Ints
 
     @classmethod
     def of(cls, job: Job, layout: Layout) -> LayerCounts:
         """Count them for every chunk of a layout, in model order."""
-        model, recompute = job.model, layout.recompute
-        rows: list[tuple[int, ...]] = []
-        first = 0
-        for stage, layers in enumerate(layout.chunk_layers(model.num_layers)):
-            again = layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
-            again = again if recompute.granularity == "full" else 0
-            moe = [model.is_moe_layer(first + index) for index in range(layers)]
-            mlp = [not is_moe or model.moe_shared_expert_intermediate_size > 0 for is_moe in moe]
-            ends = (int(stage == 0), int(stage == layout.num_chunks - 1))
-            rows.append((layers, again, sum(mlp), sum(mlp[:again]), sum(moe), sum(moe[:again]), *ends))
-            first += layers
+        chunks = chunk_kinds(job.model, layout)
+        ends = [(int(stage == 0), int(stage == len(chunks) - 1)) for stage in range(len(chunks))]
+        rows = [(*_blocks(job.model, kinds, again), *end) for (kinds, again), end in zip(chunks, ends, strict=True)]
         return cls.of_rows(rows)
+
+    @classmethod
+    def one_of_each(cls, model: ModelSpec) -> LayerCounts:
+        """Return a stage for each part of a chunk: every kind of layer, run once and run again, embedding, head."""
+        rows = [(*_blocks(model, (kind,), again), 0, 0) for kind in model.possible_kinds for again in (0, 1)]
+        return cls.of_rows([*rows, (*_blocks(model, (), 0), 1, 0), (*_blocks(model, (), 0), 0, 1)])
 
     @classmethod
     def of_rows(cls, rows: Sequence[tuple[int, ...]]) -> LayerCounts:
         """One row for each stage, in the order of the fields."""
         return cls(**dict(zip(cls.__slots__, np.array(rows, dtype=np.int64).T, strict=True)))
+
+
+def _blocks(model: ModelSpec, kinds: Sequence[LayerKind], again: int) -> tuple[int, ...]:
+    """Count the blocks of some layers, in the order of `LayerCounts`; the first `again` layers run twice."""
+    shared = KINDS_WITH_EXPERTS if model.moe_shared_expert_intermediate_size > 0 else ()
+    groups: tuple[tuple[LayerKind, ...], ...] = (
+        (*TRANSFORMER_KINDS, "attention_layer"),
+        ("layer", "mlp_layer", "mamba_layer", *shared),
+        KINDS_WITH_EXPERTS,
+        ("mamba_layer",),
+    )
+    return tuple(sum(kind in group for kind in some) for group in groups for some in (kinds, kinds[:again]))
 
 
 def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
@@ -272,11 +285,16 @@ def _context_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator
     """Ring attention: keys and values go once around in the forward; they and their gradients in the backward.
 
     Each of the cp - 1 hops passes behind the attention of one of the cp blocks (Liu et al. 2023, Ring Attention,
-    section 3).
+    section 3). Mamba layers change tokens for heads in front of the scan, and back behind it (mamba_context_parallel.py
+    of core_v0.17.1, where nothing hides it).
     """
     if layout.cp == 1:
         return
     model = job.model
+    if model.hybrid:
+        turned = model.hybrid.mamba_projected + model.hybrid.mamba_channels
+        sent = model.dtype_bytes * attention.tokens(model, layout) * turned / layout.tp
+        yield _exchange("all_to_all", "cp", sent, counts.mamba_S, counts.mamba_S + counts.mamba_again_S)
     groups = max(1, model.num_query_groups // layout.tp) * model.kv_channels
     size = 2 * model.dtype_bytes * groups * attention.tokens(model, layout) * layout.cp
     backward_S = 2 * counts.attention_S + counts.attention_again_S

@@ -14,9 +14,10 @@ from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements
-from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.model import KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind, ModelSpec
 
 _CORE = "core_attention"
+_WITH_ATTENTION: tuple[LayerKind, ...] = (*TRANSFORMER_KINDS, "attention_layer")
 _MODELLED = "Compute time of {} was not measured; it is carried over from a measured case by a model of the device."
 _CACHED = "Compute time of {} was not measured now; it is that of an earlier warm-up of these machines."
 
@@ -84,8 +85,8 @@ class ComputeTable:
             part: statistics.median([share for (_, name), share in self._again.items() if name == part] or [1.0])
             for part in LAYERS
         }
-        kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
-        self._parts = ("embedding", "head", *("moe_layer" if is_moe else "layer" for is_moe in sorted(kinds)[::-1]))
+        kinds = {*job.model.layer_kinds, *job.model.prediction_kinds}
+        self._parts = ("embedding", "head", *sorted(kinds)[::-1])
         self._sources: dict[ComputeCase, ComputeCase | None] = {}
         self._scaled: dict[ComputeCase, dict[str, Passes]] = {}
         # By tp and tokens: of cases with equally many tokens the first stands for all.
@@ -132,13 +133,12 @@ class ComputeTable:
         loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
         chunks = []
         first = 0
-        seen: dict[tuple[int, ...], Passes] = {}
+        seen: dict[tuple[LayerKind, ...], Passes] = {}
         for layers in layout.chunk_layers(model.num_layers):
-            # 1 for each layer that has experts.
-            kinds = model.moe_layer_freq[first : first + layers] or (0,) * layers
+            kinds = model.layer_kinds[first : first + layers]
             first += layers
             if kinds not in seen:
-                layers_passes = (self._layer(layout, part, index, moe=bool(moe)) for index, moe in enumerate(kinds))
+                layers_passes = (self._layer(layout, part, index, kind) for index, kind in enumerate(kinds))
                 seen[kinds] = sum(layers_passes, Passes())
             chunks.append(seen[kinds])
         # The weights' gradients of the model's ends are never put off: the head's would keep its logits' gradients.
@@ -155,8 +155,8 @@ class ComputeTable:
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return what `chunk_passes` adds up; of layers that the model has none of, passes of 0 s.
 
-        These are a dense layer that full recompute leaves alone (selective recompute is in it), one that full
-        recompute runs again, the same two of layers with experts, embedding, and head with multi-token prediction.
+        These are, for each kind of layer that the model may have, one that full recompute leaves alone (selective
+        recompute is in it) and one that it runs again; then embedding, and head with multi-token prediction.
 
         Raises:
             PlanError: no case of this tp was measured.
@@ -164,28 +164,28 @@ class ComputeTable:
         """
         part = self._part_passes(case_of(layout))
         layers = (
-            self._layer(layout, part, 0 if again else layout.recompute.num_layers, moe=moe)
-            if ("moe_layer" if moe else "layer") in self._parts
+            self._layer(layout, part, 0 if again else layout.recompute.num_layers, kind)
+            if kind in self._parts
             else Passes()
-            for moe in (False, True)
+            for kind in self._job.model.possible_kinds
             for again in (False, True)
         )
         return (*layers, part["embedding"], part["head"] + self._prediction(part))
 
     def hiding(self, layout: Layout) -> Hiding:
-        """Return what of one layer's compute collectives pass behind, of the first layer's kind."""
+        """Return what collectives pass behind in one layer: of the first layer, or of a hybrid model's mean."""
         model = self._job.model
-        moe = model.is_moe_layer(0)
         part = self._part_passes(case_of(layout))
-        layer = part["moe_layer" if moe else "layer"]
-        share = column_share(model, moe=moe)
+        kinds = model.layer_kinds if model.hybrid else model.layer_kinds[:1]
+        layer = sum((part[kind] for kind in kinds), Passes()) * (1 / len(kinds))
+        column = sum((part[kind] * column_share(model, kind) for kind in kinds), Passes()) * (1 / len(kinds))
         return Hiding(
             core_attention_s=part[_CORE].forward_s
             if _CORE in part
-            else layer.forward_s * attention_core_share(model, moe=moe),
-            input_grad_s=(layer.backward_s - layer.weight_grad_s) * share,
-            weight_grad_s=layer.weight_grad_s * share,
-            forward_s=layer.forward_s * share,
+            else layer.forward_s * attention_core_share(model, kinds[0]),
+            input_grad_s=column.backward_s - column.weight_grad_s,
+            weight_grad_s=column.weight_grad_s,
+            forward_s=column.forward_s,
             other_layer_s=(layer.forward_s + layer.backward_s) / 4,
         )
 
@@ -210,26 +210,26 @@ class ComputeTable:
         return self._scaled[case]
 
     def _prediction(self, part: dict[str, Passes]) -> Passes:
-        """Each depth of multi-token prediction runs a layer and the head once more (DeepSeek-V3, section 2.2)."""
+        """Each depth of multi-token prediction runs its layers and the head once more (DeepSeek-V3, section 2.2)."""
         model = self._job.model
         if not model.mtp_num_layers:
             return Passes()
-        return (part["moe_layer" if model.has_expert_prediction else "layer"] + part["head"]) * model.mtp_num_layers
+        return sum((part[kind] for kind in model.prediction_kinds), part["head"]) * model.mtp_num_layers
 
-    def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, *, moe: bool) -> Passes:
-        model, name = self._job.model, "moe_layer" if moe else "layer"
-        layer, source = part[name], self.source(case_of(layout))
-        share = recompute_share(model, layout, index_in_chunk, moe=moe)
+    def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, kind: LayerKind) -> Passes:
+        model, layer, source = self._job.model, part[kind], self.source(case_of(layout))
+        share = recompute_share(model, layout, index_in_chunk, kind)
         if layout.recompute.granularity == "full" and source:
             # 1 where the warm-up timed no recompute. Where it timed that in other cases alone, they stand for this one:
             # it hardly differs between shapes.
-            share *= self._again.get((source, name), self._usual_again[name])
-        if _CORE in part and "core_attn" in recompute_modules(layout):
-            share += part[_CORE].forward_s / layer.forward_s - attention_core_share(model, moe=moe)
+            share *= self._again.get((source, kind), self._usual_again[kind])
+        core_share = attention_core_share(model, kind)
+        if _CORE in part and core_share and "core_attn" in recompute_modules(layout):
+            share += part[_CORE].forward_s / layer.forward_s - core_share
         return layer.again(share)
 
 
-def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, *, moe: bool) -> float:
+def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, kind: LayerKind) -> float:
     """Part of a layer's forward that its backward runs again.
 
     Full recompute runs the whole layer again: all with method uniform, the first `num_layers` of each chunk with block
@@ -241,45 +241,52 @@ def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, *, mo
         return 1.0 if recompute.method == "uniform" or index_in_chunk < recompute.num_layers else 0.0
     if recompute.granularity == "none":
         return 0.0
-    flops = _module_flops(model, moe=moe)
+    flops = _module_flops(model, kind)
     names = set(recompute_modules(layout))
     names -= {"shared_experts"} if "moe" in names else set()
-    return sum(flops.get(name, 0.0) for name in names) / model.forward_flops_per_token(moe=moe)
+    return sum(flops.get(name, 0.0) for name in names) / model.kind_flops_per_token(kind)
 
 
-def column_share(model: ModelSpec, *, moe: bool) -> float:
-    """Part of a layer's FLOPs in one column-parallel matrix, query-key-value or first of the MLP: their mean.
+def column_share(model: ModelSpec, kind: LayerKind) -> float:
+    """Part of a layer's FLOPs in one column-parallel matrix: the mean of those it has, 0 where it has none.
 
     Behind the input gradient of such a matrix its input is gathered again, behind its weight gradient the input's
     gradients are summed (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
     """
     heads = model.num_attention_heads + 2 * model.num_query_groups
-    if model.latent_attention:
+    columns = []
+    if kind == "mamba_layer" and model.hybrid:
+        columns.append(2.0 * model.hidden_size * model.hybrid.mamba_projected)
+    elif kind in _WITH_ATTENTION and model.latent_attention:
         # Two of them: up to the queries, and up to keys and values.
-        columns = [1.0 * model.latent_attention.up_weights(model.num_attention_heads)]
-    else:
-        columns = [2.0 * model.hidden_size * heads * model.kv_channels]
-    if not moe:
+        columns.append(1.0 * model.latent_attention.up_weights(model.num_attention_heads))
+    elif kind in _WITH_ATTENTION:
+        columns.append(2.0 * model.hidden_size * heads * model.kv_channels)
+    if kind in ("layer", "mlp_layer"):
         columns.append(2.0 * model.hidden_size * model.ffn_hidden_size * (2 if model.gated_linear_unit else 1))
-    return statistics.mean(columns) / model.forward_flops_per_token(moe=moe)
+    return statistics.mean(columns or [0.0]) / model.kind_flops_per_token(kind)
 
 
-def attention_core_share(model: ModelSpec, *, moe: bool = False) -> float:
+def attention_core_share(model: ModelSpec, kind: LayerKind = "layer") -> float:
     """Part of a layer's FLOPs that is attention scores and context."""
-    return _module_flops(model, moe=moe)["core_attn"] / model.forward_flops_per_token(moe=moe)
+    return _module_flops(model, kind).get("core_attn", 0.0) / model.kind_flops_per_token(kind)
 
 
-def _module_flops(model: ModelSpec, *, moe: bool) -> dict[str, float]:
+def _module_flops(model: ModelSpec, kind: LayerKind) -> dict[str, float]:
     """Forward FLOPs for each token, 2 for each weight (Narayanan et al. 2021, appendix)."""
-    core = {"core_attn": model.core_flops_per_token}
-    if model.latent_attention:
-        core["mla_up_proj"] = 2.0 * model.latent_attention.up_weights(model.num_attention_heads)
-    if not moe:
-        return core | {"mlp": 2.0 * model.mlp_parameters()}
-    shared_width = model.moe_shared_expert_intermediate_size
-    shared = 2.0 * model.mlp_parameters(shared_width) if shared_width else 0.0
-    routed = 2.0 * model.moe_router_topk * model.mlp_parameters(model.moe_ffn_hidden_size)
-    return core | {"moe": routed + shared, "shared_experts": shared}
+    found = {}
+    if kind in _WITH_ATTENTION:
+        found["core_attn"] = model.core_flops_per_token
+        if model.latent_attention:
+            found["mla_up_proj"] = 2.0 * model.latent_attention.up_weights(model.num_attention_heads)
+    if kind in ("layer", "mlp_layer"):
+        found["mlp"] = 2.0 * model.mlp_parameters()
+    if kind in KINDS_WITH_EXPERTS:
+        shared_width = model.moe_shared_expert_intermediate_size
+        shared = 2.0 * model.mlp_parameters(shared_width) if shared_width else 0.0
+        routed = 2.0 * model.moe_router_topk * model.mlp_parameters(model.moe_ffn_hidden_size)
+        found |= {"moe": routed + shared, "shared_experts": shared}
+    return found
 
 
 def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str], Passes]:

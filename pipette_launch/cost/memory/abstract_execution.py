@@ -91,6 +91,8 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
 
     def execute(self, job: Job, layout: Layout, pp_ranks: Sequence[int]) -> tuple[ExecutedMemory, ...]:
         """As the function of this name."""
+        if job.model.hybrid:
+            raise PlanError("abstract execution builds no hybrid models; count by formula with --method closed")
         for rank in pp_ranks:
             if not 0 <= rank < layout.pp:
                 raise PlanError(f"there is no pipeline rank {rank} of {layout.pp}")

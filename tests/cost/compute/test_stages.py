@@ -98,8 +98,8 @@ def test_selective_recompute_is_priced_by_flops() -> None:
     core_only = Layout(recompute=Recompute(granularity="selective"))
     with_mlp = Layout(recompute=Recompute(granularity="selective", modules=("core_attn", "mlp", "layernorm")))
 
-    assert recompute_share(model, core_only, 0, moe=False) == core / layer
-    assert recompute_share(model, with_mlp, 0, moe=False) == (core + 2 * 2 * 64 * 256) / layer
+    assert recompute_share(model, core_only, 0, "layer") == core / layer
+    assert recompute_share(model, with_mlp, 0, "layer") == (core + 2 * 2 * 64 * 256) / layer
     assert attention_core_share(model) == core / layer
 
 
@@ -111,7 +111,7 @@ def test_moe_recompute_counts_shared_experts_once() -> None:
     both = Layout(recompute=Recompute(granularity="selective", modules=("moe", "shared_experts")))
     expected = (2 * 2 * 2 * 64 * 256 + 2 * 2 * 64 * 64) / model.forward_flops_per_token(moe=True)
 
-    assert recompute_share(model, both, 0, moe=True) == expected
+    assert recompute_share(model, both, 0, "moe_layer") == expected
 
 
 def test_expert_layers_have_their_own_time() -> None:

@@ -71,9 +71,6 @@ def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
 
 REFUSED = {
     "yaml_cfg": "the file outranks the command line, which is all that a plan rewrites; give its values as flags",
-    "hybrid_layer_pattern": "hybrid models are not modelled",
-    "hybrid_override_pattern": "hybrid models are not modelled",
-    "is_hybrid_model": "hybrid models are not modelled",
     "experimental_attention_variant": "this attention is not modelled",
     "linear_attention_freq": "linear attention is not modelled",
     "heterogeneous_layers_config_path": "layers of different shapes are not modelled",
@@ -115,9 +112,14 @@ UNTIMED = {
     for dest, name in (
         ("multi_latent_attention", "multi-latent attention"),
         ("mtp_num_layers", "multi-token prediction"),
+        ("hybrid_layer_pattern", "layers of hybrid models"),
+        ("hybrid_override_pattern", "layers of hybrid models"),
+        ("is_hybrid_model", "layers of hybrid models"),
     )
 }
 """The same of models whose layers no probe can time; on imagined machines they can be planned."""
+HYBRID_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
+"""Megatron's own names of the layers of hybrid models, for `--spec`."""
 
 
 def check_planned(arguments: Arguments, *, for_prediction: bool = False, without_probes: bool = False) -> None:
@@ -142,7 +144,7 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
         is_on = arguments.is_given(dest) and bool(value or dest == "local_rank")
         if value == refused_value if refused_value else is_on:
             raise MegatronError(f"{arguments.shown(dest)}: {reason}")
-    if arguments.get("spec") not in (None, [], ["local"]):
+    if arguments.get("spec") not in (None, [], ["local"]) and arguments.get("spec")[-1] not in HYBRID_SPECS:
         raise MegatronError(f"{arguments.shown('spec')}: layers of a module of your own are not modelled")
 
 

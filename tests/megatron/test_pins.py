@@ -64,6 +64,7 @@ def test_cpu_pins_context_parallelism() -> None:
         "--multi-latent-attention",
         "--mtp-num-layers 1",
         "--hybrid-override-pattern M-M*",
+        "--is-hybrid-model",
         "--heterogeneous-layers-config-path layers.json",
         "--fine-grained-activation-offloading",
         "--use-torch-fsdp2",
@@ -99,6 +100,7 @@ def test_what_is_off_or_harmless_is_not_refused() -> None:
     [
         "--multi-latent-attention",
         "--mtp-num-layers 1",
+        "--hybrid-override-pattern M-M-M-*- --mamba-head-dim 8 --spec megatron.core.models mamba_stack_spec",
         "--local-rank 0",
         "--inprocess-restart",
         "--dataloader-type external",

@@ -16,7 +16,7 @@ from search.legal import legal_layouts, variants
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.errors import MegatronError
-from pipette_launch.facts import ComputeCase, Layout, Samples
+from pipette_launch.facts import Batch, ComputeCase, HybridLayers, Layout, Recompute, Samples
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.megatron import read_job, write_arguments
@@ -137,6 +137,31 @@ def test_a_dropped_layout_has_a_reason(changes: dict[str, object], reason: str) 
     found = cuts(tiny_job(4, model=tiny_model(**changes)), world_size=4, devices_per_host=4, device_kind="cpu")
 
     assert found.dropped[reason] > 0
+
+
+HYBRID = HybridLayers(pattern="M*M-", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16)
+
+
+@pytest.mark.parametrize(
+    ("version", "layout", "fault"),
+    [
+        ("0.17.1", Layout(tp=4), "tp does not divide mamba_num_groups=2"),
+        ("0.16.1", Layout(tp=2), None),
+        ("0.16.1", Layout(pp=2, layers_per_chunk=(1, 3)), "as many layers on each stage"),
+        ("0.17.1", Layout(pp=2, layers_per_chunk=(1, 3)), None),
+        ("0.17.1", Layout(recompute=Recompute(granularity="full", method="uniform", num_layers=1)), "before 0.18"),
+        ("0.17.1", Layout(cp=4), None),
+        ("0.17.1", Layout(tp=2, cp=16), "cp does not divide mamba_num_heads=16/tp"),
+    ],
+)
+def test_hybrid_models_have_rules_of_their_own(version: str, layout: Layout, fault: str | None) -> None:
+    """Groups are cut by tp, heads by cp too; what a release can do with their layers."""
+    model = tiny_model(hybrid=HYBRID, transformer_impl="transformer_engine", params_dtype="bf16")
+    job = tiny_job(1, model=model, megatron_version=version, batch=Batch(global_batch_size=8))
+
+    found = Rules.of(job, device_kind="cuda").fault(layout)
+
+    assert found is None if fault is None else found is not None and fault in found
 
 
 def test_query_groups_were_never_replicated_before_016() -> None:

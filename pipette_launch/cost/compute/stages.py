@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -177,8 +178,9 @@ class ComputeTable:
         model = self._job.model
         part = self._part_passes(case_of(layout))
         kinds = model.layer_kinds if model.hybrid else model.layer_kinds[:1]
-        layer = sum((part[kind] for kind in kinds), Passes()) * (1 / len(kinds))
-        column = sum((part[kind] * column_share(model, kind) for kind in kinds), Passes()) * (1 / len(kinds))
+        shares = {kind: count / len(kinds) for kind, count in Counter(kinds).items()}
+        layer = sum((part[kind] * share for kind, share in shares.items()), Passes())
+        column = sum((part[kind] * (share * column_share(model, kind)) for kind, share in shares.items()), Passes())
         return Hiding(
             core_attention_s=part[_CORE].forward_s
             if _CORE in part

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -282,28 +283,33 @@ GPT = (
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags"),
+    ("kind", "flags", "version"),
     [
-        ("cuda", ""),
-        ("cpu", "--transformer-impl local"),
-        ("cuda", "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
-        ("cuda", "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --swiglu"),
-        ("cuda", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"),
-        ("cuda", "--multi-latent-attention --mtp-num-layers 1 --position-embedding-type rope --disable-bias-linear"),
+        ("cuda", "", "0.16.1"),
+        ("cpu", "--transformer-impl local", "0.16.1"),
+        ("cuda", "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", "0.16.1"),
+        ("cuda", "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --swiglu", "0.16.1"),
+        ("cuda", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", "0.16.1"),
+        (
+            "cuda",
+            "--multi-latent-attention --mtp-num-layers 1 --position-embedding-type rope --disable-bias-linear",
+            "0.16.1",
+        ),
+        ("cuda", "--hybrid-override-pattern M-M-M*M-", "0.16.1"),
+        ("cuda", "--hybrid-layer-pattern M-M|-M*M-/*-", "0.17.1"),
+        ("cuda", "--hybrid-layer-pattern M-M|-M*M-/*- --pipeline-model-parallel-size 2", "0.17.1"),
     ],
 )
-def test_every_layout_can_be_written_and_read_back(kind: str, flags: str) -> None:
+def test_every_layout_can_be_written_and_read_back(kind: str, flags: str, version: str) -> None:
     """Megatron's command line can say each of them, and means the same layout by it."""
     arguments = f"{GPT} {flags}".split()
-    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
+    read = partial(read_job, world_size=8, megatron_version=version, device_kind=kind, without_probes=True)
+    job = read(arguments, for_planning=True)
     found = legal_layouts(job, world_size=8, devices_per_host=8, device_kind=kind)
 
     assert Rules.of(job, device_kind=kind).fault(job.own) is None
     for layout in found[:: max(1, len(found) // 25)]:
-        words = write_arguments(arguments, job=job, layout=layout)
-        read = read_job(words, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
-
-        assert layout == read.own
+        assert layout == read(write_arguments(arguments, job=job, layout=layout)).own
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ SUB_FLOORS = {
     ],
     "megatron": [
         {"environment", "flags", "logs"},
-        {"chunks", "faults", "performance", "pins", "trial", "version", "vocabulary"},
+        {"chunks", "faults", "performance", "trial", "version", "vocabulary"},
+        {"pins"},
         {"checkpoint", "layout"},
         {"model", "write"},
         {"read"},

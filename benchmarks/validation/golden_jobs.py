@@ -31,6 +31,8 @@ def read_layout(layout: GoldenLayout) -> ReadLayout:
     row = layout.newest
     if not row.is_decoder_only:
         return ReadLayout(layout=layout, job=None, reason="not a decoder-only model", detail=row.model)
+    if all(each.is_copied for each in layout.rows):
+        return ReadLayout(layout=layout, job=None, reason="its values are those of another model's test")
     if row.world_size is None:
         return ReadLayout(layout=layout, job=None, reason="world size of a release test is not stated")
     version, notes = nearest_release(row.tag)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ COLUMNS = {
     "gpus_per_node": optional(size),
     "mem_allocated_bytes_last": optional(number),
     "mem_max_allocated_bytes": optional(number),
+    "iter_time_s_median": optional(number),
     "args_key": word,
     "env": text,
 }
@@ -107,7 +108,10 @@ class GoldenRow:
     """None where a release test does not state it."""
     static_bytes: float | None
     peak_bytes: float
+    iteration_s: float | None
     configuration: Configuration
+    is_copied: bool = False
+    """Whether an older test of another model has the very bytes and seconds: they cannot be this one's."""
 
     @property
     def is_decoder_only(self) -> bool:
@@ -160,12 +164,32 @@ def read_golden(path: Path, args_path: Path) -> GoldenData:
                 world_size=_world_size(row["nodes"], row["gpus_per_node"], configuration),
                 static_bytes=row["mem_allocated_bytes_last"] or None,
                 peak_bytes=row["mem_max_allocated_bytes"],
+                iteration_s=row["iter_time_s_median"],
                 configuration=configuration,
             )
         )
     return GoldenData(
-        digest=table.digest, rows=tuple(rows), num_rows=len(table.rows), without_memory=len(table.rows) - len(rows)
+        digest=table.digest,
+        rows=_with_copies_marked(rows),
+        num_rows=len(table.rows),
+        without_memory=len(table.rows) - len(rows),
     )
+
+
+def _with_copies_marked(rows: Sequence[GoldenRow]) -> tuple[GoldenRow, ...]:
+    """Mark rows whose values an older test of another model with other flags has to the last byte and second."""
+    oldest: dict[tuple[float | None, ...], GoldenRow] = {}
+    for row in sorted(rows, key=lambda row: release_words(row.tag)):
+        oldest.setdefault((row.static_bytes, row.peak_bytes, row.iteration_s), row)
+
+    def is_copied(row: GoldenRow) -> bool:
+        """Whether the first test with these values is another one."""
+        first = oldest[row.static_bytes, row.peak_bytes, row.iteration_s]
+        if row.iteration_s is None:
+            return False
+        return first.model != row.model and first.configuration.layout_words != row.configuration.layout_words
+
+    return tuple(replace(row, is_copied=is_copied(row)) for row in rows)
 
 
 def gpu_class(text_of_gpu: str) -> str:

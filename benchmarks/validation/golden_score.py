@@ -96,22 +96,32 @@ def total_parameters(model: ModelSpec) -> float:
     return float(layers + sum(model.moe_layer_freq) * experts + tables * model.vocab_size * model.hidden_size)
 
 
+def is_hybrid(job: Job) -> bool:
+    """Whether layers are of different kinds: a group of its own, so that the others stay comparable."""
+    return job.model.hybrid is not None
+
+
 def is_fp8(job: Job) -> bool:
     """Whether matrices are multiplied in FP8."""
     return any(flag.startswith("--fp8") for flag in job.performance_flags)
 
 
+def _is_dense(job: Job) -> bool:
+    return not job.model.num_experts and not is_hybrid(job)
+
+
 def _is_plain(job: Job) -> bool:
     own = job.own
-    return not job.model.num_experts and own.cp == 1 and own.recompute.granularity == "none" and not is_fp8(job)
+    return _is_dense(job) and own.cp == 1 and own.recompute.granularity == "none" and not is_fp8(job)
 
 
 GROUPS: Mapping[str, Callable[[Job], bool]] = {
     "all": lambda _: True,
-    "dense": lambda job: not job.model.num_experts,
+    "dense": _is_dense,
     "dense, no CP, recompute or FP8": _is_plain,
-    "MoE": lambda job: bool(job.model.num_experts),
-    "CP": lambda job: job.own.cp > 1,
+    "MoE": lambda job: bool(job.model.num_experts) and not is_hybrid(job),
+    "hybrid": is_hybrid,
+    "CP": lambda job: job.own.cp > 1 and not is_hybrid(job),
     "recompute": lambda job: job.own.recompute.granularity != "none",
     "7B and larger": lambda job: total_parameters(job.model) >= LARGE,
     "FP8": is_fp8,

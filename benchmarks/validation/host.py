@@ -76,7 +76,9 @@ def _cases(gpu: str, device: DeviceSpec) -> Iterator[tuple[float, tuple[float, .
     for layout in distinct_layouts(read_golden(GOLDEN_ROWS, GOLDEN_ARGS).rows):
         times = [seconds[row.line] for row in layout.rows if seconds[row.line]]
         job = read_layout(layout).job if layout.newest.gpu == gpu and times else None
-        if job is None or job.model.num_experts or job.model.hidden_size > LARGEST_HIDDEN or job.own.cp > 1:
+        if job is None or job.model.num_experts or job.model.hybrid or job.own.cp > 1:
+            continue
+        if job.model.hidden_size > LARGEST_HIDDEN:
             continue
         if "fp8-format" in layout.newest.configuration.args:  # Its casts are kernels that the device model lacks.
             continue

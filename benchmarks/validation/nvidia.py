@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.validation.latency import Machines, StepTime, hosts_of
 from benchmarks.validation.lines import Found, Section, step_time_line
-from benchmarks.validation.nvidia_rows import COLUMNS, job_flags, measured_s, read_shapes
-from benchmarks.validation.shapes import job_of
+from benchmarks.validation.nvidia_rows import COLUMNS, HYBRID_VERSION, is_hybrid, job_flags, measured_s, read_shapes
+from benchmarks.validation.shapes import VERSION, job_of
 from benchmarks.validation.tables import Row, read_table
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts.machines.accelerator import DeviceSpec
@@ -38,7 +38,7 @@ NOTES = (
 
 
 def section(path: Path, step_times: Mapping[str, StepTime]) -> Section:
-    """Score step times of every row that can be priced; groups are dense, MoE, each precision and each system."""
+    """Score step times of every row that can be priced; groups are dense, MoE, hybrid, each precision and system."""
     table = read_table(path, COLUMNS)
     shapes = read_shapes(SHAPES)
     found = Found()
@@ -51,6 +51,7 @@ def refusal(row: Row, shapes: Mapping[str, Row]) -> str:
     """Why a row cannot be priced; blank where it can."""
     reasons = {
         f"the shape of {row['model']} is not known": row["model"] not in shapes,
+        "layers of several kinds of attention": _mixes_layers(shapes.get(row["model"])),
         "packed sequences and adapters": row["phase"] != "pretrain",
         "activation offloading": row["offload"],
         "tokens are dropped": row["routing"] == "tokendrop",
@@ -58,6 +59,11 @@ def refusal(row: Row, shapes: Mapping[str, Row]) -> str:
         "no tokens/s and no step time": measured_s(row) is None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _mixes_layers(shape: Row | None) -> bool:
+    """Whether a pattern names layers that differ in other ways than a hybrid model's."""
+    return shape is not None and bool(shape["layer_pattern"]) and not is_hybrid(shape)
 
 
 def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: StepTime) -> Found:
@@ -72,7 +78,8 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: St
         if refused or measured is None:
             skipped.append((f"{name}: {refused}", f"line {row.line}, {row['model']} on {row['system']}"))
             continue
-        kind = "MoE" if shapes[row["model"]]["experts"] else "dense"
+        shape = shapes[row["model"]]
+        kind = "hybrid" if is_hybrid(shape) else "MoE" if shape["experts"] else "dense"
         for group in ("all", kind, f"{kind}, {row['precision']}", f"{kind}, {row['system']}"):
             groups.setdefault(group, []).append((seconds, measured))
         details.append(
@@ -90,5 +97,6 @@ def _run(row: Row, shape: Row) -> tuple[Any, Machines]:
     """The job of a row and the machines that ran it."""
     device: DeviceSpec = known_devices()[DEVICES[row["system"]]]
     num_hosts, per_host = hosts_of(row["gpus"], device.devices_per_host)
-    job = job_of(job_flags(row, shape), world_size=row["gpus"], device_name=device.name)
+    version = HYBRID_VERSION if is_hybrid(shape) else VERSION
+    job = job_of(job_flags(row, shape), world_size=row["gpus"], device_name=device.name, version=version)
     return job, Machines(device=device, num_hosts=num_hosts, devices_per_host=per_host)

@@ -23,7 +23,16 @@ SHAPE_COLUMNS = {
     **dict.fromkeys(("kv_heads", "head_dim", *_LATENT, "window", "ffn", "experts", "topk", "moe_ffn"), optional(whole)),
     **dict.fromkeys(("shared_ffn", "moe_latent", "dense_layers", "mtp"), optional(whole)),
     **dict.fromkeys(("glu", "tied"), whole),
-    "layer_pattern": text,
+    **dict.fromkeys(("mamba_heads", "mamba_head_dim", "mamba_state", "mamba_groups"), optional(whole)),
+    **dict.fromkeys(("layer_pattern", "mtp_pattern"), text),
+}
+HYBRID_VERSION = "0.19.0"
+"""From 0.17 on patterns name the layers of prediction depths, and from 0.19 on FSDP knows Mamba layers."""
+MAMBA_FLAGS = {
+    "num-heads": "mamba_heads",
+    "head-dim": "mamba_head_dim",
+    "state-dim": "mamba_state",
+    "num-groups": "mamba_groups",
 }
 ACTIVATIONS = {
     "gelu": {},
@@ -99,6 +108,8 @@ def job_flags(row: Row, shape: Row) -> dict[str, Any]:
     }
     if row["mtp"] is not None:
         flags["mtp-num-layers"] = row["mtp"] or False
+        if is_hybrid(shape):
+            flags["hybrid-layer-pattern"] = hybrid_pattern(shape, row["mtp"])
     if shape["layers"] % (row["pp"] * (row["vp"] or 1)):
         flags["pipeline-model-parallel-layout"] = pipeline_layout(shape, row["pp"] * (row["vp"] or 1))
     elif (row["vp"] or 1) > 1:
@@ -158,10 +169,23 @@ def model_flags(shape: Row) -> dict[str, Any]:
             "moe-ffn-hidden-size": shape["moe_ffn"],
             "moe-shared-expert-intermediate-size": shape["shared_ffn"] or False,
             "moe-layer-freq": f"([0]*{dense}+[1]*{shape['layers'] - dense})",
+            "moe-latent-size": shape["moe_latent"] or False,
         }
-    if shape["layer_pattern"]:
-        flags["hybrid-override-pattern"] = shape["layer_pattern"]
+    if is_hybrid(shape):
+        flags |= {f"mamba-{flag}": shape[column] for flag, column in MAMBA_FLAGS.items()}
+        flags["hybrid-layer-pattern"] = hybrid_pattern(shape, shape["mtp"] or 0)
+        flags["mtp-use-repeated-layer"] = "shared weights" in shape["mtp_pattern"]
     return flags
+
+
+def is_hybrid(shape: Row) -> bool:
+    """Whether layers are Mamba, attention, MLP or experts by themselves; other patterns are described in words."""
+    return bool(shape["kind"].startswith("mamba"))
+
+
+def hybrid_pattern(shape: Row, depths: int) -> str:
+    """Name the layers of a hybrid model: those of each prediction depth stand first in the words of that column."""
+    return "/".join((shape["layer_pattern"], *[shape["mtp_pattern"].split()[0] for _ in range(depths)]))
 
 
 def _expert_flags(row: Row) -> Mapping[str, Any]:

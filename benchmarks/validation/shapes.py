@@ -15,17 +15,17 @@ VERSION = "0.16.1"
 """The release by whose flags and defaults these jobs are read."""
 
 
-def job_of(args: Mapping[str, Any], *, world_size: int, device_name: str = "") -> Job:
+def job_of(args: Mapping[str, Any], *, world_size: int, device_name: str = "", version: str = VERSION) -> Job:
     """Read a job from Megatron's flags by name, `true` for a bare one; raises PipetteError for an impossible one."""
-    return _job(tuple(command_line({"train-iters": 1, **args}, flag_table(VERSION))), world_size, device_name)
+    return _job(tuple(command_line({"train-iters": 1, **args}, flag_table(version))), world_size, device_name, version)
 
 
 @lru_cache(maxsize=4096)
-def _job(words: tuple[str, ...], world_size: int, device_name: str) -> Job:
+def _job(words: tuple[str, ...], world_size: int, device_name: str, version: str) -> Job:
     return read_job(
         words,
         world_size=world_size,
-        megatron_version=VERSION,
+        megatron_version=version,
         device_kind="cuda",
         for_prediction=True,
         device_name=device_name,

@@ -28,7 +28,7 @@ from pipette_launch.baselines.pick import Pick, Placement, PlannerOptions, Ranki
 from pipette_launch.baselines.varuna_schedule import PipelineTimes, makespan_s
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.groups import Groups
-from pipette_launch.cost.layers import activations, embedding_and_head
+from pipette_launch.cost.layers import activations, embedding_and_head, kinds
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, optimizer_bytes
 from pipette_launch.cost.layers.parameters import stage_parameters
 from pipette_launch.cost.pipeline.steady_state import engine_of
@@ -101,8 +101,8 @@ def memory_bytes(job: Job, layout: Layout) -> int:
     first = 0
     layers_of = layout.stage_layers(job.model.num_layers)
     for layers, parameters in zip(layers_of, stage_parameters(job.model, layout), strict=True):
-        kinds = [job.model.is_moe_layer(layer) for layer in range(first, first + layers)]
-        kept = sum(activations.kept_bytes(job, plain, moe=moe) - source for moe in kinds)
+        some = job.model.layer_kinds[first : first + layers]
+        kept = sum(kinds.kept_bytes(job, plain, kind) - source for kind in some)
         kept_states, _ = optimizer_bytes(job, parameters.dense, parameters.expert, unsharded)
         states = parameters.count * per_parameter + int(kept_states)
         stages.append(states + kept + source)

@@ -13,7 +13,7 @@ from pipette_launch.facts.measurements import (
     MemoryReading,
     Samples,
 )
-from pipette_launch.facts.model import LatentAttention, ModelSpec
+from pipette_launch.facts.model import HybridLayers, LatentAttention, ModelSpec
 from pipette_launch.facts.results.plan import Choice, Plan, Provenance, Setting
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Device",
     "DeviceOverhead",
     "Host",
+    "HybridLayers",
     "Job",
     "LatentAttention",
     "Layout",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts import files
@@ -16,12 +16,26 @@ from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.machines.device_memory import DeviceOverhead, StageReading
 from pipette_launch.facts.machines.link_survey import UNSTABLE_SPREAD, LinkSurvey
-from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.model import LETTERS, TRANSFORMER_KINDS, ModelSpec
 
 ERROR_OF_MEDIAN = 1.4826 * 1.2533
 """Standard error of a median, times the root of the count, over the median absolute deviation (normal scatter)."""
-LAYERS = ("layer", "moe_layer")
+LAYERS: tuple[str, ...] = (*TRANSFORMER_KINDS, *LETTERS.values())
 """The parts of a model that are layers."""
+
+Part: TypeAlias = Literal[
+    "layer",
+    "moe_layer",
+    "mamba_layer",
+    "attention_layer",
+    "mlp_layer",
+    "expert_layer",
+    "embedding",
+    "head",
+    "core_attention",
+    "prediction",
+]
+"""What is timed by itself: `LAYERS`, the model's ends, the core within an attention, a depth of prediction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,10 +96,10 @@ class ComputeTime:
     """How long one part of the model takes on one slot, for one micro-batch, without communication."""
 
     case: ComputeCase
-    part: Literal["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"]
+    part: Part
     """`core_attention` lies within the layer; where it is known, selective recompute costs what it took.
 
-    `prediction` is one depth of multi-token prediction: embedding, projection, layer, and a head and loss of its own.
+    `prediction` is one depth of multi-token prediction: embedding, projection, layers, and a head and loss of its own.
     """
     slot: int
     forward: Samples

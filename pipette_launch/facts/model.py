@@ -3,11 +3,78 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from pipette_launch.errors import FactError
 from pipette_launch.facts.checks import check_numbers
 from pipette_launch.facts.files import ADDED_LATER
+
+LayerKind: TypeAlias = Literal["layer", "moe_layer", "mamba_layer", "attention_layer", "mlp_layer", "expert_layer"]
+"""The first two are whole layers of a transformer, without and with experts; the others are layers of hybrid models."""
+TRANSFORMER_KINDS: tuple[LayerKind, ...] = ("layer", "moe_layer")
+LETTERS: dict[str, LayerKind] = {
+    "M": "mamba_layer",
+    "*": "attention_layer",
+    "-": "mlp_layer",
+    "E": "expert_layer",
+}
+"""What Megatron's patterns of hybrid models call their layers."""
+KINDS_WITH_EXPERTS: tuple[LayerKind, ...] = ("moe_layer", "expert_layer")
+KINDS_WITH_ATTENTION: tuple[LayerKind, ...] = (*TRANSFORMER_KINDS, "attention_layer")
+_DENSE: tuple[LayerKind, ...] = ("layer", "mlp_layer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HybridLayers:
+    """Layers of different kinds, each a norm, one block and a residual (Nemotron-H, arXiv 2504.03624).
+
+    Sizes are those of the Mamba-2 layers (arXiv 2405.21060) by Megatron's flags: `--mamba-*`.
+    """
+
+    pattern: str
+    """One letter of `LETTERS` for each layer."""
+    mamba_state_dim: int
+    mamba_head_dim: int
+    mamba_num_groups: int
+    mamba_num_heads: int
+    mtp_pattern: str = ""
+    """The layers of one depth of multi-token prediction."""
+    mtp_use_repeated_layer: bool = False
+    """All depths share their weights."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+        strange = sorted(set(self.pattern + self.mtp_pattern) - set(LETTERS))
+        if strange or not self.pattern:
+            raise FactError(f"layers of a hybrid model are {' '.join(LETTERS)}, got {' '.join(strange) or 'none'}")
+        if self.mamba_num_heads % self.mamba_num_groups:
+            raise FactError(
+                f"mamba_num_groups={self.mamba_num_groups} does not divide mamba_num_heads={self.mamba_num_heads}"
+            )
+
+    @property
+    def mamba_channels(self) -> int:
+        """Channels of all heads: what the scan works on."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    @property
+    def mamba_convolved(self) -> int:
+        """Channels that the convolution works on: inputs, and B and C of each group."""
+        return self.mamba_channels + 2 * self.mamba_num_groups * self.mamba_state_dim
+
+    @property
+    def mamba_projected(self) -> int:
+        """Columns of the input projection: gates, what is convolved, and a time step for each head."""
+        return self.mamba_channels + self.mamba_convolved + self.mamba_num_heads
+
+    def mamba_matrices(self, hidden_size: int) -> int:
+        """Weights of one Mamba layer's input and output projection."""
+        return hidden_size * (self.mamba_projected + self.mamba_channels)
+
+    @property
+    def mamba_scan_flops_per_token(self) -> float:
+        """FLOPs of one layer's scan as Megatron-LM counts them (mamba_layer_flops of core_v0.17)."""
+        return 7.0 * self.mamba_channels * self.mamba_state_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +156,8 @@ class ModelSpec:
     """Depths of multi-token prediction, each with a transformer layer of its own on the last pipeline rank."""
     qk_layernorm: bool = field(default=False, metadata=ADDED_LATER)
     """Query and key (with latent attention: their latents) are normalised."""
+    hybrid: HybridLayers | None = field(default=None, metadata=ADDED_LATER)
+    """Layers of a hybrid model; in `moe_layer_freq` those of experts are 1, all others 0."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
@@ -101,6 +170,10 @@ class ModelSpec:
             )
         if len(self.moe_layer_freq) != (self.num_layers if self.num_experts else 0):
             raise FactError(f"moe_layer_freq has {len(self.moe_layer_freq)} entries for {self.num_layers} layers")
+        if self.hybrid and len(self.hybrid.pattern) != self.num_layers:
+            raise FactError(f"the pattern has {len(self.hybrid.pattern)} letters for {self.num_layers} layers")
+        if self.hybrid and "E" in self.hybrid.pattern + self.hybrid.mtp_pattern and not self.num_experts:
+            raise FactError("the pattern has layers of experts (E), and the model has no experts")
 
     @property
     def dtype_bytes(self) -> int:
@@ -110,6 +183,34 @@ class ModelSpec:
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer `layer` (from 0) has experts."""
         return bool(self.moe_layer_freq) and self.moe_layer_freq[layer] == 1
+
+    @property
+    def possible_kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of layers that such a model may have, in one order."""
+        return tuple(LETTERS.values()) if self.hybrid else TRANSFORMER_KINDS
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        if self.hybrid:
+            return tuple(LETTERS[letter] for letter in self.hybrid.pattern)
+        kinds = tuple(TRANSFORMER_KINDS[moe] for moe in self.moe_layer_freq)
+        return kinds or TRANSFORMER_KINDS[:1] * self.num_layers
+
+    @property
+    def prediction_kinds(self) -> tuple[LayerKind, ...]:
+        """The layers of one depth of multi-token prediction."""
+        if not self.mtp_num_layers:
+            return ()
+        if self.hybrid:
+            return tuple(LETTERS[letter] for letter in self.hybrid.mtp_pattern)
+        return (TRANSFORMER_KINDS[self.has_expert_prediction],)
+
+    @property
+    def prediction_copies(self) -> int:
+        """Depths of multi-token prediction that have weights of their own."""
+        shares = self.hybrid is not None and self.hybrid.mtp_use_repeated_layer
+        return min(self.mtp_num_layers, 1) if shares else self.mtp_num_layers
 
     @property
     def has_expert_prediction(self) -> bool:
@@ -146,17 +247,26 @@ class ModelSpec:
 
         Narayanan et al. 2021 (PTD-P), appendix: projections 2 per weight, attention scores and context 4*s*a*d.
         """
-        latent = self.latent_attention
-        heads = self.num_attention_heads
-        matrices = latent.weights(self.hidden_size, heads) if latent else self.attention_parameters()
-        if moe:
+        return self.kind_flops_per_token(TRANSFORMER_KINDS[moe])
+
+    def kind_flops_per_token(self, kind: LayerKind) -> float:
+        """Return the same of a layer of any kind; a Mamba layer's scan counts as Megatron-LM counts it."""
+        if kind == "mamba_layer":
+            assert self.hybrid is not None
+            return 2.0 * self.hybrid.mamba_matrices(self.hidden_size) + self.hybrid.mamba_scan_flops_per_token
+        latent, matrices, core = self.latent_attention, 0, 0.0
+        if kind in ("layer", "moe_layer", "attention_layer"):
+            heads = self.num_attention_heads
+            matrices += latent.weights(self.hidden_size, heads) if latent else self.attention_parameters()
+            core = self.core_flops_per_token
+        if kind in KINDS_WITH_EXPERTS:
             matrices += self.moe_router_topk * self.mlp_parameters(self.moe_ffn_hidden_size)
             matrices += self.hidden_size * (self.num_experts or 0)
             if self.moe_shared_expert_intermediate_size:
                 matrices += self.mlp_parameters(self.moe_shared_expert_intermediate_size)
-        else:
+        elif kind in ("layer", "mlp_layer"):
             matrices += self.mlp_parameters()
-        return 2.0 * matrices + self.core_flops_per_token
+        return 2.0 * matrices + core
 
     @property
     def core_flops_per_token(self) -> float:
@@ -180,9 +290,14 @@ class ModelSpec:
         attention = projections + self.core_flops_per_token / 4
         matrices = hidden * (3 if self.gated_linear_unit else 2)
         moe_width = self.moe_router_topk * self.moe_ffn_hidden_size + self.moe_shared_expert_intermediate_size
-        moe_layers = sum(self.moe_layer_freq) + self.mtp_num_layers * self.has_expert_prediction
-        layers = self.num_layers + self.mtp_num_layers
-        mlps = matrices * (moe_layers * moe_width + (layers - moe_layers) * self.ffn_hidden_size)
+        kinds = (*self.layer_kinds, *self.mtp_num_layers * self.prediction_kinds)
+        count = {kind: kinds.count(kind) for kind in set(kinds)}
+        moe_layers, dense = (sum(count.get(kind, 0) for kind in pair) for pair in (KINDS_WITH_EXPERTS, _DENSE))
+        layers = sum(count.get(kind, 0) for kind in (*TRANSFORMER_KINDS, "attention_layer"))
+        mlps: float = matrices * (moe_layers * moe_width + dense * self.ffn_hidden_size)
+        if self.hybrid and "mamba_layer" in count:
+            scan = self.hybrid.mamba_scan_flops_per_token / 2
+            mlps += count["mamba_layer"] * (self.hybrid.mamba_matrices(hidden) + scan)
         predictions = self.mtp_num_layers * (2 * hidden + 3) * hidden
         logits = (1 + self.mtp_num_layers) * hidden * self.padded_vocab_size(tp)
         return 6.0 * global_batch_size * self.seq_length * (layers * attention + mlps + predictions + logits)

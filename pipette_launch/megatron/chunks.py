@@ -1,4 +1,4 @@
-"""How the layers are cut into chunks: Megatron's five ways to say it, read into one, and one written back.
+"""How the layers are cut into chunks: Megatron's six ways to say it, read into one, and one written back.
 
 A chunk is one model piece of one pipeline rank; chunk c, in model order, lies on pipeline rank c % pp.
 """
@@ -6,9 +6,11 @@ A chunk is one model piece of one pipeline rank; chunk c, in model order, lies o
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from itertools import accumulate
 
 from pipette_launch.errors import MegatronError
-from pipette_launch.megatron.flags import Arguments
+from pipette_launch.megatron.flags import Arguments, release_of
 
 SPLIT_DESTS = (
     "num_layers_per_virtual_pipeline_stage",
@@ -22,7 +24,66 @@ SPLIT_DESTS = (
 """Every flag that says where the layers go, besides the pipeline size."""
 MOST_SHOWN = 1 << 14
 """Characters of a layout that is written out, a few for each layer."""
+PATTERN_DESTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""What names the layers of a hybrid model; from 0.17 on the first is the name of both."""
+FIRST_CUT_PATTERNS = (0, 17)
+"""The first release whose patterns say where stages begin; before, stages of hybrid models are equal."""
+_VIRTUAL_DESTS = (*SPLIT_DESTS[:3], *PATTERN_DESTS)
 Chunks = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HybridPattern:
+    """The layers of a hybrid model as its flags name them: `M-M*|M-M-/*E/*E`, stages by `|`, prediction behind `/`."""
+
+    stages: tuple[str, ...]
+    depths: tuple[str, ...]
+
+    @property
+    def layers(self) -> str:
+        """One letter for each layer."""
+        return "".join(self.stages)
+
+
+def hybrid_pattern(arguments: Arguments) -> HybridPattern | None:
+    """Return the pattern of a hybrid model; None for other models.
+
+    Raises:
+        MegatronError: the flags contradict each other, or name no layers.
+
+    """
+    given = [dest for dest in PATTERN_DESTS if arguments.get(dest)]
+    if not given:
+        if arguments.get("is_hybrid_model"):
+            raise MegatronError(f"{arguments.shown('is_hybrid_model')}: needs {arguments.shown(PATTERN_DESTS[1])}")
+        return None
+    shown = arguments.shown(given[0])
+    if len(given) > 1:
+        raise MegatronError(f"{shown} and {arguments.shown(given[1])} exclude each other; keep the first")
+    text: str = arguments.get(given[0])
+    if len(text) > MOST_SHOWN:
+        raise MegatronError(f"{shown[:80]}: more than {MOST_SHOWN} characters")
+    layers, *depths = text.split("/")
+    older = arguments.get("mtp_hybrid_override_pattern")
+    if older and not depths:
+        depths = [older] * int(arguments.get("mtp_num_layers") or 0)
+    if not layers.replace("|", "") or len(set(depths)) > 1:
+        raise MegatronError(f"{shown}: needs layers, and the same ones for each depth of multi-token prediction")
+    return HybridPattern(stages=tuple(layers.split("|")), depths=tuple(depths))
+
+
+def without_stages(arguments: Arguments) -> Arguments:
+    """Leave out every cut that flags name, those within a hybrid model's pattern too."""
+    bare = arguments.without(*SPLIT_DESTS)
+    pattern = hybrid_pattern(bare)
+    if pattern is None or len(pattern.stages) == 1:
+        return bare
+    return _with_pattern(bare, "/".join((pattern.layers, *pattern.depths)))
+
+
+def _with_pattern(arguments: Arguments, text: str) -> Arguments:
+    dest = next(dest for dest in PATTERN_DESTS if arguments.get(dest))
+    return arguments.with_flag(f"--{dest.replace('_', '-')}", text)
 
 
 def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> tuple[int, Chunks]:
@@ -33,7 +94,10 @@ def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> tuple[int,
 
     """
     _check_exclusive(arguments)
-    if arguments.get("pipeline_model_parallel_layout") is not None:
+    pattern = hybrid_pattern(arguments)
+    if pattern:
+        vpp, chunks = _from_pattern(arguments, pattern, pp, num_layers)
+    elif arguments.get("pipeline_model_parallel_layout") is not None:
         vpp, chunks = _from_layout(arguments, pp, num_layers)
     else:
         vpp = _virtual_stages(arguments, pp, num_layers)
@@ -41,7 +105,7 @@ def read_chunks(arguments: Arguments, *, pp: int, num_layers: int) -> tuple[int,
     if vpp > 1 and pp == 1:
         raise MegatronError(
             f"{vpp} virtual stages need --pipeline-model-parallel-size above 1; remove "
-            f"{' and '.join(arguments.shown(dest) for dest in SPLIT_DESTS[:3] if arguments.is_given(dest))}"
+            f"{' and '.join(arguments.shown(dest) for dest in _VIRTUAL_DESTS if arguments.is_given(dest))}"
         )
     return vpp, () if len(set(chunks)) == 1 else chunks
 
@@ -57,7 +121,13 @@ def write_chunks(arguments: Arguments, *, pp: int, vpp: int, chunks: Chunks, num
         num_layers: of the model.
 
     """
-    bare = arguments.without(*SPLIT_DESTS)
+    bare = without_stages(arguments)
+    pattern = hybrid_pattern(arguments)
+    if pattern and release_of(arguments.version) >= FIRST_CUT_PATTERNS and pp > 1:
+        sizes = chunks or (num_layers // (pp * vpp),) * (pp * vpp)
+        ends = [*accumulate(sizes)]
+        stages = [pattern.layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return _with_pattern(bare, "/".join(("|".join(stages), *pattern.depths)))
     if not chunks:
         if vpp == 1:
             return bare
@@ -86,6 +156,26 @@ def _check_exclusive(arguments: Arguments) -> None:
     if bool(ends) + bool(accounts) + bool(whole) > 1:
         clash = " and ".join(arguments.shown(dest) for dest in (*whole, *ends, *accounts))
         raise MegatronError(f"{clash} exclude each other; keep one way to split the layers")
+
+
+def _from_pattern(arguments: Arguments, pattern: HybridPattern, pp: int, num_layers: int) -> tuple[int, Chunks]:
+    """Read the stages that a hybrid model's pattern names, or cut equally, but for the ends from 0.17 on."""
+    stages, cuts = pattern.stages, release_of(arguments.version) >= FIRST_CUT_PATTERNS
+    clash = [dest for dest in SPLIT_DESTS if arguments.get(dest)]
+    if len(stages) == 1 and cuts:
+        clash = [dest for dest in clash if not dest.startswith("decoder_")]
+    if clash:
+        shown = " and ".join(arguments.shown(dest) for dest in clash)
+        raise MegatronError(f"{shown}: the pattern of a hybrid model says where stages begin; remove it")
+    if len(stages) == 1:
+        return 1, _from_stages(arguments, pp, num_layers, 1)
+    if not cuts:
+        raise MegatronError(f"{arguments.shown(PATTERN_DESTS[1])}: stages (|) can be named from 0.17 on")
+    if len(stages) % pp:
+        raise MegatronError(
+            f"{len(stages)} stages of the pattern are no multiple of --pipeline-model-parallel-size {pp}"
+        )
+    return len(stages) // pp, tuple(map(len, stages))
 
 
 def _from_layout(arguments: Arguments, pp: int, num_layers: int) -> tuple[int, Chunks]:

@@ -6,7 +6,7 @@ from pipette_launch.errors import LayoutError, MegatronError
 from pipette_launch.facts import Layout, ModelSpec, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.schedules import check_interleaving
-from pipette_launch.megatron.chunks import SPLIT_DESTS, read_chunks
+from pipette_launch.megatron.chunks import SPLIT_DESTS, hybrid_pattern, read_chunks
 from pipette_launch.megatron.flags import Arguments, release_of
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
@@ -55,7 +55,9 @@ def known_dest(arguments: Arguments, dest: str) -> str:
 
 def num_layers_of(arguments: Arguments) -> int:
     """Layers of the model; raises MegatronError for more than any model has, as lists hold one entry for each."""
-    num_layers = arguments.size(known_dest(arguments, "num_layers"))
+    pattern = hybrid_pattern(arguments)
+    # The pattern outranks the number.
+    num_layers = len(pattern.layers) if pattern else arguments.size(known_dest(arguments, "num_layers"))
     if num_layers > MOST_LAYERS:
         raise MegatronError(f"--num-layers {num_layers}: more than {MOST_LAYERS}, which no model has")
     return num_layers
@@ -162,6 +164,8 @@ def _check_widths(layout: Layout, model: ModelSpec, arguments: Arguments) -> Non
         raise MegatronError(f"{shown}: does not divide --num-query-groups {groups}")
     if model.ffn_hidden_size % layout.tp:
         raise MegatronError(f"{shown}: does not divide the feed-forward width {model.ffn_hidden_size}")
+    if model.hybrid and model.hybrid.mamba_num_groups % layout.tp:
+        raise MegatronError(f"{shown}: does not divide --mamba-num-groups {model.hybrid.mamba_num_groups}")
     if layout.cp > 1 and model.seq_length % (2 * layout.cp):
         raise MegatronError(
             f"{arguments.shown(CP)}: --seq-length {model.seq_length} is no multiple of 2*{layout.cp}; change one"

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipette_launch.errors import FactError, MegatronError
-from pipette_launch.facts import LatentAttention, ModelSpec
+from pipette_launch.facts import HybridLayers, LatentAttention, ModelSpec
 from pipette_launch.facts.machines.known_devices import compute_capability
+from pipette_launch.megatron.chunks import hybrid_pattern
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.layout import MOST_LAYERS, known_dest, num_layers_of
 from pipette_launch.megatron.vocabulary import Vocabulary
@@ -37,6 +38,8 @@ _AMPERE = 8
 def check_required(arguments: Arguments) -> None:
     """Raise MegatronError naming every missing flag at once."""
     missing = [dest for dest in REQUIRED if arguments.get(known_dest(arguments, dest)) is None]
+    if "num_layers" in missing and hybrid_pattern(arguments):
+        missing.remove("num_layers")
     if missing:
         flags = ", ".join(arguments.shown(dest) for dest in missing)
         raise MegatronError(f"the command line lacks {flags}; add what is missing to the script's arguments")
@@ -88,7 +91,8 @@ def read_model(
             transformer_impl=transformer_impl,
             attention_backend=_backend(arguments, transformer_impl, environment, device_name),
             latent_attention=_latent_attention(arguments),
-            mtp_num_layers=arguments.get("mtp_num_layers") or 0,
+            mtp_num_layers=_prediction_depths(arguments),
+            hybrid=_hybrid_layers(arguments),
             qk_layernorm=bool(arguments.get("qk_layernorm")),
         )
     except FactError as error:
@@ -170,8 +174,35 @@ def _latent_attention(arguments: Arguments) -> LatentAttention | None:
     return LatentAttention(q_lora_rank=arguments.get("q_lora_rank"), **{dest: arguments.size(dest) for dest in sizes})
 
 
+def _prediction_depths(arguments: Arguments) -> int:
+    pattern = hybrid_pattern(arguments)
+    return len(pattern.depths) if pattern else arguments.get("mtp_num_layers") or 0
+
+
+def _hybrid_layers(arguments: Arguments) -> HybridLayers | None:
+    """Read the kinds of a hybrid model's layers, and the sizes of its Mamba layers (mamba_mixer.py of core_v0.17)."""
+    pattern = hybrid_pattern(arguments)
+    if pattern is None:
+        return None
+    head_dim = arguments.size("mamba_head_dim")
+    # Without a number of heads there are as many as twice the hidden size takes.
+    usual_heads = 2 * arguments.size("hidden_size") // head_dim
+    return HybridLayers(
+        pattern=pattern.layers,
+        mamba_state_dim=arguments.size("mamba_state_dim"),
+        mamba_head_dim=head_dim,
+        mamba_num_groups=arguments.size("mamba_num_groups"),
+        mamba_num_heads=arguments.size("mamba_num_heads", default=max(usual_heads, 1)),
+        mtp_pattern=pattern.depths[0] if pattern.depths else "",
+        mtp_use_repeated_layer=bool(arguments.get("mtp_use_repeated_layer")),
+    )
+
+
 def _expert_layers(arguments: Arguments) -> tuple[int, ...]:
     """One entry for each layer, from `--moe-layer-freq N` or `--moe-layer-freq ([0]*1+[1]*23)`."""
+    hybrid = hybrid_pattern(arguments)
+    if hybrid:
+        return tuple(int(letter == "E") for letter in hybrid.layers)
     value, num_layers = arguments.get("moe_layer_freq"), num_layers_of(arguments)
     try:
         pattern = _pattern(ast.parse(str(value), mode="eval").body)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 
 from pipette_launch.errors import MegatronError, UsageError
 from pipette_launch.facts import Layout
-from pipette_launch.megatron.flags import Arguments
+from pipette_launch.megatron.chunks import hybrid_pattern
+from pipette_launch.megatron.flags import Arguments, release_of
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
 SHORT_NAMES = {
@@ -77,9 +78,6 @@ def fixed_fields(names: Sequence[str]) -> tuple[str, ...]:
 
 REFUSED = {
     "yaml_cfg": "the file outranks the command line, which is all that a plan rewrites; give its values as flags",
-    "hybrid_layer_pattern": "hybrid models are not modelled",
-    "hybrid_override_pattern": "hybrid models are not modelled",
-    "is_hybrid_model": "hybrid models are not modelled",
     "experimental_attention_variant": "this attention is not modelled",
     "linear_attention_freq": "linear attention is not modelled",
     "heterogeneous_layers_config_path": "layers of different shapes are not modelled",
@@ -113,11 +111,18 @@ UNPLANNED = {
     "dataloader_type=external": "what an external data loader gives to each rank is unknown",
 }
 """The same of jobs that are not planned, though what they hold and cost can be told."""
-UNTIMED = dict.fromkeys(
-    ("use_megatron_fsdp", "use_torch_fsdp2"),
-    "the warm-up runs no sharded parameters; `pipette predict` and `pipette plan --gpu` read it",
-)
+_SHARDED = "the warm-up runs no sharded parameters; `pipette predict` and `pipette plan --gpu` read it"
+_HYBRID = "the warm-up cannot time layers of hybrid models; `pipette predict` and `pipette plan --gpu` read it"
+UNTIMED = {
+    "use_megatron_fsdp": _SHARDED,
+    "use_torch_fsdp2": _SHARDED,
+    "hybrid_layer_pattern": _HYBRID,
+    "hybrid_override_pattern": _HYBRID,
+    "is_hybrid_model": _HYBRID,
+}
 """The same of jobs that no warm-up can time; on imagined machines they can be planned."""
+HYBRID_SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
+"""Megatron's own names of the layers of hybrid models, for `--spec`."""
 
 
 def check_planned(arguments: Arguments, *, for_prediction: bool = False, without_probes: bool = False) -> None:
@@ -147,8 +152,22 @@ def check_planned(arguments: Arguments, *, for_prediction: bool = False, without
             f"{arguments.shown('offload_modules')}: with unfused attention and layers with and without experts, "
             f"tensors of two layers are back at once, which is not modelled: peaks came out up to 10 % too low"
         )
-    if arguments.get("spec") not in (None, [], ["local"]):
+    if arguments.get("spec") not in (None, [], ["local"]) and arguments.get("spec")[-1] not in HYBRID_SPECS:
         raise MegatronError(f"{arguments.shown('spec')}: layers of a module of your own are not modelled")
+    if hybrid_pattern(arguments):
+        _check_hybrid(arguments)
+
+
+def _check_hybrid(arguments: Arguments) -> None:
+    """Raise MegatronError for what other models may have, and hybrid ones may not."""
+    if arguments.get("fine_grained_activation_offloading"):
+        shown = arguments.shown("fine_grained_activation_offloading")
+        raise MegatronError(f"{shown}: which tensors of hybrid models leave the device is not modelled")
+    if arguments.get("use_torch_fsdp2"):
+        raise MegatronError(f"{arguments.shown('use_torch_fsdp2')}: how it wraps hybrid models is not modelled")
+    if arguments.get("use_megatron_fsdp") and release_of(arguments.version) < (0, 19):
+        shown = arguments.shown("use_megatron_fsdp")
+        raise MegatronError(f"{shown}: before Megatron 0.19 Mamba layers are no units of it, which is not modelled")
 
 
 def _is_offloading_uneven(arguments: Arguments) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Batch, Job, Layout
 from pipette_launch.megatron import checkpoint
+from pipette_launch.megatron.chunks import without_stages
 from pipette_launch.megatron.flags import Arguments, known_release, likely_flag, newest_release, release_of
 from pipette_launch.megatron.layout import SIZE_DESTS, SIZE_FIELDS, check_layout, read_layout
 from pipette_launch.megatron.model import check_required, read_model
@@ -89,7 +90,7 @@ def _flags_layout(given: Arguments, world_size: int, *, for_planning: bool) -> t
         # Without a global batch size the layout says what a step is.
         if not for_planning or not given.is_given("global_batch_size"):
             raise
-        return read_layout(given.without(*SIZE_DESTS), world_size=world_size), error
+        return read_layout(without_stages(given.without(*SIZE_DESTS)), world_size=world_size), error
 
 
 def _batch(given: Arguments, own: Layout) -> Batch:

@@ -75,6 +75,8 @@ def _unsupported(job: Job) -> str:
         return flag_of("cpu_offloading_num_layers")
     if options.rampup_batch_size:
         return flag_of("rampup_batch_size")
+    if job.model.hybrid:
+        return "hybrid models"
     return "multi-token prediction" if job.model.mtp_num_layers else ""
 
 

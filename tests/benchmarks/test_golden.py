@@ -39,6 +39,7 @@ ROW = {
     "gpus_per_node": "8",
     "mem_allocated_bytes_last": "100",
     "mem_max_allocated_bytes": "200",
+    "iter_time_s_median": "",
     "args_key": "k",
     "env": "dev",
 }
@@ -108,6 +109,20 @@ def test_a_layout_is_scored_once(tmp_path: Path) -> None:
     ]
 
 
+def test_values_of_an_older_test_of_another_model_are_not_scored(tmp_path: Path) -> None:
+    """To the last byte and second they cannot be measured twice; without seconds nobody knows."""
+    rows = [
+        {"iter_time_s_median": "0.17213", "tag": "core_v0.15.0"},
+        {"iter_time_s_median": "0.17213", "model": "hybrid", "args_key": "other"},
+        {"iter_time_s_median": "0.18", "model": "hybrid", "args_key": "third"},
+    ]
+    data = read(files(tmp_path, rows, {"k": {}, "other": {"swiglu": True}, "third": {"num-layers": 4}}))
+
+    assert [("its values are those of another model's test", "line 3")] == [
+        (reason, name.split(":")[0]) for reason, name in data.skipped
+    ]
+
+
 def test_families_hold_renamed_and_changed_tests(tmp_path: Path) -> None:
     """Linked by name, by flags that matter, or by the job that is read, over any number of steps."""
     rows = [
@@ -157,7 +172,7 @@ def test_no_fold_of_the_development_data_shares_a_configuration() -> None:
     [
         ({"model": "bert"}, {}, "regular", "not a decoder-only model"),
         ({"nodes": "", "gpus_per_node": ""}, {}, "release", "world size of a release test is not stated"),
-        ({}, {"is-hybrid-model": True}, "regular", "hybrid models are not modelled"),
+        ({}, {"is-hybrid-model": True}, "regular", "needs --hybrid-override-pattern"),
         ({}, {"tokenizer-type": "Llama2Tokenizer"}, "regular", "its vocabulary cannot be counted without loading it"),
     ],
 )

@@ -6,9 +6,17 @@ import pytest
 
 from benchmarks.validation import nvidia
 from benchmarks.validation.latency import Machines
-from benchmarks.validation.nvidia_rows import COLUMNS, job_flags, measured_s, model_flags, read_shapes
+from benchmarks.validation.nvidia_rows import (
+    COLUMNS,
+    HYBRID_VERSION,
+    is_hybrid,
+    job_flags,
+    measured_s,
+    model_flags,
+    read_shapes,
+)
 from benchmarks.validation.options import DEFAULT_FILES
-from benchmarks.validation.shapes import job_of
+from benchmarks.validation.shapes import VERSION, job_of
 from benchmarks.validation.tables import Row, read_table
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Job, ModelSpec
@@ -30,20 +38,27 @@ IN_BILLIONS = {
     "Moonlight-16B": 16.0,
     "DeepSeek-V3": 684.5,
     "Kimi-K2": 1026,
+    "Nemotron-H-8B": 8.1,
+    "Nemotron-H-47B": 46.8,
+    "Nemotron-H-56B": 56.3,
+    "Nemotron-3-Nano": 31.6,
 }
 """As their makers count them; DeepSeek-V3 with its 14 billion of multi-token prediction."""
 
 
 def job(row: Row, device_name: str = "") -> Job:
     """The job of a row."""
-    return job_of(job_flags(row, SHAPES[row["model"]]), world_size=row["gpus"], device_name=device_name)
+    shape = SHAPES[row["model"]]
+    version = HYBRID_VERSION if is_hybrid(shape) else VERSION
+    return job_of(job_flags(row, shape), world_size=row["gpus"], device_name=device_name, version=version)
 
 
 def spec(model: str) -> ModelSpec:
     """The model of a shape."""
     flags = {**model_flags(SHAPES[model]), "seq-length": 4096, "max-position-embeddings": 4096, "micro-batch-size": 1}
     named = {name: value for name, value in flags.items() if value is not False}
-    return job_of({**named, "bf16": True}, world_size=1).model
+    version = HYBRID_VERSION if is_hybrid(SHAPES[model]) else VERSION
+    return job_of({**named, "bf16": True}, world_size=1, version=version).model
 
 
 def row_of(model: str, system: str, precision: str = "BF16") -> Row:
@@ -128,11 +143,17 @@ def test_layers_that_stages_do_not_divide_are_cut_by_hand() -> None:
 
 
 def test_every_row_is_scored_or_counted() -> None:
-    """158 of 236; the others with their reasons, and what a model refuses with its own."""
+    """187 of 236; the others with their reasons, and what a model refuses with its own."""
     found = nvidia.section(PATH, {"ours": one_second})
     lines = {line.group: (line.scored, line.skipped) for line in found.lines}
 
-    assert {"all": (158, 78), "dense": (58, 0), "MoE": (100, 0), "dense, FP8-DS": (37, 0)}.items() <= lines.items()
+    assert {
+        "all": (187, 49),
+        "dense": (58, 0),
+        "MoE": (100, 0),
+        "hybrid": (29, 0),
+        "dense, FP8-DS": (37, 0),
+    }.items() <= lines.items()
     assert 15 == found.reasons["ours: packed sequences and adapters"]
     assert 12 == found.reasons["ours: no tokens/s and no step time"]
 
@@ -141,7 +162,7 @@ def test_every_row_is_scored_or_counted() -> None:
 
     refused = nvidia.section(PATH, {"ours": refuses})
     assert () == refused.lines
-    assert 158 == refused.reasons["ours: no experts"]
+    assert 187 == refused.reasons["ours: no experts"]
 
 
 def test_step_times_as_published_come_first() -> None:

@@ -53,6 +53,8 @@ NOT_EVERYWHERE = {
     "fine_grained_activation_offloading": "0.16+",
     "hybrid_layer_pattern": "0.17+",
     "moe_latent_size": "0.16+",
+    "mtp_hybrid_override_pattern": "0.17+",
+    "mtp_use_repeated_layer": "0.17+",
     "offload_modules": "0.16+",
     "pad_vocab_size": "0.18+",
     "perform_rl_step": "0.15+",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from facts_for_tests import tiny_model
 
 from pipette_launch.errors import FactError
-from pipette_launch.facts.model import LatentAttention
+from pipette_launch.facts.model import HybridLayers, LatentAttention
 
 
 def llama_7b() -> object:
@@ -134,6 +137,63 @@ def test_flops_of_published_models_are_megatrons(tp: int, changes: dict[str, obj
 def test_the_vocabulary_is_padded_for_all_tensor_ranks(tp: int, rows: int) -> None:
     """To a multiple of make_vocab_size_divisible_by * tp."""
     assert rows == tiny_model(vocab_size=200).padded_vocab_size(tp)
+
+
+HYBRID = HybridLayers(
+    pattern="M*-E",
+    mamba_state_dim=16,
+    mamba_head_dim=8,
+    mamba_num_groups=2,
+    mamba_num_heads=16,
+    mtp_pattern="*E",
+    mtp_use_repeated_layer=True,
+)
+EXPERTS = {"num_experts": 4, "moe_layer_freq": (0, 0, 0, 1)}
+
+
+def test_layers_have_kinds() -> None:
+    """A transformer's by their experts, a hybrid model's by letters; a depth of prediction has a pattern of its own."""
+    hybrid = tiny_model(hybrid=HYBRID, mtp_num_layers=2, **EXPERTS)
+
+    assert ("layer", "layer", "layer", "moe_layer") == tiny_model(**EXPERTS).layer_kinds
+    assert ("layer",) * 4 == tiny_model().layer_kinds
+    assert ("moe_layer",) == tiny_model(mtp_num_layers=1, **EXPERTS).prediction_kinds
+    assert hybrid.possible_kinds == hybrid.layer_kinds
+    assert ("attention_layer", "expert_layer") == hybrid.prediction_kinds
+    assert (1, 2) == (hybrid.prediction_copies, tiny_model(mtp_num_layers=2).prediction_copies)
+
+
+def test_a_hybrid_layer_has_the_flops_of_its_block() -> None:
+    """Attention and MLP add up to a layer; Mamba has two projections, and a scan of 7 a channel and state."""
+    model = tiny_model(hybrid=HYBRID, **EXPERTS)
+    one = model.kind_flops_per_token
+
+    assert one("layer") == one("attention_layer") + one("mlp_layer")
+    assert one("moe_layer") == one("attention_layer") + one("expert_layer")
+    assert 2 * 64 * (336 + 128) + 7 * 128 * 16 == one("mamba_layer")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pattern": "MG*-"}, "layers of a hybrid model are"),
+        ({"pattern": ""}, "got none"),
+        ({"mamba_num_groups": 3}, "does not divide mamba_num_heads=16"),
+        ({"mamba_head_dim": 0}, "mamba_head_dim"),
+    ],
+)
+def test_hybrid_layers_check_themselves(changes: dict[str, Any], message: str) -> None:
+    """Letters that Megatron has but nobody here prices are refused too."""
+    with pytest.raises(FactError, match=message):
+        replace(HYBRID, **changes)
+
+
+def test_patterns_fit_their_model() -> None:
+    """A letter for each layer; experts where there are layers of them."""
+    with pytest.raises(FactError, match="4 letters for 3 layers"):
+        tiny_model(num_layers=3, hybrid=HYBRID, num_experts=4, moe_layer_freq=(0, 0, 1))
+    with pytest.raises(FactError, match="has no experts"):
+        tiny_model(hybrid=HYBRID)
 
 
 def test_a_model_checks_itself() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from megatron_lines import SMALL
 
@@ -110,6 +112,57 @@ def test_cuts_are_written(vpp: int, cut: tuple[int, ...], expected: str) -> None
     after = write_chunks(before, pp=2, vpp=vpp, chunks=cut, num_layers=8)
 
     assert " ".join([*SMALL, *expected.split()]) == " ".join(after.words)
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "pp", "expected"),
+    [
+        ("--hybrid-layer-pattern M-M*M-M-", "0.17.1", 4, (1, ())),
+        ("--hybrid-override-pattern M-M*M-M-", "0.16.1", 4, (1, ())),
+        ("--hybrid-layer-pattern M-M|*M-M-", "0.17.1", 2, (1, (3, 5))),
+        ("--hybrid-layer-pattern M-|M*|M-|M-/*E/*E", "0.17.1", 2, (2, ())),
+        ("--hybrid-override-pattern M-M|*M-M-", "0.17.1", 2, (1, (3, 5))),
+        ("--hybrid-layer-pattern M-M*M-M- --decoder-first-pipeline-num-layers 2", "0.17.1", 3, (1, (2, 3, 3))),
+    ],
+)
+def test_hybrid_models_name_their_stages(
+    words: str, version: str, pp: int, expected: tuple[int, tuple[int, ...]]
+) -> None:
+    """By | from 0.17 on; without it they are equal, but for the ends that other flags name."""
+    assert expected == read_chunks(Arguments.parse(words.split(), version), pp=pp, num_layers=8)
+
+
+@pytest.mark.parametrize(
+    ("words", "version", "message"),
+    [
+        ("--hybrid-layer-pattern M-M|*M-|M-", "0.17.1", "3 stages of the pattern are no multiple"),
+        ("--hybrid-override-pattern M-M|*M-M-", "0.16.1", "stages (|) can be named from 0.17 on"),
+        (
+            "--hybrid-override-pattern M-M*M-M- --num-layers-per-virtual-pipeline-stage 2",
+            "0.16.1",
+            "the pattern of a hybrid model says where stages begin",
+        ),
+        ("--hybrid-layer-pattern M-M*M-M- --hybrid-override-pattern M-M*M-M-", "0.17.1", "exclude each other"),
+        ("--hybrid-layer-pattern |/*E", "0.17.1", "needs layers"),
+        ("--hybrid-layer-pattern M-M*M-M-/*E/*-", "0.17.1", "the same ones for each depth"),
+        ("--is-hybrid-model", "0.16.1", "needs --hybrid-override-pattern"),
+    ],
+)
+def test_what_a_hybrid_model_cannot_say(words: str, version: str, message: str) -> None:
+    """The error names the flag."""
+    with pytest.raises(MegatronError, match=re.escape(message)):
+        read_chunks(Arguments.parse(words.split(), version), pp=2, num_layers=8)
+
+
+def test_cuts_of_hybrid_models_are_written_into_their_pattern() -> None:
+    """By either name, with the depths of prediction; one stage has no marks, nor has any before 0.17."""
+    given = Arguments.parse(["--hybrid-layer-pattern", "M-|M*|M-|M-/*E/*E"], "0.17.1")
+    old = Arguments.parse(["--hybrid-override-pattern", "M-M*M-M-"], "0.16.1")
+
+    assert "M-M|*M-M-/*E/*E" == write_chunks(given, pp=2, vpp=1, chunks=(3, 5), num_layers=8).words[-1]
+    assert "M-M*|M-M-/*E/*E" == write_chunks(given, pp=2, vpp=1, chunks=(), num_layers=8).words[-1]
+    assert "M-M*M-M-/*E/*E" == write_chunks(given, pp=1, vpp=1, chunks=(), num_layers=8).words[-1]
+    assert "M-M*M-M-" == write_chunks(old, pp=2, vpp=1, chunks=(), num_layers=8).words[-1]
 
 
 def test_uneven_cuts_place_the_depths_of_prediction() -> None:

@@ -102,6 +102,31 @@ def test_latent_attention_and_mtp_are_read() -> None:
     assert (None, 0) == (job().model.latent_attention, job().model.mtp_num_layers)
 
 
+def test_hybrid_models_are_read() -> None:
+    """The pattern is the number of layers, names those of experts, and gives the depths of prediction."""
+    words = "--hybrid-layer-pattern M-M*|ME/*E/*E --num-experts 4 --mtp-use-repeated-layer --mamba-head-dim 8"
+    words += " --pipeline-model-parallel-size 2"
+    model = job(words, for_prediction=True, version="0.17.1").model
+
+    assert model.hybrid is not None
+    assert (6, 2, (0, 0, 0, 0, 0, 1)) == (model.num_layers, model.mtp_num_layers, model.moe_layer_freq)
+    assert ("M-M*ME", "*E", True) == (
+        model.hybrid.pattern,
+        model.hybrid.mtp_pattern,
+        model.hybrid.mtp_use_repeated_layer,
+    )
+    # As many heads of 8 as twice the hidden size of 64 takes.
+    given = "--hybrid-override-pattern MMMM*-*- --mamba-head-dim 8 --mamba-state-dim 16 --mamba-num-groups 2"
+    older = job(given, for_prediction=True).model.hybrid
+    assert older is not None
+    assert (16, 8, 16, 2) == (
+        older.mamba_num_heads,
+        older.mamba_head_dim,
+        older.mamba_state_dim,
+        older.mamba_num_groups,
+    )
+
+
 def test_a_bad_rank_is_named() -> None:
     """The latents need at least one channel."""
     with pytest.raises(MegatronError, match="--kv-lora-rank 0: must be at least 1"):

@@ -78,6 +78,7 @@ def test_cpu_pins_context_parallelism() -> None:
         "--local-rank 0",
         "--yaml-cfg job.yaml",
         "--hybrid-override-pattern M-M*",
+        "--is-hybrid-model",
         "--heterogeneous-layers-config-path layers.json",
         "--use-torch-fsdp2",
         "--use-megatron-fsdp",
@@ -121,6 +122,7 @@ def test_what_is_off_or_harmless_is_not_refused() -> None:
 @pytest.mark.parametrize(
     "words",
     [
+        "--hybrid-override-pattern M-M-M-*- --mamba-head-dim 8 --spec megatron.core.models mamba_stack_spec",
         "--local-rank 0",
         "--use-megatron-fsdp --use-distributed-optimizer",
         "--use-torch-fsdp2",

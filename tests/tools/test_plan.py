@@ -131,6 +131,18 @@ def test_a_flag_that_is_not_priced_has_a_note(capsys: pytest.CaptureFixture[str]
     assert "--num-distributed-optimizer-instances 2 is in the memory and not in" in " ".join(out.split())
 
 
+def test_hybrid_models_are_planned_on_imagined_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Stages are cut by time within the pattern; a warm-up would have to time such layers."""
+    flags = "--hybrid-layer-pattern MMMMMMM-MMMMMM*- --mamba-head-dim 8 --bf16 --transformer-impl transformer_engine"
+    words = f"pretrain_mamba.py {TEXT} {flags} --pipeline-model-parallel-size 2"
+    code, out, err = answer(
+        f"plan --gpu h100 --nodes 1 --budget 5 --fix tp,pp,cp,mbs,recompute --megatron-version 0.17.1 {words}", capsys
+    )
+
+    assert (0, "") == (code, err)
+    assert "pp2" in out.replace(" ", "") or "pp 2" in out
+
+
 TOGETHER = "--bf16 --transformer-impl transformer_engine --padded-vocab-size 1024 --disable-bias-linear"
 EXPERTS = "--num-experts 16 --expert-model-parallel-size 16 --moe-token-dispatcher-type flex --global-batch-size 64"
 

@@ -2,14 +2,15 @@
 
 # N = layouts, U = groups of layouts that agree, C = cuts of the model into chunks, K = kinds of chunk,
 # P = pipeline ranks, V = chunks of each, L = lines whose lowest counts.
-# X = what chunks are made of: dense layers, those that full recompute runs again, layers with experts, those that it
-# runs again, embedding, head.
+# X = what chunks are made of: of each kind of layer those that run once and those that full recompute runs again;
+# embedding, head.
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from pipette_launch.cost.communication.traffic import hop_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import (
+    chunk_kinds,
     has_two_embeddings,
     unit_parameters,
     word_embedding_parameters,
@@ -36,8 +38,6 @@ from pipette_launch.facts.measurements import Measurements
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-NUM_PARTS = 6
-"""X."""
 _PARTS: Memo[Ints] = Memo()
 
 
@@ -61,7 +61,7 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
     cuts = columns.groups("layers_per_chunk", "recompute")
     shape = (len(cuts.first_U), int(columns.vpp[0]), int(columns.pp[0]))
     parts_CSX = np.array([_parts_SX(job, columns.layout(int(row))) for row in cuts.first_U])
-    kinds, kind = np.unique(parts_CSX.reshape(-1, NUM_PARTS), axis=0, return_inverse=True)
+    kinds, kind = np.unique(parts_CSX.reshape(-1, parts_CSX.shape[-1]), axis=0, return_inverse=True)
     return Content(cut_N=cuts.group_N, kind_CVP=kind.reshape(shape), parts_KX=kinds)
 
 
@@ -72,11 +72,11 @@ def _parts_SX(job: Job, layout: Layout) -> Ints:
 
 
 def _new_parts_SX(job: Job, layout: Layout) -> Ints:
-    counts = LayerCounts.of(job, layout)
-    moe_S, moe_again_S = counts.moe_S, counts.moe_again_S
-    dense_S, dense_again_S = counts.attention_S - moe_S, counts.attention_again_S - moe_again_S
-    ends = (counts.embedding_S, counts.head_S)
-    return np.stack([dense_S - dense_again_S, dense_again_S, moe_S - moe_again_S, moe_again_S, *ends], axis=-1)
+    chunks, rows = chunk_kinds(job.model, layout), []
+    for stage, (kinds, again) in enumerate(chunks):
+        pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
+        rows.append([*chain(*pairs), stage == 0, stage == len(chunks) - 1])
+    return np.array(rows, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,18 +134,7 @@ class Tables:
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         self._of_shards: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
         """What exchanges depend on besides where FSDP has some: the replicas, and what recompute hides."""
-        shared = int(job.model.moe_shared_expert_intermediate_size > 0)
-        # A stage for each part, in the order of X.
-        self._one_of_each = LayerCounts.of_rows(
-            [
-                (1, 0, 1, 0, 0, 0, 0, 0),
-                (1, 1, 1, 1, 0, 0, 0, 0),
-                (1, 0, shared, 0, 1, 0, 0, 0),
-                (1, 1, shared, shared, 1, 1, 0, 0),
-                (0, 0, 0, 0, 0, 0, 1, 0),
-                (0, 0, 0, 0, 0, 0, 0, 1),
-            ]
-        )
+        self._one_of_each = LayerCounts.one_of_each(job.model)
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether compute times are known, and batch, layers and slots divide as the layouts have them."""
@@ -201,7 +190,7 @@ class Tables:
         found = []
         for row in first_U.tolist():
             unit = unit_parameters(self.job.model, columns.layout(row))
-            parts = (unit.layer, unit.layer, unit.moe_layer, unit.moe_layer, unit.embedding, unit.head)
+            parts = (*(each for each in unit.layers.values() for _ in range(2)), unit.embedding, unit.head)
             found.append([[part.dense for part in parts], [part.expert for part in parts]])
         return group_N.reshape(-1), np.array(found, dtype=np.int64)
 
@@ -243,7 +232,7 @@ class Tables:
         """
         cases = columns.groups("tp", "cp", "micro_batch_size", *self._of_shards)
         hiding_U = [self.compute.hiding(columns.layout(int(row))) for row in cases.first_U]
-        found = np.zeros((len(columns), 3, NUM_PARTS))
+        found = np.zeros((len(columns), 3, self.whole_1X.shape[1]))
         degrees_of = columns.groups("tp", "cp", "sequence_parallel", "ep", "etp", *self._of_shards)
         for rows in split_by_code(degrees_of.group_N):
             shape = columns.layout(int(rows[0]))
@@ -257,7 +246,7 @@ class Tables:
                 sizes = item.size_bytes * (np.ones_like(samples) if item.is_sharding else samples)
                 seconds = self._fabric.bounds_s(item.kind, members[item.group], sizes)
                 if item.behind:
-                    hidden_s = [getattr(hiding_U[case], item.behind) for case in cases.group_N[rows].tolist()]
+                    hidden_s = [hiding_U[case].seconds(item.behind) for case in cases.group_N[rows].tolist()]
                     seconds = np.maximum(seconds - np.array(hidden_s) * item.behind_share, 0.0)
                 found[rows, :2] += seconds[:, None, None] * np.array([item.forward, item.backward])
             if self._num_slots > 1:

@@ -8,8 +8,8 @@ simulated, and overlapped reductions by their first and last, instead of one by 
 
 # N = layouts, U = groups of layouts that agree, T = groups that agree in what is exchanged once a step,
 # K = kinds of chunk, P = pipeline ranks, V = chunks of each, L = lines whose lowest counts.
-# X = what chunks are made of: dense layers, those that full recompute runs again, layers with experts, those that it
-# runs again, embedding, head.
+# X = what chunks are made of: of each kind of layer those that run once and those that full recompute runs again;
+# embedding, head.
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,8 +16,10 @@ from pipette_launch.cost.communication.hiding import Behind, Hiding
 from pipette_launch.cost.communication.shards import shard_exchanges
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.layers import attention
+from pipette_launch.cost.layers.parameters import chunk_kinds
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.model import KINDS_WITH_ATTENTION, KINDS_WITH_EXPERTS, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 Ints = NDArray[np.int64]
@@ -45,7 +48,7 @@ class Exchange:
     """How many of them the forward of each stage runs."""
     backward: tuple[float, ...]
     behind: Behind | None = None
-    """The part of `Hiding` behind which each passes; None = behind nothing."""
+    """Behind which compute each passes; None = behind nothing."""
     behind_share: float = 1.0
     """How much of that part is there for it."""
     hidden_s: float = 0.0
@@ -66,7 +69,7 @@ class Exchange:
 def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int = 1) -> tuple[Exchange, ...]:
     """List the collectives of a micro-batch, each with the seconds that pass behind compute; see `exchanges_of`."""
     return tuple(
-        replace(item, hidden_s=getattr(hiding, item.behind) * item.behind_share) if item.behind else item
+        replace(item, hidden_s=hiding.seconds(item.behind) * item.behind_share) if item.behind else item
         for item in exchanges_of(job, layout, LayerCounts.of(job, layout), domain)
     )
 
@@ -74,7 +77,7 @@ def exchanges(job: Job, layout: Layout, hiding: Hiding, domain: int = 1) -> tupl
 def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1) -> tuple[Exchange, ...]:
     """List the collectives of stages that hold other layers than the layout gives them; they are linear in `counts`.
 
-    Where the head is, the depths of multi-token prediction are, each with a layer, a lookup and a head of its own.
+    Where the head is, the depths of multi-token prediction are, each with layers, a lookup and a head of its own.
 
     Args:
         job: its model and flags.
@@ -96,54 +99,54 @@ def exchanges_of(job: Job, layout: Layout, counts: LayerCounts, domain: int = 1)
 class LayerCounts:
     """What each stage holds: layers that run a forward, those that run it again in the backward, embedding and head."""
 
-    attention_S: Ints
-    attention_again_S: Ints
-    dense_mlp_S: Ints
-    """Tensor-parallel MLPs: dense layers, and shared experts of the others."""
-    dense_mlp_again_S: Ints
-    moe_S: Ints
-    moe_again_S: Ints
+    layers_S: Mapping[LayerKind, Ints]
+    """By kind; every kind that the model may have."""
+    again_S: Mapping[LayerKind, Ints]
+    """Those of them that full recompute runs again."""
     embedding_S: Ints
     head_S: Ints
 
     @classmethod
     def of(cls, job: Job, layout: Layout) -> LayerCounts:
         """Count them for every chunk of a layout, in model order."""
-        model, recompute = job.model, layout.recompute
-        rows: list[tuple[int, ...]] = []
-        first = 0
-        for stage, layers in enumerate(layout.chunk_layers(model.num_layers)):
-            again = layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
-            again = again if recompute.granularity == "full" else 0
-            moe = [model.is_moe_layer(first + index) for index in range(layers)]
-            mlp = [not is_moe or model.moe_shared_expert_intermediate_size > 0 for is_moe in moe]
-            ends = (int(stage == 0), int(stage == layout.num_chunks - 1))
-            rows.append((layers, again, sum(mlp), sum(mlp[:again]), sum(moe), sum(moe[:again]), *ends))
-            first += layers
-        return cls.of_rows(rows)
+        chunks, possible = chunk_kinds(job.model, layout), job.model.possible_kinds
+        stage_S = np.arange(len(chunks))
+        return cls(
+            layers_S={kind: np.array([kinds.count(kind) for kinds, _ in chunks]) for kind in possible},
+            again_S={kind: np.array([kinds[:again].count(kind) for kinds, again in chunks]) for kind in possible},
+            embedding_S=(stage_S == 0).astype(np.int64),
+            head_S=(stage_S == len(chunks) - 1).astype(np.int64),
+        )
 
     @classmethod
-    def of_rows(cls, rows: Sequence[tuple[int, ...]]) -> LayerCounts:
-        """One row for each stage, in the order of the fields."""
-        return cls(**dict(zip(cls.__slots__, np.array(rows, dtype=np.int64).T, strict=True)))
+    def one_of_each(cls, model: ModelSpec) -> LayerCounts:
+        """Return a stage for each part of a chunk: every kind of layer, run once and run again; embedding; head."""
+        kinds = model.possible_kinds
+        stages = np.eye(2 * len(kinds) + 2, dtype=np.int64)
+        return cls(
+            layers_S={kind: stages[2 * place] + stages[2 * place + 1] for place, kind in enumerate(kinds)},
+            again_S={kind: stages[2 * place + 1] for place, kind in enumerate(kinds)},
+            embedding_S=stages[-2],
+            head_S=stages[-1],
+        )
 
     def with_depths(self, job: Job, layout: Layout, depths_S: Ints) -> LayerCounts:
         """Add so many depths of multi-token prediction; method block runs none of their layers again."""
-        model = job.model
-        moe = int(model.has_expert_prediction)
-        mlp = int(not moe or model.moe_shared_expert_intermediate_size > 0)
-        recompute = layout.recompute
-        again_S = depths_S * (recompute.granularity == "full" and recompute.method == "uniform")
+        depth = Counter(job.model.prediction_kinds)
+        again_S = depths_S * (layout.recompute.granularity == "full" and layout.recompute.method == "uniform")
         return LayerCounts(
-            attention_S=self.attention_S + depths_S,
-            attention_again_S=self.attention_again_S + again_S,
-            dense_mlp_S=self.dense_mlp_S + mlp * depths_S,
-            dense_mlp_again_S=self.dense_mlp_again_S + mlp * again_S,
-            moe_S=self.moe_S + moe * depths_S,
-            moe_again_S=self.moe_again_S + moe * again_S,
+            layers_S={kind: count_S + depth[kind] * depths_S for kind, count_S in self.layers_S.items()},
+            again_S={kind: count_S + depth[kind] * again_S for kind, count_S in self.again_S.items()},
             embedding_S=self.embedding_S + depths_S,
             head_S=self.head_S + depths_S,
         )
+
+    def run(self, blocks: Mapping[LayerKind, int]) -> tuple[Ints, Ints]:
+        """Count blocks, of which a layer of a kind has so many: in the forward, and run again in the backward."""
+        none_S = 0 * self.head_S
+        once_S = sum((count * self.layers_S[kind] for kind, count in blocks.items() if kind in self.layers_S), none_S)
+        again_S = sum((count * self.again_S[kind] for kind, count in blocks.items() if kind in self.again_S), none_S)
+        return once_S, again_S
 
 
 def _projection(job: Job, layout: Layout, depths_S: Ints) -> Iterator[Exchange]:
@@ -177,7 +180,7 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
         return
     tokens = attention.tokens(job.model, layout)
     size = job.model.dtype_bytes * tokens * job.model.hidden_size
-    once_S, again_S = counts.attention_S + counts.dense_mlp_S, counts.attention_again_S + counts.dense_mlp_again_S
+    once_S, again_S = counts.run({kind: _tensor_parallel_blocks(job.model, kind) for kind in counts.layers_S})
     embedding_S, head_S = counts.embedding_S, counts.head_S
     none_S = 0 * head_S
     if layout.sequence_parallel and performance_options(job).tp_comm_overlap:
@@ -201,21 +204,34 @@ def _tensor_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[
     yield _exchange("all_reduce", "tp", _FP32_BYTES * tokens, _CROSS_ENTROPY_REDUCTIONS * head_S, none_S)
 
 
+def _tensor_parallel_blocks(model: ModelSpec, kind: LayerKind) -> int:
+    """Count a layer's blocks that tensor parallelism cuts: attention, Mamba, dense MLP, shared experts."""
+    if kind in KINDS_WITH_EXPERTS:
+        return int(kind in KINDS_WITH_ATTENTION) + int(model.moe_shared_expert_intermediate_size > 0)
+    return 2 if kind == "layer" else 1
+
+
 def _context_parallel(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[Exchange]:
     """Ring attention: keys and values go once around in the forward; they and their gradients in the backward.
 
     Each of the cp - 1 hops passes behind the attention of one of the cp blocks (Liu et al. 2023, Ring Attention,
-    section 3).
+    section 3). Mamba layers change tokens for heads in front of the scan, and back behind it (mamba_context_parallel.py
+    of core_v0.17.1, where nothing hides it).
     """
     if layout.cp == 1:
         return
     model = job.model
+    if model.hybrid:
+        turned = model.hybrid.mamba_projected + model.hybrid.mamba_channels
+        sent = model.dtype_bytes * attention.tokens(model, layout) * turned / layout.tp
+        once_S, again_S = counts.run({"mamba_layer": 1})
+        yield _exchange("all_to_all", "cp", sent, once_S, once_S + again_S)
     latent = model.latent_attention
     channels = latent.query_channels + latent.v_head_dim if latent else 2 * model.kv_channels
     groups = max(1, (model.num_attention_heads if latent else model.num_query_groups) // layout.tp)
     size = model.dtype_bytes * groups * channels * attention.tokens(model, layout) * layout.cp
-    backward_S = 2 * counts.attention_S + counts.attention_again_S
-    one = _exchange("all_gather", "cp", size, counts.attention_S, backward_S, behind="core_attention_s")
+    once_S, again_S = counts.run(dict.fromkeys(KINDS_WITH_ATTENTION, 1))
+    one = _exchange("all_gather", "cp", size, once_S, 2 * once_S + again_S, behind="core_attention_s")
     yield replace(one, behind_share=(layout.cp - 1) / layout.cp)
 
 
@@ -229,7 +245,8 @@ def _expert_parallel(job: Job, layout: Layout, counts: LayerCounts, domain: int)
     model, options = job.model, performance_options(job)
     size = model.dtype_bytes * attention.local_tokens(model, layout) * model.hidden_size
     group: Group = "ep_etp"
-    forward_S, backward_S = counts.moe_S, counts.moe_S + counts.moe_again_S
+    forward_S, again_S = counts.run(dict.fromkeys(KINDS_WITH_EXPERTS, 1))
+    backward_S = forward_S + again_S
     dispatcher = options.moe_token_dispatcher_type
     if dispatcher != "allgather":
         if layout.ep > 1:

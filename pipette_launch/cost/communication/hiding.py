@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
-Behind = Literal[
-    "core_attention_s",
-    "input_grad_s",
-    "weight_grad_s",
-    "forward_s",
-    "other_layer_s",
-    "layer_forward_s",
-    "layer_backward_s",
-    "moe_layer_forward_s",
-    "moe_layer_backward_s",
-]
-"""Fields of `Hiding`."""
+from pipette_launch.facts.model import LayerKind
+
+OfLayer: TypeAlias = tuple[Literal["forward", "backward"], LayerKind]
+Behind: TypeAlias = Literal["core_attention_s", "input_grad_s", "weight_grad_s", "forward_s", "other_layer_s"] | OfLayer
+"""A field of `Hiding`, or a pass of a whole layer of a kind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +27,10 @@ class Hiding:
     """Forward of one column-parallel matrix: behind it go chunks of `--tp-comm-overlap`."""
     other_layer_s: float = 0.0
     """A quarter of a layer's two passes: behind each go the tokens of one exchange of another micro-batch."""
-    layer_forward_s: float = 0.0
-    """Of a dense layer: behind it go the weights of the next."""
-    layer_backward_s: float = 0.0
-    """With recompute: behind it go the weights of the next, and gradients of the one before."""
-    moe_layer_forward_s: float = 0.0
-    """The same of a layer with experts."""
-    moe_layer_backward_s: float = 0.0
+    layers_s: Mapping[OfLayer, float] = field(default_factory=dict)
+    """A pass of one layer, the backward with recompute: behind it go weights of the next and gradients of the one
+    before."""
+
+    def seconds(self, behind: Behind) -> float:
+        """Look up the compute that `behind` names."""
+        return self.layers_s[behind] if isinstance(behind, tuple) else float(getattr(self, behind))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pipette_launch.cost.communication.groups import group_sizes
-from pipette_launch.cost.communication.hiding import Behind
+from pipette_launch.cost.communication.hiding import Behind, OfLayer
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import Parameters, unit_parameters
@@ -20,6 +20,7 @@ from pipette_launch.cost.layers.sharding import Sharding, end_parameters, layer_
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import Ints
+from pipette_launch.facts.model import LayerKind
 
 if TYPE_CHECKING:
     from pipette_launch.cost.communication.exchanges import LayerCounts
@@ -51,14 +52,10 @@ def shard_exchanges(job: Job, layout: Layout, counts: LayerCounts) -> Iterator[S
         return
     model = job.model
     units = unit_parameters(model, layout)
-    predicted_S, is_moe = model.mtp_num_layers * counts.head_S, model.has_expert_prediction
-    moe_S = counts.moe_S + (predicted_S if is_moe else 0)
-    plain_S = counts.attention_S - counts.moe_S + (0 if is_moe else predicted_S)
-    # The first layer of the model.
-    first_S = counts.embedding_S
-    starts_moe = model.is_moe_layer(0)
-    yield from _layers(job, layout, units.layer, plain_S, first_S * (not starts_moe), moe=False)
-    yield from _layers(job, layout, units.moe_layer, moe_S, first_S * starts_moe, moe=True)
+    counts = counts.with_depths(job, layout, model.mtp_num_layers * counts.head_S)
+    for kind, layers_S in counts.layers_S.items():
+        first_S = counts.embedding_S * (kind == model.layer_kinds[0])
+        yield from _layers(job, layout, units.layers[kind], layers_S, first_S, kind)
     if group_sizes(layout, instances=shard_copies(job))["shard"] > 1:
         yield from _ends(job, layout, sharding, counts)
 
@@ -85,7 +82,7 @@ def parameters_of_ends(job: Job, layout: Layout, gathers: int) -> tuple[tuple[in
 
 
 def _layers(
-    job: Job, layout: Layout, layer: Parameters, layers_S: Ints, first_S: Ints, *, moe: bool
+    job: Job, layout: Layout, layer: Parameters, layers_S: Ints, first_S: Ints, kind: LayerKind
 ) -> Iterator[ShardExchange]:
     """Exchange layers of one kind; nothing hides `first_S` of them at the begin and at the end of a micro-batch."""
     sharding = sharding_of(job)
@@ -97,8 +94,8 @@ def _layers(
     )
     used = [(group, count, count * (1 - 1 / size)) for group, count, size in sizes if count and size > 1]
     moved = sum(each for _, _, each in used)
-    forward: Behind = "moe_layer_forward_s" if moe else "layer_forward_s"
-    backward: Behind = "moe_layer_backward_s" if moe else "layer_backward_s"
+    forward: OfLayer = ("forward", kind)
+    backward: OfLayer = ("backward", kind)
     none_S = 0 * layers_S
     gathers = bool(sharding and sharding.weights) * gathered
     again = bool(sharding and sharding.gathers_twice) * gathers
@@ -148,9 +145,8 @@ def _ends(job: Job, layout: Layout, sharding: Sharding, counts: LayerCounts) -> 
     embedding, head = end_parameters(model, layout)
     embedding_S, head_S = counts.embedding_S, counts.head_S
     none_S = 0 * head_S
-    is_moe = bool(model.moe_layer_freq and model.moe_layer_freq[-1])
-    forward: Behind = "moe_layer_forward_s" if is_moe else "layer_forward_s"
-    backward: Behind = "moe_layer_backward_s" if is_moe else "layer_backward_s"
+    forward: OfLayer = ("forward", model.layer_kinds[-1])
+    backward: OfLayer = ("backward", model.layer_kinds[-1])
     yield _end("reduce_scatter", embedding * gradient, none_S, embedding_S)
     yield _end("reduce_scatter", head * gradient, none_S, head_S, behind=backward)
     if sharding.weights and not sharding.keeps_ends:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from pipette_launch.cost.compute.expert_work import expert_loads
 from pipette_launch.cost.compute.loads import Load, PassLoads, Product, is_captured, matrix, mlp
+from pipette_launch.cost.compute.mamba_work import mamba_loads
 from pipette_launch.cost.layers import activations, attention
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
-from pipette_launch.facts.model import LatentAttention, ModelSpec
+from pipette_launch.facts.model import TRANSFORMER_KINDS, LatentAttention, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 GRADIENT_PASSES = 4
@@ -28,6 +29,26 @@ def layer_loads(job: Job, layout: Layout, *, moe: bool) -> PassLoads:
     rest = _attention(job.model, layout) + _norms_and_residuals(job.model, layout) + _launches(layout)
     rest = rest.without_launches(1.0 if is_captured(options, "attn") else 0.0)
     loads = rest + (expert_loads(job, layout) if moe else mlp(job.model, layout, job.model.ffn_hidden_size))
+    return loads.without_launches(1.0 if is_captured(options, "full_iteration") else 0.0)
+
+
+def kind_loads(job: Job, layout: Layout, kind: LayerKind) -> PassLoads:
+    """Return the same of one layer of any kind; those of hybrid models have one block with one norm."""
+    if kind in TRANSFORMER_KINDS:
+        return layer_loads(job, layout, moe=kind == "moe_layer")
+    model, options = job.model, performance_options(job)
+    around = _norms_and_residuals(model, layout, blocks=1) + _launches(layout, blocks=1)
+    if kind == "mamba_layer":
+        assert model.hybrid is not None
+        loads, scope = mamba_loads(model, model.hybrid, layout), "mamba"
+    elif kind == "attention_layer":
+        loads, scope = _attention(model, layout), "attn"
+    else:
+        loads, scope = mlp(model, layout, model.ffn_hidden_size), "mlp"
+    if kind == "expert_layer":
+        loads = expert_loads(job, layout) + around
+    else:
+        loads = (loads + around).without_launches(1.0 if is_captured(options, scope) else 0.0)
     return loads.without_launches(1.0 if is_captured(options, "full_iteration") else 0.0)
 
 
@@ -71,14 +92,14 @@ def head_loads(job: Job, layout: Layout) -> PassLoads:
 
 
 def prediction_loads(job: Job, layout: Layout) -> PassLoads:
-    """One depth of multi-token prediction: embedding, two norms, the projection of both, a layer, a head and loss."""
+    """One depth of multi-token prediction: embedding, two norms, the projection of both, layers, a head and loss."""
     model = job.model
     rows = _residual_elements(model, layout) * model.dtype_bytes
     projection = matrix(attention.tokens(model, layout), model.hidden_size // layout.tp, 2 * model.hidden_size)
     # Each norm reads and writes; then both are joined, which reads and writes twice as much.
     joins = PassLoads(forward=Load(moved_bytes=8 * rows, kernels=3), input_grad=Load(moved_bytes=10 * rows, kernels=4))
-    layer = layer_loads(job, layout, moe=model.has_expert_prediction)
-    return embedding_loads(job, layout) + joins + projection + layer + head_loads(job, layout)
+    layers = sum((kind_loads(job, layout, kind) for kind in model.prediction_kinds), PassLoads())
+    return embedding_loads(job, layout) + joins + projection + layers + head_loads(job, layout)
 
 
 def _attention(model: ModelSpec, layout: Layout) -> PassLoads:
@@ -144,8 +165,8 @@ def core_attention_loads(model: ModelSpec, layout: Layout) -> PassLoads:
     )
 
 
-def _norms_and_residuals(model: ModelSpec, layout: Layout) -> PassLoads:
-    """Two norms and two bias-dropout-adds over T * h elements, over t with sequence parallelism.
+def _norms_and_residuals(model: ModelSpec, layout: Layout, *, blocks: int = 2) -> PassLoads:
+    """One norm and one bias-dropout-add for each block of a layer: T * h elements, over t with sequence parallelism.
 
     Backward, the gradients of the two ways around attention and around the MLP are added up, and those of the biases
     are summed over the tokens.
@@ -154,19 +175,19 @@ def _norms_and_residuals(model: ModelSpec, layout: Layout) -> PassLoads:
     mask = 0.5 * one if model.hidden_dropout > 0 else 0.0
     biases = one if model.add_bias_linear else 0
     return PassLoads(
-        forward=Load(moved_bytes=2 * (2 * one) + 2 * (3 * one + mask), kernels=6),
-        input_grad=Load(moved_bytes=2 * (3 * one) + 2 * (2 * one + mask) + 2 * (3 * one + biases), kernels=10),
+        forward=Load(moved_bytes=blocks * (2 * one + 3 * one + mask), kernels=3 * blocks),
+        input_grad=Load(moved_bytes=blocks * (3 * one + 2 * one + mask + 3 * one + biases), kernels=5 * blocks),
     )
 
 
-def _launches(layout: Layout) -> PassLoads:
-    """Tensor-parallel collectives of a layer, each worth a few kernels to the host (torch's process group)."""
+def _launches(layout: Layout, *, blocks: int = 2) -> PassLoads:
+    """Tensor-parallel collectives of a layer's blocks, each worth a few kernels to the host (torch's process group)."""
     if layout.tp == 1:
         return PassLoads()
-    forward, backward = (4, 6) if layout.sequence_parallel else (2, 2)
+    forward, backward = (2, 3) if layout.sequence_parallel else (1, 1)
     return PassLoads(
-        forward=Load(kernels=forward * _KERNELS_PER_COLLECTIVE),
-        input_grad=Load(kernels=backward * _KERNELS_PER_COLLECTIVE),
+        forward=Load(kernels=blocks * forward * _KERNELS_PER_COLLECTIVE),
+        input_grad=Load(kernels=blocks * backward * _KERNELS_PER_COLLECTIVE),
     )
 
 

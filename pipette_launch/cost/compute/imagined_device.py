@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from pipette_launch.cost.compute.device_work import (
     core_attention_loads,
     embedding_loads,
     head_loads,
-    layer_loads,
+    kind_loads,
     prediction_loads,
 )
 from pipette_launch.cost.compute.loads import PassLoads
@@ -34,11 +33,10 @@ from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.machines.cluster import Cluster, Device, Host, Links
 from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec
-from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Samples
+from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Part, Samples
+from pipette_launch.facts.model import LayerKind
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.units import rate_text
-
-Part = Literal["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"]
 
 _COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_to_all")
 
@@ -93,7 +91,7 @@ def imagined(
 
 def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) -> tuple[ComputeTime, ...]:
     """Return the times of every part of the model in each shape of computation that the layouts have, by the model."""
-    kinds = frozenset(job.model.is_moe_layer(layer) for layer in range(job.model.num_layers))
+    kinds = frozenset((*job.model.layer_kinds, *job.model.prediction_kinds))
     first: dict[ComputeCase, Layout] = {}
     for layout in layouts:
         first.setdefault(case_of(layout), layout)
@@ -171,14 +169,14 @@ def imagined_cluster(
     )
 
 
-def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[bool]) -> Iterator[ComputeTime]:
-    """Time every part of the model; `kinds` says whether it has layers with experts, without, or both."""
+def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[LayerKind]) -> Iterator[ComputeTime]:
+    """Time every part of the model; `kinds` are those of its layers."""
     case, precision = case_of(layout), Precision.of(job, device)
     parts: dict[Part, PassLoads] = {
         "embedding": embedding_loads(job, layout),
         "head": head_loads(job, layout),
         "core_attention": core_attention_loads(job.model, layout),
-        **{"moe_layer" if moe else "layer": layer_loads(job, layout, moe=moe) for moe in sorted(kinds)},
+        **{kind: kind_loads(job, layout, kind) for kind in sorted(kinds)},
         **({"prediction": prediction_loads(job, layout)} if job.model.mtp_num_layers else {}),
     }
     for name, loads in parts.items():

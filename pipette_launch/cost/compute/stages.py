@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from pipette_launch.cost.communication.hiding import Hiding
+from pipette_launch.cost.compute.flop_shares import attention_core_share, column_share, recompute_share
 from pipette_launch.cost.layers.activations import recompute_modules
 from pipette_launch.cost.layers.offloading import offloaded
 from pipette_launch.errors import PlanError
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, LoadingTime, Measurements
-from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.model import KINDS_WITH_EXPERTS, LayerKind
 from pipette_launch.megatron.performance import performance_options
 
 _CORE, _PREDICTION = "core_attention", "prediction"
@@ -88,8 +90,8 @@ class ComputeTable:
             part: statistics.median([share for (_, name), share in self._again.items() if name == part] or [1.0])
             for part in LAYERS
         }
-        kinds = {job.model.is_moe_layer(layer) for layer in range(job.model.num_layers)}
-        self._parts = ("embedding", "head", *("moe_layer" if is_moe else "layer" for is_moe in sorted(kinds)[::-1]))
+        kinds = {*job.model.layer_kinds, *job.model.prediction_kinds}
+        self._parts = ("embedding", "head", *sorted(kinds)[::-1])
         self._sources: dict[ComputeCase, ComputeCase | None] = {}
         self._scaled: dict[ComputeCase, dict[str, Passes]] = {}
         # By tp and tokens: of cases with equally many tokens the first stands for all.
@@ -141,13 +143,12 @@ class ComputeTable:
         loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
         chunks = []
         first = 0
-        seen: dict[tuple[int, ...], Passes] = {}
+        seen: dict[tuple[LayerKind, ...], Passes] = {}
         for layers in layout.chunk_layers(model.num_layers):
-            # 1 for each layer that has experts.
-            kinds = model.moe_layer_freq[first : first + layers] or (0,) * layers
+            kinds = model.layer_kinds[first : first + layers]
             first += layers
             if kinds not in seen:
-                layers_passes = (self._layer(layout, part, index, moe=bool(moe)) for index, moe in enumerate(kinds))
+                layers_passes = (self._layer(layout, part, index, kind) for index, kind in enumerate(kinds))
                 seen[kinds] = sum(layers_passes, Passes())
             chunks.append(seen[kinds])
         # The weights' gradients of the model's ends are never put off: the head's would keep its logits' gradients.
@@ -164,8 +165,8 @@ class ComputeTable:
     def unit_passes(self, layout: Layout) -> tuple[Passes, ...]:
         """Return what `chunk_passes` adds up; of layers that the model has none of, passes of 0 s.
 
-        These are a dense layer that full recompute leaves alone (selective recompute is in it), one that full
-        recompute runs again, the same two of layers with experts, embedding, and head with multi-token prediction.
+        These are, for each kind of layer that the model may have, one that full recompute leaves alone (selective
+        recompute is in it) and one that it runs again; then embedding, and head with multi-token prediction.
 
         Raises:
             PlanError: no case of this tp was measured.
@@ -173,30 +174,31 @@ class ComputeTable:
         """
         part = self._part_passes(case_of(layout))
         layers = (
-            self._whole_layer(layout, part, moe=moe, again=again) for moe in (False, True) for again in (False, True)
+            self._whole_layer(layout, part, kind, again=again)
+            for kind in self._job.model.possible_kinds
+            for again in (False, True)
         )
         return (*layers, part["embedding"], part["head"] + self._prediction(layout, part))
 
     def hiding(self, layout: Layout) -> Hiding:
-        """Return what of one layer's compute collectives pass behind, of the first layer's kind."""
+        """Return what collectives pass behind in one layer: of the first layer, or of a hybrid model's mean."""
         model = self._job.model
-        moe = model.is_moe_layer(0)
         part = self._part_passes(case_of(layout))
-        layer = part["moe_layer" if moe else "layer"]
-        share = column_share(model, moe=moe)
-        plain, with_experts = (self._whole_layer(layout, part, moe=kind) for kind in (False, True))
+        kinds = model.layer_kinds if model.hybrid else model.layer_kinds[:1]
+        shares = {kind: count / len(kinds) for kind, count in Counter(kinds).items()}
+        layer = sum((part[kind] * share for kind, share in shares.items()), Passes())
+        column = sum((part[kind] * (share * column_share(model, kind)) for kind, share in shares.items()), Passes())
+        whole = {kind: self._whole_layer(layout, part, kind) for kind in model.possible_kinds}
         return Hiding(
             core_attention_s=part[_CORE].forward_s
             if _CORE in part
-            else layer.forward_s * attention_core_share(model, moe=moe),
-            input_grad_s=(layer.backward_s - layer.weight_grad_s) * share,
-            weight_grad_s=layer.weight_grad_s * share,
-            forward_s=layer.forward_s * share,
+            else layer.forward_s * attention_core_share(model, kinds[0]),
+            input_grad_s=column.backward_s - column.weight_grad_s,
+            weight_grad_s=column.weight_grad_s,
+            forward_s=column.forward_s,
             other_layer_s=(layer.forward_s + layer.backward_s) / 4,
-            layer_forward_s=plain.forward_s,
-            layer_backward_s=plain.backward_s + plain.recompute_s,
-            moe_layer_forward_s=with_experts.forward_s,
-            moe_layer_backward_s=with_experts.backward_s + with_experts.recompute_s,
+            layers_s={("forward", kind): one.forward_s for kind, one in whole.items()}
+            | {("backward", kind): one.backward_s + one.recompute_s for kind, one in whole.items()},
         )
 
     def part_seconds(self, case: ComputeCase) -> dict[str, float] | None:
@@ -222,96 +224,44 @@ class ComputeTable:
     def _prediction(self, layout: Layout, part: dict[str, Passes]) -> Passes:
         """Passes of all depths of multi-token prediction (DeepSeek-V3, section 2.2).
 
-        Where no depth was timed as a whole, each is a layer and a head more. Recompute of its layer is that of any
-        other, but for method block, which leaves it alone (multi_token_prediction.py, _checkpointed_forward).
+        Where no depth was timed as a whole, each is its layers and a head more. Recompute of these layers is that of
+        any other, but for method block, which leaves them alone (multi_token_prediction.py, _checkpointed_forward).
         """
         model = self._job.model
         if not model.mtp_num_layers:
             return Passes()
-        moe = model.has_expert_prediction
-        plain = part["moe_layer" if moe else "layer"]
-        layer = self._layer(layout, part, layout.recompute.num_layers, moe=moe)
+        kinds = model.prediction_kinds
+        plain = sum((part[kind] for kind in kinds), Passes())
+        layers = sum((self._layer(layout, part, layout.recompute.num_layers, kind) for kind in kinds), Passes())
         depth = part.get(_PREDICTION) or plain + part["head"]
-        idle_s = depth.backward_idle_s + layer.backward_idle_s - plain.backward_idle_s
-        return replace(depth, recompute_s=layer.recompute_s, backward_idle_s=idle_s) * model.mtp_num_layers
+        idle_s = depth.backward_idle_s + layers.backward_idle_s - plain.backward_idle_s
+        return replace(depth, recompute_s=layers.recompute_s, backward_idle_s=idle_s) * model.mtp_num_layers
 
-    def _whole_layer(self, layout: Layout, part: dict[str, Passes], *, moe: bool, again: bool = False) -> Passes:
+    def _whole_layer(self, layout: Layout, part: dict[str, Passes], kind: LayerKind, *, again: bool = False) -> Passes:
         """Return a layer that method block leaves alone, or that it runs `again`; 0 s where the model has none."""
-        if ("moe_layer" if moe else "layer") not in self._parts:
+        if kind not in self._parts:
             return Passes()
-        return self._layer(layout, part, 0 if again else layout.recompute.num_layers, moe=moe)
+        return self._layer(layout, part, 0 if again else layout.recompute.num_layers, kind)
 
-    def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, *, moe: bool) -> Passes:
-        model, name = self._job.model, "moe_layer" if moe else "layer"
-        layer, source = part[name], self.source(case_of(layout))
-        share = recompute_share(model, layout, index_in_chunk, moe=moe)
+    def _layer(self, layout: Layout, part: dict[str, Passes], index_in_chunk: int, kind: LayerKind) -> Passes:
+        model, layer, source = self._job.model, part[kind], self.source(case_of(layout))
+        share = recompute_share(model, layout, index_in_chunk, kind)
         if layout.recompute.granularity == "full" and source:
             # 1 where the warm-up timed no recompute. Where it timed that in other cases alone, they stand for this one:
             # it hardly differs between shapes.
-            share *= self._again.get((source, name), self._usual_again[name])
-        if _CORE in part and "core_attn" in recompute_modules(layout):
-            share += part[_CORE].forward_s / layer.forward_s - attention_core_share(model, moe=moe)
+            share *= self._again.get((source, kind), self._usual_again[kind])
+        core_share = attention_core_share(model, kind)
+        if _CORE in part and core_share and "core_attn" in recompute_modules(layout):
+            share += part[_CORE].forward_s / layer.forward_s - core_share
         layer = layer.again(share)
         if not self.copies_to_host or (layout.recompute.granularity == "full" and share):
             return layer
         # Each module's backward asks for the tensors of the layer below, so a layer's come back behind one backward;
         # nothing waits for a copy to the host (megatron-core, pipeline_parallel/fine_grained_activation_offload.py).
-        moved = offloaded(self._job, layout, moe=moe, recomputed=recompute_modules(layout)).moved
+        has_experts = kind in KINDS_WITH_EXPERTS
+        moved = offloaded(self._job, layout, moe=has_experts, recomputed=recompute_modules(layout)).moved
         exposed_s = moved / self._host_bytes_per_s - layer.backward_s - layer.recompute_s
         return replace(layer, backward_s=layer.backward_s + max(0.0, exposed_s))
-
-
-def recompute_share(model: ModelSpec, layout: Layout, index_in_chunk: int, *, moe: bool) -> float:
-    """Part of a layer's forward that its backward runs again.
-
-    Full recompute runs the whole layer again: all with method uniform, the first `num_layers` of each chunk with block
-    (transformer_block.py). Selective recompute runs its modules, priced by their share of the layer's FLOPs; norms and
-    activation functions count as nothing.
-    """
-    recompute = layout.recompute
-    if recompute.granularity == "full":
-        return 1.0 if recompute.method == "uniform" or index_in_chunk < recompute.num_layers else 0.0
-    if recompute.granularity == "none":
-        return 0.0
-    flops = _module_flops(model, moe=moe)
-    names = set(recompute_modules(layout))
-    names -= {"shared_experts"} if "moe" in names else set()
-    return sum(flops.get(name, 0.0) for name in names) / model.forward_flops_per_token(moe=moe)
-
-
-def column_share(model: ModelSpec, *, moe: bool) -> float:
-    """Part of a layer's FLOPs in one column-parallel matrix, query-key-value or first of the MLP: their mean.
-
-    Behind the input gradient of such a matrix its input is gathered again, behind its weight gradient the input's
-    gradients are summed (layers.py, LinearWithGradAccumulationAndAsyncCommunication).
-    """
-    heads = model.num_attention_heads + 2 * model.num_query_groups
-    if model.latent_attention:
-        # Two of them: up to the queries, and up to keys and values.
-        columns = [1.0 * model.latent_attention.up_weights(model.num_attention_heads)]
-    else:
-        columns = [2.0 * model.hidden_size * heads * model.kv_channels]
-    if not moe:
-        columns.append(2.0 * model.hidden_size * model.ffn_hidden_size * (2 if model.gated_linear_unit else 1))
-    return statistics.mean(columns) / model.forward_flops_per_token(moe=moe)
-
-
-def attention_core_share(model: ModelSpec, *, moe: bool = False) -> float:
-    """Part of a layer's FLOPs that is attention scores and context."""
-    return _module_flops(model, moe=moe)["core_attn"] / model.forward_flops_per_token(moe=moe)
-
-
-def _module_flops(model: ModelSpec, *, moe: bool) -> dict[str, float]:
-    """Forward FLOPs for each token, 2 for each weight (Narayanan et al. 2021, appendix)."""
-    core = {"core_attn": model.core_flops_per_token}
-    if model.latent_attention:
-        core["mla_up_proj"] = 2.0 * model.latent_attention.up_weights(model.num_attention_heads)
-    if not moe:
-        return core | {"mlp": 2.0 * model.mlp_parameters()}
-    shared_width = model.moe_shared_expert_intermediate_size
-    shared = 2.0 * model.mlp_parameters(shared_width) if shared_width else 0.0
-    routed = 2.0 * model.moe_router_topk * model.mlp_parameters(model.moe_ffn_hidden_size)
-    return core | {"moe": routed + shared, "shared_experts": shared}
 
 
 def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str], Passes]:

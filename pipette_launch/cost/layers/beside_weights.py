@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from pipette_launch.cost.layers.activations import computes_in_fp8
 from pipette_launch.cost.layers.experts import router_parameters
-from pipette_launch.cost.layers.parameters import chunk_layers, layer_parameters
+from pipette_launch.cost.layers.parameters import chunk_kinds, kind_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
+from pipette_launch.facts.model import KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind, ModelSpec
 from pipette_launch.megatron.performance import performance_options
 
 _COPIES_BYTES = 2
@@ -32,11 +33,18 @@ def fp8_weight_bytes(job: Job, layout: Layout) -> tuple[int, ...]:
     model = job.model
     if not computes_in_fp8(job) or performance_options(job).fp8_param_gather:
         return (0,) * layout.pp
-    norms = 2 * model.norm_parameters()
-    plain = layer_parameters(model, layout, moe=False).count - norms
-    moe = layer_parameters(model, layout, moe=True).count - norms - router_parameters(model) if model.num_experts else 0
-    chunks = [plain * (layers - experts) + moe * experts for layers, experts in chunk_layers(model, layout)]
+    matrices = {kind: _matrices(model, layout, kind) for kind in model.possible_kinds}
+    chunks = [sum(matrices[kind] for kind in kinds) for kinds, _ in chunk_kinds(model, layout)]
     return tuple(_COPIES_BYTES * sum(chunks[rank :: layout.pp]) for rank in range(layout.pp))
+
+
+def _matrices(model: ModelSpec, layout: Layout, kind: LayerKind) -> int:
+    """Parameters of one layer's linears; of a Mamba layer both projections."""
+    if kind == "mamba_layer" and model.hybrid:
+        return model.hybrid.mamba_matrices(model.hidden_size) // layout.tp
+    norms = (2 if kind in TRANSFORMER_KINDS else 1) * model.norm_parameters()
+    router = router_parameters(model) if kind in KINDS_WITH_EXPERTS else 0
+    return max(0, kind_parameters(model, layout, kind).count - norms - router)
 
 
 def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
@@ -56,11 +64,17 @@ def dummy_gradient_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
     # Outputs and inputs of the matrices of attention, dense MLPs and shared experts.
     hidden = model.hidden_size
     first = 2 if model.gated_linear_unit else 1
-    is_all_moe = bool(model.moe_layer_freq) and all(model.moe_layer_freq)
-    widths = {0 if is_all_moe else model.ffn_hidden_size, model.moe_shared_expert_intermediate_size} - {0}
+    kinds = set(model.layer_kinds)
+    widths = {
+        0 if kinds.isdisjoint(("layer", "mlp_layer")) else model.ffn_hidden_size,
+        model.moe_shared_expert_intermediate_size,
+    } - {0}
     shapes = {(first * width // layout.tp, hidden) for width in widths}
     shapes |= {(hidden, width // layout.tp) for width in widths}
-    if model.latent_attention is None:
+    if model.hybrid and "mamba_layer" in kinds:
+        shapes |= {(model.hybrid.mamba_projected // layout.tp, hidden)}
+        shapes |= {(hidden, model.hybrid.mamba_channels // layout.tp)}
+    if model.latent_attention is None and not kinds.isdisjoint((*TRANSFORMER_KINDS, "attention_layer")):
         query = model.num_attention_heads // layout.tp * model.kv_channels
         key_value = 2 * max(1, model.num_query_groups // layout.tp) * model.kv_channels
         shapes |= {(query + key_value, hidden), (hidden, query)}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import overload
 
 from pipette_launch.cost.layers import experts, latent_attention
+from pipette_launch.cost.layers.mamba import mamba_parameters
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import Ints, LayoutColumns
-from pipette_launch.facts.model import ModelSpec
+from pipette_launch.facts.model import KINDS_WITH_EXPERTS, TRANSFORMER_KINDS, LayerKind, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +57,23 @@ def layer_parameters(model: ModelSpec, layout: Layout, *, moe: bool) -> Paramete
     return Parameters(dense=dense, expert=local_experts * _mlp(model, model.moe_ffn_hidden_size, layout.etp))
 
 
+def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parameters:
+    """Count one layer of any kind on one rank; those of hybrid models have one norm and one block."""
+    norm, has_experts = model.norm_parameters(), kind in KINDS_WITH_EXPERTS
+    if has_experts and not model.num_experts:
+        return Parameters(dense=0)
+    if kind in TRANSFORMER_KINDS:
+        return layer_parameters(model, layout, moe=has_experts)
+    if kind == "mamba_layer":
+        assert model.hybrid is not None
+        return Parameters(dense=mamba_parameters(model, model.hybrid, layout.tp) + norm)
+    block = _attention(model, layout.tp)
+    if kind == "attention_layer":
+        return Parameters(dense=block + norm)
+    whole = layer_parameters(model, layout, moe=has_experts)
+    return Parameters(dense=whole.dense - block - norm, expert=whole.expert)
+
+
 def word_embedding_parameters(model: ModelSpec, layout: Layout) -> int:
     """Rows of the padded vocabulary that one rank holds, times the hidden size."""
     return model.padded_vocab_size(layout.tp) // layout.tp * model.hidden_size
@@ -72,9 +91,8 @@ def has_two_embeddings(model: ModelSpec) -> bool:
 class UnitParameters:
     """Parameters of what chunks are made of, on one rank."""
 
-    layer: Parameters
-    moe_layer: Parameters
-    """Nothing where the model has no experts."""
+    layers: dict[LayerKind, Parameters]
+    """Of every kind that the model may have; nothing for kinds with experts where it has none."""
     embedding: Parameters
     """What the first chunk has besides its layers."""
     head: Parameters
@@ -87,47 +105,45 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
     With tied embeddings and more than one pipeline rank the last chunk holds a copy of the word embedding
     (megatron-core, setup_embeddings_and_output_layer).
     """
-    moe = layer_parameters(model, layout, moe=True) if model.num_experts else Parameters(dense=0)
-    plain = layer_parameters(model, layout, moe=False)
+    layers = {kind: kind_parameters(model, layout, kind) for kind in model.possible_kinds}
     words = word_embedding_parameters(model, layout)
     learned = model.position_embedding_type == "learned_absolute"
     embedding = words + (model.max_position_embeddings * model.hidden_size if learned else 0)
     has_own_words = model.untie_embeddings_and_output_weights or layout.pp > 1
     head = Parameters(dense=model.norm_parameters() + (words if has_own_words else 0))
-    depths = model.mtp_num_layers
-    if depths:
+    if model.mtp_num_layers:
         # Each depth of multi-token prediction has a layer, and a last rank that is not the first embeddings to look up,
         # beside the head's copy of a tied embedding (megatron-core, gpt_model.py:149-157, 240-254).
-        layer, own = (
-            moe if model.has_expert_prediction else plain,
-            latent_attention.prediction_parameters(model, layout),
-        )
+        depth = sum((layers[kind] for kind in model.prediction_kinds), Parameters(dense=0))
+        own, copies = latent_attention.prediction_parameters(model, layout), model.prediction_copies
         copied = embedding if layout.pp > 1 else 0
-        head += Parameters(dense=depths * (layer.dense + own) + copied, expert=depths * layer.expert)
-    return UnitParameters(layer=plain, moe_layer=moe, embedding=Parameters(dense=embedding), head=head)
+        head += Parameters(dense=copies * (depth.dense + own) + copied, expert=copies * depth.expert)
+    return UnitParameters(layers=layers, embedding=Parameters(dense=embedding), head=head)
 
 
 def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
     """Count every chunk in model order: embeddings on the first, final norm and head on the last."""
     unit = unit_parameters(model, layout)
-    plain, moe = unit.layer.dense, unit.moe_layer
     chunks = [
-        Parameters(dense=plain * (layers - with_experts) + moe.dense * with_experts, expert=moe.expert * with_experts)
-        for layers, with_experts in chunk_layers(model, layout)
+        Parameters(
+            dense=sum(unit.layers[kind].dense * count for kind, count in counts.items()),
+            expert=sum(unit.layers[kind].expert * count for kind, count in counts.items()),
+        )
+        for counts in (Counter(kinds) for kinds, _ in chunk_kinds(model, layout))
     ]
     chunks[0] += unit.embedding
     chunks[-1] += unit.head
     return tuple(chunks)
 
 
-def chunk_layers(model: ModelSpec, layout: Layout) -> tuple[tuple[int, int], ...]:
-    """Count each chunk's layers, and those of them that have experts."""
-    counts = []
-    first = 0
+def chunk_kinds(model: ModelSpec, layout: Layout) -> list[tuple[tuple[LayerKind, ...], int]]:
+    """Return the kinds of each chunk's layers in model order, and how many of the first full recompute runs again."""
+    kinds, recompute, chunks, first = model.layer_kinds, layout.recompute, [], 0
     for layers in layout.chunk_layers(model.num_layers):
-        counts.append((layers, sum(model.moe_layer_freq[first : first + layers])))
+        again = layers if recompute.method == "uniform" else min(recompute.num_layers, layers)
+        chunks.append((kinds[first : first + layers], again if recompute.granularity == "full" else 0))
         first += layers
-    return tuple(counts)
+    return chunks
 
 
 def stage_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:

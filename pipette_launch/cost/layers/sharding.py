@@ -80,8 +80,8 @@ def layer_weight_bytes(job: Job) -> tuple[int, int]:
 def end_parameters(model: ModelSpec, layout: Layout) -> tuple[int, int]:
     """Count the parameters outside the layers on one rank: of the embedding, and of head and final norm."""
     unit = unit_parameters(model, layout)
-    predicted = unit.moe_layer if model.has_expert_prediction else unit.layer
-    return unit.embedding.dense, unit.head.dense - model.mtp_num_layers * predicted.dense
+    depth = sum(unit.layers[kind].dense for kind in model.prediction_kinds)
+    return unit.embedding.dense, unit.head.dense - model.prediction_copies * depth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +110,7 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
         return Whole()
     options, model = performance_options(job), job.model
     units = unit_parameters(model, layout)
-    layer = max(units.layer.count if _has_plain_layers(model) else 0, units.moe_layer.count)
+    layer = max(units.layers[kind].count for kind in model.layer_kinds)
     embedding, head = end_parameters(model, layout)
     _, gathered = layer_weight_bytes(job)
     if not options.use_megatron_fsdp:
@@ -134,7 +134,3 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
 
 def _communication_unit(options: PerformanceOptions, unit: int) -> int:
     return options.suggested_communication_unit_size or max(_LEAST_UNIT, 2 * unit)
-
-
-def _has_plain_layers(model: ModelSpec) -> bool:
-    return not model.moe_layer_freq or not all(model.moe_layer_freq)

@@ -95,6 +95,8 @@ class Executor(contextlib.AbstractContextManager["Executor"]):
         if sharding_of(job):
             # Megatron-FSDP asks the process group for all ranks of its mesh, and frees storage behind tensors' backs.
             raise PlanError("abstract execution runs no FSDP; count by formula with --method closed")
+        if job.model.hybrid:
+            raise PlanError("abstract execution builds no hybrid models; count by formula with --method closed")
         for rank in pp_ranks:
             if not 0 <= rank < layout.pp:
                 raise PlanError(f"there is no pipeline rank {rank} of {layout.pp}")

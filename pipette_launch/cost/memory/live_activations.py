@@ -71,8 +71,8 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
     Args:
         job: the training job.
         layouts: N layouts.
-        layer: columns of N: bytes of one `dense` and one `moe` layer, of the `stream` between layers, and of
-            multi-token `prediction`, which the last chunk keeps besides.
+        layer: columns of N: bytes of one layer of each kind, of the `stream` between layers, and of multi-token
+            `prediction`, which the last chunk keeps besides.
 
     Returns:
         The first chunk of each layout (N), behind which its others follow in model order, and what each chunk keeps
@@ -99,11 +99,11 @@ def chunk_bytes(job: Job, layouts: LayoutColumns, layer: dict[str, Ints]) -> tup
     first = np.minimum(size, layers)
     again = np.where(is_uniform, layers, np.where(is_block, first, 0))
     inputs = np.where(is_uniform, -(-layers // size), np.where(is_block, first, 0))
-    pattern = job.model.moe_layer_freq or (0,) * job.model.num_layers
-    experts = np.concatenate(([0], np.cumsum(pattern, dtype=np.int64)))
-    moe = experts[before + layers] - experts[before + again]
-    dense = layers - again - moe
-    size_C = inputs * layer["stream"][rows] + dense * layer["dense"][rows] + moe * layer["moe"][rows]
+    size_C = inputs * layer["stream"][rows]
+    kinds = np.array(job.model.layer_kinds)
+    for kind in set(job.model.layer_kinds):
+        ahead = np.concatenate(([0], np.cumsum(kinds == kind, dtype=np.int64)))
+        size_C += (ahead[before + layers] - ahead[before + again]) * layer[kind][rows]
     size_C[starts + counts - 1] += layer["prediction"]
     return starts[groups.group_N], size_C
 

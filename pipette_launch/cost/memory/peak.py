@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.layers import activations, attention, embedding_and_head, experts, offloading
+from pipette_launch.cost.layers import activations, attention, embedding_and_head, experts, kinds, offloading
 from pipette_launch.cost.layers.beside_weights import dummy_gradient_bytes, fp8_weight_bytes
 from pipette_launch.cost.layers.optimizer import (
     buffered_parameters,
@@ -37,6 +37,7 @@ from pipette_launch.cost.memory.live_activations import LAYER, Stages, chunk_byt
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.layout_columns import Field, Ints, LayoutColumns
+from pipette_launch.facts.model import KINDS_WITH_EXPERTS
 
 Bytes = TypeVar("Bytes", int, NDArray[np.int64])
 
@@ -247,22 +248,23 @@ def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
 def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
     """Bytes of one layer and of the model's ends for one group of layouts."""
     model = job.model
-    kinds = sorted({bool(kind) for kind in model.moe_layer_freq}) or [False]
-    units = [activations.layer_activations(job, layout, moe=moe) for moe in kinds]
+    own = sorted({*model.layer_kinds})
+    units = {kind: kinds.kind_activations(job, layout, kind) for kind in own}
     modules = activations.recompute_modules(layout)
     is_full = layout.recompute.granularity == "full"
     mask = embedding_and_head.attention_mask_bytes(job, layout)
-    away = [offloading.offloaded(job, layout, moe=moe, recomputed=modules) for moe in kinds]
+    away = [offloading.offloaded(job, layout, moe=kind in KINDS_WITH_EXPERTS, recomputed=modules) for kind in own]
+    kept: dict[str, int] = {kind: kinds.kept_bytes(job, layout, kind) for kind in own}
     whole = whole_beside_shards(job, layout, gradient_bytes_per_parameter(job))
     return {
-        "dense": activations.kept_bytes(job, layout, moe=False),
-        "moe": activations.kept_bytes(job, layout, moe=bool(model.num_experts)),
+        **kept,
+        "largest": max(kept.values()),
         "stream": activations.stream_bytes(job, layout),
-        "prediction": activations.prediction_bytes(job, layout),
-        "recomputed": max(unit.recomputed(modules, moe=moe) for unit, moe in zip(units, kinds, strict=True)),
-        "unit": max(unit.total for unit in units),
+        "prediction": kinds.prediction_bytes(job, layout),
+        "recomputed": max(unit.recomputed(modules, moe=kind in KINDS_WITH_EXPERTS) for kind, unit in units.items()),
+        "unit": max(unit.total for unit in units.values()),
         "forward": max(each.in_forward for each in away),
-        "backward": max(activations.backward_bytes(job, layout, moe=moe) for moe in kinds),
+        "backward": max(kinds.backward_bytes(job, layout, kind) for kind in own),
         "embedding": embedding_and_head.embedding_bytes(job, layout),
         # Full recompute keeps what its units are called with, and so the mask, for every live micro-batch.
         "mask": 0 if is_full else mask,
@@ -316,7 +318,7 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...
 
 def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
     """What FSDP holds whole: as the backward goes on, gradients come to wait and activations go, layer by layer."""
-    grown = layer["waiting"] * np.maximum(layer["whole_layer"] - np.maximum(layer["dense"], layer["moe"]), 0)
+    grown = layer["waiting"] * np.maximum(layer["whole_layer"] - layer["largest"], 0)
     return np.where(layouts.dp * layouts.cp > 1, layer["whole"] + grown, 0)
 
 

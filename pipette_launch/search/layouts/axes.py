@@ -179,7 +179,7 @@ def module_sets(job: Job) -> Iterator[Recompute]:
         chosen.append(module)
         yield Recompute(granularity="selective", modules=tuple(chosen))
     light = [module for module in chosen if module in ("layernorm", "core_attn", "mla_up_proj")]
-    if not all(model.moe_layer_freq or (0,)) and not model.add_bias_linear:
+    if {"layer", "mlp_layer"} & {*model.layer_kinds} and not model.add_bias_linear:
         light.append("mlp")
         yield Recompute(granularity="selective", modules=tuple(light))
     if model.num_experts:

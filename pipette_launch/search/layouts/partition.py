@@ -37,15 +37,14 @@ class LayerSeconds:
 
 
 def by_parts(model: ModelSpec, parts_s: Mapping[str, float]) -> LayerSeconds:
-    """Put a model together from the measured seconds of its parts: layer, moe_layer, embedding, head, prediction.
+    """Put a model together from the measured seconds of its parts: layers by kind, embedding, head, prediction.
 
-    Where a depth of multi-token prediction was not timed, it is a layer and a head more.
+    Where a depth of multi-token prediction was not timed, it is its layers and a head more.
     """
-    kinds = [bool(kind) for kind in model.moe_layer_freq] or [False] * model.num_layers
-    layer_s = {moe: parts_s.get("moe_layer" if moe else "layer", 0.0) for moe in (False, True)}
-    depth_s = parts_s.get("prediction", layer_s[model.has_expert_prediction] + parts_s["head"])
+    plain_s = sum(parts_s.get(kind, 0.0) for kind in model.prediction_kinds) + parts_s["head"]
+    depth_s = parts_s.get("prediction", plain_s)
     return LayerSeconds(
-        layers_s=tuple(layer_s[moe] for moe in kinds),
+        layers_s=tuple(parts_s.get(kind, 0.0) for kind in model.layer_kinds),
         first_s=parts_s["embedding"],
         last_s=parts_s["head"] + model.mtp_num_layers * depth_s,
     )
@@ -53,13 +52,9 @@ def by_parts(model: ModelSpec, parts_s: Mapping[str, float]) -> LayerSeconds:
 
 def by_flops(model: ModelSpec) -> LayerSeconds:
     """Stand in for times that were not measured: each part's FLOPs (2 for each weight; an embedding has none)."""
-    parts = {
-        "layer": model.forward_flops_per_token(),
-        "moe_layer": model.forward_flops_per_token(moe=True),
-        "embedding": 0.0,
-        "head": 2.0 * model.hidden_size * model.vocab_size,
-    }
-    return by_parts(model, parts)
+    kinds = {*model.layer_kinds, *model.prediction_kinds}
+    parts: dict[str, float] = {kind: model.kind_flops_per_token(kind) for kind in kinds}
+    return by_parts(model, parts | {"embedding": 0.0, "head": 2.0 * model.hidden_size * model.vocab_size})
 
 
 def stage_seconds(seconds: LayerSeconds, chunks: Sequence[int], pp: int) -> tuple[float, ...]:

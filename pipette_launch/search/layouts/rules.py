@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from itertools import chain
 
 from pipette_launch.errors import LayoutError
-from pipette_launch.facts import Job, Layout, Recompute
+from pipette_launch.facts import HybridLayers, Job, Layout, Recompute
 from pipette_launch.facts.machines.rooms import Rooms
 from pipette_launch.facts.performance import PerformanceOptions, flag_of
 from pipette_launch.facts.together import expert_block, tensor_block
+from pipette_launch.megatron.chunks import FIRST_CUT_PATTERNS
 from pipette_launch.megatron.layout import OWN_MODULES_OF_TE
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.layouts.layout_parts import Degrees, MemoryOptions
@@ -101,6 +102,8 @@ class Rules:
         full = recompute.granularity == "full"
         yield from self._unit_faults(recompute, layers)
         yield from self._module_faults(recompute)
+        if full and self.job.model.hybrid and self.job.release < (0, 18):
+            yield "before 0.18 hybrid models have no full recompute"
         if full and self.options.overlap_moe_expert_parallel_comm:
             yield "MoE overlap excludes full recompute"
         graphs = self.options.cuda_graph_impl in ("local", "transformer_engine")
@@ -137,6 +140,9 @@ class Rules:
             yield f"tp does not divide {flag_of('padded_vocab_size')}={padded}"
         if model.moe_shared_expert_intermediate_size % tp:
             yield "tp does not divide moe_shared_expert_intermediate_size"
+        # It divides the heads then, too (mamba_mixer.py of core_v0.17.1).
+        if model.hybrid and model.hybrid.mamba_num_groups % tp:
+            yield f"tp does not divide mamba_num_groups={model.hybrid.mamba_num_groups}"
         if self.rooms:
             try:
                 tensor_block(self.options, tp, self.rooms)
@@ -184,9 +190,19 @@ class Rules:
             yield "context parallelism needs Transformer Engine's attention"
         if model.seq_length % (2 * cp):
             yield f"2*cp does not divide seq_length={model.seq_length}"
+        if model.hybrid:
+            yield from self._mamba_context_faults(model.hybrid, tp, cp)
         groups = max(1, model.num_query_groups // tp)
         if "a2a" in self.options.cp_comm_type and (model.num_attention_heads // tp % cp or groups % cp):
             yield f"{flag_of('cp_comm_type')} a2a needs heads/tp and query groups/tp divisible by cp"
+
+    def _mamba_context_faults(self, mamba: HybridLayers, tp: int, cp: int) -> Iterator[str]:
+        """Check the heads and groups that ranks exchange for tokens (mamba_context_parallel.py of core_v0.17.1)."""
+        groups = max(1, mamba.mamba_num_groups // tp)
+        if mamba.mamba_num_heads // tp % cp:
+            yield f"cp does not divide mamba_num_heads={mamba.mamba_num_heads}/tp"
+        if groups % cp and cp % groups:
+            yield f"cp is no divisor or multiple of mamba_num_groups={mamba.mamba_num_groups}/tp"
 
     def replicas_faults(self, dp: int, cp: int) -> Iterator[str]:
         """Check the replicas of the dense weights against the global batch and the optimizer's instances."""
@@ -247,6 +263,9 @@ class Rules:
             divides = len(layers_per_chunk) == pp * vpp and sum(layers_per_chunk) == layers
         else:
             divides = layers % (pp * vpp) == 0
+        names_stages = self.job.release >= FIRST_CUT_PATTERNS
+        if self.job.model.hybrid and not names_stages and (vpp > 1 or layers_per_chunk):
+            yield "before 0.17 hybrid models have no virtual stages, and as many layers on each stage"
         if not divides:
             yield f"pp*vpp does not divide num_layers={layers}"
         if vpp > 1 and pp == 2 and not self.options.overlap_p2p_comm:

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 from pipette_launch.cost import Predictor
 from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.errors import LayoutError
-from pipette_launch.facts import Batch, Cluster, ComputeTime, Job, Layout, Measurements, Recompute, Samples
+from pipette_launch.facts import (
+    Batch,
+    Cluster,
+    ComputeTime,
+    HybridLayers,
+    Job,
+    Layout,
+    Measurements,
+    Recompute,
+    Samples,
+)
+from pipette_launch.facts.measurements import LAYERS
 
 RECOMPUTES = (
     Recompute(granularity="none"),
@@ -33,6 +44,19 @@ MODELS: tuple[dict[str, object], ...] = (
     },
     {"num_experts": 4, "moe_layer_freq": (0, 1, 1, 1, 0, 1, 1, 1), "moe_ffn_hidden_size": 128},
     {"num_experts": 4, "moe_layer_freq": (1,) * 8, "moe_shared_expert_intermediate_size": 64},
+    {
+        "num_experts": 4,
+        "moe_layer_freq": (0, 1, 0, 0, 0, 1, 0, 0),
+        "mtp_num_layers": 1,
+        "hybrid": HybridLayers(
+            pattern="ME*-MEMM",
+            mtp_pattern="*E",
+            mamba_state_dim=128,
+            mamba_head_dim=64,
+            mamba_num_groups=4,
+            mamba_num_heads=32,
+        ),
+    },
 )
 FLAGS = (
     (),
@@ -63,10 +87,8 @@ def job_of(model: dict[str, object], flags: tuple[str, ...] = ()) -> Job:
 def measurements_of(cluster: Cluster, rng: random.Random, *, fits: bool) -> Measurements:
     """Every part at a time of its own, partly idle; expert layers too."""
     base = tiny_measurements(cluster)
-    samples = {
-        part: Samples(values_s=(rng.uniform(1e-3, 9e-3),))
-        for part in ("layer", "moe_layer", "embedding", "head", "prediction")
-    }
+    parts = (*LAYERS, "embedding", "head", "prediction")
+    samples = {part: Samples(values_s=(rng.uniform(1e-3, 9e-3),)) for part in parts}
     compute = tuple(
         ComputeTime(
             case=case,

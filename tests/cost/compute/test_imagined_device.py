@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.cost.compute.device_time import gradient_s_per_byte, optimizer_s_per_parameter
 from pipette_launch.cost.compute.device_work import head_loads, layer_loads
+from pipette_launch.cost.compute.flop_shares import attention_core_share
 from pipette_launch.cost.compute.imagined_device import imagined, modelled_compute
-from pipette_launch.cost.compute.stages import ComputeTable, attention_core_share
+from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Batch, Job, Layout, Recompute

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements, tiny_model
 
-from pipette_launch.cost.compute.stages import ComputeTable, Passes, attention_core_share, recompute_share
+from pipette_launch.cost.compute.stages import ComputeTable, Passes
 from pipette_launch.cost.layers.offloading import offloaded
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import ComputeCase, ComputeTime, Layout, LoadingTime, Measurements, Recompute, Samples
@@ -117,30 +117,6 @@ def test_full_recompute_costs_what_it_was_measured_to() -> None:
     assert milliseconds(measured.chunk_passes(Layout(pp=2, recompute=uniform))) == [(2.1, 4.2, 2.5), (2.5, 5.0, 2.5)]
     assert milliseconds(measured.chunk_passes(Layout(pp=4, tp=2, recompute=uniform)))[1] == (0.5, 1.0, 0.625)
     assert milliseconds(measured.chunk_passes(Layout(pp=2))) == [(2.1, 4.2, 0), (2.5, 5.0, 0)]
-
-
-def test_selective_recompute_is_priced_by_flops() -> None:
-    """With h 64, f 256, s 32: the attention core is 4*32*64 of 2*matrices + 4*32*64 FLOPs a token."""
-    model = tiny_model(add_bias_linear=False)
-    core = 4 * 32 * 64
-    layer = 2 * (4 * 64 * 64 + 2 * 64 * 256) + core
-    core_only = Layout(recompute=Recompute(granularity="selective"))
-    with_mlp = Layout(recompute=Recompute(granularity="selective", modules=("core_attn", "mlp", "layernorm")))
-
-    assert recompute_share(model, core_only, 0, moe=False) == core / layer
-    assert recompute_share(model, with_mlp, 0, moe=False) == (core + 2 * 2 * 64 * 256) / layer
-    assert attention_core_share(model) == core / layer
-
-
-def test_moe_recompute_counts_shared_experts_once() -> None:
-    """`moe` holds them already."""
-    model = tiny_model(
-        num_experts=4, moe_layer_freq=(1,) * 4, moe_shared_expert_intermediate_size=64, add_bias_linear=False
-    )
-    both = Layout(recompute=Recompute(granularity="selective", modules=("moe", "shared_experts")))
-    expected = (2 * 2 * 2 * 64 * 256 + 2 * 2 * 64 * 64) / model.forward_flops_per_token(moe=True)
-
-    assert recompute_share(model, both, 0, moe=True) == expected
 
 
 def test_expert_layers_have_their_own_time() -> None:

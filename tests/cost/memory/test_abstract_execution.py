@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from facts_for_tests import tiny_job
+from facts_for_tests import tiny_job, tiny_model
 
 from pipette_launch.cost.memory import abstract_execution
 from pipette_launch.cost.memory.abstract_execution import ExecutedMemory, ExecutedParts, Executor
 from pipette_launch.errors import PlanError
-from pipette_launch.facts import Layout
+from pipette_launch.facts import HybridLayers, Layout
 from pipette_launch.facts.files import to_plain
 
 LAYOUT = Layout(pp=2, dp=2)
@@ -89,6 +89,15 @@ def test_a_refusal_is_an_error_with_its_reason(fake: Callable[[str], Log]) -> No
     fake("{'ranks': [], 'error': 'FP4 is not modelled'}")
     with Executor() as executor, pytest.raises(PlanError, match=r"tp1 pp2 dp2 mbs1: FP4 is not modelled"):
         executor.execute(tiny_job(own=LAYOUT), LAYOUT, (0,))
+
+
+def test_hybrid_models_are_refused() -> None:
+    """Another model would be built in their place."""
+    hybrid = HybridLayers(pattern="MM*-", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16)
+    job = tiny_job(model=tiny_model(hybrid=hybrid))
+
+    with pytest.raises(PlanError, match="--method closed"):
+        abstract_execution.execute(job, Layout(), (0,))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from search.legal import legal_layouts, variants
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.errors import MegatronError
-from pipette_launch.facts import ComputeCase, Layout, Samples
+from pipette_launch.facts import Batch, ComputeCase, HybridLayers, Layout, Recompute, Samples
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.megatron import read_job, write_arguments
@@ -164,6 +165,31 @@ def test_overlapped_experts_allow_one_depth_of_prediction() -> None:
     ]
 
 
+HYBRID = HybridLayers(pattern="M*M-", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16)
+
+
+@pytest.mark.parametrize(
+    ("version", "layout", "fault"),
+    [
+        ("0.17.1", Layout(tp=4), "tp does not divide mamba_num_groups=2"),
+        ("0.16.1", Layout(tp=2), None),
+        ("0.16.1", Layout(pp=2, layers_per_chunk=(1, 3)), "as many layers on each stage"),
+        ("0.17.1", Layout(pp=2, layers_per_chunk=(1, 3)), None),
+        ("0.17.1", Layout(recompute=Recompute(granularity="full", method="uniform", num_layers=1)), "before 0.18"),
+        ("0.17.1", Layout(cp=4), None),
+        ("0.17.1", Layout(tp=2, cp=16), "cp does not divide mamba_num_heads=16/tp"),
+    ],
+)
+def test_hybrid_models_have_rules_of_their_own(version: str, layout: Layout, fault: str | None) -> None:
+    """Groups are cut by tp, heads by cp too; what a release can do with their layers."""
+    model = tiny_model(hybrid=HYBRID, transformer_impl="transformer_engine", params_dtype="bf16")
+    job = tiny_job(1, model=model, megatron_version=version, batch=Batch(global_batch_size=8))
+
+    found = Rules.of(job, device_kind="cuda").fault(layout)
+
+    assert found is None if fault is None else found is not None and fault in found
+
+
 def test_query_groups_were_never_replicated_before_016() -> None:
     """With one query group, tensor parallelism is legal from megatron-core 0.16 on."""
 
@@ -282,30 +308,35 @@ GPT = (
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags"),
+    ("kind", "flags", "version"),
     [
-        ("cuda", ""),
-        ("cpu", "--transformer-impl local"),
-        ("cuda", "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"),
-        ("cuda", "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --swiglu"),
-        ("cuda", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"),
-        ("cuda", "--multi-latent-attention --mtp-num-layers 1 --position-embedding-type rope --disable-bias-linear"),
-        ("cuda", "--use-megatron-fsdp --use-distributed-optimizer"),
-        ("cuda", "--use-torch-fsdp2 --untie-embeddings-and-output-weights"),
+        ("cuda", "", "0.16.1"),
+        ("cpu", "--transformer-impl local", "0.16.1"),
+        ("cuda", "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", "0.16.1"),
+        ("cuda", "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --swiglu", "0.16.1"),
+        ("cuda", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", "0.16.1"),
+        (
+            "cuda",
+            "--multi-latent-attention --mtp-num-layers 1 --position-embedding-type rope --disable-bias-linear",
+            "0.16.1",
+        ),
+        ("cuda", "--use-megatron-fsdp --use-distributed-optimizer", "0.16.1"),
+        ("cuda", "--use-torch-fsdp2 --untie-embeddings-and-output-weights", "0.16.1"),
+        ("cuda", "--hybrid-override-pattern M-M-M*M-", "0.16.1"),
+        ("cuda", "--hybrid-layer-pattern M-M|-M*M-/*-", "0.17.1"),
+        ("cuda", "--hybrid-layer-pattern M-M|-M*M-/*- --pipeline-model-parallel-size 2", "0.17.1"),
     ],
 )
-def test_every_layout_can_be_written_and_read_back(kind: str, flags: str) -> None:
+def test_every_layout_can_be_written_and_read_back(kind: str, flags: str, version: str) -> None:
     """Megatron's command line can say each of them, and means the same layout by it."""
     arguments = f"{GPT} {flags}".split()
-    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
+    read = partial(read_job, world_size=8, megatron_version=version, device_kind=kind, without_probes=True)
+    job = read(arguments, for_planning=True)
     found = legal_layouts(job, world_size=8, devices_per_host=8, device_kind=kind)
 
     assert Rules.of(job, device_kind=kind).fault(job.own) is None
     for layout in found[:: max(1, len(found) // 25)]:
-        words = write_arguments(arguments, job=job, layout=layout)
-        read = read_job(words, world_size=8, megatron_version="0.16.1", device_kind=kind, without_probes=True)
-
-        assert layout == read.own
+        assert layout == read(write_arguments(arguments, job=job, layout=layout)).own
 
 
 @pytest.mark.parametrize(

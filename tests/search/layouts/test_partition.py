@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipette_launch.errors import LayoutError
+from pipette_launch.facts import HybridLayers
 from pipette_launch.search.layouts.partition import LayerSeconds, balanced_chunks, by_flops, by_parts, stage_seconds
 
 
@@ -115,3 +116,17 @@ def test_layers_without_times_are_refused() -> None:
     for bad in ({"layers_s": ()}, {"layers_s": (0.0,)}, {"first_s": -1.0}):
         with pytest.raises(LayoutError, match="layers need times"):
             LayerSeconds(**{"layers_s": (1.0,), "first_s": 0.0, "last_s": 0.0} | bad)  # type: ignore[arg-type]
+
+
+def test_stages_of_hybrid_models_are_cut_by_time() -> None:
+    """Seven quick layers balance one slow one."""
+    seconds = {"mamba_layer": 1.0, "attention_layer": 7.0, "embedding": 0.0, "head": 0.0}
+    model = tiny_model(
+        hybrid=HybridLayers(
+            pattern="MMMMMMM*", mamba_state_dim=16, mamba_head_dim=8, mamba_num_groups=2, mamba_num_heads=16
+        ),
+        num_layers=8,
+    )
+
+    assert (7, 1) == balanced_chunks(by_parts(model, seconds), pp=2, vpp=1)
+    assert by_flops(model).layers_s[0] != by_flops(model).layers_s[-1]

@@ -1,0 +1,44 @@
+"""docs/limits.md names every flag that keeps a job from being planned, with the releases that have it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipette_launch.megatron.flags import flag_table, releases
+from pipette_launch.megatron.pins import REFUSED, UNPLANNED, UNTIMED
+
+PAGE = (Path(__file__).parents[1] / "docs" / "limits.md").read_text()
+
+
+def rows(heading: str) -> dict[str, str]:
+    """First flag -> releases, of the table below a heading."""
+    section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `(--[\w-]+)`[^|]*\| ([\d. to]+) \|", section, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("heading", "table"),
+    [
+        ("Not predicted, not planned", REFUSED),
+        ("Predicted, not planned", UNPLANNED),
+        ("Planned on imagined machines alone", UNTIMED),
+    ],
+)
+def test_every_refused_flag_has_a_row(heading: str, table: dict[str, str]) -> None:
+    """With the first and the last release that has it."""
+    found = rows(heading)
+    for key in table:
+        dest = key.partition("=")[0]
+        has = [name for name in releases() if any(flag.dest == dest for flag in flag_table(name).values())]
+        options = {flag.option for name in has for flag in flag_table(name).values() if flag.dest == dest}
+        span = has[0] if len(has) == 1 else f"{has[0]} to {has[-1]}"
+
+        assert [span] == [found[option] for option in options if option in found]
+
+
+def test_the_page_names_the_newest_release() -> None:
+    """A new flag table makes this page due."""
+    assert f"{releases()[-1]} the newest that was read" in PAGE

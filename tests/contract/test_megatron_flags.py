@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipette_launch import megatron
-from pipette_launch.megatron.checkpoint import NAMES
+from pipette_launch.megatron.checkpoint.written import NAMES
 from pipette_launch.megatron.chunks import SPLIT_DESTS
 from pipette_launch.megatron.flags import flag_table, releases
 from pipette_launch.megatron.performance import DESTS

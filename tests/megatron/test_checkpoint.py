@@ -17,7 +17,7 @@ from megatron_lines import SMALL, job
 from pipette_launch.errors import MegatronError
 from pipette_launch.facts import Choice, Layout, Plan, Provenance, files
 from pipette_launch.megatron import continuation, read_job, record_path, saved_iteration, write_arguments
-from pipette_launch.megatron.checkpoint import read_saved
+from pipette_launch.megatron.checkpoint.written import read_saved
 
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce"
 MODEL = ("ep", "etp", "layers_per_chunk")

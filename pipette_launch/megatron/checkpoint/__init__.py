@@ -1,0 +1,7 @@
+"""What checkpoints let a plan change: those that a job loads, and those that it will save."""
+
+from pipette_launch.megatron.checkpoint.continuation import Continuation, continuation
+from pipette_launch.megatron.checkpoint.demands import demands
+from pipette_launch.megatron.checkpoint.folders import checkpoint_folder, record_path, saved_iteration
+
+__all__ = ["Continuation", "checkpoint_folder", "continuation", "demands", "record_path", "saved_iteration"]

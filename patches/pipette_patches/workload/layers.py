@@ -187,11 +187,8 @@ def _parts(
     gpt: Any, job: Job, case: ComputeCase, *, kinds: tuple[PartName, ...], ids: torch.Tensor
 ) -> tuple[Part, ...]:
     model = job.model
-    tokens = ids.shape[1]
-    rows = tokens // (case.tp if gpt.config.sequence_parallel else 1)
-    shape = (rows, case.micro_batch_size, model.hidden_size)
-    hidden = torch.randn(shape, dtype=DTYPES[model.params_dtype], device=ids.device, requires_grad=True)
-    positions = torch.arange(tokens, device=ids.device).expand_as(ids)
+    hidden = _hidden_states(gpt, job, case, ids)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     main_grad_dtype = torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
     # Latent attention makes its own.
     has_rope = model.position_embedding_type == "rope" and not model.latent_attention
@@ -246,6 +243,13 @@ def _parts(
         modules = torch.nn.ModuleList([gpt.mtp, gpt.embedding, words])
         found.append(part("prediction", modules, predict, source=hidden, chains=False))
     return tuple(found)
+
+
+def _hidden_states(gpt: Any, job: Job, case: ComputeCase, ids: torch.Tensor) -> torch.Tensor:
+    """Draw what a layer of one rank is given: its share of the sequence under sequence parallelism."""
+    rows = ids.shape[1] // (case.tp if gpt.config.sequence_parallel else 1)
+    shape = (rows, case.micro_batch_size, job.model.hidden_size)
+    return torch.randn(shape, dtype=DTYPES[job.model.params_dtype], device=ids.device, requires_grad=True)
 
 
 def _chain(run: Callable[[torch.Tensor], torch.Tensor], source: torch.Tensor) -> Callable[[int], torch.Tensor]:

@@ -87,6 +87,7 @@ SUB_FLOORS = {
     ],
     "launch": [
         {"cache", "measuring_advice", "nodes", "options", "setting", "slurm", "training"},
+        {"page"},
         {"commands", "health_policy", "user_script", "warmup_orders", "warmup_progress"},
         {"plans", "trials"},
         {"decisions"},

@@ -29,6 +29,7 @@ def run(args: Namespace) -> int:
     """Print the plan and write its file; returns 0 for every plan, the user's own configuration included."""
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import files
+    from pipette_launch.launch.page import page_path, write_page
     from pipette_launch.report import plan_file_screen
 
     problem = planning.problem_of(args)
@@ -40,6 +41,9 @@ def run(args: Namespace) -> int:
     if args.out is not None:
         with _naming(args.out):
             files.write(args.out, plan, shared=True)
+            page = page_path(args.out)
+            write_page(page, plan, problem.job, problem.measurements, shared=True)
+        sys.stderr.write(f"report: {page}\n")
     screen = files.dumps(plan) + "\n" if args.json else plan_file_screen(plan, title="pipette plan", saved_to=args.out)
     sys.stdout.write(screen)
     return 0

@@ -14,14 +14,26 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "file", metavar="FILE", type=Path, help="plan.json of `pipette plan --out` or of a warm-up, or its cluster.json"
     )
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="write the plan's report as one HTML file, and print nothing"
+    )
+    parser.add_argument(
+        "--cluster", metavar="FILE", type=Path, help="what the plan rests on; default: cluster.json beside it"
+    )
 
 
 def run(args: Namespace) -> int:
-    """Print the screen; returns 0."""
+    """Print the screen, or write the page; returns 0."""
     from pipette_launch.facts import Measurements, Plan, files
+    from pipette_launch.launch.page import page_of_files
+    from pipette_launch.printable import printable
     from pipette_launch.report import measured_screen, plan_file_screen
 
-    if files.kind_of(args.file) == Measurements.KIND:
+    if args.html is not None:
+        found_page = page_of_files(args.file, args.cluster)
+        sys.stderr.write("".join(f"{printable(line)}\n" for line in found_page.missing))
+        files.write_text(args.html, found_page.html, shared=True)
+    elif files.kind_of(args.file) == Measurements.KIND:
         found = files.read(args.file, Measurements)
         sys.stdout.write(measured_screen(found, title="pipette report", saved_to=args.file))
     else:

@@ -17,6 +17,7 @@ from pipette_launch.launch.cache.measurements import MachineMeasurements
 from pipette_launch.launch.cache.plan_files import adopt, kept_together, named_plan, suited
 from pipette_launch.launch.cache.plans import PLAN, Cache, key_of
 from pipette_launch.launch.cache.shortages import ShortageFile
+from pipette_launch.launch.page import page_path, write_page
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -213,8 +214,19 @@ class Planner:
         notes = (*plan.notes, f"{told[0].upper()}{told[1:]}.") if told else plan.notes
         plan = replace(plan, other_hosts=tuple(spares), notes=notes)
         self.cache.keep_plan(plan, measurements)
+        self._keep_page(plan, job, measurements)
         self.measurements, self.surveyed = measurements, surveyed
         return plan
+
+    def _keep_page(self, plan: Plan, job: Job, measurements: Measurements) -> None:
+        """Write the report beside a plan that was kept; where that fails, the log says why, and the job goes on."""
+        path = self.cache.plan_path
+        if path is None:
+            return
+        try:
+            write_page(page_path(path), plan, job, measurements)
+        except (OSError, PipetteError) as error:
+            logger.warning("the report cannot be written beside %s: %s", path, error)
 
     def _bound_words(self) -> str:
         """Say what new plans must leave free because one ran out of memory, and how to forget it; empty for none."""

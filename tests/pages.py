@@ -111,4 +111,3 @@ def many_hosts(count: int) -> Drawn:
 
 def _named(host: Host, index: int) -> Host:
     return replace(host, name=f"rack{index // 16:03}-node{index:04}")
-

@@ -50,7 +50,6 @@ class DrawnStep:
         return self.makespan_s + sum(seconds for _, seconds in self.after_s)
 
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
     """All of it, for the chosen configuration and the user's own."""

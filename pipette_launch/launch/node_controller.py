@@ -20,6 +20,7 @@ from pipette_launch.launch import commands
 from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.nodes import described
+from pipette_launch.launch.page import add_outcome, existing_page
 from pipette_launch.launch.training.outcome import OutcomeTracker, device_peaks
 from pipette_launch.launch.training.recovery import Recovery
 from pipette_launch.launch.training.slowdown import Slowdown
@@ -231,6 +232,7 @@ class NodeController:
                     arguments=self._options.script_arguments,
                     new_arguments=decision.script_arguments,
                     saved_to=self._options.plan or self._cache.plan_path,
+                    drawn_to=None if self._options.plan else existing_page(self._cache.plan_path),
                     unsaved=self._cache.trouble,
                 )
             )
@@ -272,7 +274,7 @@ class NodeController:
         cache = self._cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
         _say(report.outcome_line(outcome, None if trouble else cache.path(OUTCOME)))
-        if trouble:
+        if trouble := trouble or add_outcome(existing_page(cache.plan_path), outcome):
             _say(trouble)
 
     def _device_peaks(self) -> tuple[PeakReading, ...]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipette_launch import megatron
 from pipette_launch.errors import ClusterError, PipetteError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.results.outcome import Outcome
-from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME
+from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, PLAN
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipette_launch.facts import Job
     from pipette_launch.forecast.picture import Picture
 
@@ -22,15 +23,47 @@ PAGE = "report.html"
 
 def page_path(plan: Path) -> Path:
     """Return where the report of a plan file lies: `report.html` beside `plan.json`, else its own name with `.html`."""
-    return plan.with_name(PAGE) if plan.name == "plan.json" else plan.with_suffix(".html")
+    return plan.with_name(PAGE) if plan.name == PLAN else plan.with_suffix(".html")
 
 
-def write_page(path: Path, plan: Plan, job: Job, measurements: Measurements, *, shared: bool = False) -> None:
-    """Write the report of a plan that was made for this job from these measurements; raises OSError."""
+def write_page(path: Path, plan: Plan, job: Job, measurements: Measurements | None, *, shared: bool = False) -> None:
+    """Write the report of a plan that was made for this job from these measurements.
+
+    Raises:
+        OSError: the file cannot be written.
+        PipetteError: jinja2 is not installed.
+
+    """
     from pipette_launch.forecast.picture import picture_of
     from pipette_launch.report.page import plan_page
 
-    files.write_text(path, plan_page(plan, measurements, picture_of(plan, job, measurements)), shared=shared)
+    picture = None if measurements is None else picture_of(plan, job, measurements)
+    files.write_text(path, plan_page(plan, measurements, picture), shared=shared)
+
+
+def existing_page(plan: Path | None) -> Path | None:
+    """Return where the report of a plan file lies, if there is one."""
+    path = None if plan is None else page_path(plan)
+    return path if path is not None and path.exists() else None
+
+
+def add_outcome(path: Path | None, outcome: Outcome) -> str:
+    """Write what a run came to into the report of its plan, if there is one; returns why not, or nothing.
+
+    Nothing of the page is worked out again, so this takes milliseconds. A page of another plan is left as it is.
+    """
+    from pipette_launch.report.page import with_outcome
+
+    if path is None:
+        return ""
+    try:
+        before = path.read_text(encoding="utf-8")
+        after = with_outcome(before, outcome)
+        if after != before:
+            files.write_text(path, after)
+    except (OSError, UnicodeDecodeError, PipetteError) as error:
+        return f"{path} does not tell the outcome: {error}"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +84,7 @@ def page_of_files(path: Path, cluster: Path | None) -> FoundPage:
     Raises:
         FileFormatError: a file that was named or is there cannot be read.
         ClusterError: `cluster` is of other hosts.
+        PipetteError: jinja2 is not installed.
 
     """
     from pipette_launch.report.page import plan_page
@@ -62,18 +96,17 @@ def page_of_files(path: Path, cluster: Path | None) -> FoundPage:
         if cluster:
             raise ClusterError(f"--cluster {cluster}: its hosts are not those of {path}, in the same order")
         measured = None
-    missing = [] if measured else [f"no {CLUSTER} with its hosts lies beside the plan: links and timeline are left out"]
-    picture = None
+    picture, missing = None, "no cluster.json with its hosts lies beside the plan: links and timeline are left out"
     if measured is not None:
         try:
-            picture = _picture(plan, measured)
+            picture, missing = _picture(plan, measured), ""
         except PipetteError as error:
-            missing.append(f"the timeline is left out: {error}")
+            missing = f"the timeline is left out: {error}"
     ran_at = path.with_name(OUTCOME)
     outcome = files.read(ran_at, Outcome) if ran_at.exists() else None
     if outcome is not None and outcome.key != plan.provenance.key:
         outcome = None
-    return FoundPage(html=plan_page(plan, measured, picture, outcome), missing=tuple(missing))
+    return FoundPage(html=plan_page(plan, measured, picture, outcome), missing=(missing,) if missing else ())
 
 
 def _picture(plan: Plan, measured: Measurements) -> Picture:

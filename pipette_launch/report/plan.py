@@ -33,6 +33,7 @@ def plan_screen(
     arguments: Sequence[str],
     new_arguments: Sequence[str] | None,
     saved_to: Path | None,
+    drawn_to: Path | None = None,
     unsaved: str = "",
     width: int | None = None,
     colour: bool | None = None,
@@ -45,6 +46,7 @@ def plan_screen(
         arguments: the script's arguments as the user gave them.
         new_arguments: the arguments that the script will get; None for the user's own.
         saved_to: where the plan file lies, if anywhere.
+        drawn_to: where its report lies, an HTML file, if anywhere.
         unsaved: why there is none, and what to do; empty where none was wanted.
         width: columns; None for the terminal's, 80 without one.
         colour: None for yes on a terminal only.
@@ -56,7 +58,7 @@ def plan_screen(
         *_choice(plan),
         ("Flags", flag_lines(arguments, new_arguments)),
         ("Notes", map(bullet, _notes(plan, saved_to))),
-        ("Plan file", list(_file(saved_to, unsaved))),
+        ("Plan file", list(_file(saved_to, drawn_to, unsaved))),
     )
     return render("pipette-launch", sheet(sections), width=width, colour=colour)
 
@@ -94,10 +96,10 @@ def plan_file_screen(
     screen = render(title, sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)
     if setting is None:
         return screen
-    return screen + paste_text(setting.arguments, setting.new_arguments) + _schedule_words(plan)
+    return screen + paste_text(setting.arguments, setting.new_arguments) + schedule_words(plan)
 
 
-def _schedule_words(plan: Plan) -> str:
+def schedule_words(plan: Plan) -> str:
     """Say that flags alone do not run a schedule which Megatron lacks."""
     order = None if plan.keeps_own else plan.chosen.order
     if order is None:
@@ -121,10 +123,10 @@ def _choice(plan: Plan) -> tuple[Section, ...]:
     )
 
 
-def _file(saved_to: Path | None, unsaved: str) -> Iterator[Text]:
-    if saved_to is not None:
-        yield text(str(saved_to), overflow="fold")
-    elif unsaved:
+def _file(saved_to: Path | None, drawn_to: Path | None, unsaved: str) -> Iterator[Text]:
+    for path in filter(None, (saved_to, drawn_to)):
+        yield text(str(path), overflow="fold")
+    if saved_to is None and unsaved:
         yield text(f"not kept: {unsaved}", "yellow")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipette_launch.errors import UsageError
+from pipette_launch.errors import PipetteError, UsageError
 from pipette_launch.tools import flags, planning
 from pipette_launch.tools.flags import Subcommand
 
@@ -19,7 +19,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_search_flags(parser)
     flags.add_reading_flags(parser)
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write the plan to this file, for --pipette-plan and `pipette compare`"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the plan to this file, for --pipette-plan and `pipette compare`, and its report beside it",
     )
     parser.add_argument("--json", action="store_true", help="print the plan's document instead of a screen")
     flags.add_script(parser)
@@ -30,6 +33,7 @@ def run(args: Namespace) -> int:
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import files
     from pipette_launch.launch.page import page_path, write_page
+    from pipette_launch.printable import printable
     from pipette_launch.report import plan_file_screen
 
     problem = planning.problem_of(args)
@@ -41,9 +45,12 @@ def run(args: Namespace) -> int:
     if args.out is not None:
         with _naming(args.out):
             files.write(args.out, plan, shared=True)
-            page = page_path(args.out)
+        page = page_path(args.out)
+        try:
             write_page(page, plan, problem.job, problem.measurements, shared=True)
-        sys.stderr.write(f"report: {page}\n")
+            sys.stderr.write(f"report: {printable(str(page))}\n")
+        except (OSError, PipetteError) as error:
+            sys.stderr.write(f"no report beside {printable(str(args.out))}: {printable(str(error))}\n")
     screen = files.dumps(plan) + "\n" if args.json else plan_file_screen(plan, title="pipette plan", saved_to=args.out)
     sys.stdout.write(screen)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -14,11 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pages import drawn, many_hosts
 
-from pipette_launch.report.page import plan_page
-from pipette_launch.report.page.axes import Axis
-from pipette_launch.report.page.choices import _front
-from pipette_launch.report.page.machines import _islands, _matrix, placement_view
+from pipette_launch.errors import PipetteError
+from pipette_launch.report.page import plan_page, with_outcome
+from pipette_launch.report.page.choices import front, what_changes
+from pipette_launch.report.page.links import _matrix, islands_of
+from pipette_launch.report.page.machines import placement_view
 from pipette_launch.report.page.memory import stages_drawn
+from pipette_launch.report.page.pieces import Axis
 from pipette_launch.units import bytes_text, seconds_text
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -88,7 +91,7 @@ def test_figures_are_those_of_the_plan() -> None:
     found = drawn()
     html, chosen = found.html, found.plan.chosen
 
-    assert f'data-seconds="{chosen.step_time_s}"' in html
+    assert f'id="step">{seconds_text(chosen.step_time_s)}<' in html
     for choice in (chosen, *found.plan.alternatives, found.plan.own):
         assert f'data-step-s="{choice.step_time_s}"' in html
         assert seconds_text(choice.step_time_s) in html
@@ -97,7 +100,7 @@ def test_figures_are_those_of_the_plan() -> None:
         assert all(bytes_text(size) in html for size in kinds.values() if size)
     timelines = embedded(html, "timeline-data")
     assert isinstance(timelines, dict)
-    step = timelines["steps"][0]["data"]
+    step = timelines["steps"][0]
     assert len(found.picture.chosen.rank_A) == sum(len(rank["starts"]) for rank in step["ranks"])
     assert step["makespan"] == pytest.approx(
         found.picture.chosen.makespan_s / timelines["longest_s"] * timelines["resolution"], abs=1
@@ -110,7 +113,9 @@ def test_names_of_others_are_only_text() -> None:
     evil = '<script>alert(1)</script>"\x1b[31m'
     hosts = tuple(f"{evil}{index}" for index in range(4))
     cluster = found.measurements.cluster
-    named = replace(cluster, hosts=tuple(replace(host, name=name) for host, name in zip(cluster.hosts, hosts, strict=True)))
+    named = replace(
+        cluster, hosts=tuple(replace(host, name=name) for host, name in zip(cluster.hosts, hosts, strict=True))
+    )
     plan = replace(found.plan, hosts=hosts, reasons=(evil,), notes=(evil,))
     html = plan_page(plan, replace(found.measurements, cluster=named), found.picture, found.outcome)
 
@@ -126,8 +131,8 @@ def test_a_plan_alone_has_a_page() -> None:
     html = plan_page(replace(found.plan, setting=None, trials=None))
 
     assert [] == parsed(html).open
-    assert "timeline-data" not in html
-    assert "links-data" not in html
+    assert 'id="timeline-data"' not in html
+    assert 'id="links-data"' not in html
     assert bytes_text(max(found.plan.chosen.memory_shown.need_bytes)) in html
 
 
@@ -142,11 +147,11 @@ def test_the_run_and_the_trials_stand_beside_the_prediction() -> None:
 
 @pytest.mark.parametrize(("count", "most_bytes"), [(64, 1_500_000), (1280, 3_000_000)])
 def test_a_page_of_many_hosts_stays_small(count: int, most_bytes: int) -> None:
-    """At most 1.5 MB at 64 hosts and 3 MB at 1,280; what is left out is counted."""
+    """At most 1.5 MB at 64 hosts and 3 MB at 1,280, however different its links are."""
     html = many_hosts(count).html
 
     assert len(html.encode()) < most_bytes
-    assert ("more hosts are in the plan file" in html) == (count > 128)
+    assert ("Each square is a host" in html) == (count > 128)
 
 
 def test_both_matrices_hold_the_links_that_were_measured() -> None:
@@ -167,39 +172,121 @@ def test_both_matrices_hold_the_links_that_were_measured() -> None:
 
 
 def test_blocks_of_hosts_have_the_rate_of_their_slowest_link() -> None:
-    """130 hosts are drawn as 64 blocks; a slow link between two of them is seen."""
+    """130 hosts are drawn as blocks of three; a slow link between two of them is seen."""
     rates = np.full((130, 130), 1e9)
     rates[3, 120] = 1e6
     np.fill_diagonal(rates, 0.0)
-    found = _matrix("all", rates, [str(index) for index in range(130)], list(range(130)))
+    names = [str(index) for index in range(130)]
+    found = _matrix("all", rates, names, list(range(130)), scale=(1e6, 1e9), island_of={})
 
-    assert 64 == found["size"]
-    assert 1e6 == min(rate for row in found["rates"] for rate in row if rate is not None)
-    assert found["paths"][0].count("M") == 1
+    assert 44 == found["size"]
+    assert "3 … 5" == found["names"][1]
+    assert 1e6 == found["rates"][1][40]
+    assert found["paths"][0] == "M40 1h1v1h-1z"
+
+
+def test_blocks_of_hosts_fill_islands() -> None:
+    """Of 160 hosts in islands of 32, four make a block: the least that 64 rows allow is three, which cuts islands."""
+    rates = np.ones((160, 160))
+    names = [str(index) for index in range(160)]
+    islands = {index: index // 32 for index in range(160)}
+    found = _matrix("all", rates, names, list(range(160)), scale=(1.0, 1.0), island_of=islands)
+
+    assert 40 == found["size"]
+
+
+def tiered(groups: list[int], *, fast: float, slow: float, noise: float) -> np.ndarray:
+    """Links of hosts in groups, each up to `noise` off."""
+    of = np.array(groups)
+    rates = np.where(of[:, None] == of[None, :], fast, slow)
+    return rates * np.random.default_rng(0).uniform(1 - noise, 1 + noise, rates.shape)
 
 
 def test_islands_are_what_fast_links_join() -> None:
-    """Of four hosts in two racks, 0 with 2 and 1 with 3."""
+    """Of four hosts in two racks, 0 with 2 and 1 with 3; of eight with links 20 % apart and 4 % noise, their groups."""
     rates = drawn().measurements.cluster.between_hosts.bandwidth_bytes_per_s
 
-    assert [[0, 2], [1, 3]] == _islands(rates)
+    assert [[0, 2], [1, 3]] == islands_of(rates)
+    found = islands_of(tiered([0, 0, 1, 1, 1, 0, 0, 1], fast=47e9, slow=37e9, noise=0.04))
+    assert [[0, 1, 5, 6], [2, 3, 4, 7]] == found
+
+
+def test_links_that_differ_by_noise_alone_make_no_islands() -> None:
+    """Nor does one pair that is faster than all others."""
+    rates = tiered([0] * 20, fast=1e9, slow=1e9, noise=0.2)
+    rates[3, 4] = rates[4, 3] = 5e9
+
+    assert [] == islands_of(rates)
 
 
 def test_every_device_has_its_rank_and_stage() -> None:
     """As the layout has them."""
     found = drawn()
-    cells = [cell for row in placement_view(found.plan)["rows"] for cell in row["cells"]]
+    cells = [cell for host in placement_view(found.plan)["hosts"] for cell in host["cells"]]
 
-    assert list(found.plan.chosen.placement) == [cell["rank"] for cell in cells]
-    assert [found.plan.chosen.layout.cell_of(cell["rank"]).pp for cell in cells] == [cell["stage"] for cell in cells]
+    assert list(found.plan.chosen.placement) == [rank for rank, _ in cells]
+    assert [found.plan.chosen.layout.cell_of(rank).pp for rank, _ in cells] == [stage for _, stage in cells]
 
 
-def test_hosts_that_are_alike_stand_in_one_row() -> None:
-    """Where there are too many to be drawn one by one."""
-    rows = placement_view(many_hosts(1280).plan)["rows"]
+def test_every_host_of_many_is_drawn() -> None:
+    """As a square, whose parts are as wide as so many devices of a stage."""
+    found = placement_view(many_hosts(1280).plan)
 
-    assert sum(row["count"] for row in rows) == 1280
-    assert len(rows) < 128
+    assert found["is_dense"]
+    assert 1280 == len(found["hosts"])
+    assert {8} == {sum(count for _, count in host["runs"]) for host in found["hosts"]}
+
+
+def test_what_changes_stands_beside_yours() -> None:
+    """The degrees of both configurations, by name; what both lack is left out."""
+    found = drawn().plan
+    table = what_changes(found)
+
+    assert ("", "yours", "chosen") == table.head
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert (found.own.layout.pp, found.chosen.layout.pp) == rows["pipeline parallel (pp)"]
+    assert "expert parallel (ep)" not in rows
+    assert "recompute" not in rows
+
+
+def test_an_outcome_is_written_into_the_page_of_its_plan() -> None:
+    """The page is then the one that is made with the outcome; a later outcome takes the place of the first."""
+    found = drawn()
+    before = plan_page(found.plan, found.measurements, found.picture)
+    later = replace(found.outcome, last_iteration=99)
+
+    assert with_outcome(before, found.outcome) == found.html
+    assert "iteration 20" in found.html
+    assert "iteration 20" not in with_outcome(found.html, later)
+    assert "iteration 99" in with_outcome(found.html, later)
+
+
+def test_an_outcome_of_another_plan_changes_no_page() -> None:
+    """Another key, or a layout that this plan does not name."""
+    found = drawn()
+    stranger = replace(found.outcome, layout=replace(found.outcome.layout, micro_batch_size=64))
+
+    assert with_outcome(found.html, replace(found.outcome, key="other", last_iteration=99)) == found.html
+    assert with_outcome(found.html, replace(stranger, last_iteration=99)) == found.html
+    assert with_outcome("no page of ours", found.outcome) == "no page of ours"
+
+
+def test_names_cannot_pretend_to_be_the_place_of_the_outcome() -> None:
+    """A reason that holds the marks is text, and the outcome goes where it belongs."""
+    found = drawn()
+    plan = replace(found.plan, reasons=("<!--outcome-->evil<!--/outcome-->",))
+    html = with_outcome(plan_page(plan), found.outcome)
+
+    assert 1 == html.count("<!--outcome-->")
+    assert html.index("It ran") < html.index("evil")
+
+
+def test_without_jinja2_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The light install for a laptop may lack it."""
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+
+    with pytest.raises(PipetteError, match="pip install jinja2"):
+        plan_page(drawn().plan)
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8))
@@ -218,13 +305,13 @@ def test_ticks_are_round_and_inside(values: list[float]) -> None:
 @given(st.lists(st.tuples(st.integers(1, 9).map(float), st.integers(1, 9)), min_size=1, max_size=9))
 def test_nothing_beats_the_front_and_the_front_beats_the_rest(points: list[tuple[float, int]]) -> None:
     """In time and memory at once."""
-    front = _front(points)
+    best = front(points)
 
     def beats(one: tuple[float, int], other: tuple[float, int]) -> bool:
         return one != other and one[0] <= other[0] and one[1] <= other[1]
 
     for index, point in enumerate(points):
-        assert (index in front) == (not any(beats(other, point) for other in points))
+        assert (index in best) == (not any(beats(other, point) for other in points))
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=300))
@@ -236,5 +323,3 @@ def test_long_pipelines_show_their_ends_and_the_fullest(needs: list[int]) -> Non
     assert sorted(set(found)) == found
     assert {0, len(needs) - 1} <= set(found)
     assert max(needs) == max(needs[stage] for stage in found)
-
-

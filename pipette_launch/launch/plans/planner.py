@@ -213,20 +213,20 @@ class Planner:
         )
         notes = (*plan.notes, f"{told[0].upper()}{told[1:]}.") if told else plan.notes
         plan = replace(plan, other_hosts=tuple(spares), notes=notes)
-        self.cache.keep_plan(plan, measurements)
-        self._keep_page(plan, job, measurements)
         self.measurements, self.surveyed = measurements, surveyed
+        self.keep(plan, job)
         return plan
 
-    def _keep_page(self, plan: Plan, job: Job, measurements: Measurements) -> None:
-        """Write the report beside a plan that was kept; where that fails, the log says why, and the job goes on."""
+    def keep(self, plan: Plan, job: Job) -> None:
+        """Keep a plan of the measurements in force, with its report; where that fails, the log says why."""
+        self.cache.keep_plan(plan, self.measurements)
         path = self.cache.plan_path
         if path is None:
             return
         try:
-            write_page(page_path(path), plan, job, measurements)
+            write_page(page_path(path), plan, job, self.measurements)
         except (OSError, PipetteError) as error:
-            logger.warning("the report cannot be written beside %s: %s", path, error)
+            logger.warning("no report beside %s: %s", path, error)
 
     def _bound_words(self) -> str:
         """Say what new plans must leave free because one ran out of memory, and how to forget it; empty for none."""

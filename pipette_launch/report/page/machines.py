@@ -1,170 +1,108 @@
-"""The machines: links as a matrix before and after placement, islands, ranks by host, layer times."""
-
-# H = hosts (or the devices of a single host), B = blocks of hosts that are drawn as one.
+"""The machines: ranks host by host, layer times, and what is amiss."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pipette_launch.facts import ComputeTime, Links, Measurements, Plan
+from pipette_launch.facts import Choice, ComputeTime, Measurements, Plan
 from pipette_launch.facts.measurements import LAYERS
+from pipette_launch.report.page.pieces import Segment, Table, bar
 from pipette_launch.report.plan import rank_ranges
-from pipette_launch.units import rate_text, seconds_text
+from pipette_launch.units import seconds_text
 
-MOST_CELLS = 64
-"""Rows of a drawn matrix; of more hosts, neighbours are drawn as one, by their slowest link."""
-LEVELS = 7
-MOST_HOST_ROWS = 128
-ISLAND = 0.5
-"""Places belong together that a link of at least this part of the fastest one's bandwidth joins."""
-
-Floats = NDArray[np.float64]
-
-
-def links_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] | None:
-    """Return both matrices, their scale and a table; None where nothing was measured or there is one place."""
-    if measurements is None:
-        return None
-    cluster, size = measurements.cluster, plan.devices_per_host
-    between = len(cluster.hosts) > 1
-    links: Links = cluster.between_hosts if between else cluster.within_host[0]
-    if links.size < 2:
-        return None
-    names = [host.name for host in cluster.hosts] if between else [f"device {index}" for index in range(links.size)]
-    each = size if between else 1
-    first_rank = [min(plan.chosen.placement[index * each : (index + 1) * each]) for index in range(links.size)]
-    placed = sorted(range(links.size), key=lambda index: first_rank[index])
-    rates = links.bandwidth_bytes_per_s
-    own = rates[~np.eye(links.size, dtype=bool)]
-    islands = _islands(rates)
-    matrices = [
-        _matrix("In the order of torchrun", rates, names, list(range(links.size))),
-        _matrix("In the order of the plan's ranks", rates, names, placed),
-    ]
-    return {
-        "places": "hosts" if between else "devices",
-        "matrices": matrices if placed != list(range(links.size)) else matrices[:1],
-        "is_same": placed == list(range(links.size)),
-        "legend": _legend(float(own.min()), float(own.max())),
-        "islands": [[names[index] for index in island] for island in islands] if len(islands) > 1 else [],
-        "rows": [_row(rates, names, index) for index in range(links.size)][:MOST_HOST_ROWS],
-        "hidden": max(0, links.size - MOST_HOST_ROWS),
-    }
-
-
-def _matrix(title: str, rates_HH: Floats, names: list[str], order: list[int]) -> dict[str, Any]:
-    """Put hosts into an order and neighbours into blocks; a block has the rate of its slowest link."""
-    count = min(len(order), MOST_CELLS)
-    bounds = [round(index * len(order) / count) for index in range(count + 1)]
-    blocks = [order[first:last] for first, last in itertools.pairwise(bounds)]
-    ordered = rates_HH[np.ix_(order, order)].copy()
-    np.fill_diagonal(ordered, np.inf)
-    starts = bounds[:-1]
-    rates_BB = np.minimum.reduceat(np.minimum.reduceat(ordered, starts, axis=0), starts, axis=1)
-    known = rates_HH[~np.eye(len(order), dtype=bool)]
-    level_BB = _levels(rates_BB, float(known.min()), float(known.max()))
-    paths = [
-        "".join(f"M{column} {row}h1v1h-1z" for row, column in zip(*np.nonzero(level_BB == level), strict=True))
-        for level in range(LEVELS)
-    ]
-    return {
-        "title": title,
-        "size": count,
-        "paths": paths,
-        "names": [" … ".join(dict.fromkeys((names[block[0]], names[block[-1]]))) for block in blocks],
-        "rates": [[None if math.isinf(rate) else float(f"{rate:.3g}") for rate in row] for row in rates_BB.tolist()],
-    }
-
-
-def _levels(rates: Floats, slowest: float, fastest: float) -> NDArray[np.int64]:
-    """Return the level of each rate on a logarithmic scale, 0 the slowest; -1 where there is no link."""
-    if fastest <= slowest:
-        return np.where(np.isinf(rates), -1, LEVELS - 1)
-    place = np.log(np.minimum(rates, fastest) / slowest) / math.log(fastest / slowest)
-    return np.where(np.isinf(rates), -1, np.minimum(place * LEVELS, LEVELS - 1).astype(np.int64))
-
-
-def _legend(slowest: float, fastest: float) -> list[tuple[int, str]]:
-    if fastest <= slowest:
-        return [(LEVELS - 1, rate_text(fastest))]
-    step = (fastest / slowest) ** (1 / LEVELS)
-    return [
-        (level, f"{rate_text(slowest * step**level)} to {rate_text(slowest * step ** (level + 1))}")
-        for level in range(LEVELS)
-    ]
-
-
-def _islands(rates_HH: Floats) -> list[list[int]]:
-    """Return the groups of places that fast links join, each in its own order."""
-    near = np.minimum(rates_HH, rates_HH.T) >= ISLAND * rates_HH[~np.eye(len(rates_HH), dtype=bool)].max()
-    left, found = set(range(len(rates_HH))), []
-    while left:
-        island, edge = set(), {min(left)}
-        while edge:
-            island |= edge
-            edge = {int(other) for one in edge for other in np.flatnonzero(near[one])} - island
-        found.append(sorted(island))
-        left -= island
-    return found
-
-
-def _row(rates_HH: Floats, names: list[str], index: int) -> tuple[str, str, str, str, str]:
-    """Name a place, its slowest link and to whom, the median and the fastest of those that it sends over."""
-    others = [other for other in range(len(names)) if other != index]
-    rates = rates_HH[index][others]
-    slowest = others[int(rates.argmin())]
-    return (
-        names[index],
-        rate_text(float(rates.min())),
-        names[slowest],
-        rate_text(float(np.median(rates))),
-        rate_text(float(rates.max())),
-    )
+MOST_ROWS = 128
+"""Hosts that have a row with every rank; of more, each is a small square."""
+MOST_HOSTS = 2048
+"""Hosts that are drawn and listed at all."""
+MOST_STAGES_NAMED = 32
+PASSES = ("forward", "backward")
 
 
 def placement_view(plan: Plan) -> dict[str, Any]:
-    """Return hosts with the ranks and pipeline stages of their devices; neighbours that are alike stand together."""
-    size = plan.devices_per_host
-    rows: list[dict[str, Any]] = []
-    for index, host in enumerate(plan.hosts):
+    """Return hosts with the ranks of their devices, and runs of devices that hold the same pipeline stage."""
+    size, layout = plan.devices_per_host, plan.chosen.layout
+    hosts, rows = [], []
+    for index, name in enumerate(plan.hosts[:MOST_HOSTS]):
         ranks = plan.chosen.placement[index * size : (index + 1) * size]
-        stages = [plan.chosen.layout.cell_of(rank).pp for rank in ranks]
-        if rows and len(plan.hosts) > MOST_HOST_ROWS and rows[-1]["stages"] == stages:
-            rows[-1] |= {"last": host, "count": rows[-1]["count"] + 1, "ranks": ""}
-            continue
-        cells = [{"rank": rank, "stage": stage} for rank, stage in zip(ranks, stages, strict=True)]
-        rows.append(
-            {"host": host, "last": host, "count": 1, "stages": stages, "cells": cells, "ranks": rank_ranges(ranks)}
-        )
-    return {"rows": rows[:MOST_HOST_ROWS], "hidden": sum(row["count"] for row in rows[MOST_HOST_ROWS:])}
+        stages = [layout.cell_of(rank).pp for rank in ranks]
+        listed = rank_ranges(ranks)
+        named = " ".join(map(str, dict.fromkeys(stages)))
+        cells = list(zip(ranks, stages, strict=True))
+        runs = [(stage, len(list(run))) for stage, run in itertools.groupby(stages)]
+        tip = f"{name}\nranks {listed}\n{'stage' if len(set(stages)) == 1 else 'stages'} {named}"
+        hosts.append({"name": name, "cells": cells, "runs": runs, "tip": tip})
+        rows.append((name, listed, named))
+    return {
+        "hosts": hosts,
+        "is_dense": len(plan.hosts) > MOST_ROWS,
+        "hidden": len(plan.hosts) - len(hosts),
+        "hues": [round(330 * stage / layout.pp) for stage in range(layout.pp)],
+        "legend": _some(layout.pp, MOST_STAGES_NAMED),
+        "table": Table("Ranks of each host", ("host", "ranks", "stages"), rows),
+    }
 
 
-def layers_view(measurements: Measurements | None) -> list[tuple[str, str, str, str, str]]:
-    """Return each timed case of each kind of layer: forward, backward, recompute, median over its slots."""
-    if measurements is None:
-        return []
-    cases: dict[tuple[object, str], list[ComputeTime]] = {}
-    for time in measurements.compute:
+def _some(count: int, most: int) -> list[int]:
+    """Return all of the first numbers, or evenly spaced ones with both ends."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
+
+
+def layers_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] | None:
+    """Draw the layers that the plan's configurations run; None where no layer was timed."""
+    cases: dict[tuple[Any, str], list[ComputeTime]] = {}
+    for time in measurements.compute if measurements else ():
         if time.part in LAYERS:
             cases.setdefault((time.case, time.part), []).append(time)
-    rows = []
-    for (_, part), times in cases.items():
-        case = times[0].case
-        forward_s = statistics.median(time.forward.median_s for time in times)
-        backward_s = statistics.median(time.input_grad.median_s + time.weight_grad.median_s for time in times)
-        rows.append(
-            (
-                f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}",
-                part.replace("_", " "),
-                seconds_text(forward_s),
-                seconds_text(backward_s),
-                f"{len(times)}, {times[0].source}",
-            )
+    shown = {_case(choice) for choice in (plan.chosen, *plan.alternatives, plan.own)}
+    used = {key: times for key, times in cases.items() if (key[0].tp, key[0].cp, key[0].micro_batch_size) in shown}
+    if not used:
+        return None
+    spans = {key: _passes(times) for key, times in used.items()}
+    longest_s = max(sum(span) for span in spans.values())
+    bars, rows = [], []
+    chosen = _case(plan.chosen)
+    for (case, part), times in used.items():
+        span = spans[case, part]
+        name = f"{part.replace('_', ' ')}, tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}"
+        is_chosen = (case.tp, case.cp, case.micro_batch_size) == chosen
+        segments = [Segment(one, seconds, seconds_text(seconds)) for one, seconds in zip(PASSES, span, strict=True)]
+        slowest_s = max(sum(_passes([time])) for time in times)
+        if span[0] + span[1] > 0:
+            label = f"{name}{' (chosen)' if is_chosen else ''}"
+            bars.append(bar(label, segments, kinds=PASSES, whole=longest_s, total=seconds_text(sum(span))))
+        rows.append((name, *(one.text for one in segments), seconds_text(slowest_s), len(times), times[0].source))
+    table = Table("Layer times", ("layer", "forward", "backward", "both on the slowest slot", "slots", "source"), rows)
+    if plan.provenance.source == "imagined":
+        table = Table(table.caption, table.head[:3], [row[:3] for row in rows])
+    return {"bars": bars, "hidden": len(cases) - len(used), "table": table}
+
+
+def _case(choice: Choice) -> tuple[int, int, int]:
+    return (choice.layout.tp, choice.layout.cp, choice.layout.micro_batch_size)
+
+
+def _passes(times: list[ComputeTime]) -> tuple[float, float]:
+    """Return the forward and the backward of one micro-batch, the medians over slots."""
+    forward_s = statistics.median(time.forward.median_s for time in times)
+    return forward_s, statistics.median(time.input_grad.median_s + time.weight_grad.median_s for time in times)
+
+
+def health_table(measurements: Measurements | None) -> Table | None:
+    """One row for each problem, what may leave a host out first; None where there is none."""
+    verdicts = sorted(measurements.verdicts, key=lambda one: not one.is_sick) if measurements else []
+    rows = [
+        (
+            f"{one.host} → {one.other_host}" if one.other_host else one.host,
+            one.device,
+            one.kind.replace("-", " "),
+            one.figure,
+            one.peers,
+            one.advice,
         )
-    return rows
+        for one in verdicts
+    ]
+    return Table("Problems", ("where", "device", "problem", "seen", "its peers", "what to do"), rows) if rows else None

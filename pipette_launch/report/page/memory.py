@@ -8,6 +8,7 @@ from pipette_launch.facts import Plan
 from pipette_launch.facts.results.prediction import PARTS
 from pipette_launch.forecast.picture import Picture
 from pipette_launch.report.figures import limit_words
+from pipette_launch.report.page.pieces import Segment, Table, bar, legend
 from pipette_launch.units import bytes_text
 
 MOST_STAGES = 64
@@ -20,34 +21,24 @@ def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
     needs = shown.need_bytes
     whole = max(shown.limit_bytes, *needs)
     kinds = picture.memory_bytes if picture else tuple({"all": need} for need in needs)
-    rows = []
-    for stage in stages_drawn(needs):
-        parts = [
-            {
-                "name": name,
-                "colour": PARTS.index(name) if name in PARTS else 0,
-                "text": bytes_text(size),
-                "bytes": size,
-                "width": round(100 * size / whole, 3),
-            }
-            for name, size in kinds[stage].items()
-            if size
-        ]
-        rows.append(
-            {
-                "stage": stage,
-                "parts": parts,
-                "cells": [bytes_text(kinds[stage].get(name, 0)) for name in PARTS] if picture else [],
-                "total": bytes_text(needs[stage]),
-                "too_much": needs[stage] > shown.limit_bytes,
-            }
-        )
+    names = PARTS if picture else ("all",)
+    drawn = stages_drawn(needs)
+    bars = []
+    for stage in drawn:
+        total = bytes_text(needs[stage]) + (", too much" if needs[stage] > shown.limit_bytes else "")
+        segments = [Segment(name, size, bytes_text(size)) for name, size in kinds[stage].items()]
+        bars.append(bar(f"stage {stage}", segments, kinds=names, whole=whole, total=total))
+    words = limit_words(shown.limit_bytes, shown.free_bytes, shown.margin)
+    rows = [
+        (stage, *(bytes_text(kinds[stage].get(name, 0)) for name in names), bytes_text(needs[stage])) for stage in drawn
+    ]
     return {
-        "rows": rows,
-        "kinds": PARTS if picture else (),
-        "hidden": len(needs) - len(rows),
+        "bars": bars,
+        "legend": legend(bars),
+        "hidden": len(needs) - len(drawn),
         "limit": round(100 * shown.limit_bytes / whole, 3),
-        "limit_words": limit_words(shown.limit_bytes, shown.free_bytes, shown.margin),
+        "limit_words": f"{words[0].upper()}{words[1:]}",
+        "table": Table("Memory of each stage", ("stage", *names, "peak"), rows),
     }
 
 

@@ -9,10 +9,22 @@ function read(id) {
   return found ? JSON.parse(found.textContent) : null;
 }
 
+const UNITS = [["s", 1], ["ms", 1e-3], ["us", 1e-6]];
+
 function seconds(value) {
-  const units = [["s", 1], ["ms", 1e-3], ["us", 1e-6]];
-  const [name, size] = units.find(([, least]) => value >= least) || units[2];
-  return `${(value / size).toPrecision(3)} ${name}`;
+  const [name, size] = UNITS.find(([, least]) => value >= least) || UNITS[2];
+  return value === 0 ? "0 s" : `${(value / size).toPrecision(value >= 100 * size ? 4 : 3)} ${name}`;
+}
+
+/* Round times between two others, at most so many, in one unit and with as many digits as tell them apart. */
+function ticks(from, to, most) {
+  const rough = (to - from) / most, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((one) => one >= rough);
+  const [name, size] = UNITS.find(([, least]) => to >= least) || UNITS[2];
+  const digits = Math.max(0, -Math.floor(Math.log10(step / size) + 1e-9));
+  const first = Math.ceil(from / step - 1e-9), last = Math.floor(to / step + 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, index) => (first + index) * step)
+    .map((time) => [time, `${(time / size).toFixed(digits)} ${name}`]);
 }
 
 /* What an element says is shown beside it, under the pointer and under the keyboard alike. */
@@ -45,7 +57,7 @@ function matrix(figure, data) {
     const rate = data.rates[at[0]][at[1]];
     told.textContent = `${data.names[at[0]]} to ${data.names[at[1]]}: ${rate === null ? "no link" : `${(rate / 1e9).toPrecision(3)} GB/s`}`;
   };
-  svg.addEventListener("mousemove", (event) => {
+  svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
     move(Math.floor((event.clientY - box.top) / box.height * data.size), Math.floor((event.clientX - box.left) / box.width * data.size));
   });
@@ -57,6 +69,13 @@ function matrix(figure, data) {
   });
 }
 
+function label(words, side, share) {
+  const made = document.createElement("span");
+  made.style[side] = `${100 * share}%`;
+  made.textContent = words;
+  return made;
+}
+
 /* One step: every pass a rectangle, those of a kind one path. */
 class Timeline {
   constructor(figure, data, longest, resolution) {
@@ -66,14 +85,23 @@ class Timeline {
     this.told = figure.querySelector("output");
     this.svg = this.track.appendChild(document.createElementNS(SVG, "svg"));
     this.svg.setAttribute("preserveAspectRatio", "none");
-    this.svg.style.height = `${Math.max(60, Math.min(480, data.ranks.length * 22))}px`;
+    const rows = data.ranks.length, height = Math.max(44, Math.min(480, rows * 22)), every = Math.ceil(rows * 14 / height);
+    this.svg.style.height = `${height}px`;
+    data.ranks.forEach(({ rank }, row) => {
+      if (row % every === 0) figure.querySelector(".ranks").append(label(rank, "top", (row + 0.5) / rows));
+    });
     this.draw();
     this.cursor = this.svg.appendChild(document.createElementNS(SVG, "rect"));
     this.cursor.setAttribute("class", "cursor");
     this.look(0, resolution);
     for (const button of figure.querySelectorAll("[data-zoom]")) button.addEventListener("click", () => this.zoom(button.dataset.zoom));
     this.track.addEventListener("keydown", (event) => this.key(event));
-    this.track.addEventListener("mousemove", (event) => this.point(event));
+    this.track.addEventListener("pointerdown", (event) => {
+      this.grabbed = this.timeAt(event);
+      this.track.setPointerCapture(event.pointerId);
+    });
+    this.track.addEventListener("pointerup", () => { this.grabbed = null; });
+    this.track.addEventListener("pointermove", (event) => (this.grabbed == null ? this.point(event) : this.drag(event)));
     this.track.addEventListener("wheel", (event) => {
       if (!event.ctrlKey) return;
       event.preventDefault();
@@ -114,13 +142,9 @@ class Timeline {
     this.from = Math.max(0, Math.min(this.resolution - width, from));
     this.to = this.from + width;
     this.svg.setAttribute("viewBox", `${this.from} 0 ${width} ${this.data.ranks.length * ROW}`);
-    const most = Math.max(2, Math.min(6, Math.floor(this.track.clientWidth / 90)));
-    this.axis.replaceChildren(...Array.from({ length: most - 1 }, (_, index) => {
-      const tick = document.createElement("span"), share = (index + 1) / most;
-      tick.style.left = `${100 * share}%`;
-      tick.textContent = seconds((this.from + share * width) * this.unit);
-      return tick;
-    }));
+    const most = Math.max(2, Math.min(8, Math.floor(this.track.clientWidth / 90)));
+    const places = ticks(this.from * this.unit, this.to * this.unit, most).map(([time, words]) => [(time / this.unit - this.from) / width, words]);
+    this.axis.replaceChildren(...places.filter(([share]) => share > 0.04 && share < 0.96).map(([share, words]) => label(words, "left", share)));
   }
 
   zoom(how, around = (this.from + this.to) / 2) {
@@ -133,6 +157,11 @@ class Timeline {
   timeAt(event) {
     const box = this.svg.getBoundingClientRect();
     return this.from + (event.clientX - box.left) / box.width * (this.to - this.from);
+  }
+
+  drag(event) {
+    const by = this.grabbed - this.timeAt(event);
+    this.look(this.from + by, this.to + by);
   }
 
   point(event) {
@@ -188,7 +217,6 @@ tips();
 const matrices = read("links-data"), timelines = read("timeline-data");
 document.querySelectorAll(".matrix").forEach((figure) => matrix(figure, matrices[figure.dataset.matrix]));
 document.querySelectorAll(".timeline").forEach((figure) => {
-  const step = timelines.steps[figure.dataset.step];
-  const drawn = new Timeline(figure, step.data, timelines.longest_s, timelines.resolution);
+  const drawn = new Timeline(figure, timelines.steps[figure.dataset.step], timelines.longest_s, timelines.resolution);
   addEventListener("resize", () => drawn.look(drawn.from, drawn.to));
 });

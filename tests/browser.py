@@ -62,6 +62,7 @@ class Browser:
         self._session = self._call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
+        self._call("Emulation.setFocusEmulationEnabled", enabled=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,6 +139,14 @@ class Browser:
         left, top, width, height = self.box(selector)
         place = (left + across * width, top + down * height)
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=place[0], y=place[1])
+
+    def drag(self, selector: str, start: float, end: float) -> None:
+        """Press the pointer on an element, move it across, from one place to another, and let it go."""
+        self.hover(selector, across=start)
+        left, top, width, height = self.box(selector)
+        for kind, place in (("mousePressed", start), ("mouseMoved", end), ("mouseReleased", end)):
+            x, y = left + place * width, top + height / 2
+            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
 
     def box(self, selector: str) -> tuple[float, float, float, float]:
         """Return left, top, width and height of an element, in the window."""

@@ -8,7 +8,7 @@ from functools import cache
 from facts_for_tests import tiny_job, tiny_measurements
 from search.worlds import planned, two_racks
 
-from pipette_launch.facts import Host, Job, Layout, Measurements, Plan, Samples
+from pipette_launch.facts import Choice, Host, Job, Layout, Measurements, Plan, Samples
 from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.facts.job import Batch
 from pipette_launch.facts.results.outcome import Outcome, PeakReading
@@ -44,6 +44,12 @@ def drawn() -> Drawn:
     measurements = replace(tiny_measurements(two_racks()), verdicts=(sick,))
     job = tiny_job(4, batch=Batch(global_batch_size=16))
     made = planned(job, measurements)
+    made = replace(
+        made,
+        chosen=_with_near_limit(made.chosen),
+        alternatives=tuple(map(_with_near_limit, made.alternatives)),
+        own=_with_near_limit(made.own),
+    )
     setting = Setting(
         script="pretrain_gpt.py",
         arguments=BEFORE,
@@ -80,6 +86,11 @@ def drawn() -> Drawn:
     )
     picture = picture_of(made, job, measurements)
     return Drawn(job=job, measurements=measurements, plan=made, picture=picture, outcome=outcome)
+
+
+def _with_near_limit(choice: Choice) -> Choice:
+    """Show a limit of 4 MiB, which a tiny model comes near."""
+    return replace(choice, memory=replace(choice.memory_shown, limit_bytes=4 << 20, free_bytes=5 << 20))
 
 
 def many_hosts(count: int) -> Drawn:

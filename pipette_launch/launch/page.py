@@ -96,7 +96,8 @@ def page_of_files(path: Path, cluster: Path | None) -> FoundPage:
         if cluster:
             raise ClusterError(f"--cluster {cluster}: its hosts are not those of {path}, in the same order")
         measured = None
-    picture, missing = None, "no cluster.json with its hosts lies beside the plan: links and timeline are left out"
+    picture = None
+    missing = "no cluster.json with its hosts lies beside the plan, so links, timeline and kinds of memory are left out"
     if measured is not None:
         try:
             picture, missing = _picture(plan, measured), ""

@@ -68,6 +68,7 @@ def plan_file_screen(
     *,
     title: str,
     saved_to: Path | None,
+    drawn_to: Path | None = None,
     width: int | None = None,
     colour: bool | None = None,
     stream: TextIO | None = None,
@@ -78,6 +79,7 @@ def plan_file_screen(
         plan: as `pipette plan` made it or a file holds it.
         title: the command that shows it.
         saved_to: where the plan file lies, if anywhere.
+        drawn_to: where its report lies, an HTML file, if anywhere.
         width: columns; None for the terminal's, 80 without one.
         colour: None for yes on a terminal only.
         stream: where it will be shown; None for stdout.
@@ -91,7 +93,7 @@ def plan_file_screen(
         ("Flags", [] if setting is None else flag_lines(setting.arguments, setting.new_arguments)),
         ("Dropped", _dropped(plan)),
         ("Notes", map(bullet, _notes(plan, saved_to, counts_dropped=False))),
-        ("Plan file", [] if saved_to is None else [text(str(saved_to), overflow="fold")]),
+        ("Plan file", list(_file(saved_to, drawn_to))),
     )
     screen = render(title, sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)
     if setting is None:
@@ -123,7 +125,7 @@ def _choice(plan: Plan) -> tuple[Section, ...]:
     )
 
 
-def _file(saved_to: Path | None, drawn_to: Path | None, unsaved: str) -> Iterator[Text]:
+def _file(saved_to: Path | None, drawn_to: Path | None, unsaved: str = "") -> Iterator[Text]:
     for path in filter(None, (saved_to, drawn_to)):
         yield text(str(path), overflow="fold")
     if saved_to is None and unsaved:

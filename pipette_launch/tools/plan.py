@@ -41,18 +41,20 @@ def run(args: Namespace) -> int:
         # Before the search, whose plan would be lost.
         with _naming(args.out):
             files.check_writable(args.out)
-    plan = planning.planned(problem, args)
+    plan, page = planning.planned(problem, args), None
     if args.out is not None:
         with _naming(args.out):
             files.write(args.out, plan, shared=True)
         page = page_path(args.out)
         try:
             write_page(page, plan, problem.job, problem.measurements, shared=True)
-            sys.stderr.write(f"report: {printable(str(page))}\n")
         except (OSError, PipetteError) as error:
+            page = None
             sys.stderr.write(f"no report beside {printable(str(args.out))}: {printable(str(error))}\n")
-    screen = files.dumps(plan) + "\n" if args.json else plan_file_screen(plan, title="pipette plan", saved_to=args.out)
-    sys.stdout.write(screen)
+    if args.json:
+        sys.stdout.write(files.dumps(plan) + "\n")
+    else:
+        sys.stdout.write(plan_file_screen(plan, title="pipette plan", saved_to=args.out, drawn_to=page))
     return 0
 
 

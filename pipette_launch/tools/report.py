@@ -1,4 +1,4 @@
-"""`pipette report` shows a plan file as `pipette plan` showed it, and what a warm-up measured."""
+"""`pipette report` shows a plan file, as `pipette plan` showed it or as a page, and what a warm-up measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from pipette_launch.errors import UsageError
 from pipette_launch.tools.flags import Subcommand
 
 
@@ -25,20 +26,25 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the screen, or write the page; returns 0."""
     from pipette_launch.facts import Measurements, Plan, files
-    from pipette_launch.launch.page import page_of_files
+    from pipette_launch.launch.page import existing_page, page_of_files
     from pipette_launch.printable import printable
     from pipette_launch.report import measured_screen, plan_file_screen
 
     if args.html is not None:
         found_page = page_of_files(args.file, args.cluster)
         sys.stderr.write("".join(f"{printable(line)}\n" for line in found_page.missing))
-        files.write_text(args.html, found_page.html, shared=True)
+        try:
+            files.write_text(args.html, found_page.html, shared=True)
+        except OSError as error:
+            raise UsageError(f"--html {args.html}: cannot be written ({error.strerror})") from error
+    elif args.cluster is not None:
+        raise UsageError("--cluster is read for the page alone; add --html FILE")
     elif files.kind_of(args.file) == Measurements.KIND:
         found = files.read(args.file, Measurements)
         sys.stdout.write(measured_screen(found, title="pipette report", saved_to=args.file))
     else:
-        plan = files.read(args.file, Plan)
-        sys.stdout.write(plan_file_screen(plan, title="pipette report", saved_to=args.file))
+        plan, page = files.read(args.file, Plan), existing_page(args.file)
+        sys.stdout.write(plan_file_screen(plan, title="pipette report", saved_to=args.file, drawn_to=page))
     return 0
 
 

@@ -190,7 +190,7 @@ def test_blocks_of_hosts_fill_islands() -> None:
     rates = np.ones((160, 160))
     names = [str(index) for index in range(160)]
     islands = {index: index // 32 for index in range(160)}
-    found = _matrix("all", rates, names, list(range(160)), scale=(1.0, 1.0), island_of=islands)
+    found = _matrix("all", rates, names, list(range(160)), scale=(0.5, 1.0), island_of=islands)
 
     assert 40 == found["size"]
 
@@ -312,6 +312,15 @@ def test_nothing_beats_the_front_and_the_front_beats_the_rest(points: list[tuple
 
     for index, point in enumerate(points):
         assert (index in best) == (not any(beats(other, point) for other in points))
+
+
+def test_a_limit_far_above_is_told_and_not_drawn() -> None:
+    """On its scale nothing could be seen of what is needed; one that is near has a mark in each bar."""
+    far, near = many_hosts(64).html, drawn().html
+
+    assert 'class="limit-mark"' not in far
+    assert "far beyond these bars" in far
+    assert len(drawn().plan.chosen.memory_shown.need_bytes) == near.count('class="limit-mark"')
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=300))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from pipette_launch.facts import Choice, Plan
+from pipette_launch.report.page.memory import limit_in_view
 from pipette_launch.report.page.pieces import Axis, Segment, Table, bar, legend
 from pipette_launch.report.templates import checkpoint_words
-from pipette_launch.units import GIB, bytes_text, count_text, flops_text, seconds_text
+from pipette_launch.units import GIB, MIB, bytes_text, count_text, flops_text, seconds_text
 
 PARTS = (
     "compute",
@@ -115,7 +116,9 @@ def alternatives(plan: Plan) -> dict[str, Any]:
     sizes = [max(choice.memory_shown.need_bytes) for _, _, choice in listed]
     across = Axis.around([choice.step_time_s for _, _, choice in listed])
     limit = plan.chosen.memory_shown.limit_bytes
-    up = Axis.around([size / GIB for size in (*sizes, limit)], from_zero=True)
+    shows_limit = limit_in_view(limit, max(sizes))
+    unit, unit_name = (GIB, "GiB") if max(sizes) >= GIB else (MIB, "MiB")
+    up = Axis.around([size / unit for size in (*sizes, *([limit] if shows_limit else []))], from_zero=True)
     best = front([(choice.step_time_s, size) for (_, _, choice), size in zip(listed, sizes, strict=True)])
     points, rows = [], []
     for index, ((mark, role, choice), size) in enumerate(zip(listed, sizes, strict=True)):
@@ -127,7 +130,7 @@ def alternatives(plan: Plan) -> dict[str, Any]:
                 "step_s": choice.step_time_s,
                 "bytes": size,
                 "x": across.percent(choice.step_time_s),
-                "y": up.percent(size / GIB),
+                "y": up.percent(size / unit),
                 "is_best": index in best,
             }
         )
@@ -137,8 +140,8 @@ def alternatives(plan: Plan) -> dict[str, Any]:
         "marks": [mark for mark in ("chosen", "alternative", "yours") if any(mark == one[0] for one in listed)],
         "front": sorted((point["x"], point["y"]) for point in points if point["is_best"]),
         "x_ticks": [tick for tick in across.second_ticks(5) if 2 < tick[0] < 98],
-        "y_ticks": [(up.percent(tick), f"{tick:g} GiB") for tick in up.ticks()],
-        "limit": up.percent(limit / GIB),
+        "y_ticks": [(up.percent(tick), f"{tick:g} {unit_name}") for tick in up.ticks()],
+        "limit": up.percent(limit / unit) if shows_limit else None,
         "limit_words": bytes_text(limit),
         "table": Table("Configurations", ("layout", "which", "step", "memory", "schedule", "on the front"), rows),
     }

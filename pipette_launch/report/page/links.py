@@ -43,19 +43,22 @@ def links_view(plan: Plan, measurements: Measurements | None) -> dict[str, Any] 
     rates = links.bandwidth_bytes_per_s
     own = rates[~np.eye(links.size, dtype=bool)]
     slowest, fastest = float(own.min()), float(own.max())
+    # Links that differ by little shall not look far apart.
+    scale = (min(slowest, fastest / 2), fastest)
     islands = islands_of(rates)
     island_of = {place: number for number, island in enumerate(islands) for place in island}
     titles = [("In torchrun's order", before), ("In the order of the plan's ranks", after)]
     rows = [_row(rates, names, index) for index in range(min(links.size, MOST_ROWS))]
+    matrices = [
+        _matrix(title, rates, names, order, scale=scale, island_of=island_of)
+        for title, order in titles[: 1 if after == before else 2]
+    ]
     return {
         "places": "hosts" if between else "devices",
-        "matrices": [
-            _matrix(title, rates, names, order, scale=(slowest, fastest), island_of=island_of)
-            for title, order in titles[: 1 if after == before else 2]
-        ],
+        "matrices": matrices,
         "is_same": after == before,
         "range": rate_text(fastest) if slowest == fastest else f"{rate_text(slowest)} to {rate_text(fastest)}",
-        "legend": _legend(slowest, fastest),
+        "legend": [one for one in _legend(*scale) if any(matrix["paths"][one[0]] for matrix in matrices)],
         "islands": [_island_words(names, island) for island in islands],
         "table": Table(
             f"Links from each of the {'hosts' if between else 'devices'}",
@@ -110,15 +113,11 @@ def _hosts_in_a_block(count: int, islands: list[int]) -> int:
 
 def _levels(rates: Floats, slowest: float, fastest: float) -> NDArray[np.int64]:
     """Return the level of each rate on a logarithmic scale, 0 the slowest; -1 where there is no link."""
-    if fastest <= slowest:
-        return np.where(np.isinf(rates), -1, LEVELS - 1)
     place = np.log(np.minimum(rates, fastest) / slowest) / math.log(fastest / slowest)
     return np.where(np.isinf(rates), -1, np.minimum(place * LEVELS, LEVELS - 1).astype(np.int64))
 
 
 def _legend(slowest: float, fastest: float) -> list[tuple[int, str]]:
-    if fastest <= slowest:
-        return [(LEVELS - 1, rate_text(fastest))]
     step = (fastest / slowest) ** (1 / LEVELS)
     return [
         (level, f"{rate_text(slowest * step**level)} to {rate_text(slowest * step ** (level + 1))}")

@@ -19,7 +19,8 @@ def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
     """Return the stacks; without a picture the totals alone."""
     shown = plan.chosen.memory_shown
     needs = shown.need_bytes
-    whole = max(shown.limit_bytes, *needs)
+    shows_limit = limit_in_view(shown.limit_bytes, max(needs))
+    whole = max(shown.limit_bytes, *needs) if shows_limit else max(needs)
     kinds = picture.memory_bytes if picture else tuple({"all": need} for need in needs)
     names = PARTS if picture else ("all",)
     drawn = stages_drawn(needs)
@@ -36,10 +37,15 @@ def memory_view(plan: Plan, picture: Picture | None) -> dict[str, Any]:
         "bars": bars,
         "legend": legend(bars),
         "hidden": len(needs) - len(drawn),
-        "limit": round(100 * shown.limit_bytes / whole, 3),
-        "limit_words": f"{words[0].upper()}{words[1:]}",
+        "limit": round(100 * shown.limit_bytes / whole, 3) if shows_limit else None,
+        "limit_words": f"{words[0].upper()}{words[1:]}{'' if shows_limit else ', far beyond these bars'}",
         "table": Table("Memory of each stage", ("stage", *names, "peak"), rows),
     }
+
+
+def limit_in_view(limit_bytes: int, need_bytes: int) -> bool:
+    """Whether a scale that holds the limit still shows what is needed; else the limit is told in words alone."""
+    return limit_bytes <= 5 * need_bytes
 
 
 def stages_drawn(needs: tuple[int, ...], most: int = MOST_STAGES) -> list[int]:

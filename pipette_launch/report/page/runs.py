@@ -43,5 +43,5 @@ def outcome_table(outcome: Outcome) -> Table:
         error = peak.predicted_bytes / peak.measured_bytes - 1
         name = f"memory of rank {peak.rank}, by its {peak.source}"
         rows.append((name, bytes_text(peak.predicted_bytes), bytes_text(peak.measured_bytes), f"{error:+.1%}", ""))
-    caption = f"The run of {outcome.layout.words()}"
+    caption = f"It ran: {outcome.layout.words()}"
     return Table(caption, ("", "predicted", "measured", "error", "spread"), rows)

@@ -51,8 +51,8 @@ def timeline_view(plan: Plan, picture: Picture | None) -> dict[str, Any] | None:
         steps.append(
             {
                 "title": f"{name.capitalize()}: {choice.layout.words()}, {choice.schedule}",
-                "summary": f"Until the last backward ends, ranks wait {waiting:.1%} of the time in the mean, and spend "
-                f"{exposed:.1%} in communication that nothing hides.",
+                "summary": f"Until the last backward ends, {exposed:.1%} of the time goes into communication that "
+                f"nothing hides{f', and ranks wait {waiting:.1%} of it in the mean' if step.pp > 1 else ''}.",
                 "hidden": step.pp - len(ranks),
                 "total": seconds_text(choice.step_time_s),
                 "table": Table(f"Ranks of {name}", HEAD, [figures[rank].cells() for rank in ranks]),

@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -156,10 +158,38 @@ class Browser:
         )
         return (found[0], found[1], found[2], found[3])
 
-    def picture(self, height: int | None = None) -> bytes:
-        """Return a PNG of the whole page, or of so many pixels from its top."""
+    def picture(self, first: str = "html", last: str = "") -> bytes:
+        """Return a PNG of an element, or of all from one element to another, over the whole width."""
         self.run("scrollTo(0, 0)")
-        _, _, width, whole = self.box("html")
-        clip = {"x": 0, "y": 0, "width": width, "height": height or whole, "scale": 1}
+        _, top, _, height = self.box(first)
+        if last:
+            _, last_top, _, last_height = self.box(last)
+            height = last_top + last_height - top
+        clip = {"x": 0, "y": top, "width": self.box("html")[2], "height": height, "scale": 1}
         found = self._call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         return base64.b64decode(found["data"])
+
+
+SHOTS = {
+    "choice-light-1280": ("light", 1280, "header", "#time"),
+    "pipeline-light-1280": ("light", 1280, "#timeline", "#memory"),
+    "machines-light-1280": ("light", 1280, "#links", "#placement"),
+    "choice-dark-800": ("dark", 800, "header", "#choice"),
+    "pipeline-dark-800": ("dark", 800, "#timeline", ""),
+    "choice-dark-400": ("dark", 400, "header", "#choice"),
+}
+"""Name of each picture of the documents: theme, width, first and last element."""
+
+
+def take_shots(page: Path, folder: Path) -> None:
+    """Write the pictures of the documents from a report."""
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
+        for name, (theme, width, first, last) in SHOTS.items():
+            browser.open(page, width=width, theme=theme)
+            (folder / f"report-{name}.png").write_bytes(browser.picture(first, last))
+
+
+if __name__ == "__main__":
+    # python tests/browser.py report.html docs/pictures; then pngquant --force --ext .png 128 docs/pictures/report-*.png
+    take_shots(Path(sys.argv[1]), Path(sys.argv[2]))

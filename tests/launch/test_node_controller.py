@@ -18,6 +18,7 @@ from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.launch import node_controller as module
 from pipette_launch.launch.node_controller import NodeController
 from pipette_launch.probe.health import inventory
+from pipette_launch.report.page import plan_page
 
 LINE = (
     " [2026-11-21 10:00:00] iteration {:8d}/     100 | consumed samples:            8 | "
@@ -120,6 +121,20 @@ def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:
             told.saw_line(LINE.format(iteration, 1000.0))
 
     assert {"k", "other"} == {path.parent.name for path in tmp_path.glob("cache/*/outcome.json")}
+
+
+def test_an_outcome_is_written_into_the_report(tmp_path: Path) -> None:
+    """That which lies beside the plan in the cache; the plan's own file is not touched."""
+    told, made = begun(tmp_path), plan(Layout(pp=4))
+    folder = tmp_path / "cache" / "k"
+    files.write(folder / "plan.json", made)
+    (folder / "report.html").write_text(plan_page(made))
+    told.show(decision(made), speaks=False)
+    for iteration in range(1, 21):
+        told.saw_line(LINE.format(iteration, 1000.0))
+
+    assert "step, up to iteration 20" in (folder / "report.html").read_text()
+    assert made == files.read(folder / "plan.json", Plan)
 
 
 def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from pipette_launch.launch.cache.plan_files import check_belongs, on_real_hosts
 from pipette_launch.report.flag_changes import paste_words
 from pipette_launch.tools import planning
 from pipette_launch.tools.main import main, parser
+from pipette_launch.units import seconds_text
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 FREE = "--budget 60 --fix tp,pp,cp,vpp,order,overlap,recompute,dist_opt"
@@ -96,6 +97,64 @@ def test_the_file_holds_what_the_screen_showed(saved: tuple[Path, str], capsys: 
     assert screen.split("\n", 1)[1] == out.split("\n", 1)[1]
     assert plan == files.loads(Plan, files.dumps(plan), "again")
     assert "imagined" == plan.provenance.source
+
+
+def test_the_report_lies_beside_the_file(saved: tuple[Path, str]) -> None:
+    """The screen says where; it names the step that the file holds, and colleagues can read it as they can the file."""
+    path, screen = saved
+    report = path.with_suffix(".html")
+
+    assert str(report) in screen.replace("\n           ", "")
+    assert seconds_text(files.read(path, Plan).chosen.step_time_s) in report.read_text()
+    assert path.stat().st_mode == report.stat().st_mode
+
+
+def test_a_report_that_cannot_be_written_costs_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without jinja2, or where its name is taken by a folder: one sentence says why, and the plan is there."""
+    path = tmp_path / "a.json"
+    path.with_suffix(".html").mkdir()
+    words = f"plan --gpu h100-sxm --nodes 1 --nproc-per-node 4 --out {path} {FREE} {JOB}"
+    code, out, err = answer(words, capsys)
+    assert (0, f"no report beside {path}: ") == (code, err.partition("[")[0])
+    assert "a.html" not in out
+
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    code, _, err = answer(words, capsys)
+    assert (0, 1) == (code, err.count("\n"))
+    assert f"no report beside {path}: a report needs jinja2" in err
+    assert path.exists()
+
+
+def test_a_report_is_made_anew_from_a_file(
+    saved: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what it lacks where no measurements lie beside the plan."""
+    page = tmp_path / "new" / "page.html"
+    code, out, err = answer(f"report {saved[0]} --html {page}", capsys)
+
+    assert (0, "") == (code, out)
+    assert "no cluster.json" in err
+    assert seconds_text(files.read(saved[0], Plan).chosen.step_time_s) in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--html {folder}", "--html {folder}: cannot be written"),
+        ("--cluster {folder}/cluster.json", "--cluster is read for the page alone; add --html FILE"),
+        ("--html {folder}/a.html --cluster {folder}/none.json", "none.json"),
+    ],
+)
+def test_a_report_that_cannot_be_made_is_refused(
+    saved: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, complaint: str
+) -> None:
+    """The complaint names the flag and the file."""
+    code, _, err = answer(f"report {saved[0]} {flags.format(folder=tmp_path)}", capsys)
+
+    assert code != 0
+    assert complaint.format(folder=tmp_path) in err
 
 
 def test_what_a_warm_up_measured_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

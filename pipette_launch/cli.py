@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.cli_flags import parser
 from pipette_launch.errors import PipetteError, UsageError
-from pipette_launch.printable import escape_log_lines, printable
+from pipette_launch.printable import escape_log_lines, log_for_debugging, printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -76,6 +76,7 @@ def options_from(args: Namespace) -> Options:
         memory_margin=_number("--pipette-memory-margin", args.pipette_memory_margin),
         cache=_cache(args.pipette_cache),
         dry_run=args.pipette_dry_run,
+        detail="quiet" if args.pipette_quiet else "verbose" if args.pipette_verbose else "usual",
         trials=_whole("--pipette-trials", args.pipette_trials),
         trial_iters=_whole("--pipette-trial-iters", args.pipette_trial_iters),
         schedules=schedule_names(args.pipette_schedules),
@@ -177,6 +178,8 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
     args = whole.parse_args(words)
     step = take.take(args, take.given(whole, words, os.environ), os.environ)
     options = options_from(args)
+    if options.detail == "verbose":
+        log_for_debugging("pipette_launch", "pipette-launch: ")
     if step is not None and step.num_tasks > 1:
         if step.local_id:
             sys.exit(tasks.await_agent(f"{step.name}/{step.node}"))

@@ -28,6 +28,7 @@ OWN_FLAGS = {
     "--pipette-on-sick",
     "--pipette-plan",
     "--pipette-probe",
+    "--pipette-quiet",
     "--pipette-schedules",
     "--pipette-spares",
     "--pipette-tolerate",
@@ -35,6 +36,7 @@ OWN_FLAGS = {
     "--pipette-trials",
     "--pipette-watch",
     "--pipette-watch-limit",
+    "--pipette-verbose",
     "--pipette-version",
 }
 

@@ -88,8 +88,9 @@ SUB_FLOORS = {
     "launch": [
         {"cache", "measuring_advice", "nodes", "options", "setting", "slurm", "training"},
         {"page"},
-        {"commands", "health_policy", "user_script", "warmup_orders", "warmup_progress"},
+        {"commands", "health_policy", "user_script", "warmup_orders"},
         {"plans", "trials"},
+        {"display"},
         {"decisions"},
         {"coordinator"},
         {"node_controller"},

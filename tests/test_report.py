@@ -19,8 +19,9 @@ from pipette_launch.facts.results.rate import Rate
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import interleaved_zero_bubble
 from pipette_launch.report import outcome_line
+from pipette_launch.report.choice import rank_ranges
 from pipette_launch.report.flag_changes import arguments_diff
-from pipette_launch.report.plan import plan_file_screen, rank_ranges
+from pipette_launch.report.plan import plan_file_screen
 
 GOLDEN = Path(__file__).parent / "data" / "screens"
 WIDTHS = (80, 120)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import sys
 import tempfile
 import time
 import uuid
@@ -19,15 +18,15 @@ from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.launch import commands
 from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
+from pipette_launch.launch.display.progress import parts_words
+from pipette_launch.launch.display.terminal import Kept, Terminal
 from pipette_launch.launch.nodes import described
 from pipette_launch.launch.page import add_outcome, existing_page
 from pipette_launch.launch.training.outcome import OutcomeTracker, device_peaks
 from pipette_launch.launch.training.recovery import Recovery
 from pipette_launch.launch.training.slowdown import Slowdown
 from pipette_launch.launch.training.training_signs import has_trained
-from pipette_launch.launch.trials.watch import TrialWatch, trial_words
-from pipette_launch.launch.warmup_progress import ProgressLine, parts_words
-from pipette_launch.printable import printable
+from pipette_launch.launch.trials.watch import TrialWatch
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.released_memory import await_memory
 from pipette_launch.probe.progress import last_error, last_sign
@@ -38,14 +37,13 @@ if TYPE_CHECKING:
 
     from pipette_launch.agent.controller import Node, WorkerCommand
     from pipette_launch.agent.sync.rendezvous import RendezvousSettings
-    from pipette_launch.facts import Choice, Plan
+    from pipette_launch.facts import Choice
     from pipette_launch.facts.messages.failure import Failure
     from pipette_launch.facts.messages.round import AttemptEnd, TrialReport
     from pipette_launch.facts.results.outcome import Outcome, PeakReading
     from pipette_launch.launch.options import Options
     from pipette_launch.probe.progress import Sign
 
-SHOWN_HOSTS = 4
 PROGRESS = "progress"
 WARMUP_GRACE_S = 180.0
 """Imports and set-up of the warm-up, which its budget does not bound."""
@@ -79,8 +77,7 @@ class NodeController:
         self._saved_before = ""
         self._trial, self._recovery = TrialWatch(), Recovery()
         self._slowdown: Slowdown | None = None
-        self._shown: tuple[Plan, int] | None = None
-        self._progress = ProgressLine(sys.stderr, budget_s=options.budget_s)
+        self._terminal = Terminal(options)
         self._leads, self._measured_from_s = False, 0.0
         self.is_training = False
 
@@ -133,11 +130,15 @@ class NodeController:
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
         """Turn what the warm-up measured into a plan."""
         began_s = time.monotonic()
-        following = self._coordinator.after_warmup(decision, failure)
+        self._terminal.begin("choosing a plan, {:.0f} s".format)
+        try:
+            following = self._coordinator.after_warmup(decision, failure)
+        finally:
+            self._terminal.end()
         measured, now_s = self._coordinator.measurements, time.monotonic()
         if measured is not None and not failure:
             total_s = now_s - self._measured_from_s
-            _say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
+            self._terminal.say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
         return following
 
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
@@ -155,6 +156,7 @@ class NodeController:
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         """Take note of what was decided; the coordinator tells the user."""
+        self._terminal.end()
         self._begin_attempt(decision)
         if not speaks:
             return
@@ -176,7 +178,6 @@ class NodeController:
             self._slowdown = Slowdown(self._options.watch_limit, restarts=restarts)
         self.is_training = decision.phase == "train"
         if decision.phase == "warmup":
-            self._progress = ProgressLine(sys.stderr, budget_s=self._options.budget_s)
             self._measured_from_s = time.monotonic()
         plan = decision.plan
         if plan is None or decision.phase != "train":
@@ -190,53 +191,12 @@ class NodeController:
         self._cache = self._coordinator.cache if decided_here else Cache(self._options.cache, plan.provenance.key)
 
     def _tell(self, decision: Decision) -> None:
-        # Without a plan torch's own words of a failure are all.
-        if decision.reason and not (decision.failed and self._shown is None):
-            _say(decision.reason)
-        if decision.phase == "warmup":
-            _say(
-                f"measuring {sum(decision.num_slots)} slots on {', '.join(decision.hosts[:SHOWN_HOSTS])}"
-                f"{' and others' if len(decision.hosts) > SHOWN_HOSTS else ''}, "
-                f"about {self._options.budget_s:.0f} s at most once their imports are done"
-            )
-        elif decision.phase == "trial" and decision.plan is not None:
-            _say(trial_words(decision, asked=self._options.trials))
-        elif decision.plan is not None:
-            self._show_plan(decision, decision.plan)
-        elif (
-            decision.phase == "stop"
-            and self._options.probe_to is not None
-            and self._coordinator.measurements is not None
-        ):
-            found, path = self._coordinator.measurements, self._options.probe_to
-            sys.stdout.write(report.measured_screen(found, title="pipette probe", saved_to=path))
-            sys.stdout.flush()
-
-    def _show_plan(self, decision: Decision, plan: Plan) -> None:
-        if self._shown == (plan, decision.attempt):
-            return
-        self._shown = (plan, decision.attempt)
-        if decision.is_refitted:
-            return  # The reason names it, and whoever waits for the job to go on needs no more.
-        if decision.attempt > 0:
-            choice = decision.choice
-            what = (
-                f"the next plan, {choice.layout.words()}" if choice else "your own configuration, in torchrun's order"
-            )
-            _say(f"that plan cannot {'go on' if decision.iteration else 'start'}; going on with {what}")
-        else:
-            sys.stderr.write(
-                report.plan_screen(
-                    plan,
-                    self._coordinator.measurements,
-                    arguments=self._options.script_arguments,
-                    new_arguments=decision.script_arguments,
-                    saved_to=self._options.plan or self._cache.plan_path,
-                    drawn_to=None if self._options.plan else existing_page(self._cache.plan_path),
-                    unsaved=self._cache.trouble,
-                )
-            )
-            sys.stderr.flush()
+        path = self._cache.plan_path
+        page = None if self._options.plan else existing_page(path)
+        kept = Kept(plan=path, page=page, unsaved=self._cache.trouble)
+        self._terminal.tell(decision, self._coordinator.measurements, kept)
+        if decision.phase == "trial":
+            self._terminal.begin(lambda elapsed_s: self._trial.words(decision, elapsed_s, asked=self._options.trials))
 
     def command(self, decision: Decision) -> WorkerCommand:
         """Return what this node's workers run under a decision."""
@@ -264,7 +224,7 @@ class NodeController:
         self._trial.add(iteration.step_time_s)
         slower = self._slowdown.add(iteration.step_time_s, iteration.iteration) if self._slowdown else ""
         for words in filter(None, (self._recovery.sees(iteration.iteration), slower)):
-            _say(words)
+            self._terminal.warn(words)
         outcome = self._tracker.add(iteration) if self._tracker else None
         if outcome is not None:
             self._keep_outcome(replace(outcome, peaks=(*outcome.peaks, *self._device_peaks())))
@@ -273,9 +233,9 @@ class NodeController:
     def _keep_outcome(self, outcome: Outcome) -> None:
         cache = self._cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
-        _say(report.outcome_line(outcome, None if trouble else cache.path(OUTCOME)))
+        self._terminal.say(report.outcome_line(outcome, None if trouble else cache.path(OUTCOME)))
         if trouble := trouble or add_outcome(existing_page(cache.plan_path), outcome):
-            _say(trouble)
+            self._terminal.warn(trouble)
 
     def _device_peaks(self) -> tuple[PeakReading, ...]:
         """What this node's GPUs hold for the job."""
@@ -318,15 +278,16 @@ class NodeController:
         self._leads = leads
         if leads:
             # RANK 0 is the first of this node.
-            self._progress.show(self.warmup_sign(0)[0])
+            self._terminal.warmup_goes_on(self.warmup_sign(0)[0])
 
     def warmup_is_over(self) -> None:
         """Wait until the devices are free again: training needs every byte."""
-        self._progress.close(self.warmup_sign(0)[0] if self._leads else None)
+        self._terminal.warmup_is_over(self.warmup_sign(0)[0] if self._leads else None)
         self._await_devices()
 
     def trial_is_over(self) -> tuple[float, ...]:
         """Wait until the devices are free again; returns the step times that a trial printed here."""
+        self._terminal.end()
         self._await_devices()
         return self._trial.steps_s
 
@@ -340,13 +301,8 @@ class NodeController:
             return
         try:
             for trouble in await_memory(self._host):
-                _say(trouble)
+                self._terminal.warn(trouble)
         except self._node.interruption:
             raise
         except Exception:
             logger.exception("whether the workers' memory is free again cannot be told; the job goes on")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"pipette-launch: {printable(text)}\n")
-    sys.stderr.flush()

@@ -38,6 +38,8 @@ class Options:
     cache: Path | None = None
     """Where plans are kept; None keeps none."""
     dry_run: bool = False
+    detail: Literal["quiet", "usual", "verbose"] = "usual"
+    """How much the terminal shows: errors and what was chosen; short screens and progress; all notes and a log."""
     trials: int = defaults.TRIALS
     """How many plans to try beside the user's own configuration before the training; 0 = none."""
     trial_iters: int = defaults.TRIAL_ITERS

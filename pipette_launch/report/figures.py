@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 NOT_MODELLED = "Not modelled: "
 """The beginning of a note on an effect that the cost model leaves out. Screens count these notes; files list them."""
+FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
 
 def rate_words(rate: Rate, world_size: int) -> str:
@@ -48,6 +50,18 @@ def limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
         f"what one device holds, overhead included; the limit of {bytes_text(limit_bytes)} is what is free on the "
         f"fullest device ({bytes_text(free_bytes)}), less the margin of {margin:.0%}"
     )
+
+
+def short_limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
+    """Say the same as `limit_words` in one line."""
+    if not free_bytes:
+        return limit_words(limit_bytes, free_bytes, margin)
+    return f"with overhead; limit: {bytes_text(free_bytes)} free on the fullest device, less {margin:.0%}"
+
+
+def is_advice(note: str) -> bool:
+    """Whether the user can act on a note: it names a flag that he can change."""
+    return not note.startswith(NOT_MODELLED) and FLAG.search(note) is not None
 
 
 def without_gaps(notes: Sequence[str], *, what: str, listed: str) -> Iterator[str]:

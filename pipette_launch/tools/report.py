@@ -21,6 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--cluster", metavar="FILE", type=Path, help="what the plan rests on; default: cluster.json beside it"
     )
+    parser.add_argument("-q", "--quiet", action="store_true", help="of a plan one line: what was chosen, what it saves")
 
 
 def run(args: Namespace) -> int:
@@ -28,7 +29,7 @@ def run(args: Namespace) -> int:
     from pipette_launch.facts import Measurements, Plan, files
     from pipette_launch.launch.page import existing_page, page_of_files
     from pipette_launch.printable import printable
-    from pipette_launch.report import measured_screen, plan_file_screen
+    from pipette_launch.report import chosen_line, measured_screen, plan_file_screen
 
     if args.html is not None:
         found_page = page_of_files(args.file, args.cluster)
@@ -44,7 +45,8 @@ def run(args: Namespace) -> int:
         sys.stdout.write(measured_screen(found, title="pipette report", saved_to=args.file))
     else:
         plan, page = files.read(args.file, Plan), existing_page(args.file)
-        sys.stdout.write(plan_file_screen(plan, title="pipette report", saved_to=args.file, drawn_to=page))
+        whole = plan_file_screen(plan, title="pipette report", saved_to=args.file, drawn_to=page)
+        sys.stdout.write(f"{chosen_line(plan)}\n" if args.quiet else whole)
     return 0
 
 

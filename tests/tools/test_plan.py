@@ -55,7 +55,7 @@ def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | 
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A plan file and the screen that came with it."""
     path = tmp_path_factory.mktemp("plans") / "of" / "today" / "a.plan.json"
-    words = f"plan --gpu h100-sxm --nodes 2 --nproc-per-node 4 --out {path} {FREE} {JOB}".split()
+    words = f"plan -v --gpu h100-sxm --nodes 2 --nproc-per-node 4 --out {path} {FREE} {JOB}".split()
     ran = subprocess.run(
         [
             sys.executable,
@@ -230,7 +230,7 @@ def test_what_lies_together_has_a_note(
     machines: str, flags: str, note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Userbuffers and the flex dispatcher are planned, and the plan says what it keeps to."""
-    code, out, err = answer(f"plan --gpu {machines} --fix all {JOB} {TOGETHER} {flags}", capsys)
+    code, out, err = answer(f"plan -v --gpu {machines} --fix all {JOB} {TOGETHER} {flags}", capsys)
 
     assert (0, "") == (code, err)
     assert note in " ".join(out.replace("\u2022", "").split())
@@ -360,7 +360,7 @@ def test_a_prediction_and_a_plan_show_the_same_memory(
     files.write(tmp_path / "C", cluster)
     machines = machines.replace("FILE", str(tmp_path / "C"))
     asked = f"{machines} --megatron-version 0.16.1 pretrain_gpt.py {words}"
-    screens = [answer(f"{command} {asked}", capsys)[1] for command in ("predict", "plan --fix all")]
+    screens = [answer(f"{command} {asked}", capsys)[1] for command in ("predict", "plan -v --fix all")]
     predicted, planned = (screen[screen.index("\nMemory  ") :].split("\n\n")[0] for screen in screens)
 
     assert predicted.startswith(f"{planned}\n")
@@ -374,7 +374,9 @@ def test_the_environments_workspaces_count_in_plans_too(
     asked = f"--gpu h100 --nodes 1 --json --megatron-version 0.16.1 pretrain_gpt.py {TEXT}"
 
     def peaks() -> list[int]:
-        predicted, planned = (json.loads(answer(f"{one} {asked}", capsys)[1]) for one in ("predict", "plan --fix all"))
+        predicted, planned = (
+            json.loads(answer(f"{one} {asked}", capsys)[1]) for one in ("predict", "plan -v --fix all")
+        )
         return [predicted["stages"][0]["peak_bytes"], planned["chosen"]["memory"]["need_bytes"][0]]
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -484,7 +486,24 @@ def test_the_flags_are_frozen() -> None:
         "--nproc-per-node",
         "--nproc_per_node",
         "--out",
+        "--quiet",
         "--schedules",
         "--seed",
+        "--verbose",
         "--world-size",
     } == flags
+
+
+def test_how_much_is_shown(saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A screen of 40 lines without notes that ask for nothing; one line with -q, of a plan file too."""
+    words = f"--gpu h100-sxm --nodes 2 --nproc-per-node 4 {FREE} {JOB}"
+    screen, line, of_file = (
+        answer(one, capsys)[1] for one in (f"plan {words}", f"plan -q {words}", f"report -q {saved[0]}")
+    )
+
+    assert 40 >= screen.count("\n")
+    assert "Nothing was measured" not in screen
+    assert "notes on what was assumed; -v shows them, --out FILE keeps them" in " ".join(screen.split())
+    assert line == of_file
+    assert 1 == line.count("\n")
+    assert "a step predicted" in line

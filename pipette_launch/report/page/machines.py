@@ -8,8 +8,8 @@ from typing import Any
 
 from pipette_launch.facts import Choice, ComputeTime, Measurements, Plan
 from pipette_launch.facts.measurements import LAYERS
+from pipette_launch.report.choice import rank_ranges
 from pipette_launch.report.page.pieces import Segment, Table, bar
-from pipette_launch.report.plan import rank_ranges
 from pipette_launch.units import seconds_text
 
 MOST_ROWS = 128

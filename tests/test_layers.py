@@ -88,6 +88,7 @@ SUB_FLOORS = {
     "launch": [
         {"cache", "measuring_advice", "nodes", "options", "setting", "slurm", "training"},
         {"page"},
+        {"trace"},
         {"commands", "health_policy", "user_script", "warmup_orders"},
         {"plans", "trials"},
         {"display"},

@@ -67,15 +67,19 @@ def add_outcome(path: Path | None, outcome: Outcome) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FoundPage:
-    """A report made from files, and what it lacks because a file is missing or does not fit."""
+class FoundFiles:
+    """A plan and what lies beside its file, as far as it fits."""
 
-    html: str
-    missing: tuple[str, ...]
+    plan: Plan
+    measurements: Measurements | None
+    picture: Picture | None
+    outcome: Outcome | None
+    missing: str
+    """What a report of it lacks; empty for nothing."""
 
 
-def page_of_files(path: Path, cluster: Path | None) -> FoundPage:
-    """Make the report of a plan file, with what lies beside it: `cluster.json` and `outcome.json`.
+def found_files(path: Path, cluster: Path | None) -> FoundFiles:
+    """Read a plan file, with what lies beside it: `cluster.json` and `outcome.json`.
 
     Args:
         path: of the plan.
@@ -84,11 +88,8 @@ def page_of_files(path: Path, cluster: Path | None) -> FoundPage:
     Raises:
         FileFormatError: a file that was named or is there cannot be read.
         ClusterError: `cluster` is of other hosts.
-        PipetteError: jinja2 is not installed.
 
     """
-    from pipette_launch.report.page import plan_page
-
     plan = files.read(path, Plan)
     measured_at = cluster or path.with_name(CLUSTER)
     measured = files.read(measured_at, Measurements) if cluster or measured_at.exists() else None
@@ -107,7 +108,14 @@ def page_of_files(path: Path, cluster: Path | None) -> FoundPage:
     outcome = files.read(ran_at, Outcome) if ran_at.exists() else None
     if outcome is not None and outcome.key != plan.provenance.key:
         outcome = None
-    return FoundPage(html=plan_page(plan, measured, picture, outcome), missing=(missing,) if missing else ())
+    return FoundFiles(plan=plan, measurements=measured, picture=picture, outcome=outcome, missing=missing)
+
+
+def page_of(found: FoundFiles) -> str:
+    """Return the report of what was found, HTML; raises PipetteError where jinja2 is not installed."""
+    from pipette_launch.report.page import plan_page
+
+    return plan_page(found.plan, found.measurements, found.picture, found.outcome)
 
 
 def _picture(plan: Plan, measured: Measurements) -> Picture:

@@ -19,6 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--html", metavar="FILE", type=Path, help="write the plan's report as one HTML file, and print nothing"
     )
     parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write the plan's steps as a trace for Perfetto, and print nothing"
+    )
+    parser.add_argument(
         "--cluster", metavar="FILE", type=Path, help="what the plan rests on; default: cluster.json beside it"
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="of a plan one line: what was chosen, what it saves")
@@ -27,20 +30,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the screen, or write the page; returns 0."""
     from pipette_launch.facts import Measurements, Plan, files
-    from pipette_launch.launch.page import existing_page, page_of_files
-    from pipette_launch.printable import printable
+    from pipette_launch.launch.page import existing_page
     from pipette_launch.report import chosen_line, measured_screen, plan_file_screen
 
-    if args.html is not None:
-        found_page = page_of_files(args.file, args.cluster)
-        sys.stderr.write("".join(f"{printable(line)}\n" for line in found_page.missing))
-        try:
-            files.write_text(args.html, found_page.html, shared=True)
-        except OSError as error:
-            raise UsageError(f"--html {args.html}: cannot be written ({error.strerror})") from error
-    elif args.cluster is not None:
-        raise UsageError("--cluster is read for the page alone; add --html FILE")
-    elif files.kind_of(args.file) == Measurements.KIND:
+    if args.html is not None or args.trace is not None:
+        _write(args)
+        return 0
+    if args.cluster is not None:
+        raise UsageError("--cluster is read for the page and the trace alone; add --html FILE or --trace FILE")
+    if files.kind_of(args.file) == Measurements.KIND:
         found = files.read(args.file, Measurements)
         sys.stdout.write(measured_screen(found, title="pipette report", saved_to=args.file))
     else:
@@ -48,6 +46,26 @@ def run(args: Namespace) -> int:
         whole = plan_file_screen(plan, title="pipette report", saved_to=args.file, drawn_to=page)
         sys.stdout.write(f"{chosen_line(plan)}\n" if args.quiet else whole)
     return 0
+
+
+def _write(args: Namespace) -> None:
+    """Write the page, the trace, or both."""
+    from pipette_launch.facts import files
+    from pipette_launch.launch.page import found_files, page_of
+    from pipette_launch.launch.trace import trace_of
+    from pipette_launch.printable import printable
+
+    found = found_files(args.file, args.cluster)
+    if found.missing:
+        sys.stderr.write(f"{printable(found.missing)}\n")
+    for flag, path, text_of in (("--html", args.html, page_of), ("--trace", args.trace, trace_of)):
+        if path is None:
+            continue
+        text = text_of(found)
+        try:
+            files.write_text(path, text, shared=True)
+        except OSError as error:
+            raise UsageError(f"{flag} {path}: cannot be written ({error.strerror})") from error
 
 
 COMMAND = Subcommand(summary="Show a plan file, or what a warm-up measured.", add_arguments=add_arguments, run=run)

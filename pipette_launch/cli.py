@@ -83,6 +83,7 @@ def options_from(args: Namespace) -> Options:
         is_function=args.run_path,
         tolerate=_tolerated(args),
         spares=_whole("--pipette-spares", args.pipette_spares),
+        metrics_file=_metrics_file(args.pipette_metrics_file),
         max_restarts=args.max_restarts,
     )
     if runs_python and not args.module and not Path(args.training_script).exists():
@@ -260,6 +261,14 @@ def _whole(flag: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"{flag} needs a whole number, got {text!r}") from None
+
+
+def _metrics_file(text: str | None) -> Path | None:
+    if not text:
+        return None
+    if not text.endswith(".prom"):
+        raise UsageError(f"--pipette-metrics-file {text}: node_exporter reads no file whose name does not end in .prom")
+    return Path(text).absolute()
 
 
 def _cache(text: str | None) -> Path | None:

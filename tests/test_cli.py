@@ -24,6 +24,7 @@ OWN_FLAGS = {
     "--pipette-fix",
     "--pipette-margin",
     "--pipette-memory-margin",
+    "--pipette-metrics-file",
     "--pipette-on-error",
     "--pipette-on-sick",
     "--pipette-plan",

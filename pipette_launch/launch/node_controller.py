@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 import time
@@ -18,7 +19,9 @@ from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.launch import commands
 from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
+from pipette_launch.launch.display.metrics import MetricsFile
 from pipette_launch.launch.display.progress import parts_words
+from pipette_launch.launch.display.spans import Spans, phase_attributes
 from pipette_launch.launch.display.terminal import Kept, Terminal
 from pipette_launch.launch.nodes import described
 from pipette_launch.launch.page import add_outcome, existing_page
@@ -55,17 +58,31 @@ def launch(args: Namespace, options: Options) -> None:
     """Run a job; returns when it has succeeded, raises as torchrun does when it has not."""
     # Made when it is needed: nothing is left of a launcher that a signal ends while it waits for the other nodes.
     folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
+    metrics, spans = MetricsFile(options.metrics_file), Spans(os.environ)
+    has_failed = True
     try:
-        start.run(args, lambda rendezvous_settings: NodeController(options, rendezvous_settings, folder))
+        start.run(args, lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans))
+        has_failed = False
     finally:
+        metrics.ended(failed=has_failed)
+        spans.end()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class NodeController:
     """The controller of one agent (see `agent.controller`): its coordinator decides, and it carries out."""
 
-    def __init__(self, options: Options, rendezvous_settings: RendezvousSettings, folder: Path) -> None:
+    def __init__(
+        self,
+        options: Options,
+        rendezvous_settings: RendezvousSettings,
+        folder: Path,
+        *,
+        metrics: MetricsFile,
+        spans: Spans,
+    ) -> None:
         self._options = options
+        self._metrics, self._spans = metrics, spans
         self._rendezvous_settings = rendezvous_settings
         self._folder = folder
         self._token = uuid.uuid4().hex
@@ -125,6 +142,7 @@ class NodeController:
         self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str] | None = None
     ) -> Decision:
         """Decide for all nodes what a new round does; `lost` says of hosts that are gone why they are believed lost."""
+        self._metrics.lost(lost or ())
         return self._coordinator.decide(records, held, lost)
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
@@ -138,6 +156,7 @@ class NodeController:
         measured, now_s = self._coordinator.measurements, time.monotonic()
         if measured is not None and not failure:
             total_s = now_s - self._measured_from_s
+            self._metrics.planned(warmup_s=began_s - self._measured_from_s, search_s=now_s - began_s)
             self._terminal.say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
         return following
 
@@ -158,8 +177,10 @@ class NodeController:
         """Take note of what was decided; the coordinator tells the user."""
         self._terminal.end()
         self._begin_attempt(decision)
+        self._metrics.decided(decision, decides=speaks)
         if not speaks:
             return
+        self._spans.begin(decision.key, phase_attributes(decision))
         try:
             self._tell(decision)
         except self._node.interruption:
@@ -225,12 +246,14 @@ class NodeController:
         slower = self._slowdown.add(iteration.step_time_s, iteration.iteration) if self._slowdown else ""
         for words in filter(None, (self._recovery.sees(iteration.iteration), slower)):
             self._terminal.warn(words)
+        self._metrics.iterated(iteration.iteration, iteration.step_time_s)
         outcome = self._tracker.add(iteration) if self._tracker else None
         if outcome is not None:
             self._keep_outcome(replace(outcome, peaks=(*outcome.peaks, *self._device_peaks())))
         return True
 
     def _keep_outcome(self, outcome: Outcome) -> None:
+        self._metrics.measured(outcome)
         cache = self._cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
         self._terminal.say(report.outcome_line(outcome, None if trouble else cache.path(OUTCOME)))

@@ -57,6 +57,8 @@ class Options:
     """For the loss of up to so many hosts plans are made ahead, as far as MIN of --nnodes allows."""
     spares: int = 0
     """So many hosts are measured with the others and stand by, as far as MIN of --nnodes allows."""
+    metrics_file: Path | None = None
+    """Where figures of the job are written for Prometheus; None writes none."""
     max_restarts: int = 0
     """--max-restarts."""
 

@@ -63,7 +63,7 @@ def run(args: Namespace) -> int:
 
 
 def _kept(out: Path, plan: Plan, problem: planning.PlanningProblem) -> Path | None:
-    """Write the plan's file, with its trace and its report beside it; returns where the report lies, if it could be made."""
+    """Write the plan's file, trace and report; returns where the report lies, if it could be made."""
     from pipette_launch.facts import files
     from pipette_launch.launch.page import page_path, write_page
     from pipette_launch.launch.trace import trace_path, write_trace

@@ -16,6 +16,8 @@ from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages.round import Decision
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.launch import node_controller as module
+from pipette_launch.launch.display.metrics import MetricsFile
+from pipette_launch.launch.display.spans import Spans
 from pipette_launch.launch.node_controller import NodeController
 from pipette_launch.probe.health import inventory
 from pipette_launch.report.page import plan_page
@@ -32,7 +34,11 @@ def begun(folder: Path, **changes: Any) -> NodeController:
     """A node's controller that knows its node."""
     asked = options("--save", str(folder / "ckpt"), device="cpu", cache=folder / "cache", **changes)
     made = NodeController(
-        asked, RendezvousSettings(endpoint="localhost:0", node_rank=-1, may_host_store=True), folder / "own"
+        asked,
+        RendezvousSettings(endpoint="localhost:0", node_rank=-1, may_host_store=True),
+        folder / "own",
+        metrics=MetricsFile(asked.metrics_file),
+        spans=Spans({}),
     )
     made.begin(NODE)
     return made

@@ -256,7 +256,7 @@ class NodeController:
         self._metrics.measured(outcome)
         cache = self._cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
-        self._terminal.say(report.outcome_line(outcome, None if trouble else cache.path(OUTCOME)))
+        self._terminal.say(report.outcome_line(outcome))
         if trouble := trouble or add_outcome(existing_page(cache.plan_path), outcome):
             self._terminal.warn(trouble)
 

@@ -16,7 +16,7 @@ from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.printable import printable
 from pipette_launch.report.choice import chosen, memory, step_times, trials
 from pipette_launch.report.draw import INDENT, Section, bullet, columns, plural, render, sheet, text
-from pipette_launch.report.figures import is_advice, rate_words
+from pipette_launch.report.figures import is_advice
 from pipette_launch.report.flag_changes import flag_lines, packed_flag_lines, paste_text
 from pipette_launch.report.health import MOST_VERDICTS, health
 from pipette_launch.report.measured import what_the_plan_rests_on
@@ -32,6 +32,8 @@ MOST_LINES = 40
 LISTINGS = ((6, True), (5, True), (4, True), (4, False), (3, False), (2, False), (1, False))
 """How many lines a listing of a short screen has at most, and whether empty lines part the sections: the first fits."""
 MOST_REASONS = 5
+OUTCOME_WIDTH = 84
+"""Of 100 columns, without the head of a line."""
 
 
 def plan_screen(
@@ -199,23 +201,22 @@ def _file(saved_to: Path | None, drawn_to: Path | None, unsaved: str = "") -> It
         yield text(f"not kept: {unsaved}", "yellow")
 
 
-def outcome_line(outcome: Outcome, saved_to: Path | None) -> str:
-    """Say in one line how the prediction compares with what was measured."""
-    measured = outcome.measured_step
-    shaky = f", spread {measured.spread:.0%}: unstable" if measured.is_unstable else ""
-    where = f" ({saved_to})" if saved_to is not None else ""
-    rate = f" ({rate_words(outcome.rate, outcome.layout.world_size)})" if outcome.rate else ""
+def outcome_line(outcome: Outcome, width: int = OUTCOME_WIDTH) -> str:
+    """Say in one line how the prediction compares with what was measured; tokens a second where they still fit."""
+    measured, error = outcome.measured_step, round(outcome.error, 3)
+    words = f"step {seconds_text(measured.median_s)}, predicted {seconds_text(outcome.predicted_step_s)}"
+    if error:
+        words += f": {abs(error):.{1 if abs(error) < 0.1 else 0}%} too {'long' if error > 0 else 'short'}"
+    if measured.is_unstable:
+        words += f", unstable (spread {measured.spread:.0%})"
     peak = outcome.fullest
-    memory_words = ""
     if peak is not None:
-        predicted = bytes_text(peak.predicted_bytes)
-        memory_words = f"; rank {peak.rank} held at most {bytes_text(peak.measured_bytes)}, predicted {predicted}"
-    off = f"{abs(outcome.error):.1%} too {'long' if outcome.error > 0 else 'short'}"
-    return (
-        f"{outcome.layout.words()}: measured {seconds_text(measured.median_s)} a step up to iteration "
-        f"{outcome.last_iteration}{rate}{shaky}, predicted {seconds_text(outcome.predicted_step_s)}, {off}"
-        f"{memory_words}{where}"
-    )
+        words += f"; memory {bytes_text(peak.measured_bytes)}, predicted {bytes_text(peak.predicted_bytes)}"
+    rate = outcome.rate
+    more = "" if rate is None else f"; {count_text(rate.tokens_per_s)} tokens/s"
+    if rate is not None and rate.mfu is not None:
+        more += f", MFU {rate.mfu:.1%}"
+    return words + more if len(words + more) <= width else words
 
 
 def _job(plan: Plan) -> Iterator[Text]:

@@ -152,7 +152,7 @@ def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pyte
         told.saw_line(LINE.format(iteration, 1000.0))
     outcome, trouble = capsys.readouterr().err.splitlines()[-2:]
 
-    assert "measured 1.00 s a step" in outcome
+    assert "step 1.00 s, predicted 1.00 s" in outcome
     assert "outcome.json" not in outcome
     assert "outcome.json cannot be written (Not a directory)" in trouble
 
@@ -216,7 +216,7 @@ def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.Capture
     assert [(2, 1, 1 << 20, 4 << 20)] == [
         (peak.rank, peak.pp_rank, peak.predicted_bytes, peak.measured_bytes) for peak in outcome.peaks
     ]
-    assert "rank 2 held at most 4.00 MiB, predicted 1.00 MiB" in capsys.readouterr().err
+    assert "memory 4.00 MiB, predicted 1.00 MiB" in capsys.readouterr().err
 
 
 def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipette_launch.errors import PlanError
 from pipette_launch.facts import files
 
 if TYPE_CHECKING:
@@ -29,8 +30,21 @@ def write_trace(path: Path, plan: Plan, job: Job, measurements: Measurements | N
     files.write_text(path, trace_text(plan, measurements, picture), shared=shared)
 
 
-def trace_of(found: FoundFiles) -> str:
-    """Return the trace of what was found beside a plan file, JSON."""
+def trace_of(found: FoundFiles, profile: Path | None = None) -> str:
+    """Return the trace of what was found beside a plan file, JSON.
+
+    Args:
+        found: the plan, and what lies beside it.
+        profile: a folder with the traces that torch's profiler left of the plan's training.
+
+    Raises:
+        PipetteError: the profile cannot be read, is of another configuration, or there is nothing to set it beside.
+
+    """
+    from pipette_launch.megatron.profile import read_profile
     from pipette_launch.report.trace import trace_text
 
-    return trace_text(found.plan, found.measurements, found.picture, found.outcome)
+    if profile is not None and found.picture is None:
+        raise PlanError(f"measured passes have nothing to stand beside: {found.missing}")
+    profiled = () if profile is None else read_profile(profile)
+    return trace_text(found.plan, found.measurements, found.picture, found.outcome, profiled)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from pipette_launch.facts import Choice, ComputeTime, Links, Measurements, Plan
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.forecast.picture import DrawnStep, Picture
+from pipette_launch.megatron.profile import ProfiledRank
+from pipette_launch.report.trace_events import PASSES, Event, in_line, named, span
+from pipette_launch.report.trace_profile import profile_events
 from pipette_launch.units import rate_text, seconds_text
-
-Event: TypeAlias = dict[str, Any]
 
 MOST_PASSES = 10_000
 """Of one configuration: some 2 MB with what the passes exchange. Of more, the middle of each track is left out."""
@@ -30,21 +30,26 @@ MOST_LINKS = 300
 """The slowest ones are drawn."""
 MOST_STEPS = 200
 """Measured ones."""
+SHORTEST_S = 1e-9
+"""What is shorter rounds to nothing, and is not drawn."""
 MESSAGE_BYTES = 1 << 20
 """A link is drawn as long as it takes to send so much."""
-PASSES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 AFTER = {
     "data_parallel": "gradient reduction",
     "embedding_gradients": "embedding gradients",
     "optimizer": "optimizer",
     "parameter_gather": "parameter gather",
 }
-CHOSEN, OWN, STEPS, LAYERS, LINKS = range(1, 6)
+CHOSEN, PROFILED, OWN, STEPS, LAYERS, LINKS = range(1, 7)
 """Processes."""
 
 
 def trace_text(
-    plan: Plan, measurements: Measurements | None, picture: Picture | None, outcome: Outcome | None = None
+    plan: Plan,
+    measurements: Measurements | None,
+    picture: Picture | None,
+    outcome: Outcome | None = None,
+    profiled: Sequence[ProfiledRank] = (),
 ) -> str:
     """Write the trace.
 
@@ -53,12 +58,17 @@ def trace_text(
         measurements: what the plan was priced by; None leaves out layers and links.
         picture: the passes of its step; None leaves them out.
         outcome: what the plan's training took, where it ran.
+        profiled: measured passes of some ranks of the chosen configuration.
+
+    Raises:
+        PlanError: the measured passes are not those of the plan.
 
     """
     left_out: list[str] = []
     events: list[Event] = []
     if picture is not None:
         events += _step(CHOSEN, f"predicted, chosen: {_words(plan.chosen)}", picture.chosen, left_out)
+        events += profile_events(PROFILED, plan, picture.chosen, profiled)
         if picture.own is not None:
             events += _step(OWN, f"predicted, yours: {_words(plan.own)}", picture.own, left_out)
     events += _steps(plan, outcome, left_out)
@@ -75,22 +85,9 @@ def _words(choice: Choice) -> str:
     return f"{choice.layout.words()}, {choice.schedule}, {seconds_text(choice.step_time_s)} a step"
 
 
-def _name(kind: str, pid: int, tid: int, name: str) -> Event:
-    """Name a process or a thread."""
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
-
-
-def _slice(name: str, kind: str, at: tuple[int, int], start_s: float, end_s: float, **about: object) -> Event:
-    """Something that lasts, on the track (process, thread); rounded so that neighbours never overlap."""
-    start_us, end_us = round(start_s * 1e6, 3), round(end_s * 1e6, 3)
-    made: Event = {"name": name, "cat": kind, "ph": "X", "ts": start_us, "dur": round(max(end_us - start_us, 0.0), 3)}
-    made |= {"pid": at[0], "tid": at[1]}
-    return made | {"args": about} if about else made
-
-
 def _step(pid: int, title: str, step: DrawnStep, left_out: list[str]) -> Iterator[Event]:
     """One track for each pipeline rank: its passes, what they exchange and nothing hides, and the end of the step."""
-    yield _name("process_name", pid, 0, title)
+    yield named("process_name", pid, 0, title)
     rows: dict[int, list[int]] = {rank: [] for rank in range(step.pp)}
     for index, rank in enumerate(step.rank_A):
         rows[rank].append(index)
@@ -98,7 +95,7 @@ def _step(pid: int, title: str, step: DrawnStep, left_out: list[str]) -> Iterato
     missing = 0
     for rank, row in rows.items():
         at = pid, rank + 1
-        yield _name("thread_name", *at, f"pipeline rank {rank}")
+        yield named("thread_name", *at, f"pipeline rank {rank}")
         head, tail = (row, []) if len(row) <= each else (row[: each // 2], row[-(each // 2) :])
         for index in (*head, *tail):
             yield from _pass(step, index, at)
@@ -106,7 +103,7 @@ def _step(pid: int, title: str, step: DrawnStep, left_out: list[str]) -> Iterato
             gap = len(row) - len(head) - len(tail)
             missing += gap
             ends = step.end_s_A[head[-1]], step.start_s_A[tail[0]]
-            yield _slice(f"{gap} passes are left out", "left out", at, *ends)
+            yield span(f"{gap} passes are left out", "left out", at, *ends)
         yield from _after(step, at)
     if missing:
         left_out.append(f"{missing} of {len(step.rank_A)} passes of {title}, in the middle of each track")
@@ -115,19 +112,19 @@ def _step(pid: int, title: str, step: DrawnStep, left_out: list[str]) -> Iterato
 def _pass(step: DrawnStep, index: int, at: tuple[int, int]) -> Iterator[Event]:
     kind, stage, micro_batch = step.kind_A[index], step.stage_A[index], step.microbatch_A[index]
     start_s, end_s = step.start_s_A[index], step.end_s_A[index]
-    yield _slice(f"{PASSES[kind]} {micro_batch}", "pass", at, start_s, end_s, stage=stage)
+    yield span(f"{PASSES[kind]} {micro_batch}", "pass", at, start_s, end_s, stage=stage)
     exposed_s = step.exposed_s_S[stage][kind != "F"]
     # A weight gradient waits for nobody: its exchanges belong to the input's.
     if exposed_s > 0 and kind != "W":
-        yield _slice("exposed communication", "exposed", at, max(end_s - exposed_s, start_s), end_s)
+        yield span("exposed communication", "exposed", at, max(end_s - exposed_s, start_s), end_s)
 
 
 def _after(step: DrawnStep, at: tuple[int, int]) -> Iterator[Event]:
     """What follows the last backward of all ranks."""
     start_s = step.makespan_s
     for name, seconds in step.after_s:
-        if seconds > 0:
-            yield _slice(AFTER[name], "after", at, start_s, start_s + seconds)
+        if seconds > SHORTEST_S:
+            yield span(AFTER[name], "after", at, start_s, start_s + seconds)
         start_s += seconds
 
 
@@ -148,18 +145,10 @@ def _steps(plan: Plan, outcome: Outcome | None, left_out: list[str]) -> Iterator
         kept_s = values_s[:MOST_STEPS]
         tracks.append(("training, predicted", [outcome.predicted_step_s] * len(kept_s)))
         tracks.append(("training, measured", kept_s))
-    yield _name("process_name", STEPS, 0, "whole steps")
+    yield named("process_name", STEPS, 0, "whole steps")
     for tid, (name, times_s) in enumerate(tracks, 1):
-        yield _name("thread_name", STEPS, tid, name)
-        yield from _in_line([("step", seconds, {}) for seconds in times_s], "step", (STEPS, tid))
-
-
-def _in_line(parts: Iterable[tuple[str, float, dict[str, object]]], kind: str, at: tuple[int, int]) -> Iterator[Event]:
-    """One after the other on one track."""
-    start_s = 0.0
-    for name, seconds, about in parts:
-        yield _slice(name, kind, at, start_s, start_s + seconds, **about)
-        start_s += seconds
+        yield named("thread_name", STEPS, tid, name)
+        yield from in_line([("step", seconds, {}) for seconds in times_s], "step", (STEPS, tid))
 
 
 def _layers(measurements: Measurements, how: str, left_out: list[str]) -> Iterator[Event]:
@@ -170,16 +159,16 @@ def _layers(measurements: Measurements, how: str, left_out: list[str]) -> Iterat
         shapes.setdefault((time.part, f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}"), []).append(time)
     if len(shapes) > MOST_TRACKS:
         left_out.append(f"{len(shapes) - MOST_TRACKS} of {len(shapes)} shapes of layers")
-    yield _name("process_name", LAYERS, 0, f"parts of the model, {how}, without communication")
+    yield named("process_name", LAYERS, 0, f"parts of the model, {how}, without communication")
     for tid, ((part, shape), times) in enumerate([*shapes.items()][:MOST_TRACKS], 1):
-        yield _name("thread_name", LAYERS, tid, f"{part.replace('_', ' ')}, {shape}")
+        yield named("thread_name", LAYERS, tid, f"{part.replace('_', ' ')}, {shape}")
         about: dict[str, object] = {"slots": len(times), "source": times[0].source}
         passes = [
             (PASSES["F"], [time.forward.median_s for time in times]),
             (PASSES["I"], [time.input_grad.median_s for time in times]),
             (PASSES["W"], [time.weight_grad.median_s for time in times]),
         ]
-        yield from _in_line(
+        yield from in_line(
             [(name, statistics.median(values), about) for name, values in passes], "layer", (LAYERS, tid)
         )
 
@@ -194,13 +183,13 @@ def _links(measurements: Measurements, how: str, left_out: list[str]) -> Iterato
         for host, links in enumerate(cluster.within_host)
         for link in _slowest(links, [cluster.slot_name(host * size + device) for device in range(size)])
     ]
-    yield _name("process_name", LINKS, 0, f"links, {how}: 1 MiB from one end to the other")
+    yield named("process_name", LINKS, 0, f"links, {how}: 1 MiB from one end to the other")
     for tid, (track, found) in enumerate((("between hosts", between), ("within hosts", within)), 1):
         kept = sorted(found, key=lambda link: -link[1])[:MOST_LINKS]
         if not kept:
             continue
-        yield _name("thread_name", LINKS, tid, f"{track}, the slowest first")
-        yield from _in_line(kept, "link", (LINKS, tid))
+        yield named("thread_name", LINKS, tid, f"{track}, the slowest first")
+        yield from in_line(kept, "link", (LINKS, tid))
     counts = len(names) * (len(names) - 1), len(names) * size * (size - 1)
     for where, count in zip(("between hosts", "within hosts"), counts, strict=True):
         if count > MOST_LINKS:

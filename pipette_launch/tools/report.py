@@ -22,6 +22,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--trace", metavar="FILE", type=Path, help="write the plan's steps as a trace for Perfetto, and print nothing"
     )
     parser.add_argument(
+        "--profile",
+        metavar="DIR",
+        type=Path,
+        help="draw into --trace what the job's --profile --use-pytorch-profiler left in its --tensorboard-dir",
+    )
+    parser.add_argument(
         "--cluster", metavar="FILE", type=Path, help="what the plan rests on; default: cluster.json beside it"
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="of a plan one line: what was chosen, what it saves")
@@ -33,6 +39,8 @@ def run(args: Namespace) -> int:
     from pipette_launch.launch.page import existing_page
     from pipette_launch.report import chosen_line, measured_screen, plan_file_screen
 
+    if args.profile is not None and args.trace is None:
+        raise UsageError("--profile says what --trace draws; name its file with --trace")
     if args.html is not None or args.trace is not None:
         _write(args)
         return 0
@@ -58,7 +66,8 @@ def _write(args: Namespace) -> None:
     found = found_files(args.file, args.cluster)
     if found.missing:
         sys.stderr.write(f"{printable(found.missing)}\n")
-    for flag, path, text_of in (("--html", args.html, page_of), ("--trace", args.trace, trace_of)):
+    wanted = (("--html", args.html, page_of), ("--trace", args.trace, lambda found: trace_of(found, args.profile)))
+    for flag, path, text_of in wanted:
         if path is None:
             continue
         text = text_of(found)

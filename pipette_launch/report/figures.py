@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 NOT_MODELLED = "Not modelled: "
 """The beginning of a note on an effect that the cost model leaves out. Screens count these notes; files list them."""
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
+OWN = re.compile(r"own configuration|refuses the user's own layout|own layout could not be priced")
 
 
 def rate_words(rate: Rate, world_size: int) -> str:
@@ -59,9 +60,18 @@ def short_limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
     return f"with overhead; limit: {bytes_text(free_bytes)} free on the fullest device, less {margin:.0%}"
 
 
-def is_advice(note: str) -> bool:
-    """Whether the user can act on a note: it names a flag that he can change."""
-    return not note.startswith(NOT_MODELLED) and FLAG.search(note) is not None
+def advice(notes: Sequence[str]) -> list[str]:
+    """Pick the notes of a plan on which the user can act.
+
+    They name a flag that he can change, or speak of what becomes of his own configuration, or stand behind the notes on
+    effects that are not modelled, with which a search ends: what was added later is on files, hosts and memory.
+    """
+    later = max((index for index, note in enumerate(notes) if note.startswith(NOT_MODELLED)), default=len(notes))
+    return [
+        note
+        for index, note in enumerate(notes)
+        if not note.startswith(NOT_MODELLED) and (index > later or FLAG.search(note) or OWN.search(note))
+    ]
 
 
 def without_gaps(notes: Sequence[str], *, what: str, listed: str) -> Iterator[str]:

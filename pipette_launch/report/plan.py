@@ -16,7 +16,7 @@ from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.printable import printable
 from pipette_launch.report.choice import chosen, memory, step_times, trials
 from pipette_launch.report.draw import INDENT, Section, bullet, columns, plural, render, sheet, text
-from pipette_launch.report.figures import is_advice
+from pipette_launch.report.figures import advice
 from pipette_launch.report.flag_changes import flag_lines, packed_flag_lines, paste_text
 from pipette_launch.report.health import MOST_VERDICTS, health
 from pipette_launch.report.measured import what_the_plan_rests_on
@@ -273,8 +273,8 @@ def _notes(plan: Plan, where: str, most: int | None, *, counts_dropped: bool = T
     if most is None:
         yield from map(bullet, (*plan.notes, *told))
         return
-    advice = [note for note in plan.notes if is_advice(note) or (plan.own_fault and plan.own_fault in note)][:most]
-    yield from map(bullet, advice)
-    rest = len(plan.notes) + len(told) - len(advice)
+    shown = advice(plan.notes)[:most]
+    yield from map(bullet, shown)
+    rest = len(plan.notes) + len(told) - len(shown)
     if rest:
-        yield text(f"{rest} {'more ' if advice else ''}{plural('note', rest)} on what was assumed; {where}", "dim")
+        yield text(f"{rest} {'more ' if shown else ''}{plural('note', rest)} on what was assumed; {where}", "dim")

@@ -14,7 +14,7 @@ from screens import NEW, OLD, SCREENS, choice, plan
 from pipette_launch.facts import Layout, Plan
 from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.report import chosen_line, plan_file_screen, plan_screen
-from pipette_launch.report.figures import is_advice
+from pipette_launch.report.figures import advice
 
 LINES, COLUMNS = 40, 100
 NOTES = (
@@ -106,18 +106,31 @@ def test_notes_that_ask_for_nothing_are_counted() -> None:
         for is_whole in (False, True)
     }
 
-    assert [True, False, False] == [note in screens[False] for note in NOTES] == [*map(is_advice, NOTES)]
+    assert [True, False, False] == [note in screens[False] for note in NOTES]
     assert "2 more notes on what was assumed; pipette report shows them" in screens[False]
     assert all(note in screens[True] for note in NOTES)
     assert "pipette report shows" not in screens[True]
 
 
-def test_why_ones_own_configuration_cannot_run_is_no_small_print() -> None:
-    """It names no flag, and stays."""
-    fault = "its batch of 10 does not divide"
-    made = replace(noted(), own_fault=fault, notes=(f"Megatron refuses the user's own layout: {fault}.", *NOTES))
+@pytest.mark.parametrize(
+    "note",
+    [
+        "Megatron refuses the user's own layout tp3: its heads do not divide.",
+        "The user's own configuration, tp2 pp2, is not kept: its ranks lie on two hosts.",
+        "--save is not given: after the loss of a host the job starts over.",
+    ],
+)
+def test_what_becomes_of_ones_own_configuration_is_no_small_print(note: str) -> None:
+    """Nor is what a flag of the user's would change."""
+    assert [note] == advice((*NOTES[1:], "Matrix products reach 72%.", note, NOTES[2]))
 
-    assert fault in plan_file_screen(made, title="", saved_to=None, is_whole=False, width=COLUMNS, colour=False)
+
+def test_what_was_added_to_a_plan_later_is_no_small_print() -> None:
+    """That a file is of another job, or hosts have changed, stands behind what the search itself assumed."""
+    note = "old.json was made for another job: its predictions may not hold here"
+
+    assert [note] == advice((NOTES[1], NOTES[2], note))
+    assert [] == advice((note, NOTES[1]))
 
 
 def test_the_last_reason_stays() -> None:

@@ -41,7 +41,7 @@ def trace_of(found: FoundFiles, profile: Path | None = None) -> str:
         PipetteError: the profile cannot be read, is of another configuration, or there is nothing to set it beside.
 
     """
-    from pipette_launch.megatron.profile import read_profile
+    from pipette_launch.launch.training.profile import read_profile
     from pipette_launch.report.trace import trace_text
 
     if profile is not None and found.picture is None:

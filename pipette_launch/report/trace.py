@@ -16,8 +16,8 @@ import numpy as np
 
 from pipette_launch.facts import Choice, ComputeTime, Links, Measurements, Plan
 from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.results.profiled import ProfiledRank
 from pipette_launch.forecast.picture import DrawnStep, Picture
-from pipette_launch.megatron.profile import ProfiledRank
 from pipette_launch.report.trace_events import PASSES, Event, in_line, named, span
 from pipette_launch.report.trace_profile import profile_events
 from pipette_launch.units import rate_text, seconds_text

@@ -10,8 +10,8 @@ from operator import itemgetter
 
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Plan
+from pipette_launch.facts.results.profiled import ProfiledRank
 from pipette_launch.forecast.picture import DrawnStep
-from pipette_launch.megatron.profile import ProfiledRank
 from pipette_launch.report.trace_events import PASSES, Event, named, span
 
 MOST_PASSES = 10_000

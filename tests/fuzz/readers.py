@@ -40,11 +40,11 @@ from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import one_forward_one_backward
 from pipette_launch.forecast.machines import machines_of
 from pipette_launch.launch.training.outcome import OutcomeTracker
+from pipette_launch.launch.training.profile import read_profile
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
 from pipette_launch.megatron.flags import Arguments
 from pipette_launch.megatron.logs import parse_iteration, parse_memory
-from pipette_launch.megatron.profile import read_profile
 from pipette_launch.megatron.vocabulary import read_vocabulary
 from pipette_launch.probe.health.inventory import switches
 from pipette_launch.probe.options import ProbeOptions, WorkerResult

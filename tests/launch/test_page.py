@@ -11,7 +11,7 @@ from pages import AFTER, BEFORE, drawn
 
 from pipette_launch.errors import ClusterError, FileFormatError
 from pipette_launch.facts import files
-from pipette_launch.launch.page import add_outcome, existing_page, page_of_files, page_path, write_page
+from pipette_launch.launch.page import add_outcome, existing_page, found_files, page_of, page_path, write_page
 
 
 def test_a_report_lies_beside_its_plan() -> None:
@@ -80,28 +80,27 @@ def test_files_give_the_whole_report(tmp_path: Path) -> None:
     assert found.plan.setting is not None
     setting = replace(found.plan.setting, arguments=(*BEFORE, *JOB), new_arguments=(*AFTER, *JOB))
     files.write(path, replace(found.plan, setting=setting))
-    made = page_of_files(path, None)
+    made = found_files(path, None)
 
-    assert () == made.missing
-    assert 'id="timeline-data"' in made.html
-    assert 'id="links-data"' in made.html
-    assert "It ran" in made.html
+    assert "" == made.missing
+    assert 'id="timeline-data"' in page_of(made)
+    assert 'id="links-data"' in page_of(made)
+    assert "It ran" in page_of(made)
 
 
 def test_what_files_lack_is_told(tmp_path: Path) -> None:
     """Flags that Megatron refuses cost the timeline, no measurements the links too; another plan's run is no matter."""
     path, found = kept(tmp_path), drawn()
-    refused = page_of_files(path, None)
-    assert len(refused.missing) == 1
-    assert refused.missing[0].startswith("the timeline is left out: ")
-    assert 'id="links-data"' in refused.html
+    refused = found_files(path, None)
+    assert refused.missing.startswith("the timeline is left out: ")
+    assert 'id="links-data"' in page_of(refused)
 
     (tmp_path / "cluster.json").unlink()
     files.write(tmp_path / "outcome.json", replace(found.outcome, key="other"))
-    bare = page_of_files(path, None)
-    assert "no cluster.json" in bare.missing[0]
-    assert 'id="links-data"' not in bare.html
-    assert "It ran" not in bare.html
+    bare = found_files(path, None)
+    assert "no cluster.json" in bare.missing
+    assert 'id="links-data"' not in page_of(bare)
+    assert "It ran" not in page_of(bare)
 
 
 def test_measurements_of_other_hosts_are_refused_where_they_are_named(tmp_path: Path) -> None:
@@ -110,11 +109,11 @@ def test_measurements_of_other_hosts_are_refused_where_they_are_named(tmp_path: 
     files.write(path, replace(found.plan, hosts=("a", "b", "c", "d")))
 
     with pytest.raises(ClusterError, match="not those of"):
-        page_of_files(path, tmp_path / "cluster.json")
-    assert "no cluster.json with its hosts" in page_of_files(path, None).missing[0]
+        found_files(path, tmp_path / "cluster.json")
+    assert "no cluster.json with its hosts" in found_files(path, None).missing
 
 
 def test_measurements_that_are_named_must_be_there(tmp_path: Path) -> None:
     """The user may have mistyped."""
     with pytest.raises(FileFormatError):
-        page_of_files(kept(tmp_path), tmp_path / "clutser.json")
+        found_files(kept(tmp_path), tmp_path / "clutser.json")

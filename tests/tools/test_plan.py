@@ -143,7 +143,10 @@ def test_a_report_is_made_anew_from_a_file(
     ("flags", "complaint"),
     [
         ("--html {folder}", "--html {folder}: cannot be written"),
-        ("--cluster {folder}/cluster.json", "--cluster is read for the page alone; add --html FILE"),
+        (
+            "--cluster {folder}/cluster.json",
+            "--cluster is read for the page and the trace alone; add --html FILE or --trace FILE",
+        ),
         ("--html {folder}/a.html --cluster {folder}/none.json", "none.json"),
     ],
 )

@@ -26,7 +26,7 @@ def test_a_trace_is_made_of_what_lies_beside_the_plan(tmp_path: Path, capsys: py
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == STEPS}
 
     assert (0, "") == (caught.value.code, out)
-    assert "links and timeline are left out" in err
+    assert "no cluster.json with its hosts lies beside the plan" in err
     assert {"training, measured", "training, predicted"} <= tracks
 
 

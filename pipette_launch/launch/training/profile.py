@@ -11,34 +11,17 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipette_launch.errors import FileFormatError, MegatronError
-from pipette_launch.facts.checks import check_numbers
+from pipette_launch.facts.results.profiled import ProfiledRank
 
 PASS = re.compile(r"megatron/core/pipeline_parallel/schedules\.py\(\d+\): (forward|backward)_step$", re.ASCII)
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 MOST_BYTES = 2 << 30
 MOST_RANKS = 64
 _MOST_US = 1e18
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfiledRank:
-    """The passes of one rank, in the order in which they began."""
-
-    rank: int
-    world_size: int
-    kind_A: tuple[str, ...]
-    """`F` forward, `B` backward."""
-    start_s_A: tuple[float, ...]
-    """By the clock of the rank's host."""
-    end_s_A: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "rank", "world_size", limit=0)
 
 
 def read_profile(folder: Path) -> tuple[ProfiledRank, ...]:

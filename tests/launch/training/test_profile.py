@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipette_launch.errors import FileFormatError, MegatronError
-from pipette_launch.megatron.profile import profiled_rank, read_profile
+from pipette_launch.launch.training.profile import profiled_rank, read_profile
 
 SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
 

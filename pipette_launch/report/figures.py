@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 NOT_MODELLED = "Not modelled: "
 """The beginning of a note on an effect that the cost model leaves out. Screens count these notes; files list them."""
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
-OWN = re.compile(r"own configuration|refuses the user's own layout|own layout could not be priced")
+TELLING = re.compile(
+    r"own configuration|refuses the user's own layout|own layout could not be priced|something else may be running"
+)
 
 
 def rate_words(rate: Rate, world_size: int) -> str:
@@ -63,14 +65,15 @@ def short_limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
 def advice(notes: Sequence[str]) -> list[str]:
     """Pick the notes of a plan on which the user can act.
 
-    They name a flag that he can change, or speak of what becomes of his own configuration, or stand behind the notes on
-    effects that are not modelled, with which a search ends: what was added later is on files, hosts and memory.
+    They name a flag that he can change, speak of what becomes of his own configuration or of other work on hosts, or
+    stand behind the notes on effects that are not modelled, with which a search ends: what was added later is on files,
+    hosts and memory.
     """
     later = max((index for index, note in enumerate(notes) if note.startswith(NOT_MODELLED)), default=len(notes))
     return [
         note
         for index, note in enumerate(notes)
-        if not note.startswith(NOT_MODELLED) and (index > later or FLAG.search(note) or OWN.search(note))
+        if not note.startswith(NOT_MODELLED) and (index > later or FLAG.search(note) or TELLING.search(note))
     ]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.facts import Choice, Plan
 from pipette_launch.printable import printable
-from pipette_launch.report.draw import bar, breakdown, stages_shown, text
+from pipette_launch.report.draw import bar, breakdown, plural, stages_shown, text
 from pipette_launch.report.figures import limit_words, memory_bars, rate_words, short_limit_words
 from pipette_launch.units import seconds_text
 
@@ -138,12 +138,13 @@ def trials(plan: Plan, most: int | None) -> Iterator[RenderableType]:
 def memory(choice: Choice, most: int | None) -> Iterator[RenderableType]:
     """What each stage's device holds at its peak, against the limit."""
     shown = choice.memory_shown
-    stages = stages_shown(shown.need_bytes) if most is None else stages_shown(shown.need_bytes, most)
-    if most is not None and len(stages) > max(most, 1):
+    # A line that counts one stage would take the place of that stage.
+    stages = stages_shown(shown.need_bytes) if most is None else stages_shown(shown.need_bytes, most + 1)
+    if most is not None and len(stages) > most + 1:
         stages = [list(shown.need_bytes).index(max(shown.need_bytes))]
     yield memory_bars([(stage, shown.need_bytes[stage]) for stage in stages], shown.limit_bytes)
     hidden = len(shown.need_bytes) - len(stages)
     if hidden:
-        yield text(f"… {hidden} more stages, none of them fuller", "dim")
+        yield text(f"… {hidden} more {plural('stage', hidden)}, none of them fuller", "dim")
     words = limit_words if most is None else short_limit_words
     yield text(words(shown.limit_bytes, shown.free_bytes, shown.margin), "dim")

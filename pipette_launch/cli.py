@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.cli_flags import parser
 from pipette_launch.errors import PipetteError, UsageError
-from pipette_launch.printable import escape_log_lines, printable
+from pipette_launch.printable import escape_log_lines, log_for_debugging, printable
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -76,12 +76,14 @@ def options_from(args: Namespace) -> Options:
         memory_margin=_number("--pipette-memory-margin", args.pipette_memory_margin),
         cache=_cache(args.pipette_cache),
         dry_run=args.pipette_dry_run,
+        detail="quiet" if args.pipette_quiet else "verbose" if args.pipette_verbose else "usual",
         trials=_whole("--pipette-trials", args.pipette_trials),
         trial_iters=_whole("--pipette-trial-iters", args.pipette_trial_iters),
         schedules=schedule_names(args.pipette_schedules),
         is_function=args.run_path,
         tolerate=_tolerated(args),
         spares=_whole("--pipette-spares", args.pipette_spares),
+        metrics_file=_metrics_file(args.pipette_metrics_file),
         max_restarts=args.max_restarts,
     )
     if runs_python and not args.module and not Path(args.training_script).exists():
@@ -177,6 +179,8 @@ def _launch(words: Sequence[str], siblings: Siblings) -> None:
     args = whole.parse_args(words)
     step = take.take(args, take.given(whole, words, os.environ), os.environ)
     options = options_from(args)
+    if options.detail == "verbose":
+        log_for_debugging("pipette_launch", "pipette-launch: ")
     if step is not None and step.num_tasks > 1:
         if step.local_id:
             sys.exit(tasks.await_agent(f"{step.name}/{step.node}"))
@@ -257,6 +261,14 @@ def _whole(flag: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"{flag} needs a whole number, got {text!r}") from None
+
+
+def _metrics_file(text: str | None) -> Path | None:
+    if not text:
+        return None
+    if not text.endswith(".prom"):
+        raise UsageError(f"--pipette-metrics-file {text}: node_exporter reads no file whose name does not end in .prom")
+    return Path(text).absolute()
 
 
 def _cache(text: str | None) -> Path | None:

@@ -26,6 +26,16 @@ def parser() -> ArgumentParser:
     group = whole.add_argument_group("pipette")
     _add_choices(group.add_argument)
     _add_amounts(group.add_argument)
+    group.add_argument(
+        "--pipette-metrics-file",
+        metavar="FILE.prom",
+        help="keep figures of the job in this file, for node_exporter's textfile collector (Prometheus)",
+    )
+    detail = group.add_mutually_exclusive_group()
+    detail.add_argument("--pipette-quiet", action="store_true", help="print errors, and in one line what was chosen")
+    detail.add_argument(
+        "--pipette-verbose", action="store_true", help="print all notes of a plan, and log for debugging"
+    )
     group.add_argument("--pipette-version", action="version", version=f"pipette-launch {__version__}")
     return whole
 

@@ -26,3 +26,12 @@ def escape_log_lines() -> None:
     """Escape what log lines of this process quote."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Formatter())
+
+
+def log_for_debugging(package: str, head: str) -> None:
+    """Let the modules of a package write all lines of their logs to stderr, each behind the same head."""
+    logger, handler = logging.getLogger(package), logging.StreamHandler()
+    handler.setFormatter(_Formatter(f"{head}%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False

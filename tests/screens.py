@@ -195,7 +195,7 @@ def large(width: int) -> str:
     return shown(made, tiny_measurements(cluster), width=width, new_arguments=NEW)
 
 
-def planned(width: int) -> str:
+def planned(width: int, *, is_whole: bool = True) -> str:
     """Sixteen imagined hosts, another layout than the user's, more reasons than fit, and flags to paste."""
     cluster = tiny_cluster(16, 8, memory_bytes=80 << 30)
     setting = Setting(
@@ -220,7 +220,47 @@ def planned(width: int) -> str:
         dropped={f"reason number {number}": 10 - number for number in range(7)},
         provenance=Provenance(key="8f14e45fceea167a", made_at="2026-11-21T09:30:00Z", versions={}, source="imagined"),
     )
-    return plan_file_screen(made, title="pipette plan", saved_to=SAVED_TO, width=width, colour=False)
+    return plan_file_screen(made, title="pipette plan", saved_to=SAVED_TO, is_whole=is_whole, width=width, colour=False)
+
+
+def spared(width: int) -> str:
+    """A mixture of experts on eight hosts, two of which stand by; plans for the loss of one to four, pins, a batch."""
+    cluster = tiny_cluster(6, 8, memory_bytes=80 << 30)
+    layout = Layout(tp=4, pp=2, dp=6, ep=2, etp=4, sequence_parallel=True, use_distributed_optimizer=True)
+    own = choice(Layout(tp=8, etp=8, dp=6), 3.1)
+    smaller = tuple(
+        plan(
+            tiny_cluster(hosts, 8), choice(Layout(tp=4, etp=4, pp=2, dp=hosts), step_s), choice(Layout(dp=8 * hosts), 9)
+        )
+        for hosts, step_s in ((5, 2.9), (4, 3.6), (3, 4.8), (2, 7.1))
+    )
+    made = plan(
+        cluster,
+        choice(layout, 2.4, placement=tuple(reversed(range(48))), rate=RATE),
+        own,
+        choice(replace(layout, micro_batch_size=2), 2.5),
+        choice(replace(layout, ep=1), 2.6),
+        choice(replace(layout, ep=1, micro_batch_size=2), 2.7),
+        templates=smaller,
+        other_hosts=("spare0", "spare1"),
+        reasons=tuple(f"Reason number {number} takes a whole line of a screen of 100 columns." for number in range(6)),
+        notes=(
+            "--moe-router-load-balancing-type sinkhorn balances within a micro-batch: its size stays",
+            "--save is not given: after the loss of a host the job starts over from iteration 0",
+            *(f"links: assumption {number} that nobody can change" for number in range(9)),
+            *(f"Not modelled: effect {number}." for number in range(13)),
+        ),
+    )
+    flags = [word for number in range(14) for word in (f"--flag-number-{number}", str(number))]
+    return shown(made, tiny_measurements(cluster), width=width, new_arguments=(*NEW, *flags))
+
+
+def small(width: int) -> str:
+    """Three processes on one host's CPUs; the user's own configuration stays."""
+    cluster = tiny_cluster(1, 3)
+    own = choice(Layout(dp=3), 0.05, rate=RATE)
+    made = plan(cluster, own, own, choice(Layout(pp=3), 0.052), notes=("3 slots share the 2 cores of node0.",))
+    return shown(made, tiny_measurements(cluster), width=width, new_arguments=None)
 
 
 def compared(width: int) -> str:
@@ -373,12 +413,20 @@ def measured(width: int) -> str:
     return measured_screen(found, title="pipette report", saved_to=Path("cluster.json"), width=width, colour=False)
 
 
+def planned_now(width: int) -> str:
+    """The same as `pipette plan` shows it."""
+    return planned(width, is_whole=False)
+
+
 SCREENS = {
     "measured": measured,
     "changed": changed,
     "kept": kept,
     "large": large,
+    "spared": spared,
+    "small": small,
     "planned": planned,
+    "planned-now": planned_now,
     "compared": compared,
     "foretold": foretold,
     "too-large": too_large,

@@ -24,10 +24,12 @@ OWN_FLAGS = {
     "--pipette-fix",
     "--pipette-margin",
     "--pipette-memory-margin",
+    "--pipette-metrics-file",
     "--pipette-on-error",
     "--pipette-on-sick",
     "--pipette-plan",
     "--pipette-probe",
+    "--pipette-quiet",
     "--pipette-schedules",
     "--pipette-spares",
     "--pipette-tolerate",
@@ -35,6 +37,7 @@ OWN_FLAGS = {
     "--pipette-trials",
     "--pipette-watch",
     "--pipette-watch-limit",
+    "--pipette-verbose",
     "--pipette-version",
 }
 

@@ -87,8 +87,11 @@ SUB_FLOORS = {
     ],
     "launch": [
         {"cache", "measuring_advice", "nodes", "options", "setting", "slurm", "training"},
-        {"commands", "health_policy", "user_script", "warmup_orders", "warmup_progress"},
+        {"page"},
+        {"trace"},
+        {"commands", "health_policy", "user_script", "warmup_orders"},
         {"plans", "trials"},
+        {"display"},
         {"decisions"},
         {"coordinator"},
         {"node_controller"},

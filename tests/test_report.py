@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from screens import NEW, OLD, SCREENS, choice, plan, shown
 
 from pipette_launch.facts import Layout, Samples
-from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.results.outcome import Outcome, PeakReading
 from pipette_launch.facts.results.plan import Setting
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import interleaved_zero_bubble
 from pipette_launch.report import outcome_line
+from pipette_launch.report.choice import rank_ranges
 from pipette_launch.report.flag_changes import arguments_diff
-from pipette_launch.report.plan import plan_file_screen, rank_ranges
+from pipette_launch.report.plan import plan_file_screen
 
 GOLDEN = Path(__file__).parent / "data" / "screens"
 WIDTHS = (80, 120)
@@ -162,15 +163,30 @@ def test_the_outcome_in_one_line() -> None:
         losses=(),
     )
 
-    assert outcome_line(outcome, Path("/cache/outcome.json")) == (
-        "tp2 pp1 dp2 mbs1: measured 100 ms a step up to iteration 20 (20.5 k tokens/s, 5,120 on each rank; "
-        "5.1 GFLOP/s on each), predicted 110 ms, 10.0% too long "
-        "(/cache/outcome.json)"
+    assert "step 100 ms, predicted 110 ms: 10% too long; 20.5 k tokens/s" == outcome_line(outcome)
+    assert "step 2.00 s, predicted 1.00 s: 50% too short, unstable (spread 50%)" == outcome_line(shaky)
+
+
+def test_the_outcome_fits_a_line_of_a_terminal() -> None:
+    """With memory measured on a GPU the rate gives way; the report has it."""
+    peak = PeakReading(rank=3, pp_rank=0, predicted_bytes=60 << 30, measured_bytes=61 << 30, source="device")
+    outcome = Outcome(
+        key="k",
+        layout=Layout(),
+        placement=(0,),
+        predicted_step_s=12.34,
+        measured_step=Samples(values_s=(12.7,)),
+        first_iteration=1,
+        last_iteration=20,
+        losses=(),
+        rate=Rate(tokens_per_s=20_480, flops_per_s=5.1e14, mfu=0.45),
+        peaks=(peak,),
     )
-    assert outcome_line(shaky, None) == (
-        "tp1 pp1 dp1 mbs1: measured 2.00 s a step up to iteration 20, spread 50%: unstable, predicted 1.00 s, 50.0% "
-        "too short"
-    )
+    line = outcome_line(outcome)
+
+    assert "step 12.70 s, predicted 12.34 s: 2.8% too short; memory 61.00 GiB, predicted 60.00 GiB" == line
+    assert line in outcome_line(replace(outcome, peaks=(peak,)), 200)
+    assert outcome_line(outcome, 200).endswith("; 20.5 k tokens/s, MFU 45.0%")
 
 
 def test_flags_to_paste_stay_whole() -> None:

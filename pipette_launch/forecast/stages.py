@@ -47,13 +47,13 @@ def closed_form(
     ran = MeasuredStages(job, measured) if measured else None
     peaks = ran.peaks(job.own, predicted) if ran else predicted
     return Counted(
-        stages=tuple(_stage(job, rank, _scaled(parts[rank].by_kind(), peaks[rank]), overhead) for rank in pp_ranks),
+        stages=tuple(_stage(job, rank, scaled(parts[rank].by_kind(), peaks[rank]), overhead) for rank in pp_ranks),
         stepping=tuple(rank for rank in pp_ranks if steps_highest(parts[rank])),
         notes=ran.notes(job.own) if ran else (),
     )
 
 
-def _scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
+def scaled(kinds: Mapping[str, int], peak_bytes: int) -> dict[str, int]:
     """Scale a split by kind so that it sums to a peak; rounding goes to the largest kind."""
     counted = sum(kinds.values())
     scaled = {name: size * peak_bytes // counted for name, size in kinds.items()}

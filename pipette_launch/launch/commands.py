@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipette_launch.agent.controller import WorkerCommand
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from pipette_launch.launch.options import Options
 
 PATCH_RUNNER = "pipette_patches.run"
+WANDB_NOTES = "WANDB_NOTES"
+NOTES_HEAD = "pipette-launch: "
 SCHEDULES = "schedules"
 """The patch that executes schedules beside Megatron's own."""
 
@@ -52,7 +55,7 @@ def training(
     given = len(options.script_arguments)
     head = list(arguments[: len(arguments) - given])
     tail = list(options.script_arguments if decision.script_arguments is None else decision.script_arguments)
-    patches, environment = decision.patches, decision.environment
+    patches, environment = decision.patches, {**_wandb_notes(decision, options), **decision.environment}
     if decision.choice is not None and decision.choice.order is not None:
         path = folder / "schedule.json"
         files.write(path, decision.choice.order)
@@ -60,6 +63,21 @@ def training(
     if patches:
         head = _patched(head, patches)
     return WorkerCommand(entrypoint=entrypoint, arguments=(*head, *tail), environment=environment)
+
+
+def _wandb_notes(decision: Decision, options: Options) -> dict[str, str]:
+    """Let Megatron's own W&B run say which plan it follows: `wandb.init` takes its notes from this variable."""
+    plan, choice = decision.plan, decision.choice
+    wants = any(word.partition("=")[0] == "--wandb-project" for word in options.script_arguments)
+    # Those of the attempt before are in the agent's own variables.
+    is_users = not os.environ.get(WANDB_NOTES, NOTES_HEAD).startswith(NOTES_HEAD)
+    if plan is None or decision.phase != "train" or not wants or is_users:
+        return {}
+    # Imported when it is needed: most jobs do without it.
+    from pipette_launch.report import chosen_line
+
+    runs = replace(plan, chosen=choice or plan.own, keeps_own=choice is None)
+    return {WANDB_NOTES: f"{NOTES_HEAD}{chosen_line(runs)}"}
 
 
 def _patched(head: Sequence[str], patches: Sequence[str]) -> list[str]:

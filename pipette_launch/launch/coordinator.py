@@ -339,5 +339,5 @@ class Coordinator:
             return following
         plan = self._planner.without_what_cannot_load(following.plan, following.job)
         if following.is_worth_keeping:
-            self.cache.keep_plan(plan)
+            self._planner.keep(plan, following.job)
         return self._writer.train(bare, following.job, plan, attempt=0, reason=following.reason)

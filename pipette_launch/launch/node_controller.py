@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
-import sys
 import tempfile
 import time
 import uuid
@@ -19,14 +19,17 @@ from pipette_launch.facts.messages.round import Decision, NodeRecord
 from pipette_launch.launch import commands
 from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, Cache
 from pipette_launch.launch.coordinator import Coordinator
+from pipette_launch.launch.display.metrics import MetricsFile
+from pipette_launch.launch.display.progress import parts_words
+from pipette_launch.launch.display.spans import Spans, phase_attributes
+from pipette_launch.launch.display.terminal import Kept, Terminal
 from pipette_launch.launch.nodes import described
+from pipette_launch.launch.page import add_outcome, existing_page
 from pipette_launch.launch.training.outcome import OutcomeTracker, device_peaks
 from pipette_launch.launch.training.recovery import Recovery
 from pipette_launch.launch.training.slowdown import Slowdown
 from pipette_launch.launch.training.training_signs import has_trained
-from pipette_launch.launch.trials.watch import TrialWatch, trial_words
-from pipette_launch.launch.warmup_progress import ProgressLine, parts_words
-from pipette_launch.printable import printable
+from pipette_launch.launch.trials.watch import TrialWatch
 from pipette_launch.probe.health import inventory
 from pipette_launch.probe.health.released_memory import await_memory
 from pipette_launch.probe.progress import last_error, last_sign
@@ -37,14 +40,13 @@ if TYPE_CHECKING:
 
     from pipette_launch.agent.controller import Node, WorkerCommand
     from pipette_launch.agent.sync.rendezvous import RendezvousSettings
-    from pipette_launch.facts import Choice, Plan
+    from pipette_launch.facts import Choice
     from pipette_launch.facts.messages.failure import Failure
     from pipette_launch.facts.messages.round import AttemptEnd, TrialReport
     from pipette_launch.facts.results.outcome import Outcome, PeakReading
     from pipette_launch.launch.options import Options
     from pipette_launch.probe.progress import Sign
 
-SHOWN_HOSTS = 4
 PROGRESS = "progress"
 WARMUP_GRACE_S = 180.0
 """Imports and set-up of the warm-up, which its budget does not bound."""
@@ -56,17 +58,31 @@ def launch(args: Namespace, options: Options) -> None:
     """Run a job; returns when it has succeeded, raises as torchrun does when it has not."""
     # Made when it is needed: nothing is left of a launcher that a signal ends while it waits for the other nodes.
     folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
+    metrics, spans = MetricsFile(options.metrics_file), Spans(os.environ)
+    has_failed = True
     try:
-        start.run(args, lambda rendezvous_settings: NodeController(options, rendezvous_settings, folder))
+        start.run(args, lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans))
+        has_failed = False
     finally:
+        metrics.ended(failed=has_failed)
+        spans.end()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class NodeController:
     """The controller of one agent (see `agent.controller`): its coordinator decides, and it carries out."""
 
-    def __init__(self, options: Options, rendezvous_settings: RendezvousSettings, folder: Path) -> None:
+    def __init__(
+        self,
+        options: Options,
+        rendezvous_settings: RendezvousSettings,
+        folder: Path,
+        *,
+        metrics: MetricsFile,
+        spans: Spans,
+    ) -> None:
         self._options = options
+        self._metrics, self._spans = metrics, spans
         self._rendezvous_settings = rendezvous_settings
         self._folder = folder
         self._token = uuid.uuid4().hex
@@ -78,8 +94,7 @@ class NodeController:
         self._saved_before = ""
         self._trial, self._recovery = TrialWatch(), Recovery()
         self._slowdown: Slowdown | None = None
-        self._shown: tuple[Plan, int] | None = None
-        self._progress = ProgressLine(sys.stderr, budget_s=options.budget_s)
+        self._terminal = Terminal(options)
         self._leads, self._measured_from_s = False, 0.0
         self.is_training = False
 
@@ -127,16 +142,22 @@ class NodeController:
         self, records: Sequence[NodeRecord], held: Decision | None, lost: Mapping[str, str] | None = None
     ) -> Decision:
         """Decide for all nodes what a new round does; `lost` says of hosts that are gone why they are believed lost."""
+        self._metrics.lost(lost or ())
         return self._coordinator.decide(records, held, lost)
 
     def after_warmup(self, decision: Decision, failure: str) -> Decision:
         """Turn what the warm-up measured into a plan."""
         began_s = time.monotonic()
-        following = self._coordinator.after_warmup(decision, failure)
+        self._terminal.begin("choosing a plan, {:.0f} s".format)
+        try:
+            following = self._coordinator.after_warmup(decision, failure)
+        finally:
+            self._terminal.end()
         measured, now_s = self._coordinator.measurements, time.monotonic()
         if measured is not None and not failure:
             total_s = now_s - self._measured_from_s
-            _say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
+            self._metrics.planned(warmup_s=began_s - self._measured_from_s, search_s=now_s - began_s)
+            self._terminal.say(parts_words(measured.phase_s, plan_s=now_s - began_s, total_s=total_s))
         return following
 
     def after_trial(self, decision: Decision, report: TrialReport) -> Decision:
@@ -154,9 +175,12 @@ class NodeController:
 
     def show(self, decision: Decision, *, speaks: bool) -> None:
         """Take note of what was decided; the coordinator tells the user."""
+        self._terminal.end()
         self._begin_attempt(decision)
+        self._metrics.decided(decision, decides=speaks)
         if not speaks:
             return
+        self._spans.begin(decision.key, phase_attributes(decision))
         try:
             self._tell(decision)
         except self._node.interruption:
@@ -175,7 +199,6 @@ class NodeController:
             self._slowdown = Slowdown(self._options.watch_limit, restarts=restarts)
         self.is_training = decision.phase == "train"
         if decision.phase == "warmup":
-            self._progress = ProgressLine(sys.stderr, budget_s=self._options.budget_s)
             self._measured_from_s = time.monotonic()
         plan = decision.plan
         if plan is None or decision.phase != "train":
@@ -189,52 +212,12 @@ class NodeController:
         self._cache = self._coordinator.cache if decided_here else Cache(self._options.cache, plan.provenance.key)
 
     def _tell(self, decision: Decision) -> None:
-        # Without a plan torch's own words of a failure are all.
-        if decision.reason and not (decision.failed and self._shown is None):
-            _say(decision.reason)
-        if decision.phase == "warmup":
-            _say(
-                f"measuring {sum(decision.num_slots)} slots on {', '.join(decision.hosts[:SHOWN_HOSTS])}"
-                f"{' and others' if len(decision.hosts) > SHOWN_HOSTS else ''}, "
-                f"about {self._options.budget_s:.0f} s at most once their imports are done"
-            )
-        elif decision.phase == "trial" and decision.plan is not None:
-            _say(trial_words(decision, asked=self._options.trials))
-        elif decision.plan is not None:
-            self._show_plan(decision, decision.plan)
-        elif (
-            decision.phase == "stop"
-            and self._options.probe_to is not None
-            and self._coordinator.measurements is not None
-        ):
-            found, path = self._coordinator.measurements, self._options.probe_to
-            sys.stdout.write(report.measured_screen(found, title="pipette probe", saved_to=path))
-            sys.stdout.flush()
-
-    def _show_plan(self, decision: Decision, plan: Plan) -> None:
-        if self._shown == (plan, decision.attempt):
-            return
-        self._shown = (plan, decision.attempt)
-        if decision.is_refitted:
-            return  # The reason names it, and whoever waits for the job to go on needs no more.
-        if decision.attempt > 0:
-            choice = decision.choice
-            what = (
-                f"the next plan, {choice.layout.words()}" if choice else "your own configuration, in torchrun's order"
-            )
-            _say(f"that plan cannot {'go on' if decision.iteration else 'start'}; going on with {what}")
-        else:
-            sys.stderr.write(
-                report.plan_screen(
-                    plan,
-                    self._coordinator.measurements,
-                    arguments=self._options.script_arguments,
-                    new_arguments=decision.script_arguments,
-                    saved_to=self._options.plan or self._cache.plan_path,
-                    unsaved=self._cache.trouble,
-                )
-            )
-            sys.stderr.flush()
+        path = self._cache.plan_path
+        page = None if self._options.plan else existing_page(path)
+        kept = Kept(plan=path, page=page, unsaved=self._cache.trouble)
+        self._terminal.tell(decision, self._coordinator.measurements, kept)
+        if decision.phase == "trial":
+            self._terminal.begin(lambda elapsed_s: self._trial.words(decision, elapsed_s, asked=self._options.trials))
 
     def command(self, decision: Decision) -> WorkerCommand:
         """Return what this node's workers run under a decision."""
@@ -262,18 +245,20 @@ class NodeController:
         self._trial.add(iteration.step_time_s)
         slower = self._slowdown.add(iteration.step_time_s, iteration.iteration) if self._slowdown else ""
         for words in filter(None, (self._recovery.sees(iteration.iteration), slower)):
-            _say(words)
+            self._terminal.warn(words)
+        self._metrics.iterated(iteration.iteration, iteration.step_time_s)
         outcome = self._tracker.add(iteration) if self._tracker else None
         if outcome is not None:
             self._keep_outcome(replace(outcome, peaks=(*outcome.peaks, *self._device_peaks())))
         return True
 
     def _keep_outcome(self, outcome: Outcome) -> None:
+        self._metrics.measured(outcome)
         cache = self._cache
         trouble = cache.keep_outcome(outcome, self._host) if self._host else cache.save(OUTCOME, outcome)
-        _say(report.outcome_line(outcome, None if trouble else cache.path(OUTCOME)))
-        if trouble:
-            _say(trouble)
+        self._terminal.say(report.outcome_line(outcome))
+        if trouble := trouble or add_outcome(existing_page(cache.plan_path), outcome):
+            self._terminal.warn(trouble)
 
     def _device_peaks(self) -> tuple[PeakReading, ...]:
         """What this node's GPUs hold for the job."""
@@ -316,15 +301,16 @@ class NodeController:
         self._leads = leads
         if leads:
             # RANK 0 is the first of this node.
-            self._progress.show(self.warmup_sign(0)[0])
+            self._terminal.warmup_goes_on(self.warmup_sign(0)[0])
 
     def warmup_is_over(self) -> None:
         """Wait until the devices are free again: training needs every byte."""
-        self._progress.close(self.warmup_sign(0)[0] if self._leads else None)
+        self._terminal.warmup_is_over(self.warmup_sign(0)[0] if self._leads else None)
         self._await_devices()
 
     def trial_is_over(self) -> tuple[float, ...]:
         """Wait until the devices are free again; returns the step times that a trial printed here."""
+        self._terminal.end()
         self._await_devices()
         return self._trial.steps_s
 
@@ -338,13 +324,8 @@ class NodeController:
             return
         try:
             for trouble in await_memory(self._host):
-                _say(trouble)
+                self._terminal.warn(trouble)
         except self._node.interruption:
             raise
         except Exception:
             logger.exception("whether the workers' memory is free again cannot be told; the job goes on")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"pipette-launch: {printable(text)}\n")
-    sys.stderr.flush()

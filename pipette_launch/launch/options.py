@@ -38,6 +38,8 @@ class Options:
     cache: Path | None = None
     """Where plans are kept; None keeps none."""
     dry_run: bool = False
+    detail: Literal["quiet", "usual", "verbose"] = "usual"
+    """How much the terminal shows: errors and what was chosen; short screens and progress; all notes and a log."""
     trials: int = defaults.TRIALS
     """How many plans to try beside the user's own configuration before the training; 0 = none."""
     trial_iters: int = defaults.TRIAL_ITERS
@@ -55,6 +57,8 @@ class Options:
     """For the loss of up to so many hosts plans are made ahead, as far as MIN of --nnodes allows."""
     spares: int = 0
     """So many hosts are measured with the others and stand by, as far as MIN of --nnodes allows."""
+    metrics_file: Path | None = None
+    """Where figures of the job are written for Prometheus; None writes none."""
     max_restarts: int = 0
     """--max-restarts."""
 

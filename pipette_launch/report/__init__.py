@@ -3,11 +3,12 @@
 from pipette_launch.report.comparison import comparison_screen
 from pipette_launch.report.health import checkup_screen
 from pipette_launch.report.measured import measured_screen
-from pipette_launch.report.plan import outcome_line, plan_file_screen, plan_screen
+from pipette_launch.report.plan import chosen_line, outcome_line, plan_file_screen, plan_screen
 from pipette_launch.report.prediction import prediction_screen
 
 __all__ = [
     "checkup_screen",
+    "chosen_line",
     "comparison_screen",
     "measured_screen",
     "outcome_line",

@@ -19,6 +19,10 @@ LEAST_WIDTH = 60
 MOST_WIDTH = 120
 BAR_CELLS = 20
 MOST_STAGES = 8
+HEADING = 9
+GAP = 2
+INDENT = HEADING + GAP
+"""Columns that stand before the lines of a section."""
 ASCII = str.maketrans({"─": "-", "█": "#", "░": ".", "→": ">", "·": "|", "•": "*", "…": "~"})
 
 
@@ -69,16 +73,16 @@ def plural(noun: str, count: int) -> str:
     return noun if count == 1 else f"{noun}s"
 
 
-def sheet(sections: Iterable[Section]) -> RenderableType:
-    """Set sections below each other, their headings on the left."""
+def sheet(sections: Iterable[Section], *, has_gaps: bool = True) -> RenderableType:
+    """Set sections below each other, their headings on the left; an empty line between them or none."""
     from rich.table import Table
 
-    rows = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    rows.add_column(width=9, no_wrap=True)
+    rows = Table.grid(padding=(0, GAP, 0, 0), expand=True)
+    rows.add_column(width=HEADING, no_wrap=True)
     rows.add_column(ratio=1)
     for heading, lines in sections:
         for index, line in enumerate(lines):
-            if index == 0 and rows.row_count:
+            if has_gaps and index == 0 and rows.row_count:
                 rows.add_row("", "")
             rows.add_row(text(heading if index == 0 else "", "bold"), line)
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
 NOT_MODELLED = "Not modelled: "
 """The beginning of a note on an effect that the cost model leaves out. Screens count these notes; files list them."""
+FLAG = re.compile(r"(?<![\w-])--[a-z]")
+TELLING = re.compile(
+    r"own configuration|refuses the user's own layout|own layout could not be priced|something else may be running"
+)
 
 
 def rate_words(rate: Rate, world_size: int) -> str:
@@ -48,6 +53,28 @@ def limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
         f"what one device holds, overhead included; the limit of {bytes_text(limit_bytes)} is what is free on the "
         f"fullest device ({bytes_text(free_bytes)}), less the margin of {margin:.0%}"
     )
+
+
+def short_limit_words(limit_bytes: int, free_bytes: int, margin: float) -> str:
+    """Say the same as `limit_words` in one line."""
+    if not free_bytes:
+        return limit_words(limit_bytes, free_bytes, margin)
+    return f"with overhead; limit: {bytes_text(free_bytes)} free on the fullest device, less {margin:.0%}"
+
+
+def advice(notes: Sequence[str]) -> list[str]:
+    """Pick the notes of a plan on which the user can act.
+
+    They name a flag that he can change, speak of what becomes of his own configuration or of other work on hosts, or
+    stand behind the notes on effects that are not modelled, with which a search ends: what was added later is on files,
+    hosts and memory.
+    """
+    later = max((index for index, note in enumerate(notes) if note.startswith(NOT_MODELLED)), default=len(notes))
+    return [
+        note
+        for index, note in enumerate(notes)
+        if not note.startswith(NOT_MODELLED) and (index > later or FLAG.search(note) or TELLING.search(note))
+    ]
 
 
 def without_gaps(notes: Sequence[str], *, what: str, listed: str) -> Iterator[str]:

@@ -7,10 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipette_launch.printable import printable
-from pipette_launch.report.draw import text
+from pipette_launch.report.draw import plural, text
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+
+BETWEEN = "   "
+"""What stands between two changes on a line."""
 
 
 def flag_lines(arguments: Sequence[str], new_arguments: Sequence[str] | None) -> Iterator[Text]:
@@ -25,6 +29,36 @@ def flag_lines(arguments: Sequence[str], new_arguments: Sequence[str] | None) ->
         yield line
 
 
+def packed_flag_lines(
+    arguments: Sequence[str], new_arguments: Sequence[str] | None, *, width: int, most: int
+) -> Iterator[Text]:
+    """What changes for the script, as many changes on a line as fit.
+
+    Args:
+        arguments: as the user gave them.
+        new_arguments: as the script will get them; None for the user's own.
+        width: columns of a line.
+        most: how many lines.
+
+    """
+    from rich.text import Text
+
+    changes = [*flag_lines(arguments, new_arguments)]
+    lines: list[list[Text]] = []
+    used = 0
+    for change in changes:
+        if not lines or used + len(BETWEEN) + len(change) > width:
+            lines.append([])
+            used = -len(BETWEEN)
+        lines[-1].append(change)
+        used += len(BETWEEN) + len(change)
+    for line in lines[:most]:
+        yield Text(BETWEEN).join(line)
+    rest = sum(map(len, lines[most:]))
+    if rest:
+        yield text(f"… and {rest} more {plural('change', rest)}, in the plan file", "dim")
+
+
 def arguments_diff(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, str]]:
     """What changes in a command line: (`~`, flag old → new), (`+`, flag) and (`-`, flag), in the order of flags."""
     before, after = _values_of_flags(old), _values_of_flags(new)
@@ -37,15 +71,28 @@ def arguments_diff(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, st
     return lines + [("+", _joined(flag, values)) for flag, values in after.items() if flag not in before]
 
 
-def paste_text(old: Sequence[str], new: Sequence[str]) -> str:
-    """Flags to append to the job's own, a flag a line; not wrapped, whatever the width, so that a shell takes them."""
+def paste_text(old: Sequence[str], new: Sequence[str], *, width: int = 0) -> str:
+    """Flags to append to the job's own, so that a shell takes them: no flag is wrapped, whatever the width.
+
+    Args:
+        old: as the user gave them.
+        new: as the plan wants them.
+        width: as many flags on a line as fit into so many columns; 0 sets one on each.
+
+    """
     added, deleted = paste_words(old, new)
-    lines: list[list[str]] = []
+    flags: list[list[str]] = []
     for word in added:
-        if word.startswith("--") or not lines:
-            lines.append([])
-        lines[-1].append(word)
-    told = " \\\n".join(f"  {printable(shlex.join(line))}" for line in lines)
+        if word.startswith("--") or not flags:
+            flags.append([])
+        flags[-1].append(word)
+    lines: list[str] = []
+    for one in map(shlex.join, flags):
+        if lines and len(f"  {lines[-1]} {one} \\") <= width:
+            lines[-1] += f" {one}"
+        else:
+            lines.append(one)
+    told = " \\\n".join(f"  {printable(line)}" for line in lines)
     append = f"Append to the script's flags:\n{told}\n" if lines else ""
     return append + (f"And delete these: {printable(' '.join(deleted))}\n" if deleted else "")
 

@@ -18,12 +18,15 @@ HEADINGS = {"stops": "Stops", "slows": "Slows", "fine": "Fine"}
 UNSEEN = "not checked, because one machine alone cannot: clocks that differ between nodes, links, firewalls"
 
 
-def health(verdicts: Sequence[Verdict], *, where: str = "cluster.json") -> Iterator[RenderableType]:
+def health(
+    verdicts: Sequence[Verdict], *, where: str = "cluster.json", most: int = MOST_VERDICTS
+) -> Iterator[RenderableType]:
     """A sentence for each of the first few; devices of one host that have the same kind of fault share one.
 
     Args:
         verdicts: in any order.
         where: what has the rest.
+        most: how many sentences.
 
     """
     from rich.table import Table
@@ -31,15 +34,15 @@ def health(verdicts: Sequence[Verdict], *, where: str = "cluster.json") -> Itera
     groups: dict[tuple[bool, str, str, str], list[Verdict]] = {}
     for one in sorted(verdicts, key=lambda verdict: not verdict.is_sick):
         groups.setdefault((one.is_sick, one.host, one.other_host, one.kind), []).append(one)
-    for shared in [*groups.values()][:MOST_VERDICTS]:
+    for shared in [*groups.values()][:most]:
         more = len(shared) - 1
         also = f" ({more} more {plural('device', more)} of {shared[0].host} likewise)" if more else ""
         row = Table.grid(padding=(0, 1, 0, 0))
         row.add_row(text("!", "bold red") if shared[0].is_sick else text("•", "dim"), text(shared[0].words() + also))
         yield row
-    rest = len(groups) - MOST_VERDICTS
+    rest = len(groups) - most
     if rest > 0:
-        sick = sum(key[0] for key in [*groups][MOST_VERDICTS:])
+        sick = sum(key[0] for key in [*groups][most:])
         of_them = f", {sick} of them sick" if sick else ""
         yield text(f"… and {rest} more {plural('finding', rest)}{of_them}, in {where}", "dim")
 

@@ -1,19 +1,24 @@
-"""The two screens of a plan: of one that the launcher is about to run, and of one that a file holds."""
+"""The screens of a plan: of one that the launcher is about to run, and of one that a file holds; each short or whole.
+
+A short screen fits `MOST_LINES` lines: its listings are cut, and of the notes it has those on which the user can act.
+It says how much is left out and where that can be read.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from pipette_launch.facts import Choice, Measurements, Plan
+from pipette_launch.facts import Measurements, Plan
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.printable import printable
-from pipette_launch.report.draw import Section, bar, breakdown, bullet, plural, render, sheet, stages_shown, text
-from pipette_launch.report.figures import limit_words, memory_bars, rate_words, without_gaps
-from pipette_launch.report.flag_changes import flag_lines, paste_text
-from pipette_launch.report.health import health
+from pipette_launch.report.choice import chosen, memory, step_times, trials
+from pipette_launch.report.draw import INDENT, Section, bullet, columns, plural, render, sheet, text
+from pipette_launch.report.figures import advice
+from pipette_launch.report.flag_changes import flag_lines, packed_flag_lines, paste_text
+from pipette_launch.report.health import MOST_VERDICTS, health
 from pipette_launch.report.measured import what_the_plan_rests_on
 from pipette_launch.report.templates import templates
 from pipette_launch.units import bytes_text, count_text, seconds_text
@@ -22,8 +27,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-MOST_HOST_LINES = 12
+MOST_LINES = 40
+"""A short screen has no more, at 100 columns."""
+LISTINGS = ((6, True), (5, True), (4, True), (4, False), (3, False), (2, False), (1, False))
+"""How many lines a listing of a short screen has at most, and whether empty lines part the sections: the first fits."""
 MOST_REASONS = 5
+OUTCOME_WIDTH = 84
+"""Of 100 columns, without the head of a line."""
 
 
 def plan_screen(
@@ -33,7 +43,9 @@ def plan_screen(
     arguments: Sequence[str],
     new_arguments: Sequence[str] | None,
     saved_to: Path | None,
+    drawn_to: Path | None = None,
     unsaved: str = "",
+    is_whole: bool = False,
     width: int | None = None,
     colour: bool | None = None,
 ) -> str:
@@ -45,20 +57,30 @@ def plan_screen(
         arguments: the script's arguments as the user gave them.
         new_arguments: the arguments that the script will get; None for the user's own.
         saved_to: where the plan file lies, if anywhere.
+        drawn_to: where its report lies, an HTML file, if anywhere.
         unsaved: why there is none, and what to do; empty where none was wanted.
+        is_whole: with all notes and listings, however long that is.
         width: columns; None for the terminal's, 80 without one.
         colour: None for yes on a terminal only.
 
     """
-    sections: tuple[Section, ...] = (
-        ("Measured", what_the_plan_rests_on(plan, measurements)),
-        ("Health", [] if measurements is None else health(measurements.verdicts)),
-        *_choice(plan),
-        ("Flags", flag_lines(arguments, new_arguments)),
-        ("Notes", map(bullet, _notes(plan, saved_to))),
-        ("Plan file", list(_file(saved_to, unsaved))),
-    )
-    return render("pipette-launch", sheet(sections), width=width, colour=colour)
+    wide = columns(width, sys.stderr)
+    where = _where(saved_to, drawn_to, otherwise="--pipette-verbose shows them")
+
+    def draw(most: int | None, has_gaps: bool) -> str:
+        verdicts = () if measurements is None else measurements.verdicts
+        rests_on = list(what_the_plan_rests_on(plan, measurements))
+        sections: tuple[Section, ...] = (
+            ("Measured", rests_on if most is None else rests_on[: max(most, 2)]),
+            ("Health", health(verdicts, most=MOST_VERDICTS if most is None else most) if verdicts else []),
+            *_choice(plan, wide, most),
+            ("Flags", _flags(arguments, new_arguments, wide, most)),
+            ("Notes", _notes(plan, where, most)),
+            ("Plan file", list(_file(saved_to, drawn_to, unsaved))),
+        )
+        return render("pipette-launch", sheet(sections, has_gaps=has_gaps), width=wide, colour=colour)
+
+    return _fitted(draw, is_whole=is_whole)
 
 
 def plan_file_screen(
@@ -66,6 +88,8 @@ def plan_file_screen(
     *,
     title: str,
     saved_to: Path | None,
+    drawn_to: Path | None = None,
+    is_whole: bool = True,
     width: int | None = None,
     colour: bool | None = None,
     stream: TextIO | None = None,
@@ -76,28 +100,58 @@ def plan_file_screen(
         plan: as `pipette plan` made it or a file holds it.
         title: the command that shows it.
         saved_to: where the plan file lies, if anywhere.
+        drawn_to: where its report lies, an HTML file, if anywhere.
+        is_whole: with all notes and listings, however long that is.
         width: columns; None for the terminal's, 80 without one.
         colour: None for yes on a terminal only.
         stream: where it will be shown; None for stdout.
 
     """
-    setting = plan.setting
-    sections: tuple[Section, ...] = (
-        ("Job", _job(plan)),
-        ("Machines", _machines(plan)),
-        *_choice(plan),
-        ("Flags", [] if setting is None else flag_lines(setting.arguments, setting.new_arguments)),
-        ("Dropped", _dropped(plan)),
-        ("Notes", map(bullet, _notes(plan, saved_to, counts_dropped=False))),
-        ("Plan file", [] if saved_to is None else [text(str(saved_to), overflow="fold")]),
-    )
-    screen = render(title, sheet(sections), width=width, colour=colour, stream=stream or sys.stdout)
-    if setting is None:
-        return screen
-    return screen + paste_text(setting.arguments, setting.new_arguments) + _schedule_words(plan)
+    setting, target = plan.setting, stream or sys.stdout
+    wide = columns(width, target)
+    where = _where(saved_to, drawn_to, otherwise="-v shows them, --out FILE keeps them")
+
+    def draw(most: int | None, has_gaps: bool) -> str:
+        # The flags to paste say the same again.
+        changes = [] if setting is None or most is not None else flag_lines(setting.arguments, setting.new_arguments)
+        sections: tuple[Section, ...] = (
+            ("Job", _job(plan)),
+            ("Machines", _machines(plan)),
+            *_choice(plan, wide, most),
+            ("Flags", changes),
+            ("Dropped", _dropped(plan) if most is None else []),
+            ("Notes", _notes(plan, where, most, counts_dropped=most is not None)),
+            ("Plan file", list(_file(saved_to, drawn_to))),
+        )
+        screen = render(title, sheet(sections, has_gaps=has_gaps), width=wide, colour=colour, stream=target)
+        if setting is None:
+            return screen
+        pasted = paste_text(setting.arguments, setting.new_arguments, width=0 if most is None else wide)
+        return screen + pasted + schedule_words(plan)
+
+    return _fitted(draw, is_whole=is_whole)
 
 
-def _schedule_words(plan: Plan) -> str:
+def chosen_line(plan: Plan) -> str:
+    """Say in one line what was chosen, and what it saves."""
+    choice, own = plan.chosen, plan.own
+    words = f"{choice.layout.words()}, {choice.schedule}, {seconds_text(choice.step_time_s)} a step predicted"
+    if plan.keeps_own:
+        return f"your own configuration: {words}"
+    if plan.own_fault or not own.fits:
+        return f"{words}; your own configuration {'cannot run' if plan.own_fault else 'does not fit'}"
+    return f"{words}, {1 - choice.step_time_s / own.step_time_s:.1%} less than your own configuration"
+
+
+def _fitted(draw: Callable[[int | None, bool], str], *, is_whole: bool) -> str:
+    """Draw the whole screen, or the fullest that has no more than MOST_LINES lines."""
+    if is_whole:
+        return draw(None, True)
+    screens = (draw(most, has_gaps) for most, has_gaps in LISTINGS)
+    return next((screen for screen in screens if screen.count("\n") <= MOST_LINES), draw(*LISTINGS[-1]))
+
+
+def schedule_words(plan: Plan) -> str:
     """Say that flags alone do not run a schedule which Megatron lacks."""
     order = None if plan.keeps_own else plan.chosen.order
     if order is None:
@@ -109,42 +163,60 @@ def _schedule_words(plan: Plan) -> str:
     )
 
 
-def _choice(plan: Plan) -> tuple[Section, ...]:
+def _choice(plan: Plan, width: int, most: int | None) -> tuple[Section, ...]:
     """The sections that both screens share: what was chosen and why."""
+    reasons = plan.reasons
+    if most is not None and len(reasons) > most:
+        # The last one says how much faster any other plan could be.
+        reasons = (*reasons[: max(most - 1, 1)], *(reasons[-1:] if most > 1 else ()))
     return (
-        ("Chosen", _chosen(plan)),
-        ("Step time", _step_times(plan)),
-        ("Trials", _trials(plan)),
-        ("Why", map(bullet, plan.reasons)),
-        ("Memory", _memory(plan.chosen)),
-        ("On a loss", templates(plan)),
+        ("Chosen", chosen(plan, width - INDENT, most)),
+        ("Step time", step_times(plan, most)),
+        ("Trials", trials(plan, most)),
+        ("Why", map(bullet, reasons)),
+        ("Memory", memory(plan.chosen, most)),
+        ("On a loss", templates(plan, most)),
     )
 
 
-def _file(saved_to: Path | None, unsaved: str) -> Iterator[Text]:
-    if saved_to is not None:
-        yield text(str(saved_to), overflow="fold")
-    elif unsaved:
+def _flags(
+    arguments: Sequence[str], new_arguments: Sequence[str] | None, width: int, most: int | None
+) -> Iterator[Text]:
+    if most is None:
+        return flag_lines(arguments, new_arguments)
+    return packed_flag_lines(arguments, new_arguments, width=width - INDENT, most=most)
+
+
+def _where(saved_to: Path | None, drawn_to: Path | None, *, otherwise: str) -> str:
+    """Say where one reads what a short screen leaves out."""
+    if drawn_to is not None:
+        return "the report lists them"
+    return "pipette report shows them" if saved_to is not None else otherwise
+
+
+def _file(saved_to: Path | None, drawn_to: Path | None, unsaved: str = "") -> Iterator[Text]:
+    for path in filter(None, (saved_to, drawn_to)):
+        yield text(str(path), overflow="fold")
+    if saved_to is None and unsaved:
         yield text(f"not kept: {unsaved}", "yellow")
 
 
-def outcome_line(outcome: Outcome, saved_to: Path | None) -> str:
-    """Say in one line how the prediction compares with what was measured."""
-    measured = outcome.measured_step
-    shaky = f", spread {measured.spread:.0%}: unstable" if measured.is_unstable else ""
-    where = f" ({saved_to})" if saved_to is not None else ""
-    rate = f" ({rate_words(outcome.rate, outcome.layout.world_size)})" if outcome.rate else ""
+def outcome_line(outcome: Outcome, width: int = OUTCOME_WIDTH) -> str:
+    """Say in one line how the prediction compares with what was measured; tokens a second where they still fit."""
+    measured, error = outcome.measured_step, round(outcome.error, 3)
+    words = f"step {seconds_text(measured.median_s)}, predicted {seconds_text(outcome.predicted_step_s)}"
+    if error:
+        words += f": {abs(error):.{1 if abs(error) < 0.1 else 0}%} too {'long' if error > 0 else 'short'}"
+    if measured.is_unstable:
+        words += f", unstable (spread {measured.spread:.0%})"
     peak = outcome.fullest
-    memory = ""
     if peak is not None:
-        predicted = bytes_text(peak.predicted_bytes)
-        memory = f"; rank {peak.rank} held at most {bytes_text(peak.measured_bytes)}, predicted {predicted}"
-    off = f"{abs(outcome.error):.1%} too {'long' if outcome.error > 0 else 'short'}"
-    return (
-        f"{outcome.layout.words()}: measured {seconds_text(measured.median_s)} a step up to iteration "
-        f"{outcome.last_iteration}{rate}{shaky}, predicted {seconds_text(outcome.predicted_step_s)}, {off}"
-        f"{memory}{where}"
-    )
+        words += f"; memory {bytes_text(peak.measured_bytes)}, predicted {bytes_text(peak.predicted_bytes)}"
+    rate = outcome.rate
+    more = "" if rate is None else f"; {count_text(rate.tokens_per_s)} tokens/s"
+    if rate is not None and rate.mfu is not None:
+        more += f", MFU {rate.mfu:.1%}"
+    return words + more if len(words + more) <= width else words
 
 
 def _job(plan: Plan) -> Iterator[Text]:
@@ -164,122 +236,10 @@ def _machines(plan: Plan) -> Iterator[Text]:
     if plan.setting is None:
         yield text(f"{ranks} {plan.device_kind}")
         return
-    memory = bytes_text(plan.setting.device_memory_bytes)
-    yield text(f"{ranks} {plan.setting.device_name} with {memory}, {plan.setting.machines}")
+    memory_text = bytes_text(plan.setting.device_memory_bytes)
+    yield text(f"{ranks} {plan.setting.device_name} with {memory_text}, {plan.setting.machines}")
     if plan.setting.network:
         yield text(f"between hosts: {plan.setting.network}")
-
-
-def _chosen(plan: Plan) -> Iterator[RenderableType]:
-    """The layout, the parts of its step, and where its ranks sit."""
-    choice = plan.chosen
-    whose = "your own configuration, " if plan.keeps_own else ""
-    line = text(f"{choice.layout.words()}", "bold green")
-    words = f"  {whose}{choice.schedule}, {seconds_text(choice.step_time_s)} a step predicted"
-    line.append(printable(words), "default")
-    yield line
-    if choice.rate:
-        yield text(rate_words(choice.rate, choice.layout.world_size))
-    yield breakdown(choice.breakdown_s, choice.step_time_s)
-    if choice.is_host_order:
-        yield text("ranks in torchrun's own order")
-        return
-    yield from _rank_map(plan)
-
-
-def _rank_map(plan: Plan) -> Iterator[RenderableType]:
-    """Host → ranks, as many hosts on a line as fit."""
-    from rich.columns import Columns
-
-    size = plan.devices_per_host
-    names = max(len(name) for name in plan.hosts)
-    cells = []
-    for index, name in enumerate(plan.hosts):
-        ranks = plan.chosen.placement[index * size : (index + 1) * size]
-        cell = text(f"{name:<{names}} ", "dim")
-        cell.append(rank_ranges(ranks), "default")
-        cells.append(cell)
-    yield text("ranks on each host, in the order of its devices:")
-    yield Columns(cells[: 4 * MOST_HOST_LINES], padding=(0, 3), column_first=True)
-    if len(cells) > 4 * MOST_HOST_LINES:
-        yield text(f"… and {len(cells) - 4 * MOST_HOST_LINES} more hosts, in the plan file")
-
-
-def rank_ranges(ranks: Sequence[int]) -> str:
-    """Ranks in their order, runs written short: `0-3 8 10`."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(str(rank) for rank in run) for run in parts)
-
-
-def _step_times(plan: Plan) -> Iterator[RenderableType]:
-    """The chosen one, the runners-up and the user's own, as bars."""
-    from rich.table import Table
-
-    rows = [(plan.chosen, "chosen, yours" if plan.keeps_own else "chosen")]
-    rows += [(choice, "") for choice in plan.alternatives]
-    if not (plan.keeps_own or plan.own_fault):
-        rows.append((plan.own, "yours" if plan.own.fits else "yours, too large"))
-    longest_s = max(choice.step_time_s for choice, _ in rows)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    for choice, remark in rows:
-        style = "green" if choice is plan.chosen else "default"
-        part = choice.step_time_s / longest_s if longest_s > 0 else 0.0
-        table.add_row(
-            text(seconds_text(choice.step_time_s), style),
-            bar(part, style),
-            text(remark, style),
-            text(choice.layout.words(), style),
-        )
-    yield table
-
-
-def _trials(plan: Plan) -> Iterator[RenderableType]:
-    """What was measured of the plans and of the user's own configuration before the training."""
-    from rich.table import Table
-
-    if plan.trials is None:
-        return
-    runs = plan.trials.runs
-    longest_s = max((run.step.median_s for run in runs if run.step), default=0.0)
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for run in runs:
-        won = (run.layout, run.placement) == (plan.chosen.layout, plan.chosen.placement)
-        style = "green" if won else "default"
-        whose = ", yours" if run.is_own else ""
-        if run.step is None:
-            table.add_row(text("-"), bar(0.0, "red"), text(f"{run.layout.words()}{whose}: {run.failure}", "red"))
-            continue
-        part = run.step.median_s / longest_s if longest_s > 0 else 0.0
-        figures = f"spread {run.step.spread:.0%}, predicted {seconds_text(run.predicted_step_s)}"
-        words = f"{run.layout.words()}{whose}  {figures}"
-        table.add_row(text(seconds_text(run.step.median_s), style), bar(part, style), text(words, style))
-    yield table
-    yield text(
-        f"{plan.trials.iterations} iterations of each trial were timed; all trials took {plan.trials.took_s:.0f} s",
-        "dim",
-    )
-
-
-def _memory(choice: Choice) -> Iterator[RenderableType]:
-    """What each stage's device holds at its peak, against the limit."""
-    shown = choice.memory_shown
-    stages = stages_shown(shown.need_bytes)
-    yield memory_bars([(stage, shown.need_bytes[stage]) for stage in stages], shown.limit_bytes)
-    hidden = len(shown.need_bytes) - len(stages)
-    if hidden:
-        yield text(f"… {hidden} more stages, none of them fuller", "dim")
-    yield text(limit_words(shown.limit_bytes, shown.free_bytes, shown.margin), "dim")
 
 
 def _dropped(plan: Plan) -> Iterator[RenderableType]:
@@ -301,12 +261,20 @@ def _dropped(plan: Plan) -> Iterator[RenderableType]:
     yield table
 
 
-def _notes(plan: Plan, saved_to: Path | None, *, counts_dropped: bool = True) -> Iterator[str]:
-    """What was assumed, one sentence each; how many layouts were dropped, and how many effects are left out."""
+def _notes(plan: Plan, where: str, most: int | None, *, counts_dropped: bool = True) -> Iterator[RenderableType]:
+    """What was assumed, one sentence each, and how many layouts were dropped; a short screen counts the most of it."""
     dropped = sum(plan.dropped.values())
     told: tuple[str, ...] = ()
     if dropped and counts_dropped:
-        most = max(plan.dropped, key=lambda reason: plan.dropped[reason])
-        told = (f"{plan.num_layouts} layouts looked at, {dropped} combinations dropped, most of them because {most}.",)
-    listed = "the plan file lists them" if saved_to is not None else "see the documentation"
-    return without_gaps((*plan.notes, *told), what="", listed=listed)
+        reason = max(plan.dropped, key=lambda reason: plan.dropped[reason])
+        told = (
+            f"{plan.num_layouts} layouts looked at, {dropped} combinations dropped, most of them because {reason}.",
+        )
+    if most is None:
+        yield from map(bullet, (*plan.notes, *told))
+        return
+    shown = advice(plan.notes)[:most]
+    yield from map(bullet, shown)
+    rest = len(plan.notes) + len(told) - len(shown)
+    if rest:
+        yield text(f"{rest} {'more ' if shown else ''}{plural('note', rest)} on what was assumed; {where}", "dim")

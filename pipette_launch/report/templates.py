@@ -13,8 +13,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def templates(plan: Plan) -> Iterator[RenderableType]:
-    """One line for the plan and for each template: nodes, step time, what that is of the plan's, layout, checkpoint."""
+def templates(plan: Plan, most: int | None = None) -> Iterator[RenderableType]:
+    """One line for the plan and for each template: nodes, step time, what that is of the plan's, layout, checkpoint.
+
+    Args:
+        plan: with its templates.
+        most: how many lines; None for all of them.
+
+    """
     from rich.table import Table
 
     if not plan.templates:
@@ -23,7 +29,9 @@ def templates(plan: Plan) -> Iterator[RenderableType]:
     for _ in range(3):
         table.add_column(justify="right", no_wrap=True)
     table.add_column()
-    for one in (plan, *plan.templates):
+    listed = (plan, *plan.templates)
+    kept = listed if most is None else listed[: max(most, 2)]
+    for one in kept:
         runs, before = one.chosen, plan.chosen
         nodes = f"{len(one.hosts)} {plural('node', len(one.hosts))}"
         is_same = one is plan
@@ -32,6 +40,8 @@ def templates(plan: Plan) -> Iterator[RenderableType]:
         style = "green" if is_same else "default"
         table.add_row(text(nodes, style), text(seconds_text(runs.step_time_s), style), text(slower), text(words, style))
     yield table
+    if len(kept) < len(listed):
+        yield text(f"… and {len(listed) - len(kept)} more for fewer nodes, in the plan file", "dim")
 
 
 def checkpoint_words(before: Choice, after: Choice) -> str:

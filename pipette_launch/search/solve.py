@@ -145,7 +145,7 @@ def _scheduled(
     """Choose a schedule that Megatron lacks, where one saves enough; else say what speaks against all of them."""
     fault = unsupported(inputs.job, inputs.cluster)
     if fault:
-        return replace(plan, notes=(f"Schedules beside Megatron's own are left out: {fault}.", *plan.notes))
+        return replace(plan, notes=(*plan.notes, f"Schedules beside Megatron's own are left out: {fault}."))
     over_the_limit = frontier.over_the_limit(live=LEANEST)
     found = best_scheduled(
         inputs, searched.candidates, over_the_limit, plan.chosen, options.schedules, seed=options.seed, is_late=is_late

@@ -119,6 +119,13 @@ def add_reading_flags(parser: ArgumentParser) -> None:
     )
 
 
+def add_detail_flags(parser: ArgumentParser) -> None:
+    """Add the flags that say how much the screen shows."""
+    detail = parser.add_mutually_exclusive_group()
+    detail.add_argument("-q", "--quiet", action="store_true", help="one line: what was chosen and what it saves")
+    detail.add_argument("-v", "--verbose", action="store_true", help="everything, all notes among it")
+
+
 def add_script(
     parser: ArgumentParser,
     *,

@@ -7,10 +7,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipette_launch.errors import UsageError
+from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.printable import printable
 from pipette_launch.tools import flags, planning
 from pipette_launch.tools.flags import Subcommand
+
+if TYPE_CHECKING:
+    from pipette_launch.facts import Plan
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -19,9 +24,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     flags.add_search_flags(parser)
     flags.add_reading_flags(parser)
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write the plan to this file, for --pipette-plan and `pipette compare`"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the plan to this file, for --pipette-plan and `pipette compare`, and its report beside it",
     )
     parser.add_argument("--json", action="store_true", help="print the plan's document instead of a screen")
+    flags.add_detail_flags(parser)
     flags.add_script(parser)
 
 
@@ -29,20 +38,46 @@ def run(args: Namespace) -> int:
     """Print the plan and write its file; returns 0 for every plan, the user's own configuration included."""
     # Parsing --help must not wait for numpy.
     from pipette_launch.facts import files
-    from pipette_launch.report import plan_file_screen
+    from pipette_launch.launch.display.progress import ProgressLine, Ticker
+    from pipette_launch.report import chosen_line, plan_file_screen
 
     problem = planning.problem_of(args)
     if args.out is not None:
         # Before the search, whose plan would be lost.
         with _naming(args.out):
             files.check_writable(args.out)
-    plan = planning.planned(problem, args)
-    if args.out is not None:
-        with _naming(args.out):
-            files.write(args.out, plan, shared=True)
-    screen = files.dumps(plan) + "\n" if args.json else plan_file_screen(plan, title="pipette plan", saved_to=args.out)
-    sys.stdout.write(screen)
+    ticker = Ticker(ProgressLine(sys.stderr, head="pipette plan: "), "searching, {:.0f} s".format)
+    try:
+        plan = planning.planned(problem, args)
+    finally:
+        ticker.stop()
+    page = None if args.out is None else _kept(args.out, plan, problem)
+    if args.json:
+        sys.stdout.write(f"{files.dumps(plan)}\n")
+    elif args.quiet:
+        sys.stdout.write(f"{chosen_line(plan)}\n")
+    else:
+        screen = plan_file_screen(plan, title="pipette plan", saved_to=args.out, drawn_to=page, is_whole=args.verbose)
+        sys.stdout.write(screen)
     return 0
+
+
+def _kept(out: Path, plan: Plan, problem: planning.PlanningProblem) -> Path | None:
+    """Write the plan's file, trace and report; returns where the report lies, if it could be made."""
+    from pipette_launch.facts import files
+    from pipette_launch.launch.page import page_path, write_page
+    from pipette_launch.launch.trace import trace_path, write_trace
+
+    with _naming(out):
+        files.write(out, plan, shared=True)
+        write_trace(trace_path(out), plan, problem.job, problem.measurements, shared=True)
+    page = page_path(out)
+    try:
+        write_page(page, plan, problem.job, problem.measurements, shared=True)
+    except (OSError, PipetteError) as error:
+        sys.stderr.write(f"no report beside {printable(str(out))}: {printable(str(error))}\n")
+        return None
+    return page
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import json
 import pickle
 import socket
 import tempfile
@@ -39,6 +40,7 @@ from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import one_forward_one_backward
 from pipette_launch.forecast.machines import machines_of
 from pipette_launch.launch.training.outcome import OutcomeTracker
+from pipette_launch.launch.training.profile import read_profile
 from pipette_launch.megatron import read_job
 from pipette_launch.megatron.faults import exception_in, explain_failure, failure_of, why_no_plan_helps
 from pipette_launch.megatron.flags import Arguments
@@ -199,6 +201,12 @@ def _tokenizer(data: bytes) -> None:
                 read_vocabulary(Arguments.parse(words, "0.16.1"))
 
 
+def _profile(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name, "a.pt.trace.json").write_bytes(data)
+        read_profile(Path(name))
+
+
 def _log(data: bytes) -> None:
     text = data.decode(errors="replace")
     tracker = OutcomeTracker("0123456789abcdef", CHOICE)
@@ -254,6 +262,25 @@ LOG = b"".join(ITERATION % number for number in range(1, 40)) + (
     b"| max reserved: 4.5\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n"
     b"x.py: error: unrecognized arguments: --typo 3\nx.py: error: argument --seed/-s: invalid int value\n"
 )
+PROFILE = json.dumps(
+    {
+        "distributedInfo": {"rank": 0, "world_size": 2},
+        "traceEvents": [
+            {
+                "ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": 10.0 * at, "dur": 5.0,
+                "args": {"correlation": at // 2},
+            }
+            for at, (category, name) in enumerate(
+                (
+                    ("python_function", "megatron/core/pipeline_parallel/schedules.py(311): forward_step"),
+                    ("python_function", "megatron/core/pipeline_parallel/schedules.py(446): backward_step"),
+                    ("cuda_runtime", "cudaLaunchKernel"),
+                    ("kernel", "gemm"),
+                )
+            )
+        ],
+    }
+).encode()  # fmt: skip
 SAVED = pickle.dumps(
     {
         "args": {
@@ -283,6 +310,7 @@ READERS: dict[str, Reader] = {
     "checkpoint": _checkpoint,
     "tokenizer": _tokenizer,
     "log": _log,
+    "profile": _profile,
     "machines": _machines,
     "rendezvous": _rendezvous,
     "slurm": _slurm,
@@ -294,6 +322,7 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
     "checkpoint": (SAVED, b"Z" + _zipped(SAVED)),
     "tokenizer": (b'{"model": {"vocab": {"a": 1}}, "added_tokens": [{"content": "b"}]}', b"\n\x05hello\n\x02hi"),
     "log": (LOG,),
+    "profile": (PROFILE,),
     "machines": (b"4 8 32 h100-sxm fat-tree-2:1", b"2 2 4 gb200-nvl72 uniform"),
     "rendezvous": (b"host:29400 is_host=1,timeout=60", b"127.0.0.1 join_timeout=1"),
     "slurm": (b"switch.switch.node spine.leaf3.node17 node17",),

@@ -1,8 +1,11 @@
 """What the workers run under a decision."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from launch.worlds import plan
 
 from pipette_launch.facts import Layout, files
@@ -39,6 +42,25 @@ def test_arguments_are_exchanged() -> None:
 
     assert ("-u", "train.py", "--local-rank=${local_rank}", "--lr", "1", "--micro-batch-size", "2") == command.arguments
     assert {"A": "1"} == command.environment
+
+
+def test_a_run_of_wandb_says_which_plan_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs, in its notes; where the user asks for W&B, and has no notes of his own."""
+    asked = replace(OPTIONS, script_arguments=("--wandb-project", "p"))
+    words = ("-u", "train.py", "--wandb-project", "p")
+    planned = replace(DECISION, plan=plan(Layout(pp=2), hosts=("a",)))
+    monkeypatch.delenv("WANDB_NOTES", raising=False)
+
+    def notes(decision: Decision, options: Options) -> str | None:
+        return training(decision, options, "python", words, folder=NOWHERE).environment.get("WANDB_NOTES")
+
+    assert str(notes(planned, asked)).startswith("pipette-launch: tp1 pp2 dp1 mbs1, 1f1b, ")
+    assert str(notes(replace(planned, attempt=9), asked)).startswith("pipette-launch: your own configuration: ")
+    assert (None, None) == (notes(planned, OPTIONS), notes(replace(planned, phase="trial"), asked))
+    monkeypatch.setenv("WANDB_NOTES", "pipette-launch: of an attempt before")
+    assert notes(planned, asked)
+    monkeypatch.setenv("WANDB_NOTES", "mine")
+    assert notes(planned, asked) is None
 
 
 def test_patches_go_before_the_script() -> None:

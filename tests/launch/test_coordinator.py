@@ -18,6 +18,8 @@ from pipette_launch.facts import Layout, Measurements, Plan, files
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.launch.cache.plans import CLUSTER, PLAN
 from pipette_launch.launch.coordinator import Coordinator
+from pipette_launch.launch.page import PAGE
+from pipette_launch.launch.trace import TRACE
 from pipette_launch.launch.training.outcome import OutcomeTracker
 from pipette_launch.megatron import Iteration
 from pipette_launch.probe.options import ProbeOptions
@@ -61,7 +63,7 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     assert again.plan is not None
     assert ("measured", "cached") == (made.plan.provenance.source, again.plan.provenance.source)
     of_job = [path for path in (tmp_path / "cache").glob("*/*") if path.is_file()]
-    assert [PLAN, CLUSTER] == sorted((path.name for path in of_job), reverse=True)
+    assert {PLAN, CLUSTER, PAGE, TRACE} == {path.name for path in of_job}
     assert files.read(next((tmp_path / "cache" / "clusters").glob("*/*")), Measurements) == first.measurements
     assert ("cpu_backend",) == made.patches
     if made.choice is not None:

@@ -16,8 +16,11 @@ from pipette_launch.facts import Layout, Plan, files
 from pipette_launch.facts.messages.round import Decision
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.launch import node_controller as module
+from pipette_launch.launch.display.metrics import MetricsFile
+from pipette_launch.launch.display.spans import Spans
 from pipette_launch.launch.node_controller import NodeController
 from pipette_launch.probe.health import inventory
+from pipette_launch.report.page import plan_page
 
 LINE = (
     " [2026-11-21 10:00:00] iteration {:8d}/     100 | consumed samples:            8 | "
@@ -31,7 +34,11 @@ def begun(folder: Path, **changes: Any) -> NodeController:
     """A node's controller that knows its node."""
     asked = options("--save", str(folder / "ckpt"), device="cpu", cache=folder / "cache", **changes)
     made = NodeController(
-        asked, RendezvousSettings(endpoint="localhost:0", node_rank=-1, may_host_store=True), folder / "own"
+        asked,
+        RendezvousSettings(endpoint="localhost:0", node_rank=-1, may_host_store=True),
+        folder / "own",
+        metrics=MetricsFile(asked.metrics_file),
+        spans=Spans({}),
     )
     made.begin(NODE)
     return made
@@ -122,6 +129,20 @@ def test_an_outcome_lies_beside_the_plan_in_force(tmp_path: Path) -> None:
     assert {"k", "other"} == {path.parent.name for path in tmp_path.glob("cache/*/outcome.json")}
 
 
+def test_an_outcome_is_written_into_the_report(tmp_path: Path) -> None:
+    """That which lies beside the plan in the cache; the plan's own file is not touched."""
+    told, made = begun(tmp_path), plan(Layout(pp=4))
+    folder = tmp_path / "cache" / "k"
+    files.write(folder / "plan.json", made)
+    (folder / "report.html").write_text(plan_page(made))
+    told.show(decision(made), speaks=False)
+    for iteration in range(1, 21):
+        told.saw_line(LINE.format(iteration, 1000.0))
+
+    assert "step, up to iteration 20" in (folder / "report.html").read_text()
+    assert made == files.read(folder / "plan.json", Plan)
+
+
 def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is told all the same, and then why there is no file."""
     (tmp_path / "cache").write_text("no folder")
@@ -131,7 +152,7 @@ def test_an_outcome_that_cannot_be_kept_has_no_path(tmp_path: Path, capsys: pyte
         told.saw_line(LINE.format(iteration, 1000.0))
     outcome, trouble = capsys.readouterr().err.splitlines()[-2:]
 
-    assert "measured 1.00 s a step" in outcome
+    assert "step 1.00 s, predicted 1.00 s" in outcome
     assert "outcome.json" not in outcome
     assert "outcome.json cannot be written (Not a directory)" in trouble
 
@@ -195,7 +216,7 @@ def test_memory_lines_go_into_the_outcome(tmp_path: Path, capsys: pytest.Capture
     assert [(2, 1, 1 << 20, 4 << 20)] == [
         (peak.rank, peak.pp_rank, peak.predicted_bytes, peak.measured_bytes) for peak in outcome.peaks
     ]
-    assert "rank 2 held at most 4.00 MiB, predicted 1.00 MiB" in capsys.readouterr().err
+    assert "memory 4.00 MiB, predicted 1.00 MiB" in capsys.readouterr().err
 
 
 def test_the_driver_tells_what_devices_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

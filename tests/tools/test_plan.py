@@ -23,6 +23,7 @@ from pipette_launch.launch.cache.plan_files import check_belongs, on_real_hosts
 from pipette_launch.report.flag_changes import paste_words
 from pipette_launch.tools import planning
 from pipette_launch.tools.main import main, parser
+from pipette_launch.units import seconds_text
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 FREE = "--budget 60 --fix tp,pp,cp,vpp,order,overlap,recompute,dist_opt"
@@ -54,7 +55,7 @@ def answer(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int | str | 
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A plan file and the screen that came with it."""
     path = tmp_path_factory.mktemp("plans") / "of" / "today" / "a.plan.json"
-    words = f"plan --gpu h100-sxm --nodes 2 --nproc-per-node 4 --out {path} {FREE} {JOB}".split()
+    words = f"plan -v --gpu h100-sxm --nodes 2 --nproc-per-node 4 --out {path} {FREE} {JOB}".split()
     ran = subprocess.run(
         [
             sys.executable,
@@ -96,6 +97,67 @@ def test_the_file_holds_what_the_screen_showed(saved: tuple[Path, str], capsys: 
     assert screen.split("\n", 1)[1] == out.split("\n", 1)[1]
     assert plan == files.loads(Plan, files.dumps(plan), "again")
     assert "imagined" == plan.provenance.source
+
+
+def test_the_report_lies_beside_the_file(saved: tuple[Path, str]) -> None:
+    """The screen says where; it names the step that the file holds, and colleagues can read it as they can the file."""
+    path, screen = saved
+    report = path.with_suffix(".html")
+
+    assert str(report) in screen.replace("\n           ", "")
+    assert seconds_text(files.read(path, Plan).chosen.step_time_s) in report.read_text()
+    assert path.stat().st_mode == report.stat().st_mode
+
+
+def test_a_report_that_cannot_be_written_costs_no_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without jinja2, or where its name is taken by a folder: one sentence says why, and the plan is there."""
+    path = tmp_path / "a.json"
+    path.with_suffix(".html").mkdir()
+    words = f"plan --gpu h100-sxm --nodes 1 --nproc-per-node 4 --out {path} {FREE} {JOB}"
+    code, out, err = answer(words, capsys)
+    assert (0, f"no report beside {path}: ") == (code, err.partition("[")[0])
+    assert "a.html" not in out
+
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    code, _, err = answer(words, capsys)
+    assert (0, 1) == (code, err.count("\n"))
+    assert f"no report beside {path}: a report needs jinja2" in err
+    assert path.exists()
+
+
+def test_a_report_is_made_anew_from_a_file(
+    saved: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what it lacks where no measurements lie beside the plan."""
+    page = tmp_path / "new" / "page.html"
+    code, out, err = answer(f"report {saved[0]} --html {page}", capsys)
+
+    assert (0, "") == (code, out)
+    assert "no cluster.json" in err
+    assert seconds_text(files.read(saved[0], Plan).chosen.step_time_s) in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--html {folder}", "--html {folder}: cannot be written"),
+        (
+            "--cluster {folder}/cluster.json",
+            "--cluster is read for the page and the trace alone; add --html FILE or --trace FILE",
+        ),
+        ("--html {folder}/a.html --cluster {folder}/none.json", "none.json"),
+    ],
+)
+def test_a_report_that_cannot_be_made_is_refused(
+    saved: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, complaint: str
+) -> None:
+    """The complaint names the flag and the file."""
+    code, _, err = answer(f"report {saved[0]} {flags.format(folder=tmp_path)}", capsys)
+
+    assert code != 0
+    assert complaint.format(folder=tmp_path) in err
 
 
 def test_what_a_warm_up_measured_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +233,7 @@ def test_what_lies_together_has_a_note(
     machines: str, flags: str, note: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Userbuffers and the flex dispatcher are planned, and the plan says what it keeps to."""
-    code, out, err = answer(f"plan --gpu {machines} --fix all {JOB} {TOGETHER} {flags}", capsys)
+    code, out, err = answer(f"plan -v --gpu {machines} --fix all {JOB} {TOGETHER} {flags}", capsys)
 
     assert (0, "") == (code, err)
     assert note in " ".join(out.replace("\u2022", "").split())
@@ -301,7 +363,7 @@ def test_a_prediction_and_a_plan_show_the_same_memory(
     files.write(tmp_path / "C", cluster)
     machines = machines.replace("FILE", str(tmp_path / "C"))
     asked = f"{machines} --megatron-version 0.16.1 pretrain_gpt.py {words}"
-    screens = [answer(f"{command} {asked}", capsys)[1] for command in ("predict", "plan --fix all")]
+    screens = [answer(f"{command} {asked}", capsys)[1] for command in ("predict", "plan -v --fix all")]
     predicted, planned = (screen[screen.index("\nMemory  ") :].split("\n\n")[0] for screen in screens)
 
     assert predicted.startswith(f"{planned}\n")
@@ -315,7 +377,9 @@ def test_the_environments_workspaces_count_in_plans_too(
     asked = f"--gpu h100 --nodes 1 --json --megatron-version 0.16.1 pretrain_gpt.py {TEXT}"
 
     def peaks() -> list[int]:
-        predicted, planned = (json.loads(answer(f"{one} {asked}", capsys)[1]) for one in ("predict", "plan --fix all"))
+        predicted, planned = (
+            json.loads(answer(f"{one} {asked}", capsys)[1]) for one in ("predict", "plan -v --fix all")
+        )
         return [predicted["stages"][0]["peak_bytes"], planned["chosen"]["memory"]["need_bytes"][0]]
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -425,7 +489,24 @@ def test_the_flags_are_frozen() -> None:
         "--nproc-per-node",
         "--nproc_per_node",
         "--out",
+        "--quiet",
         "--schedules",
         "--seed",
+        "--verbose",
         "--world-size",
     } == flags
+
+
+def test_how_much_is_shown(saved: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A screen of 40 lines without notes that ask for nothing; one line with -q, of a plan file too."""
+    words = f"--gpu h100-sxm --nodes 2 --nproc-per-node 4 {FREE} {JOB}"
+    screen, line, of_file = (
+        answer(one, capsys)[1] for one in (f"plan {words}", f"plan -q {words}", f"report -q {saved[0]}")
+    )
+
+    assert 40 >= screen.count("\n")
+    assert "Nothing was measured" not in screen
+    assert "notes on what was assumed; -v shows them, --out FILE keeps them" in " ".join(screen.split())
+    assert line == of_file
+    assert 1 == line.count("\n")
+    assert "a step predicted" in line

@@ -16,7 +16,7 @@ from pipette_launch.cost.pipeline.dependencies import Dependencies, Ints
 from pipette_launch.cost.pipeline.order import Order
 from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
 from pipette_launch.errors import FactError
-from pipette_launch.facts.schedule import FORWARD, INPUT, WEIGHT, Schedule
+from pipette_launch.facts.schedule import FORWARD, INPUT, WEIGHT, Columns, Schedule
 
 Floats = NDArray[np.float64]
 
@@ -57,6 +57,11 @@ class Engine:
     def meets_receivers(self) -> bool:
         """Whether some messages meet their receivers; a schedule alone does not say how its messages travel."""
         return isinstance(self._order, Order) and (self._order.rendezvous or self._order.blocking_ends)
+
+    @property
+    def columns(self) -> Columns:
+        """Its actions, rank after rank, as a `Timeline` has them."""
+        return self._order.columns
 
     @property
     def num_prepared(self) -> int:

@@ -17,6 +17,8 @@ from pipette_launch.launch.cache.measurements import MachineMeasurements
 from pipette_launch.launch.cache.plan_files import adopt, kept_together, named_plan, suited
 from pipette_launch.launch.cache.plans import PLAN, Cache, key_of
 from pipette_launch.launch.cache.shortages import ShortageFile
+from pipette_launch.launch.page import page_path, write_page
+from pipette_launch.launch.trace import trace_path, write_trace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -212,9 +214,21 @@ class Planner:
         )
         notes = (*plan.notes, f"{told[0].upper()}{told[1:]}.") if told else plan.notes
         plan = replace(plan, other_hosts=tuple(spares), notes=notes)
-        self.cache.keep_plan(plan, measurements)
         self.measurements, self.surveyed = measurements, surveyed
+        self.keep(plan, job)
         return plan
+
+    def keep(self, plan: Plan, job: Job) -> None:
+        """Keep a plan of the measurements in force, with report and trace; where that fails, the log says why."""
+        self.cache.keep_plan(plan, self.measurements)
+        path = self.cache.plan_path
+        if path is None:
+            return
+        try:
+            write_trace(trace_path(path), plan, job, self.measurements)
+            write_page(page_path(path), plan, job, self.measurements)
+        except (OSError, PipetteError) as error:
+            logger.warning("report or trace is missing beside %s: %s", path, error)
 
     def _bound_words(self) -> str:
         """Say what new plans must leave free because one ran out of memory, and how to forget it; empty for none."""

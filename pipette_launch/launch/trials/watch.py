@@ -40,6 +40,11 @@ class TrialWatch:
         """The step times so far."""
         return tuple(self._steps_s)
 
+    def words(self, decision: Decision, elapsed_s: float, *, asked: int) -> str:
+        """Say how far the trial is; only the node of the last rank hears its iterations."""
+        heard = f"iteration {len(self._steps_s)} of {decision.iterations}, " if self._steps_s else ""
+        return f"trial {_number(decision, asked=asked)}: {_what(decision)}, {heard}{elapsed_s:.0f} s"
+
     @property
     def patience_s(self) -> tuple[float, float]:
         """After how long without the first iteration, and without each later one, a trial counts as hung."""
@@ -49,7 +54,13 @@ class TrialWatch:
 
 def trial_words(decision: Decision, *, asked: int) -> str:
     """Say which trial begins, of how many."""
+    return f"trial {_number(decision, asked=asked)}: {_what(decision)}, {decision.iterations} iterations"
+
+
+def _number(decision: Decision, *, asked: int) -> str:
     assert decision.plan is not None
-    num_plans = min(asked, len(decision.plan.contenders()))
-    what = decision.choice.layout.words() if decision.choice else "your own configuration"
-    return f"trial {decision.trial + 1} of {num_plans + 1}: {what}, {decision.iterations} iterations"
+    return f"{decision.trial + 1} of {min(asked, len(decision.plan.contenders())) + 1}"
+
+
+def _what(decision: Decision) -> str:
+    return decision.choice.layout.words() if decision.choice else "your own configuration"

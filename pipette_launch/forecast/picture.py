@@ -1,0 +1,138 @@
+"""What a report draws of a plan and its file does not hold: every pass of a step, and each stage's memory by kind."""
+
+# A = actions of all pipeline ranks, rank after rank, each in its own order; S = stages (model chunks).
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.memory.overhead import overhead_of
+from pipette_launch.cost.step.assemble import pipelines, stage_times
+from pipette_launch.cost.step.predictor import Predictor
+from pipette_launch.cost.step.work import LayoutWork, Prices
+from pipette_launch.facts import Choice, Job, Measurements, Plan
+from pipette_launch.facts.schedule import KINDS
+from pipette_launch.forecast.stages import closed_form, scaled
+
+AFTER = ("embedding_gradients", "optimizer", "parameter_gather")
+"""Parts of a step's breakdown that follow its gradients, in their order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnStep:
+    """One step of the pipeline whose passes take longest, action by action; times are those of the plan."""
+
+    pp: int
+    num_microbatches: int
+    rank_A: tuple[int, ...]
+    stage_A: tuple[int, ...]
+    kind_A: tuple[str, ...]
+    """`F` forward, `B` backward, `I` and `W` its halves."""
+    microbatch_A: tuple[int, ...]
+    start_s_A: tuple[float, ...]
+    end_s_A: tuple[float, ...]
+    exposed_s_S: tuple[tuple[float, float], ...]
+    """Of one forward and of one backward: what its collectives take beyond the compute that hides them."""
+    after_s: tuple[tuple[str, float], ...]
+    """What follows the last backward, part by part."""
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last backward ends."""
+        return max(self.end_s_A)
+
+    @property
+    def total_s(self) -> float:
+        """The step."""
+        return self.makespan_s + sum(seconds for _, seconds in self.after_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picture:
+    """All of it, for the chosen configuration and the user's own."""
+
+    chosen: DrawnStep
+    own: DrawnStep | None
+    """None where the own configuration is the chosen one, or cannot run."""
+    memory_bytes: tuple[dict[str, int], ...]
+    """Of the chosen one, for each pipeline rank: bytes by kind; they sum to what the plan says that the rank needs."""
+
+
+def picture_of(plan: Plan, job: Job, measurements: Measurements) -> Picture:
+    """Work out what a report draws.
+
+    Args:
+        plan: made for this job from these measurements.
+        job: as the arguments of the plan were read.
+        measurements: what the plan was priced by, its hosts in the order of the plan's.
+
+    Raises:
+        PlanError: the plan is for other machines.
+
+    """
+    predictor = Predictor(job, measurements)
+    draws_own = not (plan.keeps_own or plan.own_fault)
+    return Picture(
+        chosen=_drawn(predictor, plan.chosen),
+        own=_drawn(predictor, plan.own) if draws_own else None,
+        memory_bytes=_memory(job, plan.chosen, measurements),
+    )
+
+
+def _drawn(predictor: Predictor, choice: Choice) -> DrawnStep:
+    schedule = choice.order.schedule() if choice.order else None
+    cost = predictor.placement_cost(choice.layout, schedule)
+    step = predictor.step_time(choice.layout, choice.placement, schedule)
+    work, prices = cost.work, cost.prices(choice.placement)
+    times = stage_times(work, prices)
+    timeline = work.engine.timeline(times)
+    # What earlier outcomes taught is in the plan's step, and in no part of the model's.
+    factor = choice.step_time_s / step.total_s
+    columns = work.engine.columns
+    starts, ends = (
+        [second * factor for rank in rows for second in rank] for rows in (timeline.start_s, timeline.end_s)
+    )
+    after = [(name, step.breakdown_s.get(name, 0.0) * factor) for name in AFTER]
+    gradients_s = choice.step_time_s - max(ends) - sum(seconds for _, seconds in after)
+    return DrawnStep(
+        pp=choice.layout.pp,
+        num_microbatches=work.num_microbatches,
+        rank_A=tuple(columns.rank_A.tolist()),
+        stage_A=tuple(columns.stage_A.tolist()),
+        kind_A=tuple(KINDS[kind] for kind in columns.kind_A.tolist()),
+        microbatch_A=tuple(columns.microbatch_A.tolist()),
+        start_s_A=tuple(starts),
+        end_s_A=tuple(ends),
+        exposed_s_S=tuple(map(tuple, (factor * _exposed_s_S2(work, prices)).tolist())),
+        after_s=(("data_parallel", max(0.0, gradients_s)), *after),
+    )
+
+
+def _exposed_s_S2(work: LayoutWork, prices: Prices) -> NDArray[np.float64]:
+    """What the exchanges of one forward and of one backward add to them, on the pipeline of `stage_times`."""
+    stages = len(work.rank_S)
+    with_D, _ = pipelines(work, prices)
+    without_D, _ = pipelines(work, replace(prices, exchange_s_PD=tuple(map(np.zeros_like, prices.exchange_s_PD))))
+    slowest = int(with_D[: 2 * stages].sum(axis=0).argmax())
+    added: NDArray[np.float64] = (with_D - without_D)[: 2 * stages, slowest].reshape(2, stages).T
+    return added
+
+
+def _memory(job: Job, choice: Choice, measured: Measurements) -> tuple[dict[str, int], ...]:
+    """Split what the plan says that each rank needs as the formulas split it."""
+    device = measured.cluster.hosts[0].devices[0]
+    chosen = replace(job, own=choice.layout)
+    overhead = overhead_of(
+        chosen,
+        choice.layout,
+        device_kind=device.kind,
+        device_name=device.name,
+        measured_bytes=measured.overhead_bytes,
+        apart=measured.overhead,
+    )
+    stages = closed_form(chosen, range(choice.layout.pp), overhead, measured=measured).stages
+    needs = choice.memory_shown.need_bytes
+    return tuple(scaled(stage.parts_bytes, need) for stage, need in zip(stages, needs, strict=True))

@@ -1,0 +1,129 @@
+"""How far a warm-up, a search or a trial is: a line that changes on a terminal, now and then a line in a log."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from threading import Event, Thread
+from typing import TYPE_CHECKING, TextIO
+
+from pipette_launch.printable import printable
+
+if TYPE_CHECKING:
+    from pipette_launch.probe.progress import PhaseEnd, Sign
+
+HEAD = "pipette-launch: "
+REFRESH_S = 0.2
+LOG_S = 10.0
+"""A log gets at most a line in so many seconds."""
+CLEAR = "\r\x1b[K"
+"""Back to the first column, and nothing on the line."""
+
+
+class ProgressLine:
+    """Shows what goes on at present."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        head: str = HEAD,
+        is_terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream = stream
+        self._head = head
+        self._clock = clock
+        self._began_s = self._shown_s = clock()
+        self._is_terminal = _changes_lines(stream) if is_terminal is None else is_terminal
+        self._num_ended = 0
+        self._line = ""
+
+    def show(self, running: Callable[[float], str], ended: Sequence[str] = ()) -> None:
+        """Show it, now or soon; cheap to call often.
+
+        Args:
+            running: says what goes on, when it is told for how many seconds.
+            ended: what has ended so far, in order; a log gets these in place of what goes on.
+
+        """
+        now_s = self._clock()
+        if now_s - self._shown_s < (REFRESH_S if self._is_terminal else LOG_S):
+            return
+        self._shown_s = now_s
+        words = printable(f"{self._head}{running(now_s - self._began_s)}")
+        if not self._is_terminal:
+            if not self._log(ended):
+                self._stream.write(f"{words}\n")
+        else:
+            # A line that is too long would wrap, and then it could not be taken back.
+            line = words[: shutil.get_terminal_size().columns - 1]
+            if line != self._line:
+                self._stream.write(f"{CLEAR}{line}")
+                self._line = line
+        self._stream.flush()
+
+    def close(self, ended: Sequence[str] = ()) -> None:
+        """Take the line off the screen; a log gets what has ended and is not in it."""
+        if self._line:
+            self._stream.write(CLEAR)
+            self._line = ""
+        if not self._is_terminal:
+            self._log(ended)
+        self._stream.flush()
+
+    def _log(self, ended: Sequence[str]) -> bool:
+        """Write what has ended since the last line, on one; false where nothing has."""
+        news = ended[self._num_ended :]
+        self._num_ended = len(ended)
+        if news:
+            self._stream.write(printable(f"{self._head}{'; '.join(news)}") + "\n")
+        return bool(news)
+
+
+class Ticker:
+    """Shows a progress line again and again from a thread of its own, while the caller's works."""
+
+    def __init__(self, line: ProgressLine, running: Callable[[float], str]) -> None:
+        self._line = line
+        self._running = running
+        self._is_over = Event()
+        self._thread = Thread(target=self._run, name="progress", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take the line off the screen."""
+        self._is_over.set()
+        self._thread.join()
+        self._line.close()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(REFRESH_S):
+            self._line.show(self._running)
+
+
+def running_words(sign: Sign, elapsed_s: float, budget_s: float) -> str:
+    """What a terminal shows while the warm-up runs; the budget counts from when all workers have started."""
+    if not sign.ended:
+        return f"{sign.where()}, {elapsed_s:.0f} s"
+    of_budget = f"{max(elapsed_s - sign.ended[0].seconds, 0.0):.0f} of about {budget_s:.0f} s"
+    done = ", ".join(f"{ended.phase} {ended.seconds:.1f} s" for ended in sign.ended)
+    return f"{of_budget}; {sign.where()}; done: {done}"
+
+
+def ended_words(ended: PhaseEnd) -> str:
+    """What a log keeps of a phase of the warm-up."""
+    words = f": {ended.words}" if ended.words else ""
+    return f"{ended.phase} {ended.seconds:.1f} s{words}"
+
+
+def parts_words(phase_s: Mapping[str, float], *, plan_s: float, total_s: float) -> str:
+    """What the warm-up took, and its parts; what lies between them is what it took to start and end processes."""
+    parts = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phase_s.items())
+    return f"the warm-up took {total_s:.1f} s: {parts}, plan {plan_s:.1f}"
+
+
+def _changes_lines(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"

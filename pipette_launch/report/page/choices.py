@@ -1,0 +1,202 @@
+"""The choice and its alternatives: figures in large, what it changes, points of step time against memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipette_launch.facts import Choice, Plan
+from pipette_launch.report.page.memory import limit_in_view
+from pipette_launch.report.page.pieces import Axis, Segment, Table, bar, legend
+from pipette_launch.report.templates import checkpoint_words
+from pipette_launch.units import GIB, MIB, bytes_text, count_text, flops_text, seconds_text
+
+PARTS = (
+    "compute",
+    "recompute",
+    "tensor parallel",
+    "context parallel",
+    "expert parallel",
+    "pipeline transfer",
+    "bubble",
+    "data parallel",
+    "embedding gradients",
+    "optimizer",
+    "parameter gather",
+)
+"""Parts of a step, in the order in which they are drawn and coloured."""
+
+
+def tiles(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """Return id, name, figure and remark of what a reader wants to know first."""
+    chosen, own = plan.chosen, plan.own
+    step = "" if plan.keeps_own or plan.own_fault else f"yours: {seconds_text(own.step_time_s)}"
+    found = [("step", "Step, predicted", seconds_text(chosen.step_time_s), step)]
+    if plan.keeps_own:
+        found.append(("saved", "Your own layout", "stays", "nothing else is better by the margin"))
+    elif plan.own_fault:
+        found.append(("saved", "Your own layout", "cannot run", "the reason stands below"))
+    else:
+        saved_s = own.step_time_s - chosen.step_time_s
+        remark = f"{seconds_text(saved_s)} of each step" if saved_s > 0 else "see why below"
+        if not own.fits:
+            remark = "but yours does not fit in memory"
+        found.append(("saved", "Saved", f"{saved_s / own.step_time_s:.1%}", remark))
+    memory = chosen.memory_shown
+    spare = memory.limit_bytes - max(memory.need_bytes)
+    fit = f"fits: {bytes_text(spare)} below the limit" if spare >= 0 else f"too much by {bytes_text(-spare)}"
+    found.append(("memory-need", "Memory, fullest device", bytes_text(max(memory.need_bytes)), fit))
+    if chosen.rate:
+        mfu = "" if chosen.rate.mfu is None else f", MFU {chosen.rate.mfu:.1%}"
+        each = f"{flops_text(chosen.rate.flops_per_s)} on each device{mfu}"
+        found.append(("rate", "Tokens a second", count_text(chosen.rate.tokens_per_s), each))
+    if plan.gap is not None:
+        found.append(("gap", "Above the lower bound", f"{plan.gap:.1%}", "no legal layout can save more"))
+    return found
+
+
+def what_changes(plan: Plan) -> Table:
+    """Set the chosen configuration beside the user's own, name by name."""
+    shown = [plan.chosen] if plan.keeps_own or plan.own_fault else [plan.own, plan.chosen]
+    columns = [_configuration(choice, plan) for choice in shown]
+    rows = [
+        (name, *cells)
+        for name, *cells in zip(columns[0], *(column.values() for column in columns), strict=True)
+        if not set(cells) <= {"", "no", "none"} and not (name in RARE and set(cells) == {1})
+    ]
+    head = ("", "yours", "chosen") if len(shown) > 1 else ("", "yours" if plan.keeps_own else "chosen")
+    return Table("Yours and the chosen configuration" if len(shown) > 1 else "The configuration", head, rows)
+
+
+RARE = ("context parallel (cp)", "expert parallel (ep)", "virtual stages (vpp)", "expert tensor parallel (etp)")
+"""Rows that are left out where all of them are 1."""
+
+
+def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
+    layout, recompute = choice.layout, choice.layout.recompute
+    setting = plan.setting
+    again = " ".join(filter(None, (recompute.granularity, str(recompute.num_layers or ""), *recompute.modules)))
+    return {
+        "tensor parallel (tp)": layout.tp,
+        "pipeline parallel (pp)": layout.pp,
+        "data parallel (dp)": layout.dp,
+        "context parallel (cp)": layout.cp,
+        "expert parallel (ep)": layout.ep,
+        "expert tensor parallel (etp)": layout.etp if layout.ep > 1 else 1,
+        "virtual stages (vpp)": layout.vpp,
+        "schedule": choice.schedule,
+        "micro-batch (mbs)": layout.micro_batch_size,
+        "micro-batches a step": layout.num_microbatches(setting.global_batch_size) if setting else "",
+        "sequence parallel (seq-par)": _yes(layout.sequence_parallel),
+        "distributed optimizer (dist-opt)": _yes(layout.use_distributed_optimizer),
+        "overlapped gradients (overlap)": _yes(layout.overlap_grad_reduce),
+        "overlapped parameter gather": _yes(layout.overlap_param_gather),
+        "recompute": again,
+        "layers on each stage": " ".join(map(str, layout.layers_per_chunk)),
+        "step, predicted": seconds_text(choice.step_time_s),
+        "fullest device": bytes_text(max(choice.memory_shown.need_bytes)),
+    }
+
+
+def _yes(is_on: bool) -> str:
+    return "yes" if is_on else "no"
+
+
+def _listed(plan: Plan) -> list[tuple[str, str, Choice]]:
+    """Every configuration that the plan names: its mark, its role in words, itself."""
+    listed = [("chosen", "chosen, yours" if plan.keeps_own else "chosen", plan.chosen)]
+    listed += [("alternative", "alternative", choice) for choice in plan.alternatives]
+    if not (plan.keeps_own or plan.own_fault):
+        listed.append(("yours", "yours" if plan.own.fits else "yours, too large", plan.own))
+    return listed
+
+
+def alternatives(plan: Plan) -> dict[str, Any]:
+    """Place every configuration of the plan by its step time and the memory of its fullest rank."""
+    listed = _listed(plan)
+    sizes = [max(choice.memory_shown.need_bytes) for _, _, choice in listed]
+    across = Axis.around([choice.step_time_s for _, _, choice in listed])
+    limit = plan.chosen.memory_shown.limit_bytes
+    shows_limit = limit_in_view(limit, max(sizes))
+    unit, unit_name = (GIB, "GiB") if max(sizes) >= GIB else (MIB, "MiB")
+    up = Axis.around([size / unit for size in (*sizes, *([limit] if shows_limit else []))], from_zero=True)
+    best = front([(choice.step_time_s, size) for (_, _, choice), size in zip(listed, sizes, strict=True)])
+    points, rows = [], []
+    for index, ((mark, role, choice), size) in enumerate(zip(listed, sizes, strict=True)):
+        words, step, memory = choice.layout.words(), seconds_text(choice.step_time_s), bytes_text(size)
+        points.append(
+            {
+                "mark": mark,
+                "tip": f"{role}: {words}, {choice.schedule}\n{step} a step, {memory} on the fullest device",
+                "step_s": choice.step_time_s,
+                "bytes": size,
+                "x": across.percent(choice.step_time_s),
+                "y": up.percent(size / unit),
+                "is_best": index in best,
+            }
+        )
+        rows.append((words, role, step, memory, choice.schedule, "yes" if index in best else ""))
+    return {
+        "points": points,
+        "marks": [mark for mark in ("chosen", "alternative", "yours") if any(mark == one[0] for one in listed)],
+        "front": sorted((point["x"], point["y"]) for point in points if point["is_best"]),
+        "x_ticks": [tick for tick in across.second_ticks(5) if 2 < tick[0] < 98],
+        "y_ticks": [(up.percent(tick), f"{tick:g} {unit_name}") for tick in up.ticks()],
+        "limit": up.percent(limit / unit) if shows_limit else None,
+        "limit_words": bytes_text(limit),
+        "table": Table("Configurations", ("layout", "which", "step", "memory", "schedule", "on the front"), rows),
+    }
+
+
+def front(points: list[tuple[float, int]]) -> set[int]:
+    """Return the places of those that nothing beats in both time and memory (the Pareto front)."""
+    return {
+        index
+        for index, (step_s, size) in enumerate(points)
+        if not any(
+            other_s <= step_s and other <= size and (other_s, other) != (step_s, size) for other_s, other in points
+        )
+    }
+
+
+def tables_of_the_search(plan: Plan) -> list[Table]:
+    """What fell out and why, and what the job goes on with after a loss; tables without rows are left out."""
+    dropped = sorted(plan.dropped.items(), key=lambda item: -item[1])
+    losses = [
+        (
+            f"{len(one.hosts)} hosts",
+            seconds_text(one.chosen.step_time_s),
+            f"{one.chosen.step_time_s / plan.chosen.step_time_s - 1:+.0%}",
+            one.chosen.layout.words(),
+            checkpoint_words(plan.chosen, one.chosen),
+        )
+        for one in plan.templates
+    ]
+    found = [
+        Table("Combinations that fell out", ("reason", "layouts"), [(why, f"{count:,}") for why, count in dropped]),
+        Table("Plans for fewer hosts", ("left", "step", "longer", "layout", "checkpoint"), losses),
+    ]
+    return [table for table in found if table.rows]
+
+
+def step_parts(plan: Plan) -> dict[str, Any]:
+    """Cut the steps of the chosen configuration and of the user's own into their parts, on one scale."""
+    shown = [("chosen", plan.chosen)]
+    if not (plan.keeps_own or plan.own_fault):
+        shown.append(("yours", plan.own))
+    longest_s = max(choice.step_time_s for _, choice in shown)
+    bars, rows = [], []
+    for name, choice in shown:
+        parts = {part.replace("_", " "): seconds for part, seconds in choice.breakdown_s.items()}
+        segments = [
+            Segment(part, parts[part], seconds_text(parts[part]))
+            for part in sorted(parts, key=lambda part: PARTS.index(part) if part in PARTS else len(PARTS))
+            if parts[part] > 0
+        ]
+        total = seconds_text(choice.step_time_s)
+        bars.append(bar(name, segments, kinds=PARTS, whole=longest_s, total=total))
+        rows += [(one.name, name, one.text, f"{one.size / choice.step_time_s:.1%}") for one in segments]
+    return {
+        "bars": bars,
+        "legend": legend(bars),
+        "table": Table("Parts of the step", ("part", "of", "time", "share"), rows),
+    }

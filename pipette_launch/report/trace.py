@@ -1,0 +1,218 @@
+"""The predicted steps of a plan, and what was measured, as a trace: JSON in Chrome's trace event format, for Perfetto.
+
+Every event that lasts is a complete event (`ph` is `X`) with its start `ts` and its length `dur` in microseconds. A
+process (`pid`) is one thing to look at, a thread (`tid`) is one of its tracks.
+"""
+
+# A = actions of all pipeline ranks.
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from pipette_launch.facts import Choice, ComputeTime, Links, Measurements, Plan
+from pipette_launch.facts.results.outcome import Outcome
+from pipette_launch.facts.results.profiled import ProfiledRank
+from pipette_launch.forecast.picture import DrawnStep, Picture
+from pipette_launch.report.trace_events import PASSES, Event, in_line, named, span
+from pipette_launch.report.trace_profile import profile_events
+from pipette_launch.units import rate_text, seconds_text
+
+MOST_PASSES = 10_000
+"""Of one configuration: some 2 MB with what the passes exchange. Of more, the middle of each track is left out."""
+MOST_TRACKS = 100
+"""Of layers, each in the shape of one layout."""
+MOST_LINKS = 300
+"""The slowest ones are drawn."""
+MOST_STEPS = 200
+"""Measured ones."""
+SHORTEST_S = 1e-9
+"""What is shorter rounds to nothing, and is not drawn."""
+MESSAGE_BYTES = 1 << 20
+"""A link is drawn as long as it takes to send so much."""
+AFTER = {
+    "data_parallel": "gradient reduction",
+    "embedding_gradients": "embedding gradients",
+    "optimizer": "optimizer",
+    "parameter_gather": "parameter gather",
+}
+CHOSEN, PROFILED, OWN, STEPS, LAYERS, LINKS = range(1, 7)
+"""Processes."""
+
+
+def trace_text(
+    plan: Plan,
+    measurements: Measurements | None,
+    picture: Picture | None,
+    outcome: Outcome | None = None,
+    profiled: Sequence[ProfiledRank] = (),
+) -> str:
+    """Write the trace.
+
+    Args:
+        plan: whose steps it shows.
+        measurements: what the plan was priced by; None leaves out layers and links.
+        picture: the passes of its step; None leaves them out.
+        outcome: what the plan's training took, where it ran.
+        profiled: measured passes of some ranks of the chosen configuration.
+
+    Raises:
+        PlanError: the measured passes are not those of the plan.
+
+    """
+    left_out: list[str] = []
+    events: list[Event] = []
+    if picture is not None:
+        events += _step(CHOSEN, f"predicted, chosen: {_words(plan.chosen)}", picture.chosen, left_out)
+        events += profile_events(PROFILED, plan, picture.chosen, profiled)
+        if picture.own is not None:
+            events += _step(OWN, f"predicted, yours: {_words(plan.own)}", picture.own, left_out)
+    events += _steps(plan, outcome, left_out)
+    if measurements is not None:
+        how = "assumed" if plan.provenance.source == "imagined" else "measured"
+        events += _layers(measurements, how, left_out)
+        events += _links(measurements, how, left_out)
+    about = {"made_by": "pipette-launch", "plan": plan.provenance.key, "left_out": left_out or ["nothing"]}
+    document = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+    return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _words(choice: Choice) -> str:
+    return f"{choice.layout.words()}, {choice.schedule}, {seconds_text(choice.step_time_s)} a step"
+
+
+def _step(pid: int, title: str, step: DrawnStep, left_out: list[str]) -> Iterator[Event]:
+    """One track for each pipeline rank: its passes, what they exchange and nothing hides, and the end of the step."""
+    yield named("process_name", pid, 0, title)
+    rows: dict[int, list[int]] = {rank: [] for rank in range(step.pp)}
+    for index, rank in enumerate(step.rank_A):
+        rows[rank].append(index)
+    each = max(MOST_PASSES // step.pp, 2)
+    missing = 0
+    for rank, row in rows.items():
+        at = pid, rank + 1
+        yield named("thread_name", *at, f"pipeline rank {rank}")
+        head, tail = (row, []) if len(row) <= each else (row[: each // 2], row[-(each // 2) :])
+        for index in (*head, *tail):
+            yield from _pass(step, index, at)
+        if tail:
+            gap = len(row) - len(head) - len(tail)
+            missing += gap
+            ends = step.end_s_A[head[-1]], step.start_s_A[tail[0]]
+            yield span(f"{gap} passes are left out", "left out", at, *ends)
+        yield from _after(step, at)
+    if missing:
+        left_out.append(f"{missing} of {len(step.rank_A)} passes of {title}, in the middle of each track")
+
+
+def _pass(step: DrawnStep, index: int, at: tuple[int, int]) -> Iterator[Event]:
+    kind, stage, micro_batch = step.kind_A[index], step.stage_A[index], step.microbatch_A[index]
+    start_s, end_s = step.start_s_A[index], step.end_s_A[index]
+    yield span(f"{PASSES[kind]} {micro_batch}", "pass", at, start_s, end_s, stage=stage)
+    exposed_s = step.exposed_s_S[stage][kind != "F"]
+    # A weight gradient waits for nobody: its exchanges belong to the input's.
+    if exposed_s > 0 and kind != "W":
+        yield span("exposed communication", "exposed", at, max(end_s - exposed_s, start_s), end_s)
+
+
+def _after(step: DrawnStep, at: tuple[int, int]) -> Iterator[Event]:
+    """What follows the last backward of all ranks."""
+    start_s = step.makespan_s
+    for name, seconds in step.after_s:
+        if seconds > SHORTEST_S:
+            yield span(AFTER[name], "after", at, start_s, start_s + seconds)
+        start_s += seconds
+
+
+def _steps(plan: Plan, outcome: Outcome | None, left_out: list[str]) -> Iterator[Event]:
+    """Whole steps, predicted above measured: of the plan, the user's own configuration, trials and the training."""
+    tracks: list[tuple[str, Iterable[float]]] = [("chosen, predicted", (plan.chosen.step_time_s,))]
+    if not (plan.keeps_own or plan.own_fault):
+        tracks.append(("yours, predicted", (plan.own.step_time_s,)))
+    for run in plan.trials.runs if plan.trials else ():
+        words = f"{run.layout.words()}{', yours' if run.is_own else ''}"
+        if run.step is not None:
+            tracks.append((f"trial of {words}, predicted", [run.predicted_step_s] * len(run.step.values_s)))
+            tracks.append((f"trial of {words}, measured", run.step.values_s))
+    if outcome is not None:
+        values_s = outcome.measured_step.values_s
+        if len(values_s) > MOST_STEPS:
+            left_out.append(f"{len(values_s) - MOST_STEPS} of {len(values_s)} measured steps of the training, the last")
+        kept_s = values_s[:MOST_STEPS]
+        tracks.append(("training, predicted", [outcome.predicted_step_s] * len(kept_s)))
+        tracks.append(("training, measured", kept_s))
+    yield named("process_name", STEPS, 0, "whole steps")
+    for tid, (name, times_s) in enumerate(tracks, 1):
+        yield named("thread_name", STEPS, tid, name)
+        yield from in_line([("step", seconds, {}) for seconds in times_s], "step", (STEPS, tid))
+
+
+def _layers(measurements: Measurements, how: str, left_out: list[str]) -> Iterator[Event]:
+    """A track for each part of the model in each shape: its passes one after the other, medians over the slots."""
+    shapes: dict[tuple[str, str], list[ComputeTime]] = {}
+    for time in measurements.compute:
+        case = time.case
+        shapes.setdefault((time.part, f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}"), []).append(time)
+    if len(shapes) > MOST_TRACKS:
+        left_out.append(f"{len(shapes) - MOST_TRACKS} of {len(shapes)} shapes of layers")
+    yield named("process_name", LAYERS, 0, f"parts of the model, {how}, without communication")
+    for tid, ((part, shape), times) in enumerate([*shapes.items()][:MOST_TRACKS], 1):
+        yield named("thread_name", LAYERS, tid, f"{part.replace('_', ' ')}, {shape}")
+        about: dict[str, object] = {"slots": len(times), "source": times[0].source}
+        passes = [
+            (PASSES["F"], [time.forward.median_s for time in times]),
+            (PASSES["I"], [time.input_grad.median_s for time in times]),
+            (PASSES["W"], [time.weight_grad.median_s for time in times]),
+        ]
+        yield from in_line(
+            [(name, statistics.median(values), about) for name, values in passes], "layer", (LAYERS, tid)
+        )
+
+
+def _links(measurements: Measurements, how: str, left_out: list[str]) -> Iterator[Event]:
+    """The slowest links: between hosts on one track, within hosts on another, the slowest first."""
+    cluster = measurements.cluster
+    names, size = [host.name for host in cluster.hosts], cluster.devices_per_host
+    between = _slowest(cluster.between_hosts, names)
+    within = [
+        link
+        for host, links in enumerate(cluster.within_host)
+        for link in _slowest(links, [cluster.slot_name(host * size + device) for device in range(size)])
+    ]
+    yield named("process_name", LINKS, 0, f"links, {how}: 1 MiB from one end to the other")
+    for tid, (track, found) in enumerate((("between hosts", between), ("within hosts", within)), 1):
+        kept = sorted(found, key=lambda link: -link[1])[:MOST_LINKS]
+        if not kept:
+            continue
+        yield named("thread_name", LINKS, tid, f"{track}, the slowest first")
+        yield from in_line(kept, "link", (LINKS, tid))
+    counts = len(names) * (len(names) - 1), len(names) * size * (size - 1)
+    for where, count in zip(("between hosts", "within hosts"), counts, strict=True):
+        if count > MOST_LINKS:
+            left_out.append(f"{count - MOST_LINKS} of {count} links {where}, the quickest")
+
+
+def _slowest(links: Links, names: list[str]) -> list[tuple[str, float, dict[str, object]]]:
+    """The slowest links, with what a message of MESSAGE_BYTES takes on each."""
+    count = len(names)
+    with np.errstate(divide="ignore"):
+        seconds = links.latency_s + MESSAGE_BYTES / links.bandwidth_bytes_per_s
+    np.fill_diagonal(seconds, -1.0)
+    pairs = [
+        divmod(int(pair), count) for pair in np.argsort(-seconds, axis=None)[: min(MOST_LINKS, count * (count - 1))]
+    ]
+    return [
+        (
+            f"{names[source]} to {names[target]}",
+            float(seconds[source, target]),
+            {
+                "latency": seconds_text(float(links.latency_s[source, target])),
+                "rate": rate_text(float(links.bandwidth_bytes_per_s[source, target])),
+            },
+        )
+        for source, target in pairs
+    ]

@@ -1,0 +1,119 @@
+"""The report lies beside its plan, tells what the plan's run came to, and can be made anew from files."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pages import AFTER, BEFORE, drawn
+
+from pipette_launch.errors import ClusterError, FileFormatError
+from pipette_launch.facts import files
+from pipette_launch.launch.page import add_outcome, existing_page, found_files, page_of, page_path, write_page
+
+
+def test_a_report_lies_beside_its_plan() -> None:
+    """In a folder of one plan it has the name that everybody looks for; plans side by side have one each."""
+    assert Path("a/report.html") == page_path(Path("a/plan.json"))
+    assert Path("a/b.plan.html") == page_path(Path("a/b.plan.json"))
+
+
+def test_only_a_report_that_was_written_is_there(tmp_path: Path) -> None:
+    """As for a plan in a cache that an earlier release filled, or no plan at all."""
+    plan = tmp_path / "plan.json"
+    assert existing_page(None) is None
+    assert existing_page(plan) is None
+    write_page(page_path(plan), drawn().plan, drawn().job, drawn().measurements)
+    assert existing_page(plan) == tmp_path / "report.html"
+
+
+def test_what_a_run_came_to_is_added(tmp_path: Path) -> None:
+    """To the report of its plan; nothing is said, and other plans' reports are left as they are."""
+    found, path = drawn(), tmp_path / "report.html"
+    write_page(path, found.plan, found.job, found.measurements)
+    before = path.read_text()
+
+    assert "" == add_outcome(path, replace(found.outcome, key="other"))
+    assert path.read_text() == before
+    assert "" == add_outcome(path, found.outcome)
+    assert path.read_text() == found.html
+
+
+def test_a_report_that_cannot_be_changed_is_told(tmp_path: Path) -> None:
+    """The training goes on; without a report there is nothing to tell."""
+    path = tmp_path / "report.html"
+    assert "" == add_outcome(None, drawn().outcome)
+    assert f"{path} does not tell the outcome: " in add_outcome(path, drawn().outcome)
+    path.write_bytes(b"\xff\xfe")
+    assert f"{path} does not tell the outcome: " in add_outcome(path, drawn().outcome)
+
+
+def test_without_jinja2_the_outcome_is_told_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to install."""
+    path = tmp_path / "report.html"
+    write_page(path, drawn().plan, drawn().job, drawn().measurements)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+
+    assert "pip install jinja2" in add_outcome(path, drawn().outcome)
+
+
+def kept(folder: Path) -> Path:
+    """Write a plan and what lies beside it in a cache, and return where the plan lies."""
+    found = drawn()
+    files.write(folder / "plan.json", found.plan)
+    files.write(folder / "cluster.json", found.measurements)
+    files.write(folder / "outcome.json", found.outcome)
+    return folder / "plan.json"
+
+
+JOB = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --global-batch-size 16 "
+    "--train-iters 10 --vocab-size 256 --make-vocab-size-divisible-by 32 --transformer-impl local"
+).split()
+
+
+def test_files_give_the_whole_report(tmp_path: Path) -> None:
+    """Links, passes and memory by kind from the plan, its flags and its measurements; the run from its outcome."""
+    path, found = kept(tmp_path), drawn()
+    assert found.plan.setting is not None
+    setting = replace(found.plan.setting, arguments=(*BEFORE, *JOB), new_arguments=(*AFTER, *JOB))
+    files.write(path, replace(found.plan, setting=setting))
+    made = found_files(path, None)
+
+    assert "" == made.missing
+    assert 'id="timeline-data"' in page_of(made)
+    assert 'id="links-data"' in page_of(made)
+    assert "It ran" in page_of(made)
+
+
+def test_what_files_lack_is_told(tmp_path: Path) -> None:
+    """Flags that Megatron refuses cost the timeline, no measurements the links too; another plan's run is no matter."""
+    path, found = kept(tmp_path), drawn()
+    refused = found_files(path, None)
+    assert refused.missing.startswith("the timeline is left out: ")
+    assert 'id="links-data"' in page_of(refused)
+
+    (tmp_path / "cluster.json").unlink()
+    files.write(tmp_path / "outcome.json", replace(found.outcome, key="other"))
+    bare = found_files(path, None)
+    assert "no cluster.json" in bare.missing
+    assert 'id="links-data"' not in page_of(bare)
+    assert "It ran" not in page_of(bare)
+
+
+def test_measurements_of_other_hosts_are_refused_where_they_are_named(tmp_path: Path) -> None:
+    """A file that happens to lie beside the plan is left out instead."""
+    path, found = kept(tmp_path), drawn()
+    files.write(path, replace(found.plan, hosts=("a", "b", "c", "d")))
+
+    with pytest.raises(ClusterError, match="not those of"):
+        found_files(path, tmp_path / "cluster.json")
+    assert "no cluster.json with its hosts" in found_files(path, None).missing
+
+
+def test_measurements_that_are_named_must_be_there(tmp_path: Path) -> None:
+    """The user may have mistyped."""
+    with pytest.raises(FileFormatError):
+        found_files(kept(tmp_path), tmp_path / "clutser.json")

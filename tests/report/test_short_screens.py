@@ -1,0 +1,156 @@
+"""The first screen of a job and that of `pipette plan` fit a terminal; what is not on them is counted and kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_measurements
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from screens import NEW, OLD, SCREENS, choice, plan
+
+from pipette_launch.facts import Layout, Plan
+from pipette_launch.facts.health.verdict import Verdict
+from pipette_launch.report import chosen_line, plan_file_screen, plan_screen
+from pipette_launch.report.figures import advice
+
+LINES, COLUMNS = 40, 100
+NOTES = (
+    "--ckpt-format torch fixes tp and pp; --ckpt-format torch_dist lets them change",
+    "Matrix products reach 72% of 989 TFLOP/s.",
+    "Not modelled: what --some-flag does.",
+)
+
+
+def many(count: int, what: str) -> tuple[str, ...]:
+    """So many different sentences."""
+    return tuple(
+        f"{what} number {number}, of a length that fills the better part of a line." for number in range(count)
+    )
+
+
+@pytest.mark.parametrize("name", ["changed", "kept", "large", "planned-now", "small", "spared"])
+def test_a_first_screen_fits(name: str) -> None:
+    """Small CPU job, 64 hosts, experts with templates and spares, verdicts, imagined machines: 40 lines of 100."""
+    lines = SCREENS[name](COLUMNS).splitlines()
+
+    assert LINES >= len(lines)
+    assert COLUMNS >= max(map(len, lines))
+    headings = " ".join(line[:9].strip() for line in lines)
+    for heading in ("Chosen", "Why", "Memory"):
+        assert heading in headings
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_hosts=st.integers(1, 200),
+    num_others=st.integers(0, 8),
+    num_templates=st.integers(0, 8),
+    num_verdicts=st.integers(0, 30),
+    num_notes=st.integers(0, 40),
+    num_reasons=st.integers(1, 8),
+    num_flags=st.integers(0, 30),
+    stages=st.sampled_from([1, 4, 16]),
+)
+def test_whatever_there_is_to_say(**sizes: int) -> None:
+    """However much there is of everything, the screen fits, and the chosen layout and its memory are on it."""
+    hosts = sizes["num_hosts"]
+    cluster = tiny_cluster(hosts, 16)
+    chosen = choice(Layout(pp=sizes["stages"], dp=hosts * 16 // sizes["stages"]), 1.0)
+    made = plan(
+        cluster,
+        replace(chosen, placement=tuple(reversed(chosen.placement))),
+        choice(Layout(dp=hosts * 16), 2.0),
+        *(replace(chosen, step_time_s=1.1 + other) for other in range(sizes["num_others"])),
+        templates=tuple(
+            plan(tiny_cluster(hosts + 1 + one, 16), *[choice(Layout(dp=16 * (hosts + 1 + one)), 1.0)] * 2)
+            for one in range(sizes["num_templates"])
+        ),
+        reasons=many(sizes["num_reasons"], "Reason"),
+        notes=many(sizes["num_notes"], "--flag of note"),
+    )
+    verdicts = tuple(
+        Verdict(kind="nic", host=f"node{one}", figure="reaches its NIC across the sockets, which costs half its rate")
+        for one in range(sizes["num_verdicts"])
+    )
+    flags = [word for one in range(sizes["num_flags"]) for word in (f"--flag-{one}", str(one))]
+    screen = plan_screen(
+        made,
+        replace(tiny_measurements(cluster), verdicts=verdicts),
+        arguments=OLD,
+        new_arguments=(*NEW, *flags),
+        saved_to=Path("/home/user/plan.json"),
+        width=COLUMNS,
+        colour=False,
+    )
+
+    assert LINES >= screen.count("\n"), screen
+    assert COLUMNS >= max(map(len, screen.splitlines()))
+    assert chosen.layout.words() in screen
+    assert "GiB of" in screen
+
+
+def noted() -> Plan:
+    """A plan with one note on which the user can act, of three."""
+    return plan(tiny_cluster(1, 2), choice(Layout(dp=2), 1.0), choice(Layout(pp=2), 2.0), notes=NOTES, dropped={})
+
+
+def test_notes_that_ask_for_nothing_are_counted() -> None:
+    """One that names a flag stays; how many more there are, and where, is one line; the report has all of them."""
+    screens = {
+        is_whole: plan_file_screen(
+            noted(), title="", saved_to=Path("p.json"), is_whole=is_whole, width=COLUMNS, colour=False
+        )
+        for is_whole in (False, True)
+    }
+
+    assert [True, False, False] == [note in screens[False] for note in NOTES]
+    assert "2 more notes on what was assumed; pipette report shows them" in screens[False]
+    assert all(note in screens[True] for note in NOTES)
+    assert "pipette report shows" not in screens[True]
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "Megatron refuses the user's own layout tp3: its heads do not divide.",
+        "The user's own configuration, tp2 pp2, is not kept: its ranks lie on two hosts.",
+        "compute: layer times scatter by more than 10% on node0:1; something else may be running there",
+        "--save is not given: after the loss of a host the job starts over.",
+    ],
+)
+def test_what_becomes_of_ones_own_configuration_is_no_small_print(note: str) -> None:
+    """Nor is what a flag of the user's would change."""
+    assert [note] == advice((*NOTES[1:], "Matrix products reach 72%.", note, NOTES[2]))
+
+
+def test_what_was_added_to_a_plan_later_is_no_small_print() -> None:
+    """That a file is of another job, or hosts have changed, stands behind what the search itself assumed."""
+    note = "old.json was made for another job: its predictions may not hold here"
+
+    assert [note] == advice((NOTES[1], NOTES[2], note))
+    assert [] == advice((note, NOTES[1]))
+
+
+def test_the_last_reason_stays() -> None:
+    """It says how much faster any other plan could be."""
+    made = replace(noted(), reasons=(*many(30, "Reason"), "No legal layout takes less than 0.9 s."))
+    screen = plan_file_screen(made, title="", saved_to=None, is_whole=False, width=COLUMNS, colour=False)
+
+    assert "Reason number 0" in screen
+    assert "Reason number 29" not in screen
+    assert "No legal layout takes less" in screen
+
+
+def test_quiet_is_one_line() -> None:
+    """What was chosen, and what it saves; or that one's own stays, cannot run, or does not fit."""
+    made = noted()
+    line = "tp1 pp1 dp2 mbs1, no-pipelining, 1.00 s a step predicted"
+    fat = choice(Layout(pp=2), 2.0, peak_memory_bytes=(9 << 30, 9 << 30))
+
+    assert f"{line}, 50.0% less than your own configuration" == chosen_line(made)
+    assert f"{line}; your own configuration cannot run" == chosen_line(replace(made, own_fault="x"))
+    assert f"{line}; your own configuration does not fit" == chosen_line(replace(made, own=fat))
+    assert f"your own configuration: {line}" == chosen_line(replace(made, own=made.chosen, keeps_own=True))

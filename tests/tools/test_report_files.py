@@ -1,0 +1,36 @@
+"""From the words typed behind `pipette report` to the files that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pages import drawn
+
+from pipette_launch.facts import files
+from pipette_launch.launch.trace import trace_path
+from pipette_launch.report.trace import STEPS
+from pipette_launch.tools.main import main
+
+
+def test_a_trace_is_made_of_what_lies_beside_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps of the training from outcome.json; what cannot be drawn without cluster.json is named, and is no error."""
+    found = drawn()
+    files.write(tmp_path / "plan.json", found.plan)
+    files.write(tmp_path / "outcome.json", found.outcome)
+    with pytest.raises(SystemExit) as caught:
+        main(["report", str(tmp_path / "plan.json"), "--trace", str(tmp_path / "t.json")])
+    out, err = capsys.readouterr()
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == STEPS}
+
+    assert (0, "") == (caught.value.code, out)
+    assert "no cluster.json with its hosts lies beside the plan" in err
+    assert {"training, measured", "training, predicted"} <= tracks
+
+
+def test_where_a_trace_lies() -> None:
+    """Beside the plan, under a name of its own where the plan has one."""
+    assert Path("/a/trace.json") == trace_path(Path("/a/plan.json"))
+    assert Path("/a/b.plan.trace.json") == trace_path(Path("/a/b.plan.json"))

@@ -29,9 +29,8 @@ NOTES = (
         "parameters, gradients and states."
     ),
     (
-        "Priced as if: routing is balanced (most rows force it), every layer of GPT-OSS attends to all tokens before "
-        "it (each second one has a window of 128) without a sink. Built-in figures of the machines, four constants of "
-        "experts fitted to the MoE rows together (docs/validation.md)."
+        "Priced as if: routing is balanced (most rows force it), the softmax of GPT-OSS has no sink. Built-in figures "
+        "of the machines, four constants of experts fitted to the MoE rows together (docs/validation.md)."
     ),
     "Rows of several releases are one recipe measured again; NVIDIA's own figures for one recipe move by up to 8 %.",
 )

@@ -161,6 +161,8 @@ def model_flags(shape: Row) -> dict[str, Any]:
         flags["kv-channels"] = shape["head_dim"]
         if shape["kv_heads"] != shape["heads"]:
             flags |= {"group-query-attention": True, "num-query-groups": shape["kv_heads"]}
+    if shape["window"]:
+        flags |= {"window-size": f"{shape['window'] - 1},0", "window-attn-skip-freq": 2}
     if shape["experts"]:
         dense = shape["dense_layers"] or 0
         flags |= {

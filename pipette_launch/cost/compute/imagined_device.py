@@ -21,6 +21,7 @@ from pipette_launch.cost.compute.device_work import (
     core_attention_loads,
     embedding_loads,
     head_loads,
+    is_flash,
     kind_loads,
     prediction_loads,
 )
@@ -114,6 +115,7 @@ def assumptions(
         f"Nothing was measured: times come from a model of {device.name}. {device.source}",
         f"Matrix products reach {efficiency.matmul_share:.0%} of {peak}, half if a side is {efficiency.half_size:g}.",
         *_narrow_words(job, device),
+        *_window_words(job),
         f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",
         f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
@@ -133,6 +135,15 @@ def _narrow_words(job: Job, device: DeviceSpec) -> Iterator[str]:
         yield (
             f"Matrix products of transformer layers reach {share:.0%} of {peak / 1e12:.0f} TFLOP/s "
             f"({precision.narrow}), and casts move {precision.cast_bytes:g} bytes an element."
+        )
+
+
+def _window_words(job: Job) -> Iterator[str]:
+    windows = [window for window in job.model.attention_windows if window]
+    if windows and is_flash(job.model):
+        yield (
+            f"{len(windows)} of {job.model.num_layers} layers attend to a window of {max(windows)} tokens; each layer "
+            f"is priced at the mean of all."
         )
 
 

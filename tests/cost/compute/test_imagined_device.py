@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.cost.compute.device_time import gradient_s_per_byte, optimizer_s_per_parameter
-from pipette_launch.cost.compute.device_work import head_loads, layer_loads
+from pipette_launch.cost.compute.device_work import core_attention_loads, head_loads, layer_loads
 from pipette_launch.cost.compute.flop_shares import attention_core_share
 from pipette_launch.cost.compute.imagined_device import imagined, modelled_compute
 from pipette_launch.cost.compute.stages import ComputeTable
@@ -248,6 +248,18 @@ def test_gradients_that_meet_are_added_up(biases: bool, passes: int) -> None:
     activation = 3 * 32 * 256 * 2
 
     assert layer.moved_bytes == passes * 32 * 64 * 2 + activation
+
+
+@pytest.mark.parametrize(("backend", "share"), [("flash", pytest.approx(0.5, abs=0.05)), ("unfused", 1.0)])
+def test_windows_take_scores_off_where_none_is_written(backend: str, share: float) -> None:
+    """Flash attention skips what a window hides; scores that are written are written in full."""
+    whole = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", attention_backend=backend)
+    model = replace(whole, attention_windows=(1, 0) * (whole.num_layers // 2))
+    all_of_it, seen = (core_attention_loads(each, Layout()).forward for each in (whole, model))
+    said = " ".join(imagined(tiny_job(model=model), DEVICE, num_hosts=1, devices_per_host=1, layouts=[Layout()]).notes)
+
+    assert seen == all_of_it if share == 1 else seen.attention_flops / all_of_it.attention_flops == share
+    assert ("layers attend to a window of 1 tokens" in said) == (backend == "flash")
 
 
 def test_nothing_cannot_be_imagined() -> None:

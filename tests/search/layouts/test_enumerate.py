@@ -233,6 +233,15 @@ def test_the_users_own_flags_bind(flag: str, holds: object) -> None:
     assert [layout for layout in found if not holds(layout)] == []  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("flags", "most"), [((), 1), (("--cp-comm-type all_gather",), 2)])
+def test_windows_bind_context_parallelism(flags: tuple[str, ...], most: int) -> None:
+    """Transformer Engine passes keys round a ring only without windows."""
+    model = tiny_model(transformer_impl="transformer_engine", attention_windows=(4, 0, 4, 0))
+    job = tiny_job(4, model=model, performance_flags=flags, megatron_version="0.18.0")
+
+    assert most == max(one.cp for one in legal_layouts(job, world_size=2, devices_per_host=2, device_kind="cuda")[1:])
+
+
 @pytest.mark.parametrize(
     ("pinned", "expected"), [((), {(1, ()), (2, (3, 2)), (4, (1, 1, 2, 1))}), (("layers_per_chunk",), {(2, (3, 2))})]
 )

@@ -16,6 +16,7 @@ from pipette_launch.cost.compute.device_time import (
     host_s,
     optimizer_s_per_parameter,
     pass_s,
+    scan_share,
 )
 from pipette_launch.cost.compute.device_work import (
     core_attention_loads,
@@ -118,6 +119,11 @@ def assumptions(
         *_window_words(job),
         f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",
         f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
+        *(
+            [f"The scan of Mamba layers moves bytes at {scan_share(device):.0%} of {memory}."]
+            if job.model.hybrid
+            else []
+        ),
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
         f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",
         *links,

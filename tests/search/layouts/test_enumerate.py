@@ -272,6 +272,26 @@ def test_measured_times_decide_where_layers_go() -> None:
     assert {(), (6, 2)} == {cut.layers_per_chunk for cut in found.layouts if (cut.pp, cut.vpp) == (2, 1)}
 
 
+def test_large_micro_batches_have_a_cut_of_their_own() -> None:
+    """A head that grows with the micro-batch, beside layers that do not, is worth more layers there."""
+    measurements = tiny_measurements(tiny_cluster())
+    host_bound = tuple(
+        replace(time, forward=Samples(values_s=(2e-3,)), input_grad=Samples(values_s=(2e-3,)))
+        if time.part == "layer"
+        else replace(time, forward=Samples(values_s=(1e-2 * time.case.micro_batch_size,)))
+        if time.part == "head"
+        else time
+        for time in measurements.compute
+    )
+    job = tiny_job(4, model=tiny_model(num_layers=8))
+    table = ComputeTable(job, replace(measurements, compute=host_bound))
+
+    found = cuts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
+    by_cut = {cut.layers_per_chunk for cut in found.layouts if (cut.tp, cut.pp, cut.vpp) == (1, 2, 1)}
+
+    assert {(), (5, 3), (7, 1)} == by_cut
+
+
 def test_an_illegal_own_layout_is_marked() -> None:
     """The user's own layout is never dropped, even where Megatron would refuse it."""
     job = tiny_job(4, own=Layout(tp=4), model=tiny_model(num_attention_heads=2, num_query_groups=2))

@@ -201,6 +201,7 @@ def _expert_flags(row: Row) -> Mapping[str, Any]:
         "moe-permute-fusion": True,
         **DISPATCHERS[row["dispatcher"] or "alltoall"],
         "overlap-moe-expert-parallel-comm": row["ep_overlap"] == "1",
+        "moe-router-force-load-balancing": row["routing"].startswith("force-balanced"),
     }
 
 

@@ -116,8 +116,13 @@ class ComputeTime:
     recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
     """What forward and backward take longer where full recompute runs a layer again; None = not measured."""
 
+    ep: int = field(default=0, metadata=ADDED_LATER)
+    """Expert parallelism under which a part with experts takes so long; 0 = the same for all, or no experts."""
+    etp: int = field(default=0, metadata=ADDED_LATER)
+    """The same of the experts' tensor parallelism."""
+
     def __post_init__(self) -> None:
-        check_numbers(self, "forward_idle_s", "backward_idle_s", limit=0)
+        check_numbers(self, "forward_idle_s", "backward_idle_s", "ep", "etp", limit=0)
 
     def times(self, factor: float) -> ComputeTime:
         """All passes multiplied; the idle part of them is left as it is."""

@@ -81,9 +81,11 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: St
         kind = "hybrid" if is_hybrid(shape) else "MoE" if shape["experts"] else "dense"
         for group in ("all", kind, f"{kind}, {row['precision']}", f"{kind}, {row['system']}"):
             groups.setdefault(group, []).append((seconds, measured))
+        tokens = row["gbs"] * row["seq"] / row["gpus"]
         details.append(
             f"{name}: line {row.line} {row['model']} on {row['gpus']} {row['system']}, {row['precision']}, "
-            f"{row['release']}: {seconds:.3f} s predicted, {measured:.3f} s measured ({seconds / measured - 1:+.1%})"
+            f"{row['release']}: {seconds:.3f} s predicted, {measured:.3f} s measured ({seconds / measured - 1:+.1%}); "
+            f"{tokens / seconds:.0f} and {tokens / measured:.0f} tokens/s a GPU"
         )
     lines = [
         step_time_line(DATA, group, name, pairs, skipped=len(skipped) if group == "all" else 0)

@@ -227,13 +227,14 @@ def _attention_windows(arguments: Arguments) -> tuple[int, ...]:
         raise MegatronError(f"{arguments.shown('window_size')}: not two whole numbers such as 127,0") from None
     if before < 0:
         return ()
+    window = min(before + 1, arguments.size(known_dest(arguments, "seq_length")))
     if arguments.get("window_attn_skip_freq") is None:
-        return (before + 1,) * num_layers
+        return (window,) * num_layers
     pattern = _layer_pattern(arguments, "window_attn_skip_freq")
     if isinstance(pattern, int):
         every = max(pattern, 1)
         pattern = tuple(int(layer % every != 0) for layer in range(1, num_layers + 1))
-    return tuple((before + 1) * has_window for has_window in pattern)
+    return tuple(window * has_window for has_window in pattern)
 
 
 def _layer_pattern(arguments: Arguments, dest: str) -> int | tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Our plans, the layouts that NVIDIA published, and the picks of others, for the same published jobs.
 
 `python -m benchmarks.bench_published_plans [--record] [--only TEXT ...]` takes the first row of each model and system
-in benchmarks/data/nvidia_perf_dev.csv, plans that job on as many imagined devices, and prices everything by one
-Predictor and one memory model. Nothing is run.
+in benchmarks/data/nvidia_perf_dev.csv and in nvidia_recipes.csv beside it, plans that job on as many imagined devices,
+and prices everything by one Predictor and one memory model. Nothing is run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from pathlib import Path
 
 from benchmarks.planners.duel import MEMORY_MARGIN, Duel, Setting, duel
 from benchmarks.telling import processor, shown
-from benchmarks.validation.latency import hosts_of
-from benchmarks.validation.nvidia import DEVICES, SHAPES, refusal
-from benchmarks.validation.nvidia_rows import COLUMNS, job_flags, read_shapes
-from benchmarks.validation.options import DEFAULT_FILES
-from benchmarks.validation.shapes import job_of
+from benchmarks.validation.latency import Machines
+from benchmarks.validation.nvidia import SHAPES, refusal, run_of
+from benchmarks.validation.nvidia_rows import COLUMNS, read_shapes
+from benchmarks.validation.options import DATA, DEFAULT_FILES
 from benchmarks.validation.tables import Row, read_table
 from pipette_launch.baselines.pick import PlannerOptions, device_peak_bytes
 from pipette_launch.cost.compute.imagined_device import imagined
@@ -30,38 +29,38 @@ from pipette_launch.cost.memory.overhead import allowed_bytes
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.machines.known_devices import known_devices
 from pipette_launch.facts.measurements import Measurements
 from pipette_launch.search.layouts.enumerate import cuts
 
 RIVALS = ("megatron-rules", "amp", "amp-pipette", "varuna-any-size", "pipette")
+FILES = (DEFAULT_FILES["nvidia"], DATA / "nvidia_recipes.csv")
 RESULTS = Path(__file__).parent / "results"
 
 
-def published() -> Iterator[tuple[str, Row, Job]]:
-    """The first row of each model and system that can be planned, with its job."""
+def published() -> Iterator[tuple[str, Job, Machines]]:
+    """The first row of each model and system that can be planned: its name, its job and its machines."""
     shapes = read_shapes(SHAPES)
     seen: set[str] = set()
-    for row in read_table(DEFAULT_FILES["nvidia"], COLUMNS).rows:
+    rows: list[Row] = [row for path in FILES for row in read_table(path, COLUMNS).rows]
+    for row in rows:
         name = f"{row['model']}/{row['gpus']} {row['system']}/{row['precision']}"
         key = name.partition("/")[0] + row["system"]
-        if key in seen or refusal(row, shapes):
+        if key in seen or refusal(row, shapes, needs_time=False):
             continue
-        device = known_devices()[DEVICES[row["system"]]]
         try:
-            job = job_of(job_flags(row, shapes[row["model"]]), world_size=row["gpus"], device_name=device.name)
+            job, machines = run_of(row, shapes[row["model"]])
         except PipetteError:
             continue
         seen.add(key)
-        yield name, row, job
+        yield name, job, machines
 
 
-def run(row: Row, job: Job, setting: Setting) -> tuple[Duel, float, bool]:
+def run(job: Job, machines: Machines, setting: Setting) -> tuple[Duel, float, bool]:
     """Plan one job by everybody; and the step of the published layout, and whether it fits."""
-    device = known_devices()[DEVICES[row["system"]]]
-    hosts, devices = hosts_of(row["gpus"], device.devices_per_host)
-    found = cuts(job, world_size=row["gpus"], devices_per_host=devices, device_kind="cuda")
-    measured = imagined(job, device, num_hosts=hosts, devices_per_host=devices, layouts=(*found.layouts, job.own))
+    hosts, devices = machines.num_hosts, machines.devices_per_host
+    found = cuts(job, world_size=hosts * devices, devices_per_host=devices, device_kind="cuda")
+    layouts = (*found.layouts, job.own)
+    measured = imagined(job, machines.device, num_hosts=hosts, devices_per_host=devices, layouts=layouts)
     options = PlannerOptions(
         capacity_bytes=measured.cluster.memory_bytes,
         clock=time.process_time,
@@ -97,10 +96,10 @@ def report(chosen: list[str], setting: Setting) -> Iterator[str]:
     yield f"| job | published | ours | s | published | {' | '.join(RIVALS)} |"
     yield f"|---|---|---|{'--:|' * (2 + len(RIVALS))}"
     ratios: dict[str, list[float]] = {}
-    for name, row, job in published():
+    for name, job, machines in published():
         if chosen and not any(part in name for part in chosen):
             continue
-        found, step_s, fits = run(row, job, setting)
+        found, step_s, fits = run(job, machines, setting)
         if found.plan is None:
             yield f"| {name} | {job.own.words()} | nothing fits: {found.why_not.splitlines()[0][:80]} |"
             continue

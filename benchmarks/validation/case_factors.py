@@ -29,7 +29,8 @@ class CaseFactor:
 def shape_of(model: ModelSpec) -> ModelSpec:
     """Return the model with one layer of its first kind: what decides how long one layer takes, and nothing else."""
     hybrid = model.hybrid and replace(model.hybrid, pattern=model.hybrid.pattern[:1])
-    return replace(model, num_layers=1, moe_layer_freq=model.moe_layer_freq[:1], hybrid=hybrid)
+    freq, windows = model.moe_layer_freq[:1], model.attention_windows[:1]
+    return replace(model, num_layers=1, moe_layer_freq=freq, attention_windows=windows, hybrid=hybrid)
 
 
 def with_factors(measurements: Measurements, model: ModelSpec, factors: Sequence[CaseFactor]) -> Measurements:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.validation.latency import Machines, StepTime, hosts_of
 from benchmarks.validation.lines import Found, Section, step_time_line
@@ -12,6 +11,7 @@ from benchmarks.validation.nvidia_rows import COLUMNS, HYBRID_VERSION, is_hybrid
 from benchmarks.validation.shapes import VERSION, job_of
 from benchmarks.validation.tables import Row, read_table
 from pipette_launch.errors import PipetteError
+from pipette_launch.facts import Job
 from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.machines.known_devices import known_devices
 
@@ -29,9 +29,8 @@ NOTES = (
         "parameters, gradients and states."
     ),
     (
-        "Priced as if: routing is balanced (most rows force it), every layer of GPT-OSS attends to all tokens before "
-        "it (each second one has a window of 128) without a sink. Built-in figures of the machines, four constants of "
-        "experts fitted to the MoE rows together (docs/validation.md)."
+        "Priced as if: routing is balanced (most rows force it), the softmax of GPT-OSS has no sink. Built-in figures "
+        "of the machines, four constants of experts fitted to the MoE rows together (docs/validation.md)."
     ),
     "Rows of several releases are one recipe measured again; NVIDIA's own figures for one recipe move by up to 8 %.",
 )
@@ -47,8 +46,8 @@ def section(path: Path, step_times: Mapping[str, StepTime]) -> Section:
     return found.section(DATA, f"{path.name} ({table.digest})", NOTES)
 
 
-def refusal(row: Row, shapes: Mapping[str, Row]) -> str:
-    """Why a row cannot be priced; blank where it can."""
+def refusal(row: Row, shapes: Mapping[str, Row], *, needs_time: bool = True) -> str:
+    """Why a row cannot be priced, and with `needs_time` compared; blank where it can."""
     reasons = {
         f"the shape of {row['model']} is not known": row["model"] not in shapes,
         "layers of several kinds of attention": _mixes_layers(shapes.get(row["model"])),
@@ -56,7 +55,7 @@ def refusal(row: Row, shapes: Mapping[str, Row]) -> str:
         "activation offloading": row["offload"],
         "tokens are dropped": row["routing"] == "tokendrop",
         "no micro-batch size": row["mbs"] is None,
-        "no tokens/s and no step time": measured_s(row) is None,
+        "no tokens/s and no step time": needs_time and measured_s(row) is None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -72,7 +71,7 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: St
     for row in rows:
         measured, refused = measured_s(row), refusal(row, shapes)
         try:
-            seconds = 0.0 if refused else model(*_run(row, shapes[row["model"]]))
+            seconds = 0.0 if refused else model(*run_of(row, shapes[row["model"]]))
         except PipetteError as error:
             refused = str(error).split(";")[0][:100]
         if refused or measured is None:
@@ -82,9 +81,11 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: St
         kind = "hybrid" if is_hybrid(shape) else "MoE" if shape["experts"] else "dense"
         for group in ("all", kind, f"{kind}, {row['precision']}", f"{kind}, {row['system']}"):
             groups.setdefault(group, []).append((seconds, measured))
+        tokens = row["gbs"] * row["seq"] / row["gpus"]
         details.append(
             f"{name}: line {row.line} {row['model']} on {row['gpus']} {row['system']}, {row['precision']}, "
-            f"{row['release']}: {seconds:.3f} s predicted, {measured:.3f} s measured ({seconds / measured - 1:+.1%})"
+            f"{row['release']}: {seconds:.3f} s predicted, {measured:.3f} s measured ({seconds / measured - 1:+.1%}); "
+            f"{tokens / seconds:.0f} and {tokens / measured:.0f} tokens/s a GPU"
         )
     lines = [
         step_time_line(DATA, group, name, pairs, skipped=len(skipped) if group == "all" else 0)
@@ -93,7 +94,7 @@ def _scored(rows: Sequence[Row], shapes: Mapping[str, Row], name: str, model: St
     return Found(lines=tuple(lines), skipped=tuple(skipped), details=tuple(details))
 
 
-def _run(row: Row, shape: Row) -> tuple[Any, Machines]:
+def run_of(row: Row, shape: Row) -> tuple[Job, Machines]:
     """The job of a row and the machines that ran it."""
     device: DeviceSpec = known_devices()[DEVICES[row["system"]]]
     num_hosts, per_host = hosts_of(row["gpus"], device.devices_per_host)

@@ -161,6 +161,8 @@ def model_flags(shape: Row) -> dict[str, Any]:
         flags["kv-channels"] = shape["head_dim"]
         if shape["kv_heads"] != shape["heads"]:
             flags |= {"group-query-attention": True, "num-query-groups": shape["kv_heads"]}
+    if shape["window"]:
+        flags |= {"window-size": f"{shape['window'] - 1},0", "window-attn-skip-freq": 2}
     if shape["experts"]:
         dense = shape["dense_layers"] or 0
         flags |= {
@@ -199,6 +201,7 @@ def _expert_flags(row: Row) -> Mapping[str, Any]:
         "moe-permute-fusion": True,
         **DISPATCHERS[row["dispatcher"] or "alltoall"],
         "overlap-moe-expert-parallel-comm": row["ep_overlap"] == "1",
+        "moe-router-force-load-balancing": row["routing"].startswith("force-balanced"),
     }
 
 

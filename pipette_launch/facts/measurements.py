@@ -116,8 +116,13 @@ class ComputeTime:
     recompute: Samples | None = field(default=None, metadata=ADDED_LATER)
     """What forward and backward take longer where full recompute runs a layer again; None = not measured."""
 
+    ep: int = field(default=0, metadata=ADDED_LATER)
+    """Expert parallelism under which a part with experts takes so long; 0 = the same for all, or no experts."""
+    etp: int = field(default=0, metadata=ADDED_LATER)
+    """The same of the experts' tensor parallelism."""
+
     def __post_init__(self) -> None:
-        check_numbers(self, "forward_idle_s", "backward_idle_s", limit=0)
+        check_numbers(self, "forward_idle_s", "backward_idle_s", "ep", "etp", limit=0)
 
     def times(self, factor: float) -> ComputeTime:
         """All passes multiplied; the idle part of them is left as it is."""
@@ -241,4 +246,6 @@ class Measurements:
 def layers_digest(model: ModelSpec) -> str:
     """Digest what makes the layers of two models alike, however many they have."""
     plain = files.to_plain(model)
-    return files.digest({name: value for name, value in plain.items() if name not in ("num_layers", "moe_layer_freq")})
+    # The warm-up times every layer without a window.
+    of_all_layers = ("num_layers", "moe_layer_freq", "attention_windows")
+    return files.digest({name: value for name, value in plain.items() if name not in of_all_layers})

@@ -158,6 +158,8 @@ class ModelSpec:
     """Query and key (with latent attention: their latents) are normalised."""
     hybrid: HybridLayers | None = field(default=None, metadata=ADDED_LATER)
     """Layers of a hybrid model; in `moe_layer_freq` those of experts are 1, all others 0."""
+    attention_windows: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    """Tokens that one token attends to in each layer, itself among them; 0 = all before it. Empty without windows."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
@@ -170,6 +172,8 @@ class ModelSpec:
             )
         if len(self.moe_layer_freq) != (self.num_layers if self.num_experts else 0):
             raise FactError(f"moe_layer_freq has {len(self.moe_layer_freq)} entries for {self.num_layers} layers")
+        if len(self.attention_windows) not in (0, self.num_layers) or min(self.attention_windows, default=0) < 0:
+            raise FactError(f"attention_windows needs {self.num_layers} numbers from 0 on, one for each layer")
         if self.hybrid and len(self.hybrid.pattern) != self.num_layers:
             raise FactError(f"the pattern has {len(self.hybrid.pattern)} letters for {self.num_layers} layers")
         if self.hybrid and "E" in self.hybrid.pattern + self.hybrid.mtp_pattern and not self.num_experts:
@@ -270,24 +274,38 @@ class ModelSpec:
 
     @property
     def core_flops_per_token(self) -> float:
-        """The part of `forward_flops_per_token` that is attention scores and context."""
+        """The part of `forward_flops_per_token` that is attention scores and context; windows leave their share."""
+        return self._unwindowed_core_flops_per_token * self.window_share
+
+    @property
+    def _unwindowed_core_flops_per_token(self) -> float:
         latent = self.latent_attention
         channels = latent.query_channels + latent.v_head_dim if latent else 2 * self.kv_channels
         return 2.0 * self.seq_length * self.num_attention_heads * channels
+
+    @property
+    def window_share(self) -> float:
+        """Part of the scores behind the causal mask that windows leave, in the mean of all layers with attention."""
+        one = self.seq_length
+        pairs = zip(self.attention_windows, self.layer_kinds, strict=False)
+        seen = [min(window or one, one) for window, kind in pairs if kind in KINDS_WITH_ATTENTION]
+        # The first tokens have fewer before them than the window holds.
+        scores = sum(window * one - window * (window - 1) / 2 for window in seen)
+        return scores / (len(seen) * one * (one + 1) / 2) if seen else 1.0
 
     def step_flops(self, global_batch_size: int, *, tp: int) -> float:
         """Model FLOPs of a training step as Megatron-LM counts them (core_v0.16, num_floating_point_operations).
 
         Each matrix three times, multiply-adds as 2, half of the attention's square behind the causal mask; biases,
         the router and recompute are left out. The output layer has the rows that `tp` pads the vocabulary to. Releases
-        before core_v0.16 count the whole square.
+        before core_v0.16 count the whole square, and none knows of windows.
         """
         latent, hidden, heads = self.latent_attention, self.hidden_size, self.num_attention_heads
         query, groups = heads * self.kv_channels, self.num_query_groups * self.kv_channels
         # Of the norms Megatron counts those of the latents and of multi-token prediction.
         latent_norms = (latent.q_lora_rank or 0) + latent.kv_lora_rank if latent else 0
         projections = latent.weights(hidden, heads) + latent_norms if latent else 2 * hidden * (query + groups)
-        attention = projections + self.core_flops_per_token / 4
+        attention = projections + self._unwindowed_core_flops_per_token / 4
         matrices = hidden * (3 if self.gated_linear_unit else 2)
         moe_width = self.moe_router_topk * self.moe_ffn_hidden_size + self.moe_shared_expert_intermediate_size
         kinds = (*self.layer_kinds, *self.mtp_num_layers * self.prediction_kinds)

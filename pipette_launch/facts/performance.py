@@ -106,6 +106,7 @@ class PerformanceOptions:
     moe_pad_expert_input_to_capacity: bool = False
     moe_permute_fusion: bool = False
     moe_router_dtype: str | None = None
+    moe_router_force_load_balancing: bool = False
     moe_router_fusion: bool = False
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
     moe_router_padding_for_fp8: bool = False

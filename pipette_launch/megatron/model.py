@@ -94,6 +94,7 @@ def read_model(
             mtp_num_layers=_prediction_depths(arguments),
             hybrid=_hybrid_layers(arguments),
             qk_layernorm=bool(arguments.get("qk_layernorm")),
+            attention_windows=_attention_windows(arguments),
         )
     except FactError as error:
         raise MegatronError(f"the model's flags contradict each other: {error}") from error
@@ -203,20 +204,56 @@ def _expert_layers(arguments: Arguments) -> tuple[int, ...]:
     hybrid = hybrid_pattern(arguments)
     if hybrid:
         return tuple(int(letter == "E") for letter in hybrid.layers)
-    value, num_layers = arguments.get("moe_layer_freq"), num_layers_of(arguments)
-    try:
-        pattern = _pattern(ast.parse(str(value), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise MegatronError(
-            f"{arguments.shown('moe_layer_freq')}: neither a number nor a list such as ([0]*1+[1]*23)"
-        ) from None
+    pattern = _layer_pattern(arguments, "moe_layer_freq")
     if isinstance(pattern, int):
         every = max(pattern, 1)
-        return tuple(int(layer % every == 0) for layer in range(num_layers))
+        return tuple(int(layer % every == 0) for layer in range(num_layers_of(arguments)))
+    return pattern
+
+
+def _attention_windows(arguments: Arguments) -> tuple[int, ...]:
+    """Read what each layer attends to from `--window-size LEFT,RIGHT`; Megatron's masks are causal, so LEFT counts.
+
+    `--window-attn-skip-freq N` leaves every Nth layer without a window, a list names those that have one
+    (is_layer_window_attention of core_v0.16).
+    """
+    size, num_layers = arguments.get("window_size"), num_layers_of(arguments)
+    if not size:
+        return ()
+    sides = str(size).strip("()").split(",")
+    try:
+        before, _ = (int(side) for side in sides)
+    except ValueError:
+        raise MegatronError(f"{arguments.shown('window_size')}: not two whole numbers such as 127,0") from None
+    if before < 0:
+        return ()
+    window = min(before + 1, arguments.size(known_dest(arguments, "seq_length")))
+    if arguments.get("window_attn_skip_freq") is None:
+        return (window,) * num_layers
+    pattern = _layer_pattern(arguments, "window_attn_skip_freq")
+    if isinstance(pattern, int):
+        every = max(pattern, 1)
+        pattern = tuple(int(layer % every != 0) for layer in range(1, num_layers + 1))
+    return tuple(window * has_window for has_window in pattern)
+
+
+def _layer_pattern(arguments: Arguments, dest: str) -> int | tuple[int, ...]:
+    """Read a number of layers, or a list with 0 or 1 for each layer.
+
+    Raises:
+        MegatronError: it is neither, or has too many entries or too few.
+
+    """
+    num_layers = num_layers_of(arguments)
+    try:
+        pattern = _pattern(ast.parse(str(arguments.get(dest)), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise MegatronError(f"{arguments.shown(dest)}: neither a number nor a list such as ([0]*1+[1]*23)") from None
+    if isinstance(pattern, int):
+        return pattern
     if len(pattern) != num_layers or set(pattern) - {0, 1}:
         raise MegatronError(
-            f"{arguments.shown('moe_layer_freq')}: has {len(pattern)} entries for --num-layers {num_layers}; "
-            f"each must be 0 or 1"
+            f"{arguments.shown(dest)}: has {len(pattern)} entries for --num-layers {num_layers}; each must be 0 or 1"
         )
     return tuple(pattern)
 

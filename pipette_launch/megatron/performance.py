@@ -38,7 +38,6 @@ DESTS = {
     "moe_input_jitter_eps",
     "moe_layer_recompute",
     "moe_router_enable_expert_bias",
-    "moe_router_force_load_balancing",
     "moe_router_group_topk",
     "moe_router_num_groups",
     "moe_router_topk_scaling_factor",

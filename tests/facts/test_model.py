@@ -196,6 +196,19 @@ def test_patterns_fit_their_model() -> None:
         tiny_model(hybrid=HYBRID)
 
 
+def test_windows_leave_a_share_of_the_scores() -> None:
+    """Counted pair by pair; FLOPs of a layer follow, and those that Megatron counts do not know of windows."""
+    whole = tiny_model(seq_length=16)
+    model = replace(whole, attention_windows=(3, 0) * (whole.num_layers // 2))
+    pairs = sum(min(token + 1, 3) for token in range(16))
+
+    assert model.window_share == pytest.approx((pairs / (16 * 17 / 2) + 1) / 2)
+    assert model.core_flops_per_token == model.window_share * whole.core_flops_per_token
+    assert model.forward_flops_per_token() < whole.forward_flops_per_token()
+    assert model.step_flops(8, tp=1) == whole.step_flops(8, tp=1)
+    assert replace(whole, attention_windows=(99,) * whole.num_layers).window_share == 1 == whole.window_share
+
+
 def test_a_model_checks_itself() -> None:
     """Query groups must divide the heads, and sizes must be positive."""
     with pytest.raises(FactError, match="num_query_groups=3 does not divide num_attention_heads=4"):

@@ -129,7 +129,9 @@ class Tables:
         self._num_slots = measurements.cluster.num_slots
         self.whole_1X = _parts_SX(job, Layout())
         """What the whole model is made of, nothing run again."""
-        self._copied_by: tuple[Field, ...] = ("sequence_parallel", "ep", "etp") if compute.copies_to_host else ()
+        shared_by: tuple[Field, ...] = ("ep", "etp") if compute.knows_shares else ()
+        self._cut_by: tuple[Field, ...] = ("sequence_parallel", "ep", "etp") if compute.copies_to_host else shared_by
+        """What passes depend on besides their case."""
         self._passes: dict[tuple[object, ...], Floats] = {}
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         self._of_shards: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
@@ -162,7 +164,7 @@ class Tables:
 
     def unit_times(self, columns: LayoutColumns) -> UnitTimes:
         """Look up, or work out, the times of what the layouts' chunks are made of."""
-        kernels = columns.groups("tp", "cp", "micro_batch_size", "recompute", *self._copied_by)
+        kernels = columns.groups("tp", "cp", "micro_batch_size", "recompute", *self._cut_by)
         networks = columns.groups("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._of_shards)
         both_N = networks.group_N * len(kernels.first_U) + kernels.group_N
         codes_U, group_N = np.unique(both_N, return_inverse=True)
@@ -215,7 +217,7 @@ class Tables:
 
     def _unit_passes(self, layout: Layout) -> Floats:
         """Rows of X: forward, backward with recompute, and what of each the device waits; worked out once."""
-        key = (case_of(layout), layout.recompute, *(getattr(layout, name) for name in self._copied_by))
+        key = (case_of(layout), layout.recompute, *(getattr(layout, name) for name in self._cut_by))
         if key not in self._passes:
             rows = [
                 (one.forward_s, one.backward_s + one.recompute_s, one.forward_idle_s, one.backward_idle_s)
@@ -230,7 +232,7 @@ class Tables:
         Sizes grow with the micro-batch and nothing else does, so layouts that differ in it are priced together. Those
         of shards do not grow.
         """
-        cases = columns.groups("tp", "cp", "micro_batch_size", *self._of_shards)
+        cases = columns.groups("tp", "cp", "micro_batch_size", *dict.fromkeys((*self._of_shards, *self._cut_by)))
         hiding_U = [self.compute.hiding(columns.layout(int(row))) for row in cases.first_U]
         found = np.zeros((len(columns), 3, self.whole_1X.shape[1]))
         degrees_of = columns.groups("tp", "cp", "sequence_parallel", "ep", "etp", *self._of_shards)

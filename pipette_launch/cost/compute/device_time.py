@@ -4,7 +4,7 @@ seconds of a pass = max(host, device), with
     host   = kernels * launch_s
     device = sum over products of flops / (peak * share) * (1 + half_size * (1/m + 1/n + 1/k))
              + attention flops / (peak * attention_share) + exponentials / their rate
-             + bytes / (bandwidth * memory_share)
+             + bytes / (bandwidth * memory_share) + bytes of the scan / (bandwidth * scan_share)
 
 Peak and share of a product are those of the format in which it runs. With FP8 or FP4 these are the linears of
 Transformer Engine inside transformer layers; each casts its input once forward and the gradient of its output once
@@ -86,7 +86,8 @@ def device_s(device: DeviceSpec, precision: Precision, load: Load) -> float:
         share = narrow_share if product.is_linear else 0.0
         products_s += (1 - share) * product_s(device, precision.dtype, product) if share < 1 else 0.0
         products_s += share * product_s(device, precision.narrow, product) if share else 0.0
-    return products_s + attention_s + moved_bytes * moved_byte_s(device)
+    scan_s = load.scan_bytes / (device.memory_bytes_per_s * scan_share(device))
+    return products_s + attention_s + moved_bytes * moved_byte_s(device) + scan_s
 
 
 def product_s(device: DeviceSpec, dtype: str, product: Product) -> float:
@@ -99,6 +100,11 @@ def matmul_efficiency(device: DeviceSpec, dtype: str, product: Product) -> float
     efficiency = device.efficiency
     ends = 1 / product.m + 1 / product.n + 1 / product.k
     return efficiency.share_of(dtype) / (1 + efficiency.half_size * ends)
+
+
+def scan_share(device: DeviceSpec) -> float:
+    """Share of the memory bandwidth that the scan of Mamba-2 layers reaches."""
+    return device.efficiency.scan_share or device.efficiency.memory_share
 
 
 def optimizer_s_per_parameter(device: DeviceSpec, job: Job) -> float:

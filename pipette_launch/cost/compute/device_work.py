@@ -137,16 +137,17 @@ def _latent_projections(model: ModelSpec, latent: LatentAttention, layout: Layou
 def core_attention_loads(model: ModelSpec, layout: Layout) -> PassLoads:
     """Scores, softmax and context of one layer: flash attention, or every score written out.
 
-    Flash: half of 2 * T * s * a * (d of query + d of value) / t is behind the causal mask and skipped; the backward has
-    5 products to the forward's 2 (Dao 2023). Otherwise scores and context in full, and T * s * a / t scores written,
-    masked and normalised, dropped, and read again.
+    Flash: half of 2 * T * s * a * (d of query + d of value) / t is behind the causal mask and skipped, and so is what
+    lies outside a window (as in the mean of all layers); the backward has 5 products to the forward's 2 (Dao 2023).
+    Otherwise scores and context in full, and T * s * a / t scores written, masked and normalised, dropped, and read
+    again.
     """
     tokens, one = attention.tokens(model, layout), model.seq_length
     heads = model.num_attention_heads // layout.tp
     latent = model.latent_attention
     query, value = (latent.query_channels, latent.v_head_dim) if latent else (model.kv_channels, model.kv_channels)
     if is_flash(model):
-        scores_seen = 0.5 * tokens * one * heads
+        scores_seen = 0.5 * tokens * one * heads * model.window_share
         flops = 2.0 * scores_seen * (query + value)
         return PassLoads(
             forward=Load(attention_flops=flops, exponentials=scores_seen, kernels=2),

@@ -16,7 +16,7 @@ GROUPED_RATE = 0.67
 ROUTED_KERNELS = 92.0
 """Of the router and the dispatcher in a forward, four fifths as many backward: 72 of the router alone where nothing is
 fused (Megatron-LM's guide to DeepSeek-V3 on GB200)."""
-BIASED_TOUCHES = 15.0
+BIASED_TOUCHES = 18.0
 """Times that experts with biases read or write what their two matrices give, in a forward; half as many more backward:
 biases, limits, gates and probabilities are kernels of their own."""
 

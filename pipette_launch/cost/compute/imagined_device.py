@@ -16,11 +16,13 @@ from pipette_launch.cost.compute.device_time import (
     host_s,
     optimizer_s_per_parameter,
     pass_s,
+    scan_share,
 )
 from pipette_launch.cost.compute.device_work import (
     core_attention_loads,
     embedding_loads,
     head_loads,
+    is_flash,
     kind_loads,
     prediction_loads,
 )
@@ -34,7 +36,7 @@ from pipette_launch.facts.machines.accelerator import DeviceSpec
 from pipette_launch.facts.machines.cluster import Cluster, Device, Host, Links
 from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec
 from pipette_launch.facts.measurements import CollectiveTime, ComputeCase, ComputeTime, Measurements, Part, Samples
-from pipette_launch.facts.model import LayerKind
+from pipette_launch.facts.model import KINDS_WITH_EXPERTS, LayerKind
 from pipette_launch.megatron.performance import performance_options
 from pipette_launch.units import rate_text
 
@@ -90,12 +92,24 @@ def imagined(
 
 
 def modelled_compute(job: Job, device: DeviceSpec, layouts: Iterable[Layout]) -> tuple[ComputeTime, ...]:
-    """Return the times of every part of the model in each shape of computation that the layouts have, by the model."""
+    """Return the times of every part of the model in each shape of computation that the layouts have, by the model.
+
+    How many experts lie on a rank, and so how few tokens each has, is no part of such a shape: parts with experts stand
+    there once more for each way to share them, where there are several.
+    """
     kinds = frozenset((*job.model.layer_kinds, *job.model.prediction_kinds))
     first: dict[ComputeCase, Layout] = {}
+    shares: dict[tuple[ComputeCase, int, int], Layout] = {}
     for layout in layouts:
         first.setdefault(case_of(layout), layout)
-    return tuple(time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds))
+        shares.setdefault((case_of(layout), layout.ep, layout.etp), layout)
+    found = [time for case in sorted(first) for time in _compute_times(job, device, first[case], kinds)]
+    if job.model.num_experts and len(shares) > len(first):
+        with_experts = kinds.intersection(KINDS_WITH_EXPERTS)
+        for key in sorted(shares):
+            times = _compute_times(job, device, shares[key], with_experts, shared=True)
+            found += [replace(time, ep=key[1], etp=key[2]) for time in times]
+    return tuple(found)
 
 
 def assumptions(
@@ -114,8 +128,14 @@ def assumptions(
         f"Nothing was measured: times come from a model of {device.name}. {device.source}",
         f"Matrix products reach {efficiency.matmul_share:.0%} of {peak}, half if a side is {efficiency.half_size:g}.",
         *_narrow_words(job, device),
+        *_window_words(job),
         f"Flash attention's products reach {efficiency.attention_share:.0%} of {peak}.",
         f"Norms, activations, losses and the optimizer move bytes at {efficiency.memory_share:.0%} of {memory}.",
+        *(
+            [f"The scan of Mamba layers moves bytes at {scan_share(device):.0%} of {memory}."]
+            if job.model.hybrid
+            else []
+        ),
         f"Each kernel costs the host {efficiency.launch_s * 1e6:g} us; a pass takes the longer of host and device.",
         f"Between two steps the device waits {efficiency.step_s * 1e3:g} ms for the host.",
         *links,
@@ -133,6 +153,15 @@ def _narrow_words(job: Job, device: DeviceSpec) -> Iterator[str]:
         yield (
             f"Matrix products of transformer layers reach {share:.0%} of {peak / 1e12:.0f} TFLOP/s "
             f"({precision.narrow}), and casts move {precision.cast_bytes:g} bytes an element."
+        )
+
+
+def _window_words(job: Job) -> Iterator[str]:
+    windows = [window for window in job.model.attention_windows if window]
+    if windows and is_flash(job.model):
+        yield (
+            f"{len(windows)} of {job.model.num_layers} layers attend to a window of {max(windows)} tokens; each layer "
+            f"is priced at the mean of all."
         )
 
 
@@ -169,16 +198,20 @@ def imagined_cluster(
     )
 
 
-def _compute_times(job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[LayerKind]) -> Iterator[ComputeTime]:
-    """Time every part of the model; `kinds` are those of its layers."""
+def _compute_times(
+    job: Job, device: DeviceSpec, layout: Layout, kinds: frozenset[LayerKind], *, shared: bool = False
+) -> Iterator[ComputeTime]:
+    """Time every part of the model, or with `shared` those that have experts; `kinds` are those of its layers."""
     case, precision = case_of(layout), Precision.of(job, device)
-    parts: dict[Part, PassLoads] = {
-        "embedding": embedding_loads(job, layout),
-        "head": head_loads(job, layout),
-        "core_attention": core_attention_loads(job.model, layout),
-        **{kind: kind_loads(job, layout, kind) for kind in sorted(kinds)},
-        **({"prediction": prediction_loads(job, layout)} if job.model.mtp_num_layers else {}),
-    }
+    parts: dict[Part, PassLoads] = {kind: kind_loads(job, layout, kind) for kind in sorted(kinds)}
+    if job.model.mtp_num_layers and (not shared or kinds.intersection(job.model.prediction_kinds)):
+        parts["prediction"] = prediction_loads(job, layout)
+    if not shared:
+        parts |= {
+            "embedding": embedding_loads(job, layout),
+            "head": head_loads(job, layout),
+            "core_attention": core_attention_loads(job.model, layout),
+        }
     for name, loads in parts.items():
         # The two passes of a backward run as one: the host is ahead in one of them while the other is short.
         backward = loads.input_grad + loads.weight_grad

@@ -43,6 +43,8 @@ class Load:
     """Of flash attention's softmax: one for each score, and again backward."""
     moved_bytes: float = 0.0
     """Read and written by kernels that compute next to nothing."""
+    scan_bytes: float = 0.0
+    """Read and written by the scan of Mamba-2 layers, whose kernels have a rate of their own."""
     cast_elements: float = 0.0
     """Of linears' inputs and gradients, where these run in FP8 or FP4."""
     kernels: float = 0.0
@@ -54,6 +56,7 @@ class Load:
             attention_flops=self.attention_flops + other.attention_flops,
             exponentials=self.exponentials + other.exponentials,
             moved_bytes=self.moved_bytes + other.moved_bytes,
+            scan_bytes=self.scan_bytes + other.scan_bytes,
             cast_elements=self.cast_elements + other.cast_elements,
             kernels=self.kernels + other.kernels,
         )

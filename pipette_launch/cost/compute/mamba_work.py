@@ -32,6 +32,6 @@ def mamba_loads(model: ModelSpec, mamba: HybridLayers, layout: Layout) -> PassLo
     turned = 2.0 * one * (mamba.mamba_projected + d) if layout.micro_batch_size > 1 else 0.0
     share = tokens / layout.tp
     return projections + PassLoads(
-        forward=Load(moved_bytes=share * (forward + turned), kernels=14),
-        input_grad=Load(moved_bytes=share * (backward + turned), kernels=28),
+        forward=Load(scan_bytes=share * forward, moved_bytes=share * turned, kernels=14),
+        input_grad=Load(scan_bytes=share * backward, moved_bytes=share * turned, kernels=28),
     )

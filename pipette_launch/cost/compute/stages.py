@@ -73,7 +73,13 @@ class ComputeTable:
         self._job = job
         self.device_kind = measurements.cluster.device_kind
         """Of all slots: `cuda` or `cpu`."""
-        self._passes = _median_passes(measurements)
+        medians = _median_passes(measurements)
+        self._passes = {(case, part): one for (case, part, ep, _), one in medians.items() if not ep}
+        # Of parts with experts by EP and ETP, where these were told apart.
+        self._shared: dict[tuple[ComputeCase | None, int, int], dict[str, Passes]] = {}
+        for (case, part, ep, etp), one in medians.items():
+            if ep:
+                self._shared.setdefault((case, ep, etp), {})[part] = one
         self._origins = {time.case: time.source for time in measurements.compute if time.source != "measured"}
         shares: dict[tuple[ComputeCase, str], list[float]] = {}
         for time in measurements.compute:
@@ -108,6 +114,11 @@ class ComputeTable:
         """Whether passes depend on the bytes that a layer moves to the host, and so on all that cuts its tensors."""
         return self._host_bytes_per_s > 0
 
+    @property
+    def knows_shares(self) -> bool:
+        """Whether passes depend on how many experts lie on a rank."""
+        return bool(self._shared)
+
     def source(self, case: ComputeCase) -> ComputeCase | None:
         """Return the measured case that prices `case`: itself, the nearest of equal tp, or None."""
         if case not in self._sources:
@@ -139,7 +150,7 @@ class ComputeTable:
 
         """
         model = self._job.model
-        part = self._part_passes(case_of(layout))
+        part = self._passes_of(layout)
         loaded = Passes(forward_s=self._loading.seconds(layout.micro_batch_size))
         chunks = []
         first = 0
@@ -172,7 +183,7 @@ class ComputeTable:
             PlanError: no case of this tp was measured.
 
         """
-        part = self._part_passes(case_of(layout))
+        part = self._passes_of(layout)
         layers = (
             self._whole_layer(layout, part, kind, again=again)
             for kind in self._job.model.possible_kinds
@@ -183,7 +194,7 @@ class ComputeTable:
     def hiding(self, layout: Layout) -> Hiding:
         """Return what collectives pass behind in one layer: of the first layer, or of a hybrid model's mean."""
         model = self._job.model
-        part = self._part_passes(case_of(layout))
+        part = self._passes_of(layout)
         kinds = model.layer_kinds if model.hybrid else model.layer_kinds[:1]
         shares = {kind: count / len(kinds) for kind, count in Counter(kinds).items()}
         layer = sum((part[kind] * share for kind, share in shares.items()), Passes())
@@ -206,6 +217,15 @@ class ComputeTable:
         if self.source(case) is None:
             return None
         return {name: passes.forward_s + passes.backward_s for name, passes in self._part_passes(case).items()}
+
+    def _passes_of(self, layout: Layout) -> dict[str, Passes]:
+        """Passes of each part in the shape of a layout, with its share of the experts."""
+        case = case_of(layout)
+        passes, source = self._part_passes(case), self.source(case)
+        shared = self._shared.get((source, layout.ep, layout.etp))
+        if not shared or source is None:
+            return passes
+        return passes | {name: one * _tokens(case, source) for name, one in shared.items()}
 
     def _part_passes(self, case: ComputeCase) -> dict[str, Passes]:
         if case in self._scaled:
@@ -264,11 +284,11 @@ class ComputeTable:
         return replace(layer, backward_s=layer.backward_s + max(0.0, exposed_s))
 
 
-def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str], Passes]:
-    """Median over the slots that measured a part, each brought to speed 1 first."""
-    times: dict[tuple[ComputeCase, str], list[ComputeTime]] = {}
+def _median_passes(measurements: Measurements) -> dict[tuple[ComputeCase, str, int, int], Passes]:
+    """Median over the slots that measured a part under some EP and ETP, each brought to speed 1 first."""
+    times: dict[tuple[ComputeCase, str, int, int], list[ComputeTime]] = {}
     for time in measurements.compute:
-        times.setdefault((time.case, time.part), []).append(time)
+        times.setdefault((time.case, time.part, time.ep, time.etp), []).append(time)
     speed = measurements.cluster.slot_speed
 
     def median(group: Sequence[ComputeTime], seconds: Callable[[ComputeTime], float]) -> float:

@@ -53,6 +53,8 @@ class Efficiency:
     Where kernels are shorter, the host sets the time. 50 us is what Megatron-LM's functional tests come to on DGX A100
     and H100: 3 to 6 ms for a layer and micro-batch of hidden size 512.
     """
+    scan_share: float | None = None
+    """Of the memory bandwidth, by the kernels that scan in Mamba-2 layers; None = `memory_share`."""
     narrow_shares: dict[str, float] = field(default_factory=dict)
     """What stands in the place of `matmul_share` for products in other formats, as `fp8` and `fp4`."""
     step_s: float = 0.0
@@ -61,6 +63,7 @@ class Efficiency:
 
     def __post_init__(self) -> None:
         shares = {name: getattr(self, name) for name in ("matmul_share", "attention_share", "memory_share")}
+        shares |= {} if self.scan_share is None else {"scan_share": self.scan_share}
         for name, share in (shares | self.narrow_shares).items():
             if not 0 < share <= 1:
                 raise FactError(f"{name} must be above 0 and at most 1, got {share}")

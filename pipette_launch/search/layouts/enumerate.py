@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -30,6 +30,8 @@ from pipette_launch.search.layouts.shared_lists import SharedLists
 
 MOST = 1 << 17
 """More cuts than these are thinned out, by what is least likely to be quick."""
+MANY_TIMES = 8
+"""Layers are balanced by the times of the user's micro-batch, and by those of one so many times as large."""
 FEWEST_TOKENS = 512
 """Where cuts are thinned out, a context rank keeps so many tokens of a sequence."""
 
@@ -219,7 +221,7 @@ class _ChunksAndBatches:
         """Rows of vpp, group size, place in `cuts`, micro-batch size."""
         self._rules = rules
         self._table = table
-        self._seconds: dict[int, LayerSeconds] = {}
+        self._seconds: dict[int, tuple[LayerSeconds, ...]] = {}
         self._chunks: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {}
 
     def places(self, dense_D4: Ints) -> Ints:
@@ -229,19 +231,24 @@ class _ChunksAndBatches:
     def _chunks_of(self, tp: int, pp: int) -> tuple[tuple[int, int], ...]:
         """Pairs of vpp and place in `cuts`."""
         if (tp, pp) not in self._chunks:
+            chunks = (axes.chunk_cuts(self._rules.job, pp, seconds) for seconds in self._seconds_of(tp))
             self._chunks[tp, pp] = tuple(
-                (vpp, self.cuts.setdefault(cut, len(self.cuts)))
-                for vpp, cut in axes.chunk_cuts(self._rules.job, pp, self._seconds_of(tp))
+                (vpp, self.cuts.setdefault(cut, len(self.cuts))) for vpp, cut in dict.fromkeys(chain(*chunks))
             )
         return self._chunks[tp, pp]
 
-    def _seconds_of(self, tp: int) -> LayerSeconds:
-        """Times of the parts at this TP, in the measured case nearest to the user's own; their ratios hardly vary."""
+    def _seconds_of(self, tp: int) -> tuple[LayerSeconds, ...]:
+        """Times of the parts at this TP, in the measured cases nearest to the user's own and to one of many tokens.
+
+        The host launches many kernels for a layer and few for the head: where a micro-batch is so small that it sets
+        the time, a head is worth fewer layers than where the device does.
+        """
         if tp not in self._seconds:
             job = self._rules.job
-            case = ComputeCase(tp=tp, cp=job.own.cp, micro_batch_size=job.own.micro_batch_size)
-            parts = self._table.part_seconds(case) if self._table else None
-            self._seconds[tp] = by_parts(job.model, parts) if parts else by_flops(job.model)
+            own = ComputeCase(tp=tp, cp=job.own.cp, micro_batch_size=job.own.micro_batch_size)
+            cases = (own, replace(own, micro_batch_size=MANY_TIMES * own.micro_batch_size)) if self._table else ()
+            found = [parts for case in cases if self._table and (parts := self._table.part_seconds(case))]
+            self._seconds[tp] = tuple(by_parts(job.model, parts) for parts in found) or (by_flops(job.model),)
         return self._seconds[tp]
 
     def _rows(

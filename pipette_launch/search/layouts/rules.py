@@ -190,6 +190,8 @@ class Rules:
             yield "context parallelism needs Transformer Engine's attention"
         if model.seq_length % (2 * cp):
             yield f"2*cp does not divide seq_length={model.seq_length}"
+        if any(model.attention_windows) and not {*self.options.cp_comm_type} <= {"a2a", "all_gather"}:
+            yield f"with {flag_of('cp_comm_type')} p2p context parallelism has no attention windows"
         if model.hybrid:
             yield from self._mamba_context_faults(model.hybrid, tp, cp)
         groups = max(1, model.num_query_groups // tp)

@@ -53,6 +53,17 @@ def test_pass_is_worked_out_by_hand() -> None:
     assert pass_s(DEVICE, BF16, replace(load, exponentials=1e7)) == pytest.approx(302e-6)
 
 
+def test_a_scan_moves_its_bytes_at_its_own_share() -> None:
+    """1e8 bytes at a fifth of 1 TB/s, where a device says so; else as all other bytes."""
+    load = Load(scan_bytes=1e8)
+    slow = replace(DEVICE, efficiency=replace(DEVICE.efficiency, scan_share=0.2))
+
+    assert pass_s(slow, BF16, load) == pytest.approx(500e-6)
+    assert pass_s(DEVICE, BF16, load) == pytest.approx(200e-6)
+    with pytest.raises(FactError, match="scan_share"):
+        replace(DEVICE.efficiency, scan_share=0.0)
+
+
 @given(m=sizes, n=sizes, k=sizes)
 def test_efficiency_lies_between_0_and_its_limit(m: int, n: int, k: int) -> None:
     """And a product that is longer in a dimension is never less efficient, nor faster."""

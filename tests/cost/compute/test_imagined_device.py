@@ -7,9 +7,10 @@ from facts_for_tests import tiny_job, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.cost.compute.device_time import gradient_s_per_byte, optimizer_s_per_parameter
-from pipette_launch.cost.compute.device_work import head_loads, layer_loads
+from pipette_launch.cost.compute.device_work import core_attention_loads, head_loads, layer_loads
 from pipette_launch.cost.compute.flop_shares import attention_core_share
 from pipette_launch.cost.compute.imagined_device import imagined, modelled_compute
 from pipette_launch.cost.compute.stages import ComputeTable
@@ -19,6 +20,7 @@ from pipette_launch.facts import Batch, Job, Layout, Recompute
 from pipette_launch.facts.machines.accelerator import DeviceSpec, Efficiency, Link
 from pipette_launch.facts.machines.fabric import UNIFORM, FabricSpec, Tier
 from pipette_launch.facts.machines.known_devices import known_devices
+from pipette_launch.facts.measurements import Measurements
 from pipette_launch.facts.model import LatentAttention
 
 DEVICE = DeviceSpec(
@@ -210,6 +212,28 @@ def test_no_step_beats_the_peak(tp: int, pp: int, mbs: int, name: str, sequence_
     assert Predictor(this, found).step_time(layout, range(16)).total_s > fastest_s
 
 
+@pytest.mark.parametrize("mtp_num_layers", [0, 1])
+def test_a_layout_takes_as_long_beside_others_as_alone(mtp_num_layers: int) -> None:
+    """Few experts on a rank, each with many tokens, are quicker than many: every share of them has its own price."""
+    experts = {"num_experts": 8, "moe_layer_freq": (1,) * 4, "moe_ffn_hidden_size": 128}
+    moe = job(**experts, seq_length=512, mtp_num_layers=mtp_num_layers)
+    layouts = [Layout(dp=4, ep=ep) for ep in (1, 2, 4)]
+    quick_host = replace(DEVICE, efficiency=replace(DEVICE.efficiency, launch_s=0.0))
+
+    def measured(*imagined_ones: Layout) -> Measurements:
+        return imagined(moe, quick_host, num_hosts=2, devices_per_host=2, layouts=imagined_ones)
+
+    all_of_them = Predictor(moe, measured(*layouts))
+    bounds_s = BoundColumns.of(moe, measured(*layouts)).seconds_N(layouts)
+    passes = [all_of_them.compute.chunk_passes(one)[0].backward_s for one in layouts]
+
+    assert passes[0] > passes[1] > passes[2]
+    for one, bound_s in zip(layouts, bounds_s, strict=True):
+        step_s = all_of_them.step_time(one, range(4)).total_s
+        assert step_s == Predictor(moe, measured(one)).step_time(one, range(4)).total_s
+        assert bound_s <= all_of_them.bound_s(one) <= step_s
+
+
 def test_assumptions_are_stated() -> None:
     """Whoever reads the plan sees that nothing was measured, and every figure that was assumed instead."""
     text = " ".join(imagined(job(), DEVICE, num_hosts=2, devices_per_host=2, layouts=[Layout(dp=4)]).notes)
@@ -248,6 +272,18 @@ def test_gradients_that_meet_are_added_up(biases: bool, passes: int) -> None:
     activation = 3 * 32 * 256 * 2
 
     assert layer.moved_bytes == passes * 32 * 64 * 2 + activation
+
+
+@pytest.mark.parametrize(("backend", "share"), [("flash", pytest.approx(0.5, abs=0.05)), ("unfused", 1.0)])
+def test_windows_take_scores_off_where_none_is_written(backend: str, share: float) -> None:
+    """Flash attention skips what a window hides; scores that are written are written in full."""
+    whole = tiny_model(params_dtype="bf16", transformer_impl="transformer_engine", attention_backend=backend)
+    model = replace(whole, attention_windows=(1, 0) * (whole.num_layers // 2))
+    all_of_it, seen = (core_attention_loads(each, Layout()).forward for each in (whole, model))
+    said = " ".join(imagined(tiny_job(model=model), DEVICE, num_hosts=1, devices_per_host=1, layouts=[Layout()]).notes)
+
+    assert seen == all_of_it if share == 1 else seen.attention_flops / all_of_it.attention_flops == share
+    assert ("layers attend to a window of 1 tokens" in said) == (backend == "flash")
 
 
 def test_nothing_cannot_be_imagined() -> None:

@@ -29,7 +29,7 @@ def test_products_are_the_two_projections() -> None:
 
     assert [2.0 * 32 * 64 * 336, 2.0 * 32 * 64 * 128] == [each.flops for each in forward.products]
     assert all(each.is_linear for each in forward.products)
-    assert loads(Layout(tp=2)).forward.moved_bytes == forward.moved_bytes / 2
+    assert loads(Layout(tp=2)).forward.scan_bytes == forward.scan_bytes / 2
 
 
 def test_the_scan_moves_bytes_by_channels_states_and_scores() -> None:
@@ -37,9 +37,10 @@ def test_the_scan_moves_bytes_by_channels_states_and_scores() -> None:
     one, two = loads(Layout()), loads(Layout(micro_batch_size=2))
     expected = 4 * (2 * 192 + 7 * 128 + 4 * 32 + 2 * 16) + 4 * (2 * 16 + 2 * 256)
 
-    assert 32 * expected == one.forward.moved_bytes
-    assert one.input_grad.moved_bytes > 2 * one.forward.moved_bytes
-    assert 32 * 2 * 2 * 4 * (336 + 128) == two.forward.moved_bytes - 2 * one.forward.moved_bytes
+    assert 32 * expected == one.forward.scan_bytes == two.forward.scan_bytes / 2
+    assert one.input_grad.scan_bytes > 2 * one.forward.scan_bytes
+    assert 0 == one.forward.moved_bytes
+    assert 32 * 2 * 2 * 4 * (336 + 128) == two.forward.moved_bytes
 
 
 def test_the_two_blocks_of_a_layer_ask_for_what_the_layer_asks() -> None:

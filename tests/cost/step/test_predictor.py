@@ -188,6 +188,23 @@ def test_what_was_measured_needs_no_note() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ep", "flags", "expected"),
+    [
+        (2, (), True),
+        (1, (), False),
+        (2, ("--moe-router-force-load-balancing",), False),
+        (2, ("--moe-expert-capacity-factor 1.0", "--moe-pad-expert-input-to-capacity"), False),
+    ],
+)
+def test_balanced_routing_is_said_where_it_is_assumed(ep: int, flags: tuple[str, ...], expected: bool) -> None:
+    """A router's own choices make ranks of experts wait for each other; forced balance and full capacity do not."""
+    model = tiny_model(num_experts=4, moe_layer_freq=(1,) * 4)
+    predictor = Predictor(job(model=model, performance_flags=flags), tiny_measurements(tiny_cluster()))
+
+    assert expected == any("6 to 25 % longer" in note for note in predictor.notes(Layout(dp=4, ep=ep)))
+
+
+@pytest.mark.parametrize(
     "flag",
     [
         "--optimizer-cpu-offload",

@@ -233,6 +233,15 @@ def test_the_users_own_flags_bind(flag: str, holds: object) -> None:
     assert [layout for layout in found if not holds(layout)] == []  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("flags", "most"), [((), 1), (("--cp-comm-type all_gather",), 2)])
+def test_windows_bind_context_parallelism(flags: tuple[str, ...], most: int) -> None:
+    """Transformer Engine passes keys round a ring only without windows."""
+    model = tiny_model(transformer_impl="transformer_engine", attention_windows=(4, 0, 4, 0))
+    job = tiny_job(4, model=model, performance_flags=flags, megatron_version="0.18.0")
+
+    assert most == max(one.cp for one in legal_layouts(job, world_size=2, devices_per_host=2, device_kind="cuda")[1:])
+
+
 @pytest.mark.parametrize(
     ("pinned", "expected"), [((), {(1, ()), (2, (3, 2)), (4, (1, 1, 2, 1))}), (("layers_per_chunk",), {(2, (3, 2))})]
 )
@@ -261,6 +270,26 @@ def test_measured_times_decide_where_layers_go() -> None:
     found = cuts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
 
     assert {(), (6, 2)} == {cut.layers_per_chunk for cut in found.layouts if (cut.pp, cut.vpp) == (2, 1)}
+
+
+def test_large_micro_batches_have_a_cut_of_their_own() -> None:
+    """A head that grows with the micro-batch, beside layers that do not, is worth more layers there."""
+    measurements = tiny_measurements(tiny_cluster())
+    host_bound = tuple(
+        replace(time, forward=Samples(values_s=(2e-3,)), input_grad=Samples(values_s=(2e-3,)))
+        if time.part == "layer"
+        else replace(time, forward=Samples(values_s=(1e-2 * time.case.micro_batch_size,)))
+        if time.part == "head"
+        else time
+        for time in measurements.compute
+    )
+    job = tiny_job(4, model=tiny_model(num_layers=8))
+    table = ComputeTable(job, replace(measurements, compute=host_bound))
+
+    found = cuts(job, world_size=4, devices_per_host=4, device_kind="cpu", table=table)
+    by_cut = {cut.layers_per_chunk for cut in found.layouts if (cut.tp, cut.pp, cut.vpp) == (1, 2, 1)}
+
+    assert {(), (5, 3), (7, 1)} == by_cut
 
 
 def test_an_illegal_own_layout_is_marked() -> None:

@@ -57,6 +57,17 @@ def sharding_of(job: Job) -> Sharding | None:
     return None
 
 
+def adds_gradients_twice(job: Job, replicas: int, expert_replicas: int) -> bool:
+    """Whether Megatron-FSDP would train on other gradients, as nobody shares those of all weights or of the experts.
+
+    A buffer that one rank holds alone is not sharded, and the reduced gradients are added to those that lie in it
+    already (FSDP param_and_grad_buffer.py:2029, 3253-3257; so in 0.14 to 0.20, seen with 0.16.1).
+    """
+    sharding = sharding_of(job)
+    alone = replicas == 1 or (bool(job.model.num_experts) and expert_replicas == 1)
+    return alone and sharding is not None and sharding.gradients and performance_options(job).use_megatron_fsdp
+
+
 def shard_copies(job: Job) -> int:
     """Count the copies of what Megatron-FSDP shards, each over its share of the data-parallel ranks."""
     options = performance_options(job)

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    TorchFullyShardedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -188,6 +195,9 @@ def _say_size(modules: list[GPTModel]) -> None:
 
 def _wrap(args: Namespace, config: TransformerConfig, module: GPTModel, *, first: bool) -> Any:
     inner = Float16Module(config, module) if args.bf16 or args.fp16 else module
+    if args.use_torch_fsdp2:
+        reshard = TorchFullyShardedDataParallelConfig(reshard_after_forward=args.torch_fsdp2_reshard_after_forward)
+        return TorchFullyShardedDataParallel(config, reshard, inner)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=args.overlap_grad_reduce,
@@ -195,9 +205,12 @@ def _wrap(args: Namespace, config: TransformerConfig, module: GPTModel, *, first
         align_param_gather=args.align_param_gather,
         use_distributed_optimizer=args.use_distributed_optimizer,
         bucket_size=args.ddp_bucket_size,
+        use_megatron_fsdp=args.use_megatron_fsdp,
+        data_parallel_sharding_strategy=args.data_parallel_sharding_strategy,
     )
+    wrapper = FullyShardedDataParallel if args.use_megatron_fsdp else DistributedDataParallel
     # Later chunks hide their communication behind the compute of others and need no buckets.
-    return DistributedDataParallel(config, ddp_config, inner, disable_bucketing=not first)
+    return wrapper(config, ddp_config, inner, disable_bucketing=not first)
 
 
 def _overlap(args: Namespace, config: TransformerConfig, chunks: list[Any]) -> None:

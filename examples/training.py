@@ -217,7 +217,8 @@ class ParameterHooks:
 
     def __init__(self, args: Namespace, trainee: gpt_model.Trainee) -> None:
         self._trainee = trainee
-        self._wanted = bool(args.overlap_param_gather)
+        # Megatron-FSDP gathers in hooks of its own.
+        self._wanted = bool(args.overlap_param_gather) and not args.use_megatron_fsdp
         self._active = False
         self._param_sync_func = trainee.config.param_sync_func
         if self._wanted:

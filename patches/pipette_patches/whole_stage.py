@@ -9,6 +9,7 @@ Messages are not sent; each tensor that one would have brought is noise of the s
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings
 from collections.abc import Callable
@@ -19,11 +20,11 @@ import torch
 
 from pipette_launch.facts import Job, Layout
 from pipette_patches.abstract import megatron_config
-from pipette_patches.abstract.allocator import StorageMeter, metered
-from pipette_patches.abstract.gpu_replacements import no_coalescing
+from pipette_patches.abstract.allocator import StorageMeter, metered, under
+from pipette_patches.abstract.gpu_replacements import no_coalescing, recounting
 from pipette_patches.abstract.scale_up import enough_microbatches, full_size
 from pipette_patches.abstract.trainer import Trainer, inner_optimizers
-from pipette_patches.replacements import Replacement, Replacements, instead
+from pipette_patches.replacements import Replacement, Replacements, instead, nothing
 from pipette_patches.workload.layers import refusals_named
 from pipette_patches.workload.process_groups import one_rank
 
@@ -55,7 +56,8 @@ def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> St
     """Train the first rank of a stage for a step or two, and take everything down.
 
     No process group may exist in this process, and `load` came before. On CUDA two iterations run, as the second is the
-    first that has the optimizer's states; on CPU the first is a bare optimizer step, which makes them.
+    first that has the optimizer's states; on CPU the first is a bare optimizer step, which makes them, but not under
+    Megatron-FSDP, where parameters have no gradients before a backward.
 
     Raises:
         WorkloadError: megatron-core refuses the stage; running out of memory is left as torch raises it.
@@ -75,7 +77,8 @@ def run_stage(job: Job, layout: Layout, pp_rank: int, *, device_kind: str) -> St
             trainer = Trainer(real, layout, pp_rank, meter=meter, size=size, changes=changes)
             for optimizer in inner_optimizers(trainer.optimizer):
                 _never_skips(optimizer)
-            trainer.step("first", forward_and_backward=device_kind == "cuda")
+            is_sharded = megatron_config.is_sharded(real)
+            trainer.step("first", forward_and_backward=device_kind == "cuda" or is_sharded)
             trainer.step("second")
             meter.mark()
             del trainer
@@ -136,8 +139,15 @@ def _noise(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+_FSDP_BUFFER = "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 _WITHOUT_PEERS = (
     Replacement(module=_P2P, path="P2PCommunicator._communicate", make=_noise),
     # A fake group knows no coalesced collectives.
     Replacement(module=_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),
+    Replacement(module=_FSDP_BUFFER, path="_coalescing_manager", make=instead(no_coalescing)),
+    # Megatron-FSDP compares its shard with those of ranks that are not there.
+    Replacement(module=_FSDP_BUFFER, path="validate_uneven_dtensor", make=nothing),
+    # Of weights it gathers and of gradients before their reduction; it frees them behind the backs of tensors.
+    Replacement(module=_FSDP_BUFFER, path="DataParallelBuffer.fetch_bucket", make=functools.partial(under, "whole")),
+    Replacement(module="torch", path="UntypedStorage.resize_", make=recounting),
 )

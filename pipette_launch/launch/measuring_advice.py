@@ -26,6 +26,7 @@ from pipette_launch.cost.communication.hiding import Hiding
 from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import has_two_embeddings
+from pipette_launch.cost.layers.sharding import shard_copies
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
 from pipette_launch.facts.messages.measuring_advice import (
@@ -145,7 +146,7 @@ class _Collective(NamedTuple):
 
 def _collectives(job: Job, choice: Choice) -> Iterator[_Collective]:
     """Dimensions of two ranks or more; what runs once a step first, as it is the least hidden and the most bytes."""
-    layout, groups = choice.layout, Groups.of(choice.layout)
+    layout, groups = choice.layout, Groups.of(choice.layout, instances=shard_copies(job))
     reduced: tuple[CollectiveKind, ...] = ("all_reduce",)
     if layout.use_distributed_optimizer:
         reduced = ("reduce_scatter", "all_gather")

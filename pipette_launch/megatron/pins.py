@@ -111,10 +111,9 @@ UNPLANNED = {
     "dataloader_type=external": "what an external data loader gives to each rank is unknown",
 }
 """The same of jobs that are not planned, though what they hold and cost can be told."""
-_SHARDED = "the warm-up runs no sharded parameters; `pipette predict` and `pipette plan --gpu` read it"
+_SHARDED = "the warm-up runs nothing that torch shards; `pipette predict` and `pipette plan --gpu` read it"
 _HYBRID = "the warm-up cannot time layers of hybrid models; `pipette predict` and `pipette plan --gpu` read it"
 UNTIMED = {
-    "use_megatron_fsdp": _SHARDED,
     "use_torch_fsdp2": _SHARDED,
     "hybrid_layer_pattern": _HYBRID,
     "hybrid_override_pattern": _HYBRID,

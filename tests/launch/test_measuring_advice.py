@@ -92,6 +92,18 @@ def test_experts_exchange_with_everyone_in_their_group() -> None:
     assert (("reduce_scatter", "all_gather"), (tuple(range(8)),)) == found["dp"]
 
 
+def test_shards_are_exchanged_by_layers() -> None:
+    """Each of two copies of Megatron-FSDP's shards over its own four ranks, a layer at a time."""
+    flags = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params")
+    job = tiny_job(8, performance_flags=(*flags, "--num-distributed-optimizer-instances 2"))
+    found = measuring_advice.dimensions(job, [choice(Layout(dp=8, use_distributed_optimizer=True))])
+    (shards,) = [one for one in found if one.name == "shard"]
+
+    assert {"all_gather", "reduce_scatter"} == set(shards.kinds)
+    assert ((0, 1, 2, 3), (4, 5, 6, 7)) == shards.groups
+    assert 4 * 49_984 == shards.most_bytes
+
+
 def test_dimensions_of_several_plans_come_once() -> None:
     """Two plans that reduce over the same slots share a dimension; what the first uses comes first."""
     first = choice(Layout(tp=2, pp=2, dp=2))

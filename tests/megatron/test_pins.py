@@ -119,12 +119,16 @@ def test_what_is_off_or_harmless_is_not_refused() -> None:
     assert job("--moe-token-dispatcher-type flex")
 
 
+def test_what_megatron_fsdp_shards_is_planned() -> None:
+    """The warm-up times its layers whole, and runs its stages with their shards."""
+    assert job("--use-megatron-fsdp --use-distributed-optimizer")
+
+
 @pytest.mark.parametrize(
     "words",
     [
         "--hybrid-override-pattern M-M-M-*- --mamba-head-dim 8 --spec megatron.core.models mamba_stack_spec",
         "--local-rank 0",
-        "--use-megatron-fsdp --use-distributed-optimizer",
         "--use-torch-fsdp2",
         "--inprocess-restart",
         "--dataloader-type external",

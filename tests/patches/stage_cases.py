@@ -25,6 +25,7 @@ class Case:
     layout: Layout
     pp_rank: int = 0
     changes: dict[str, object] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
 
 
 CASES = {
@@ -44,7 +45,27 @@ CASES = {
 }
 
 
-def job_of(changes: dict[str, object], layout: Layout) -> Job:
+_FOUR = Layout(dp=4, **DISTRIBUTED)  # type: ignore[arg-type]
+_WIDE = {"hidden_size": 256, "kv_channels": 64, "ffn_hidden_size": 1024, "seq_length": 32}
+_FSDP = "--use-megatron-fsdp"
+_ALL = (_FSDP, "--data-parallel-sharding-strategy optim_grads_params")
+_OVER_WHOLE_LAYERS = {
+    "optim": (_FSDP, "--data-parallel-sharding-strategy optim"),
+    "optim_grads": (_FSDP, "--data-parallel-sharding-strategy optim_grads"),
+    "optim_grads_params": _ALL,
+    "two buffers": (*_ALL, "--fsdp-double-buffer"),
+    "two layers wait": (*_ALL, "--suggested-communication-unit-size 400000"),
+}
+SHARDED = {
+    "not sharded": Case(layout=_FOUR),
+    **{name: Case(layout=_FOUR, flags=flags) for name, flags in _OVER_WHOLE_LAYERS.items()},
+    "wide": Case(layout=_FOUR, changes=_WIDE, flags=_ALL),
+    "wide, two buffers": Case(layout=_FOUR, changes=_WIDE, flags=(*_ALL, "--fsdp-double-buffer")),
+}
+"""Stages under Megatron-FSDP over four ranks, and one without; gradients of wide layers are larger than activations."""
+
+
+def job_of(changes: dict[str, object], layout: Layout, flags: tuple[str, ...] = ()) -> Job:
     """A job of eight layers and as many micro-batches as two steps of a pipeline have stages."""
     model = tiny_model(
         **{
@@ -59,4 +80,6 @@ def job_of(changes: dict[str, object], layout: Layout) -> Job:
         }
     )
     batch = Batch(global_batch_size=2 * layout.pp * layout.dp)
-    return replace(tiny_job(layout.world_size, model=model, own=layout, batch=batch), performance_flags=FLAGS)
+    return replace(
+        tiny_job(layout.world_size, model=model, own=layout, batch=batch), performance_flags=(*FLAGS, *flags)
+    )

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import torch.distributed as dist
-from patches.stage_cases import CASES, job_of
+from patches.stage_cases import CASES, SHARDED, job_of
 
 from pipette_launch.facts import Layout
 from pipette_patches.whole_stage import load as load_stages
@@ -30,8 +30,8 @@ def main() -> None:
 
     original = P2PCommunicator._communicate
     found: dict[str, Any] = {}
-    for name, case in CASES.items():
-        run = run_stage(job_of(case.changes, case.layout), case.layout, case.pp_rank, device_kind="cpu")
+    for name, case in (CASES | SHARDED).items():
+        run = run_stage(job_of(case.changes, case.layout, case.flags), case.layout, case.pp_rank, device_kind="cpu")
         found[name] = {"peak": run.tally_bytes, "parts": run.parts, "notes": run.notes}
     found["refusal"] = refusal()
     found["group left"] = dist.is_initialized()

@@ -27,6 +27,11 @@ WRITES_INTO_PARTS = frozenset({torch.ops.aten.index_put_.default})
 T = TypeVar("T")
 
 
+def local(tensor: Any) -> Any:
+    """Give of a tensor that FSDP shards this rank's own part, which alone has memory; any other object is itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def allocated(num_bytes: int) -> int:
     """Bytes that the allocator counts for a request."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -79,7 +84,8 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = None if quick is None else quick(args, kwargs)
         if out is None:
             out = func(*args, **kwargs)
-        for item in out if isinstance(out, (tuple, list)) else (out,):
+        for whole in out if isinstance(out, (tuple, list)) else (out,):
+            item = local(whole)
             if isinstance(item, torch.Tensor) and item.device.type == self._device_kind:
                 storage = item.untyped_storage()
                 if not self._pending:

@@ -98,7 +98,9 @@ def _dropout(given: Any, p: float = 0.5, training: bool = True, *_inplace: bool,
     return kernel(lambda given: (torch.empty_like(given), (torch.empty_like(given, dtype=torch.bool),)), given)
 
 
-def _resize(original: Callable[..., Any]) -> Callable[..., Any]:
+def recounting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Resize a storage, and let the meter in force count it as it is then."""
+
     @functools.wraps(original)
     def resize(storage: Any, size: int) -> Any:
         done = original(storage, size)
@@ -151,7 +153,7 @@ TORCH = (
             "Tensor.__int__": for_abstract(lambda _: 1),
             "Tensor.__float__": for_abstract(lambda _: 0.0),
             "Tensor.is_cuda": instead(property(lambda tensor: tensor.device.type == "meta")),
-            "UntypedStorage.resize_": _resize,
+            "UntypedStorage.resize_": recounting,
             "UntypedStorage.copy_": for_abstract(lambda storage, *_source: storage),
         },
     ),

@@ -89,6 +89,12 @@ _OPTIMIZER_FLAGS: FlagTable = {
     ),
 }
 """The same for OptimizerConfig."""
+_DDP_FLAGS: FlagTable = {
+    **same_name(switches_on, "--use-megatron-fsdp --fsdp-double-buffer"),
+    **same_name(str, "--data-parallel-sharding-strategy --outer-dp-sharding-strategy"),
+    **same_name(int, "--suggested-communication-unit-size"),
+}
+"""The same for DistributedDataParallelConfig."""
 _NOT_MODELLED = (
     "--cpu-offloading-num-layers",
     "--cuda-graph-impl",
@@ -181,6 +187,11 @@ def optimizer_instances(job: Job) -> int:
     return int(flags(job).get("--num-distributed-optimizer-instances", 1))
 
 
+def is_sharded(job: Job) -> bool:
+    """Whether Megatron-FSDP shards the job."""
+    return "--use-megatron-fsdp" in flags(job)
+
+
 def ddp_config(job: Job, layout: Layout, *, num_parameters: int) -> Any:
     """Make the configuration of gradient buffers and their buckets."""
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -201,6 +212,7 @@ def ddp_config(job: Job, layout: Layout, *, num_parameters: int) -> Any:
         "pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw" in given,
         "average_in_collective": "--ddp-average-in-collective" in given,
         "reduce_scatter_with_fp32_accumulation": "--ddp-reduce-scatter-with-fp32-accumulation" in given,
+        **fields_set_by_flags(job, _DDP_FLAGS),
     }
     return build_config(DistributedDataParallelConfig, fields)
 

@@ -8,7 +8,7 @@ Read in Megatron-LM core_v0.16.1: training/training.py (get_model, train_step, t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from pipette_launch.facts import Job, Layout
 from pipette_patches.abstract import megatron_config
-from pipette_patches.abstract.allocator import StorageMeter, Stretch, current, under
+from pipette_patches.abstract.allocator import StorageMeter, Stretch, current, local, under
 from pipette_patches.workload.config import flags
 
 
@@ -120,7 +120,7 @@ class Trainer:
     def _wrapped(self, chunks: Sequence[Any]) -> list[Any]:
         """Convert to the training type and give each chunk its gradient buffers."""
         from megatron.core import tensor_parallel
-        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.distributed import DistributedDataParallel, FullyShardedDataParallel
         from megatron.core.transformer.module import Float16Module
 
         count = 0
@@ -133,17 +133,15 @@ class Trainer:
                 chunks = [Float16Module(self.config, chunk) for chunk in chunks]
         ddp = megatron_config.ddp_config(self.job, self.layout, num_parameters=count)
         no_buckets = "--overlap-param-gather-with-optimizer-step" in flags(self.job)
+        wrapper = FullyShardedDataParallel if megatron_config.is_sharded(self.job) else DistributedDataParallel
         with self.meter.labelled("gradients"):
             wrapped = [
-                DistributedDataParallel(
-                    config=self.config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0 or no_buckets
-                )
+                wrapper(config=self.config, ddp_config=ddp, module=chunk, disable_bucketing=index > 0 or no_buckets)
                 for index, chunk in enumerate(chunks)
             ]
-        for chunk in wrapped:
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-                if buffer.param_data is not None:
-                    self.meter.recount(buffer.param_data.untyped_storage(), "weights")
+        for tensor, label in (each for chunk in wrapped for each in _made_by_wrapper(chunk)):
+            if tensor is not None:
+                self.meter.recount(tensor.untyped_storage(), label)
         return wrapped
 
     def train(self, *, forward_and_backward: bool = True) -> Trace:
@@ -184,7 +182,7 @@ class Trainer:
             for states in inner.optimizer.state.values() if inner.optimizer is not None else ():
                 for state in states.values():
                     if isinstance(state, torch.Tensor):
-                        self.meter.recount(state.untyped_storage(), "optimizer")
+                        self.meter.recount(local(state).untyped_storage(), "optimizer")
 
     def _batch(self) -> dict[str, torch.Tensor]:
         """Make a micro-batch as the data loader gives it, on the device."""
@@ -226,6 +224,17 @@ class Trainer:
             loss_mask=batch.get("loss_mask"),
         )
         return out, under("head", functools.partial(_loss, batch.get("loss_mask")))
+
+
+def _made_by_wrapper(chunk: Any) -> Iterator[tuple[torch.Tensor | None, str]]:
+    """Give what a wrapper made that is no gradient, and its label: weights, and what Megatron-FSDP makes beforehand."""
+    if hasattr(chunk, "param_and_grad_buffer"):
+        for group in chunk.param_and_grad_buffer.parameter_groups:
+            yield getattr(group.model_weight_buffer, "data", None), "weights"
+            yield getattr(group.main_weight_buffer, "data", None), "optimizer"
+        return
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        yield buffer.param_data, "weights"
 
 
 def _loss(loss_mask: Any, output: torch.Tensor) -> Any:

@@ -4,6 +4,7 @@ torch's Adam stands where a fused Adam stands on a GPU; the distributed optimize
 """
 
 import copy
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -75,6 +76,26 @@ def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective
 
 
+def _mesh_of_cpus(original: Callable[..., Any]) -> Any:
+    """Make a mesh of CPUs where Megatron's FSDP asks for one of CUDA devices: tensors of its shards lie there."""
+
+    @functools.wraps(original)
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return original(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return staticmethod(from_group)
+
+
+def _scaled_beforehand(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Megatron-FSDP scale gradients before they are reduced: only NCCL scales them while it sums."""
+
+    @functools.wraps(original)
+    def prepare(gradients: Any, factor: float | None, config: Any) -> Any:
+        return original(gradients, factor, dataclasses.replace(config, gradient_reduce_div_fusion=False))
+
+    return prepare
+
+
 # The newest generation's capability: of older ones Megatron demands a CUDA_DEVICE_MAX_CONNECTIONS, which has no effect
 # here.
 _PROPERTIES = SimpleNamespace(name="CPU", major=10, minor=0, multi_processor_count=os.cpu_count(), total_memory=0)
@@ -97,6 +118,7 @@ TORCH = (
         "torch.distributed",
         {"all_reduce": _alone, "broadcast": _alone, "init_process_group": _gloo, "new_group": _gloo},
     ),
+    *in_module("torch.distributed.device_mesh", {"DeviceMesh.from_group": _mesh_of_cpus}),
 )
 """Replacements in torch."""
 # What needs a CUDA kernel or Transformer Engine, and how to do without. Only fp8 and fp4 change what is computed.
@@ -251,6 +273,11 @@ def _made_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
     return make
 
 
+def _a_class(original: Any) -> Any:
+    """Stand for a class of Transformer Engine where there is none: nothing is an instance of it."""
+    return original if isinstance(original, type) else type("Absent", (), {})
+
+
 def _has_engine(_original: bool) -> bool:
     """Say whether Transformer Engine itself is there."""
     return importlib.util.find_spec("transformer_engine") is not None
@@ -277,6 +304,13 @@ WITHOUT_ENGINE = (
     *in_module(
         "megatron.core.transformer.dot_product_attention", {"DotProductAttention.__init__": _of_latent_attention}
     ),
+    # Megatron-FSDP asks under TP which modules are of this class, which is none without the engine.
+    Replacement(
+        module="megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+        path="TELinear",
+        make=_a_class,
+        versions=">=0.16,<0.18",
+    ),
     # It is true wherever Megatron's own wrappers are, and their classes are then None.
     Replacement(
         module="megatron.core.transformer.multi_latent_attention", path="HAVE_TE", make=_has_engine, versions="<0.17"
@@ -300,6 +334,10 @@ CORE = (
     ),
     *in_module("megatron.core.transformer.moe.token_dispatcher", {"maybe_move_tensor_to_cpu": _split_sizes_as_numbers}),
     *in_module("megatron.core.jit", {"jit_fuser": _uncompiled}),
+    *in_module(
+        "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
+        {"gradient_reduce_preprocessing": _scaled_beforehand},
+    ),
     *in_module(
         "megatron.core.optimizer.distrib_optimizer",
         {

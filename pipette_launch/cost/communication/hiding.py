@@ -32,5 +32,5 @@ class Hiding:
     before."""
 
     def seconds(self, behind: Behind) -> float:
-        """Look up the compute that `behind` names."""
-        return self.layers_s[behind] if isinstance(behind, tuple) else float(getattr(self, behind))
+        """Look up the compute that `behind` names; 0 of what was not given."""
+        return self.layers_s.get(behind, 0.0) if isinstance(behind, tuple) else float(getattr(self, behind))

@@ -12,7 +12,6 @@ from pipette_launch.cost.layers.parameters import unit_parameters
 from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import ModelSpec
-from pipette_launch.facts.performance import PerformanceOptions
 from pipette_launch.megatron.performance import performance_options
 
 _LEAST_UNIT = 1_000_000_000
@@ -58,6 +57,17 @@ def sharding_of(job: Job) -> Sharding | None:
     return None
 
 
+def adds_gradients_twice(job: Job, replicas: int, expert_replicas: int) -> bool:
+    """Whether Megatron-FSDP would train on other gradients, as nobody shares those of all weights or of the experts.
+
+    A buffer that one rank holds alone is not sharded, and the reduced gradients are added to those that lie in it
+    already (FSDP param_and_grad_buffer.py:2029, 3253-3257; so in 0.14 to 0.20, seen with 0.16.1).
+    """
+    sharding = sharding_of(job)
+    alone = replicas == 1 or (bool(job.model.num_experts) and expert_replicas == 1)
+    return alone and sharding is not None and sharding.gradients and performance_options(job).use_megatron_fsdp
+
+
 def shard_copies(job: Job) -> int:
     """Count the copies of what Megatron-FSDP shards, each over its share of the data-parallel ranks."""
     options = performance_options(job)
@@ -91,19 +101,24 @@ class Whole:
     weights: int = 0
     """Layers at work or gathered ahead, and the ends of the model."""
     gradients: int = 0
-    """When the backward reaches the last layer: of that layer and of the head."""
+    """When the backward reaches the last layer: of that layer, of the head, and of an embedding that is the head."""
     layer_gradients: int = 0
     """Of one layer."""
+    layer_weights: int = 0
+    """Of one layer that is gathered."""
     waiting: int = 0
-    """So many further layers' gradients wait for their reduction before the first is freed."""
+    """So many further layers' gradients wait for their reduction, while as many layers as before are gathered."""
+    waiting_at_end: int = 0
+    """So many more wait while gathered layers become fewer, one for each, as none is left to gather ahead."""
 
 
 def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
     """Count what one rank of a sharded job holds whole; `gradient` bytes for each gradient.
 
     Megatron-FSDP gathers layers ahead until they have half of `--suggested-communication-unit-size`, and frees reduced
-    gradients only once more than so many parameters wait; with `--fsdp-double-buffer` it holds two layers of each
-    (FSDP param_and_grad_buffer.py:3093-3150, 3493-3560). torch FSDP2 holds two units of each.
+    gradients only before the next bucket's reduction, once more than so many parameters wait; `--fsdp-double-buffer`
+    keeps two layers of each (FSDP param_and_grad_buffer.py:3084-3131, 3493-3560, 651-800). A weight that embedding and
+    head share is reduced when the backward is over (megatron_fsdp.py:767). torch FSDP2 holds two units of each.
     """
     sharding = sharding_of(job)
     if sharding is None or not sharding.gradients:
@@ -117,20 +132,33 @@ def whole_beside_shards(job: Job, layout: Layout, gradient: int) -> Whole:
         both = layer + max(layer, head)
         return Whole(weights=both * gathered, gradients=both * gradient)
     num_layers = model.num_layers + model.mtp_num_layers
-    unit = layer if sharding.weights else min(_BUCKET, layer)
-    size = _communication_unit(options, unit)
-    ahead, waiting = -(-(size // 2) // unit), max(0, size - head) // unit
+    if not sharding.weights:
+        return _whole_buckets(job, num_layers * layer + embedding + head, layer, gradient)
+    last_ends = head if model.untie_embeddings_and_output_weights else head + embedding
+    size = options.suggested_communication_unit_size or max(_LEAST_UNIT, 2 * layer)
+    ahead, waiting, own = -(-(size // 2) // layer), 1 + max(0, size - head) // layer, 1
     if options.fsdp_double_buffer or options.nccl_ub:
-        ahead = waiting = 1
-    last = num_layers * layer // unit - 1
-    weights = unit * (1 + min(ahead, last)) * gathered + (embedding + head) * model.dtype_bytes
+        ahead, waiting, own = 1, 0, min(2, num_layers)
+    at_once = 1 + min(ahead, num_layers - 1)
+    waiting = min(waiting, num_layers - own)
+    early = min(waiting, num_layers - at_once)
     return Whole(
-        weights=weights if sharding.weights else 0,
-        gradients=(unit + head) * gradient,
-        layer_gradients=unit * gradient,
-        waiting=min(waiting, last),
+        weights=layer * at_once * gathered + (embedding + head) * model.dtype_bytes,
+        gradients=(own * layer + last_ends) * gradient,
+        layer_gradients=layer * gradient,
+        layer_weights=layer * gathered,
+        waiting=early,
+        waiting_at_end=waiting - early,
     )
 
 
-def _communication_unit(options: PerformanceOptions, unit: int) -> int:
-    return options.suggested_communication_unit_size or max(_LEAST_UNIT, 2 * unit)
+def _whole_buckets(job: Job, total: int, layer: int, gradient: int) -> Whole:
+    """Count whole gradients where layers are no units: in buckets, or all in one unless their reduction overlaps.
+
+    That flag stays as the user has it under FSDP. `--ddp-bucket-size` and `--ddp-num-buckets` are left out, and that
+    buckets grow beyond 40 replicas.
+    """
+    bucket = min(_BUCKET, total) if job.own.overlap_grad_reduce else total
+    size = performance_options(job).suggested_communication_unit_size or _LEAST_UNIT
+    waiting = min((1 + size // bucket) * bucket, total - bucket)
+    return Whole(gradients=bucket * gradient, layer_gradients=layer * gradient, waiting=waiting // layer)

@@ -276,8 +276,10 @@ def _layer_figures(job: Job, layout: Layout) -> dict[str, int]:
         "dummies_last": dummy_gradient_bytes(job, layout, has_head=True),
         "dummies": dummy_gradient_bytes(job, layout, has_head=False),
         "whole": whole.weights + whole.gradients,
-        "whole_layer": whole.layer_gradients,
+        "whole_gradients": whole.layer_gradients,
+        "whole_weights": whole.layer_weights,
         "waiting": whole.waiting,
+        "waiting_at_end": whole.waiting_at_end,
     }
 
 
@@ -317,8 +319,13 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...
 
 
 def _whole(layouts: LayoutColumns, layer: dict[str, Ints]) -> Ints:
-    """What FSDP holds whole: as the backward goes on, gradients come to wait and activations go, layer by layer."""
-    grown = layer["waiting"] * np.maximum(layer["whole_layer"] - layer["largest"], 0)
+    """What FSDP holds whole: as the backward goes on, gradients come to wait and activations go, layer by layer.
+
+    Gathered weights go too, once no layer is left to gather ahead.
+    """
+    by_layer = layer["whole_gradients"] - layer["largest"]
+    grown = layer["waiting"] * np.maximum(by_layer, 0)
+    grown = grown + layer["waiting_at_end"] * np.maximum(by_layer - layer["whole_weights"], 0)
     return np.where(layouts.dp * layouts.cp > 1, layer["whole"] + grown, 0)
 
 

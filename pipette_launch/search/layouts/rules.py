@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
+from pipette_launch.cost.layers.sharding import adds_gradients_twice
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import HybridLayers, Job, Layout, Recompute
 from pipette_launch.facts.machines.rooms import Rooms
@@ -220,6 +221,8 @@ class Rules:
         instances = self.options.num_distributed_optimizer_instances
         if degrees.world_size % (degrees.etp * degrees.ep * degrees.pp):
             yield "etp*ep*pp does not divide the ranks"
+        if adds_gradients_twice(self.job, degrees.dp * degrees.cp, degrees.expert_dp):
+            yield "Megatron-FSDP adds gradients twice that one rank holds alone"
         if degrees.expert_dp % instances:
             yield f"{flag_of('num_distributed_optimizer_instances')} does not divide dp*cp"
         if self.job.model.num_experts:

@@ -1,5 +1,7 @@
 """What FSDP shards, and what stands whole beside the shards: layers of 49,984 parameters."""
 
+from dataclasses import replace
+
 import pytest
 from facts_for_tests import tiny_job, tiny_model
 
@@ -69,33 +71,59 @@ def test_layers_in_eight_bits() -> None:
 
 
 def test_small_layers_are_gathered_all_at_once() -> None:
-    """A thousand million parameters may wait, which is all: four layers, embedding and final norm, in fp32."""
+    """A thousand million parameters may wait, which is all: four layers, and the embedding, which is the head too."""
     whole = whole_beside_shards(job(MEGATRON, ALL), SHARDED, 4)
 
     assert end_parameters(tiny_model(), SHARDED) == (EMBEDDING, 128)
     assert whole == Whole(
         weights=4 * (4 * LAYER + EMBEDDING + 128),
-        gradients=4 * (LAYER + 128),
+        gradients=4 * (LAYER + EMBEDDING + 128),
         layer_gradients=4 * LAYER,
-        waiting=3,
+        layer_weights=4 * LAYER,
+        waiting_at_end=3,
     )
 
 
-@pytest.mark.parametrize("flag", ["--fsdp-double-buffer", f"--suggested-communication-unit-size {LAYER + 128}"])
-def test_two_layers_at_a_time(flag: str) -> None:
-    """One at work and one ahead, by a pair of buffers or by a small unit of communication."""
-    whole = whole_beside_shards(job(MEGATRON, ALL, flag), SHARDED, 4)
+def test_a_head_of_its_own_is_reduced_first() -> None:
+    """The embedding's gradients come when the backward is over."""
+    whole = whole_beside_shards(job(MEGATRON, ALL, untie_embeddings_and_output_weights=True), SHARDED, 4)
+
+    assert whole.gradients == 4 * (LAYER + 16_384 + 128)
+
+
+def test_a_small_unit_of_communication() -> None:
+    """A layer is gathered ahead; with the layer at work one is being reduced, and one more may wait."""
+    whole = whole_beside_shards(job(MEGATRON, ALL, f"--suggested-communication-unit-size {LAYER + 128}"), SHARDED, 4)
 
     assert whole.weights == 4 * (2 * LAYER + EMBEDDING + 128)
-    assert whole.waiting == 1
+    assert (whole.waiting, whole.waiting_at_end) == (2, 0)
+
+
+def test_two_buffers_stay() -> None:
+    """Of weights and of gradients, and nothing waits."""
+    whole = whole_beside_shards(job(MEGATRON, ALL, "--fsdp-double-buffer"), SHARDED, 4)
+
+    assert whole.weights == whole.gradients == 4 * (2 * LAYER + EMBEDDING + 128)
+    assert whole.waiting == whole.waiting_at_end == 0
 
 
 def test_weights_that_are_not_sharded_are_not_gathered() -> None:
-    """Their gradients still need a whole buffer before they are reduced."""
+    """Their gradients still need whole buffers before they are reduced: one for all."""
     whole = whole_beside_shards(job(MEGATRON, "--data-parallel-sharding-strategy optim_grads"), SHARDED, 4)
 
     assert whole.weights == 0
-    assert whole.gradients == 4 * (LAYER + 128)
+    assert whole.gradients == 4 * (4 * LAYER + EMBEDDING + 128)
+    assert whole.waiting == 0
+
+
+def test_reductions_that_overlap_go_by_buckets() -> None:
+    """Of forty million parameters; what is beyond the first of them waits."""
+    long = job(MEGATRON, "--data-parallel-sharding-strategy optim_grads", num_layers=1000)
+    overlapped = replace(long, own=replace(long.own, overlap_grad_reduce=True))
+    whole = whole_beside_shards(overlapped, SHARDED, 4)
+
+    assert whole.gradients == 4 * 40_000_000
+    assert whole.waiting == (1000 * LAYER + EMBEDDING + 128 - 40_000_000) // LAYER
 
 
 def test_torch_holds_two_units() -> None:

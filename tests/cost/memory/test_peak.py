@@ -282,7 +282,7 @@ def test_published_peaks_lie_a_workspace_above(layout: Layout, measured_bytes: i
 
 
 def test_shards_and_what_stands_whole() -> None:
-    """Under FSDP ranks hold a quarter of everything, two layers' weights beside the ends', and waiting gradients."""
+    """Under FSDP ranks hold a quarter of everything, two layers' weights and gradients, and those of the ends."""
     flags = (
         "--use-megatron-fsdp",
         "--data-parallel-sharding-strategy optim_grads_params",
@@ -294,8 +294,20 @@ def test_shards_and_what_stands_whole() -> None:
 
     assert parts.weights == parts.gradients == parameters
     assert parts.optimizer == 2 * parameters
-    # The second layer's gradients come when the activations of the first have gone.
-    assert parts.whole == 4 * (2 * layer + ends) + 4 * (layer + 128) + 4 * layer - 72 * 2048
+    assert parts.whole == 2 * 4 * (2 * layer + ends)
+
+
+@pytest.mark.parametrize(
+    ("size", "layers_gathered", "grown"), [(0, 4, 0), (49984 + 128, 2, 2 * (4 * 49984 - 72 * 2048))]
+)
+def test_gradients_wait_while_activations_go(size: int, layers_gathered: int, grown: int) -> None:
+    """Two layers' wait where a third is being reduced; where all layers were gathered, their weights go meanwhile."""
+    words = (f"--suggested-communication-unit-size {size}",) if size else ()
+    flags = ("--use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params", *words)
+    (parts,) = peak_memory_bytes(replace(tiny_job(), performance_flags=flags), SHARDED_4)
+    layer, ends = 49984, 16384 + 2048 + 128
+
+    assert parts.whole == 4 * (layers_gathered * layer + ends) + 4 * (layer + ends) + grown
 
 
 def test_a_single_rank_has_no_shards() -> None:

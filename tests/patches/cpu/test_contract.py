@@ -34,6 +34,10 @@ EXPECTED = {
     ],
     "megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu": ["tensor", "as_numpy", "record_stream"],
     "megatron.core.jit.jit_fuser": None,
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter.TELinear": None,
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer.gradient_reduce_preprocessing": [
+        "grad_data", "scaling_factor", "ddp_config",
+    ],
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict": ["self"],
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict": ["self", "state_dict"],
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._set_main_param_and_optimizer_states": [

@@ -369,6 +369,26 @@ def test_every_layout_can_be_written_and_read_back(kind: str, flags: str, versio
 
 
 @pytest.mark.parametrize(
+    ("words", "faulty"),
+    [
+        ("--tensor-model-parallel-size 8", True),
+        ("--tensor-model-parallel-size 4", False),
+        ("--num-experts 8 --expert-model-parallel-size 8", True),
+        ("--num-experts 8 --expert-model-parallel-size 4", False),
+        ("--tensor-model-parallel-size 8 --data-parallel-sharding-strategy optim", False),
+    ],
+)
+def test_gradients_that_megatron_fsdp_would_add_twice(words: str, faulty: bool) -> None:
+    """Where one rank holds all weights or all experts alone, and gradients are sharded."""
+    fsdp = "--use-megatron-fsdp --use-distributed-optimizer --data-parallel-sharding-strategy optim_grads_params"
+    arguments = f"{GPT} --disable-bias-linear --moe-token-dispatcher-type alltoall {fsdp} {words}".split()
+    job = read_job(arguments, world_size=8, megatron_version="0.16.1", device_kind="cuda", for_planning=True)
+    fault = Rules.of(job, device_kind="cuda").fault(job.own)
+
+    assert faulty == (fault is not None and "adds gradients twice" in fault)
+
+
+@pytest.mark.parametrize(
     ("kind", "words"),
     [
         ("cuda", "--tensor-model-parallel-size 8 --num-attention-heads 4"),

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
@@ -19,6 +20,7 @@ from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.launch.cache.plans import CLUSTER, PLAN
 from pipette_launch.launch.coordinator import Coordinator
 from pipette_launch.launch.page import PAGE
+from pipette_launch.launch.plans import planner
 from pipette_launch.launch.trace import TRACE
 from pipette_launch.launch.training.outcome import OutcomeTracker
 from pipette_launch.megatron import Iteration
@@ -68,6 +70,22 @@ def test_the_warmup_becomes_a_plan_that_is_kept(tmp_path: Path) -> None:
     assert ("cpu_backend",) == made.patches
     if made.choice is not None:
         assert made.ranks_of("token-node1") == again.ranks_of("token-node1")
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyError("a stage")])
+def test_a_report_that_fails_costs_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Whatever drawing it runs into; the plan is kept and runs."""
+    monkeypatch.setattr(planner, "write_page", Mock(side_effect=error))
+    first = coordinator(tmp_path, options(cache=tmp_path / "cache"))
+    warmup = first.decide(records(), None)
+    orders = files.loads(ProbeOptions, warmup.probe_options, "orders")
+    files.write(Path(orders.output), tiny_measurements(tiny_cluster(), orders.cases))
+
+    made = first.after_warmup(warmup, "")
+
+    assert made.plan is not None
+    assert "measured" == made.plan.provenance.source
+    assert [PLAN] == [path.name for path in (tmp_path / "cache").glob("*/plan.json")]
 
 
 def test_a_job_that_only_measures_writes_a_file_and_stops(tmp_path: Path) -> None:

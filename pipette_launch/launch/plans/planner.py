@@ -229,6 +229,9 @@ class Planner:
             write_page(page_path(path), plan, job, self.measurements)
         except (OSError, PipetteError) as error:
             logger.warning("report or trace is missing beside %s: %s", path, error)
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):
+            # Not every exception: one is a signal to the launcher, which must get through.
+            logger.exception("report or trace is missing beside %s; the job goes on with its plan", path)
 
     def _bound_words(self) -> str:
         """Say what new plans must leave free because one ran out of memory, and how to forget it; empty for none."""

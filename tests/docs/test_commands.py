@@ -23,6 +23,8 @@ def test_every_command_is_marked(page: Path) -> None:
     for block in blocks(page):
         if block.language in {"bash", "sh"}:
             assert re.fullmatch(r"runs|not run: \w.*", block.mark), block.text
+        else:
+            assert not re.match(r"(python|torchrun|srun|sbatch|scripts/|cd )", block.text), "a command without `bash`"
         if block.mark == "prints":
             assert block.language == ""
 

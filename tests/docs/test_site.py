@@ -24,7 +24,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 
 def test_the_site_is_built_and_asks_no_other_server(tmp_path: Path) -> None:
     """MkDocs finds nothing amiss with --strict, and no page loads a script, style, font or picture from elsewhere."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
 
     assert 0 == done.returncode, done.stderr

@@ -7,7 +7,7 @@ import typing
 if typing.TYPE_CHECKING:
     from pipette_launch.forecast import predict
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["__version__", "predict"]
 

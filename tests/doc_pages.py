@@ -1,0 +1,48 @@
+"""The pages that people read: which there are, their links, headings, and fenced blocks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"])
+_FENCE = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]*?) -->\n\n?)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+_LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A fenced block, and the comment in front of it that says what becomes of it."""
+
+    mark: str
+    """`runs`, `prints` (what the block before prints, with ... for what is left out), or `not run: REASON`."""
+    language: str
+    text: str
+
+
+def name_of(page: Path) -> str:
+    """Return the path of a page in the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page."""
+    found = _FENCE.finditer(page.read_text())
+    return [Block(mark=one["mark"] or "", language=one["language"], text=one["text"]) for one in found]
+
+
+def links(page: Path) -> list[str]:
+    """Return the targets of all links of a page outside of fenced blocks that lead to no other server."""
+    prose = _FENCE.sub("", page.read_text())
+    return [target for target in _LINK.findall(prose) if not re.match(r"\w+:", target)]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what links may name behind # of a page, as GitHub makes it of its headings."""
+    headings = _HEADING.findall(_FENCE.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}

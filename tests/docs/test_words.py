@@ -1,0 +1,67 @@
+"""The documents name what there is: every flag, and messages that the product really writes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from argparse import ArgumentParser
+from functools import cache
+
+import pytest
+from doc_pages import ROOT
+
+from pipette_launch import cli_flags
+from pipette_launch.tools.main import COMMANDS
+
+FLAGS = (ROOT / "docs" / "command_line.md").read_text()
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
+MESSAGES = re.findall(r"^\| `([^`]+)` \|", TROUBLES, re.MULTILINE)
+
+
+def undocumented(parser: ArgumentParser) -> list[str]:
+    """Return the flags of a parser of which docs/command_line.md names no spelling."""
+    flags = [action.option_strings for action in parser._actions if action.option_strings and action.dest != "help"]
+    return [names[0] for names in flags if not any(re.search(rf"{name}(?![\w-])", FLAGS) for name in names)]
+
+
+def test_every_flag_of_the_launcher_is_documented() -> None:
+    """docs/command_line.md names each --pipette-* flag."""
+    ours = [flag for flag in undocumented(cli_flags.parser()) if flag.startswith("--pipette-")]
+
+    assert [] == ours
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_flag_of_a_subcommand_is_documented(name: str) -> None:
+    """docs/command_line.md names each flag of `pipette`."""
+    parser = ArgumentParser(add_help=False)
+    COMMANDS[name].add_arguments(parser)
+
+    assert [] == undocumented(parser)
+
+
+@cache
+def written() -> str:
+    """Return all texts of the product, one a line, with `…` for each value that is put in."""
+    texts = []
+    for path in (ROOT / "pipette_launch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%s|\{\w+\}", "…", node.value))
+    return "\n".join(texts)
+
+
+def test_messages_to_look_up_are_many() -> None:
+    """The table is found, so that the next test holds something."""
+    assert len(MESSAGES) > 30
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_message_is_one_of_the_product(message: str) -> None:
+    """Each stretch between two `…` of a message in docs/troubleshooting.md stands in the source."""
+    for stretch in message.split("…"):
+        assert stretch.strip() in written(), stretch

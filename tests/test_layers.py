@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = [
-    {"units", "errors", "defaults", "printable"},
+    {"units", "errors", "defaults", "printable", "compiled"},
     {"facts"},
     {"megatron", "pipette_patches"},
     {"probe", "cost"},

@@ -15,17 +15,40 @@ from megatron_lines import SMALL
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(folder: Path, **environment: str) -> Path:
     """A wheel, built from a copy of the sources so that nothing is left in the tree."""
-    folder = tmp_path_factory.mktemp("build")
     sources = folder / "sources"
-    names = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "__pycache__", "build", "dist", ".*_cache")
+    names = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "__pycache__", "build", "dist", ".*_cache", "*.so")
     shutil.copytree(ROOT, sources, ignore=names)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(folder), str(sources)], check=True)
-    (built,) = folder.glob("*.whl")
-    return built
+    command += ["--wheel-dir", str(folder), str(sources)]
+    subprocess.run(command, check=True, env={**os.environ, **environment})
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, as this machine builds it."""
+    return built(tmp_path_factory.mktemp("build"))
+
+
+def test_without_a_compiler_there_is_still_a_wheel(tmp_path: Path) -> None:
+    """It holds nothing compiled, and the planner falls back on numpy."""
+    names = zipfile.ZipFile(built(tmp_path, CC="/bin/false")).namelist()
+
+    assert not [name for name in names if name.endswith(".so")]
+    assert "pipette_launch/cost/pipeline/engine.py" in names
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler on this machine")
+def test_with_a_compiler_the_loops_in_c_are_in_the_wheel(wheel: Path) -> None:
+    """Both of them, below the package."""
+    names = [name.split(".")[0] for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+    assert ["pipette_launch/cost/pipeline/_longest_path", "pipette_launch/search/assignment/_swap_rises"] == sorted(
+        names
+    )
 
 
 def test_the_wheel_holds_what_it_should(wheel: Path) -> None:

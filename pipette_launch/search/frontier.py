@@ -19,7 +19,7 @@ from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.memory.overhead import num_communicators
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
-from pipette_launch.facts.layout_columns import LayoutColumns
+from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs
 from pipette_launch.search.layouts.enumerate import Cuts
 
@@ -302,8 +302,11 @@ def _least_N(cuts: Cuts, rows: Ints, bounds: BoundColumns) -> Floats:
     """Bound cuts by the fastest of their states without recompute, as recompute only adds time."""
     least_N = np.full(len(rows), np.inf)
     place_M, columns = cuts.spread(rows)
-    states = [getattr(columns, name) for name in _STATE_FIELDS]
-    _, first = np.unique(place_M * 16 + sum(state << bit for bit, state in enumerate(states)), return_index=True)
+    # A bound is no higher with overlapped reductions than without: of states that differ in nothing else one will do.
+    order = np.argsort(-columns.overlap_grad_reduce, kind="stable")
+    others = [getattr(columns, name) for name in _STATE_FIELDS if name != "overlap_grad_reduce"]
+    codes_M = codes_of([place_M, *others])
+    first = order[np.unique(codes_M[order], return_index=True)[1]]
     some = columns.take(first)
     bare = replace(some, recompute=np.zeros(len(some), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
     np.fmin.at(least_N, place_M[first], bounds.of_columns(bare))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipette_launch.facts import Layout, files
 from pipette_launch.search.bounds.placement_bound import placement_bound_s
-from pipette_launch.search.candidates import MANY_SLOTS, Candidate, SearchInputs
+from pipette_launch.search.candidates import MANY_SLOTS, WORTH, Candidate, SearchInputs
 from pipette_launch.search.choose import LEANER
 from pipette_launch.search.frontier import Frontier, Promising
 from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, exhaustion, num_placements
@@ -20,6 +20,8 @@ from pipette_launch.search.placement.slots import IsLate, Placement, PlacementPr
 
 FIRST_BATCH = 6
 """Layouts that are priced before the placement of the best is improved; each batch is half as large again."""
+FIRST_BATCH_MANY = 48
+"""The same of those that come by rising bound, on many slots: a price takes a fortieth of improving a placement."""
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """After each batch the placements of so many layouts are improved."""
@@ -80,7 +82,7 @@ class SearchLoop:
             self._price(self._frontier.dive(FIRST_BATCH, below_s=self._best_s()))
             self._surround()
             self._place(WHILE_PRICING)
-        size = FIRST_BATCH
+        size = FIRST_BATCH if self._inputs.cluster.num_slots <= MANY_SLOTS else FIRST_BATCH_MANY
         while batch := self._frontier.take(size, below_s=self._best_s()):
             self._price(batch, beat_s=self._best_s())
             self._surround()
@@ -160,8 +162,8 @@ class SearchLoop:
         self._surround()
 
     def _hopes(self, width: int) -> list[Candidate]:
-        """Return the most promising layouts whose sharpened bounds say that they could still win."""
-        best_s = self._best_s()
+        """Return the most promising layouts whose sharpened bounds say that they could win by what is worth it."""
+        best_s = self._best_s() * (1 - WORTH)
         found: list[Candidate] = []
         for one in sorted(self._pool.values(), key=lambda one: one.promise_s):
             if len(found) == width or self._is_late():

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.compiled import compiled
 from pipette_launch.cost.pipeline.dependencies import Dependencies, Ints
 from pipette_launch.cost.pipeline.order import Order
 from pipette_launch.cost.pipeline.timeline import StageTimes, Timeline
@@ -20,6 +21,7 @@ from pipette_launch.facts.schedule import FORWARD, INPUT, WEIGHT, Columns, Sched
 
 Floats = NDArray[np.float64]
 
+_IN_C = compiled("cost.pipeline._longest_path")
 _ACTIONS_OF_A_LEVEL = 40
 """A level of actions as arrays takes as long as so many actions one by one (measured: 5 us against 0.13 us)."""
 
@@ -124,7 +126,7 @@ class Engine:
         """Ends of the actions at these places of the engine's own order, one column for each pipeline."""
         pipelines = durations_R.shape[1]
         found = np.empty((len(places_X), pipelines))
-        if len(self._order_A) * pipelines > _ACTIONS_OF_A_LEVEL * self._num_levels:
+        if _IN_C or len(self._order_A) * pipelines > _ACTIONS_OF_A_LEVEL * self._num_levels:
             block = max(_ENDS_AT_ONCE // len(self._order_A), _FEWEST_AT_ONCE)
             for first in range(0, pipelines, block):
                 some = slice(first, first + block)
@@ -142,6 +144,10 @@ class Engine:
         All of them are kept: A * R numbers. `ends_at` keeps those that are asked for, and goes block by block.
         """
         ends = np.zeros((len(self._order_A) + 1, durations_R.shape[1]))
+        if _IN_C:
+            times_R = np.ascontiguousarray(durations_R), np.ascontiguousarray(hops_R)
+            _IN_C.ends(*self.table_A, *times_R, ends, ends.shape[1])
+            return ends
         for start, stop, previous, cause, hop, wait, duration in self._levels:
             ready = ends.take(cause, axis=0)
             ready += hops_R.take(hop, axis=0)
@@ -290,7 +296,12 @@ def critical_counts(engine: Engine, durations_R: Floats, hops_R: Floats) -> tupl
     previous_A, cause_A, hop_A, wait_A, duration_A = engine.table_A
     ends = engine.ends_AR(durations_R, hops_R)
     nowhere = len(previous_A)
-    duration_counts, hop_counts = np.zeros_like(durations_R), np.zeros_like(hops_R)
+    duration_counts, hop_counts = np.zeros(durations_R.shape), np.zeros(hops_R.shape)
+    if _IN_C:
+        times_R = np.ascontiguousarray(durations_R), np.ascontiguousarray(hops_R)
+        _IN_C.counts(*engine.table_A, *times_R, ends, duration_counts, hop_counts, ends.shape[1])
+        hop_counts[-1] = 0
+        return duration_counts, hop_counts
     column = np.arange(durations_R.shape[1])
     place = ends[:nowhere].argmax(axis=0)
     while len(column):

@@ -11,7 +11,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pipette_launch.compiled import compiled
 from pipette_launch.search.assignment.problem import Floats, Flows, Ints
+
+_IN_C = compiled("search.assignment._swap_rises")
 
 STEEPEST = 80.0
 """Largest exponent: far from overflow, and from any chance of being accepted."""
@@ -52,6 +55,7 @@ class SwapPrices:
         self._weight_QD = self._padded(np.tile(flows.weight_F, 2), np.zeros(own_QD.shape)).astype(np.float32)
         self._matrix_QD = self._padded(matrix_2F * flows.num_seats**2, np.zeros_like(own_QD))
         self._group_QD = self._padded(np.tile(flows.group_F, 2), np.zeros_like(own_QD))
+        self._is_alone_G = np.bincount(flows.family_G)[flows.family_G] == 1
 
     def position(self, place_Q: Ints) -> Position:
         """Price a bijection and make its tables."""
@@ -94,14 +98,44 @@ class SwapPrices:
             Seconds for each swap; a family's rise is cut at 80 s and its fall at 27 s, which decide any swap.
 
         """
+        log_share_G = np.log(np.maximum(share_G, 1e-300))
+        if _IN_C is None:
+            return self._rises_in_numpy(position, one_P, two_P, (share_G, log_share_G), softness_s)
+        rise_P = np.empty(len(one_P))
+        _IN_C.rises(
+            self._seconds,
+            self.other_QD,
+            self._weight_QD,
+            self._matrix_QD,
+            self._group_QD,
+            self.degree_Q,
+            position.place_Q,
+            position.beside_QD,
+            position.now_QD,
+            one_P,
+            two_P,
+            share_G,
+            log_share_G,
+            self.flows.family_G,
+            self._is_alone_G,
+            rise_P,
+            softness_s,
+            STEEPEST,
+            LEAST,
+        )
+        return rise_P
+
+    def _rises_in_numpy(
+        self, position: Position, one_P: Ints, two_P: Ints, shares_G: tuple[Floats, Floats], softness_s: float
+    ) -> Floats:
+        """Do as `rises` where C is not compiled, all swaps at once."""
         family_G, families = self.flows.family_G, self.flows.num_families
-        alone_G = np.bincount(family_G)[family_G] == 1
+        alone_G, (share_G, log_share_G) = self._is_alone_G, shares_G
         terms_PS = self._terms(position, one_P, two_P)
         groups_PS = np.concatenate([self._group_QD[one_P], self._group_QD[two_P]], axis=1)
         # A swap may meet a group several times: sum its terms, and let each of them stand for its part of the group.
         same_PSS = groups_PS[:, :, None] == groups_PS[:, None, :]
         group_rise_PS = np.einsum("pij,pj->pi", same_PSS, terms_PS)
-        log_share_G = np.log(np.maximum(share_G, 1e-300))
         steps_PS = np.minimum(group_rise_PS / softness_s + log_share_G[groups_PS], STEEPEST)
         change_PS = (np.exp(steps_PS) - share_G[groups_PS]) / same_PSS.sum(axis=2)
         change_PS[alone_G[groups_PS]] = 0.0

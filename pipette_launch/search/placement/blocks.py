@@ -72,10 +72,10 @@ def rearranged(
         cost_s = model.cost(placement)
         if cost_s < best.cost_s:
             best = problem.placed(placement, cost_s)
-            if num_hosts > MANY_HOSTS:
-                # One turn takes as long as a round should there.
-                break
-        else:
+        if num_hosts > MANY_HOSTS:
+            # One turn takes as long as a round should there.
+            break
+        if cost_s > best.cost_s:
             # Add cuts at the placement that the model priced too low.
             known = linearise(model, np.array(placement), known=known).cuts
     return best

@@ -170,6 +170,28 @@ def test_no_column_is_above_the_bound_of_its_layout(
         assert np.isnan(bound_s) if expected_s is None else 0 < bound_s <= expected_s
 
 
+@settings(max_examples=30)
+@given(
+    st.sampled_from(MODELS),
+    st.sampled_from(FLAGS[:2]),
+    st.lists(layouts(slots=8), min_size=1, max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_overlapped_reductions_raise_no_bound(
+    model: dict[str, object], flags: tuple[str, ...], rows: list[Layout], rng: random.Random
+) -> None:
+    """So a cut is bounded by its states with them alone, where it has these."""
+    measured = measurements_of(drawn_cluster(rng, hosts=4, devices=2), rng, fits=True)
+    bounds = BoundColumns.of(job_of(model, flags), measured)
+    bare = [replace(layout, overlap_grad_reduce=False, overlap_param_gather=False) for layout in rows]
+    overlapped = [replace(layout, overlap_grad_reduce=True) for layout in bare]
+
+    bare_s, overlapped_s = bounds.seconds_N(bare), bounds.seconds_N(overlapped)
+
+    known = ~np.isnan(bare_s)
+    assert (overlapped_s[known] <= bare_s[known] * (1 + 1e-12)).all()
+
+
 def test_equal_machines_are_met() -> None:
     """Every plain layout of equal slots and links, to a thousandth; interleaved ones, whose hops hide, too."""
     this = job_of({})

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from c_for_tests import in_c
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from search.problems import any_flows
 
+from pipette_launch.search.assignment import swap_deltas
 from pipette_launch.search.assignment.problem import Flows
 from pipette_launch.search.assignment.swap_deltas import Position, SwapPrices
 
@@ -69,3 +71,27 @@ def test_swaps_made_together_add_up(seed: int, seats: int) -> None:
     assert prices.position(place_Q).cost_s - here.cost_s == pytest.approx(
         rises(prices, here, one_A, two_A, 1.0).sum(), abs=1e-4
     )
+
+
+@given(st.integers(0, 10_000), st.integers(2, 9), st.sampled_from([1e-4, 0.1, 0.3, 2.0]))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_swaps_cost_in_c_what_they_cost_in_numpy(
+    monkeypatch: pytest.MonkeyPatch, seed: int, seats: int, softness_s: float
+) -> None:
+    """But for float32's rounding, of any problem, soft or hard, whatever the bijection."""
+    rng = np.random.default_rng(seed)
+    flows = any_flows(rng, seats)
+    prices = SwapPrices(flows)
+    here = prices.position(rng.permutation(seats))
+    one_P, two_P = rng.integers(seats, size=(2, 20))
+    one_P, two_P = one_P[one_P != two_P], two_P[one_P != two_P]
+    found = []
+    for module in (None, in_c("search.assignment._swap_rises")):
+        monkeypatch.setattr(swap_deltas, "_IN_C", module)
+        found.append(rises(prices, here, one_P, two_P, softness_s))
+
+    # Far falls are what is left of 1 when nearly all of it is taken away, so only that they are far is known.
+    is_far_P = found[0] < -10 * softness_s * flows.num_families
+
+    assert found[1][~is_far_P] == pytest.approx(found[0][~is_far_P], rel=1e-4, abs=3e-5)
+    assert (found[1][is_far_P] < -9 * softness_s).all()

@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "words",
         metavar="KEY",
         nargs="*",
-        help="a label or number as on the screen, such as gap or 'data parallel', then a plan file for its value there; "
+        help="a label or number of a screen, such as gap or data parallel; a plan file behind it gives its value; "
         "nothing lists all keys",
     )
     parser.add_argument("--json", action="store_true", help="print a document of kind `explained` instead of sentences")

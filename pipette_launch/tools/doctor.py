@@ -27,6 +27,7 @@ OWN_PACKAGES = {
     "psutil": "psutil",
     "nvidia-ml-py": "pynvml",
     "packaging": "packaging",
+    "jinja2": "jinja2",
     "rich": "rich",
     "torch": "torch",
 }

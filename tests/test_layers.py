@@ -24,7 +24,7 @@ FLOORS = [
 SUB_FLOORS = {
     # Sub-rooms and the files beside them: each imports from itself and from lower floors of its own room only.
     "facts": [
-        {"checks"},
+        {"checks", "meanings"},
         {"files", "health", "layout", "performance", "schedule"},
         {"layout_columns", "model", "schedule_file", "schedules"},
         {"job"},

@@ -144,7 +144,7 @@ def machines_of(
     sizes = {
         "--world-size": (world_size, MOST_RANKS),
         "--nodes": (num_hosts, MOST_HOSTS),
-        "--nproc-per-node": (devices_per_host, MOST_DEVICES),
+        "--gpus-per-node": (devices_per_host, MOST_DEVICES),
     }
     for flag, (value, most) in sizes.items():
         if value is not None and not isinstance(value, Integral):
@@ -230,7 +230,7 @@ def _measured(
     for flag, said, there in (
         ("--world-size", world_size, found.num_slots),
         ("--nodes", num_hosts, len(found.hosts)),
-        ("--nproc-per-node", devices_per_host, found.devices_per_host),
+        ("--gpus-per-node", devices_per_host, found.devices_per_host),
     ):
         if said is not None and said != there:
             raise ClusterError(
@@ -256,7 +256,7 @@ def _check_model(job: Job, measured: Measurements) -> None:
 
 
 def _assumed_host(devices: int) -> str:
-    return f"Hosts of {devices} devices each are assumed; --nproc-per-node says it otherwise."
+    return f"Hosts of {devices} devices each are assumed; --gpus-per-node says it otherwise."
 
 
 def _sizes(
@@ -266,7 +266,7 @@ def _sizes(
     if world_size is None:
         if num_hosts is None or devices_per_host is None:
             raise UsageError(
-                "on how many ranks does it run? Say --world-size N, or --nodes N and --nproc-per-node N, as in the "
+                "on how many ranks does it run? Say --world-size N, or --nodes N and --gpus-per-node N, as in the "
                 "job's own script"
             )
         return num_hosts, devices_per_host, ()
@@ -278,6 +278,6 @@ def _sizes(
     devices = devices_per_host or world_size // hosts
     if hosts < 1 or hosts * devices != world_size:
         said = [f"--nodes {num_hosts}"] if num_hosts else []
-        said += [f"--nproc-per-node {devices_per_host}"] if devices_per_host else []
+        said += [f"--gpus-per-node {devices_per_host}"] if devices_per_host else []
         raise UsageError(f"--world-size {world_size} is not what {' and '.join(said)} give; correct one of them")
     return hosts, devices, ()

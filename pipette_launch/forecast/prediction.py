@@ -30,6 +30,8 @@ ARGUMENTS = {
     "--device": "device_kind",
     "--fabric": "fabric",
     "--gpu": "gpu",
+    "--gpus-per-node": "devices_per_host",
+    "--hosts": "num_hosts",
     "--megatron-version": "megatron_version",
     "--memory-margin": "memory_margin",
     "--method": "method",

@@ -162,5 +162,9 @@ COMMAND = Subcommand(
     summary="Set plan files side by side, or the choices of several planners.",
     add_arguments=add_arguments,
     run=run,
+    examples=(
+        "pipette compare a.plan.json b.plan.json",
+        "pipette compare --planners ours,yours,amp --gpu h100-sxm --nodes 2 pretrain_gpt.py $ARGS",
+    ),
 )
 """For `main.COMMANDS`."""

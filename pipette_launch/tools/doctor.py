@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.tools import flags
 from pipette_launch.tools.flags import Subcommand
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ OWN_PACKAGES = {
     "psutil": "psutil",
     "nvidia-ml-py": "pynvml",
     "packaging": "packaging",
+    "jinja2": "jinja2",
     "rich": "rich",
     "torch": "torch",
 }
@@ -37,10 +39,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="what the job would run on (default auto)"
     )
-    parser.add_argument(
-        "--nproc-per-node", metavar="N", type=int, help="workers of this node (default: all GPUs, or one on CPU)"
+    flags.add_size_flags(
+        parser, nodes="nodes of the job (default 1)", gpus="workers of this node (default: all GPUs, or one on CPU)"
     )
-    parser.add_argument("--nnodes", metavar="N", type=int, default=1, help="nodes of the job (default 1)")
+    parser.set_defaults(nodes=1)
     parser.add_argument(
         "--port", metavar="N", type=int, default=DEFAULT_PORT, help=f"port of --rdzv-endpoint (default {DEFAULT_PORT})"
     )
@@ -55,7 +57,7 @@ def run(args: Namespace) -> int:
 
     if not 0 < args.port < MOST_PORTS:
         raise UsageError(f"--port must be from 1 to {MOST_PORTS - 1}, got {args.port}")
-    for flag, value in (("--nproc-per-node", args.nproc_per_node), ("--nnodes", args.nnodes)):
+    for flag, value in (("--gpus-per-node", args.gpus_per_node), ("--nodes", args.nodes)):
         if value is not None and value < 1:
             raise UsageError(f"{flag} must be at least 1, got {value}")
     found = examine(args)
@@ -85,12 +87,12 @@ def examine(args: Namespace) -> Checkup:
     found: list[Finding] = [*software.python(), *software.packages()]
     host, devices = _devices(args)
     found += devices
-    num_devices = args.nproc_per_node or (len(host.devices) if host else 1)
+    num_devices = args.gpus_per_node or (len(host.devices) if host else 1)
     if host is not None and host.devices[0].kind == "cuda":
         found += software.driver_for_torch() if software.installed("torch") else ()
         found += surroundings.shared_memory(num_devices)
     found += surroundings.limits()
-    found += surroundings.host_name(environ=os.environ, num_nodes=args.nnodes)
+    found += surroundings.host_name(environ=os.environ, num_nodes=args.nodes)
     found += surroundings.interfaces(os.environ)
     found += surroundings.port(args.port)
     found += surroundings.folders(default_root())
@@ -111,7 +113,7 @@ def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
         host = inventory.host(
             name=socket.gethostname(),
             address="127.0.0.1",
-            num_devices=args.nproc_per_node or gpus or 1,
+            num_devices=args.gpus_per_node or gpus or 1,
             device=args.device,
         )
         told = condition.conditions(host)
@@ -145,6 +147,10 @@ def _conditions(host: Host, told: Sequence[DeviceCondition]) -> Iterator[Finding
 
 
 COMMAND = Subcommand(
-    summary="Check what on this machine would stop or slow a job.", add_arguments=add_arguments, run=run
+    summary="Check what on this machine would stop or slow a job.",
+    add_arguments=add_arguments,
+    run=run,
+    examples=("pipette doctor", "pipette doctor --device cpu --gpus-per-node 2 --json"),
+    exit_codes="0 nothing would stop a job; 1 something would, or could not be looked at; 2 the flags make no sense",
 )
 """For `main.COMMANDS`."""

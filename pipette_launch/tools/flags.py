@@ -10,6 +10,14 @@ from typing import NamedTuple
 
 from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
 
+EXAMPLE_ARGS = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
+    "--vocab-size 32000 --tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 128 --train-iters 100 "
+    "--bf16"
+)
+"""A job for the examples of help texts: a GPT of 7 B."""
+EXIT_CODES = "0 answered, whatever the answer says; 1 could not be done; 2 what was typed, or a file, makes no sense"
+
 
 class Subcommand(NamedTuple):
     """A new subcommand is a module with one of these, and a line in `main.COMMANDS`."""
@@ -19,6 +27,10 @@ class Subcommand(NamedTuple):
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
     """Do it, print the answer to stdout, and return the exit code; raises PipetteError for what the user can mend."""
+    examples: tuple[str, ...] = ()
+    """Command lines for the end of its help; those that need a job use `$ARGS`, which is `EXAMPLE_ARGS`."""
+    exit_codes: str = EXIT_CODES
+    """For the end of its help."""
     pass_on: Callable[[Sequence[str]], None] | None = None
     """Takes the words behind the command as they are, where they are another program's, and exits."""
 
@@ -46,27 +58,35 @@ def _number(text: str) -> float:
         raise ArgumentTypeError(f"needs a number, got {text!r}") from None
 
 
-def add_machine_flags(parser: ArgumentParser, *, num_hosts: Sequence[str] = ("--nodes", "--nnodes", "--hosts")) -> None:
-    """Add the flags that say on which machines; `num_hosts` names the one that counts hosts."""
-    add = parser.add_argument
-    machines = parser.add_mutually_exclusive_group()
-    machines.add_argument("--cluster", metavar="FILE", type=Path, help="cluster.json that a warm-up measured")
-    machines.add_argument("--gpu", metavar="NAME", help="imagine hosts with this device, e.g. h100-sxm or gb200-nvl72")
-    add(*num_hosts, metavar="N", type=int, help="hosts of the job")
-    add(
+def add_size_flags(parser: ArgumentParser, *, nodes: str, gpus: str) -> None:
+    """Add the flags that count nodes and devices, with their helps; torchrun's spellings mean the same."""
+    parser.add_argument("--nodes", "--nnodes", "--hosts", metavar="N", type=int, help=nodes)
+    parser.add_argument(
+        "--gpus-per-node",
         "--nproc-per-node",
         "--nproc_per_node",
         metavar="N",
+        dest="gpus_per_node",
         type=int,
-        help="ranks on each (default: as usual for NAME, else 8)",
+        help=gpus,
     )
-    add(
+
+
+def add_machine_flags(parser: ArgumentParser) -> None:
+    """Add the flags that say on which machines."""
+    machines = parser.add_mutually_exclusive_group()
+    machines.add_argument("--cluster", metavar="FILE", type=Path, help="cluster.json that a warm-up measured")
+    machines.add_argument("--gpu", metavar="NAME", help="imagine hosts with this device, e.g. h100-sxm or gb200-nvl72")
+    add_size_flags(
+        parser, nodes="hosts of the job", gpus="devices and ranks on each (default: as usual for --gpu, else 8)"
+    )
+    parser.add_argument(
         "--world-size",
         metavar="N",
         type=int,
-        help="ranks of the job; may take the place of --nodes or --nproc-per-node",
+        help="ranks of the job; may take the place of --nodes or --gpus-per-node",
     )
-    add(
+    parser.add_argument(
         "--fabric", metavar="FILE|NAME", help="network between the hosts of --gpu: a file, uniform, or fat-tree-2:1 ..."
     )
 

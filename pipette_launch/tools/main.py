@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
+import textwrap
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
 from pipette_launch.printable import escape_log_lines, printable
-from pipette_launch.tools import compare, doctor, plan, predict, probe, report
-from pipette_launch.tools.flags import Subcommand
+from pipette_launch.tools import compare, doctor, explain, plan, predict, probe, report
+from pipette_launch.tools.flags import EXAMPLE_ARGS, Subcommand
+from pipette_launch.tools.misspelt import check_command, check_flags
 
 COMMANDS: Mapping[str, Subcommand] = {
     "predict": predict.COMMAND,
     "plan": plan.COMMAND,
     "compare": compare.COMMAND,
     "report": report.COMMAND,
+    "explain": explain.COMMAND,
     "doctor": doctor.COMMAND,
     "probe": probe.COMMAND,
 }
@@ -29,14 +32,31 @@ def parser() -> ArgumentParser:
     whole = ArgumentParser(
         prog="pipette",
         description="The parts of pipette-launch one by one; `pipette-launch` itself takes torchrun's place.",
+        epilog="pipette COMMAND --help shows examples and exit codes.",
         allow_abbrev=False,
     )
     whole.add_argument("--version", action="version", version=f"pipette {__version__}")
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        one = commands.add_parser(name, help=command.summary, description=command.summary, allow_abbrev=False)
+        one = commands.add_parser(
+            name,
+            help=command.summary,
+            description=command.summary,
+            epilog=_epilog(command),
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
         command.add_arguments(one)
     return whole
+
+
+def _epilog(command: Subcommand) -> str:
+    """What stands below the flags in a help text: examples and exit codes."""
+    lines = [f"  {line}" for line in command.examples]
+    if any("$ARGS" in line for line in lines):
+        # A shell splits $ARGS at line ends too.
+        lines.insert(0, textwrap.fill(f"ARGS='{EXAMPLE_ARGS}'", 78, initial_indent="  ", subsequent_indent=" " * 8))
+    return "\n".join(["examples:", *lines, "", f"exit codes: {command.exit_codes}"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,10 +77,8 @@ def _run(words: Sequence[str]) -> int:
     if command is not None and command.pass_on is not None and not {"-h", "--help"} & set(words[1:2]):
         command.pass_on(words[1:])
         return 0
-    args, strange = parser().parse_known_args(words)
-    if strange:
-        raise UsageError(
-            f"unknown flag {strange[0]}; see pipette {args.command} --help; the script's own flags stand behind its "
-            f"name"
-        )
+    whole = parser()
+    check_command(words, COMMANDS)
+    check_flags(whole, words)
+    args = whole.parse_args(words)
     return COMMANDS[args.command].run(args)

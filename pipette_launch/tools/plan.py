@@ -93,5 +93,10 @@ COMMAND = Subcommand(
     summary="Choose the fastest layout and order of ranks on these machines, and say how sure that is.",
     add_arguments=add_arguments,
     run=run,
+    examples=(
+        "pipette plan --gpu h100-sxm --nodes 2 --out a.plan.json pretrain_gpt.py $ARGS",
+        "pipette plan --gpu h100-sxm --nodes 2 --fabric fat-tree-4:1 --fix tp,cp pretrain_gpt.py $ARGS",
+        "pipette plan --cluster cluster.json pretrain_gpt.py $ARGS   # what pipette probe measured",
+    ),
 )
 """For `main.COMMANDS`."""

@@ -45,7 +45,7 @@ def problem_of(args: Namespace) -> PlanningProblem:
     machines = machines_of(
         world_size=args.world_size,
         num_hosts=args.nodes,
-        devices_per_host=args.nproc_per_node,
+        devices_per_host=args.gpus_per_node,
         gpu=args.gpu,
         cluster=args.cluster,
         fabric=args.fabric,

@@ -12,7 +12,7 @@ from pipette_launch.tools.flags import Subcommand
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the flags of `pipette predict`; what stands behind the script belongs to the script."""
-    flags.add_machine_flags(parser, num_hosts=("--nodes", "--nnodes"))
+    flags.add_machine_flags(parser)
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--rank", metavar="R", type=int, help="show only the stage of this RANK")
     shown.add_argument("--stage", metavar="S", type=int, help="show only this pipeline rank, from 0")
@@ -46,7 +46,7 @@ def run(args: Namespace) -> int:
         args.arguments,
         world_size=args.world_size,
         num_hosts=args.nodes,
-        devices_per_host=args.nproc_per_node,
+        devices_per_host=args.gpus_per_node,
         gpu=args.gpu,
         cluster=args.cluster,
         fabric=args.fabric,
@@ -68,4 +68,9 @@ COMMAND = Subcommand(
     summary="Predict whether exactly this configuration fits in memory, and how long its step is.",
     add_arguments=add_arguments,
     run=run,
+    examples=(
+        "pipette predict --gpu h100-sxm --nodes 2 pretrain_gpt.py $ARGS",
+        "pipette predict --gpu h100-sxm --nodes 2 --stage 0 --json pretrain_gpt.py $ARGS",
+        "pipette predict --world-size 16 pretrain_gpt.py $ARGS --tensor-model-parallel-size 2   # memory only",
+    ),
 )

@@ -50,6 +50,10 @@ COMMAND = Subcommand(
     summary="Measure the machines of a job, write cluster.json, and train nothing.",
     add_arguments=add_arguments,
     run=run,
+    examples=(
+        "pipette probe --out one.cluster.json --nproc-per-node 8 pretrain_gpt.py $ARGS",
+        "pipette probe --nnodes 2 --nproc-per-node 8 --rdzv-endpoint node0:29500 pretrain_gpt.py $ARGS   # on both",
+    ),
     pass_on=pass_on,
 )
 """For `main.COMMANDS`."""

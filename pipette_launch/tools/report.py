@@ -31,6 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--cluster", metavar="FILE", type=Path, help="what the plan rests on; default: cluster.json beside it"
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="of a plan one line: what was chosen, what it saves")
+    parser.add_argument("--json", action="store_true", help="print the file's document, checked, instead of a screen")
 
 
 def run(args: Namespace) -> int:
@@ -46,7 +47,10 @@ def run(args: Namespace) -> int:
         return 0
     if args.cluster is not None:
         raise UsageError("--cluster is read for the page and the trace alone; add --html FILE or --trace FILE")
-    if files.kind_of(args.file) == Measurements.KIND:
+    if args.json:
+        kind = Measurements if files.kind_of(args.file) == Measurements.KIND else Plan
+        sys.stdout.write(files.dumps(files.read(args.file, kind)) + "\n")
+    elif files.kind_of(args.file) == Measurements.KIND:
         found = files.read(args.file, Measurements)
         sys.stdout.write(measured_screen(found, title="pipette report", saved_to=args.file))
     else:
@@ -77,5 +81,10 @@ def _write(args: Namespace) -> None:
             raise UsageError(f"{flag} {path}: cannot be written ({error.strerror})") from error
 
 
-COMMAND = Subcommand(summary="Show a plan file, or what a warm-up measured.", add_arguments=add_arguments, run=run)
+COMMAND = Subcommand(
+    summary="Show a plan file, or what a warm-up measured.",
+    add_arguments=add_arguments,
+    run=run,
+    examples=("pipette report a.plan.json", "pipette report --json cluster.json"),
+)
 """For `main.COMMANDS`."""

@@ -36,7 +36,7 @@ def test_sizes_are_completed(sizes: dict[str, int], hosts: int, devices: int) ->
 
 def test_an_assumed_host_is_said() -> None:
     """Where links between hosts matter, the guess is a note; on a single host there is none."""
-    note = "Hosts of 8 devices each are assumed; --nproc-per-node says it otherwise."
+    note = "Hosts of 8 devices each are assumed; --gpus-per-node says it otherwise."
 
     assert (note,) == machines_of(world_size=16, gpu="H100").notes
     assert () == machines_of(world_size=8, gpu="H100").notes == machines_of(world_size=16).notes
@@ -91,16 +91,16 @@ def test_of_unknown_machines_nothing_is_known() -> None:
     ("said", "error", "message"),
     [
         ({}, UsageError, "on how many ranks does it run"),
-        ({"num_hosts": 2}, UsageError, "Say --world-size N, or --nodes N and --nproc-per-node N"),
+        ({"num_hosts": 2}, UsageError, "Say --world-size N, or --nodes N and --gpus-per-node N"),
         ({"world_size": 0}, UsageError, "--world-size must be at least 1, got 0"),
         ({"world_size": -8}, UsageError, "--world-size must be at least 1, got -8"),
         ({"world_size": 8, "num_hosts": -1}, UsageError, "--nodes must be at least 1, got -1"),
         ({"world_size": 8, "num_hosts": 3}, UsageError, "--world-size 8 is not what --nodes 3 give"),
-        ({"world_size": 4, "devices_per_host": 8}, UsageError, "--world-size 4 is not what --nproc-per-node 8 give"),
+        ({"world_size": 4, "devices_per_host": 8}, UsageError, "--world-size 4 is not what --gpus-per-node 8 give"),
         (
             {"world_size": 8, "num_hosts": 2, "devices_per_host": 2},
             UsageError,
-            "--world-size 8 is not what --nodes 2 and --nproc-per-node 2 give",
+            "--world-size 8 is not what --nodes 2 and --gpus-per-node 2 give",
         ),
         ({"world_size": 8, "gpu": "Voodoo 2"}, FactError, "unknown device 'Voodoo 2'; known: V100"),
         ({"world_size": 8, "gpu": "H200", "device_kind": "cpu"}, UsageError, "exclude each other"),
@@ -111,7 +111,7 @@ def test_of_unknown_machines_nothing_is_known() -> None:
             "the measured cluster has 2 hosts x 4 devices = 8 ranks, but --world-size says 16",
         ),
         ({"num_hosts": 1, "cluster": MEASURED}, ClusterError, "but --nodes says 1"),
-        ({"devices_per_host": 8, "cluster": MEASURED}, ClusterError, "but --nproc-per-node says 8"),
+        ({"devices_per_host": 8, "cluster": MEASURED}, ClusterError, "but --gpus-per-node says 8"),
         ({"cluster": Path("/nowhere/cluster.json")}, FileFormatError, "/nowhere/cluster.json: cannot be read"),
     ],
 )

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def examined(**changes: object) -> dict[str, Finding]:
     """What the doctor finds on a job of this machine, by what it is about."""
-    words = {"device": "auto", "nproc_per_node": None, "nnodes": 1, "port": free_port(), "json": False}
+    words = {"device": "auto", "gpus_per_node": None, "nodes": 1, "port": free_port(), "json": False}
     return {finding.what: finding for finding in doctor.examine(Namespace(**{**words, **changes})).findings}
 
 
@@ -49,7 +49,7 @@ def test_json_and_exit_code_agree(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-@pytest.mark.parametrize("words", ["--port 99999", "--nproc-per-node 0", "--nnodes -3"])
+@pytest.mark.parametrize("words", ["--port 99999", "--gpus-per-node 0", "--nodes -3"])
 def test_sizes_that_make_no_sense_are_input_errors(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One sentence with the flag and the value, and the exit code of bad input."""
     flag, value = words.split()
@@ -107,9 +107,9 @@ def test_too_many_workers_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU shares may be cut at will; GPUs may not."""
     install(monkeypatch, FakeNvml(2))
 
-    assert "4 workers for 2 visible GPUs" in examined(nproc_per_node=4)["devices"].value
-    assert "stops" == examined(nproc_per_node=4)["devices"].severity
-    assert "fine" == examined(device="cpu", nproc_per_node=3)["devices"].severity
+    assert "4 workers for 2 visible GPUs" in examined(gpus_per_node=4)["devices"].value
+    assert "stops" == examined(gpus_per_node=4)["devices"].severity
+    assert "fine" == examined(device="cpu", gpus_per_node=3)["devices"].severity
 
 
 @pytest.mark.parametrize(

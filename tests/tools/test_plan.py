@@ -477,6 +477,7 @@ def test_the_flags_are_frozen() -> None:
         "--fabric",
         "--fix",
         "--gpu",
+        "--gpus-per-node",
         "--help",
         "--hosts",
         "--json",

@@ -1,0 +1,136 @@
+"""What all subcommands of `pipette` share: helps, names of flags, exit codes, and what is said of misspelt words."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_measurements
+
+from pipette_launch import cli
+from pipette_launch.facts import files
+from pipette_launch.tools.flags import EXAMPLE_ARGS, EXIT_CODES
+from pipette_launch.tools.main import COMMANDS, main, parser
+from pipette_launch.tools.misspelt import command_parsers
+
+SAME_EVERYWHERE = {
+    "--nodes": {"--nodes", "--nnodes", "--hosts"},
+    "--gpus-per-node": {"--gpus-per-node", "--nproc-per-node", "--nproc_per_node"},
+}
+QUICK = "--budget 0.2 --fix cp,ep,vpp,order,overlap,recompute,mbs"
+
+
+def answer(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int | str | None, str, str]:
+    """Exit code, stdout and stderr of `pipette WORDS`."""
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    captured = capsys.readouterr()
+    return caught.value.code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_ends_with_examples_and_exit_codes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two lines or more to paste, and what the exit code says."""
+    code, out, _ = answer([name, "--help"], capsys)
+
+    assert 0 == code
+    assert 2 <= out.partition("examples:")[2].count(f"  pipette {name}")
+    assert f"exit codes: {COMMANDS[name].exit_codes}\n" in out
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("probe", "doctor")])
+def test_the_examples_work(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every line of a help is answered with 0, beside the files that it names; searches are cut short."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ARGS", EXAMPLE_ARGS)
+    plan_words = f"plan --gpu h100 --nodes 1 --megatron-version 0.16.1 {QUICK} --out a.plan.json p.py {EXAMPLE_ARGS}"
+    assert 0 == answer(plan_words.split(), capsys)[0]
+    (tmp_path / "b.plan.json").write_text((tmp_path / "a.plan.json").read_text())
+    files.write(tmp_path / "cluster.json", tiny_measurements(tiny_cluster(1, 8, memory_bytes=80 << 30)))
+    for line in COMMANDS[name].examples:
+        words = shlex.split(os.path.expandvars(line), comments=True)[1:]
+        if name == "plan" and "--cluster" not in words:
+            words[1:1] = QUICK.split() if "--fix" not in words else ["--budget", "0.2"]
+        code, out, err = answer(words, capsys)
+
+        assert (0, "") == (code, err), line
+        assert out, line
+
+
+@pytest.mark.parametrize("line", COMMANDS["probe"].examples)
+def test_the_examples_of_probe_are_read(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their words are those of pipette-launch, which parses them; nothing is measured."""
+    monkeypatch.setenv("ARGS", EXAMPLE_ARGS)
+    words = shlex.split(os.path.expandvars(line), comments=True)[2:]
+    words = words[2:] if words[0] == "--out" else words
+    args = cli.parser().parse_args(words)
+
+    assert "pretrain_gpt.py" == args.training_script
+    assert EXAMPLE_ARGS.split() == args.training_script_args
+
+
+@pytest.mark.parametrize("line", COMMANDS["doctor"].examples)
+def test_the_examples_of_doctor_are_answered(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether the machine is fit is another matter."""
+    code, out, err = answer(line.split()[1:], capsys)
+
+    assert code in (0, 1)
+    assert "" == err
+    assert out
+
+
+def test_the_same_things_have_the_same_names() -> None:
+    """A command that counts nodes or devices takes every spelling, ours and torchrun's."""
+    for name, one in command_parsers(parser()).items():
+        flags = {flag for action in one._actions for flag in action.option_strings}
+        for ours, spellings in SAME_EVERYWHERE.items():
+            assert not flags & spellings or spellings <= flags, (name, ours)
+        assert name == "probe" or "--json" in flags
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("plna --gpu h100", "pipette COMMAND: error: unknown command plna; did you mean plan?"),
+        ("xyz", "unknown command xyz; there are predict, plan,"),
+        ("plan --gpuu h100 --nodes 1 p.py", "pipette plan: error: unknown flag --gpuu; did you mean --gpu?"),
+        ("predict --gpu-per-node=4 p.py", "unknown flag --gpu-per-node; did you mean --gpus-per-node?"),
+        ("report --jsno", "unknown flag --jsno; did you mean --json?"),
+        ("doctor --q", "unknown flag --q; see pipette doctor --help"),
+        ("predict --gpu h100-smx --nodes 1 p.py --bf16", "Did you mean H100-SXM?"),
+        ("predict --gpu h100 --fabric fat-tre-2:1 --nodes 1 p.py --bf16", "did you mean fat-tree-2:1?"),
+        ("compare --planners our p.py", "did you mean ours?"),
+    ],
+)
+def test_misspelt_words_get_their_nearest(words: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands, flags, devices, fabrics and planners; the exit code is that of bad input."""
+    code, out, err = answer(words.split(), capsys)
+
+    assert (2, "") == (code, out)
+    assert complaint in err
+
+
+def test_flags_of_the_script_are_no_flags_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    """What stands behind the script is left alone, whatever it looks like."""
+    words = f"predict --world-size 8 p.py {EXAMPLE_ARGS} --gpuu 1"
+
+    assert 0 == answer(words.split(), capsys)[0]
+
+
+def test_help_waits_for_nothing_heavy() -> None:
+    """Neither numpy nor torch nor rich is imported for a help text."""
+    code = (
+        "import sys\nfrom pipette_launch.tools.main import main\n"
+        "try:\n    main(['plan', '--help'])\n"
+        "except SystemExit:\n    print({'numpy', 'torch', 'rich', 'shtab'} & set(sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+    assert shown.endswith("set()\n")
+    assert "1 could not be done" in EXIT_CODES

@@ -39,6 +39,7 @@ from pipette_launch.facts.results.shortage import Shortage
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import one_forward_one_backward
 from pipette_launch.forecast.machines import machines_of
+from pipette_launch.launch.live.figures import samples_of
 from pipette_launch.launch.training.outcome import OutcomeTracker
 from pipette_launch.launch.training.profile import read_profile
 from pipette_launch.megatron import read_job
@@ -314,6 +315,7 @@ READERS: dict[str, Reader] = {
     "machines": _machines,
     "rendezvous": _rendezvous,
     "slurm": _slurm,
+    "metrics": lambda data: samples_of(data.decode(errors="surrogateescape"), "x.prom"),
     "unpack": lambda data: unpack(data.decode(errors="surrogateescape")),
 }
 SEEDS: dict[str, tuple[bytes, ...]] = {
@@ -326,6 +328,7 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
     "machines": (b"4 8 32 h100-sxm fat-tree-2:1", b"2 2 4 gb200-nvl72 uniform"),
     "rendezvous": (b"host:29400 is_host=1,timeout=60", b"127.0.0.1 join_timeout=1"),
     "slurm": (b"switch.switch.node spine.leaf3.node17 node17",),
+    "metrics": (b'pipette_nodes 2\npipette_plan_info{layout="a\\"b",key="k"} 1\n',),
     "unpack": (pack("a text").encode(), base64.b64encode(b"no zlib")),
 }
 FOUND = HERE / "corpus"

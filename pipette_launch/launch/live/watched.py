@@ -66,7 +66,7 @@ class Watched:
                 # Another plan is in force, and its folder has the file now.
                 self._path = _newest(self._path.parent.parent) or self._path
             return replace(before, read_s=now_s)
-        if before is None or job.phase_began_s != before.phase_began_s:
+        if before is not None and job.phase_began_s != before.phase_began_s and not job.is_over:
             self._steps.clear()
         if job.step_s is not None and (not self._steps or before is None or job.printed_s != before.printed_s):
             self._steps.append(job.step_s)

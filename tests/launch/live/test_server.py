@@ -127,5 +127,6 @@ def test_a_browser_shows_the_figures(tmp_path: Path) -> None:
             if "30 of 100" in text:
                 break
         assert "30 of 100" in text
+        said = browser.run("[...document.querySelectorAll('#live-rows > *')].map((one) => one.tagName)")
+        assert ["DT", "DD"] * (len(said) // 2) == said
         assert [] == [error for error in browser.errors if "favicon" not in error]
-        (tmp_path / "strip.png").write_bytes(browser.picture(900))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_where_there_is_no_job_a_sentence_says_so(tmp_path: Path) -> None:
 
 
 def test_each_step_counts_once(tmp_path: Path) -> None:
-    """However often it is looked at; another attempt begins anew."""
+    """However often it is looked at; the end leaves them, another attempt begins anew."""
     metrics = kept(tmp_path)
     watched = Watched(tmp_path)
     assert () == (watched.look(1.0), watched.steps_s)[1]
@@ -50,6 +51,13 @@ def test_each_step_counts_once(tmp_path: Path) -> None:
     watched.look(1.0)
     watched.look(2.0)
     assert (0.5,) == watched.steps_s
+    metrics.ended(failed=True)
+    watched.look(3.0)
+    assert (0.5,) == watched.steps_s
+    metrics.known = replace(metrics.known, phase="training", phase_began_s=5000.0, iteration=None)
+    metrics.refresh()
+    watched.look(4.0)
+    assert () == watched.steps_s
 
 
 def test_it_goes_with_the_job_to_another_plan(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def _pace_words(job: LiveJob, steps_s: Sequence[float]) -> str:
     """How far the training is, and how long the rest takes at the pace that was seen."""
     if not job.iterations or job.iteration is None or job.is_over:
         return ""
-    part = min(job.iteration / job.iterations, 1.0)
+    part = min(max(job.iteration / job.iterations, 0.0), 1.0)
     full = int(part * BAR_CELLS)
     pace_s = sum(steps_s) / len(steps_s) if steps_s else job.step_s
     left = f" {duration_text((job.iterations - job.iteration) * pace_s)} left" if pace_s and part < 1 else ""

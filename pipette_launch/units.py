@@ -51,3 +51,16 @@ def count_text(count: float) -> str:
 def hertz_text(hertz: float) -> str:
     """Print a clock rate: `1.98 GHz`, `345 MHz`."""
     return f"{hertz / 1e9:.3g} GHz" if hertz >= 1e9 else f"{hertz / 1e6:.3g} MHz"
+
+
+def duration_text(seconds: float) -> str:
+    """Print how long something goes on: `42 s`, `7 min`, `3 h 5 min`, `2 d 4 h`."""
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    minutes, hours = whole // 60, whole // 3600
+    if hours < 1:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{hours} h {minutes % 60} min"
+    return f"{hours // 24} d {hours % 24} h"

@@ -104,13 +104,17 @@ class Browser:
 
     def open(self, path: Path, *, width: int = 1280, theme: str = "light") -> None:
         """Load a file from the disk in a window of so many pixels."""
+        self.open_address(path.resolve().as_uri(), width=width, theme=theme)
+
+    def open_address(self, address: str, *, width: int = 1280, theme: str = "light") -> None:
+        """Load what stands there in a window of so many pixels."""
         self.resize(width)
         self.theme(theme)
         self.errors.clear()
-        self._call("Page.navigate", url=path.resolve().as_uri())
-        deadline = time.monotonic() + 20
-        while self.run("document.readyState") != "complete" or self.run("location.protocol") != "file:":
-            assert time.monotonic() < deadline, f"{path} did not load"
+        self._call("Page.navigate", url=address)
+        deadline, scheme = time.monotonic() + 20, address.partition(":")[0]
+        while self.run("document.readyState") != "complete" or self.run("location.protocol") != f"{scheme}:":
+            assert time.monotonic() < deadline, f"{address} did not load"
 
     def resize(self, width: int, height: int = 900) -> None:
         """Give the window another size."""

@@ -92,6 +92,7 @@ SUB_FLOORS = {
         {"commands", "health_policy", "user_script", "warmup_orders"},
         {"plans", "trials"},
         {"display"},
+        {"live"},
         {"decisions"},
         {"coordinator"},
         {"node_controller"},

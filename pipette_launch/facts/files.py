@@ -111,10 +111,10 @@ def parse(text: str | bytes, source: str) -> Any:
         raise FileFormatError(f"{source}: nested too deeply; mend the file, or remove it") from error
 
 
-def dumps(document: Document) -> str:
-    """Write a document as JSON text."""
+def dumps(document: Document, *, indent: int | None = 1) -> str:
+    """Write a document as JSON text, on one line without an indent."""
     head = {"kind": document.KIND, "schema_version": document.SCHEMA_VERSION}
-    return json.dumps({**head, **to_plain(document)}, indent=1, allow_nan=False)
+    return json.dumps({**head, **to_plain(document)}, indent=indent, allow_nan=False)
 
 
 def loads(kind: type[D], text: str | bytes, source: str) -> D:

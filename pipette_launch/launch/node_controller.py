@@ -58,8 +58,9 @@ def launch(args: Namespace, options: Options) -> None:
     """Run a job; returns when it has succeeded, raises as torchrun does when it has not."""
     # Made when it is needed: nothing is left of a launcher that a signal ends while it waits for the other nodes.
     folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
-    metrics, spans = MetricsFile(options.metrics_file), Spans(os.environ)
+    metrics, spans = MetricsFile(options.metrics_file, script=options.script), Spans(os.environ)
     has_failed = True
+    metrics.begin()
     try:
         start.run(args, lambda settings: NodeController(options, settings, folder, metrics=metrics, spans=spans))
         has_failed = False
@@ -177,7 +178,7 @@ class NodeController:
         """Take note of what was decided; the coordinator tells the user."""
         self._terminal.end()
         self._begin_attempt(decision)
-        self._metrics.decided(decision, decides=speaks)
+        self._metrics.decided(decision, self._coordinator.cache if speaks else self._cache, decides=speaks)
         if not speaks:
             return
         self._spans.begin(decision.key, phase_attributes(decision))
@@ -246,7 +247,7 @@ class NodeController:
         slower = self._slowdown.add(iteration.step_time_s, iteration.iteration) if self._slowdown else ""
         for words in filter(None, (self._recovery.sees(iteration.iteration), slower)):
             self._terminal.warn(words)
-        self._metrics.iterated(iteration.iteration, iteration.step_time_s)
+        self._metrics.iterated(iteration)
         outcome = self._tracker.add(iteration) if self._tracker else None
         if outcome is not None:
             self._keep_outcome(replace(outcome, peaks=(*outcome.peaks, *self._device_peaks())))
@@ -301,7 +302,9 @@ class NodeController:
         self._leads = leads
         if leads:
             # RANK 0 is the first of this node.
-            self._terminal.warmup_goes_on(self.warmup_sign(0)[0])
+            sign = self.warmup_sign(0)[0]
+            self._terminal.warmup_goes_on(sign)
+            self._metrics.warming_up(sign)
 
     def warmup_is_over(self) -> None:
         """Wait until the devices are free again: training needs every byte."""

@@ -23,7 +23,18 @@ HEADING = 9
 GAP = 2
 INDENT = HEADING + GAP
 """Columns that stand before the lines of a section."""
-ASCII = str.maketrans({"─": "-", "█": "#", "░": ".", "→": ">", "·": "|", "•": "*", "…": "~"})
+ASCII = str.maketrans(
+    {
+        "─": "-",
+        "█": "#",
+        "░": ".",
+        "→": ">",
+        "·": "|",
+        "•": "*",
+        "…": "~",
+        **dict(zip("▁▂▃▄▅▆▇", "_.:-=+%", strict=True)),
+    }
+)
 
 
 Section = tuple[str, "Iterable[RenderableType]"]

@@ -28,17 +28,20 @@ from pipette_launch.cli import check_meeting
 from pipette_launch.errors import MegatronError, PipetteError
 from pipette_launch.facts import Layout, Samples, files
 from pipette_launch.facts.health.checkup import Checkup, Finding
+from pipette_launch.facts.health.verdict import Verdict
 from pipette_launch.facts.machines.fabric import FabricSpec, Tier
 from pipette_launch.facts.messages.failure import Failure
 from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, MeasuringQuestion, StageCase
 from pipette_launch.facts.messages.membership import Arrival, Member, Members
 from pipette_launch.facts.messages.round import Decision, TrialReport
 from pipette_launch.facts.results.comparison import Comparison, Entry
+from pipette_launch.facts.results.live import LiveJob
 from pipette_launch.facts.results.outcome import Outcome, PeakReading
 from pipette_launch.facts.results.shortage import Shortage
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.facts.schedules import one_forward_one_backward
 from pipette_launch.forecast.machines import machines_of
+from pipette_launch.launch.live.figures import samples_of
 from pipette_launch.launch.training.outcome import OutcomeTracker
 from pipette_launch.launch.training.profile import read_profile
 from pipette_launch.megatron import read_job
@@ -50,6 +53,7 @@ from pipette_launch.probe.health.inventory import switches
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
 from pipette_launch.probe.progress import PhaseEnd, Sign
 from pipette_launch.report import measured_screen, plan_file_screen
+from pipette_launch.report.live import live_line, live_screen
 
 Reader = Callable[[bytes], object]
 HERE = Path(__file__).parent
@@ -87,6 +91,24 @@ FABRIC = FabricSpec(
 )
 SAVED_TO = Path("here")
 MEMBER = Member(token="t", address="10.0.0.1", port=29400, node_rank=0)  # noqa: S106, it is a name
+LIVE = LiveJob(
+    read_s=1e9,
+    written_s=1e9,
+    phase="training",
+    began_s=1.0,
+    phase_began_s=2.0,
+    warmup_phase_s={"start": 1.0},
+    layout="dp2",
+    predicted_step_s=1.0,
+    own_predicted_step_s=2.0,
+    step_s=1.5,
+    iteration=3,
+    iterations=10,
+    printed_s=4.0,
+    memory_need_bytes=5,
+    memory_limit_bytes=6,
+    verdicts=(Verdict(kind="slow-link", host="a", figure="1"),),
+)
 DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "plan": (PLAN, lambda made: plan_file_screen(made, title="", saved_to=SAVED_TO)),
     "cluster": (MEASURED, lambda made: measured_screen(made, title="", saved_to=SAVED_TO)),
@@ -95,6 +117,7 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
         lambda made: (made.log_step_error, made.log_memory_error),
     ),
     "shortage": (SHORTAGE, lambda made: (made.sentence, made.margin(0.08), made.leaner(PLAN))),
+    "live-job": (LIVE, lambda made: (live_screen(made, (0.5, 0.6), width=80), live_line(made))),
     "fabric": (FABRIC, lambda made: machines_of(world_size=32, num_hosts=4, gpu="h100-sxm", fabric=made)),
     "schedule": (ORDER, ScheduleFile.schedule),
     "prediction": (screens.prediction(), str),
@@ -314,6 +337,7 @@ READERS: dict[str, Reader] = {
     "machines": _machines,
     "rendezvous": _rendezvous,
     "slurm": _slurm,
+    "metrics": lambda data: samples_of(data.decode(errors="surrogateescape"), "x.prom"),
     "unpack": lambda data: unpack(data.decode(errors="surrogateescape")),
 }
 SEEDS: dict[str, tuple[bytes, ...]] = {
@@ -326,6 +350,7 @@ SEEDS: dict[str, tuple[bytes, ...]] = {
     "machines": (b"4 8 32 h100-sxm fat-tree-2:1", b"2 2 4 gb200-nvl72 uniform"),
     "rendezvous": (b"host:29400 is_host=1,timeout=60", b"127.0.0.1 join_timeout=1"),
     "slurm": (b"switch.switch.node spine.leaf3.node17 node17",),
+    "metrics": (b'pipette_nodes 2\npipette_plan_info{layout="a\\"b",key="k"} 1\n',),
     "unpack": (pack("a text").encode(), base64.b64encode(b"no zlib")),
 }
 FOUND = HERE / "corpus"

@@ -86,6 +86,18 @@ def test_only_one_node_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "" == capsys.readouterr().err
 
 
+def test_figures_are_kept_where_the_plan_is(tmp_path: Path) -> None:
+    """A node that hears the training keeps what was measured in the plan's folder, for whoever watches."""
+    told = begun(tmp_path)
+    told.show(decision(), speaks=False)
+    assert told.saw_line(LINE.format(7, 500.0))
+    told.show(decision(attempt=1), speaks=False)
+    told.saw_line(LINE.format(8, 500.0))
+    told._metrics.refresh()
+
+    assert "pipette_iteration 8\n" in (tmp_path / "cache" / "k" / "metrics.measured.prom").read_text()
+
+
 def test_a_screen_that_fails_does_not_cost_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal does get through."""
     told = begun(tmp_path)

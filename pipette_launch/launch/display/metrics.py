@@ -1,7 +1,8 @@
-"""Figures of a job as a text file for Prometheus: node_exporter's textfile collector reads it.
+"""Figures of a job as text for Prometheus: in the file that the user names, and in the job's folder of the cache.
 
-The node that decides writes it. Where the last rank, whose output tells the step time, is on another node, that node
-writes what was measured into a file of its own beside it, so that two nodes with one file system write two files.
+node_exporter's textfile collector reads the one, `pipette watch` the other. The node that decides writes them. Where
+the last rank, whose output tells the step time, is on another node, that node writes what was measured into a file of
+its own beside it, so that two nodes with one file system write two files.
 """
 
 from __future__ import annotations
@@ -11,19 +12,28 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipette_launch import __version__
+from pipette_launch.errors import FileFormatError
 from pipette_launch.facts import Choice, Plan, files
 
 if TYPE_CHECKING:
     from pipette_launch.facts.messages.round import Decision
     from pipette_launch.facts.results.outcome import Outcome
+    from pipette_launch.launch.cache.plans import Cache
+    from pipette_launch.megatron.logs import Iteration
+    from pipette_launch.probe.progress import Sign
 
 logger = logging.getLogger(__name__)
 
-REFRESH_S = 10.0
-"""Measured steps are written so often at most; a new phase at once."""
+KEPT = "metrics.prom"
+"""In the job's folder of the cache."""
+REFRESH_S = 2.0
+"""What changes from step to step is written so often at most; a new phase at once."""
+ALIVE_S = 10.0
+"""What has not changed is written again after so long: the time of the file says that the launcher is there."""
 PHASES = {"warmup": "warmup", "trial": "trials", "train": "training"}
 ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -32,8 +42,14 @@ ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 class JobMetrics:
     """What a node knows of the job; None is not known, and not written."""
 
+    script: str = ""
+    host: str = ""
+    """The first of those that run ranks."""
     phase: str = ""
     """`warmup`, `trials`, `training`, `succeeded` or `failed`; empty on a node that does not decide."""
+    began_s: float | None = None
+    """When the job began; this and what follows as seconds since 1970."""
+    phase_began_s: float | None = None
     nodes: int = 0
     plan: Plan | None = None
     choice: Choice | None = None
@@ -44,9 +60,12 @@ class JobMetrics:
     """Hosts that were lost."""
     warmup_s: float | None = None
     search_s: float | None = None
-    iteration: int | None = None
-    step_s: float | None = None
+    sign: Sign | None = None
+    """How far the warm-up is."""
+    iteration: Iteration | None = None
     """As the training printed it last."""
+    printed_s: float | None = None
+    """When it did, as seconds since 1970."""
     memory_bytes: int | None = None
     """Measured, of the fullest rank that was read."""
 
@@ -61,31 +80,67 @@ class Family(NamedTuple):
 
 
 class MetricsFile:
-    """Keeps the file up to date; an error of the file system is logged once and costs the job nothing."""
+    """Keeps the files up to date; an error of the file system is logged once and costs the job nothing."""
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path | None, *, script: str = "", now: Callable[[], float] = time.time) -> None:
+        """Begin.
+
+        Args:
+            path: the file that the user named; None for none.
+            script: what is trained.
+            now: seconds since 1970.
+
+        """
         self._path = path
-        self._clock = clock
-        self._written_s: float | None = None
+        self._kept: Path | None = None
+        """Of the job's folder in the cache."""
+        self._now = now
         self._decides = True
-        self._is_broken = path is None
-        self.known = JobMetrics()
+        self._broken: set[Path] = set()
+        self._written: tuple[str, float] = ("", 0.0)
+        self._lock = Lock()
+        self._is_over = Event()
+        self.known = JobMetrics(script=script, began_s=now())
 
-    def decided(self, decision: Decision, *, decides: bool) -> None:
-        """Take note of a decision; `decides` is true on the one node that tells the user."""
+    def begin(self) -> None:
+        """Refresh the files from a thread of its own until the job has ended."""
+        Thread(target=self._run, name="metrics", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(REFRESH_S):
+            self.refresh()
+
+    def decided(self, decision: Decision, cache: Cache, *, decides: bool) -> None:
+        """Take note of a decision.
+
+        Args:
+            decision: for all nodes.
+            cache: the folder of what it decides.
+            decides: true on the one node that tells the user.
+
+        """
         self._decides = decides
         plan, known = decision.plan or self.known.plan, self.known
+        phase = PHASES.get(decision.phase, known.phase) if decides else ""
         self.known = replace(
             known,
-            phase=PHASES.get(decision.phase, known.phase) if decides else "",
+            host=decision.hosts[0] if decision.hosts else "",
+            phase=phase,
+            phase_began_s=known.phase_began_s if phase == known.phase == "trials" else self._now(),
             nodes=len(decision.hosts),
             plan=plan,
             choice=(decision.choice or decision.plan.own) if decision.plan else known.choice,
             trainings=known.trainings + (decision.phase == "train"),
+            sign=None,
             iteration=None,
-            step_s=None,
+            printed_s=None,
         )
-        self._write()
+        self._keep_in(cache)
+        self.refresh()
+
+    def warming_up(self, sign: Sign | None) -> None:
+        """Take note of how far a warm-up is."""
+        self.known = replace(self.known, sign=sign or self.known.sign)
 
     def planned(self, *, warmup_s: float, search_s: float) -> None:
         """Take note of how long measuring and choosing took."""
@@ -95,36 +150,58 @@ class MetricsFile:
         """Take note of hosts that are gone."""
         self.known = replace(self.known, lost=self.known.lost | frozenset(hosts))
 
-    def iterated(self, iteration: int, step_s: float) -> None:
+    def iterated(self, iteration: Iteration) -> None:
         """Take note of a step that the training printed on this node."""
-        self.known = replace(self.known, iteration=iteration, step_s=step_s)
-        if self._written_s is None or self._clock() - self._written_s >= REFRESH_S:
-            self._write()
+        self.known = replace(self.known, iteration=iteration, printed_s=self._now())
 
     def measured(self, outcome: Outcome) -> None:
         """Take note of what a training needed."""
         peak = outcome.fullest
         self.known = replace(self.known, memory_bytes=peak.measured_bytes if peak else None)
-        self._write()
 
     def ended(self, *, failed: bool) -> None:
         """Take note of the end of the job."""
-        self.known = replace(self.known, phase=("failed" if failed else "succeeded") if self._decides else "")
-        self._write()
+        self._is_over.set()
+        phase = ("failed" if failed else "succeeded") if self._decides else ""
+        self.known = replace(self.known, phase=phase, phase_began_s=self._now())
+        self.refresh()
 
-    def _write(self) -> None:
-        if self._is_broken or self._path is None:
-            return
-        path = self._path if self._decides else self._path.with_suffix(f".measured{self._path.suffix}")
-        text = metrics_text(self.known, decides=self._decides)
-        if not text:
-            return
-        self._written_s = self._clock()
+    def _keep_in(self, cache: Cache) -> None:
+        """Turn to the folder of another plan; nothing is left in that of the one before."""
         try:
-            files.write_text(path, text, shared=True)
-        except OSError as error:
-            self._is_broken = True
-            logger.warning("no metrics are written: %s: %s", path, error.strerror or error)
+            kept = cache.path(KEPT)
+        except FileFormatError as error:
+            logger.warning("%s", error)
+            kept = None
+        with self._lock:
+            if self._kept is not None and kept != self._kept:
+                self._own(self._kept).unlink(missing_ok=True)
+            self._kept = kept
+
+    def _own(self, path: Path) -> Path:
+        """Return the name of this node's file."""
+        return path if self._decides else measured_beside(path)
+
+    def refresh(self) -> None:
+        """Write what is known, where that is news or was written long ago."""
+        with self._lock:
+            text, (before, written_s) = metrics_text(self.known, decides=self._decides), self._written
+            if not text or (text == before and self._now() - written_s < ALIVE_S):
+                return
+            for path in filter(None, (self._path, self._kept)):
+                if path in self._broken:
+                    continue
+                try:
+                    files.write_text(self._own(path), text, shared=path == self._path)
+                except OSError as error:
+                    self._broken.add(path)
+                    logger.warning("no metrics are written: %s: %s", path, error.strerror or error)
+            self._written = (text, self._now())
+
+
+def measured_beside(path: Path) -> Path:
+    """Return the file of the node of the last rank, where another one decides and writes `path`."""
+    return path.with_suffix(f".measured{path.suffix}")
 
 
 def metrics_text(known: JobMetrics, *, decides: bool) -> str:
@@ -136,7 +213,13 @@ def metrics_text(known: JobMetrics, *, decides: bool) -> str:
 def _decided(known: JobMetrics) -> Iterator[Family]:
     """What the deciding node knows: the plan, and what became of it."""
     phase, plan, choice = known.phase, known.plan, known.choice
+    about = {"script": known.script, "host": known.host}
+    yield Family("pipette_job_info", "gauge", "What is trained, and the first host.", [(about, 1)])
+    yield _figure("pipette_started_timestamp_seconds", "When the job began.", known.began_s)
     yield Family("pipette_phase_info", "gauge", "What the job does.", [({"phase": phase}, 1 if phase else None)])
+    yield _figure("pipette_phase_started_timestamp_seconds", "When that began.", known.phase_began_s)
+    if known.sign is not None:
+        yield from _warmup(known.sign)
     yield Family("pipette_nodes", "gauge", "Nodes that run ranks.", [({}, known.nodes)])
     yield _figure("pipette_restarts_total", "Trainings that were started after the first.", max(known.trainings - 1, 0))
     yield _figure("pipette_lost_nodes_total", "Nodes that were lost.", len(known.lost))
@@ -157,11 +240,24 @@ def _decided(known: JobMetrics) -> Iterator[Family]:
     yield _figure("pipette_gap_ratio", "By how much no other plan could be faster, at most.", plan.gap)
 
 
+def _warmup(sign: Sign) -> Iterator[Family]:
+    """How far a warm-up is: where it stands in which phase, and what the phases took that have ended."""
+    counted = {"phase": sign.phase}
+    done, total, seconds = "pipette_warmup_steps_done", "pipette_warmup_steps", "pipette_warmup_phase_seconds"
+    yield Family(done, "gauge", "Steps of this phase that have ended.", [(counted, sign.done)])
+    yield Family(total, "gauge", "All its steps; 0 where they are not counted.", [(counted, sign.total)])
+    ended = {one.phase: one.seconds for one in sign.ended}
+    yield Family(seconds, "gauge", "What a phase took.", [({"phase": name}, took) for name, took in ended.items()])
+
+
 def _measured(known: JobMetrics) -> Iterator[Family]:
     """What the node of the last rank reads in the output of the training."""
-    rate, choice, step_s = known.choice.rate if known.choice else None, known.choice, known.step_s
+    choice, line = known.choice, known.iteration
+    rate, step_s = choice.rate if choice else None, line.step_time_s if line else None
     tokens = rate.tokens_per_s * choice.step_time_s / step_s if rate and choice and step_s else None
-    yield _figure("pipette_iteration", "The last iteration that was printed.", known.iteration)
+    yield _figure("pipette_iteration", "The last iteration that was printed.", line.iteration if line else None)
+    yield _figure("pipette_iterations", "How many there are to be.", line.total if line else None)
+    yield _figure("pipette_iteration_timestamp_seconds", "When it was printed.", known.printed_s)
     yield _figure("pipette_measured_step_seconds", "Time of a step, as it was printed last.", step_s)
     yield _figure("pipette_measured_tokens_per_second", "Tokens a second at that time, of all ranks.", tokens)
     yield _figure("pipette_measured_memory_bytes", "Peak of the fullest rank that was read.", known.memory_bytes)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 BEGIN, END = "<!--outcome-->", "<!--/outcome-->"
 """What was measured stands between these; names of others cannot hold them, since their `<` is escaped."""
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+"""A page from the disk asks for nothing."""
+
 
 def plan_page(
     plan: Plan,
@@ -46,9 +49,10 @@ def plan_page(
         PipetteError: jinja2 is not installed.
 
     """
-    environment = _environment()
+    environment = page_environment()
     runs = " ".join(sorted({_run(choice.layout, choice.placement) for choice in (*plan.candidates(), plan.own)}))
     return environment.get_template("page.html").render(
+        policy=POLICY,
         style=_text("page.css"),
         script=_text("page.js"),
         plan=plan,
@@ -89,7 +93,7 @@ def with_outcome(html: str, outcome: Outcome) -> str:
     runs = before.partition('<meta name="runs" content="')[2].partition('"')[0].split()
     if not end or outcome.key not in runs or _run(outcome.layout, outcome.placement) not in runs:
         return html
-    block = _environment().get_template("outcome.html").render(outcome=outcome_table(outcome))
+    block = page_environment().get_template("outcome.html").render(outcome=outcome_table(outcome))
     return before + begin + block + end + after
 
 
@@ -102,7 +106,8 @@ def _text(name: str) -> str:
     return resources.files("pipette_launch.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _environment() -> Environment:
+def page_environment() -> Environment:
+    """Return what draws a template of this folder; raises PipetteError where jinja2 is not installed."""
     try:
         from jinja2 import Environment, FunctionLoader, StrictUndefined
     except ModuleNotFoundError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,11 @@ from pipette_launch.facts import Layout, Samples
 from pipette_launch.facts.messages.round import Decision
 from pipette_launch.facts.results.outcome import Outcome, PeakReading
 from pipette_launch.facts.results.rate import Rate
-from pipette_launch.launch.display.metrics import JobMetrics, MetricsFile, metrics_text
+from pipette_launch.launch.cache.plans import Cache
+from pipette_launch.launch.display import metrics as module
+from pipette_launch.launch.display.metrics import ALIVE_S, KEPT, JobMetrics, MetricsFile, metrics_text
+from pipette_launch.megatron.logs import Iteration
+from pipette_launch.probe.progress import PhaseEnd, Sign
 
 TWO = plan(Layout(pp=2, dp=2), Layout(tp=2, dp=2))
 RATED = replace(TWO, chosen=replace(TWO.chosen, rate=Rate(tokens_per_s=1000.0, flops_per_s=1e9, mfu=None)), floor_s=0.1)
@@ -26,6 +31,12 @@ TRAINING = Decision(
     plan=RATED,
     script_arguments=("--lr", "1"),
 )
+NOWHERE = Cache(None, "")
+
+
+def printed(iteration: int, step_s: float) -> Iteration:
+    """A line of the training."""
+    return Iteration(iteration=iteration, total=100, step_time_s=step_s, loss=None)
 
 
 def parsed(text: str) -> dict[str, float]:
@@ -44,13 +55,13 @@ def parsed(text: str) -> dict[str, float]:
 def test_the_deciding_node_tells_all(tmp_path: Path) -> None:
     """Phase, plan, what was predicted and measured, restarts, lost nodes, and what the start took."""
     path = tmp_path / "pipette.prom"
-    metrics = MetricsFile(path)
+    metrics = MetricsFile(path, script="pretrain_gpt.py", now=itertools.count(1000.0).__next__)
     metrics.planned(warmup_s=20.0, search_s=2.5)
-    metrics.decided(TRAINING, decides=True)
+    metrics.decided(TRAINING, NOWHERE, decides=True)
     metrics.lost(["node7", "node8"])
     metrics.lost(["node7"])
-    metrics.decided(TRAINING, decides=True)
-    metrics.iterated(30, 2 * RATED.chosen.step_time_s)
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    metrics.iterated(printed(30, 2 * RATED.chosen.step_time_s))
     metrics.measured(
         Outcome(
             key="k",
@@ -64,10 +75,14 @@ def test_the_deciding_node_tells_all(tmp_path: Path) -> None:
             peaks=(PeakReading(rank=0, pp_rank=0, predicted_bytes=90, measured_bytes=100, source="allocator"),),
         )
     )
+    metrics.refresh()
     found = parsed(path.read_text())
     chosen = RATED.chosen
 
     assert 1 == found["pipette_phase_info phase=training"]
+    assert 1 == found["pipette_job_info host=node0 script=pretrain_gpt.py"]
+    times = [found[f"pipette_{name}_timestamp_seconds"] for name in ("started", "phase_started", "iteration")]
+    assert 1000 == times[0] < times[1] < times[2]
     assert 1 == found[next(name for name in found if name.startswith("pipette_plan_info "))]
     for name, value in {
         "nodes": 2,
@@ -85,6 +100,7 @@ def test_the_deciding_node_tells_all(tmp_path: Path) -> None:
         "measured_memory_bytes": 100,
         "gap_ratio": RATED.gap,
         "iteration": 30,
+        "iterations": 100,
     }.items():
         assert value == pytest.approx(found[f"pipette_{name}"]), name
     assert 0o044 == path.stat().st_mode & 0o044
@@ -95,7 +111,7 @@ def test_the_end_stays_in_the_file(tmp_path: Path) -> None:
     """So that an alert can tell a job that failed from one that is over."""
     for failed in (False, True):
         metrics = MetricsFile(tmp_path / "p.prom")
-        metrics.decided(TRAINING, decides=True)
+        metrics.decided(TRAINING, NOWHERE, decides=True)
         metrics.ended(failed=failed)
 
         assert f'phase="{"failed" if failed else "succeeded"}"' in (tmp_path / "p.prom").read_text()
@@ -106,9 +122,9 @@ def test_a_node_that_hears_and_does_not_decide_has_its_own_file(tmp_path: Path) 
     names = []
     for decides in (True, False):
         metrics = MetricsFile(tmp_path / "p.prom")
-        metrics.decided(TRAINING, decides=decides)
+        metrics.decided(TRAINING, NOWHERE, decides=decides)
         if not decides:
-            metrics.iterated(7, 0.5)
+            metrics.iterated(printed(7, 0.5))
             metrics.ended(failed=False)
         names.append(set(parsed((tmp_path / ("p.prom" if decides else "p.measured.prom")).read_text())))
 
@@ -116,18 +132,65 @@ def test_a_node_that_hears_and_does_not_decide_has_its_own_file(tmp_path: Path) 
     assert "pipette_measured_step_seconds" in names[1]
 
 
-def test_steps_are_written_now_and_then(tmp_path: Path) -> None:
-    """Not at every iteration of a job whose steps take milliseconds."""
-    path = tmp_path / "p.prom"
-    metrics = MetricsFile(path, clock=itertools.count(0, 4).__next__)
-    metrics.decided(TRAINING, decides=True)
-    written = []
-    for iteration in range(1, 9):
-        metrics.iterated(iteration, 0.5)
-        written.append(parsed(path.read_text()).get("pipette_iteration"))
+def test_what_has_not_changed_is_written_again_now_and_then(tmp_path: Path) -> None:
+    """News at the next refresh; without any the file's time still says that the launcher is there."""
+    path, seconds = tmp_path / "p.prom", 1000.0
+    metrics = MetricsFile(path, now=lambda: seconds)
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    metrics.iterated(printed(1, 0.5))
+    metrics.refresh()
+    assert 1 == parsed(path.read_text())["pipette_iteration"]
+    path.unlink()
+    seconds += ALIVE_S - 1
+    metrics.refresh()
+    assert not path.exists()
+    seconds += 1
+    metrics.refresh()
+    assert 1 == parsed(path.read_text())["pipette_iteration"]
 
-    assert len({*written}) < 5
-    assert written[-1] is not None
+
+def test_the_files_are_refreshed_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread of their own, which leaves the end as it is."""
+    monkeypatch.setattr(module, "REFRESH_S", 0.01)
+    path = tmp_path / "p.prom"
+    metrics = MetricsFile(path)
+    metrics.begin()
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    metrics.iterated(printed(7, 0.5))
+    deadline = time.monotonic() + 10
+    while "pipette_iteration " not in path.read_text():
+        assert time.monotonic() < deadline
+    metrics.ended(failed=False)
+    time.sleep(0.05)
+    assert 'phase="succeeded"' in path.read_text()
+
+
+def test_the_folder_of_the_plan_has_the_figures_too(tmp_path: Path) -> None:
+    """For its owner only; with another plan they move to its folder, and none stay behind."""
+    named, root = tmp_path / "p.prom", tmp_path / "cache"
+    metrics = MetricsFile(named)
+    metrics.decided(TRAINING, Cache(root, "a"), decides=True)
+    kept = root / "a" / KEPT
+    assert named.read_text() == kept.read_text()
+    assert 0 == kept.stat().st_mode & 0o077
+    metrics.decided(TRAINING, Cache(root, "b"), decides=True)
+    metrics.ended(failed=False)
+    assert [root / "b" / KEPT] == [*root.rglob("*.prom")]
+
+
+def test_a_warm_up_tells_how_far_it_is(tmp_path: Path) -> None:
+    """The steps of its phase, and what the phases took that have ended; gone once there is a plan."""
+    path = tmp_path / "p.prom"
+    metrics = MetricsFile(path)
+    metrics.decided(replace(TRAINING, phase="warmup", plan=None, probe_options="{}"), NOWHERE, decides=True)
+    ended = (PhaseEnd(phase="start", seconds=3.5, words=""), PhaseEnd(phase="layers", seconds=5.0, words="x"))
+    metrics.warming_up(Sign(phase="links", at_s=1.0, limit_s=9.0, done=3, total=7, ended=ended))
+    metrics.refresh()
+    found = parsed(path.read_text())
+    assert (3, 7) == (found["pipette_warmup_steps_done phase=links"], found["pipette_warmup_steps phase=links"])
+    assert 3.5 == found["pipette_warmup_phase_seconds phase=start"]
+    metrics.decided(TRAINING, NOWHERE, decides=True)
+    assert "warmup_steps" not in path.read_text()
 
 
 def test_names_of_others_do_not_break_the_format() -> None:
@@ -142,7 +205,7 @@ def test_a_file_that_cannot_be_written_costs_nothing(tmp_path: Path, caplog: pyt
     """One line in the log says so, once."""
     (tmp_path / "taken").write_text("no folder")
     metrics = MetricsFile(tmp_path / "taken" / "p.prom")
-    metrics.decided(TRAINING, decides=True)
+    metrics.decided(TRAINING, NOWHERE, decides=True)
     metrics.ended(failed=False)
 
     assert 1 == sum("no metrics are written" in record.message for record in caplog.records)
@@ -152,7 +215,7 @@ def test_without_the_flag_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     """Nor looked at."""
     monkeypatch.chdir(tmp_path)
     metrics = MetricsFile(None)
-    metrics.decided(TRAINING, decides=True)
+    metrics.decided(TRAINING, NOWHERE, decides=True)
     metrics.ended(failed=False)
 
     assert [] == list(tmp_path.iterdir())

@@ -1,0 +1,1 @@
+"""Watches a job from the files that its launcher writes; only reads."""

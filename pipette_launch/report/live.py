@@ -1,0 +1,216 @@
+"""Shows a job that runs: a screen, a line for a log, and the rows that a page shows too."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from pipette_launch.facts.results.live import LiveJob
+from pipette_launch.report.draw import BAR_CELLS, Section, plural, render, sheet, text
+from pipette_launch.units import bytes_text, count_text, duration_text, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+LEVELS = "▁▂▃▄▅▆▇█"
+MOST_VERDICTS = 2
+STYLES = {"": "default", "good": "green", "bad": "bold red", "dim": "dim"}
+PHASES = {"warmup": "warm-up", "": "unknown"}
+
+
+class Row(NamedTuple):
+    """One line of what is known; a row without a name goes on with the one before."""
+
+    name: str
+    words: str
+    tone: str = ""
+    """A key of `STYLES`."""
+
+
+def live_rows(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
+    """Say what is known of a job.
+
+    Args:
+        job: as it was read.
+        steps_s: those that were seen of it, the newest last.
+
+    """
+    yield Row("Job", _job_words(job))
+    yield from _phase(job)
+    if job.layout:
+        schedule = f", schedule {job.schedule}" if job.schedule else ""
+        yield Row("Plan", f"{job.layout}{schedule}")
+    yield from _progress(job, steps_s)
+    yield from _memory(job)
+    troubles = [f"{job.restarts} {plural('restart', job.restarts)}"] if job.restarts else []
+    troubles += [f"{job.lost_nodes} {plural('node', job.lost_nodes)} lost"] if job.lost_nodes else []
+    yield Row("Failures", ", ".join(troubles) or "no restarts, no lost nodes", "bad" if troubles else "dim")
+    yield from _health(job)
+    yield _age(job)
+
+
+def live_line(job: LiveJob) -> str:
+    """Say what is known in one line, without how old it is."""
+    parts = [PHASES.get(job.phase, job.phase)]
+    if job.phase == "warmup" and job.warmup_phase:
+        parts.append(_warmup_words(job))
+    if job.iteration is not None:
+        parts.append(f"iteration {_iteration_words(job)}")
+    if job.step_s is not None:
+        parts.append(f"step {_step_words(job)}")
+    if job.tokens_per_s is not None:
+        parts.append(f"{count_text(job.tokens_per_s)} tokens/s")
+    if job.restarts:
+        parts.append(f"{job.restarts} {plural('restart', job.restarts)}")
+    if job.lost_nodes:
+        parts.append(f"{job.lost_nodes} {plural('node', job.lost_nodes)} lost")
+    if job.is_stale:
+        parts.append("stale: nothing is written any more")
+    return ", ".join(parts)
+
+
+def live_screen(
+    job: LiveJob,
+    steps_s: Sequence[float],
+    *,
+    width: int | None = None,
+    colour: bool | None = None,
+    stream: TextIO | None = None,
+) -> str:
+    """Show a job on at most 24 lines of 80 columns.
+
+    Args:
+        job: as it was read.
+        steps_s: those that were seen of it, the newest last.
+        width: columns; None for the terminal's, 80 without one.
+        colour: None for yes on a terminal only.
+        stream: where it will be shown; None for stdout.
+
+    """
+    sections: list[tuple[str, list[RenderableType]]] = []
+    for row in live_rows(job, steps_s):
+        if row.name:
+            sections.append((row.name, []))
+        sections[-1][1].append(text(row.words, STYLES[row.tone]))
+    body: Sequence[Section] = sections
+    title = "pipette watch"
+    return render(title, sheet(body, has_gaps=False), width=width, colour=colour, stream=stream or sys.stdout)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draw a bar for each value, from 0 to the largest."""
+    most = max(values, default=0.0)
+    if most <= 0:
+        return LEVELS[0] * len(values)
+    return "".join(LEVELS[min(int(max(value, 0.0) / most * len(LEVELS)), len(LEVELS) - 1)] for value in values)
+
+
+def _job_words(job: LiveJob) -> str:
+    where = f"on {job.host}" if job.host else ""
+    if job.nodes > 1:
+        where = f"on {job.nodes} nodes, {job.host} first"
+    since = f"since {_clock(job.began_s, job.read_s)}" if job.began_s is not None else ""
+    return ", ".join(filter(None, (f"{job.script} {where}".strip(), since)))
+
+
+def _phase(job: LiveJob) -> Iterator[Row]:
+    began_s, name = job.phase_began_s, PHASES.get(job.phase, job.phase)
+    if job.is_over:
+        at = f" at {_clock(began_s, job.read_s)}" if began_s is not None else ""
+        took = f" after {duration_text(began_s - job.began_s)}" if began_s and job.began_s is not None else ""
+        yield Row("Phase", f"{name}{at}{took}", "good" if job.phase == "succeeded" else "bad")
+        return
+    lasts = f" for {duration_text(max(job.read_s - began_s, 0.0))}" if began_s is not None else ""
+    doing = f": {_warmup_words(job)}" if job.phase == "warmup" and job.warmup_phase else ""
+    yield Row("Phase", f"{name}{lasts}{doing}")
+    if job.phase == "warmup" and job.warmup_phase_s:
+        done = ", ".join(f"{phase} {seconds_text(took)}" for phase, took in job.warmup_phase_s.items())
+        yield Row("", f"done: {done}", "dim")
+
+
+def _warmup_words(job: LiveJob) -> str:
+    counted = f", {job.warmup_done} of {job.warmup_total}" if job.warmup_total else ""
+    return f"{job.warmup_phase}{counted}"
+
+
+def _progress(job: LiveJob, steps_s: Sequence[float]) -> Iterator[Row]:
+    if job.iteration is not None:
+        yield Row("Iteration", f"{_iteration_words(job)}{_pace_words(job, steps_s)}")
+    if job.step_s is not None:
+        yield Row("Step", _step_words(job))
+    elif job.predicted_step_s is not None:
+        yield Row("Step", f"predicted {seconds_text(job.predicted_step_s)}; none is printed yet")
+    if len(steps_s) > 1:
+        yield Row("", f"{sparkline(steps_s)} {seconds_text(min(steps_s))} to {seconds_text(max(steps_s))}")
+    own_s = job.own_predicted_step_s
+    if own_s is not None and own_s != job.predicted_step_s:
+        yield Row("", f"your own configuration: predicted {seconds_text(own_s)}", "dim")
+    predicted = job.predicted_tokens_per_s
+    if job.tokens_per_s is not None:
+        beside = f", predicted {count_text(predicted)}" if predicted is not None else ""
+        yield Row("Tokens/s", f"{count_text(job.tokens_per_s)}{beside}")
+
+
+def _iteration_words(job: LiveJob) -> str:
+    return f"{job.iteration:,} of {job.iterations:,}" if job.iterations else f"{job.iteration:,}"
+
+
+def _pace_words(job: LiveJob, steps_s: Sequence[float]) -> str:
+    """How far the training is, and how long the rest takes at the pace that was seen."""
+    if not job.iterations or job.iteration is None or job.is_over:
+        return ""
+    part = min(max(job.iteration / job.iterations, 0.0), 1.0)
+    full = int(part * BAR_CELLS)
+    pace_s = sum(steps_s) / len(steps_s) if steps_s else job.step_s
+    left = f" {duration_text((job.iterations - job.iteration) * pace_s)} left" if pace_s and part < 1 else ""
+    return f" {'█' * full}{'░' * (BAR_CELLS - full)}{left}"
+
+
+def _step_words(job: LiveJob) -> str:
+    """The step that was printed last, and by how much it is longer or shorter than predicted."""
+    assert job.step_s is not None
+    measured, predicted_s = seconds_text(job.step_s), job.predicted_step_s
+    if not predicted_s:
+        return measured
+    change = job.step_s / predicted_s - 1
+    than = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'} than"
+    return f"{measured}, {than if abs(change) >= 0.0005 else 'as'} predicted ({seconds_text(predicted_s)})"
+
+
+def _memory(job: LiveJob) -> Iterator[Row]:
+    need, limit, measured = job.memory_need_bytes, job.memory_limit_bytes, job.measured_memory_bytes
+    if need is None:
+        return
+    of_limit = f" of {bytes_text(limit)} ({need / limit:.0%})" if limit else ""
+    beside = f"; measured {bytes_text(measured)}" if measured is not None else ""
+    is_bad = limit is not None and max(need, measured or 0) > limit
+    yield Row("Memory", f"needs {bytes_text(need)}{of_limit}{beside}", "bad" if is_bad else "")
+
+
+def _health(job: LiveJob) -> Iterator[Row]:
+    first = sorted(job.verdicts, key=lambda verdict: not verdict.is_sick)
+    for index, verdict in enumerate(first[:MOST_VERDICTS]):
+        yield Row("" if index else "Health", verdict.words(), "bad" if verdict.is_sick else "")
+    rest = len(first) - MOST_VERDICTS
+    if rest > 0:
+        yield Row("", f"and {rest} more {plural('finding', rest)}, in the report", "dim")
+
+
+def _age(job: LiveJob) -> Row:
+    written = f"written {duration_text(job.age_s)} ago"
+    if job.is_stale:
+        return Row("Data", f"STALE: {written}; the launcher is gone, or cannot write", "bad")
+    printed_s = job.printed_s
+    printed = f", last iteration {duration_text(max(job.read_s - printed_s, 0.0))} ago" if printed_s is not None else ""
+    return Row("Data", f"{written}{printed}", "dim")
+
+
+def _clock(moment_s: float, now_s: float) -> str:
+    """The time of the day, with the date unless it is today."""
+    try:
+        then, now = time.localtime(moment_s), time.localtime(now_s)
+    except (OverflowError, OSError, ValueError):
+        return "an unknown time"
+    return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%Y-%m-%d %H:%M", then)

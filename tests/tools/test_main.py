@@ -42,7 +42,7 @@ def test_every_help_ends_with_examples_and_exit_codes(name: str, capsys: pytest.
     assert f"exit codes: {COMMANDS[name].exit_codes}\n" in out
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("probe", "doctor")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("probe", "doctor", "watch")])
 def test_the_examples_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +73,14 @@ def test_the_examples_of_probe_are_read(line: str, monkeypatch: pytest.MonkeyPat
 
     assert "pretrain_gpt.py" == args.training_script
     assert EXAMPLE_ARGS.split() == args.training_script_args
+
+
+@pytest.mark.parametrize("line", COMMANDS["watch"].examples)
+def test_the_examples_of_watch_are_read(line: str) -> None:
+    """Their words are understood; what they would show is a running job."""
+    args = parser().parse_args(line.split()[1:])
+
+    assert args.once or args.serve == 0
 
 
 @pytest.mark.parametrize("line", COMMANDS["doctor"].examples)

@@ -1,0 +1,76 @@
+"""What `import pipette_launch` offers beside `predict`."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from facts_for_tests import tiny_cluster, tiny_measurements
+from screens import choice, plan
+
+import pipette_launch
+from pipette_launch import api
+from pipette_launch.errors import FileFormatError, UsageError
+from pipette_launch.facts import Layout, files
+
+ONE = plan(tiny_cluster(2, 2), choice(Layout(dp=4), 1.0), choice(Layout(pp=4), 2.0), floor_s=0.8)
+
+
+def test_the_examples_are_true() -> None:
+    """Each example of a docstring gives what stands below it, and there are some."""
+    found = doctest.testmod(api)
+
+    assert 0 == found.failed
+    assert found.attempted >= 2
+
+
+def test_the_import_waits_for_nothing() -> None:
+    """Neither numpy nor torch nor a package of ours is imported before a function is asked for."""
+    code = (
+        "import sys, pipette_launch; found = {name for name in sys.modules if name.startswith('pipette_launch.')}; "
+        "assert not found | {'numpy', 'torch'} & {*sys.modules}, found; assert pipette_launch.compare; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_name_is_there_and_explained() -> None:
+    """What `__all__` promises is found, in the package and in the module, with a docstring."""
+    names = {*pipette_launch.__all__} - {"__version__"}
+
+    assert names == {*api.__all__}
+    assert all(getattr(pipette_launch, name).__doc__ for name in names)
+    with pytest.raises(AttributeError, match="no attribute 'train'"):
+        _ = pipette_launch.train
+
+
+def test_files_are_loaded(tmp_path: Path) -> None:
+    """What was written is read, by a path or a name, and neither kind is taken for the other."""
+    measured = tiny_measurements(tiny_cluster())
+    files.write(tmp_path / "cluster.json", measured)
+    files.write(tmp_path / "a.plan.json", ONE)
+
+    assert measured == pipette_launch.load_measurements(tmp_path / "cluster.json")
+    assert ONE == pipette_launch.load_plan(str(tmp_path / "a.plan.json"))
+    with pytest.raises(FileFormatError, match="expected"):
+        pipette_launch.load_plan(tmp_path / "cluster.json")
+
+
+def test_plans_are_compared(tmp_path: Path) -> None:
+    """As the command does it, ranks that moved included."""
+    files.write(tmp_path / "a.plan.json", ONE)
+    files.write(tmp_path / "b.plan.json", replace(ONE, chosen=choice(Layout(dp=4), 0.9, placement=(0, 1, 3, 2))))
+    found = pipette_launch.compare([tmp_path / "a.plan.json", str(tmp_path / "b.plan.json")])
+
+    assert [("a", 0), ("b", 2)] == [(entry.name, entry.num_moved) for entry in found.entries]
+
+
+@pytest.mark.parametrize("paths", [[], ["a.plan.json"], "a.plan.json"])
+def test_one_plan_is_no_comparison(paths: str | list[str]) -> None:
+    """One name is not taken for a list of letters, and the complaint names the argument."""
+    with pytest.raises(UsageError, match="paths must be two plan files or more, got "):
+        pipette_launch.compare(paths)

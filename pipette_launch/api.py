@@ -5,13 +5,88 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipette_launch.defaults import SEARCH_BUDGET_S, SEED
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Measurements, Plan, files
+from pipette_launch.facts.machines.fabric import FabricSpec
 from pipette_launch.facts.results.comparison import Comparison
-from pipette_launch.forecast import predict
+from pipette_launch.forecast import checked_words, for_python, predict
+from pipette_launch.tools import planning
 from pipette_launch.tools.compare import of_files
 
-__all__ = ["compare", "load_measurements", "load_plan", "predict"]
+__all__ = ["compare", "load_measurements", "load_plan", "plan", "predict"]
+PLAN_ARGUMENTS = {
+    "--cluster": "cluster",
+    "--fabric": "fabric",
+    "--fix": "fix",
+    "--gpu": "gpu",
+    "--gpus-per-node": "gpus_per_node",
+    "--megatron-version": "megatron_version",
+    "--nodes": "nodes",
+}
+"""What the flags of `pipette plan` are called in Python, where its errors name them."""
+
+
+@for_python(PLAN_ARGUMENTS)
+def plan(
+    arguments: Sequence[str],
+    *,
+    gpu: str | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    cluster: str | Path | Measurements | None = None,
+    fabric: str | Path | FabricSpec | None = None,
+    fix: Sequence[str] = (),
+    budget_s: float = SEARCH_BUDGET_S,
+    seed: int = SEED,
+    megatron_version: str | None = None,
+) -> Plan:
+    """Choose layout, schedule and placement for a Megatron command line, as `pipette plan` does; write nothing.
+
+    >>> import pipette_launch
+    >>> words = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    >>> words += " --vocab-size 1000 --tokenizer-type NullTokenizer --micro-batch-size 1 --global-batch-size 8"
+    >>> words += " --train-iters 10"
+    >>> plan = pipette_launch.plan(words.split(), gpu="h100-sxm", nodes=1, fix=["tp", "pp"], megatron_version="0.16.1")
+    >>> plan.chosen.layout.tp, plan.chosen.layout.pp, len(plan.chosen.placement)
+    (1, 1, 8)
+    >>> plan.chosen.step_time_s <= plan.own.step_time_s
+    True
+
+    Args:
+        arguments: the words behind the script's name, as the job would be given them.
+        gpu: imagine hosts with this device, such as `h100-sxm`; either this or `cluster`.
+        nodes: hosts of the job.
+        gpus_per_node: devices and ranks on each; None for as many as is usual for `gpu`.
+        cluster: a cluster.json of `pipette probe`, or its contents.
+        fabric: what lies between hosts of `gpu`: a file of kind `fabric`, or `uniform`, `fat-tree-2:1` and the like.
+        fix: parts of the layout that stay as they are: `tp`, `pp`, `mbs`, `recompute` and the like.
+        budget_s: processor time that the search may take, in seconds.
+        seed: of the search's random numbers; equal arguments give equal plans where the budget is not the limit.
+        megatron_version: as `0.16.1`; None for the one that a script here would import, else the newest known.
+
+    Returns:
+        The plan, times in seconds and sizes in bytes; `chosen.placement` has the slot of each rank.
+
+    Raises:
+        UsageError: neither or both of `gpu` and `cluster`, or a size, a name or the budget makes no sense.
+        PlanError: no layout is legal and fits; the error says what binds and what would help.
+        PipetteError: the flags make no sense or cannot be planned, a file is damaged, or a name is unknown.
+
+    """
+    request = planning.PlanningRequest(
+        arguments=tuple(checked_words(arguments)),
+        gpu=gpu,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        cluster=Path(cluster) if isinstance(cluster, str) else cluster,
+        fabric=fabric,
+        fix=tuple(fix.split(",") if isinstance(fix, str) else fix),
+        budget_s=budget_s,
+        seed=seed,
+        megatron_version=megatron_version,
+    )
+    return planning.planned(planning.problem_of(request), request)
 
 
 def load_plan(path: str | Path) -> Plan:

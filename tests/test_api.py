@@ -7,14 +7,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from facts_for_tests import tiny_cluster, tiny_measurements
+from megatron_lines import SMALL
 from screens import choice, plan
 
 import pipette_launch
 from pipette_launch import api
-from pipette_launch.errors import FileFormatError, UsageError
+from pipette_launch.errors import FileFormatError, PipetteError, UsageError
 from pipette_launch.facts import Layout, files
 
 ONE = plan(tiny_cluster(2, 2), choice(Layout(dp=4), 1.0), choice(Layout(pp=4), 2.0), floor_s=0.8)
@@ -25,7 +27,7 @@ def test_the_examples_are_true() -> None:
     found = doctest.testmod(api)
 
     assert 0 == found.failed
-    assert found.attempted >= 2
+    assert found.attempted >= 6
 
 
 def test_the_import_waits_for_nothing() -> None:
@@ -74,3 +76,35 @@ def test_one_plan_is_no_comparison(paths: str | list[str]) -> None:
     """One name is not taken for a list of letters, and the complaint names the argument."""
     with pytest.raises(UsageError, match="paths must be two plan files or more, got "):
         pipette_launch.compare(paths)
+
+
+def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:
+    """From a file or its contents alike, with as many ranks as it has devices, and what is fixed stays."""
+    measured = tiny_measurements(tiny_cluster(2, 2))
+    files.write(tmp_path / "cluster.json", measured)
+    made = [
+        pipette_launch.plan(SMALL, cluster=cluster, fix=["all"], megatron_version="0.16.1")
+        for cluster in (str(tmp_path / "cluster.json"), measured)
+    ]
+
+    assert made[0].chosen == made[1].chosen == made[0].own
+    assert 4 == len(made[0].chosen.placement)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({}, "on which machines? Name a device type with gpu, or a measured cluster with cluster"),
+        ({"gpu": "h100", "nodes": 0}, "nodes must be at least 1"),
+        ({"gpu": "h100", "gpus_per_node": 2.5}, "gpus_per_node must be a whole number"),
+        ({"gpu": "h100", "nodes": 1, "fix": ["tq"]}, "fix tq: no such part of a layout"),
+        ({"gpu": "h100", "nodes": 1, "budget_s": -1}, "budget_s must not be negative"),
+        ({"gpu": "h100", "nodes": 1, "arguments": "--num-layers 4"}, "the arguments must be a sequence of words"),
+    ],
+)
+def test_complaints_about_a_plan_name_arguments(said: dict[str, Any], message: str) -> None:
+    """Ours by their names in Python."""
+    with pytest.raises(PipetteError) as caught:
+        pipette_launch.plan(**{"arguments": SMALL, "megatron_version": "0.16.1", **said})
+
+    assert str(caught.value).startswith(message)

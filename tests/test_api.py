@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doc_pages import ROOT
 from facts_for_tests import tiny_cluster, tiny_measurements
 from megatron_lines import SMALL
 from screens import choice, plan
@@ -28,6 +29,15 @@ def test_the_examples_are_true() -> None:
 
     assert 0 == found.failed
     assert found.attempted >= 6
+
+
+def test_the_examples_of_the_page_are_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of docs/api.md, run from the repository's root, as its paths say."""
+    monkeypatch.chdir(ROOT)
+    found = doctest.testfile(str(ROOT / "docs" / "api.md"), module_relative=False)
+
+    assert 0 == found.failed
+    assert found.attempted >= 7
 
 
 def test_the_import_waits_for_nothing() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import typing
 
 if typing.TYPE_CHECKING:
-    from pipette_launch.api import compare, load_measurements, load_plan, plan, predict
+    from pipette_launch.api import compare, load_measurements, load_plan, measure, plan, predict
 
 __version__ = "0.2.0"
 
-__all__ = ["__version__", "compare", "load_measurements", "load_plan", "plan", "predict"]
+__all__ = ["__version__", "compare", "load_measurements", "load_plan", "measure", "plan", "predict"]
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from pipette_launch.defaults import SEARCH_BUDGET_S, SEED
-from pipette_launch.errors import UsageError
+from pipette_launch.errors import ProbeError, UsageError
 from pipette_launch.facts import Measurements, Plan, files
 from pipette_launch.facts.machines.fabric import FabricSpec
 from pipette_launch.facts.results.comparison import Comparison
 from pipette_launch.forecast import checked_words, for_python, predict
 from pipette_launch.tools import planning
 from pipette_launch.tools.compare import of_files
+from pipette_launch.tools.probe import launcher_command
 
-__all__ = ["compare", "load_measurements", "load_plan", "plan", "predict"]
+__all__ = ["compare", "load_measurements", "load_plan", "measure", "plan", "predict"]
 PLAN_ARGUMENTS = {
     "--cluster": "cluster",
     "--fabric": "fabric",
@@ -87,6 +90,35 @@ def plan(
         megatron_version=megatron_version,
     )
     return planning.planned(planning.problem_of(request), request)
+
+
+def measure(command: Sequence[str]) -> Measurements:
+    """Measure this host as `pipette probe` does, in a child process that prints nothing here; train nothing.
+
+    Args:
+        command: the words behind `pipette probe`: flags of pipette-launch, the script, and its own flags, such as
+            `["--standalone", "--nproc-per-node", "8", "pretrain_gpt.py", ...]`. Flags that name more hosts wait for
+            `pipette probe` on those, and this host must be the first of them, which alone has the result.
+
+    Returns:
+        Layer times and times of messages in seconds, memory in bytes; links from each host or device to each.
+
+    Raises:
+        UsageError: the words make no sense.
+        ProbeError: the measuring failed; the error has the last line that it wrote.
+
+    """
+    words = checked_words(command)
+    with TemporaryDirectory(prefix="pipette_measure_") as folder:
+        out = Path(folder) / "cluster.json"
+        done = subprocess.run(
+            launcher_command(str(out), words), check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        if done.returncode == 0 and out.exists():
+            return load_measurements(out)
+    last = (done.stderr.splitlines() or [f"no measurements, exit code {done.returncode}"])[-1]
+    kind = UsageError if done.returncode == UsageError.exit_code else ProbeError
+    raise kind(last.removeprefix("pipette-launch: error: "))
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -118,3 +118,26 @@ def test_complaints_about_a_plan_name_arguments(said: dict[str, Any], message: s
         pipette_launch.plan(**{"arguments": SMALL, "megatron_version": "0.16.1", **said})
 
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.processes
+def test_this_host_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device of it, and a plan is made of what was found."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'patches'}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = (ROOT / "examples" / "tiny-gpt.flags").read_text().split()
+    flags = "--standalone --nproc-per-node 1 --pipette-device cpu --pipette-budget 1"
+    found = pipette_launch.measure([*flags.split(), str(ROOT / "examples" / "pretrain_gpt.py"), *words])
+
+    assert 1 == len(found.cluster.hosts)
+    assert found.compute
+    assert (0,) == pipette_launch.plan(words, cluster=found).chosen.placement
+
+
+def test_words_that_cannot_be_measured_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's own complaint is the error's text."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'patches'}")
+    with pytest.raises(UsageError, match=r"^unknown flag --pipette-budgat; did you mean --pipette-budget"):
+        pipette_launch.measure(["--pipette-budgat", "1", "train.py"])
+    with pytest.raises(UsageError, match="the arguments must be a sequence of words"):
+        pipette_launch.measure("train.py --lr 1")

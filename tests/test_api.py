@@ -105,6 +105,7 @@ def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:
     ("said", "message"),
     [
         ({}, "on which machines? Name a device type with gpu, or a measured cluster with cluster"),
+        ({"gpu": "h100"}, "on how many ranks does it run? Say world_size N, or nodes N and gpus_per_node N"),
         ({"gpu": "h100", "nodes": 0}, "nodes must be at least 1"),
         ({"gpu": "h100", "gpus_per_node": 2.5}, "gpus_per_node must be a whole number"),
         ({"gpu": "h100", "nodes": 1, "fix": ["tq"]}, "fix tq: no such part of a layout"),

@@ -122,10 +122,11 @@ def test_complaints_about_a_plan_name_arguments(said: dict[str, Any], message: s
 
 
 @pytest.mark.processes
-def test_this_host_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_host_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One device of it, and a plan is made of what was found."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'patches'}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = (ROOT / "examples" / "tiny-gpt.flags").read_text().split()
     flags = "--standalone --nproc-per-node 1 --pipette-device cpu --pipette-budget 1"
     found = pipette_launch.measure([*flags.split(), str(ROOT / "examples" / "pretrain_gpt.py"), *words])

@@ -5,19 +5,19 @@ from __future__ import annotations
 import typing
 
 if typing.TYPE_CHECKING:
-    from pipette_launch.forecast import predict
+    from pipette_launch.api import compare, load_measurements, load_plan, measure, plan, predict
 
 __version__ = "0.2.0"
 
-__all__ = ["__version__", "predict"]
+__all__ = ["__version__", "compare", "load_measurements", "load_plan", "measure", "plan", "predict"]
 
 
 def __getattr__(name: str) -> typing.Any:
     """Import the Python API where it is used, so that the commands start without it."""
-    if name == "predict":
-        from pipette_launch.forecast import predict
+    if name in __all__:
+        from pipette_launch import api
 
-        return predict
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -19,7 +19,7 @@ FLOORS = [
     {"launch"},
     {"cli_flags"},
     {"cli", "tools"},
-    {"__main__"},
+    {"__main__", "api"},
 ]
 SUB_FLOORS = {
     # Sub-rooms and the files beside them: each imports from itself and from lower floors of its own room only.

@@ -107,7 +107,7 @@ def predict_configuration(
 
 def _job(arguments: Sequence[str], machines: TargetMachines, version: str, environment: Mapping[str, str]) -> Job:
     return megatron.read_job(
-        _words(arguments),
+        checked_words(arguments),
         world_size=machines.world_size,
         megatron_version=version,
         device_kind=machines.kind,
@@ -141,7 +141,7 @@ def _memory(
     return counted.stages, (*overhead.notes(), *_memory_notes(job, counted))
 
 
-def _words(arguments: Sequence[str]) -> Sequence[str]:
+def checked_words(arguments: Sequence[str]) -> Sequence[str]:
     """Refuse a whole command line in one string: it is a sequence of strings too, of one letter each."""
     if isinstance(arguments, str) or not all(isinstance(word, str) for word in arguments):
         raise UsageError("the arguments must be a sequence of words, each a str; shlex.split makes them of one line")
@@ -261,21 +261,29 @@ def _step(job: Job, machines: TargetMachines) -> tuple[StepTime | None, Rate | N
     return step, rate, (*measurements.notes, *predictor.notes(job.own), *left_out)
 
 
-def _for_python(function: Callable[P, T]) -> Callable[P, T]:
-    """Make errors name arguments where those of a command name flags."""
+def for_python(arguments: Mapping[str, str], name: str | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make errors of a function name arguments where those of a command name flags.
 
-    @functools.wraps(function)
-    def predict(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except PipetteError as error:
-            error.args = (re.sub(r"--[\w-]+", lambda flag: ARGUMENTS.get(flag[0], flag[0]), str(error)),)
-            raise
+    Args:
+        arguments: the argument that each flag of ours is called; Megatron's flags stay flags.
+        name: what help() calls the function; None for its own name.
 
-    # What help() shows.
-    predict.__name__ = predict.__qualname__ = "predict"
-    return predict
+    """
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def named(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except PipetteError as error:
+                error.args = (re.sub(r"--[\w-]+", lambda flag: arguments.get(flag[0], flag[0]), str(error)),)
+                raise
+
+        named.__name__ = named.__qualname__ = name or function.__name__
+        return named
+
+    return decorated
 
 
-predict = _for_python(predict_configuration)
+predict = for_python(ARGUMENTS, "predict")(predict_configuration)
 """`pipette_launch.predict`: the same for Python."""

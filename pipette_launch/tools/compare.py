@@ -72,7 +72,8 @@ def _of_planners(args: Namespace) -> Comparison:
     from pipette_launch.tools import planning, rivals
 
     names = rivals.checked_names(args.planners)
-    problem = planning.problem_of(args)
+    request = planning.PlanningRequest.of(args)
+    problem = planning.problem_of(request)
     hosts = problem.measurements.cluster.hosts
     options = PlannerOptions(
         capacity_bytes=min(device.memory_total_bytes for host in hosts for device in host.devices),
@@ -85,7 +86,7 @@ def _of_planners(args: Namespace) -> Comparison:
     plan: Plan | PlanError = PlanError("not asked")
     if rivals.OURS in names:
         try:
-            plan = planning.planned(problem, args)
+            plan = planning.planned(problem, request)
         except PlanError as error:
             plan = error
     return rivals.of_planners(problem, names, plan, options)

@@ -41,14 +41,15 @@ def run(args: Namespace) -> int:
     from pipette_launch.launch.display.progress import ProgressLine, Ticker
     from pipette_launch.report import chosen_line, plan_file_screen
 
-    problem = planning.problem_of(args)
+    request = planning.PlanningRequest.of(args)
+    problem = planning.problem_of(request)
     if args.out is not None:
         # Before the search, whose plan would be lost.
         with _naming(args.out):
             files.check_writable(args.out)
     ticker = Ticker(ProgressLine(sys.stderr, head="pipette plan: "), "searching, {:.0f} s".format)
     try:
-        plan = planning.planned(problem, args)
+        plan = planning.planned(problem, request)
     finally:
         ticker.stop()
     page = None if args.out is None else _kept(args.out, plan, problem)

@@ -1,4 +1,4 @@
-"""A job on machines as a planning problem, and its best plan: what `pipette plan` and `pipette compare` ask."""
+"""A job on machines as a planning problem, and its best plan: for `pipette plan`, `pipette compare` and Python."""
 
 from __future__ import annotations
 
@@ -7,15 +7,65 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEARCH_BUDGET_S, SEED
+
 if TYPE_CHECKING:
     # Parsing --help must not wait for numpy.
+    from pathlib import Path
+
     from pipette_launch.facts import Job, Layout, Measurements, Plan
+    from pipette_launch.facts.machines.fabric import FabricSpec
     from pipette_launch.forecast import TargetMachines
     from pipette_launch.search.layouts.enumerate import Cuts
 
 ONE_EXPERT_SIZE = "Layers with experts are timed at one ep for each tp, cp and micro-batch: the nearest to your own."
 LAUNCHERS_FIX = "--pipette-fix"
 """What the launcher calls our --fix; sentences about it come from where both are read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanningRequest:
+    """What is asked for: which job, on which machines, how hard to look, and what counts as better."""
+
+    arguments: tuple[str, ...]
+    """The words behind the script's name."""
+    script: str = "pretrain_gpt.py"
+    gpu: str | None = None
+    cluster: Path | Measurements | None = None
+    fabric: str | Path | FabricSpec | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    world_size: int | None = None
+    megatron_version: str | None = None
+    fix: tuple[str, ...] = ()
+    """Parts of the layout that stay as they are."""
+    schedules: str = "stock"
+    margin: float = MARGIN
+    memory_margin: float = MEMORY_MARGIN
+    budget_s: float = SEARCH_BUDGET_S
+    """Processor time of the search."""
+    seed: int = SEED
+
+    @classmethod
+    def of(cls, args: Namespace) -> PlanningRequest:
+        """Take it from the flags of a planning command."""
+        return cls(
+            arguments=tuple(args.arguments),
+            script=args.script,
+            gpu=args.gpu,
+            cluster=args.cluster,
+            fabric=args.fabric,
+            nodes=args.nodes,
+            gpus_per_node=args.gpus_per_node,
+            world_size=args.world_size,
+            megatron_version=args.megatron_version,
+            fix=tuple(name for name in args.fix.split(",") if name.strip()),
+            schedules=args.schedules,
+            margin=args.margin,
+            memory_margin=args.memory_margin,
+            budget_s=args.budget,
+            seed=args.seed,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +79,8 @@ class PlanningProblem:
     arguments: tuple[str, ...]
 
 
-def problem_of(args: Namespace) -> PlanningProblem:
-    """Read the flags of a planning command.
+def problem_of(request: PlanningRequest) -> PlanningProblem:
+    """Find the machines, and read the job's flags; its environment is that of this process.
 
     Raises:
         PipetteError: the flags or sizes make no sense, a name is unknown, or the job cannot be planned.
@@ -40,28 +90,27 @@ def problem_of(args: Namespace) -> PlanningProblem:
     from pipette_launch.errors import UsageError
     from pipette_launch.forecast import machines_of
 
-    if args.gpu is None and args.cluster is None:
+    if request.gpu is None and request.cluster is None:
         raise UsageError("on which machines? Name a device type with --gpu, or a measured cluster with --cluster")
     machines = machines_of(
-        world_size=args.world_size,
-        num_hosts=args.nodes,
-        devices_per_host=args.gpus_per_node,
-        gpu=args.gpu,
-        cluster=args.cluster,
-        fabric=args.fabric,
+        world_size=request.world_size,
+        num_hosts=request.nodes,
+        devices_per_host=request.gpus_per_node,
+        gpu=request.gpu,
+        cluster=request.cluster,
+        fabric=request.fabric,
     )
-    version, guess = megatron.version_or_newest(args.megatron_version, args.script, os.environ)
-    fix = tuple(name for name in args.fix.split(",") if name.strip())
+    version, guess = megatron.version_or_newest(request.megatron_version, request.script, os.environ)
     try:
-        megatron.fixed_fields(fix)
+        megatron.fixed_fields(request.fix)
     except UsageError as error:
         raise UsageError(str(error).replace(LAUNCHERS_FIX, "--fix")) from error
     job = megatron.read_job(
-        args.arguments,
+        request.arguments,
         world_size=machines.world_size,
         megatron_version=version,
         device_kind=machines.kind,
-        fix=fix,
+        fix=request.fix,
         without_probes=machines.spec is not None,
         for_planning=True,
         environment=os.environ,
@@ -74,12 +123,12 @@ def problem_of(args: Namespace) -> PlanningProblem:
         machines=machines,
         job=job,
         measurements=_measurements(machines, job),
-        script=args.script,
-        arguments=tuple(args.arguments),
+        script=request.script,
+        arguments=request.arguments,
     )
 
 
-def planned(problem: PlanningProblem, args: Namespace) -> Plan:
+def planned(problem: PlanningProblem, request: PlanningRequest) -> Plan:
     """Search for the best plan; raises PlanError where there is none, with what binds and what would help."""
     import time
     from datetime import datetime, timezone
@@ -91,17 +140,17 @@ def planned(problem: PlanningProblem, args: Namespace) -> Plan:
     from pipette_launch.search.solve import SolveOptions, solve
 
     measured = problem.measurements
-    schedules = schedule_names(args.schedules)
-    settings = (args.margin, args.memory_margin, *schedules)
+    schedules = schedule_names(request.schedules)
+    settings: tuple[float | str, ...] = (request.margin, request.memory_margin, *schedules)
     key = key_of(measured.cluster.hosts, problem.job, measured.versions, settings, environ=os.environ)
     plan = solve(
         problem.job,
         measured,
         options=SolveOptions(
-            margin=args.margin,
-            memory_margin=args.memory_margin,
-            budget_s=args.budget,
-            seed=args.seed,
+            margin=request.margin,
+            memory_margin=request.memory_margin,
+            budget_s=request.budget_s,
+            seed=request.seed,
             schedules=schedules,
         ),
         # A machine that is busy with other work slows a search down, and must not cut it short.

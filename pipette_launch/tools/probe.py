@@ -41,9 +41,12 @@ def pass_on(words: Sequence[str]) -> None:
         if len(rest) == 1:
             raise UsageError(f"{OUT} needs a file")
         out, rest = rest[1], rest[2:]
-    os.execv(  # noqa: S606
-        sys.executable, [sys.executable, "-m", "pipette_launch", "--pipette-probe", out, *rest]
-    )
+    os.execv(sys.executable, launcher_command(out, rest))  # noqa: S606
+
+
+def launcher_command(out: str, words: Sequence[str]) -> list[str]:
+    """Return the command of `pipette-launch` that measures and writes to `out`; `words` are flags, script, ARGS."""
+    return [sys.executable, "-m", "pipette_launch", "--pipette-probe", out, *words]
 
 
 COMMAND = Subcommand(

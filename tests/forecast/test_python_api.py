@@ -19,8 +19,6 @@ from pipette_launch.tools.main import parser
 def test_the_python_api_is_the_same_function() -> None:
     """`pipette_launch.predict` is found where it is used."""
     assert predict is pipette_launch.predict
-    with pytest.raises(AttributeError, match="no attribute 'plan'"):
-        _ = pipette_launch.plan
 
 
 def test_help_and_dir_show_it() -> None:

@@ -1,0 +1,145 @@
+"""What `import pipette_launch` offers beside `predict`."""
+
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doc_pages import ROOT
+from facts_for_tests import tiny_cluster, tiny_measurements
+from megatron_lines import SMALL
+from screens import choice, plan
+
+import pipette_launch
+from pipette_launch import api
+from pipette_launch.errors import FileFormatError, PipetteError, UsageError
+from pipette_launch.facts import Layout, files
+
+ONE = plan(tiny_cluster(2, 2), choice(Layout(dp=4), 1.0), choice(Layout(pp=4), 2.0), floor_s=0.8)
+
+
+def test_the_examples_are_true() -> None:
+    """Each example of a docstring gives what stands below it, and there are some."""
+    found = doctest.testmod(api)
+
+    assert 0 == found.failed
+    assert found.attempted >= 6
+
+
+def test_the_examples_of_the_page_are_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of docs/api.md, run from the repository's root, as its paths say."""
+    monkeypatch.chdir(ROOT)
+    found = doctest.testfile(str(ROOT / "docs" / "api.md"), module_relative=False)
+
+    assert 0 == found.failed
+    assert found.attempted >= 7
+
+
+def test_the_import_waits_for_nothing() -> None:
+    """Neither numpy nor torch nor a package of ours is imported before a function is asked for."""
+    code = (
+        "import sys, pipette_launch; found = {name for name in sys.modules if name.startswith('pipette_launch.')}; "
+        "assert not found | {'numpy', 'torch'} & {*sys.modules}, found; assert pipette_launch.compare; "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_name_is_there_and_explained() -> None:
+    """What `__all__` promises is found, in the package and in the module, with a docstring."""
+    names = {*pipette_launch.__all__} - {"__version__"}
+
+    assert names == {*api.__all__}
+    assert all(getattr(pipette_launch, name).__doc__ for name in names)
+    with pytest.raises(AttributeError, match="no attribute 'train'"):
+        _ = pipette_launch.train
+
+
+def test_files_are_loaded(tmp_path: Path) -> None:
+    """What was written is read, by a path or a name, and neither kind is taken for the other."""
+    measured = tiny_measurements(tiny_cluster())
+    files.write(tmp_path / "cluster.json", measured)
+    files.write(tmp_path / "a.plan.json", ONE)
+
+    assert measured == pipette_launch.load_measurements(tmp_path / "cluster.json")
+    assert ONE == pipette_launch.load_plan(str(tmp_path / "a.plan.json"))
+    with pytest.raises(FileFormatError, match="expected"):
+        pipette_launch.load_plan(tmp_path / "cluster.json")
+
+
+def test_plans_are_compared(tmp_path: Path) -> None:
+    """As the command does it, ranks that moved included."""
+    files.write(tmp_path / "a.plan.json", ONE)
+    files.write(tmp_path / "b.plan.json", replace(ONE, chosen=choice(Layout(dp=4), 0.9, placement=(0, 1, 3, 2))))
+    found = pipette_launch.compare([tmp_path / "a.plan.json", str(tmp_path / "b.plan.json")])
+
+    assert [("a", 0), ("b", 2)] == [(entry.name, entry.num_moved) for entry in found.entries]
+
+
+@pytest.mark.parametrize("paths", [[], ["a.plan.json"], "a.plan.json"])
+def test_one_plan_is_no_comparison(paths: str | list[str]) -> None:
+    """One name is not taken for a list of letters, and the complaint names the argument."""
+    with pytest.raises(UsageError, match="paths must be two plan files or more, got "):
+        pipette_launch.compare(paths)
+
+
+def test_a_plan_is_made_for_what_was_measured(tmp_path: Path) -> None:
+    """From a file or its contents alike, with as many ranks as it has devices, and what is fixed stays."""
+    measured = tiny_measurements(tiny_cluster(2, 2))
+    files.write(tmp_path / "cluster.json", measured)
+    made = [
+        pipette_launch.plan(SMALL, cluster=cluster, fix=["all"], megatron_version="0.16.1")
+        for cluster in (str(tmp_path / "cluster.json"), measured)
+    ]
+
+    assert made[0].chosen == made[1].chosen == made[0].own
+    assert 4 == len(made[0].chosen.placement)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({}, "on which machines? Name a device type with gpu, or a measured cluster with cluster"),
+        ({"gpu": "h100"}, "on how many ranks does it run? Say world_size N, or nodes N and gpus_per_node N"),
+        ({"gpu": "h100", "nodes": 0}, "nodes must be at least 1"),
+        ({"gpu": "h100", "gpus_per_node": 2.5}, "gpus_per_node must be a whole number"),
+        ({"gpu": "h100", "nodes": 1, "fix": ["tq"]}, "fix tq: no such part of a layout"),
+        ({"gpu": "h100", "nodes": 1, "budget_s": -1}, "budget_s must not be negative"),
+        ({"gpu": "h100", "nodes": 1, "arguments": "--num-layers 4"}, "the arguments must be a sequence of words"),
+    ],
+)
+def test_complaints_about_a_plan_name_arguments(said: dict[str, Any], message: str) -> None:
+    """Ours by their names in Python."""
+    with pytest.raises(PipetteError) as caught:
+        pipette_launch.plan(**{"arguments": SMALL, "megatron_version": "0.16.1", **said})
+
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.processes
+def test_this_host_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device of it, and a plan is made of what was found."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'patches'}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = (ROOT / "examples" / "tiny-gpt.flags").read_text().split()
+    flags = "--standalone --nproc-per-node 1 --pipette-device cpu --pipette-budget 1"
+    found = pipette_launch.measure([*flags.split(), str(ROOT / "examples" / "pretrain_gpt.py"), *words])
+
+    assert 1 == len(found.cluster.hosts)
+    assert found.compute
+    assert (0,) == pipette_launch.plan(words, cluster=found).chosen.placement
+
+
+def test_words_that_cannot_be_measured_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's own complaint is the error's text."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'patches'}")
+    with pytest.raises(UsageError, match=r"^unknown flag --pipette-budgat; did you mean --pipette-budget"):
+        pipette_launch.measure(["--pipette-budgat", "1", "train.py"])
+    with pytest.raises(UsageError, match="the arguments must be a sequence of words"):
+        pipette_launch.measure("train.py --lr 1")

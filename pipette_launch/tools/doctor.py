@@ -82,7 +82,7 @@ def examine(args: Namespace) -> Checkup:
 
     from pipette_launch.facts.health.checkup import SEVERITIES, Checkup
     from pipette_launch.launch.cache.plans import default_root
-    from pipette_launch.tools import software, surroundings
+    from pipette_launch.tools.checks import software, surroundings
 
     found: list[Finding] = [*software.python(), *software.packages()]
     host, devices = _devices(args)

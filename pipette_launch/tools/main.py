@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
 from pipette_launch.printable import escape_log_lines, printable
-from pipette_launch.tools import compare, doctor, explain, plan, predict, probe, report, watch
+from pipette_launch.tools import compare, completion, doctor, explain, plan, predict, probe, report, watch
 from pipette_launch.tools.flags import EXAMPLE_ARGS, Subcommand
 from pipette_launch.tools.misspelt import check_command, check_flags
 
@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "doctor": doctor.COMMAND,
     "probe": probe.COMMAND,
     "watch": watch.COMMAND,
+    "completion": completion.COMMAND,
 }
 BAD_INPUT = (UsageError, MegatronError, FactError, FileFormatError, ClusterError)
 """Errors of what was typed or of a file that was named: they exit with 2, as argparse's own do."""

@@ -11,7 +11,7 @@ import pytest
 
 from pipette_launch.probe.health import condition, inventory
 from pipette_launch.probe.health import nvml as driver
-from pipette_launch.tools import software
+from pipette_launch.tools.checks import software
 
 SOURCES = "".join(
     Path(module.__file__).read_text(encoding="utf-8") for module in (condition, inventory, driver, software)

@@ -35,6 +35,7 @@ from pipette_launch.facts.messages.measuring_advice import Advice, Dimension, Me
 from pipette_launch.facts.messages.membership import Arrival, Member, Members
 from pipette_launch.facts.messages.round import Decision, TrialReport
 from pipette_launch.facts.results.comparison import Comparison, Entry
+from pipette_launch.facts.results.explained import Explained, Explanation
 from pipette_launch.facts.results.live import LiveJob
 from pipette_launch.facts.results.outcome import Outcome, PeakReading
 from pipette_launch.facts.results.shortage import Shortage
@@ -118,6 +119,7 @@ DOCUMENTS: dict[str, tuple[Any, Callable[[Any], object]]] = {
     ),
     "shortage": (SHORTAGE, lambda made: (made.sentence, made.margin(0.08), made.leaner(PLAN))),
     "live-job": (LIVE, lambda made: (live_screen(made, (0.5, 0.6), width=80), live_line(made))),
+    "explained": (Explained(keys=(Explanation(key="gap", what="w", unit="", how="h", source="s", value=""),)), str),
     "fabric": (FABRIC, lambda made: machines_of(world_size=32, num_hosts=4, gpu="h100-sxm", fabric=made)),
     "schedule": (ORDER, ScheduleFile.schedule),
     "prediction": (screens.prediction(), str),

@@ -18,7 +18,8 @@ from nvml_for_tests import GIB, FakeNvml, install
 from pipette_launch.facts import files
 from pipette_launch.facts.health.checkup import Checkup, Finding
 from pipette_launch.report import checkup_screen
-from pipette_launch.tools import doctor, software, surroundings
+from pipette_launch.tools import doctor
+from pipette_launch.tools.checks import software, surroundings
 from pipette_launch.tools.main import main
 
 ROOT = Path(__file__).parent.parent.parent

@@ -119,7 +119,8 @@ def test_the_flags_are_frozen() -> None:
         flag for action in commands.choices["predict"]._actions for flag in action.option_strings if flag[:2] == "--"
     }
 
-    assert {"compare", "doctor", "explain", "plan", "predict", "probe", "report", "watch"} == set(COMMANDS)
+    known = {"compare", "completion", "doctor", "explain", "plan", "predict", "probe", "report", "watch"}
+    assert known == set(COMMANDS)
     assert {
         "--cluster",
         "--device",

@@ -91,14 +91,7 @@ class Rules:
         yield from self._optimizer_faults(options)
 
     def recompute_faults(self, tp: int, layers: frozenset[int], options: MemoryOptions) -> Iterator[str]:
-        """Check recompute against the chunks' layers and the flags that exclude or need it.
-
-        Args:
-            tp: tensor-parallel ranks.
-            layers: the different numbers of layers that chunks have.
-            options: the memory options to check.
-
-        """
+        """Check recompute against the different numbers of layers of chunks and the flags that exclude or need it."""
         recompute = options.recompute
         full = recompute.granularity == "full"
         yield from self._unit_faults(recompute, layers)

@@ -1,0 +1,1 @@
+"""What `pipette doctor` looks at, one finding after another."""

@@ -84,3 +84,19 @@ def test_a_fine_grained_model_learns_what_it_learns_under_torchrun(tmp_path: Pat
     assert stock.losses == ours.losses
     assert PREDICTED.findall(stock.out) == PREDICTED.findall(ours.out)
     assert "bubble" in ours.err
+
+
+def test_a_sharded_model_learns_what_it_learns_under_torchrun(tmp_path: Path) -> None:
+    """Under Megatron-FSDP it is measured, and losses under the layout that it is given are torchrun's to the last digit."""
+    script = Path(CHECKOUT) / "pretrain_gpt.py"
+    sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
+    arguments = (script, *ARGUMENTS, *sharded.split(), "--overlap-param-gather", "--no-gradient-accumulation-fusion")
+    wrapper = ("-m", "pipette_patches.run", "--patch", "cpu_backend", "--")
+
+    stock = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", *wrapper, *arguments)
+    ours = pipette(tmp_path, "--nproc-per-node=2", "--pipette-budget=10", "--pipette-fix=all", *arguments)
+
+    assert (0, 0) == (stock.code, ours.code), stock.err + ours.err
+    assert 4 == len(stock.losses)
+    assert stock.losses == ours.losses
+    assert "Measured" in ours.err

@@ -334,6 +334,7 @@ CORE = (
     ),
     *in_module("megatron.core.transformer.moe.token_dispatcher", {"maybe_move_tensor_to_cpu": _split_sizes_as_numbers}),
     *in_module("megatron.core.jit", {"jit_fuser": _uncompiled}),
+    *in_module("megatron.core.parallel_state", {"get_nccl_options": instead(lambda *_of_nccl: None)}),
     *in_module(
         "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
         {"gradient_reduce_preprocessing": _scaled_beforehand},

@@ -34,6 +34,7 @@ EXPECTED = {
     ],
     "megatron.core.transformer.moe.moe_utils.maybe_move_tensor_to_cpu": ["tensor", "as_numpy", "record_stream"],
     "megatron.core.jit.jit_fuser": None,
+    "megatron.core.parallel_state.get_nccl_options": ["pg_name", "nccl_comm_cfgs"],
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter.TELinear": None,
     "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer.gradient_reduce_preprocessing": [
         "grad_data", "scaling_factor", "ddp_config",

@@ -58,7 +58,8 @@ def launch(args: Namespace, options: Options) -> None:
     """Run a job; returns when it has succeeded, raises as torchrun does when it has not."""
     # Made when it is needed: nothing is left of a launcher that a signal ends while it waits for the other nodes.
     folder = Path(tempfile.gettempdir()) / f"pipette_{uuid.uuid4().hex}"
-    metrics, spans = MetricsFile(options.metrics_file, script=options.script), Spans(os.environ)
+    metrics = MetricsFile(options.metrics_file, script=options.script, keeps=not options.only_looks)
+    spans = Spans(os.environ)
     has_failed = True
     metrics.begin()
     try:

@@ -87,7 +87,7 @@ def test_a_fine_grained_model_learns_what_it_learns_under_torchrun(tmp_path: Pat
 
 
 def test_a_sharded_model_learns_what_it_learns_under_torchrun(tmp_path: Path) -> None:
-    """Under Megatron-FSDP it is measured, and losses under the layout that it is given are torchrun's to the last digit."""
+    """Under Megatron-FSDP it is measured, and its losses under its own layout are torchrun's to the last digit."""
     script = Path(CHECKOUT) / "pretrain_gpt.py"
     sharded = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
     arguments = (script, *ARGUMENTS, *sharded.split(), "--overlap-param-gather", "--no-gradient-accumulation-fusion")

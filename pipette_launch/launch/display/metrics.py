@@ -82,16 +82,21 @@ class Family(NamedTuple):
 class MetricsFile:
     """Keeps the files up to date; an error of the file system is logged once and costs the job nothing."""
 
-    def __init__(self, path: Path | None, *, script: str = "", now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, path: Path | None, *, script: str = "", keeps: bool = True, now: Callable[[], float] = time.time
+    ) -> None:
         """Begin.
 
         Args:
             path: the file that the user named; None for none.
             script: what is trained.
+            keeps: whether the job's folder in the cache gets them too; a job that trains nothing would replace those of
+                one that does.
             now: seconds since 1970.
 
         """
         self._path = path
+        self._keeps = keeps
         self._kept: Path | None = None
         """Of the job's folder in the cache."""
         self._now = now
@@ -169,7 +174,7 @@ class MetricsFile:
     def _keep_in(self, cache: Cache) -> None:
         """Turn to the folder of another plan; nothing is left in that of the one before."""
         try:
-            kept = cache.path(KEPT)
+            kept = cache.path(KEPT) if self._keeps else None
         except FileFormatError as error:
             logger.warning("%s", error)
             kept = None

@@ -178,6 +178,18 @@ def test_the_folder_of_the_plan_has_the_figures_too(tmp_path: Path) -> None:
     assert [root / "b" / KEPT] == [*root.rglob("*.prom")]
 
 
+def test_a_job_that_trains_nothing_leaves_the_figures_of_one_that_did(tmp_path: Path) -> None:
+    """A file that the user names is written all the same; that of the job's folder stays as it was."""
+    kept = tmp_path / "a" / KEPT
+    kept.parent.mkdir()
+    kept.write_text("of a training")
+    metrics = MetricsFile(tmp_path / "p.prom", keeps=False)
+    metrics.decided(TRAINING, Cache(tmp_path, "a"), decides=True)
+    metrics.ended(failed=False)
+    assert "of a training" == kept.read_text()
+    assert "pipette_nodes" in (tmp_path / "p.prom").read_text()
+
+
 def test_a_warm_up_tells_how_far_it_is(tmp_path: Path) -> None:
     """The steps of its phase, and what the phases took that have ended; gone once there is a plan."""
     path = tmp_path / "p.prom"

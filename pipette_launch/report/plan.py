@@ -166,9 +166,10 @@ def schedule_words(plan: Plan) -> str:
 def _choice(plan: Plan, width: int, most: int | None) -> tuple[Section, ...]:
     """The sections that both screens share: what was chosen and why."""
     reasons = plan.reasons
-    if most is not None and len(reasons) > most:
+    # Reasons are what a reader looks for: other listings are cut before them.
+    if most is not None and len(reasons) > most + 1:
         # The last one says how much faster any other plan could be.
-        reasons = (*reasons[: max(most - 1, 1)], *(reasons[-1:] if most > 1 else ()))
+        reasons = (*reasons[:most], *(reasons[-1:] if most > 1 else ()))
     return (
         ("Chosen", chosen(plan, width - INDENT, most)),
         ("Step time", step_times(plan, most)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,3 +48,18 @@ def anchors(page: Path) -> set[str]:
     """Return what links may name behind # of a page, as GitHub makes it of its headings."""
     headings = _HEADING.findall(_FENCE.sub("", page.read_text()))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def run_shell(text: str, folder: Path, environment: Mapping[str, str]) -> str:
+    """Run the lines of blocks in one shell, which ends at the first that fails; returns what they print."""
+    done = subprocess.run(
+        ["/bin/bash", "-c", f"set -euo pipefail\n{text}"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        timeout=120,
+    )
+    assert 0 == done.returncode, done.stdout + done.stderr
+    return done.stdout

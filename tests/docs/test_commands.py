@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from doc_pages import PAGES, ROOT, blocks, name_of
+from doc_pages import PAGES, ROOT, blocks, name_of, run_shell
 
 _END = "-- end of a block --"
 APART = ROOT / "docs" / "extending.md"  # whose commands need its patches: tests/docs/test_extending.py
@@ -41,7 +40,7 @@ def test_commands_run_and_print_what_is_shown(page: Path, tmp_path: Path) -> Non
         (tmp_path / folder).symlink_to(ROOT / folder)
     all_blocks = blocks(page)
     running = [block for block in all_blocks if block.mark == "runs"]
-    shell = "set -euo pipefail\n" + f"echo '{_END}'\n".join(block.text for block in running)
+    shell = f"echo '{_END}'\n".join(block.text for block in running)
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -49,18 +48,7 @@ def test_commands_run_and_print_what_is_shown(page: Path, tmp_path: Path) -> Non
         "COLUMNS": "80",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        ["/bin/bash", "-c", shell],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=120,
-    )
-
-    assert 0 == done.returncode, done.stdout + done.stderr
-    printed = iter(done.stdout.split(f"{_END}\n"))
+    printed = iter(run_shell(shell, tmp_path, environment).split(f"{_END}\n"))
     output = {id(block): text for block, text in zip(running, printed, strict=True)}
     for before, block in pairwise(all_blocks):
         if block.mark == "prints":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-from doc_pages import ROOT, blocks
+from doc_pages import ROOT, blocks, run_shell
 
 PAGE = ROOT / "docs" / "extending.md"
 
@@ -30,20 +29,11 @@ def test_each_patch_applies_and_its_command_runs(tmp_path: Path) -> None:
     steps = [block for block in blocks(PAGE) if block.mark in ("applies", "runs")]
     assert ["applies", "runs"] * 4 == [block.mark for block in steps]
 
-    shell = "set -euo pipefail\n"
+    shell = ""
     for block in steps:
         # A heredoc of its own for each patch keeps one shell, so that a later command knows the variables before it.
         shell += f"git apply -p0 - <<'PATCH'\n{block.text}PATCH\n" if block.mark == "applies" else block.text
-    done = subprocess.run(
-        ["/bin/bash", "-c", shell],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=environment,
-        timeout=120,
-    )
+    printed = run_shell(shell, tmp_path, environment)
 
-    assert 0 == done.returncode, done.stdout + done.stderr
-    assert "replicas-only" in done.stdout
-    assert "H200-NVL" in done.stdout
+    assert "replicas-only" in printed
+    assert "H200-NVL" in printed

@@ -15,7 +15,6 @@ from pipette_launch.launch.cache.plans import CLUSTER, OUTCOME, PLAN
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipette_launch.facts import Job
     from pipette_launch.forecast.picture import Picture
 
 PAGE = "report.html"
@@ -26,18 +25,18 @@ def page_path(plan: Path) -> Path:
     return plan.with_name(PAGE) if plan.name == PLAN else plan.with_suffix(".html")
 
 
-def write_page(path: Path, plan: Plan, job: Job, measurements: Measurements | None, *, shared: bool = False) -> None:
-    """Write the report of a plan that was made for this job from these measurements.
+def write_page(
+    path: Path, plan: Plan, measurements: Measurements | None, picture: Picture | None, *, shared: bool = False
+) -> None:
+    """Write the report of a plan that was made from these measurements, with its picture.
 
     Raises:
         OSError: the file cannot be written.
         PipetteError: jinja2 is not installed.
 
     """
-    from pipette_launch.forecast.picture import picture_of
     from pipette_launch.report.page import plan_page
 
-    picture = None if measurements is None else picture_of(plan, job, measurements)
     files.write_text(path, plan_page(plan, measurements, picture), shared=shared)
 
 

@@ -10,7 +10,8 @@ from pipette_launch.facts import files
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipette_launch.facts import Job, Measurements, Plan
+    from pipette_launch.facts import Measurements, Plan
+    from pipette_launch.forecast.picture import Picture
     from pipette_launch.launch.page import FoundFiles
 
 TRACE = "trace.json"
@@ -21,12 +22,12 @@ def trace_path(plan: Path) -> Path:
     return plan.with_name(TRACE) if plan.name == "plan.json" else plan.with_suffix(f".{TRACE}")
 
 
-def write_trace(path: Path, plan: Plan, job: Job, measurements: Measurements | None, *, shared: bool = False) -> None:
-    """Write the trace of a plan that was made for this job from these measurements; raises OSError."""
-    from pipette_launch.forecast.picture import picture_of
+def write_trace(
+    path: Path, plan: Plan, measurements: Measurements | None, picture: Picture | None, *, shared: bool = False
+) -> None:
+    """Write the trace of a plan that was made from these measurements, with its picture; raises OSError."""
     from pipette_launch.report.trace import trace_text
 
-    picture = None if measurements is None else picture_of(plan, job, measurements)
     files.write_text(path, trace_text(plan, measurements, picture), shared=shared)
 
 

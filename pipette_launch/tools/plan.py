@@ -66,15 +66,17 @@ def run(args: Namespace) -> int:
 def _kept(out: Path, plan: Plan, problem: planning.PlanningProblem) -> Path | None:
     """Write the plan's file, trace and report; returns where the report lies, if it could be made."""
     from pipette_launch.facts import files
+    from pipette_launch.forecast.picture import picture_of
     from pipette_launch.launch.page import page_path, write_page
     from pipette_launch.launch.trace import trace_path, write_trace
 
     with _naming(out):
         files.write(out, plan, shared=True)
-        write_trace(trace_path(out), plan, problem.job, problem.measurements, shared=True)
+        picture = picture_of(plan, problem.job, problem.measurements)
+        write_trace(trace_path(out), plan, problem.measurements, picture, shared=True)
     page = page_path(out)
     try:
-        write_page(page, plan, problem.job, problem.measurements, shared=True)
+        write_page(page, plan, problem.measurements, picture, shared=True)
     except (OSError, PipetteError) as error:
         sys.stderr.write(f"no report beside {printable(str(out))}: {printable(str(error))}\n")
         return None

@@ -25,14 +25,14 @@ def test_only_a_report_that_was_written_is_there(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     assert existing_page(None) is None
     assert existing_page(plan) is None
-    write_page(page_path(plan), drawn().plan, drawn().job, drawn().measurements)
+    write_page(page_path(plan), drawn().plan, drawn().measurements, drawn().picture)
     assert existing_page(plan) == tmp_path / "report.html"
 
 
 def test_what_a_run_came_to_is_added(tmp_path: Path) -> None:
     """To the report of its plan; nothing is said, and other plans' reports are left as they are."""
     found, path = drawn(), tmp_path / "report.html"
-    write_page(path, found.plan, found.job, found.measurements)
+    write_page(path, found.plan, found.measurements, found.picture)
     before = path.read_text()
 
     assert "" == add_outcome(path, replace(found.outcome, key="other"))
@@ -53,7 +53,7 @@ def test_a_report_that_cannot_be_changed_is_told(tmp_path: Path) -> None:
 def test_without_jinja2_the_outcome_is_told_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what to install."""
     path = tmp_path / "report.html"
-    write_page(path, drawn().plan, drawn().job, drawn().measurements)
+    write_page(path, drawn().plan, drawn().measurements, drawn().picture)
     monkeypatch.setitem(sys.modules, "jinja2", None)
 
     assert "pip install jinja2" in add_outcome(path, drawn().outcome)

@@ -224,9 +224,12 @@ class Planner:
         path = self.cache.plan_path
         if path is None:
             return
+        from pipette_launch.forecast.picture import picture_of
+
         try:
-            write_trace(trace_path(path), plan, job, self.measurements)
-            write_page(page_path(path), plan, job, self.measurements)
+            picture = None if self.measurements is None else picture_of(plan, job, self.measurements)
+            write_trace(trace_path(path), plan, self.measurements, picture)
+            write_page(page_path(path), plan, self.measurements, picture)
         except (OSError, PipetteError) as error:
             logger.warning("report or trace is missing beside %s: %s", path, error)
         except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError):

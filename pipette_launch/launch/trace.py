@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import files
+from pipette_launch.launch.cache.plans import PLAN
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +20,7 @@ TRACE = "trace.json"
 
 def trace_path(plan: Path) -> Path:
     """Return where the trace of a plan file lies: `trace.json` beside `plan.json`, else its name with `.trace.json`."""
-    return plan.with_name(TRACE) if plan.name == "plan.json" else plan.with_suffix(f".{TRACE}")
+    return plan.with_name(TRACE) if plan.name == PLAN else plan.with_suffix(f".{TRACE}")
 
 
 def write_trace(

@@ -15,18 +15,14 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.exchanges import Exchange, exchanges
+from pipette_launch.cost.communication.dimensions import collective_dimensions
 from pipette_launch.cost.communication.groups import Groups
-from pipette_launch.cost.communication.hiding import Hiding
-from pipette_launch.cost.communication.traffic import step_traffic
 from pipette_launch.cost.compute.extrapolated import with_extrapolated_times
 from pipette_launch.cost.layers.parameters import has_two_embeddings
-from pipette_launch.cost.layers.sharding import shard_copies
 from pipette_launch.errors import PipetteError, PlanError
 from pipette_launch.facts import Choice, Job, Layout, Plan, Provenance, files
 from pipette_launch.facts.messages.measuring_advice import (
@@ -107,7 +103,7 @@ def dimensions(job: Job, shortlist: Sequence[Choice]) -> tuple[Dimension, ...]:
     most_bytes: dict[tuple[tuple[int, ...], ...], int] = {}
     for choice in shortlist:
         slot_W = np.argsort(np.array(choice.placement, dtype=np.int64))
-        for group in _collectives(job, choice):
+        for group in collective_dimensions(job, choice.layout):
             slots_GK = np.sort(slot_W[group.ranks_GK], axis=1)
             groups = tuple(sorted(tuple(row) for row in slots_GK.tolist()))
             kinds.setdefault(groups, {}).update(dict.fromkeys(group.kinds))
@@ -134,36 +130,6 @@ def fullest_stages(shortlist: Sequence[Choice]) -> tuple[StageCase, ...]:
     return tuple(found.values())[:MOST_STAGES]
 
 
-class _Collective(NamedTuple):
-    """What one dimension of a layout runs, over groups of ranks in the order of their rings."""
-
-    name: str
-    kinds: tuple[CollectiveKind, ...]
-    ranks_GK: Ints
-    most_bytes: int
-    """Of the full tensor on one rank."""
-
-
-def _collectives(job: Job, choice: Choice) -> Iterator[_Collective]:
-    """Dimensions of two ranks or more; what runs once a step first, as it is the least hidden and the most bytes."""
-    layout, groups = choice.layout, Groups.of(choice.layout, instances=shard_copies(job))
-    reduced: tuple[CollectiveKind, ...] = ("all_reduce",)
-    if layout.use_distributed_optimizer:
-        reduced = ("reduce_scatter", "all_gather")
-    dense, expert = (max(sizes) for sizes in zip(*step_traffic(job, layout).gradient_bytes, strict=True))
-    found = [_Collective("dp", reduced, groups.dp_cp, dense)]
-    if job.model.num_experts:
-        found.append(_Collective("expert dp", reduced, groups.expert_dp, expert))
-    by_group: dict[str, list[Exchange]] = {}
-    for exchange in exchanges(job, layout, Hiding()):
-        if exchange.kind != "send":
-            by_group.setdefault(exchange.group, []).append(exchange)
-    for name, sent in by_group.items():
-        kinds = tuple(dict.fromkeys(one.kind for one in sent if one.kind != "send"))
-        found.append(_Collective(name, kinds, getattr(groups, name), int(max(one.size_bytes for one in sent))))
-    yield from (one for one in found if one.ranks_GK.shape[1] > 1)
-
-
 def _talking(job: Job, choice: Choice) -> Iterator[Ints]:
     """Pairs of ranks that exchange something: neighbours in pipelines and rings, and all that all-to-alls connect."""
     layout, groups = choice.layout, Groups.of(choice.layout)
@@ -173,7 +139,7 @@ def _talking(job: Job, choice: Choice) -> Iterator[Ints]:
         yield groups.forward_hop if layout.vpp > 1 else groups.forward_hop[:-lanes]
         if has_two_embeddings(job.model):
             yield groups.embedding
-    for one in _collectives(job, choice):
+    for one in collective_dimensions(job, choice.layout):
         size = one.ranks_GK.shape[1]
         steps = range(1, size // 2 + 1) if "all_to_all" in one.kinds else (1,)
         for step in steps:

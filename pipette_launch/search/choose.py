@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TypedDict
 
 from pipette_launch.cost.learned.residual import features_of
@@ -19,6 +19,8 @@ from pipette_launch.search.placement.slots import Placement, host_order
 
 EQUAL = 0.005
 """Steps that differ by less than this part count as equally fast: predictions are off by several times as much."""
+NEAREST = 32
+"""So many of the fastest are looked at: how much of a step was measured costs a whole prediction to know."""
 LEANER = 0.8
 """An alternative counts as needing less memory from this part of the least need so far."""
 
@@ -38,7 +40,9 @@ class Chosen:
     least_gain_s: float
     """What `best` had to save of the user's own step."""
     passed_over: Candidate | None = None
-    """A more complex layout whose step is predicted shorter, by too little to count; None where there is none."""
+    """Another whose step is predicted shorter, by too little or resting on less that was measured; None: no other."""
+    passed_over_for_s: float = 0.0
+    """By how much more its step may be off than the chosen one's, since less of it was measured."""
 
     @property
     def priced_layout(self) -> Layout:
@@ -49,7 +53,8 @@ class Chosen:
 def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
     """Take the fastest candidate that beats the user's own configuration, or the fastest of all if that does not fit.
 
-    It has to save the margin, and more than the scatter of the compute times could explain. Among layouts that count as
+    It has to save the margin, and more than the scatter of the compute times could explain. A step that rests on times
+    which were carried over from other shapes counts as longer by their standard error. Among layouts that count as
     equally fast the simplest wins: the one with the fewest axes, then the nearest to the user's own. With margin 0
     every gain counts.
 
@@ -63,27 +68,19 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
     own, basis = _own_choice(inputs, candidates)
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
     own_runs = own.fits and inputs.own_fault is None and inputs.own_split is None
-    doubt = Uncertainty(inputs.predictor.compute, inputs.measurements)
-    own_priced = basis or own.layout
-
-    def least_gain_s(one: Candidate) -> float:
-        chance_s = 0.0
-        # The parts of a step cost a whole prediction, so they are computed only where the times are uncertain.
-        if margin and not doubt.have_same_source(one.layout, own_priced):
-            parts_s = inputs.predictor.step_time(one.layout, one.placed.placement).breakdown_s
-            chance_s = doubt.chance_s((one.layout, parts_s), (own_priced, own.breakdown_s))
-        return max(margin * own.step_time_s, chance_s)
-
-    def is_worth_it(one: Candidate) -> bool:
-        return not own_runs or one.placed.cost_s <= own.step_time_s - least_gain_s(one)
-
+    judge = _Judge(inputs, own if own_runs else None, basis or own.layout, margin)
     before_own = takewhile(lambda one: not (own_runs and _is_own(one, own)), ranking)
-    fastest = next(filter(is_worth_it, before_own), None)
+    fastest = next(filter(judge.is_worth_it, before_own), None)
     winner = fastest
     if fastest and margin:
-        equal = [one for one in ranking if one.placed.cost_s <= (1 + EQUAL) * fastest.placed.cost_s]
-        equal.sort(key=lambda one: (num_axes(one.layout), doublings_apart(one.layout, own.layout), one.placed.cost_s))
-        winner = next(one for one in equal if one is fastest or (is_worth_it(one) and not _is_own(one, own)))
+        limit_s = (1 + EQUAL) * judge.careful_s(fastest)
+        near = islice(takewhile(lambda one: one.placed.cost_s <= limit_s, ranking), NEAREST)
+        worthy = [fastest, *(one for one in near if judge.is_worth_it(one) and not _is_own(one, own))]
+        equal_s = (1 + EQUAL) * min(map(judge.careful_s, worthy))
+        equal = [one for one in worthy if judge.careful_s(one) <= equal_s]
+        winner = min(
+            equal, key=lambda one: (num_axes(one.layout), doublings_apart(one.layout, own.layout), one.placed.cost_s)
+        )
     best = winner or ranking[0]
     rest = [one for one in ranking if one is not winner and not _is_own(one, own)]
     if own_runs and winner:
@@ -96,9 +93,63 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
         own_basis=basis,
         best=best,
         keeps_own=winner is None,
-        least_gain_s=least_gain_s(best),
+        least_gain_s=judge.least_gain_s(best),
         passed_over=fastest if fastest is not winner else None,
+        passed_over_for_s=judge.carried_s(fastest) - judge.carried_s(winner) if fastest and winner else 0.0,
     )
+
+
+class _Judge:
+    """What a plan must save of the user's own step, and how far its prediction may be off.
+
+    Args:
+        inputs: the job and the machines.
+        own: the user's own configuration; None where it cannot run.
+        own_priced: the layout whose step stands for the user's own.
+        margin: part of the user's own step that another plan must save; with 0 every gain counts.
+
+    """
+
+    def __init__(self, inputs: SearchInputs, own: Choice | None, own_priced: Layout, margin: float) -> None:
+        self._inputs = inputs
+        self._own = own
+        self._own_priced = own_priced
+        self._margin = margin
+        self._doubt = Uncertainty(inputs.job, inputs.predictor.compute, inputs.measurements)
+        self._parts: dict[int, Mapping[str, float]] = {}
+
+    def is_worth_it(self, one: Candidate) -> bool:
+        """Whether it saves enough of the user's own step."""
+        if self._own is None:
+            return True
+        saved_s = self._own.step_time_s - one.placed.cost_s
+        return saved_s >= self._margin * self._own.step_time_s and saved_s >= self.least_gain_s(one)
+
+    def least_gain_s(self, one: Candidate) -> float:
+        """Seconds that it must save of the user's own step."""
+        if self._own is None or not self._margin:
+            return 0.0
+        chance_s = 0.0
+        # The parts of a step cost a whole prediction, so they are computed only where the times are uncertain.
+        if not self._doubt.have_same_source(one.layout, self._own_priced):
+            own = (self._own_priced, self._own.breakdown_s)
+            chance_s = self._doubt.chance_s((one.layout, self._parts_s(one)), own)
+        return max(self._margin * self._own.step_time_s, chance_s)
+
+    def careful_s(self, one: Candidate) -> float:
+        """Seconds of its step, and by how many more it may take since times of other shapes stand for its own."""
+        return one.placed.cost_s + self.carried_s(one)
+
+    def carried_s(self, one: Candidate) -> float:
+        """By how many seconds its step may be off for that reason."""
+        if not self._doubt.differs:
+            return 0.0
+        return self._doubt.carried_s(one.layout, one.placed.placement, self._parts_s(one))
+
+    def _parts_s(self, one: Candidate) -> Mapping[str, float]:
+        if id(one) not in self._parts:
+            self._parts[id(one)] = self._inputs.predictor.step_time(one.layout, one.placed.placement).breakdown_s
+        return self._parts[id(one)]
 
 
 def num_axes(layout: Layout) -> int:

@@ -131,8 +131,12 @@ def _equal(chosen: Chosen) -> list[str]:
     if other is None:
         return []
     gain = 1 - other.placed.cost_s / chosen.choice.step_time_s
-    equal = f"steps within {EQUAL:.1%} count as equal, and the simpler layout wins"
-    return [f"{other.layout.words()} is predicted {gain:.2%} faster; {equal}."]
+    faster = f"{other.layout.words()} is predicted {gain:.2%} faster"
+    if gain <= EQUAL:
+        return [f"{faster}; steps within {EQUAL:.1%} count as equal, and the simpler layout wins."]
+    off = seconds_text(chosen.passed_over_for_s)
+    why = f"less of its step was measured, so it may be off by {off} more (--pipette-trials would measure both)"
+    return [f"{faster}, but {why}."]
 
 
 def _gain(choice: Choice, own: Choice) -> str:

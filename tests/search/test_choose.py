@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from facts_for_tests import tiny_job, tiny_measurements
+from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.worlds import planned, two_racks
 
+from pipette_launch.cost.compute.stages import case_of
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.search import choose, explanations
 from pipette_launch.search.choose import num_axes
@@ -33,5 +36,24 @@ def test_the_simplest_of_equally_fast_plans_is_chosen_and_said(monkeypatch: pyte
     assert fastest.step_time_s < plan.chosen.step_time_s < 1.5 * fastest.step_time_s
     assert plan.chosen.step_time_s < plan.own.step_time_s
     (said,) = [reason for reason in plan.reasons if "count as equal" in reason]
+    assert said.startswith(f"{fastest.layout.words()} is predicted ")
+    assert fastest.step_time_s == bold.chosen.step_time_s
+
+
+def test_of_plans_within_their_doubt_the_one_that_was_measured_is_chosen_and_said() -> None:
+    """A slightly faster plan whose compute times were carried over comes second, to be tried first; not at margin 0."""
+    job, measured = tiny_job(4, own=Layout(pp=4)), tiny_measurements(tiny_cluster(2, 2))
+    fastest = planned(job, measured).chosen
+    case = case_of(fastest.layout)
+    carried = replace(
+        measured,
+        compute=tuple(replace(one, source="modelled") if one.case == case else one for one in measured.compute),
+    )
+    plan, bold = planned(job, carried), planned(job, carried, margin=0.0)
+
+    assert case_of(plan.chosen.layout) != case
+    assert fastest.step_time_s < plan.chosen.step_time_s < 1.1 * fastest.step_time_s
+    assert (plan.alternatives[0].layout, plan.alternatives[0].placement) == (fastest.layout, fastest.placement)
+    (said,) = [reason for reason in plan.reasons if "less of its step was measured" in reason]
     assert said.startswith(f"{fastest.layout.words()} is predicted ")
     assert fastest.step_time_s == bold.chosen.step_time_s

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.links import LinkTable
-from pipette_launch.cost.communication.steps import Kind, chunk_share, links_together, num_steps, ring_shift
+from pipette_launch.cost.communication.steps import (
+    Kind,
+    chunk_share,
+    library_steps,
+    links_together,
+    num_steps,
+    ring_shift,
+)
 from pipette_launch.errors import FactError
 from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.measurements import CollectiveTime
@@ -125,10 +133,15 @@ class MeasuredGroups:
         if id(measured) not in self._corrections:
             self._corrections[id(measured)] = self._correction(measured)
         latency_factor, extra_s, bytes_factor = self._corrections[id(measured)]
+        measured_size = len(measured.slots)
+        ring, to_ring = num_steps(measured.kind, measured_size), max(num_steps(kind, size), 1)
+        run = library_steps(measured.kind, measured_size, self._device_kind)
+        to_run = library_steps(kind, size, self._device_kind)
+        bytes_factor *= (to_run / to_ring) / (run / ring)
         if self._device_kind == "cpu":
-            # Most of it is waiting for the others, which each operation does once: all-reduces of 4 slots on 2 hosts
-            # took 10 ms as those of 2 slots took 7, and at so much for each step they were priced at 24.
-            extra_s *= num_steps(measured.kind, len(measured.slots)) / max(num_steps(kind, size), 1)
+            # What members wait for each other grows with the steps, but less: all-reduces of 4 slots on 2 hosts took
+            # 10 ms as those of 2 slots took 7, reduce-scatters of 4 hosts 9 as those of 2 hosts took 3.
+            extra_s *= ring / to_ring * math.sqrt(to_run / run)
         return latency_factor, extra_s, bytes_factor
 
     def _correction(self, measured: CollectiveTime) -> tuple[float, float, float]:

@@ -29,6 +29,11 @@ def num_steps(kind: Kind, size: int) -> int:
     return 2 * (size - 1) if kind == "all_reduce" else size - 1
 
 
+def library_steps(kind: Kind, size: int, device_kind: Literal["cuda", "cpu"]) -> int:
+    """How many chunks the library is known to send: gloo runs a reduce-scatter as an all-reduce."""
+    return num_steps("all_reduce" if device_kind == "cpu" and kind == "reduce_scatter" else kind, size)
+
+
 def chunk_share(kind: Kind, size: int) -> float:
     """The part of the tensor that one step moves."""
     return 1.0 if kind == "send" else 1.0 / size

@@ -1,11 +1,16 @@
-"""By how much the difference of two predicted steps may be chance: few samples were taken of each compute time."""
+"""How far predicted steps may be off: few samples were taken, and what was not measured was carried over."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.communication.dimensions import collective_dimensions
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
+from pipette_launch.facts.job import Job
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.measurements import LAYERS, ComputeCase, ComputeTime, Measurements
 
@@ -14,6 +19,9 @@ ERRORS_APART = 2.0
 MODELLED_ERROR = 0.1
 """Of a layer's time that was carried over from another case: on fenced CPU cores layers of equal tp were off by -24 to
 +14 %, 12 % in the root of the mean square, over half to eight times the tokens."""
+CARRIED_ERROR = 0.2
+"""Of a collective's time that was carried over from another kind or number of members, in the root of the mean square:
+of 18 warm-ups on four hosts over gloo each group was left out and predicted from those of other shapes."""
 COMPUTED = ("compute", "recompute", "bubble")
 """Parts of a step that grow with the compute times."""
 
@@ -22,13 +30,21 @@ class Uncertainty:
     """How far the compute times of a table may be trusted.
 
     Args:
+        job: what is trained.
         table: of these measurements.
         measurements: with the modelled times that fill them.
 
     """
 
-    def __init__(self, table: ComputeTable, measurements: Measurements) -> None:
+    def __init__(self, job: Job, table: ComputeTable, measurements: Measurements) -> None:
+        self._job = job
         self._table = table
+        self._devices = measurements.cluster.devices_per_host
+        self._collectives = {
+            (one.kind, len(one.slots), self._lies_across(np.array([one.slots])))
+            for one in measurements.collectives
+            if one.kind != "send"
+        }
         layers: dict[ComputeCase, list[ComputeTime]] = {}
         for time in measurements.compute:
             if time.part in LAYERS:
@@ -39,6 +55,45 @@ class Uncertainty:
             case: (math.hypot(*map(_scatter, times)) / len(times), any(time.source == "modelled" for time in times))
             for case, times in layers.items()
         }
+        self._has_measured = not all(is_modelled for _, is_modelled in self._errors.values())
+
+    @property
+    def differs(self) -> bool:
+        """Whether some steps may rest on more that was measured than others."""
+        return self._has_measured or bool(self._collectives)
+
+    def carried_s(self, layout: Layout, placement: Sequence[int], parts_s: Mapping[str, float]) -> float:
+        """Return by how many seconds a step may be off because times of other shapes stand for some of its own.
+
+        That is one standard error; 0 where all was measured, and where nothing of the kind was: then no step rests on
+        more than another.
+
+        Args:
+            layout: the layout.
+            placement: the rank of each slot.
+            parts_s: the parts of its step (`StepTime.breakdown_s`).
+
+        """
+        _, is_modelled = self._errors.get(case_of(layout), (0.0, True))
+        computed_s = sum(parts_s.get(name, 0.0) for name in COMPUTED) if self._has_measured and is_modelled else 0.0
+        parts = self._carried_parts(layout, placement) if self._collectives else set()
+        return math.hypot(MODELLED_ERROR * computed_s, CARRIED_ERROR * sum(parts_s.get(name, 0.0) for name in parts))
+
+    def _carried_parts(self, layout: Layout, placement: Sequence[int]) -> set[str]:
+        """Parts of a step with a collective that was measured with no group of its shape."""
+        slot_W = np.argsort(np.array(placement, dtype=np.int64))
+        return {
+            part
+            for one in collective_dimensions(self._job, layout)
+            for kind in one.kinds
+            if (kind, one.ranks_GK.shape[1], self._lies_across(slot_W[one.ranks_GK])) not in self._collectives
+            for part in one.parts
+        }
+
+    def _lies_across(self, slots_GK: NDArray[np.int64]) -> bool:
+        """Whether a group lies on several hosts."""
+        hosts_GK = slots_GK // self._devices
+        return bool((hosts_GK != hosts_GK[:, :1]).any())
 
     def have_same_source(self, one: Layout, other: Layout) -> bool:
         """Whether the same compute times stand for both, so that their errors are the same."""

@@ -183,13 +183,13 @@ def test_an_all_to_all_has_a_part_of_the_wire_for_each_member() -> None:
     assert Fabric(tiny_cluster(2, 2), [pair]).seconds("all_to_all", (0, 1, 2, 3), 4e6) == pytest.approx(3e-2, rel=1e-2)
 
 
-def test_gloo_waits_for_the_others_once_in_an_operation() -> None:
-    """What a pair took beyond its links' latency is no more for four, who take three times as many steps."""
+def test_what_gloo_waits_for_others_grows_with_the_root_of_the_steps() -> None:
+    """What a pair took beyond its links' latency is root 3 as much for four, who take three times as many steps."""
     fabric = Fabric(tiny_cluster(4, 1), [measured("all_reduce", (0, 1), latency_s=5e-3, seconds_per_byte=1e-8)])
     wait_s = 5e-3 - 2 * 1e-4
 
     assert fabric.seconds("all_reduce", (0, 1), 0) == pytest.approx(5e-3)
-    assert fabric.seconds("all_reduce", (0, 1, 2, 3), 0) == pytest.approx(6 * 1e-4 + wait_s)
+    assert fabric.seconds("all_reduce", (0, 1, 2, 3), 0) == pytest.approx(6 * 1e-4 + 3**0.5 * wait_s)
 
 
 def test_the_latency_of_the_library_is_added_to_that_of_the_link() -> None:
@@ -225,15 +225,15 @@ def test_the_nearest_shape_is_taken() -> None:
         assert fabric.seconds("all_reduce", (2, 3), 0) == pytest.approx(1.0)
         assert fabric.seconds("all_reduce", (1, 5), 0) == pytest.approx(2.0)
         assert fabric.seconds("all_reduce", (2, 3, 6, 7), 0) == pytest.approx(3.0)
-        # Three members on one host: the pair inside a host, which waits once, with 4 steps for 2.
-        assert fabric.seconds("all_reduce", (0, 1, 2), 0) == pytest.approx(1.0 + 2 * 1e-5)
+        # Three members on one host: the pair inside a host, with 4 steps for 2 and root 2 as long a wait.
+        assert fabric.seconds("all_reduce", (0, 1, 2), 0) == pytest.approx(4 * 1e-5 + 2**0.5 * (1.0 - 2 * 1e-5))
 
 
 def test_a_ring_stands_in_for_another_ring_and_only_for_that() -> None:
-    """Half of an all-reduce prices a reduce-scatter, but for the waiting; an all-to-all was not seen."""
+    """An all-reduce prices the bytes of a reduce-scatter, as gloo runs one for it; an all-to-all was not seen."""
     fabric = Fabric(tiny_cluster(1, 2), [measured("all_reduce", (0, 1))])
 
-    assert fabric.seconds("reduce_scatter", (0, 1), 1000) == pytest.approx(2e-3 - 1e-5 + 4e-8 * 1000 / 2)
+    assert fabric.seconds("reduce_scatter", (0, 1), 1000) == pytest.approx(2e-3 - 1e-5 + 4e-8 * 1000)
     assert not fabric.scale("all_to_all", 2).is_measured
 
 

@@ -9,8 +9,8 @@ import pytest
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.cost.compute.stages import ComputeTable
-from pipette_launch.cost.learned.uncertainty import ERRORS_APART, MODELLED_ERROR, Uncertainty
-from pipette_launch.facts import ComputeCase, Layout, Measurements, Samples
+from pipette_launch.cost.learned.uncertainty import CARRIED_ERROR, ERRORS_APART, MODELLED_ERROR, Uncertainty
+from pipette_launch.facts import CollectiveTime, ComputeCase, Layout, Measurements, Samples
 from pipette_launch.facts.measurements import ERROR_OF_MEDIAN
 
 OWN, OTHER, PLACED = Layout(dp=4), Layout(dp=4, micro_batch_size=2), Layout(pp=4)
@@ -19,7 +19,7 @@ PARTS_S = {"compute": 0.6, "bubble": 0.3, "recompute": 0.1, "data_parallel": 5.0
 
 def chance_between(measurements: Measurements, one: Layout, other: Layout) -> float:
     """Of two steps with the same parts."""
-    doubt = Uncertainty(ComputeTable(tiny_job(4), measurements), measurements)
+    doubt = Uncertainty(tiny_job(4), ComputeTable(tiny_job(4), measurements), measurements)
     return doubt.chance_s((one, PARTS_S), (other, PARTS_S))
 
 
@@ -86,3 +86,36 @@ def test_a_time_in_proportion_to_tokens_is_carried_over() -> None:
     eight = Layout(dp=4, micro_batch_size=8)
 
     assert chance_between(both, OWN, eight) == pytest.approx(ERRORS_APART * MODELLED_ERROR)
+
+
+def test_a_collective_of_another_shape_may_be_off() -> None:
+    """Groups of four hosts are in doubt beside a measured pair, and not where they or no group at all was measured."""
+    nothing = tiny_measurements(tiny_cluster(4, 1))
+
+    def carried_s(*slots: tuple[int, ...]) -> float:
+        collectives = tuple(
+            CollectiveTime(
+                kind="all_reduce", slots=each, latency_s=1e-3, seconds_per_byte=1e-8, spread=0.0, sizes_bytes=(1,)
+            )
+            for each in slots
+        )
+        measurements = replace(nothing, collectives=collectives)
+        doubt = Uncertainty(tiny_job(4), ComputeTable(tiny_job(4), measurements), measurements)
+        return doubt.carried_s(OWN, (0, 1, 2, 3), PARTS_S)
+
+    assert carried_s() == 0.0
+    assert carried_s((0, 1)) == pytest.approx(CARRIED_ERROR * PARTS_S["data_parallel"])
+    assert carried_s((0, 1), (3, 2, 1, 0)) == 0.0
+
+
+def test_compute_times_of_another_case_may_be_off() -> None:
+    """Twice the micro-batch that was measured is in doubt; where no case was measured, all are equally so."""
+    one = tiny_measurements(tiny_cluster(4, 1), (ComputeCase(tp=1, cp=1, micro_batch_size=1),))
+    none = replace(one, compute=tuple(replace(time, source="modelled") for time in one.compute))
+
+    def carried_s(layout: Layout, measurements: Measurements) -> float:
+        doubt = Uncertainty(tiny_job(4), ComputeTable(tiny_job(4), measurements), measurements)
+        return doubt.carried_s(layout, (0, 1, 2, 3), PARTS_S)
+
+    assert carried_s(OWN, one) == carried_s(OTHER, none) == 0.0
+    assert carried_s(OTHER, one) == pytest.approx(MODELLED_ERROR)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"units", "errors", "defaults", "printable", "compiled"},
-    {"facts"},
+    {"facts", "packages"},
     {"megatron", "pipette_patches"},
     {"probe", "cost"},
     {"search", "baselines", "forecast"},

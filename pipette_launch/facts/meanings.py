@@ -254,6 +254,12 @@ QUALITY = {
     "ratio": Meaning(
         "Step time beside that of the first compared plan.", "a ratio", "step / step of plan 1", "report/comparison.py"
     ),
+    "error": Meaning(
+        "How far a predicted step or memory is from the measured one: too long or large (+), too short or small (-).",
+        unit="part of what was measured",
+        how="predicted / measured - 1",
+        source="facts/results/outcome.py, docs/report.md",
+    ),
     "tokens/s": Meaning(
         "Tokens that the whole job, or each rank, trains in a second.",
         unit="tokens a second",

@@ -24,8 +24,8 @@ FLOORS = [
 SUB_FLOORS = {
     # Sub-rooms and the files beside them: each imports from itself and from lower floors of its own room only.
     "facts": [
-        {"checks", "meanings"},
-        {"files", "health", "layout", "performance", "schedule"},
+        {"checks", "headings"},
+        {"files", "health", "layout", "meanings", "performance", "schedule"},
         {"layout_columns", "model", "schedule_file", "schedules"},
         {"job"},
         {"machines"},

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from pipette_launch.facts.headings import SHORT
 from pipette_launch.facts.results.prediction import PARTS, Prediction, StageMemory
 from pipette_launch.printable import printable
 from pipette_launch.report.draw import (
@@ -34,15 +35,6 @@ TABLE_WIDTH = 80
 """Narrower screens list the parts of the fullest stage in words."""
 LONG_WIDTH = 100
 """From here on the table's headings are whole words."""
-SHORT = {
-    "weights": "weight",
-    "gradients": "grad",
-    "optimizer": "optim",
-    "activations": "activ",
-    "logits": "logits",
-    "buffers": "buffer",
-    "overhead": "overhd",
-}
 METHODS = {
     "closed": "the model's tensors counted by formula",
     "abstract": "the model's tensors counted by running megatron-core's own code without data",

@@ -52,7 +52,10 @@ SECTIONS = {
     "links": Meaning("Bandwidth of each link between hosts, all links of a round at work, and inside hosts."),
     "groups": Meaning("Bandwidth and latency of whole collectives, as the warm-up timed them."),
     "took": Meaning(
-        "How long each phase of the warm-up lasted.", "seconds", "wall clock of the launcher", "probe/phases.py"
+        "How long each phase of the warm-up lasted; search is a short one, which says what else to measure.",
+        unit="seconds",
+        how="wall clock of the workers",
+        source="probe/phases.py",
     ),
 }
 """The headings of the screens, in lower case."""

@@ -15,13 +15,13 @@ from pipette_launch.facts import Measurements, Plan
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.printable import printable
 from pipette_launch.report.choice import chosen, memory, step_times, trials
-from pipette_launch.report.draw import INDENT, Section, bullet, columns, plural, render, sheet, text
+from pipette_launch.report.draw import INDENT, Section, bullet, columns, render, sheet, text
 from pipette_launch.report.figures import advice, step_words
 from pipette_launch.report.flag_changes import flag_lines, packed_flag_lines, paste_text
 from pipette_launch.report.health import MOST_VERDICTS, health
 from pipette_launch.report.measured import what_the_plan_rests_on
 from pipette_launch.report.templates import templates
-from pipette_launch.units import bytes_text, count_text, seconds_text
+from pipette_launch.units import bytes_text, count_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -9,10 +9,11 @@ import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pipette_launch.cli_flags import parser
 from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.packages import check_installed
 from pipette_launch.printable import escape_log_lines, log_for_debugging, printable
 
 if TYPE_CHECKING:
@@ -93,6 +94,11 @@ def options_from(args: Namespace) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run `pipette-launch`; exits as torchrun would."""
+    try:
+        # Without jinja2 a job goes on, and says that it writes no report.
+        check_installed(but=frozenset({"jinja2"}))
+    except PipetteError as error:
+        _exit_with(error)
     with _uncollected(), _quiet():
         from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -119,8 +125,7 @@ def _end_as_torchrun(job: Callable[[], None]) -> None:
     try:
         job()
     except PipetteError as error:
-        sys.stderr.write(f"pipette-launch: error: {printable(str(error))}\n")
-        sys.exit(error.exit_code)
+        _exit_with(error)
     except (RendezvousConnectionError, RendezvousTimeoutError) as error:
         why = str(error.__cause__ or error).partition("\n")[0] or "too few of them came in time"
         sys.stderr.write(
@@ -136,6 +141,11 @@ def _end_as_torchrun(job: Callable[[], None]) -> None:
         # Before it starts workers, torchrun has no handler for signals.
         sys.stderr.write("pipette-launch: ended by SIGINT, before there were workers\n")
         sys.exit(INTERRUPTED)
+
+
+def _exit_with(error: PipetteError) -> NoReturn:
+    sys.stderr.write(f"pipette-launch: error: {printable(str(error))}\n")
+    sys.exit(error.exit_code)
 
 
 @contextmanager

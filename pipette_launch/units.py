@@ -64,3 +64,8 @@ def duration_text(seconds: float) -> str:
     if hours < 48:
         return f"{hours} h {minutes % 60} min"
     return f"{hours // 24} d {hours % 24} h"
+
+
+def plural(noun: str, count: int) -> str:
+    """A noun that stands behind a number."""
+    return noun if count == 1 else f"{noun}s"

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FLOORS = [
     {"units", "errors", "defaults", "printable", "compiled"},
-    {"facts"},
+    {"facts", "packages"},
     {"megatron", "pipette_patches"},
     {"probe", "cost"},
     {"search", "baselines", "forecast"},
@@ -24,8 +24,8 @@ FLOORS = [
 SUB_FLOORS = {
     # Sub-rooms and the files beside them: each imports from itself and from lower floors of its own room only.
     "facts": [
-        {"checks", "meanings"},
-        {"files", "health", "layout", "performance", "schedule"},
+        {"checks", "headings"},
+        {"files", "health", "layout", "meanings", "performance", "schedule"},
         {"layout_columns", "model", "schedule_file", "schedules"},
         {"job"},
         {"machines"},

@@ -2,71 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from pipette_launch.errors import FactError
-
-
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """The explanation of one label or number."""
-
-    what: str
-    """A sentence."""
-    unit: str = ""
-    """Empty where it is no number."""
-    how: str = ""
-    """Formula or measurement."""
-    source: str = ""
-    """Paper and equation, probe, file of the product, or page of the documents."""
-
-    def __post_init__(self) -> None:
-        if self.unit and not (self.how and self.source):
-            raise FactError(f"a number needs how it is got, and its source: {self.what}")
-
+from pipette_launch.facts.headings import SECTIONS, SHORT, WORDS, Meaning
 
 _PREDICTION = "docs/prediction.md, Step time"
 _MEMORY = "docs/prediction.md, Memory"
 _STEP_PART = "seconds of one optimizer step, on the ranks that end last"
-
-SECTIONS = {
-    "job": Meaning("The script, the model's parameters, and the sequences and tokens of one optimizer step."),
-    "machines": Meaning("Ranks, hosts and devices, and whether their figures were measured or imagined from --gpu."),
-    "measured": Meaning("What the warm-up found on these machines: links, a layer's time, the slowest slot."),
-    "health": Meaning("Devices, hosts and links that are damaged or slower than their peers (!), and notes (•)."),
-    "verdict": Meaning(
-        "Whether the configuration fits: every stage stays below the limit. Tight: below what is free, over the limit."
-    ),
-    "chosen": Meaning("The layout, schedule and order of ranks that the plan runs, with its predicted step."),
-    "plans": Meaning("One line for each compared plan: step, ratio to the first, memory, gap and layout."),
-    "rates": Meaning("What each compared plan comes to in tokens and FLOPs a second."),
-    "parts": Meaning("The parts of each compared plan's step; pipette explain compute, bubble ... tells each."),
-    "places": Meaning("How many ranks sit on another device than under the first plan."),
-    "faults": Meaning("Why a compared plan cannot run."),
-    "remarks": Meaning("What else there is to know of a compared plan."),
-    "trials": Meaning("Step times of plans that ran for a few iterations before the training (--pipette-trials)."),
-    "why": Meaning("Why this plan was chosen, what it saves, and how far it is from what can be reached at all."),
-    "split": Meaning("Each stage's memory at its peak by kind; pipette explain weights, logits ... tells each."),
-    "on a loss": Meaning("Plans made ahead for fewer hosts, which run at once when hosts are lost."),
-    "flags": Meaning("What changes in the script's command line: added (+), deleted (-), changed (~)."),
-    "dropped": Meaning("Layouts that fell out of the search, counted by reason."),
-    "notes": Meaning("What was assumed, pinned, measured badly or left out."),
-    "plan file": Meaning("Where the plan lies: for pipette report, pipette compare and --pipette-plan."),
-    "file": Meaning("The cluster.json that is shown."),
-    "links": Meaning("Bandwidth of each link between hosts, all links of a round at work, and inside hosts."),
-    "groups": Meaning("Bandwidth and latency of whole collectives, as the warm-up timed them."),
-    "compute": Meaning(
-        "In a step: the time in which stages compute. In a warm-up's report: the times of single layers.",
-        unit=_STEP_PART,
-        how="timed forward and backward of each layer, the embedding and the head, times micro-batches; "
-        "on imagined machines FLOPs and bytes of each layer over a share of the device's peaks",
-        source=f"probe/compute/layers.py, cost/compute/; {_PREDICTION}",
-    ),
-    "took": Meaning(
-        "How long each phase of the warm-up lasted.", "seconds", "wall clock of the launcher", "probe/phases.py"
-    ),
-}
-"""The headings of the screens, in lower case."""
 
 STEP = {
     "step time": Meaning(
@@ -75,6 +15,13 @@ STEP = {
         how="longest path through all passes and messages of the schedule, then what gradients, optimizer and "
         "parameters take beyond it",
         source=f"cost/step/assemble.py; {_PREDICTION}",
+    ),
+    "compute": Meaning(
+        "In a step: the time in which stages compute. In a warm-up's report: the times of single layers.",
+        unit=_STEP_PART,
+        how="timed forward and backward of each layer, the embedding and the head, times micro-batches; "
+        "on imagined machines FLOPs and bytes of each layer over a share of the device's peaks",
+        source=f"probe/compute/layers.py, cost/compute/; {_PREDICTION}",
     ),
     "bubble": Meaning(
         "Time in which a stage waits for others to fill and drain the pipeline.",
@@ -254,6 +201,12 @@ QUALITY = {
     "ratio": Meaning(
         "Step time beside that of the first compared plan.", "a ratio", "step / step of plan 1", "report/comparison.py"
     ),
+    "error": Meaning(
+        "How far a predicted step or memory is from the measured one: too long or large (+), too short or small (-).",
+        unit="part of what was measured",
+        how="predicted / measured - 1",
+        source="facts/results/outcome.py, docs/report.md",
+    ),
     "tokens/s": Meaning(
         "Tokens that the whole job, or each rank, trains in a second.",
         unit="tokens a second",
@@ -317,10 +270,14 @@ LAYOUT = {
 }
 """The words of a layout's short form, `tp2 pp4 dp1 mbs2 vpp2 dist-opt`."""
 
-MEANINGS: dict[str, Meaning] = {**SECTIONS, **STEP, **MEMORY, **QUALITY, **LAYOUT}
+MEANINGS: dict[str, Meaning] = {**SECTIONS, **WORDS, **STEP, **MEMORY, **QUALITY, **LAYOUT}
 """Every explanation by its key: lower case, words apart by spaces."""
 
 
+_IN_FULL = {short: key for key, short in SHORT.items()}
+
+
 def key_of(label: str) -> str:
-    """Return the key of a label of a screen or a name of a file: `data_parallel`, `Step time`, `MFU`."""
-    return " ".join(label.replace("_", " ").lower().split())
+    """Return the key of a label of a screen or a name of a file: `data_parallel`, `Step time`, `MFU`, `activ`."""
+    key = " ".join(label.replace("_", " ").lower().split())
+    return _IN_FULL.get(key, key)

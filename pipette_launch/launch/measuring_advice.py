@@ -34,6 +34,7 @@ from pipette_launch.facts.messages.measuring_advice import (
 )
 from pipette_launch.printable import printable
 from pipette_launch.search.solve import SolveOptions, solve
+from pipette_launch.units import plural
 
 Ints = NDArray[np.int64]
 MOST_DIMENSIONS = 8
@@ -74,7 +75,7 @@ def advise(question: MeasuringQuestion, options: SolveOptions, clock: Callable[[
         host_pairs=host_pairs(question.job, shortlist, plan.devices_per_host),
         dimensions=dimensions(question.job, shortlist),
         stages=fullest_stages(shortlist),
-        words=f"{len(shortlist)} plans were shortlisted in {plan.solve_s:.1f} s, the first of them {first}",
+        words=f"{len(shortlist)} {plural('plan', len(shortlist))} shortlisted in {plan.solve_s:.1f} s, first {first}",
     )
 
 

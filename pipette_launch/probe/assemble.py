@@ -18,7 +18,7 @@ from pipette_launch.probe.health.verdicts import device_verdicts, faults_first, 
 from pipette_launch.probe.links.fits import EarlierLinks, FoundLinks, found_links, group_times
 from pipette_launch.probe.options import ProbeOptions, WorkerResult
 
-PHASES = ("start", "compute", "memory", "links", "advice", "collectives", "stages")
+PHASES = ("start", "compute", "memory", "links", "search", "collectives", "stages")
 MAX_NAMED = 5
 """A note names so many slots and counts the others."""
 

@@ -34,7 +34,7 @@ from pipette_launch.probe.links.fits import EarlierLinks
 from pipette_launch.probe.links.meter import LinkMeter
 from pipette_launch.probe.links.sampling import Pair, blind_rounds
 from pipette_launch.probe.options import ProbeOptions, WorkerResult, joined
-from pipette_launch.units import rate_text
+from pipette_launch.units import plural, rate_text
 from pipette_patches import registry
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Phases:
             bench = layers.LayerBench(options=self.options, slot=self.rank, meter=self.meter)
             bench.measure(self.lockstep, self.budget)
             cases = len({one.case for one in bench.times})
-            self.progress.sum_up(f"{len(bench.times)} parts of {cases} of {len(self.options.cases)} cases")
+            self.progress.sum_up(f"{cases} of {len(self.options.cases)} combinations of tp, cp and micro-batch timed")
         # Before any communicator exists.
         alone_bytes = self.meter.overhead_bytes()
         self._add(
@@ -105,7 +105,7 @@ class Phases:
         num_groups = self._collectives(advice.dimensions or self.options.dimensions())
         # By what was measured other plans may be the best, whose groups have not been timed yet.
         if self._asks and self.lockstep.agree(lambda: self.budget.allows(collectives.COLLECTIVES_SHARE)):
-            with self.progress.during("advice"):
+            with self.progress.during("search"):
                 advice = self._advice()
             self._stages = advice.stages or self._stages
             more = plan_hints.not_measured(advice.dimensions, self._dimensions, self.options.devices_per_host)
@@ -132,7 +132,7 @@ class Phases:
                 lockstep=self.lockstep,
                 budget=self.budget.with_room(collectives.COLLECTIVES_SHARE, COLLECTIVES_LEAST),
             )
-            self.progress.sum_up(f"{len(found.collectives)} collectives of {len(dimensions)} dimensions")
+            self.progress.sum_up(_groups_words(len(found.collectives), len(dimensions)))
         self._mine = joined(self._mine, found)
         return num_groups
 
@@ -155,7 +155,7 @@ class Phases:
         earlier = _earlier(self.options) if self.rank == 0 and self._asks else None
         if self._asks and self.lockstep.agree(lambda: earlier is not None and bool(earlier.between)):
             self._earlier = earlier
-            with self.progress.during("advice"):
+            with self.progress.during("search"):
                 advice, adapted = self._pass(is_cached=True)
             are_few = len(hosts) <= self.options.full_hosts
             if not self.lockstep.agree(lambda: adapted is not None and adapted.is_stale(are_few=are_few)):
@@ -171,7 +171,7 @@ class Phases:
         self._mine = joined(self._mine, linked)
         if not self._asks:
             return Advice()
-        with self.progress.during("advice"):
+        with self.progress.during("search"):
             if sample is not None:
                 return self._shared(self._pass(is_cached=False)[0])
             return self._advice()
@@ -247,7 +247,7 @@ class Phases:
     def _shared(self, advice: Advice | None) -> Advice:
         """Bring rank 0's advice to all ranks."""
         if advice is not None and advice.words:
-            self._add(notes=(f"advice: {advice.words}",))
+            self._add(notes=(f"search: {advice.words}",))
         # The deadline of a collective is short, and rank 0 may have waited for the adviser.
         self.lockstep.barrier(ADVICE_PATIENCE_S)
         # Not through the store: groups of thousands of ranks times thousands of readers would be its traffic.
@@ -288,7 +288,13 @@ def _links_words(linked: WorkerResult, num_hosts: int) -> str:
         return f"between the devices of one host{spread}"
     rounds, rounds_again = sum(linked.link_rounds), sum(linked.link_rounds_again)
     again = f" and {rounds_again} again for suspects" if rounds_again else ""
-    return f"{num_hosts} hosts in {rounds} rounds{again}{spread}"
+    return f"{num_hosts} hosts in {rounds} {plural('round', rounds)}{again}{spread}"
+
+
+def _groups_words(num_collectives: int, num_sets: int) -> str:
+    """Describe what one rank timed: `3 collectives timed in 1 set of groups`."""
+    timed = f"{num_collectives} {plural('collective', num_collectives)} timed"
+    return f"{timed} in {num_sets} {plural('set', num_sets)} of groups"
 
 
 def _earlier(options: ProbeOptions) -> EarlierLinks | None:

@@ -46,12 +46,12 @@ def ask(command: Sequence[str], job: Job, measurements: Measurements, *, folder:
         )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            return Advice(words=f"the adviser ended with exit code {done.returncode}: {last}")
+            return Advice(words=f"the first search ended with exit code {done.returncode}: {last}")
         return files.read(answer, Advice)
     except subprocess.TimeoutExpired:
-        return Advice(words=f"the adviser gave no answer within {budget_s + START_S:.0f} s")
+        return Advice(words=f"the first search gave no answer within {budget_s + START_S:.0f} s")
     except (OSError, PipetteError) as error:
-        return Advice(words=f"nobody could be asked: {error}")
+        return Advice(words=f"no first search was made: {error}")
 
 
 def not_measured(

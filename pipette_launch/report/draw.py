@@ -79,11 +79,6 @@ def stages_shown(peaks: Sequence[int], most: int = MOST_STAGES) -> list[int]:
     return sorted({0, list(peaks).index(max(peaks)), len(peaks) - 1})
 
 
-def plural(noun: str, count: int) -> str:
-    """A noun that stands behind a number."""
-    return noun if count == 1 else f"{noun}s"
-
-
 def sheet(sections: Iterable[Section], *, has_gaps: bool = True) -> RenderableType:
     """Set sections below each other, their headings on the left; an empty line between them or none."""
     from rich.table import Table

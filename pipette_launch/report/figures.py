@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts.results.rate import Rate
-from pipette_launch.report.draw import bar, plural, text
-from pipette_launch.units import bytes_text, count_text, flops_text
+from pipette_launch.report.draw import bar, text
+from pipette_launch.units import bytes_text, count_text, flops_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,6 +26,15 @@ def rate_words(rate: Rate, world_size: int) -> str:
     mfu = "" if rate.mfu is None else f", MFU {rate.mfu:.1%}"
     tokens = f"{count_text(rate.tokens_per_s)} tokens/s, {rate.tokens_per_s / world_size:,.0f} on each rank"
     return f"{tokens}; {flops_text(rate.flops_per_s)} on each{mfu}"
+
+
+def step_words(measured_s: float, predicted_s: float) -> str:
+    """Set a measured step beside the predicted one; the error of the prediction is a part of what was measured."""
+    words = f"{seconds_text(measured_s)}, predicted {seconds_text(predicted_s)}"
+    error = round(predicted_s / measured_s - 1, 3) if measured_s > 0 else 0.0
+    if not error:
+        return words
+    return f"{words}: {abs(error):.{1 if abs(error) < 0.1 else 0}%} too {'long' if error > 0 else 'short'}"
 
 
 def memory_bars(stages: Sequence[tuple[int, int]], limit_bytes: int | None) -> Table:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipette_launch.printable import printable
-from pipette_launch.report.draw import plural, text
+from pipette_launch.report.draw import text
+from pipette_launch.units import plural
 
 if TYPE_CHECKING:
     from rich.text import Text

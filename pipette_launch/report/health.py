@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from pipette_launch.facts.health.checkup import Checkup
 from pipette_launch.facts.health.verdict import Verdict
-from pipette_launch.report.draw import Section, bullet, plural, render, sheet, text
+from pipette_launch.report.draw import Section, bullet, render, sheet, text
+from pipette_launch.units import plural
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

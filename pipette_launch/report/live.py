@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from pipette_launch.facts.results.live import LiveJob
-from pipette_launch.report.draw import BAR_CELLS, Section, plural, render, sheet, text
-from pipette_launch.units import bytes_text, count_text, duration_text, seconds_text
+from pipette_launch.report.draw import BAR_CELLS, Section, render, sheet, text
+from pipette_launch.report.figures import step_words
+from pipette_launch.units import bytes_text, count_text, duration_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -169,14 +170,9 @@ def _pace_words(job: LiveJob, steps_s: Sequence[float]) -> str:
 
 
 def _step_words(job: LiveJob) -> str:
-    """The step that was printed last, and by how much it is longer or shorter than predicted."""
+    """The step that was printed last, and how far the prediction is from it."""
     assert job.step_s is not None
-    measured, predicted_s = seconds_text(job.step_s), job.predicted_step_s
-    if not predicted_s:
-        return measured
-    change = job.step_s / predicted_s - 1
-    than = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'} than"
-    return f"{measured}, {than if abs(change) >= 0.0005 else 'as'} predicted ({seconds_text(predicted_s)})"
+    return step_words(job.step_s, job.predicted_step_s) if job.predicted_step_s else seconds_text(job.step_s)
 
 
 def _memory(job: LiveJob) -> Iterator[Row]:

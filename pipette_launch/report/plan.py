@@ -15,13 +15,13 @@ from pipette_launch.facts import Measurements, Plan
 from pipette_launch.facts.results.outcome import Outcome
 from pipette_launch.printable import printable
 from pipette_launch.report.choice import chosen, memory, step_times, trials
-from pipette_launch.report.draw import INDENT, Section, bullet, columns, plural, render, sheet, text
-from pipette_launch.report.figures import advice
+from pipette_launch.report.draw import INDENT, Section, bullet, columns, render, sheet, text
+from pipette_launch.report.figures import advice, step_words
 from pipette_launch.report.flag_changes import flag_lines, packed_flag_lines, paste_text
 from pipette_launch.report.health import MOST_VERDICTS, health
 from pipette_launch.report.measured import what_the_plan_rests_on
 from pipette_launch.report.templates import templates
-from pipette_launch.units import bytes_text, count_text, seconds_text
+from pipette_launch.units import bytes_text, count_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -204,10 +204,8 @@ def _file(saved_to: Path | None, drawn_to: Path | None, unsaved: str = "") -> It
 
 def outcome_line(outcome: Outcome, width: int = OUTCOME_WIDTH) -> str:
     """Say in one line how the prediction compares with what was measured; tokens a second where they still fit."""
-    measured, error = outcome.measured_step, round(outcome.error, 3)
-    words = f"step {seconds_text(measured.median_s)}, predicted {seconds_text(outcome.predicted_step_s)}"
-    if error:
-        words += f": {abs(error):.{1 if abs(error) < 0.1 else 0}%} too {'long' if error > 0 else 'short'}"
+    measured = outcome.measured_step
+    words = f"step {step_words(measured.median_s, outcome.predicted_step_s)}"
     if measured.is_unstable:
         words += f", unstable (spread {measured.spread:.0%})"
     peak = outcome.fullest

@@ -8,21 +8,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
+from pipette_launch.facts.headings import SHORT
 from pipette_launch.facts.results.prediction import PARTS, Prediction, StageMemory
 from pipette_launch.printable import printable
-from pipette_launch.report.draw import (
-    Section,
-    breakdown,
-    bullet,
-    columns,
-    plural,
-    render,
-    sheet,
-    stages_shown,
-    text,
-)
+from pipette_launch.report.draw import Section, breakdown, bullet, columns, render, sheet, stages_shown, text
 from pipette_launch.report.figures import limit_words, memory_bars, rate_words, without_gaps
-from pipette_launch.units import GIB, MIB, bytes_text, count_text, seconds_text
+from pipette_launch.units import GIB, MIB, bytes_text, count_text, plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,15 +25,6 @@ TABLE_WIDTH = 80
 """Narrower screens list the parts of the fullest stage in words."""
 LONG_WIDTH = 100
 """From here on the table's headings are whole words."""
-SHORT = {
-    "weights": "weight",
-    "gradients": "grad",
-    "optimizer": "optim",
-    "activations": "activ",
-    "logits": "logits",
-    "buffers": "buffer",
-    "overhead": "overhd",
-}
 METHODS = {
     "closed": "the model's tensors counted by formula",
     "abstract": "the model's tensors counted by running megatron-core's own code without data",

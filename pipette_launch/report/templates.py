@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from pipette_launch.facts import Choice, Plan
-from pipette_launch.report.draw import plural, text
-from pipette_launch.units import seconds_text
+from pipette_launch.report.draw import text
+from pipette_launch.units import plural, seconds_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

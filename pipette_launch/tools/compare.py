@@ -165,7 +165,7 @@ COMMAND = Subcommand(
     run=run,
     examples=(
         "pipette compare a.plan.json b.plan.json",
-        "pipette compare --planners ours,yours,amp --gpu h100-sxm --nodes 2 pretrain_gpt.py $ARGS",
+        "pipette compare --planners ours,yours,amp --gpu H100 --nodes 2 pretrain_gpt.py $ARGS",
     ),
 )
 """For `main.COMMANDS`."""

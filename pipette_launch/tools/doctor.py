@@ -6,10 +6,10 @@ import os
 import socket
 import sys
 from argparse import ArgumentParser, Namespace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pipette_launch.errors import PipetteError, UsageError
+from pipette_launch.packages import check_installed
 from pipette_launch.tools import flags
 from pipette_launch.tools.flags import Subcommand
 
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29500
 MOST_PORTS = 1 << 16
-OWN_PACKAGES = {
-    "numpy": "numpy",
-    "psutil": "psutil",
-    "nvidia-ml-py": "pynvml",
-    "packaging": "packaging",
-    "jinja2": "jinja2",
-    "rich": "rich",
-    "torch": "torch",
-}
-"""What pipette-launch cannot work without, and the modules that it imports; torch not here, but in any job."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -51,7 +41,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print what was found; returns 1 where something would stop a job, else 0."""
-    check_packages()
+    # A missing torch alone is a finding beside others.
+    check_installed(but=frozenset({"torch"}))
     from pipette_launch.facts import files
     from pipette_launch.report import checkup_screen
 
@@ -63,17 +54,6 @@ def run(args: Namespace) -> int:
     found = examine(args)
     sys.stdout.write(files.dumps(found) + "\n" if args.json else checkup_screen(found))
     return 0 if found.is_fit else 1
-
-
-def check_packages() -> None:
-    """Raise PipetteError for packages without which this very command cannot look at anything else."""
-    missing = [package for package, module in OWN_PACKAGES.items() if find_spec(module) is None]
-    # A missing torch alone is a finding beside others.
-    if set(missing) - {"torch"}:
-        raise PipetteError(
-            f"not installed, and pipette-launch needs them: {', '.join(missing)}; pip install {' '.join(missing)}, "
-            f"then ask again for all else"
-        )
 
 
 def examine(args: Namespace) -> Checkup:

@@ -80,6 +80,9 @@ def _run(words: Sequence[str]) -> int:
         command.pass_on(words[1:])
         return 0
     whole = parser()
+    if not words:
+        whole.print_help(sys.stderr)
+        return UsageError.exit_code
     check_command(words, COMMANDS)
     check_flags(whole, words)
     args = whole.parse_args(words)

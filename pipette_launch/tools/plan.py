@@ -97,8 +97,8 @@ COMMAND = Subcommand(
     add_arguments=add_arguments,
     run=run,
     examples=(
-        "pipette plan --gpu h100-sxm --nodes 2 --out a.plan.json pretrain_gpt.py $ARGS",
-        "pipette plan --gpu h100-sxm --nodes 2 --fabric fat-tree-4:1 --fix tp,cp pretrain_gpt.py $ARGS",
+        "pipette plan --gpu H100 --nodes 2 --out a.plan.json pretrain_gpt.py $ARGS",
+        "pipette plan --gpu H100 --nodes 2 --fabric fat-tree-4:1 --fix tp,cp pretrain_gpt.py $ARGS",
         "pipette plan --cluster cluster.json pretrain_gpt.py $ARGS   # what pipette probe measured",
     ),
 )

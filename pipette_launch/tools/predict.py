@@ -69,8 +69,8 @@ COMMAND = Subcommand(
     add_arguments=add_arguments,
     run=run,
     examples=(
-        "pipette predict --gpu h100-sxm --nodes 2 pretrain_gpt.py $ARGS",
-        "pipette predict --gpu h100-sxm --nodes 2 --stage 0 --json pretrain_gpt.py $ARGS",
+        "pipette predict --gpu H100 --nodes 2 pretrain_gpt.py $ARGS",
+        "pipette predict --gpu H100 --nodes 2 --stage 0 --json pretrain_gpt.py $ARGS",
         "pipette predict --world-size 16 pretrain_gpt.py $ARGS --tensor-model-parallel-size 2   # memory only",
     ),
 )

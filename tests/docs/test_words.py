@@ -6,9 +6,10 @@ import ast
 import re
 from argparse import ArgumentParser
 from functools import cache
+from pathlib import Path
 
 import pytest
-from doc_pages import ROOT
+from doc_pages import PAGES, ROOT, blocks, name_of
 
 from pipette_launch import cli_flags
 from pipette_launch.tools.main import COMMANDS
@@ -38,6 +39,15 @@ def test_every_flag_of_a_subcommand_is_documented(name: str) -> None:
     COMMANDS[name].add_arguments(parser)
 
     assert [] == undocumented(parser)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_machines_are_asked_for_in_one_way(page: Path) -> None:
+    """Commands that imagine machines say `--gpu NAME --nodes N`, the name in capitals, and not --world-size."""
+    typed = [line for block in blocks(page) if block.language == "bash" for line in block.text.splitlines()]
+    asking = [line for line in typed if re.match("pipette (plan|predict|compare) ", line) and "--gpu" in line]
+
+    assert [] == [line for line in asking if not re.search(r"--gpu [A-Z][A-Z0-9-]* --nodes \d+ ", line)]
 
 
 @cache

@@ -38,9 +38,9 @@ def test_an_answer_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("sys.exit('no plan fits')", "the adviser ended with exit code 1: no plan fits"),
-        ("answer.write_text('{')", "nobody could be asked: .*advice.json: not JSON"),
-        ("pass", "nobody could be asked: .*advice.json"),
+        ("sys.exit('no plan fits')", "the first search ended with exit code 1: no plan fits"),
+        ("answer.write_text('{')", "no first search was made: .*advice.json: not JSON"),
+        ("pass", "no first search was made: .*advice.json"),
     ],
 )
 def test_a_failure_is_an_empty_advice_that_says_so(tmp_path: Path, program: str, words: str) -> None:
@@ -55,7 +55,7 @@ def test_an_adviser_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monk
     """After its time the warm-up goes on without it."""
     monkeypatch.setattr(plan_hints, "START_S", 0.0)
 
-    assert "the adviser gave no answer within 1 s" == ask(tmp_path, "import time; time.sleep(60)").words
+    assert "the first search gave no answer within 1 s" == ask(tmp_path, "import time; time.sleep(60)").words
 
 
 def test_an_adviser_that_is_not_there_is_named(tmp_path: Path) -> None:

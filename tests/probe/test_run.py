@@ -57,7 +57,7 @@ def test_two_hosts_of_two_are_measured(tmp_path: Path) -> None:
     assert {REFERENCE, TP2} == {reading.case for reading in found.memory}
     assert 0 == found.overhead_bytes
     assert found.optimizer_s_per_parameter
-    assert ["start", "compute", "memory", "links", "advice", "collectives", "stages"] == list(found.phase_s)
+    assert ["start", "compute", "memory", "links", "search", "collectives", "stages"] == list(found.phase_s)
     assert all(found.phase_s[phase] > 0 for phase in ("start", "compute", "memory", "links", "collectives"))
     # Megatron's local layers know no context parallelism: said, not hidden.
     assert any(note.startswith("compute: megatron-core refuses tp1 cp2 mbs1") for note in found.notes)
@@ -92,7 +92,7 @@ def test_what_is_advised_is_measured(tmp_path: Path) -> None:
     assert {("all_reduce", (0, 2)), ("all_reduce", (0, 1)), ("all_reduce", (0, 1, 2))} == {
         (entry.kind, entry.slots) for entry in found.collectives if entry.kind != "send"
     }
-    assert "advice: one plan was looked at" in found.notes
+    assert "search: one plan was looked at" in found.notes
     assert [(0, Layout(dp=3), 0), (1, Layout(pp=2, dp=3), 1)] == [
         (reading.slot, reading.layout, reading.pp_rank) for reading in found.stages
     ]

@@ -45,7 +45,7 @@ def test_rows_say_what_is_known() -> None:
     """Each figure beside its prediction, and how old it is."""
     rows = said(JOB, 0.4, 0.6)
 
-    assert rows["Step"] == "510 ms, 2.0% longer than predicted (500 ms)"
+    assert rows["Step"] == "510 ms, predicted 500 ms: 2.0% too short"
     assert rows["Iteration"].startswith("120 of 200 ")
     assert rows["Iteration"].endswith(" 40 s left")
     assert rows["Tokens/s"] == "12.3 k, predicted 12.6 k"

@@ -281,15 +281,8 @@ def test_missing_requirements_are_named(modules: str, named: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True)
 
     assert (1, "") == (done.returncode, done.stdout)
-    assert f"pip install {named}, then ask again" in done.stderr
+    assert f"; pip install {named}" in done.stderr
     assert 1 == len(done.stderr.splitlines())
-
-
-def test_the_requirements_are_those_of_the_package() -> None:
-    """setup.cfg asks for the same, and for megatron-core, which a checkout may stand in for."""
-    listed = (ROOT / "setup.cfg").read_text().split("install_requires =")[1].split("[")[0].split()
-
-    assert {*doctor.OWN_PACKAGES, "megatron-core"} == {one.partition(">")[0] for one in listed}
 
 
 @pytest.mark.parametrize(("devices", "said"), [(None, "is not set"), ("7", "is '7'")])

@@ -65,6 +65,7 @@ def test_alone_it_lists_all_keys(capsys: pytest.CaptureFixture[str]) -> None:
         ("Step time", "1.00 s"),
         ("tp", "2"),
         ("memory margin", "8%"),
+        ("yours", "tp2 pp2 dp1 mbs1, 1.00 s a step predicted"),
     ],
 )
 def test_a_plan_gives_the_value(key: str, value: str, saved: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -40,6 +41,17 @@ def test_every_help_ends_with_examples_and_exit_codes(name: str, capsys: pytest.
     assert 0 == code
     assert 2 <= out.partition("examples:")[2].count(f"  pipette {name}")
     assert f"exit codes: {COMMANDS[name].exit_codes}\n" in out
+
+
+def test_alone_it_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with its sentence, on stderr; the exit code is argparse's for a missing command."""
+    monkeypatch.setenv("COLUMNS", "200")
+    code, out, err = answer([], capsys)
+
+    assert (2, "") == (code, out)
+    assert [] == [
+        name for name, one in COMMANDS.items() if not re.search(rf"^ +{name}\s+{one.summary}$", err, re.MULTILINE)
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("probe", "doctor", "watch")])

@@ -24,6 +24,7 @@ from pipette_launch.probe.links.fits import LinkBook, host_fits
 from pipette_launch.probe.links.sampling import Pair, Place, Round, nested_groups, ordered, rounds_of
 from pipette_launch.probe.links.switches import scouting_round
 from pipette_launch.probe.options import FULL_HOSTS, LinkSamples, ProbeOptions
+from pipette_launch.units import plural
 
 T = TypeVar("T")
 Lines = Mapping[Pair, Line]
@@ -99,9 +100,10 @@ class Adapted:
         scouting = self.rounds - rounds
         before = f", after {scouting} to find out which hosts are near to each other" if scouting else ""
         end = "" if self.is_settled else "; the rounds were spent before the plans stopped asking for more"
-        changed = f", {len(self.changed)} of them not as they were" if self.changed else ""
+        changed = f", {len(self.changed)} of them changed since" if self.changed else ""
         return (
-            f"links: {measured} pairs of hosts that plans would use were measured in {rounds} rounds"
+            f"links: {measured} {plural('pair', measured)} of hosts that plans would use, measured in "
+            f"{rounds} {plural('round', rounds)}"
             f"{before}{changed}{end}"
         )
 

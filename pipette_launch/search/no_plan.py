@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
+from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, measured_overhead
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
+from pipette_launch.search.placement.slots import IsLate
 from pipette_launch.units import bytes_text
 
 MOST_HOSTS_MORE = 8
 """A larger allocation is proposed up to so many times its hosts."""
 
 
-def nothing_left(inputs: SearchInputs, *, dropped: Mapping[str, int], memory_margin: float) -> PlanError:
-    """Explain why no legal layout is left to price."""
+def nothing_left(
+    inputs: SearchInputs, *, dropped: Mapping[str, int], memory_margin: float, is_late: IsLate
+) -> PlanError:
+    """Explain why no legal layout is left to price; what would help is looked for until `is_late`."""
     if dropped.get(OVER_MEMORY):
-        return _nothing_fits(inputs, memory_margin)
+        return _nothing_fits(inputs, memory_margin, is_late)
     if dropped.get(NOT_MEASURED):
         cases = ", ".join(
             f"tp{case.tp} cp{case.cp} mbs{case.micro_batch_size}" for case in inputs.measurements.compute_cases()
@@ -27,44 +34,46 @@ def nothing_left(inputs: SearchInputs, *, dropped: Mapping[str, int], memory_mar
             f"no layout can be priced: compute was measured for {cases or 'nothing'}, which no legal layout uses; "
             f"measure again with more time"
         )
-    return _nothing_legal(inputs)
+    return _nothing_legal(inputs, is_late)
 
 
-def _nothing_legal(inputs: SearchInputs) -> PlanError:
+def _nothing_legal(inputs: SearchInputs, is_late: IsLate) -> PlanError:
     job, slots = inputs.job, inputs.cluster.num_slots
     pins = f" with {', '.join(job.pinned)} fixed" if job.pinned else ""
     broken = f"; the user's own {job.own.words()} breaks: {inputs.own_fault}" if inputs.own_fault else ""
-    ways = [*_released(inputs, must_fit=False), *_other_sizes(inputs)]
+    ways = [*_released(inputs, must_fit=False, is_late=is_late), *_other_sizes(inputs)]
     return PlanError(f"no layout is legal for {slots} ranks{pins}{broken}. {_help(ways)}")
 
 
-def _nothing_fits(inputs: SearchInputs, memory_margin: float) -> PlanError:
+def _nothing_fits(inputs: SearchInputs, memory_margin: float, is_late: IsLate) -> PlanError:
     cluster = inputs.cluster
     found = _legal(inputs.job, inputs, cluster.num_slots)
-    legal = found.leanest if inputs.own_fault else (inputs.job.own, *found.leanest)
-    needs = dict(zip(legal, inputs.predictor.all_peaks(legal), strict=True))
-    leanest = min(legal, key=lambda layout: max(needs[layout]) - inputs.limit_bytes(layout))
-    need, shown = max(needs[leanest]), inputs.memory_need(leanest, needs[leanest])
+    lean = found.tables.leanest(found.columns)
+    fullest_N = inputs.predictor.fullest_N(lean)
+    legal = [] if inputs.own_fault else [inputs.job.own]
+    if len(lean):
+        legal.append(lean.layout(int(np.argmin(fullest_N - _limits_N(inputs, lean)))))
+    peaks = {layout: inputs.predictor.peaks(layout) for layout in legal}
+    leanest = min(legal, key=lambda layout: max(peaks[layout]) - inputs.limit_bytes(layout))
+    need, shown = max(peaks[leanest]), inputs.memory_need(leanest, peaks[leanest])
     ways = [
-        *_released(inputs, must_fit=True),
-        *_more_hosts(inputs),
-        *_less_margin(inputs, legal, needs),
+        *_released(inputs, must_fit=True, is_late=is_late),
+        *_more_hosts(inputs, is_late),
+        *_less_margin(inputs, leanest, need),
         f"use devices with {bytes_text(_more_memory(inputs, leanest, need))} more memory each",
     ]
+    late = ". The budget ended before all ways to help were tried" if is_late() else ""
     return PlanError(
         f"no layout fits in memory: the leanest of {found.num_layouts}, {leanest.words()}, is predicted to need "
-        f"{bytes_text(max(shown.need_bytes))} on stage {needs[leanest].index(need)}, and "
+        f"{bytes_text(max(shown.need_bytes))} on stage {peaks[leanest].index(need)}, and "
         f"{bytes_text(shown.limit_bytes)} are to be had (free on the fullest device "
-        f"{bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}). {_help(ways)}"
+        f"{bytes_text(cluster.memory_bytes)}, margin {memory_margin:.0%}). {_help(ways)}{late}"
     )
 
 
-def _less_margin(
-    inputs: SearchInputs, legal: Sequence[Layout], needs: Mapping[Layout, tuple[int, ...]]
-) -> Iterator[str]:
-    """Propose to leave less memory free, where a layout fits without any margin."""
-    bare = replace(inputs, memory_margin=0.0)
-    if inputs.memory_margin > 0 and any(max(needs[layout]) <= bare.limit_bytes(layout) for layout in legal):
+def _less_margin(inputs: SearchInputs, leanest: Layout, need: int) -> Iterator[str]:
+    """Propose to leave less memory free, where the leanest layout fits without any margin."""
+    if inputs.memory_margin > 0 and need <= replace(inputs, memory_margin=0.0).limit_bytes(leanest):
         yield f"leave less memory free than {inputs.memory_margin:.0%}"
 
 
@@ -88,13 +97,15 @@ def _help(ways: list[str]) -> str:
     return f"What would help: {', or '.join(ways)}"
 
 
-def _released(inputs: SearchInputs, *, must_fit: bool) -> Iterator[str]:
-    """Name the pinned flags of which each alone, if released, would allow a plan."""
+def _released(inputs: SearchInputs, *, must_fit: bool, is_late: IsLate) -> Iterator[str]:
+    """Name the pinned flags of which each alone, if released, would allow a plan; as far as there is time."""
     job = inputs.job
     for pin in job.pinned:
+        if is_late():
+            return
         freed = replace(job, pinned=tuple(name for name in job.pinned if name != pin))
         others = _legal(freed, inputs, inputs.cluster.num_slots)
-        count = sum(_fit(inputs, others.leanest)) if must_fit else others.num_layouts
+        count = _num_fitting(inputs, others) if must_fit else others.num_layouts
         if count:
             yield f"let {pin} change ({count} {'layout' if count == 1 else 'layouts'})"
 
@@ -108,20 +119,29 @@ def _other_sizes(inputs: SearchInputs) -> Iterator[str]:
             return
 
 
-def _more_hosts(inputs: SearchInputs) -> Iterator[str]:
-    """Name the nearest multiple of the hosts on which a layout fits."""
+def _more_hosts(inputs: SearchInputs, is_late: IsLate) -> Iterator[str]:
+    """Name the nearest multiple of the hosts on which a layout fits, as far as there is time to look."""
     hosts = len(inputs.cluster.hosts)
     for times in range(2, MOST_HOSTS_MORE + 1):
+        if is_late():
+            return
         ranks = times * inputs.cluster.num_slots
-        if any(_fit(inputs, _legal(inputs.job, inputs, ranks).leanest)):
+        if _num_fitting(inputs, _legal(inputs.job, inputs, ranks)):
             yield f"use {times * hosts} hosts ({ranks} ranks)"
             return
 
 
-def _fit(inputs: SearchInputs, layouts: Sequence[Layout]) -> Iterator[bool]:
-    """Whether each layout fits."""
-    for layout, peaks in zip(layouts, inputs.predictor.all_peaks(layouts), strict=True):
-        yield max(peaks) <= inputs.limit_bytes(layout)
+def _num_fitting(inputs: SearchInputs, found: Cuts) -> int:
+    """How many cuts fit in the variant that should need the least memory."""
+    lean = found.tables.leanest(found.columns)
+    return int((inputs.predictor.fullest_N(lean) <= _limits_N(inputs, lean)).sum())
+
+
+def _limits_N(inputs: SearchInputs, columns: LayoutColumns) -> NDArray[np.int64]:
+    """The memory limit of each of many layouts; their degrees decide it."""
+    degrees = columns.groups("tp", "cp", "pp", "dp", "ep")
+    limits = [inputs.limit_bytes(columns.layout(row)) for row in degrees.first_U.tolist()]
+    return np.array(limits, dtype=np.int64)[degrees.group_N]
 
 
 def _legal(job: Job, inputs: SearchInputs, world_size: int) -> Cuts:

@@ -84,7 +84,7 @@ def solve(
         rooms=inputs.rooms,
     )
     inputs = replace(inputs, own_fault=found.own_fault)
-    frontier = _frontier(inputs, found, options)
+    frontier = _frontier(inputs, found, options, lambda: clock() >= deadline_s)
     searched = SearchLoop(inputs, frontier, seed=options.seed, is_late=lambda: clock() >= deadline_s).run()
     dropped = Counter(found.dropped) + frontier.dropped
     if not searched.is_cut_short:
@@ -100,7 +100,7 @@ def solve(
     )
 
 
-def _frontier(inputs: SearchInputs, found: Cuts, options: SolveOptions) -> Frontier:
+def _frontier(inputs: SearchInputs, found: Cuts, options: SolveOptions, is_late: IsLate) -> Frontier:
     """Bound the cuts; raises PlanError where neither a cut nor the user's own layout can be chosen."""
     job, measurements = inputs.job, inputs.measurements
     bounds = BoundColumns.of(job, measurements, inputs.predictor)
@@ -110,7 +110,9 @@ def _frontier(inputs: SearchInputs, found: Cuts, options: SolveOptions) -> Front
     if own_dropped:
         frontier.dropped[own_dropped] += 1
     if (found.own_fault or own_dropped) and not frontier.find_any():
-        raise no_plan.nothing_left(inputs, dropped=frontier.dropped, memory_margin=options.memory_margin)
+        raise no_plan.nothing_left(
+            inputs, dropped=frontier.dropped, memory_margin=options.memory_margin, is_late=is_late
+        )
     return frontier
 
 

@@ -67,6 +67,16 @@ def test_more_hosts_are_proposed_where_they_help() -> None:
     text = message(job, tiny_measurements(tiny_cluster(2, 1, memory_bytes=need - 1)), memory_margin=0.0)
 
     assert "use 4 hosts (4 ranks)" in text
+    assert "The budget ended" not in text
+
+
+def test_what_would_help_is_looked_for_until_the_budget_ends() -> None:
+    """Without time neither pins nor hosts are tried, and the error says so."""
+    job = tiny_job(4, pinned=ALL_FIELDS)
+    text = message(job, tiny_measurements(tiny_cluster(memory_bytes=1 << 20)), budget_s=0.0)
+
+    assert "What would help: use devices with" in text
+    assert text.endswith("The budget ended before all ways to help were tried")
 
 
 def test_nothing_measured_is_said() -> None:

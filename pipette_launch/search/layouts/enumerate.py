@@ -58,12 +58,6 @@ class Cuts:
         """The first variant of every cut; some microseconds each."""
         return tuple(self.columns.layout(row) for row in range(len(self)))
 
-    @property
-    def leanest(self) -> tuple[Layout, ...]:
-        """The variant of every cut that should need the least memory."""
-        columns = self.tables.leanest(self.columns)
-        return tuple(columns.layout(row) for row in range(len(columns)))
-
     def spread(self, rows: Ints) -> tuple[Ints, LayoutColumns]:
         """List all legal variants of some cuts: for each the place of its cut in `rows` (M), and the layouts by cut.
 

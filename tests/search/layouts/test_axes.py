@@ -74,7 +74,9 @@ def test_the_leanest_saver_needs_the_least_memory(case: naive.Case) -> None:
     """By the memory model itself, up to the recompute of a whole chunk at once, which a short one may stand better."""
     job, world_size, kind = case
     found = cuts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
-    for row, lean in list(enumerate(found.leanest))[::5]:
+    leanest = found.tables.leanest(found.columns)
+    for row in range(0, len(leanest), 5):
+        lean = leanest.layout(row)
         needs = [peak(job, layout) for layout in variants(found, row)]
 
         assert lean in variants(found, row)

@@ -49,6 +49,6 @@ def test_a_worker_stopped_between_messages_is_found_long_before_the_deadline(tmp
     assert 150 > float(found[1])
     assert 1 == done.err.count("(pid ")
     # What was over by then is in the log.
-    assert re.search(r"pipette-launch: .*compute \S+ s: \d+ parts", done.err), done.err
+    assert re.search(r"pipette-launch: .*compute \S+ s: \d+ of \d+ combinations", done.err), done.err
     assert [] == jobs.left_behind(str(tmp_path))
     assert [] == temporary_files(tmp_path)

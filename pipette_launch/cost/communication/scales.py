@@ -16,7 +16,7 @@ from pipette_launch.cost.communication.links import LinkTable
 from pipette_launch.cost.communication.steps import (
     Kind,
     chunk_share,
-    library_steps,
+    library_share,
     links_together,
     num_steps,
     ring_shift,
@@ -34,7 +34,7 @@ _STAND_IN: dict[Kind, tuple[Kind, ...]] = {
     "send": (),
 }
 LIBRARYS_SHARE = 2.0
-"""A library may send up to so many times the bytes of a ring."""
+"""NCCL may send up to so many times the bytes of a ring."""
 
 
 def most_from_within(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
@@ -45,7 +45,7 @@ def most_from_within(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
     not known. A larger factor comes from processors that share a host and does not hold for links between hosts: with
     it, a step of 8 CPU ranks on slow links was predicted to take 22 s, and took 2.9.
     """
-    return LIBRARYS_SHARE if device_kind == "cuda" or kind == "reduce_scatter" else 1.0
+    return LIBRARYS_SHARE if device_kind == "cuda" else library_share(kind, device_kind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,15 +133,13 @@ class MeasuredGroups:
         if id(measured) not in self._corrections:
             self._corrections[id(measured)] = self._correction(measured)
         latency_factor, extra_s, bytes_factor = self._corrections[id(measured)]
-        measured_size = len(measured.slots)
-        ring, to_ring = num_steps(measured.kind, measured_size), max(num_steps(kind, size), 1)
-        run = library_steps(measured.kind, measured_size, self._device_kind)
-        to_run = library_steps(kind, size, self._device_kind)
-        bytes_factor *= (to_run / to_ring) / (run / ring)
+        more = library_share(kind, self._device_kind) / library_share(measured.kind, self._device_kind)
+        bytes_factor *= more
         if self._device_kind == "cpu":
             # What members wait for each other grows with the steps, but less: all-reduces of 4 slots on 2 hosts took
             # 10 ms as those of 2 slots took 7, reduce-scatters of 4 hosts 9 as those of 2 hosts took 3.
-            extra_s *= ring / to_ring * math.sqrt(to_run / run)
+            longer = max(num_steps(kind, size), 1) / num_steps(measured.kind, len(measured.slots))
+            extra_s *= math.sqrt(longer * more) / longer
         return latency_factor, extra_s, bytes_factor
 
     def _correction(self, measured: CollectiveTime) -> tuple[float, float, float]:

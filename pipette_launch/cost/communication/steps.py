@@ -29,9 +29,9 @@ def num_steps(kind: Kind, size: int) -> int:
     return 2 * (size - 1) if kind == "all_reduce" else size - 1
 
 
-def library_steps(kind: Kind, size: int, device_kind: Literal["cuda", "cpu"]) -> int:
-    """How many chunks the library is known to send: gloo runs a reduce-scatter as an all-reduce."""
-    return num_steps("all_reduce" if device_kind == "cpu" and kind == "reduce_scatter" else kind, size)
+def library_share(kind: Kind, device_kind: Literal["cuda", "cpu"]) -> float:
+    """How many times the steps of a ring the library is known to take: gloo runs a reduce-scatter as an all-reduce."""
+    return 2.0 if device_kind == "cpu" and kind == "reduce_scatter" else 1.0
 
 
 def chunk_share(kind: Kind, size: int) -> float:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipette_launch.cost.learned.corrected import NOTHING_LEARNED, CorrectedPredictor, Corrections
 from pipette_launch.cost.memory.overhead import Overhead, overhead_of
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.facts import Cluster, Job, Layout, Measurements
+from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.facts.machines.device_memory import MemoryNeed
 from pipette_launch.facts.machines.rooms import RankBlock, Rooms
 from pipette_launch.facts.together import blocks_of
@@ -171,6 +176,13 @@ def memory_limit_bytes(job: Job, layout: Layout, measurements: Measurements, *, 
     """
     overhead = measured_overhead(job, layout, measurements)
     return overhead.limit_bytes(measurements.cluster.memory_bytes, memory_margin=memory_margin)
+
+
+def limits_N(columns: LayoutColumns, limit: Callable[[Layout], int]) -> NDArray[np.int64]:
+    """The memory limit of each of many layouts, from that of one: its degrees decide it."""
+    degrees = columns.groups("tp", "cp", "pp", "dp", "ep")
+    limits = [limit(columns.layout(row)) for row in degrees.first_U.tolist()]
+    return np.array(limits, dtype=np.int64)[degrees.group_N]
 
 
 def measured_overhead(job: Job, layout: Layout, measurements: Measurements) -> Overhead:

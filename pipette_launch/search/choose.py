@@ -81,6 +81,7 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
         winner = min(
             equal, key=lambda one: (num_axes(one.layout), doublings_apart(one.layout, own.layout), one.placed.cost_s)
         )
+    passed_over = fastest if fastest is not winner else None
     best = winner or ranking[0]
     rest = [one for one in ranking if one is not winner and not _is_own(one, own)]
     if own_runs and winner:
@@ -94,8 +95,8 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
         best=best,
         keeps_own=winner is None,
         least_gain_s=judge.least_gain_s(best),
-        passed_over=fastest if fastest is not winner else None,
-        passed_over_for_s=judge.carried_s(fastest) - judge.carried_s(winner) if fastest and winner else 0.0,
+        passed_over=passed_over,
+        passed_over_for_s=judge.carried_s(passed_over) - judge.carried_s(best) if passed_over else 0.0,
     )
 
 
@@ -122,6 +123,7 @@ class _Judge:
         """Whether it saves enough of the user's own step."""
         if self._own is None:
             return True
+        # The margin alone rules most out, without a prediction of their parts.
         saved_s = self._own.step_time_s - one.placed.cost_s
         return saved_s >= self._margin * self._own.step_time_s and saved_s >= self.least_gain_s(one)
 

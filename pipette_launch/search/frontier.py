@@ -20,7 +20,7 @@ from pipette_launch.cost.memory.overhead import num_communicators
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
-from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, limits_N
 from pipette_launch.search.layouts.enumerate import Cuts
 
 BEATEN = "its bound shows that no placement of it can win"
@@ -171,7 +171,7 @@ class Frontier:
         order_N = self._order_N[self._cuts.columns.vpp[self._order_N] > 1]
         _, columns = self._cuts.spread(order_N[:CUTS_AT_ONCE])
         lean_N = self._inputs.predictor.fullest_N(columns, live=live)
-        columns = columns.take(np.flatnonzero(~self._fits_N(columns) & (lean_N <= self._limits_N(columns))))
+        columns = columns.take(np.flatnonzero(~self._fits_N(columns) & (lean_N <= limits_N(columns, self._limit))))
         least_N = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
         order = np.argsort(least_N, kind="stable")[:LOOKED_THROUGH].tolist()
         layouts = [columns.layout(row) for row in order]
@@ -264,14 +264,8 @@ class Frontier:
 
     def _fits_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether each of many layouts fits into its memory limit."""
-        fits_N: NDArray[np.bool_] = self._inputs.predictor.fullest_N(columns) <= self._limits_N(columns)
+        fits_N: NDArray[np.bool_] = self._inputs.predictor.fullest_N(columns) <= limits_N(columns, self._limit)
         return fits_N
-
-    def _limits_N(self, columns: LayoutColumns) -> Ints:
-        """The memory limit of each of many layouts."""
-        degrees = columns.groups("tp", "cp", "pp", "dp", "ep")
-        limits = [self._limit(columns.layout(row)) for row in degrees.first_U.tolist()]
-        return np.array(limits, dtype=np.int64)[degrees.group_N]
 
     def _limit(self, layout: Layout) -> int:
         """The memory limit; nothing of a layout but its number of communicators moves it."""

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipette_launch.errors import PlanError
 from pipette_launch.facts import Job, Layout
-from pipette_launch.facts.layout_columns import LayoutColumns
-from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, measured_overhead
+from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs, limits_N, measured_overhead
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 from pipette_launch.search.placement.slots import IsLate
-from pipette_launch.units import bytes_text
+from pipette_launch.units import bytes_text, plural
 
 MOST_HOSTS_MORE = 8
 """A larger allocation is proposed up to so many times its hosts."""
@@ -52,7 +50,7 @@ def _nothing_fits(inputs: SearchInputs, memory_margin: float, is_late: IsLate) -
     fullest_N = inputs.predictor.fullest_N(lean)
     legal = [] if inputs.own_fault else [inputs.job.own]
     if len(lean):
-        legal.append(lean.layout(int(np.argmin(fullest_N - _limits_N(inputs, lean)))))
+        legal.append(lean.layout(int(np.argmin(fullest_N - limits_N(lean, inputs.limit_bytes)))))
     peaks = {layout: inputs.predictor.peaks(layout) for layout in legal}
     leanest = min(legal, key=lambda layout: max(peaks[layout]) - inputs.limit_bytes(layout))
     need, shown = max(peaks[leanest]), inputs.memory_need(leanest, peaks[leanest])
@@ -107,7 +105,7 @@ def _released(inputs: SearchInputs, *, must_fit: bool, is_late: IsLate) -> Itera
         others = _legal(freed, inputs, inputs.cluster.num_slots)
         count = _num_fitting(inputs, others) if must_fit else others.num_layouts
         if count:
-            yield f"let {pin} change ({count} {'layout' if count == 1 else 'layouts'})"
+            yield f"let {pin} change ({count} {plural('layout', count)})"
 
 
 def _other_sizes(inputs: SearchInputs) -> Iterator[str]:
@@ -115,7 +113,7 @@ def _other_sizes(inputs: SearchInputs) -> Iterator[str]:
     devices = inputs.cluster.devices_per_host
     for hosts in range(len(inputs.cluster.hosts) - 1, 0, -1):
         if len(_legal(inputs.job, inputs, hosts * devices)):
-            yield f"use {hosts} {'host' if hosts == 1 else 'hosts'} ({hosts * devices} ranks)"
+            yield f"use {hosts} {plural('host', hosts)} ({hosts * devices} ranks)"
             return
 
 
@@ -134,14 +132,7 @@ def _more_hosts(inputs: SearchInputs, is_late: IsLate) -> Iterator[str]:
 def _num_fitting(inputs: SearchInputs, found: Cuts) -> int:
     """How many cuts fit in the variant that should need the least memory."""
     lean = found.tables.leanest(found.columns)
-    return int((inputs.predictor.fullest_N(lean) <= _limits_N(inputs, lean)).sum())
-
-
-def _limits_N(inputs: SearchInputs, columns: LayoutColumns) -> NDArray[np.int64]:
-    """The memory limit of each of many layouts; their degrees decide it."""
-    degrees = columns.groups("tp", "cp", "pp", "dp", "ep")
-    limits = [inputs.limit_bytes(columns.layout(row)) for row in degrees.first_U.tolist()]
-    return np.array(limits, dtype=np.int64)[degrees.group_N]
+    return int((inputs.predictor.fullest_N(lean) <= limits_N(lean, inputs.limit_bytes)).sum())
 
 
 def _legal(job: Job, inputs: SearchInputs, world_size: int) -> Cuts:

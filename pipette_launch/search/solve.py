@@ -84,8 +84,12 @@ def solve(
         rooms=inputs.rooms,
     )
     inputs = replace(inputs, own_fault=found.own_fault)
-    frontier = _frontier(inputs, found, options, lambda: clock() >= deadline_s)
-    searched = SearchLoop(inputs, frontier, seed=options.seed, is_late=lambda: clock() >= deadline_s).run()
+
+    def is_late() -> bool:
+        return clock() >= deadline_s
+
+    frontier = _frontier(inputs, found, options, is_late)
+    searched = SearchLoop(inputs, frontier, seed=options.seed, is_late=is_late).run()
     dropped = Counter(found.dropped) + frontier.dropped
     if not searched.is_cut_short:
         legal = found.num_layouts - (found.own_fault is not None)

@@ -22,6 +22,7 @@ from pipette_launch.search.placement.search import begin, improve
 from pipette_launch.search.placement.slots import IsLate, faster
 from pipette_launch.search.search_loop import placement_problem
 from pipette_launch.search.solve import SolveOptions, solve
+from pipette_launch.units import plural
 
 MOST_S = 5.0
 """Bound of the time for all templates together; most searches end earlier by themselves."""
@@ -87,7 +88,9 @@ def with_templates(
     sizes = needs.sizes(len(plan.hosts))
     short: tuple[str, ...] = ()
     if len(sizes) < needs.tolerate:
-        told = f"--nnodes wants {needs.least_hosts} {_hosts(needs.least_hosts)}, so plans are made for the loss of"
+        told = (
+            f"--nnodes wants {needs.least_hosts} {plural('host', needs.least_hosts)}, so plans are made for the loss of"
+        )
         short = (f"{told} {len(sizes)}; after more losses the job waits until others have joined.",)
     if not sizes:
         return replace(plan, notes=(*plan.notes, *short))
@@ -177,7 +180,7 @@ class _Maker:
                 left = f"{num_hosts - size} of {num_hosts} hosts {'is' if num_hosts - size == 1 else 'are'} lost"
                 found = tried[size] if size in tried else self._fault(size, choice.layout)
                 why = found if isinstance(found, str) and found else "fewer are quicker"
-                gaps.append(f"There is no plan for {size} {_hosts(size)} ({why}): when {left}, {does}.")
+                gaps.append(f"There is no plan for {size} {plural('host', size)} ({why}): when {left}, {does}.")
         return _Covered(choice=choice, templates=tuple(made.values()), gaps=tuple(gaps))
 
     def _quickest(self, most: int, choice: Choice, tried: dict[int, Plan | str]) -> Plan | None:
@@ -333,10 +336,6 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
 
 def _reason(error: PipetteError) -> str:
     return str(error).partition(". ")[0].rstrip(".")
-
-
-def _hosts(count: int) -> str:
-    return "host" if count == 1 else "hosts"
 
 
 def _sentence(words: str) -> str:

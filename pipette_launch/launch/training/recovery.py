@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from pipette_launch.units import seconds_text
+from pipette_launch.units import plural, seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ class Recovery:
             return ""
         lost = max(reached - iteration + 1, 0)
         since = "the first step; no checkpoint was loaded" if iteration == 1 else f"iteration {iteration}"
-        steps = f"{lost} {'step' if lost == 1 else 'steps'} of {reached} lost"
+        steps = f"{lost} {plural('step', lost)} of {reached} lost"
         met = seconds_text(self._decided_s - self._ended_s)
         return (
             f"training goes on with {since}: {steps}; {met} until the nodes had agreed, "

@@ -14,16 +14,17 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from pipette_launch.agent.signals import PASSED_ON, passed_on
 from tests.end_to_end import jobs
 
+# Two workers write to one pipe, unbuffered: a line that is one write stays whole.
 SAVES = """
 import os, signal, subprocess, sys, time
 def save(number, frame):
-    print("saved on", signal.Signals(number).name, flush=True)
+    os.write(1, f"saved on {signal.Signals(number).name}\\n".encode())
     helper.kill()
     sys.exit(0)
 signal.signal(signal.SIGUSR1, save)
 signal.signal(signal.SIGUSR2, save)
 helper = subprocess.Popen(["sleep", "60"])
-print("up", flush=True)
+os.write(1, b"up\\n")
 while helper.poll() is None:
     time.sleep(0.05)
 sys.exit("the helper got the signal, too")

@@ -100,6 +100,15 @@ class LayoutColumns:
             **{name: kind(getattr(self, name)[row]) for name, kind in NUMBERS.items()},
         )
 
+    def values(self, rows: Ints, *names: Field) -> list[tuple[object, ...]]:
+        """What some rows hold in some fields, flags as 0 or 1; much cheaper than their layouts."""
+        columns: list[Sequence[object]] = []
+        for name in names:
+            column = getattr(self, name)[rows].tolist()
+            lists = {"recompute": self.recomputes, "layers_per_chunk": self.cuts}
+            columns.append([lists[name][index] for index in column] if name in lists else column)
+        return list(zip(*columns, strict=True))
+
     def rows_of(self, layout: Layout) -> Ints:
         """The rows that hold a layout."""
         found = np.ones(len(self), dtype=bool)

@@ -8,9 +8,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.exchanges import Exchange, LayerCounts, exchanges_of
 from pipette_launch.cost.communication.groups import group_sizes
+from pipette_launch.cost.communication.hiding import Hiding
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.communication.traffic import hop_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
@@ -38,7 +41,9 @@ from pipette_launch.facts.measurements import Measurements
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_PARTS: Memo[Ints] = Memo()
+T = TypeVar("T")
+_PARTS: Memo[Memo[Ints]] = Memo()
+"""Of each model what its cuts are made of: most come again with every degree and micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +65,21 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
     """
     cuts = columns.groups("layers_per_chunk", "recompute")
     shape = (len(cuts.first_U), int(columns.vpp[0]), int(columns.pp[0]))
-    parts_CSX = np.array([_parts_SX(job, columns.layout(int(row))) for row in cuts.first_U])
+    known = _PARTS.get(job.model, Memo)
+    keys = columns.values(cuts.first_U, "layers_per_chunk", "recompute")
+    parts_CSX = np.array(
+        [
+            known.get((shape[1:], *key), partial(_parts_SX, job, columns, row))
+            for key, row in zip(keys, cuts.first_U.tolist(), strict=True)
+        ]
+    )
     kinds, kind = np.unique(parts_CSX.reshape(-1, parts_CSX.shape[-1]), axis=0, return_inverse=True)
     return Content(cut_N=cuts.group_N, kind_CVP=kind.reshape(shape), parts_KX=kinds)
 
 
-def _parts_SX(job: Job, layout: Layout) -> Ints:
-    """Count the parts of every chunk; most cuts come again with every degree and micro-batch."""
-    key = (job.model, layout.chunk_layers(job.model.num_layers), layout.recompute)
-    return _PARTS.get(key, partial(_new_parts_SX, job, layout))
-
-
-def _new_parts_SX(job: Job, layout: Layout) -> Ints:
-    chunks, rows = chunk_kinds(job.model, layout), []
+def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:
+    """Count the parts of every chunk of a row."""
+    chunks, rows = chunk_kinds(job.model, columns.layout(row)), []
     for stage, (kinds, again) in enumerate(chunks):
         pairs = ((kinds[again:].count(kind), kinds[:again].count(kind)) for kind in job.model.possible_kinds)
         rows.append([*chain(*pairs), stage == 0, stage == len(chunks) - 1])
@@ -127,12 +134,17 @@ class Tables:
         slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
         self.fastest, self.slowest = min(slowness), max(slowness)
         self._num_slots = measurements.cluster.num_slots
-        self.whole_1X = _parts_SX(job, Layout())
+        self.whole_1X = _parts_SX(job, LayoutColumns.of([Layout()]), 0)
         """What the whole model is made of, nothing run again."""
         shared_by: tuple[Field, ...] = ("ep", "etp") if compute.knows_shares else ()
         self._cut_by: tuple[Field, ...] = ("sequence_parallel", "ep", "etp") if compute.copies_to_host else shared_by
         """What passes depend on besides their case."""
-        self._passes: dict[tuple[object, ...], Floats] = {}
+        self._can_compute: Memo[bool] = Memo()
+        self._can_cut: Memo[bool] = Memo()
+        self._passes: Memo[Floats] = Memo()
+        self._hiding: Memo[Hiding] = Memo()
+        self._networks: dict[tuple[object, ...], Floats] = {}
+        self._parameters: Memo[list[list[float]]] = Memo()
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         self._of_shards: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
         """What exchanges depend on besides where FSDP has some: the replicas, and what recompute hides."""
@@ -141,13 +153,11 @@ class Tables:
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether compute times are known, and batch, layers and slots divide as the layouts have them."""
         cases = columns.groups("tp", "cp", "micro_batch_size")
-        known_U = [self.compute.source(case_of(columns.layout(int(row)))) is not None for row in cases.first_U]
-        cuts = columns.groups("pp", "vpp", "layers_per_chunk")
-        cuts_U = np.zeros(len(cuts.first_U), dtype=bool)
-        for group, row in enumerate(cuts.first_U.tolist()):
-            with contextlib.suppress(LayoutError):
-                cuts_U[group] = bool(columns.layout(row).chunk_layers(self.job.model.num_layers))
-        runs_N = np.array(known_U, dtype=bool)[cases.group_N] & cuts_U[cuts.group_N]
+        known_U = _each(columns, cases.first_U, ("tp", "cp", "micro_batch_size"), self._can_compute, self._computes)
+        fields = ("pp", "vpp", "layers_per_chunk")
+        cuts = columns.groups(*fields)
+        cuts_U = _each(columns, cuts.first_U, fields, self._can_cut, self._cuts)
+        runs_N = np.array(known_U, dtype=bool)[cases.group_N] & np.array(cuts_U, dtype=bool)[cuts.group_N]
         world_N = columns.tp * columns.pp * columns.dp * columns.cp
         batch = self.job.batch.global_batch_size
         divides_N = batch % (columns.dp * columns.micro_batch_size) == 0
@@ -164,13 +174,19 @@ class Tables:
 
     def unit_times(self, columns: LayoutColumns) -> UnitTimes:
         """Look up, or work out, the times of what the layouts' chunks are made of."""
-        kernels = columns.groups("tp", "cp", "micro_batch_size", "recompute", *self._cut_by)
-        networks = columns.groups("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._of_shards)
+        computed_by = ("tp", "cp", "micro_batch_size", "recompute", *self._cut_by)
+        sent_by = ("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._of_shards)
+        kernels, networks = columns.groups(*computed_by), columns.groups(*sent_by)
         both_N = networks.group_N * len(kernels.first_U) + kernels.group_N
         codes_U, group_N = np.unique(both_N, return_inverse=True)
         network_U, kernel_U = np.divmod(codes_U, len(kernels.first_U))
-        passes = np.array([self._unit_passes(columns.layout(int(row))) for row in kernels.first_U])
-        exchanges = self._exchange_s_U3X(columns.take(networks.first_U))
+        passes = np.array(_each(columns, kernels.first_U, computed_by, self._passes, self._unit_passes))
+        keys = columns.values(networks.first_U, *sent_by)
+        new = [place for place, key in enumerate(keys) if key not in self._networks]
+        if new:
+            found = self._exchange_s_U3X(columns.take(networks.first_U[new]))
+            self._networks.update(zip((keys[place] for place in new), found, strict=True))
+        exchanges = np.array([self._networks[key] for key in keys])
         return UnitTimes(
             group_N=group_N.reshape(-1),
             passes_U4X=passes[kernel_U],
@@ -189,12 +205,22 @@ class Tables:
         """
         codes_N = codes_of([columns.tp, columns.ep, columns.etp, (columns.pp > 1).astype(np.int64)])
         _, first_U, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
-        found = []
-        for row in first_U.tolist():
-            unit = unit_parameters(self.job.model, columns.layout(row))
-            parts = (*(each for each in unit.layers.values() for _ in range(2)), unit.embedding, unit.head)
-            found.append([[part.dense for part in parts], [part.expert for part in parts]])
+        found = _each(columns, first_U, ("tp", "ep", "etp", "pp"), self._parameters, self._parameters_of)
         return group_N.reshape(-1), np.array(found, dtype=np.int64)
+
+    def _parameters_of(self, layout: Layout) -> list[list[float]]:
+        """Dense and expert parameters of X on one rank."""
+        unit = unit_parameters(self.job.model, layout)
+        parts = (*(each for each in unit.layers.values() for _ in range(2)), unit.embedding, unit.head)
+        return [[part.dense for part in parts], [part.expert for part in parts]]
+
+    def _computes(self, layout: Layout) -> bool:
+        return self.compute.source(case_of(layout)) is not None
+
+    def _cuts(self, layout: Layout) -> bool:
+        with contextlib.suppress(LayoutError):
+            return bool(layout.chunk_layers(self.job.model.num_layers))
+        return False
 
     def bound_s(self, kind: Kind, size_T: Ints, bytes_TVP: NDArray[np.int64]) -> Floats:
         """Price groups of so many slots over the best links (`Fabric.bounds_s`)."""
@@ -216,15 +242,12 @@ class Tables:
         return self._fabric.bounds_s("all_reduce", 2, size_U)[groups.group_N] * (columns.pp > 1)
 
     def _unit_passes(self, layout: Layout) -> Floats:
-        """Rows of X: forward, backward with recompute, and what of each the device waits; worked out once."""
-        key = (case_of(layout), layout.recompute, *(getattr(layout, name) for name in self._cut_by))
-        if key not in self._passes:
-            rows = [
-                (one.forward_s, one.backward_s + one.recompute_s, one.forward_idle_s, one.backward_idle_s)
-                for one in self.compute.unit_passes(layout)
-            ]
-            self._passes[key] = np.array(rows).T
-        return self._passes[key]
+        """Rows of X: forward, backward with recompute, and what of each the device waits."""
+        rows = [
+            (one.forward_s, one.backward_s + one.recompute_s, one.forward_idle_s, one.backward_idle_s)
+            for one in self.compute.unit_passes(layout)
+        ]
+        return np.array(rows).T
 
     def _exchange_s_U3X(self, columns: LayoutColumns) -> Floats:
         """Exposed seconds of forward and backward by part over the best links; third, X times, those of a hop.
@@ -232,8 +255,9 @@ class Tables:
         Sizes grow with the micro-batch and nothing else does, so layouts that differ in it are priced together. Those
         of shards do not grow.
         """
-        cases = columns.groups("tp", "cp", "micro_batch_size", *dict.fromkeys((*self._of_shards, *self._cut_by)))
-        hiding_U = [self.compute.hiding(columns.layout(int(row))) for row in cases.first_U]
+        hidden_by = ("tp", "cp", "micro_batch_size", *dict.fromkeys((*self._of_shards, *self._cut_by)))
+        cases = columns.groups(*hidden_by)
+        hiding_U = _each(columns, cases.first_U, hidden_by, self._hiding, self.compute.hiding)
         found = np.zeros((len(columns), 3, self.whole_1X.shape[1]))
         degrees_of = columns.groups("tp", "cp", "sequence_parallel", "ep", "etp", *self._of_shards)
         for rows in split_by_code(degrees_of.group_N):
@@ -255,6 +279,16 @@ class Tables:
                 hop_s = self._fabric.bounds_s("send", 2, hop_bytes(self.job, one) * samples)
                 found[rows, 2] = hop_s[:, None]
         return found
+
+
+def _each(
+    columns: LayoutColumns, rows: Ints, fields: tuple[Field, ...], known: Memo[T], make: Callable[[Layout], T]
+) -> list[T]:
+    """Work out for some rows what only these fields decide, unless it is known; a layout is made only for new ones."""
+    keys = columns.values(rows, *fields)
+    return [
+        known.get(key, lambda row=row: make(columns.layout(row))) for key, row in zip(keys, rows.tolist(), strict=True)
+    ]
 
 
 def split_by_code(codes_N: Ints) -> list[Ints]:

@@ -108,7 +108,7 @@ def _frontier(inputs: SearchInputs, found: Cuts, options: SolveOptions, is_late:
     """Bound the cuts; raises PlanError where neither a cut nor the user's own layout can be chosen."""
     job, measurements = inputs.job, inputs.measurements
     bounds = BoundColumns.of(job, measurements, inputs.predictor)
-    typical = BoundColumns.elsewhere(job, with_ring_links(measurements), inputs.predictor)
+    typical = bounds.elsewhere(with_ring_links(measurements))
     frontier = Frontier(inputs, found, bounds, typical)
     own_dropped = None if found.own_fault else inputs.own_dropped
     if own_dropped:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -130,7 +131,7 @@ class Tables:
         self.job = job
         self.compute = compute
         self.once_a_step = OnceAStep.of(measurements)
-        self._fabric = fabric
+        self.fabric = fabric
         slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
         self.fastest, self.slowest = min(slowness), max(slowness)
         self._num_slots = measurements.cluster.num_slots
@@ -143,12 +144,19 @@ class Tables:
         self._can_cut: Memo[bool] = Memo()
         self._passes: Memo[Floats] = Memo()
         self._hiding: Memo[Hiding] = Memo()
-        self._networks: dict[tuple[object, ...], Floats] = {}
+        self.networks: dict[tuple[object, ...], Floats] = {}
         self._parameters: Memo[list[list[float]]] = Memo()
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         self._of_shards: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
         """What exchanges depend on besides where FSDP has some: the replicas, and what recompute hides."""
         self._one_of_each = LayerCounts.one_of_each(job.model)
+
+    def elsewhere(self, fabric: Fabric) -> Tables:
+        """The same job on the same slots with other links; what links do not change is worked out once for both."""
+        other = copy.copy(self)
+        other.fabric = fabric
+        other.networks = {}
+        return other
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether compute times are known, and batch, layers and slots divide as the layouts have them."""
@@ -182,11 +190,11 @@ class Tables:
         network_U, kernel_U = np.divmod(codes_U, len(kernels.first_U))
         passes = np.array(_each(columns, kernels.first_U, computed_by, self._passes, self._unit_passes))
         keys = columns.values(networks.first_U, *sent_by)
-        new = [place for place, key in enumerate(keys) if key not in self._networks]
+        new = [place for place, key in enumerate(keys) if key not in self.networks]
         if new:
             found = self._exchange_s_U3X(columns.take(networks.first_U[new]))
-            self._networks.update(zip((keys[place] for place in new), found, strict=True))
-        exchanges = np.array([self._networks[key] for key in keys])
+            self.networks.update(zip((keys[place] for place in new), found, strict=True))
+        exchanges = np.array([self.networks[key] for key in keys])
         return UnitTimes(
             group_N=group_N.reshape(-1),
             passes_U4X=passes[kernel_U],
@@ -227,7 +235,7 @@ class Tables:
         seconds_TVP = np.zeros(bytes_TVP.shape)
         for size in np.unique(size_T).tolist():
             rows = np.flatnonzero(size_T == size)
-            seconds_TVP[rows] = self._fabric.bounds_s(kind, size, bytes_TVP[rows])
+            seconds_TVP[rows] = self.fabric.bounds_s(kind, size, bytes_TVP[rows])
         return seconds_TVP
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
@@ -239,7 +247,7 @@ class Tables:
         groups = columns.groups("tp")
         parameters_U = [word_embedding_parameters(model, columns.layout(int(row))) for row in groups.first_U]
         size_U = np.array(parameters_U) * gradient_bytes_per_parameter(self.job)
-        return self._fabric.bounds_s("all_reduce", 2, size_U)[groups.group_N] * (columns.pp > 1)
+        return self.fabric.bounds_s("all_reduce", 2, size_U)[groups.group_N] * (columns.pp > 1)
 
     def _unit_passes(self, layout: Layout) -> Floats:
         """Rows of X: forward, backward with recompute, and what of each the device waits."""
@@ -247,7 +255,8 @@ class Tables:
             (one.forward_s, one.backward_s + one.recompute_s, one.forward_idle_s, one.backward_idle_s)
             for one in self.compute.unit_passes(layout)
         ]
-        return np.array(rows).T
+        passes_4X: Floats = np.array(rows).T
+        return passes_4X
 
     def _exchange_s_U3X(self, columns: LayoutColumns) -> Floats:
         """Exposed seconds of forward and backward by part over the best links; third, X times, those of a hop.
@@ -266,17 +275,17 @@ class Tables:
             one = Layout(**degrees, dp=shape.dp if self._of_shards else shape.ep * shape.etp)
             samples = columns.micro_batch_size[rows].astype(np.float64)
             if one not in self._exchanges:
-                self._exchanges[one] = exchanges_of(self.job, one, self._one_of_each, self._fabric.domain_slots)
+                self._exchanges[one] = exchanges_of(self.job, one, self._one_of_each, self.fabric.domain_slots)
             members = group_sizes(one, instances=shard_copies(self.job))
             for item in self._exchanges[one]:
                 sizes = item.size_bytes * (np.ones_like(samples) if item.is_sharding else samples)
-                seconds = self._fabric.bounds_s(item.kind, members[item.group], sizes)
+                seconds = self.fabric.bounds_s(item.kind, members[item.group], sizes)
                 if item.behind:
                     hidden_s = [hiding_U[case].seconds(item.behind) for case in cases.group_N[rows].tolist()]
                     seconds = np.maximum(seconds - np.array(hidden_s) * item.behind_share, 0.0)
                 found[rows, :2] += seconds[:, None, None] * np.array([item.forward, item.backward])
             if self._num_slots > 1:
-                hop_s = self._fabric.bounds_s("send", 2, hop_bytes(self.job, one) * samples)
+                hop_s = self.fabric.bounds_s("send", 2, hop_bytes(self.job, one) * samples)
                 found[rows, 2] = hop_s[:, None]
         return found
 
@@ -287,7 +296,8 @@ def _each(
     """Work out for some rows what only these fields decide, unless it is known; a layout is made only for new ones."""
     keys = columns.values(rows, *fields)
     return [
-        known.get(key, lambda row=row: make(columns.layout(row))) for key, row in zip(keys, rows.tolist(), strict=True)
+        known.get(key, lambda: make(columns.layout(row)))  # noqa: B023 - called at once
+        for key, row in zip(keys, rows.tolist(), strict=True)
     ]
 
 

@@ -54,11 +54,9 @@ class BoundColumns:
         predictor = predictor or Predictor(job, measurements)
         return cls(Tables(job, measurements, predictor.compute, predictor.fabric))
 
-    @classmethod
-    def elsewhere(cls, job: Job, measurements: Measurements, predictor: Predictor) -> BoundColumns:
-        """Prepare the tables of the same job on other links, with the compute times of a predictor."""
-        fabric = Fabric(measurements.cluster, measurements.collectives)
-        return cls(Tables(job, measurements, predictor.compute, fabric))
+    def elsewhere(self, measurements: Measurements) -> BoundColumns:
+        """Prepare the same job on the same slots with other links."""
+        return BoundColumns(self._tables.elsewhere(Fabric(measurements.cluster, measurements.collectives)))
 
     def seconds_N(self, layouts: Sequence[Layout]) -> Floats:
         """No placement of a layout is faster than this many seconds; nan where it cannot be priced."""

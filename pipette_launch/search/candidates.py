@@ -23,9 +23,8 @@ from pipette_launch.search.placement.slots import Placed, host_order
 
 OVER_MEMORY = "predicted peak memory is over the limit"
 NOT_MEASURED = "no compute time was measured for its tp, cp and micro-batch"
-STALLED = 2
-STALLED_MANY, MANY_SLOTS = 1, 128
-"""After so many rounds without gain a layout's placement is improved no further; on many slots a round takes long."""
+MANY_SLOTS = 128
+"""On more, a round of improving a placement takes long."""
 WORTH = 1e-3
 """A placement is improved while that could still save this part of the step."""
 
@@ -45,8 +44,8 @@ class Candidate:
     """Why no placement beats the bound; empty where the bound only takes the best link everywhere."""
     rounds: int = 0
     """How often its placement was improved."""
-    stalled: int = 0
-    """How many of the last rounds found nothing better."""
+    is_stalled: bool = False
+    """The last round found nothing better."""
 
     @property
     def promise_s(self) -> float:
@@ -63,9 +62,8 @@ class Candidate:
 
     @property
     def can_improve(self) -> bool:
-        """Whether its placement should be improved further."""
-        stalled = STALLED if self.layout.world_size <= MANY_SLOTS else STALLED_MANY
-        return self.rounds < ROUNDS and self.stalled < stalled and not self.meets_bound
+        """Whether its placement should be improved further: not once a round has found nothing better."""
+        return self.rounds < ROUNDS and not self.is_stalled and not self.meets_bound
 
     @property
     def floor_s(self) -> float:

@@ -25,7 +25,7 @@ FIRST_BATCH_MANY = 48
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """After each batch the placements of so many layouts are improved."""
-AFTER_PRICING = (8, 4, 2, 2)
+AFTER_PRICING = (8, 2, 1)
 AFTER_PRICING_MANY = (2, 1, 1)
 """And so many in each round after all are priced; fewer on many slots, where a round gains more and takes longer."""
 RUNNERS_UP = 3
@@ -268,8 +268,8 @@ def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is
     problem = placement_problem(inputs, one.layout, one.bound_s)
     rng = random.Random(files.digest(seed, one.layout, one.rounds))
     placed = improve(problem, one.placed, turn=one.rounds, rng=rng, is_late=is_late)
-    gained = placed.cost_s < one.placed.cost_s * (1 - GAIN)
-    return replace(one, placed=placed, rounds=one.rounds + 1, stalled=0 if gained else one.stalled + 1)
+    is_stalled = placed.cost_s >= one.placed.cost_s * (1 - GAIN)
+    return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
 
 
 def placement_problem(inputs: SearchInputs, layout: Layout, bound_s: float) -> PlacementProblem:

@@ -12,7 +12,7 @@ from pipette_launch.search.placement.slots import IsLate, Placed, Placement, Pla
 
 WIDTH = 32
 """Neighbours that are priced together at each step, of which the best is looked at: 32 cost little more than one."""
-PATIENCE = 20
+PATIENCE = 12
 """The walk ends after so many steps without a new best."""
 START_TEMPERATURE, END_TEMPERATURE = 0.01, 0.001
 """In parts of what the step time may fall at all.

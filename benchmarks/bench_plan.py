@@ -31,6 +31,9 @@ from pipette_launch.search.solve import SolveOptions, solve
 
 HOSTS = (16, 64, 128, 256, 512, 1024, 1280)
 TARGETS_S = {64: 1.0, 1280: 5.0}
+ANYTIME_HOSTS = (64, 256, 512, 1280)
+BUDGETS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+"""What the search gives when it is stopped after so long, up to the first budget that does not stop it."""
 RESULTS = Path(__file__).parent / "results"
 
 PARTS = {
@@ -181,27 +184,39 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         )
 
 
-def short_table(whole: Sequence[Row], short: Sequence[Row]) -> Iterator[str]:
-    """What the same search gives when it is stopped at the seconds that are its target."""
-    steps = {row.hosts: row.step_s for row in whole}
-    yield "Stopped at the target's seconds, against the end of the course:"
+def run_anytime(hosts: int, *, repeat: int) -> Iterator[tuple[float, Row]]:
+    """Plan one size with each budget, up to the first that is enough."""
+    for budget_s in BUDGETS_S:
+        row = run_apart(hosts, budget_s=budget_s, repeat=repeat)
+        yield budget_s, row
+        if not row.is_cut_short:
+            return
+
+
+def anytime_table(found: dict[int, list[tuple[float, Row]]]) -> Iterator[str]:
+    """How the gap falls with the budget."""
+    yield "The same search stopped at a budget, against what the largest budget finds and the best floor proven:"
     yield ""
-    yield "| hosts | budget | took | chosen | step | above the whole course's | floor by then | torchrun's own |"
-    yield "|--:|--:|--:|---|--:|--:|--:|--:|"
-    for row in short:
-        yield (
-            f"| {row.hosts:,} | {TARGETS_S[row.hosts]:g} s | {row.plan_s:.2f} s | {row.chosen} | {row.step_s:.3f} s "
-            f"| +{row.step_s / steps[row.hosts] - 1:.1%} | +{row.floor_gap:.1%} | {row.own_s / row.step_s:.3f}x |"
-        )
+    yield "| hosts | budget | took | chosen | step | above the last | above the floor | ended | peak RSS |"
+    yield "|--:|--:|--:|---|--:|--:|--:|---|--:|"
+    for hosts, rows in found.items():
+        last_s = rows[-1][1].step_s
+        floor_s = max(row.step_s / (1 + row.floor_gap) for _, row in rows)
+        for budget_s, row in rows:
+            yield (
+                f"| {hosts:,} | {budget_s:g} s | {row.plan_s:.2f} s | {row.chosen} | {row.step_s:.3f} s "
+                f"| {row.step_s / last_s - 1:+.2%} | +{row.step_s / floor_s - 1:.2%} "
+                f"| {'at its budget' if row.is_cut_short else 'by itself'} | {row.peak_bytes / 2**20:.0f} MiB |"
+            )
 
 
-def report(rows: Sequence[Row], short: Sequence[Row], *, budget_s: float, repeat: int) -> str:
+def report(rows: Sequence[Row], anytime: dict[int, list[tuple[float, Row]]], *, budget_s: float, repeat: int) -> str:
     """The whole report, its conditions first."""
     cores = len(os.sched_getaffinity(0))
     conditions = (
         f"`python -m benchmarks.bench_plan --repeat {repeat} --budget {budget_s:g}` on {time.strftime('%Y-%m-%d')}: "
         f"{processor()}, {cores} cores, Python {platform.python_version()}, numpy {version('numpy')}, seed {SEED}; "
-        f"the quickest of {repeat}, each in a process of its own; seconds of the wall clock; load average before "
+        f"the quickest of {repeat}, each in a process of its own; seconds of the wall clock; load average "
         f"{os.getloadavg()[1]:.1f}."
     )
     lines = [
@@ -213,7 +228,7 @@ def report(rows: Sequence[Row], short: Sequence[Row], *, budget_s: float, repeat
         "",
         *table(rows),
         "",
-        *short_table(rows, short),
+        *anytime_table(anytime),
         "",
         REMARK,
         "",
@@ -237,12 +252,8 @@ def main() -> None:
     for hosts in map(int, args.hosts.split(",")):
         rows.append(run_apart(hosts, budget_s=args.budget, repeat=args.repeat))
         sys.stderr.write(f"{hosts} hosts: {rows[-1].plan_s:.2f} s\n")
-    short = [
-        run_apart(row.hosts, budget_s=TARGETS_S[row.hosts], repeat=args.repeat)
-        for row in rows
-        if row.hosts in TARGETS_S
-    ]
-    text = report(rows, short, budget_s=args.budget, repeat=args.repeat)
+    anytime = {row.hosts: list(run_anytime(row.hosts, repeat=1)) for row in rows if row.hosts in ANYTIME_HOSTS}
+    text = report(rows, anytime, budget_s=args.budget, repeat=args.repeat)
     sys.stdout.write(text)
     if args.record:
         (RESULTS / f"plan_{time.strftime('%Y-%m-%d')}.md").write_text(text, encoding="utf-8")

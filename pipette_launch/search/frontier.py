@@ -40,7 +40,7 @@ class Promising:
     """A layout that fits, with what it needs and how fast it could be at best."""
 
     least_s: float
-    """No placement is faster; a cruder bound than the predictor's."""
+    """No placement is faster, by the bounds of columns; infinite where these were not asked."""
     number: int
     """The order in which layouts were met: it settles ties."""
     layout: Layout

@@ -6,6 +6,7 @@ else, so more time never gives a slower plan.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, replace
 
@@ -236,6 +237,8 @@ def price(
     """
     layout = one.layout
     bound_s = inputs.predictor.bound_s(layout)
+    if math.isfinite(one.least_s):
+        bound_s = max(bound_s, one.least_s)
     beaten = replace(one, least_s=bound_s)
     if bound_s >= beat_s:
         return beaten

@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import Fabric
+from pipette_launch.cost.communication.collectives import ANY_HOST, Fabric
 from pipette_launch.cost.communication.exchanges import Exchange, LayerCounts, exchanges_of
 from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.communication.hiding import Hiding
@@ -43,6 +43,8 @@ from pipette_launch.facts.measurements import Measurements
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 T = TypeVar("T")
+UNLIKE = 1.02
+"""Hosts whose best links differ by less than this factor count as alike."""
 _PARTS: Memo[Memo[Ints]] = Memo()
 """Of each model what its cuts are made of: most come again with every degree and micro-batch."""
 
@@ -134,7 +136,7 @@ class Tables:
         self.fabric = fabric
         slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
         self.fastest, self.slowest = min(slowness), max(slowness)
-        self._num_slots = measurements.cluster.num_slots
+        self._num_slots, self._devices = measurements.cluster.num_slots, measurements.cluster.devices_per_host
         self.whole_1X = _parts_SX(job, LayoutColumns.of([Layout()]), 0)
         """What the whole model is made of, nothing run again."""
         shared_by: tuple[Field, ...] = ("ep", "etp") if compute.knows_shares else ()
@@ -230,13 +232,42 @@ class Tables:
             return bool(layout.chunk_layers(self.job.model.num_layers))
         return False
 
-    def bound_s(self, kind: Kind, size_T: Ints, bytes_TVP: NDArray[np.int64]) -> Floats:
-        """Price groups of so many slots over the best links (`Fabric.bounds_s`)."""
+    def bound_s(
+        self, kind: Kind, size_T: Ints, bytes_TVP: NDArray[np.int64], through_T: Ints | int = ANY_HOST
+    ) -> Floats:
+        """Price groups of so many slots over the best links, or over those of hosts that they must use.
+
+        Args:
+            kind: of the collectives.
+            size_T: members of each group.
+            bytes_TVP: of each collective.
+            through_T: as `Fabric.bounds_s`; without effect on groups that fit on a host.
+
+        """
         seconds_TVP = np.zeros(bytes_TVP.shape)
-        for size in np.unique(size_T).tolist():
-            rows = np.flatnonzero(size_T == size)
-            seconds_TVP[rows] = self.fabric.bounds_s(kind, size, bytes_TVP[rows])
+        through_T = np.where(size_T > self._devices, through_T, ANY_HOST)
+        for size, through in {*zip(size_T.tolist(), through_T.tolist(), strict=True)}:
+            rows = np.flatnonzero((size_T == size) & (through_T == through))
+            seconds_TVP[rows] = self.fabric.bounds_s(kind, size, bytes_TVP[rows], through=through)
         return seconds_TVP
+
+    def slow_hosts(self, pp: int) -> list[tuple[int, int]]:
+        """Return (number of stages, host): so many stages have slots on this host or on hosts with slower links.
+
+        However ranks lie, the j - 1 stages that the slowest hosts fill hold no more slots than there are, so the next
+        host's are of another stage. The slowest host is named, and the last that is about as slow.
+        """
+        slowness_H = self.fabric.slowness_H
+        hosts = len(slowness_H)
+        if hosts < 2:
+            return []
+        order = np.argsort(-slowness_H, kind="stable")
+        first_P = order[np.arange(pp) * hosts // pp]
+        fastest, slowest = float(slowness_H.min()), float(slowness_H.max())
+        if slowest <= fastest * UNLIKE:
+            return []
+        last = int(np.flatnonzero(slowness_H[first_P] >= (fastest + slowest) / 2)[-1])
+        return [(stages + 1, int(first_P[stages])) for stages in sorted({0, last})]
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
         """Sum the gradient of a word embedding that the first and the last stage both hold."""

@@ -1,9 +1,10 @@
-"""Lower bounds of the step time of many layouts at once, for the wide search: each at most `Predictor.bound_s`.
+"""Lower bounds of the step time of many layouts at once, for the wide search.
 
 Compute, collectives and parameters are counted by the very functions that price one layout, once for each group of
 layouts that agree in what these depend on, and for the few kinds of chunk that a shape of pipelines has. What is left
 out against `Predictor.bound_s`: the pipelines are bounded by paths (`cost.columns.pipeline_bound`) instead of
-simulated, and overlapped reductions by their first and last, instead of one by one.
+simulated, and overlapped reductions by their first and last, instead of one by one. What is added: data-parallel
+groups that no host holds pass through every host, so some stages' groups use the links of hosts where these are slow.
 """
 
 # N = layouts, U = groups of layouts that agree, T = groups that agree in what is exchanged once a step,
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.columns.bound_tables import Content, Tables, UnitTimes, contents_of, split_by_code
 from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
-from pipette_launch.cost.communication.collectives import Fabric
+from pipette_launch.cost.communication.collectives import ANY_HOST, Fabric
 from pipette_launch.cost.communication.traffic import aligns_gathers, meets_receivers, num_buckets
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
 from pipette_launch.cost.layers.parameters import expert_dp
@@ -63,22 +65,40 @@ class BoundColumns:
         return self.of_columns(LayoutColumns.of(layouts))
 
     def rough_of_columns(self, columns: LayoutColumns) -> Floats:
-        """Return a cruder bound that costs next to nothing: the model's passes, dealt out to the stages at their best.
+        """Return a cruder bound that is much cheaper: the one path of each pipeline rank that goes straight to it.
 
-        Stage s works n times on its own part t_s, and its pipeline's first s stages before and after it, so the step
-        takes at least max over s of n t_s + t_0 + ... + t_(s - 1). Whatever the parts of a given sum, that is at least
-        sum / (1 - (1 - 1/n)^pp), reached where all are equal. With virtual stages only n * sum / pp is kept.
+        The first micro-batch reaches rank p through the first chunks of the ranks before it, p runs all that it runs,
+        and the last backward leaves through those chunks; some rank does so on the slowest slot. What is exchanged once
+        a step is left out.
         """
         seconds_N = np.full(len(columns), np.nan)
         known = np.flatnonzero(self._tables.can_price_N(columns))
         if not len(known):
             return seconds_N
         columns = columns.take(known)
-        unit = self._tables.unit_times(columns)
-        forward_U1, backward_U1 = unit.chunk_times(self._tables.whole_1X, slow=False)
-        n_N, pp_N = self._tables.microbatches_N(columns).astype(np.float64), columns.pp.astype(np.float64)
-        share_N = np.where(columns.vpp == 1, 1.0 / (1.0 - (1.0 - 1.0 / n_N) ** pp_N), n_N / pp_N)
-        seconds_N[known] = (forward_U1 + backward_U1)[unit.group_N, 0] * share_N
+        unit, n_N = self._tables.unit_times(columns), self._tables.microbatches_N(columns)
+        has_slow = self._tables.slowest > self._tables.fastest
+        for rows in split_by_code(codes_of([columns.pp, columns.vpp])):
+            content, here = contents_of(self._tables.job, columns.take(rows)), unit.take(rows)
+            codes_U, group_N = np.unique(here.group_N * len(content.kind_CVP) + content.cut_N, return_inverse=True)
+            unit_U, cut_U = np.divmod(codes_U, len(content.kind_CVP))
+            kinds_UVP = content.kind_CVP[cut_U]
+
+            def passes_UVP(*, slow: bool) -> Floats:
+                both_RK: Floats = np.add(*here.chunk_times(content.parts_KX, slow=slow))
+                return both_RK[unit_U[:, None, None], kinds_UVP]
+
+            fast_UVP = passes_UVP(slow=False)
+            first_UP = fast_UVP[:, 0]
+            hops_UP = 2 * here.hop_s_U[unit_U][:, None] * np.arange(first_UP.shape[1])
+            beside_NP = (first_UP.cumsum(axis=1) - first_UP + hops_UP)[group_N]
+            n_N1 = n_N[rows][:, None]
+            found_N = (n_N1 * fast_UVP.sum(axis=1)[group_N] + beside_NP).max(axis=1)
+            if has_slow:
+                # Some rank is on the slowest slot.
+                slow_NP = n_N1 * passes_UVP(slow=True).sum(axis=1)[group_N] + beside_NP
+                found_N = np.maximum(found_N, slow_NP.min(axis=1))
+            seconds_N[known[rows]] = found_N
         return seconds_N * (1 - _ROUNDING)
 
     def of_columns(self, columns: LayoutColumns) -> Floats:
@@ -164,6 +184,15 @@ def _met(pipelines: Pipelines) -> Pipelines:
     )
 
 
+class _Through(NamedTuple):
+    """The prices of groups that must use the links of a host where these are slow."""
+
+    stages: int
+    """So many stages have groups that take at least so long."""
+    reduce_s_TVP: Floats
+    gather_s_TVP: Floats
+
+
 @dataclass(frozen=True, kw_only=True)
 class _UpdatePrices:
     """What each group of layouts exchanges and updates once a step."""
@@ -171,6 +200,7 @@ class _UpdatePrices:
     group_N: Ints
     reduce_s_TVP: Floats
     gather_s_TVP: Floats
+    through: tuple[_Through, ...]
     buckets_T: Ints
     """Parts of the first stage's gradients that leave one by one, where they are overlapped."""
     optimizer_s_TP: Floats
@@ -190,18 +220,17 @@ class _UpdatePrices:
         dense_TVP, expert_TVP = (
             each_RK[rows_T11, kinds_TVP] for each_RK in np.moveaxis(parameters_R2X @ content.parts_KX.T, 1, 0)
         )
-        replicas_T = groups.dp * groups.cp
-        is_sharded_T = groups.use_distributed_optimizer > 0
         gradient, sharding = gradient_bytes_per_parameter(job), sharding_of(job)
         # FSDP exchanges them in the passes; that it gathers embedding and head once a step is left out.
-        reduces = 0 if sharding and sharding.gradients else gradient
-        gathers = 0 if sharding and sharding.weights else job.model.dtype_bytes
-        reduce_s, gather_s = np.zeros(kinds_TVP.shape), np.zeros(kinds_TVP.shape)
-        for count_TVP, size_T in ((dense_TVP, replicas_T), (expert_TVP, expert_dp(groups))):
-            sharded_T, whole_T = np.where(is_sharded_T, size_T, 1), np.where(is_sharded_T, 1, size_T)
-            reduce_s += tables.bound_s("all_reduce", whole_T, count_TVP * reduces)
-            reduce_s += tables.bound_s("reduce_scatter", sharded_T, count_TVP * reduces)
-            gather_s += tables.bound_s("all_gather", sharded_T, count_TVP * gathers)
+        sizes = (
+            0 if sharding and sharding.gradients else gradient,
+            0 if sharding and sharding.weights else job.model.dtype_bytes,
+        )
+        reduce_s, gather_s = _exchanges(tables, groups, (dense_TVP, expert_TVP), sizes, ANY_HOST)
+        through = [
+            _Through(stages, *_exchanges(tables, groups, (dense_TVP, expert_TVP), sizes, host))
+            for stages, host in tables.slow_hosts(int(columns.pp[0]))
+        ]
         # Ranks first, so that figures of T stand behind.
         dense_PT, expert_PT = dense_TVP.sum(axis=1).T, expert_TVP.sum(axis=1).T
         optimizer_s_PT = tables.once_a_step.seconds(
@@ -212,22 +241,73 @@ class _UpdatePrices:
             group_N=group_N.reshape(-1),
             reduce_s_TVP=reduce_s,
             gather_s_TVP=gather_s,
-            buckets_T=num_buckets((dense_TVP + expert_TVP)[:, 0, 0], replicas_T),
+            through=tuple(through),
+            buckets_T=num_buckets((dense_TVP + expert_TVP)[:, 0, 0], groups.dp * groups.cp),
             optimizer_s_TP=optimizer_s_PT.T * tables.fastest,
             embedding_s_T=tables.embedding_s_N(groups),
             aligns_gathers=aligns_gathers(job, columns.layout(0)),
         )
 
 
+def _exchanges(
+    tables: Tables, groups: LayoutColumns, counts: tuple[Ints, Ints], sizes: tuple[int, int], through: int
+) -> tuple[Floats, Floats]:
+    """Seconds of reducing gradients and of gathering weights, stage by stage.
+
+    Args:
+        tables: of the job.
+        groups: the layouts.
+        counts: dense and expert parameters of each chunk.
+        sizes: bytes of a gradient and of a weight.
+        through: a host that the groups must use, as `Fabric.bounds_s` has it.
+
+    """
+    reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)
+    is_sharded_T = groups.use_distributed_optimizer > 0
+    # In the rank order tp-pp-dp experts' groups may lie across stages.
+    in_stages_T = (groups.use_tp_pp_dp_mapping == 0) | (groups.ep * groups.etp == groups.tp * groups.cp)
+    both = (groups.dp * groups.cp, through), (expert_dp(groups), np.where(in_stages_T, through, ANY_HOST))
+    for count_TVP, (size_T, through_T) in zip(counts, both, strict=True):
+        sharded_T, whole_T = np.where(is_sharded_T, size_T, 1), np.where(is_sharded_T, 1, size_T)
+        reduce_s += tables.bound_s("all_reduce", whole_T, count_TVP * sizes[0], through_T)
+        reduce_s += tables.bound_s("reduce_scatter", sharded_T, count_TVP * sizes[0], through_T)
+        gather_s += tables.bound_s("all_gather", sharded_T, count_TVP * sizes[1], through_T)
+    return reduce_s, gather_s
+
+
 def _steps(passes: _Passes, update: _UpdatePrices, overlaps_N2: NDArray[np.bool_]) -> Floats:
     """Put pipelines and updates together, as `cost.step.assemble` does for one layout."""
     has_reduce_N, has_gather_N = overlaps_N2.T
-    u, t = passes.group_N, update.group_N
+    t = update.group_N
     buckets_N = np.where(has_reduce_N, update.buckets_T[t], 1)
-    drain_NP, early_NP = _drains(passes, update, buckets_N, has_gather_N)
+    drains = _drains(passes, update, buckets_N, has_gather_N)
+    finish_NP = _finish_NP(passes, update, update.reduce_s_TVP, drains, buckets_N, has_reduce_N)
+    tied_N = np.maximum(finish_NP[:, 0], finish_NP[:, -1]) + update.embedding_s_T[t]
+    finish_N = np.maximum(finish_NP.max(axis=1), tied_N)
+    later_NP = _later_NP(update, update.gather_s_TVP, has_gather_N)
+    later_N = later_NP.max(axis=1)
+    steps_N: Floats = finish_N + later_N
+    for slow in update.through:
+        # That many stages at least take as long as with their groups through the slow host, and the quickest may do.
+        finish_NP = _finish_NP(passes, update, slow.reduce_s_TVP, drains, buckets_N, has_reduce_N)
+        later_NP = _later_NP(update, slow.gather_s_TVP, has_gather_N)
+        slow_NP = np.maximum(finish_NP, finish_N[:, None]) + np.maximum(later_NP, later_N[:, None])
+        steps_N = np.maximum(steps_N, np.partition(slow_NP, slow.stages - 1, axis=1)[:, slow.stages - 1])
+    return steps_N
 
-    reduce_s_TP = update.reduce_s_TVP.sum(axis=1)
-    last_NP, all_NP = update.reduce_s_TVP[:, 0][t], reduce_s_TP[t]
+
+def _finish_NP(
+    passes: _Passes,
+    update: _UpdatePrices,
+    reduce_s_TVP: Floats,
+    drains: tuple[Floats, Floats],
+    buckets_N: Ints,
+    has_reduce_N: NDArray[np.bool_],
+) -> Floats:
+    """When the gradients of each pipeline rank are reduced."""
+    u, t = passes.group_N, update.group_N
+    drain_NP, early_NP = drains
+    last_NP, all_NP = reduce_s_TVP[:, 0][t], reduce_s_TVP.sum(axis=1)[t]
     overlapped_NP = np.maximum(drain_NP + last_NP, early_NP + all_NP)
     # Buckets of the first stage leave during its last backward.
     behind_N = passes.first_backward_s_U[u] * (buckets_N - 1) / buckets_N
@@ -235,11 +315,14 @@ def _steps(passes: _Passes, update: _UpdatePrices, overlaps_N2: NDArray[np.bool_
     early_N = np.minimum(early_NP[:, 0], first_N - behind_N)
     ends = (first_N + last_NP[:, 0] / buckets_N, first_N - behind_N + last_NP[:, 0], early_N + all_NP[:, 0])
     overlapped_NP[:, 0] = np.maximum(np.maximum(ends[0], ends[1]), ends[2])
-    finish_NP = np.where(has_reduce_N[:, None], overlapped_NP, drain_NP + all_NP)
-    tied_N = np.maximum(finish_NP[:, 0], finish_NP[:, -1]) + update.embedding_s_T[t]
-    gathers_NP = np.where(has_gather_N[:, None], 0.0, update.gather_s_TVP.sum(axis=1)[t])
-    steps_N: Floats = np.maximum(finish_NP.max(axis=1), tied_N) + (update.optimizer_s_TP[t] + gathers_NP).max(axis=1)
-    return steps_N
+    return np.where(has_reduce_N[:, None], overlapped_NP, drain_NP + all_NP)
+
+
+def _later_NP(update: _UpdatePrices, gather_s_TVP: Floats, has_gather_N: NDArray[np.bool_]) -> Floats:
+    """Optimizer, and gathers that nothing overlaps."""
+    gathers_NP = np.where(has_gather_N[:, None], 0.0, gather_s_TVP.sum(axis=1)[update.group_N])
+    later_NP: Floats = update.optimizer_s_TP[update.group_N] + gathers_NP
+    return later_NP
 
 
 def _drains(

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.links import LinkTable, best_links
+from pipette_launch.cost.communication.links import LinkTable, best_links, best_links_of, slowness_of_places
 from pipette_launch.cost.communication.scales import MeasuredGroups, Scale
 from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps, ring_shift
 from pipette_launch.facts.machines.cluster import Cluster
@@ -38,6 +38,7 @@ __all__ = ["Fabric", "Kind", "Routes", "chunk_share", "num_steps"]
 
 LINKS_AT_ONCE = 1 << 19
 """An all-to-all is priced in pieces of about so many links, some tens of MB."""
+ANY_HOST = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +64,10 @@ class Fabric:
         self.domain_slots = min(Rooms.of(cluster).domain_devices)
         """Slots of an NVLink domain, or of a host that is one."""
         self._best_across = best_links([cluster.between_hosts])
+        self.slowness_H = slowness_of_places(cluster.between_hosts)
         self._best_within = best_links(cluster.within_host)
         self._measured = MeasuredGroups(cluster, collectives, self._table)
-        self._bound_lines: dict[tuple[Kind, int], list[tuple[float, float]]] = {}
+        self._bound_lines: dict[tuple[Kind, int, int], list[tuple[float, float]]] = {}
 
     def seconds(self, kind: Kind, slots: Sequence[int], size_bytes: float) -> float:
         """Price one group; its ring runs in the order of `slots`."""
@@ -156,31 +158,42 @@ class Fabric:
         """
         return min(fixed_s + byte_s * size_bytes for fixed_s, byte_s in self._bound_lines_of(kind, size))
 
-    def bounds_s(self, kind: Kind, size: int, size_bytes: NDArray[np.int64 | np.float64]) -> NDArray[np.float64]:
-        """Return `bound_s` of many sizes at once; what has nothing to send takes no time."""
+    def bounds_s(
+        self, kind: Kind, size: int, size_bytes: NDArray[np.int64 | np.float64], *, through: int = ANY_HOST
+    ) -> NDArray[np.float64]:
+        """Return `bound_s` of many sizes at once; what has nothing to send takes no time.
+
+        Args:
+            kind: of the collective.
+            size: members of each group.
+            size_bytes: of any shape.
+            through: a host on which each group has a slot, and others elsewhere; ANY_HOST = it lies anywhere.
+
+        """
         found = np.full(size_bytes.shape, np.inf)
-        for fixed_s, byte_s in self._bound_lines_of(kind, size):
+        for fixed_s, byte_s in self._bound_lines_of(kind, size, through):
             found = np.minimum(found, fixed_s + byte_s * size_bytes)
         return np.where(size_bytes > 0, found, 0.0)
 
-    def _bound_lines_of(self, kind: Kind, size: int) -> list[tuple[float, float]]:
+    def _bound_lines_of(self, kind: Kind, size: int, through: int = ANY_HOST) -> list[tuple[float, float]]:
         """Return fixed seconds and seconds per byte of some lines, the lowest of which is the bound at every size."""
-        if (kind, size) not in self._bound_lines:
-            self._bound_lines[kind, size] = self._new_bound_lines(kind, size)
-        return self._bound_lines[kind, size]
+        if (kind, size, through) not in self._bound_lines:
+            self._bound_lines[kind, size, through] = self._new_bound_lines(kind, size, through)
+        return self._bound_lines[kind, size, through]
 
-    def _new_bound_lines(self, kind: Kind, size: int) -> list[tuple[float, float]]:
+    def _new_bound_lines(self, kind: Kind, size: int, through: int) -> list[tuple[float, float]]:
         steps = num_steps(kind, size)
         if steps == 0:
             return [(0.0, 0.0)]
         scale = self.scale(kind, size)
         fewest = -(-size // self.cluster.devices_per_host)
-        most = min(size, len(self.cluster.hosts))
+        across = slice(max(fewest, 2), min(size, len(self.cluster.hosts)) + 1)
+        if through == ANY_HOST:
+            ways = [(slice(fewest, 2), self._best_within), (across, self._best_across)]
+        else:
+            ways = [(across, best_links_of(self.cluster.between_hosts, through))]
         pieces = []
-        for counts, links in (
-            (slice(fewest, 2), self._best_within),
-            (slice(max(fewest, 2), most + 1), self._best_across),
-        ):
+        for counts, links in ways:
             for latency_s, byte_s in links:
                 fixed_s = latency_s * scale.latency_factor[counts] + scale.extra_latency_s[counts]
                 per_byte_s = byte_s * scale.bytes_factor[counts] * chunk_share(kind, size)

@@ -67,6 +67,33 @@ def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
     different = [(links, ~np.eye(len(links.latency_s), dtype=bool)) for links in dict.fromkeys(matrices)]
     latency_s = np.concatenate([links.latency_s[apart] for links, apart in different])
     byte_s = np.concatenate([links.seconds_per_byte()[apart] for links, apart in different])
+    return _front(latency_s, byte_s)
+
+
+def best_links_of(links: Links, place: int) -> tuple[tuple[float, float], ...]:
+    """The same of the links out of one place, or of those into it if the best of these is slower by the byte.
+
+    Whoever passes through the place uses one of either.
+    """
+    others = np.arange(len(links.latency_s)) != place
+    byte_s = links.seconds_per_byte()
+    out_H, in_H = byte_s[place, others], byte_s[others, place]
+    if out_H.min() >= in_H.min():
+        return _front(links.latency_s[place, others], out_H)
+    return _front(links.latency_s[others, place], in_H)
+
+
+def slowness_of_places(links: Links) -> Floats:
+    """Seconds per byte of the best link out of each place, or into it if that is slower; 0 for one alone."""
+    byte_s = links.seconds_per_byte().copy()
+    if len(byte_s) < 2:
+        return np.zeros(len(byte_s))
+    np.fill_diagonal(byte_s, np.inf)
+    slowness: Floats = np.maximum(byte_s.min(axis=0), byte_s.min(axis=1))
+    return slowness
+
+
+def _front(latency_s: Floats, byte_s: Floats) -> tuple[tuple[float, float], ...]:
     front: list[tuple[float, float]] = []
     while len(latency_s):
         least_s = latency_s.min()

@@ -23,6 +23,7 @@ from pipette_launch.facts import (
     Recompute,
     Samples,
 )
+from pipette_launch.facts.layout_columns import LayoutColumns
 from pipette_launch.facts.measurements import LAYERS
 
 RECOMPUTES = (
@@ -157,10 +158,14 @@ def bound_of(predictor: Predictor, layout: Layout) -> float | None:
 def test_no_column_is_above_the_bound_of_its_layout(
     model: dict[str, object], flags: tuple[str, ...], rows: list[Layout], fits: bool, rng: random.Random
 ) -> None:
-    """On drawn links and slots, with and without measured collectives; and it is a number wherever that is one."""
+    """On drawn slots, with and without measured collectives; and it is a number wherever that is one.
+
+    Links between hosts are alike here: where some host's are slow a column is bounded by what no single layout's is.
+    """
     offloads = "--fine-grained-activation-offloading" in flags
     this = job_of(model | ({"transformer_impl": "transformer_engine"} if offloads else {}), flags)
-    measured = measurements_of(drawn_cluster(rng, hosts=4, devices=2), rng, fits=fits)
+    cluster = replace(drawn_cluster(rng, hosts=4, devices=2), between_hosts=tiny_cluster(4, 2).between_hosts)
+    measured = measurements_of(cluster, rng, fits=fits)
     predictor = Predictor(this, measured)
 
     seconds = BoundColumns.of(this, measured).seconds_N(rows).tolist()
@@ -168,6 +173,61 @@ def test_no_column_is_above_the_bound_of_its_layout(
     for layout, bound_s in zip(rows, seconds, strict=True):
         expected_s = bound_of(predictor, layout)
         assert np.isnan(bound_s) if expected_s is None else 0 < bound_s <= expected_s
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(MODELS),
+    st.sampled_from(FLAGS[:2]),
+    st.lists(layouts(slots=12), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_no_placement_is_below_its_column(
+    model: dict[str, object], flags: tuple[str, ...], rows: list[Layout], slow: int, fits: bool, rng: random.Random
+) -> None:
+    """Not on hosts of which some have slow links that some stages must use; and a rough bound is not above it."""
+    this = job_of(model, flags)
+    cluster = drawn_cluster(rng, hosts=6, devices=2)
+    share_H = np.array([0.1] * slow + [1.0] * (6 - slow))
+    links = cluster.between_hosts
+    slower = np.asarray(links.bandwidth_bytes_per_s) * np.minimum(share_H[:, None], share_H[None, :])
+    cluster = replace(cluster, between_hosts=replace(links, bandwidth_bytes_per_s=slower))
+    measured = measurements_of(cluster, rng, fits=fits)
+    predictor, bounds = Predictor(this, measured), BoundColumns.of(this, measured)
+    columns = LayoutColumns.of(rows)
+
+    seconds, rough = bounds.of_columns(columns), bounds.rough_of_columns(columns)
+
+    assert (np.isnan(seconds) == np.isnan(rough)).all()
+    known = ~np.isnan(seconds)
+    assert (rough[known] <= seconds[known]).all()
+    for layout, bound_s in zip(rows, seconds.tolist(), strict=True):
+        if bound_of(predictor, layout) is not None:
+            placements = [tuple(range(12)), *(tuple(rng.sample(range(12), 12)) for _ in range(20))]
+            costs_s = predictor.placement_cost(layout).costs(np.array(placements))
+            assert bound_s <= costs_s.min()
+
+
+def test_slow_hosts_are_met() -> None:
+    """A ring through all hosts takes the best link of the slowest; of two stages' rings one does, in every placement."""
+    this = job_of({})
+    cluster = tiny_cluster(4, 2, bandwidth_bytes_per_s=1e8)
+    share_H = np.array([0.1, 0.1, 1.0, 1.0])
+    rate_HH = np.asarray(cluster.between_hosts.bandwidth_bytes_per_s) * np.minimum(share_H[:, None], share_H[None, :])
+    slow = replace(cluster, between_hosts=replace(cluster.between_hosts, bandwidth_bytes_per_s=rate_HH))
+    rows = [Layout(dp=8), Layout(dp=8, use_distributed_optimizer=True, overlap_grad_reduce=True), Layout(pp=2, dp=4)]
+    here = tiny_measurements(slow)
+    predictor = Predictor(this, here)
+    least_s = [predictor.step_time(layout, tuple(range(8))).total_s for layout in rows]
+
+    found = BoundColumns.of(this, here).seconds_N(rows).tolist()
+    on_equal = BoundColumns.of(this, tiny_measurements(cluster)).seconds_N(rows).tolist()
+
+    assert found[:2] == pytest.approx(least_s[:2], rel=2e-2)
+    assert found[2] < least_s[2]
+    assert all(equal_s < 0.7 * here_s for equal_s, here_s in zip(on_equal, found, strict=True))
 
 
 @settings(max_examples=30)

@@ -26,7 +26,7 @@ from pipette_launch.search.layouts.enumerate import Cuts
 BEATEN = "its bound shows that no placement of it can win"
 CUTS_AT_ONCE = 1024
 """The variants of so many cuts are listed together, which is cheaper than one by one."""
-CHECKED_AT_ONCE = 512
+DIVED_AT_ONCE = 1024
 LOOKED_THROUGH = 64
 """Layouts among which those that need less memory are looked for."""
 _STATE_FIELDS = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
@@ -123,9 +123,8 @@ class Frontier:
 
         """
         rows = self._order_N[: bisect.bisect_left(self._rough, below_s)]
-        quick = self._cuts.columns.take(rows)
-        self._quick = self._that_fit(quick, below_s)
-        self._lean = self._that_fit(self._cuts.tables.leanest(quick), math.inf)
+        self._quick = self._that_fit(rows, below_s)
+        self._lean = self._that_fit(rows, math.inf, leanest=True)
         found = _unlike(self._quick, count)
         self._quick = [layout for layout in self._quick if layout not in found]
         return self._with_peaks([*found, *_unlike(self._lean, count // 2)])
@@ -229,15 +228,19 @@ class Frontier:
             self._num_ready += 1
             heapq.heappush(self._ready, _Ready(least_s, self._num_ready, layout))
 
-    def _that_fit(self, columns: LayoutColumns, below_s: float) -> list[Layout]:
-        """List some layouts that fit, by rising time on typical links, as far as that is below a step time."""
-        typical_N = self._typical.of_columns(columns) if len(columns) else np.zeros(0)
-        order = np.argsort(typical_N, kind="stable")
-        order = order[typical_N[order] < below_s]
+    def _that_fit(self, rows: Ints, below_s: float, *, leanest: bool = False) -> list[Layout]:
+        """List some of the cuts that fit, the most promising first; those of `leanest` in their leanest state.
+
+        Cuts come many at once, and of these by rising time on typical links as far as that is below a step time.
+        """
         found: list[Layout] = []
-        for first in range(0, len(order), CHECKED_AT_ONCE):
-            some = columns.take(order[first : first + CHECKED_AT_ONCE])
-            found += [some.layout(row) for row in np.flatnonzero(self._fits_N(some)).tolist()]
+        for first in range(0, len(rows), DIVED_AT_ONCE):
+            columns = self._cuts.columns.take(rows[first : first + DIVED_AT_ONCE])
+            columns = self._cuts.tables.leanest(columns) if leanest else columns
+            typical_N = self._typical.of_columns(columns)
+            order = np.argsort(typical_N, kind="stable")
+            some = columns.take(order[typical_N[order] < below_s])
+            found += [some.layout(row) for row in np.flatnonzero(self._fits_N(some)).tolist()] if len(some) else []
             if len(found) > LOOKED_THROUGH:
                 break
         return [layout for layout in found if layout != self._inputs.job.own]

@@ -159,7 +159,9 @@ class SearchLoop:
         for one in self._hopes(width):
             if self._is_late():
                 return
-            self._pool[one.layout] = with_better_placement(self._inputs, one, seed=self._seed, is_late=self._is_late)
+            self._pool[one.layout] = with_better_placement(
+                self._inputs, one, seed=self._seed, is_late=self._is_late, rival_s=self._best_s()
+            )
         self._surround()
 
     def _hopes(self, width: int) -> list[Candidate]:
@@ -258,19 +260,22 @@ def price(
     )
 
 
-def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
-    """Search one round for a better placement; what is found depends on the candidate and the seed alone.
+def with_better_placement(
+    inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate, rival_s: float = math.inf
+) -> Candidate:
+    """Search one round for a better placement; what is found depends on the candidate, its rival and the seed alone.
 
     Args:
         inputs: what layouts are judged by.
         one: a layout and its best placement so far.
         seed: of all chance.
         is_late: whether to end the round early.
+        rival_s: seconds of the best step of all layouts so far.
 
     """
     problem = placement_problem(inputs, one.layout, one.bound_s)
     rng = random.Random(files.digest(seed, one.layout, one.rounds))
-    placed = improve(problem, one.placed, turn=one.rounds, rng=rng, is_late=is_late)
+    placed = improve(problem, one.placed, rival_s=rival_s, turn=one.rounds, rng=rng, is_late=is_late)
     is_stalled = placed.cost_s >= one.placed.cost_s * (1 - GAIN)
     return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
 

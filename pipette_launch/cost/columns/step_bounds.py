@@ -82,23 +82,16 @@ class BoundColumns:
             content, here = contents_of(self._tables.job, columns.take(rows)), unit.take(rows)
             codes_U, group_N = np.unique(here.group_N * len(content.kind_CVP) + content.cut_N, return_inverse=True)
             unit_U, cut_U = np.divmod(codes_U, len(content.kind_CVP))
-            kinds_UVP = content.kind_CVP[cut_U]
-
-            def passes_UVP(*, slow: bool) -> Floats:
-                both_RK: Floats = np.add(*here.chunk_times(content.parts_KX, slow=slow))
-                return both_RK[unit_U[:, None, None], kinds_UVP]
-
-            fast_UVP = passes_UVP(slow=False)
+            fast_UVP, slow_UVP = (
+                np.add(*here.chunk_times(content.parts_KX, slow=slow))[unit_U[:, None, None], content.kind_CVP[cut_U]]
+                for slow in (False, has_slow)
+            )
             first_UP = fast_UVP[:, 0]
             hops_UP = 2 * here.hop_s_U[unit_U][:, None] * np.arange(first_UP.shape[1])
             beside_NP = (first_UP.cumsum(axis=1) - first_UP + hops_UP)[group_N]
-            n_N1 = n_N[rows][:, None]
-            found_N = (n_N1 * fast_UVP.sum(axis=1)[group_N] + beside_NP).max(axis=1)
-            if has_slow:
-                # Some rank is on the slowest slot.
-                slow_NP = n_N1 * passes_UVP(slow=True).sum(axis=1)[group_N] + beside_NP
-                found_N = np.maximum(found_N, slow_NP.min(axis=1))
-            seconds_N[known[rows]] = found_N
+            fast_NP, slow_NP = (n_N[rows][:, None] * each.sum(axis=1)[group_N] for each in (fast_UVP, slow_UVP))
+            # Every rank runs on a slot no faster than the fastest, some rank on the slowest.
+            seconds_N[known[rows]] = np.maximum((fast_NP + beside_NP).max(axis=1), (slow_NP + beside_NP).min(axis=1))
         return seconds_N * (1 - _ROUNDING)
 
     def of_columns(self, columns: LayoutColumns) -> Floats:

@@ -215,8 +215,13 @@ class Frontier:
         some = columns.take(hopeful)
         fits = self._fits_N(some)
         self.dropped[OVER_MEMORY] += int((~fits).sum())
-        for row in hopeful[fits][np.argsort(least_M[hopeful[fits]], kind="stable")].tolist():
-            self._admit(columns.layout(row), float(least_M[row]))
+        fitting = hopeful[fits]
+        least_M[fitting] = np.fmax(
+            least_M[fitting], self._bounds.sharpened(columns.take(fitting)) * predictor.least_factor
+        )
+        for row in fitting[np.argsort(least_M[fitting], kind="stable")].tolist():
+            if least_M[row] < below_s:
+                self._admit(columns.layout(row), float(least_M[row]))
 
     def _admit(self, layout: Layout, least_s: float) -> None:
         """Make a layout ready, unless one that recomputes no more is; the user's own layout is priced anyway."""

@@ -27,8 +27,8 @@ MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """After each batch the placements of so many layouts are improved."""
 AFTER_PRICING = (8, 2, 1)
-AFTER_PRICING_MANY = (2, 1, 1)
-"""And so many in each round after all are priced; fewer on many slots, where a round gains more and takes longer."""
+AFTER_PRICING_MOST, MOST_SLOTS = (2, 1, 1), 1024
+"""And so many in each round after all are priced; fewer on more slots than that, where a round takes seconds."""
 RUNNERS_UP = 3
 """So many layouts that cannot win are priced as alternatives, and as many that need less memory."""
 GAIN = 1e-4
@@ -91,7 +91,7 @@ class SearchLoop:
             size = min(size + size // 2, MOST_AT_ONCE)
             if self._is_late():
                 break
-        for width in AFTER_PRICING if self._inputs.cluster.num_slots <= MANY_SLOTS else AFTER_PRICING_MANY:
+        for width in AFTER_PRICING if self._inputs.cluster.num_slots <= MOST_SLOTS else AFTER_PRICING_MOST:
             self._place(width)
         self._exhaust()
         self._price_runners_up()

@@ -13,16 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.collectives import ANY_HOST, Fabric
+from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.exchanges import Exchange, LayerCounts, exchanges_of
 from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.communication.hiding import Hiding
-from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.communication.traffic import hop_bytes
 from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
@@ -43,6 +42,8 @@ from pipette_launch.facts.measurements import Measurements
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 T = TypeVar("T")
+TpGroups = Literal["anywhere", "inside hosts", "across hosts"]
+"""Where tensor-parallel groups lie: all of them inside hosts, or some across."""
 UNLIKE = 1.02
 """Hosts whose best links differ by less than this factor count as alike."""
 _PARTS: Memo[Memo[Ints]] = Memo()
@@ -136,7 +137,7 @@ class Tables:
         self.fabric = fabric
         slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
         self.fastest, self.slowest = min(slowness), max(slowness)
-        self._num_slots, self._devices = measurements.cluster.num_slots, measurements.cluster.devices_per_host
+        self._num_slots, self.devices = measurements.cluster.num_slots, measurements.cluster.devices_per_host
         self.whole_1X = _parts_SX(job, LayoutColumns.of([Layout()]), 0)
         """What the whole model is made of, nothing run again."""
         shared_by: tuple[Field, ...] = ("ep", "etp") if compute.knows_shares else ()
@@ -182,7 +183,11 @@ class Tables:
         """Micro-batches of one step."""
         return np.asarray(self.job.batch.global_batch_size // (columns.dp * columns.micro_batch_size))
 
-    def unit_times(self, columns: LayoutColumns) -> UnitTimes:
+    def fits_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
+        """Whether all tensor-parallel groups can lie on one host each, and need not."""
+        return np.asarray((columns.tp > 1) & (self.devices % columns.tp == 0) & (self._num_slots > self.devices))
+
+    def unit_times(self, columns: LayoutColumns, tp_groups: TpGroups = "anywhere") -> UnitTimes:
         """Look up, or work out, the times of what the layouts' chunks are made of."""
         computed_by = ("tp", "cp", "micro_batch_size", "recompute", *self._cut_by)
         sent_by = ("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._of_shards)
@@ -191,10 +196,10 @@ class Tables:
         codes_U, group_N = np.unique(both_N, return_inverse=True)
         network_U, kernel_U = np.divmod(codes_U, len(kernels.first_U))
         passes = np.array(_each(columns, kernels.first_U, computed_by, self._passes, self._unit_passes))
-        keys = columns.values(networks.first_U, *sent_by)
+        keys = [(tp_groups, *key) for key in columns.values(networks.first_U, *sent_by)]
         new = [place for place, key in enumerate(keys) if key not in self.networks]
         if new:
-            found = self._exchange_s_U3X(columns.take(networks.first_U[new]))
+            found = self._exchange_s_U3X(columns.take(networks.first_U[new]), tp_groups)
             self.networks.update(zip((keys[place] for place in new), found, strict=True))
         exchanges = np.array([self.networks[key] for key in keys])
         return UnitTimes(
@@ -231,25 +236,6 @@ class Tables:
         with contextlib.suppress(LayoutError):
             return bool(layout.chunk_layers(self.job.model.num_layers))
         return False
-
-    def bound_s(
-        self, kind: Kind, size_T: Ints, bytes_TVP: NDArray[np.int64], through_T: Ints | int = ANY_HOST
-    ) -> Floats:
-        """Price groups of so many slots over the best links, or over those of hosts that they must use.
-
-        Args:
-            kind: of the collectives.
-            size_T: members of each group.
-            bytes_TVP: of each collective.
-            through_T: as `Fabric.bounds_s`; without effect on groups that fit on a host.
-
-        """
-        seconds_TVP = np.zeros(bytes_TVP.shape)
-        through_T = np.where(size_T > self._devices, through_T, ANY_HOST)
-        for size, through in {*zip(size_T.tolist(), through_T.tolist(), strict=True)}:
-            rows = np.flatnonzero((size_T == size) & (through_T == through))
-            seconds_TVP[rows] = self.fabric.bounds_s(kind, size, bytes_TVP[rows], through=through)
-        return seconds_TVP
 
     def slow_hosts(self, pp: int) -> list[tuple[int, int]]:
         """Return (number of stages, host): so many stages have slots on this host or on hosts with slower links.
@@ -289,7 +275,7 @@ class Tables:
         passes_4X: Floats = np.array(rows).T
         return passes_4X
 
-    def _exchange_s_U3X(self, columns: LayoutColumns) -> Floats:
+    def _exchange_s_U3X(self, columns: LayoutColumns, tp_groups: TpGroups) -> Floats:
         """Exposed seconds of forward and backward by part over the best links; third, X times, those of a hop.
 
         Sizes grow with the micro-batch and nothing else does, so layouts that differ in it are priced together. Those
@@ -310,13 +296,16 @@ class Tables:
             members = group_sizes(one, instances=shard_copies(self.job))
             for item in self._exchanges[one]:
                 sizes = item.size_bytes * (np.ones_like(samples) if item.is_sharding else samples)
-                seconds = self.fabric.bounds_s(item.kind, members[item.group], sizes)
+                fewest = 2 if item.group == "tp" and tp_groups == "across hosts" else 1
+                seconds = self.fabric.bounds_s(item.kind, members[item.group], sizes, fewest=fewest)
                 if item.behind:
                     hidden_s = [hiding_U[case].seconds(item.behind) for case in cases.group_N[rows].tolist()]
                     seconds = np.maximum(seconds - np.array(hidden_s) * item.behind_share, 0.0)
                 found[rows, :2] += seconds[:, None, None] * np.array([item.forward, item.backward])
             if self._num_slots > 1:
-                hop_s = self.fabric.bounds_s("send", 2, hop_bytes(self.job, one) * samples)
+                # A group that fills a host leaves no room for another stage.
+                fewest = 2 if one.tp == self.devices > 1 and tp_groups == "inside hosts" else 1
+                hop_s = self.fabric.bounds_s("send", 2, hop_bytes(self.job, one) * samples, fewest=fewest)
                 found[rows, 2] = hop_s[:, None]
         return found
 

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.bound_tables import Content, Tables, UnitTimes, contents_of, split_by_code
+from pipette_launch.cost.columns.bound_tables import Content, Tables, TpGroups, UnitTimes, contents_of, split_by_code
 from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
-from pipette_launch.cost.communication.collectives import ANY_HOST, Fabric
+from pipette_launch.cost.communication.collectives import ANY_HOST, Fabric, GroupsLie
 from pipette_launch.cost.communication.traffic import aligns_gathers, meets_receivers, num_buckets
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
 from pipette_launch.cost.layers.parameters import expert_dp
@@ -77,14 +78,14 @@ class BoundColumns:
             return seconds_N
         columns = columns.take(known)
         unit, n_N = self._tables.unit_times(columns), self._tables.microbatches_N(columns)
-        has_slow = self._tables.slowest > self._tables.fastest
         for rows in split_by_code(codes_of([columns.pp, columns.vpp])):
             content, here = contents_of(self._tables.job, columns.take(rows)), unit.take(rows)
             codes_U, group_N = np.unique(here.group_N * len(content.kind_CVP) + content.cut_N, return_inverse=True)
             unit_U, cut_U = np.divmod(codes_U, len(content.kind_CVP))
+            kinds_UVP = content.kind_CVP[cut_U]
             fast_UVP, slow_UVP = (
-                np.add(*here.chunk_times(content.parts_KX, slow=slow))[unit_U[:, None, None], content.kind_CVP[cut_U]]
-                for slow in (False, has_slow)
+                np.add(*here.chunk_times(content.parts_KX, slow=slow))[unit_U[:, None, None], kinds_UVP]
+                for slow in (False, True)
             )
             first_UP = fast_UVP[:, 0]
             hops_UP = 2 * here.hop_s_U[unit_U][:, None] * np.arange(first_UP.shape[1])
@@ -96,21 +97,43 @@ class BoundColumns:
 
     def of_columns(self, columns: LayoutColumns) -> Floats:
         """Return `seconds_N` of layouts that stand as columns."""
+        return self._bounds_N(columns, "anywhere")
+
+    def sharpened(self, columns: LayoutColumns) -> Floats:
+        """Return sharper bounds, at twice the cost; 0 where tensor-parallel groups do not tell anything.
+
+        Either all of these lie inside hosts, or some rank's do not: the lesser bound of both cases holds.
+        """
+        seconds_N = np.zeros(len(columns))
+        rows = np.flatnonzero(self._tables.fits_hosts(columns))
+        if len(rows):
+            some = columns.take(rows)
+            cases = (self._bounds_N(some, tp_groups) for tp_groups in ("inside hosts", "across hosts"))
+            seconds_N[rows] = np.minimum(*cases)
+        return seconds_N
+
+    def _bounds_N(self, columns: LayoutColumns, tp_groups: TpGroups) -> Floats:
         seconds_N = np.full(len(columns), np.nan)
         overlaps_N2 = np.stack([columns.overlap_grad_reduce, columns.overlap_param_gather], axis=-1) > 0
         known = np.flatnonzero(self._tables.can_price_N(columns))
         if not len(known):
             return seconds_N
         columns, overlaps_N2 = columns.take(known), overlaps_N2[known]
-        unit, (group_N, unit_parameters_U2X) = self._tables.unit_times(columns), self._tables.unit_parameters(columns)
+        crosses = tp_groups == "across hosts"
+        unit = self._tables.unit_times(columns, "anywhere" if crosses else tp_groups)
+        # Of the same groups, as the same fields decide.
+        crossing = self._tables.unit_times(columns, tp_groups) if crosses else None
+        group_N, unit_parameters_U2X = self._tables.unit_parameters(columns)
         for rows in split_by_code(codes_of([columns.pp, columns.vpp])):
             content = contents_of(self._tables.job, columns.take(rows))
             pieces = -(-len(rows) * int(columns.pp[rows[0]] * columns.vpp[rows[0]]) // _AT_ONCE)
             for place in np.array_split(np.arange(len(rows)), pieces):
                 part = rows[place]
                 some, here = columns.take(part), replace(content, cut_N=content.cut_N[place])
-                passes = _Passes.of(self._tables, some, unit.take(part), here)
-                update = _UpdatePrices.of(self._tables, some, (group_N[part], unit_parameters_U2X), here)
+                passes = _Passes.of(
+                    self._tables, some, unit.take(part), here, crossing.take(part) if crossing else None
+                )
+                update = _UpdatePrices.of(self._tables, some, (group_N[part], unit_parameters_U2X), here, tp_groups)
                 seconds_N[known[part]] = _steps(passes, update, overlaps_N2[part])
         return seconds_N * (1 - _ROUNDING)
 
@@ -127,7 +150,10 @@ class _Passes:
     """On the slowest: reductions start at most so long before its end."""
 
     @classmethod
-    def of(cls, tables: Tables, columns: LayoutColumns, unit: UnitTimes, content: Content) -> _Passes:
+    def of(
+        cls, tables: Tables, columns: LayoutColumns, unit: UnitTimes, content: Content, crossing: UnitTimes | None
+    ) -> _Passes:
+        """Work out the pipelines; with `crossing` some rank takes as long as that says."""
         microbatches_N = tables.microbatches_N(columns)
         codes_N = codes_of([unit.group_N, content.cut_N, microbatches_N, columns.microbatch_group_size])
         _, first_U, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
@@ -135,7 +161,7 @@ class _Passes:
         rows_U = unit.group_N[first_U]
         group_size_U = np.where(columns.microbatch_group_size > 0, columns.microbatch_group_size, columns.pp)[first_U]
 
-        def pipelines(*, slow: bool) -> Pipelines:
+        def pipelines(unit: UnitTimes, *, slow: bool) -> Pipelines:
             forward_RK, backward_RK = unit.chunk_times(content.parts_KX, slow=slow)
             # As in `ComputeTable.chunk_passes`.
             waits_U = np.ones(len(first_U)) if kinds_UVP.shape[2] > 1 else 1 / microbatches_N[first_U]
@@ -150,16 +176,19 @@ class _Passes:
                 group_size_U=group_size_U,
             )
 
-        fast = slow = by_paths = slow_by_paths = pipelines(slow=False)
-        if tables.slowest > tables.fastest:
-            slow = slow_by_paths = pipelines(slow=True)
+        fast = slow = slowest = pipelines(unit, slow=False)
+        if crossing is not None:
+            slow, slowest = pipelines(crossing, slow=False), pipelines(crossing, slow=True)
+        elif tables.slowest > tables.fastest:
+            slow = slowest = pipelines(unit, slow=True)
+        by_paths, slow_by_paths = fast, slow
         if meets_receivers(tables.job, columns.layout(0), tables.compute.device_kind):
             by_paths, slow_by_paths = _met(fast), _met(slow)
         return cls(
             group_N=group_N.reshape(-1),
             drains=drains(by_paths, slow=slow_by_paths if slow is not fast else None),
             first_forward_s_U=fast.forward_s_UVP[:, 0, 0],
-            first_backward_s_U=slow.backward_s_UVP[:, 0, 0],
+            first_backward_s_U=slowest.backward_s_UVP[:, 0, 0],
         )
 
 
@@ -202,7 +231,9 @@ class _UpdatePrices:
     """As `LayoutWork.aligns_gathers`: the same for all, as they are of one shape of pipelines."""
 
     @classmethod
-    def of(cls, tables: Tables, columns: LayoutColumns, unit: tuple[Ints, Ints], content: Content) -> _UpdatePrices:
+    def of(
+        cls, tables: Tables, columns: LayoutColumns, unit: tuple[Ints, Ints], content: Content, tp_groups: TpGroups
+    ) -> _UpdatePrices:
         job, (unit_N, parameters_R2X) = tables.job, unit
         fields = [columns.dp, columns.cp, columns.ep, columns.etp, columns.use_distributed_optimizer]
         codes_N = codes_of([unit_N, content.cut_N, *fields])
@@ -219,11 +250,12 @@ class _UpdatePrices:
             0 if sharding and sharding.gradients else gradient,
             0 if sharding and sharding.weights else job.model.dtype_bytes,
         )
-        reduce_s, gather_s = _exchanges(tables, groups, (dense_TVP, expert_TVP), sizes, ANY_HOST)
-        through = [
-            _Through(stages, *_exchanges(tables, groups, (dense_TVP, expert_TVP), sizes, host))
-            for stages, host in tables.slow_hosts(int(columns.pp[0]))
-        ]
+        # Each member of a dense group belongs to another tensor-parallel group: a host that holds whole ones holds few.
+        apart_T = np.where(tables.fits_hosts(groups), groups.tp, 1) if tp_groups == "inside hosts" else 1
+        dense_slots_T = groups.dp * groups.cp * apart_T
+        prices = partial(_exchanges, tables, groups, (dense_TVP, expert_TVP), sizes, dense_slots_T)
+        reduce_s, gather_s = prices(ANY_HOST)
+        through = [_Through(stages, *prices(host)) for stages, host in tables.slow_hosts(int(columns.pp[0]))]
         # Ranks first, so that figures of T stand behind.
         dense_PT, expert_PT = dense_TVP.sum(axis=1).T, expert_TVP.sum(axis=1).T
         optimizer_s_PT = tables.once_a_step.seconds(
@@ -243,7 +275,12 @@ class _UpdatePrices:
 
 
 def _exchanges(
-    tables: Tables, groups: LayoutColumns, counts: tuple[Ints, Ints], sizes: tuple[int, int], through: int
+    tables: Tables,
+    groups: LayoutColumns,
+    counts: tuple[Ints, Ints],
+    sizes: tuple[int, int],
+    dense_slots_T: Ints,
+    through: int,
 ) -> tuple[Floats, Floats]:
     """Seconds of reducing gradients and of gathering weights, stage by stage.
 
@@ -252,19 +289,26 @@ def _exchanges(
         groups: the layouts.
         counts: dense and expert parameters of each chunk.
         sizes: bytes of a gradient and of a weight.
-        through: a host that the groups must use, as `Fabric.bounds_s` has it.
+        dense_slots_T: slots that a dense group needs on its hosts, those beside its members included.
+        through: a host that the groups must use; ANY_HOST = none.
 
     """
     reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)
     is_sharded_T = groups.use_distributed_optimizer > 0
     # In the rank order tp-pp-dp experts' groups may lie across stages.
     in_stages_T = (groups.use_tp_pp_dp_mapping == 0) | (groups.ep * groups.etp == groups.tp * groups.cp)
-    both = (groups.dp * groups.cp, through), (expert_dp(groups), np.where(in_stages_T, through, ANY_HOST))
-    for count_TVP, (size_T, through_T) in zip(counts, both, strict=True):
-        sharded_T, whole_T = np.where(is_sharded_T, size_T, 1), np.where(is_sharded_T, 1, size_T)
-        reduce_s += tables.bound_s("all_reduce", whole_T, count_TVP * sizes[0], through_T)
-        reduce_s += tables.bound_s("reduce_scatter", sharded_T, count_TVP * sizes[0], through_T)
-        gather_s += tables.bound_s("all_gather", sharded_T, count_TVP * sizes[1], through_T)
+    dense = (groups.dp * groups.cp, dense_slots_T, np.full(len(groups), True))
+    experts = (expert_dp(groups), expert_dp(groups), in_stages_T)
+    for count_TVP, (size_T, slots_T, uses_T) in zip(counts, (dense, experts), strict=True):
+        fewest_T = -(-slots_T // tables.devices)
+        through_T = np.where(uses_T & (fewest_T > 1), through, ANY_HOST)
+        sharded, whole = (
+            GroupsLie(size_T=np.where(counts_T, size_T, 1), fewest_T=fewest_T, through_T=through_T)
+            for counts_T in (is_sharded_T, ~is_sharded_T)
+        )
+        reduce_s += tables.fabric.groups_bound_s("all_reduce", whole, count_TVP * sizes[0])
+        reduce_s += tables.fabric.groups_bound_s("reduce_scatter", sharded, count_TVP * sizes[0])
+        gather_s += tables.fabric.groups_bound_s("all_gather", sharded, count_TVP * sizes[1])
     return reduce_s, gather_s
 
 

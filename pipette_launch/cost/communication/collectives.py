@@ -17,7 +17,7 @@ send is not corrected: the links themselves are measured by sends. Groups that r
 itself: their contention is in the price as far as it was in the measurement.
 """
 
-# G = groups of one kind, K = members of a group in ring order, L = links of a group.
+# G = groups of one kind, K = members of a group in ring order, L = links of a group, T = groups of any kinds.
 
 from __future__ import annotations
 
@@ -51,6 +51,18 @@ class Routes:
     seconds_per_byte_GL: NDArray[np.float64]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupsLie:
+    """What is known of where some groups lie."""
+
+    size_T: NDArray[np.int64]
+    """Members of each."""
+    fewest_T: NDArray[np.int64]
+    """Hosts that it lies on, at least."""
+    through_T: NDArray[np.int64]
+    """A host on which it has a slot, beside slots elsewhere; ANY_HOST = no certain one."""
+
+
 class Fabric:
     """The links of an allocation, with what was measured on groups of them.
 
@@ -67,7 +79,7 @@ class Fabric:
         self.slowness_H = slowness_of_places(cluster.between_hosts)
         self._best_within = best_links(cluster.within_host)
         self._measured = MeasuredGroups(cluster, collectives, self._table)
-        self._bound_lines: dict[tuple[Kind, int, int], list[tuple[float, float]]] = {}
+        self._bound_lines: dict[tuple[Kind, int, int, int], list[tuple[float, float]]] = {}
 
     def seconds(self, kind: Kind, slots: Sequence[int], size_bytes: float) -> float:
         """Price one group; its ring runs in the order of `slots`."""
@@ -159,7 +171,7 @@ class Fabric:
         return min(fixed_s + byte_s * size_bytes for fixed_s, byte_s in self._bound_lines_of(kind, size))
 
     def bounds_s(
-        self, kind: Kind, size: int, size_bytes: NDArray[np.int64 | np.float64], *, through: int = ANY_HOST
+        self, kind: Kind, size: int, size_bytes: NDArray[np.int64 | np.float64], *, fewest: int = 1
     ) -> NDArray[np.float64]:
         """Return `bound_s` of many sizes at once; what has nothing to send takes no time.
 
@@ -167,26 +179,42 @@ class Fabric:
             kind: of the collective.
             size: members of each group.
             size_bytes: of any shape.
-            through: a host on which each group has a slot, and others elsewhere; ANY_HOST = it lies anywhere.
+            fewest: hosts that each group lies on, at least.
 
         """
         found = np.full(size_bytes.shape, np.inf)
-        for fixed_s, byte_s in self._bound_lines_of(kind, size, through):
+        for fixed_s, byte_s in self._bound_lines_of(kind, size, fewest):
             found = np.minimum(found, fixed_s + byte_s * size_bytes)
         return np.where(size_bytes > 0, found, 0.0)
 
-    def _bound_lines_of(self, kind: Kind, size: int, through: int = ANY_HOST) -> list[tuple[float, float]]:
-        """Return fixed seconds and seconds per byte of some lines, the lowest of which is the bound at every size."""
-        if (kind, size, through) not in self._bound_lines:
-            self._bound_lines[kind, size, through] = self._new_bound_lines(kind, size, through)
-        return self._bound_lines[kind, size, through]
+    def groups_bound_s(self, kind: Kind, lie: GroupsLie, bytes_TVP: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return the bounds of groups of many kinds, by those of the first axis of `bytes_TVP`."""
+        keys = [*zip(lie.size_T.tolist(), lie.fewest_T.tolist(), lie.through_T.tolist(), strict=True)]
+        place = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+        lines = [self._bound_lines_of(kind, *key) for key in place]
+        most = max(map(len, lines))
+        lines_UL2 = np.array([[*one, *([one[-1]] * (most - len(one)))] for one in lines])
+        row_T = np.array([place[key] for key in keys])
+        found = np.full(bytes_TVP.shape, np.inf)
+        for fixed_U, byte_U in np.moveaxis(lines_UL2, 0, 2):
+            found = np.minimum(found, fixed_U[row_T][:, None, None] + byte_U[row_T][:, None, None] * bytes_TVP)
+        return np.where(bytes_TVP > 0, found, 0.0)
 
-    def _new_bound_lines(self, kind: Kind, size: int, through: int) -> list[tuple[float, float]]:
+    def _bound_lines_of(
+        self, kind: Kind, size: int, fewest: int = 1, through: int = ANY_HOST
+    ) -> list[tuple[float, float]]:
+        """Return fixed seconds and seconds per byte of some lines, the lowest of which is the bound at every size."""
+        key = kind, size, fewest, through
+        if key not in self._bound_lines:
+            self._bound_lines[key] = self._new_bound_lines(kind, size, fewest, through)
+        return self._bound_lines[key]
+
+    def _new_bound_lines(self, kind: Kind, size: int, fewest: int, through: int) -> list[tuple[float, float]]:
         steps = num_steps(kind, size)
         if steps == 0:
             return [(0.0, 0.0)]
         scale = self.scale(kind, size)
-        fewest = -(-size // self.cluster.devices_per_host)
+        fewest = max(fewest, -(-size // self.cluster.devices_per_host))
         across = slice(max(fewest, 2), min(size, len(self.cluster.hosts)) + 1)
         if through == ANY_HOST:
             ways = [(slice(fewest, 2), self._best_within), (across, self._best_across)]

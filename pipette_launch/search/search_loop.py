@@ -26,9 +26,8 @@ FIRST_BATCH_MANY = 48
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """After each batch the placements of so many layouts are improved."""
-AFTER_PRICING = (8, 2, 1)
-AFTER_PRICING_MOST, MOST_SLOTS = (2, 1, 1), 1024
-"""And so many in each round after all are priced; fewer on more slots than that, where a round takes seconds."""
+AFTER_PRICING = ((MANY_SLOTS, (8, 2, 1)), (1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
+"""And on up to so many slots so many in each round after all are priced: on many slots a round takes long."""
 RUNNERS_UP = 3
 """So many layouts that cannot win are priced as alternatives, and as many that need less memory."""
 GAIN = 1e-4
@@ -91,7 +90,7 @@ class SearchLoop:
             size = min(size + size // 2, MOST_AT_ONCE)
             if self._is_late():
                 break
-        for width in AFTER_PRICING if self._inputs.cluster.num_slots <= MOST_SLOTS else AFTER_PRICING_MOST:
+        for width in next(widths for most, widths in AFTER_PRICING if self._inputs.cluster.num_slots <= most):
             self._place(width)
         self._exhaust()
         self._price_runners_up()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from pipette_launch.search import frontier as frontier_module
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs
 from pipette_launch.search.frontier import Frontier, recomputes_no_more
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
+from pipette_launch.search.placement.slots import host_order
 
 MANY = 10_000
 
@@ -58,7 +60,8 @@ def test_all_that_fit_come_once_by_rising_bound(share: float) -> None:
     assert len(taken) == len({one.layout for one in taken})
     assert {replace(one.layout, recompute=NO_RECOMPUTE) for one in taken} | {job.own} >= set(bare)
     assert [one.least_s for one in taken] == sorted(one.least_s for one in taken)
-    assert all(one.least_s <= inputs.predictor.bound_s(one.layout) for one in taken)
+    every = np.array([*permutations(range(4))])
+    assert all(one.least_s <= inputs.predictor.placement_cost(one.layout).costs(every).min() for one in taken)
     assert all(one.peak_bytes == inputs.predictor.peaks(one.layout) for one in taken)
     assert frontier.least_s == math.inf
 
@@ -109,7 +112,8 @@ def test_a_dive_finds_what_is_quick_and_what_is_lean() -> None:
     assert all(max(one.peak_bytes) <= inputs.limit_bytes(one.layout) for one in dived)
     assert any(max(one.peak_bytes) <= most for one in more)
     assert any(one.layout not in known for one in more)
-    assert frontier.take(1)[0].least_s <= min(inputs.predictor.bound_s(one.layout) for one in dived)
+    steps_s = [inputs.predictor.step_time(one.layout, host_order(4)).total_s for one in dived]
+    assert frontier.take(1)[0].least_s <= min(steps_s)
 
 
 SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))

@@ -1,0 +1,187 @@
+"""Whether what a plan lacks to its floor is the plan's fault or the bound's: on a few slots, where all can be tried.
+
+`python -m benchmarks.bench_exhaustion [--record]` plans jobs on four imagined hosts of two devices, then prices every
+placement of every legal layout that fits and whose bound is below the plan's step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.gpt import gpt_job
+from benchmarks.planners.machines import MACHINES, NETWORKS, with_network
+from benchmarks.telling import processor
+from pipette_launch.cost.columns.step_bounds import BoundColumns
+from pipette_launch.cost.compute.imagined_device import imagined
+from pipette_launch.facts import Job, Layout, Measurements, Plan, Provenance
+from pipette_launch.search.candidates import SearchInputs
+from pipette_launch.search.frontier import Frontier
+from pipette_launch.search.layouts.enumerate import cuts
+from pipette_launch.search.placement.exhaustive import exhaustion
+from pipette_launch.search.placement.slots import host_order
+from pipette_launch.search.search_loop import placement_problem
+from pipette_launch.search.solve import SolveOptions, solve
+
+HOSTS, DEVICES = 4, 2
+MACHINE = "A100"
+GLOBAL_BATCH = 64
+SEEDS = (0, 1, 2)
+MODELS: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
+    "GPT of 2.7B": ((56, 1920, 24), {}),
+    "MoE, 8 experts": ((24, 1024, 16), {"num_experts": 8, "moe_layer_freq": (1,) * 24, "moe_ffn_hidden_size": 4096}),
+}
+"""Layers, hidden size, heads; and what is not as in a plain GPT."""
+BUDGET_S = 60.0
+MEMORY_MARGIN = 0.08
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One job on one network."""
+
+    network: str
+    model: str
+    seed: int
+    legal: int
+    tried: int
+    """Layouts of which every placement was priced."""
+    plan_s: float
+    floor_s: float
+    least_s: float
+    """No placement of any legal layout that fits is faster."""
+    chosen: str
+    fastest: str
+
+
+def job_of(model: str) -> Job:
+    """A small job, fp16 with Adam."""
+    shape, extra = MODELS[model]
+    machine = MACHINES[MACHINE]
+    job = gpt_job(
+        shape,
+        seq_length=1024,
+        vocab_size=50256,
+        params_dtype="fp16",
+        transformer_impl=machine.transformer_impl,
+        attention_backend=machine.attention_backend,
+        global_batch_size=GLOBAL_BATCH,
+        own=Layout(dp=HOSTS * DEVICES),
+    )
+    return replace(job, model=replace(job.model, **extra))  # type: ignore[arg-type]
+
+
+def run_one(network: str, model: str, seed: int) -> Row:
+    """Plan, then try everything that could be faster."""
+    job = job_of(model)
+    found = cuts(job, world_size=HOSTS * DEVICES, devices_per_host=DEVICES, device_kind="cuda")
+    spec = MACHINES[MACHINE].spec
+    measured = imagined(job, spec, num_hosts=HOSTS, devices_per_host=DEVICES, layouts=found.layouts)
+    measured = with_network(measured, NETWORKS[network](HOSTS, np.random.default_rng([seed, HOSTS])))
+    plan = solve(
+        job,
+        measured,
+        options=SolveOptions(margin=0.0, memory_margin=MEMORY_MARGIN, budget_s=BUDGET_S),
+        clock=time.monotonic,
+        provenance=Provenance(key="bench", made_at="", versions={}, source="measured"),
+    )
+    tried, least_s, fastest = try_all(job, measured, plan)
+    return Row(
+        network=network,
+        model=model,
+        seed=seed,
+        legal=plan.num_layouts,
+        tried=tried,
+        plan_s=plan.chosen.step_time_s,
+        floor_s=plan.floor_s,
+        least_s=least_s,
+        chosen=plan.chosen.layout.words(),
+        fastest=fastest.words(),
+    )
+
+
+def try_all(job: Job, measured: Measurements, plan: Plan) -> tuple[int, float, Layout]:
+    """Price every placement of every layout whose bound is below the plan's step; return the fastest."""
+    inputs = SearchInputs.of(job, measured, memory_margin=MEMORY_MARGIN)
+    found = cuts(
+        job,
+        world_size=HOSTS * DEVICES,
+        devices_per_host=DEVICES,
+        device_kind="cuda",
+        table=inputs.predictor.compute,
+        rooms=inputs.rooms,
+    )
+    frontier = Frontier(inputs, found, BoundColumns.of(job, measured, inputs.predictor))
+    least_s, fastest = plan.chosen.step_time_s, plan.chosen.layout
+    layouts = [job.own] if inputs.own_dropped is None else []
+    while batch := frontier.take(64, below_s=plan.chosen.step_time_s):
+        layouts += [one.layout for one in batch]
+    for layout in layouts:
+        problem = placement_problem(inputs, layout, 0.0)
+        *_, best = exhaustion(problem, problem.best_of([host_order(layout.world_size)]), is_late=lambda: False)
+        if best.cost_s < least_s:
+            least_s, fastest = best.cost_s, layout
+    return len(layouts), least_s, fastest
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Lines of markdown."""
+    yield (
+        "| network | model | seed | legal layouts | of these tried | plan | fastest of all | plan above it "
+        "| floor below it | chosen | fastest |"
+    )
+    yield "|---|---|--:|--:|--:|--:|--:|--:|--:|---|---|"
+    for row in rows:
+        yield (
+            f"| {row.network} | {row.model} | {row.seed} | {row.legal:,} | {row.tried:,} | {row.plan_s:.4f} s "
+            f"| {row.least_s:.4f} s | {row.plan_s / row.least_s - 1:.2%} | {1 - row.floor_s / row.least_s:.2%} "
+            f"| {row.chosen} | {row.fastest} |"
+        )
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The whole report, its conditions first."""
+    above = [row.plan_s / row.least_s - 1 for row in rows]
+    below = [1 - row.floor_s / row.least_s for row in rows]
+    placements = math.factorial(HOSTS) ** DEVICES * math.factorial(DEVICES) ** HOSTS
+    conditions = (
+        f"`python -m benchmarks.bench_exhaustion` on {time.strftime('%Y-%m-%d')}: {processor()}, Python "
+        f"{platform.python_version()}, numpy {version('numpy')}. {HOSTS} imagined hosts of {DEVICES} {MACHINE}s, links "
+        f"as in `benchmarks/planners/machines.py`, steps of {GLOBAL_BATCH} sequences. Tried: all {placements:,} "
+        "allowed placements, less those that only turn rings, of each layout that fits and whose bound is below the "
+        "plan's step. Whatever else is legal is slower by its bound."
+    )
+    result = f"Plans are at most {max(above):.2%} above the fastest of all, floors at most {max(below):.2%} below it."
+    heading = "# Plans and their floors against all there is"
+    return "\n".join([heading, "", conditions, "", result, "", *table(rows), ""])
+
+
+def main() -> None:
+    """Run all cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", action="store_true", help="write the report into benchmarks/results")
+    args = parser.parse_args()
+    rows = []
+    for network in NETWORKS:
+        for model in MODELS:
+            for seed in SEEDS:
+                rows.append(run_one(network, model, seed))
+                sys.stderr.write(f"{network}, {model}, seed {seed}: {rows[-1].tried} layouts tried\n")
+    text = report(rows)
+    sys.stdout.write(text)
+    if args.record:
+        (RESULTS / f"exhaustion_{time.strftime('%Y-%m-%d')}.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

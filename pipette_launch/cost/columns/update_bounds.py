@@ -1,0 +1,140 @@
+"""What many layouts exchange and update once a step: over the best links, and over those that some must use."""
+
+# T = groups of layouts that agree in what is exchanged once a step, K = kinds of chunk, P = pipeline ranks, V = chunks
+# of each, R = groups that agree in their parameters, X = what chunks are made of (see `step_bounds`).
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipette_launch.cost.columns.bound_tables import Content, Tables, TpGroups
+from pipette_launch.cost.communication.collectives import ANY_HOST, GroupsLie
+from pipette_launch.cost.communication.traffic import aligns_gathers, num_buckets
+from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
+from pipette_launch.cost.layers.parameters import expert_dp
+from pipette_launch.cost.layers.sharding import sharding_of
+from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class Through(NamedTuple):
+    """The prices of groups that must use the links of a host where these are slow."""
+
+    stages: int
+    """So many stages have groups that take at least so long."""
+    reduce_s_TVP: Floats
+    gather_s_TVP: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatePrices:
+    """What each group of layouts exchanges and updates once a step."""
+
+    group_N: Ints
+    reduce_s_TVP: Floats
+    gather_s_TVP: Floats
+    through: tuple[Through, ...]
+    buckets_T: Ints
+    """Parts of the first stage's gradients that leave one by one, where they are overlapped."""
+    optimizer_s_TP: Floats
+    embedding_s_T: Floats
+    aligns_gathers: bool
+    """As `LayoutWork.aligns_gathers`: the same for all, as they are of one shape of pipelines."""
+
+    @classmethod
+    def of(
+        cls, tables: Tables, columns: LayoutColumns, unit: tuple[Ints, Ints], content: Content, tp_groups: TpGroups
+    ) -> UpdatePrices:
+        """Price what layouts of one shape of pipelines exchange and update.
+
+        Args:
+            tables: of the job.
+            columns: the layouts.
+            unit: the group of each layout in its parameters, and of each group those of what chunks are made of.
+            content: of the chunks.
+            tp_groups: where tensor-parallel groups lie.
+
+        """
+        job, (unit_N, parameters_R2X) = tables.job, unit
+        fields = [columns.dp, columns.cp, columns.ep, columns.etp, columns.use_distributed_optimizer]
+        codes_N = codes_of([unit_N, content.cut_N, *fields])
+        _, first_T, group_N = np.unique(codes_N, return_index=True, return_inverse=True)
+        groups = columns.take(first_T)
+        kinds_TVP = content.kind_CVP[content.cut_N[first_T]]
+        rows_T11 = unit_N[first_T][:, None, None]
+        dense_TVP, expert_TVP = (
+            each_RK[rows_T11, kinds_TVP] for each_RK in np.moveaxis(parameters_R2X @ content.parts_KX.T, 1, 0)
+        )
+        gradient, sharding = gradient_bytes_per_parameter(job), sharding_of(job)
+        # FSDP exchanges them in the passes; that it gathers embedding and head once a step is left out.
+        sizes = (
+            0 if sharding and sharding.gradients else gradient,
+            0 if sharding and sharding.weights else job.model.dtype_bytes,
+        )
+        # Each member of a dense group belongs to another tensor-parallel group: a host that holds whole ones holds few.
+        apart_T = np.where(tables.fits_hosts(groups), groups.tp, 1) if tp_groups == "inside hosts" else 1
+        dense_slots_T = groups.dp * groups.cp * apart_T
+        prices = partial(_exchanges, tables, groups, (dense_TVP, expert_TVP), sizes, dense_slots_T)
+        reduce_s, gather_s = prices(ANY_HOST)
+        through = [Through(stages, *prices(host)) for stages, host in tables.slow_hosts(int(columns.pp[0]))]
+        # Ranks first, so that figures of T stand behind.
+        dense_PT, expert_PT = dense_TVP.sum(axis=1).T, expert_TVP.sum(axis=1).T
+        optimizer_s_PT = tables.once_a_step.seconds(
+            resident_parameters(job, dense_PT, expert_PT, groups),
+            held_gradients(job, dense_PT, expert_PT, groups) * gradient,
+        )
+        return cls(
+            group_N=group_N.reshape(-1),
+            reduce_s_TVP=reduce_s,
+            gather_s_TVP=gather_s,
+            through=tuple(through),
+            buckets_T=num_buckets((dense_TVP + expert_TVP)[:, 0, 0], groups.dp * groups.cp),
+            optimizer_s_TP=optimizer_s_PT.T * tables.fastest,
+            embedding_s_T=tables.embedding_s_N(groups),
+            aligns_gathers=aligns_gathers(job, columns.layout(0)),
+        )
+
+
+def _exchanges(
+    tables: Tables,
+    groups: LayoutColumns,
+    counts: tuple[Ints, Ints],
+    sizes: tuple[int, int],
+    dense_slots_T: Ints,
+    through: int,
+) -> tuple[Floats, Floats]:
+    """Seconds of reducing gradients and of gathering weights, stage by stage.
+
+    Args:
+        tables: of the job.
+        groups: the layouts.
+        counts: dense and expert parameters of each chunk.
+        sizes: bytes of a gradient and of a weight.
+        dense_slots_T: slots that a dense group needs on its hosts, those beside its members included.
+        through: a host that the groups must use; ANY_HOST = none.
+
+    """
+    reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)
+    is_sharded_T = groups.use_distributed_optimizer > 0
+    # In the rank order tp-pp-dp experts' groups may lie across stages.
+    in_stages_T = (groups.use_tp_pp_dp_mapping == 0) | (groups.ep * groups.etp == groups.tp * groups.cp)
+    dense = (groups.dp * groups.cp, dense_slots_T, np.full(len(groups), True))
+    experts = (expert_dp(groups), expert_dp(groups), in_stages_T)
+    for count_TVP, (size_T, slots_T, uses_T) in zip(counts, (dense, experts), strict=True):
+        fewest_T = -(-slots_T // tables.devices)
+        through_T = np.where(uses_T & (fewest_T > 1), through, ANY_HOST)
+        sharded, whole = (
+            GroupsLie(size_T=np.where(counts_T, size_T, 1), fewest_T=fewest_T, through_T=through_T)
+            for counts_T in (is_sharded_T, ~is_sharded_T)
+        )
+        reduce_s += tables.fabric.groups_bound_s("all_reduce", whole, count_TVP * sizes[0])
+        reduce_s += tables.fabric.groups_bound_s("reduce_scatter", sharded, count_TVP * sizes[0])
+        gather_s += tables.fabric.groups_bound_s("all_gather", sharded, count_TVP * sizes[1])
+    return reduce_s, gather_s

@@ -57,7 +57,8 @@ def solve(
     """Find the fastest legal layout that fits, and its placement; the user's own configuration is the incumbent.
 
     The arguments and the seed fix what the search does, and the budget only ends it. So equal inputs give equal plans
-    where the budget is not the limit, and more budget never gives a slower plan.
+    where the budget is not the limit, and more budget never finds a slower step; the plan may take one that counts as
+    equally fast (`choose.EQUAL`), so its step may be longer by as much.
 
     Args:
         job: the model, the batch, the user's own layout and its pins.

@@ -53,8 +53,9 @@ class Chosen:
 def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
     """Take the fastest candidate that beats the user's own configuration, or the fastest of all if that does not fit.
 
-    It has to save the margin, and more than the scatter of the compute times could explain. A step that rests on times
-    which were carried over from other shapes counts as longer by their standard error. Among layouts that count as
+    It has to save the margin, more than the scatter of the compute times could explain, and if its degrees are others
+    more than such predictions are off against each other. A step that rests on times which were carried over from other
+    shapes counts as longer by their standard error. Among layouts that count as
     equally fast the simplest wins: the one with the fewest axes, then the nearest to the user's own. With margin 0
     every gain counts.
 
@@ -136,7 +137,8 @@ class _Judge:
         if not self._doubt.have_same_source(one.layout, self._own_priced):
             own = (self._own_priced, self._own.breakdown_s)
             chance_s = self._doubt.chance_s((one.layout, self._parts_s(one)), own)
-        return max(self._margin * self._own.step_time_s, chance_s)
+        part = max(self._margin, self._doubt.shape_error(one.layout, self._own_priced))
+        return max(part * self._own.step_time_s, chance_s)
 
     def careful_s(self, one: Candidate) -> float:
         """Seconds of its step, and by how many more it may take since times of other shapes stand for its own."""

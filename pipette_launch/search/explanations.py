@@ -100,7 +100,7 @@ def _why_own(chosen: Chosen, margin: float) -> list[str]:
     least = chosen.least_gain_s / own.step_time_s
     short_of = f"the margin of {margin:.1%}"
     if least > margin + _ROUNDING:
-        short_of = f"the {least:.1%} that scatter of compute times may feign (--pipette-trials would measure it)"
+        short_of = f"the {least:.1%} by which the two predictions may be off (--pipette-trials would measure both)"
     return [f"{kept}; the best other, {other}, would save {gain:.1%}, less than {short_of}."]
 
 

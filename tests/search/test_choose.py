@@ -9,6 +9,7 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.worlds import planned, two_racks
 
 from pipette_launch.cost.compute.stages import case_of
+from pipette_launch.cost.learned import uncertainty
 from pipette_launch.facts import Layout, Recompute
 from pipette_launch.search import choose, explanations
 from pipette_launch.search.choose import num_axes
@@ -38,6 +39,20 @@ def test_the_simplest_of_equally_fast_plans_is_chosen_and_said(monkeypatch: pyte
     (said,) = [reason for reason in plan.reasons if "count as equal" in reason]
     assert said.startswith(f"{fastest.layout.words()} is predicted ")
     assert fastest.step_time_s == bold.chosen.step_time_s
+
+
+def test_other_degrees_must_save_more_than_their_predictions_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is nearly the whole step the user's degrees stay, and the plan says why; not at margin 0."""
+    job, measured = tiny_job(4, own=Layout(pp=4), pinned=("micro_batch_size",)), tiny_measurements(two_racks())
+    usual = planned(job, measured)
+    monkeypatch.setattr(uncertainty, "SHAPE_ERROR", 0.99)
+    careful, bold = planned(job, measured), planned(job, measured, margin=0.0)
+
+    assert usual.chosen.layout.pp < 4
+    assert (careful.chosen.layout.pp, careful.chosen.layout.vpp) == (4, 1)
+    assert usual.chosen.step_time_s == bold.chosen.step_time_s
+    if careful.keeps_own:
+        assert any("by which the two predictions may be off" in reason for reason in careful.reasons)
 
 
 def test_of_plans_within_their_doubt_the_one_that_was_measured_is_chosen_and_said() -> None:

@@ -252,7 +252,7 @@ def test_a_gain_that_scatter_may_feign_is_left() -> None:
     kept, taken, bold = planned(job, scattered), planned(job, exact), planned(job, scattered, margin=0.0)
 
     assert kept.keeps_own
-    assert any("scatter of compute times may feign" in reason for reason in kept.reasons)
+    assert any("by which the two predictions may be off" in reason for reason in kept.reasons)
     assert (False, False) == (taken.keeps_own, bold.keeps_own)
     assert taken.chosen.layout == bold.chosen.layout == kept.alternatives[0].layout
 

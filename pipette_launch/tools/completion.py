@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from argparse import REMAINDER, ArgumentParser, Namespace
+from argparse import REMAINDER, Action, ArgumentParser, Namespace
+from collections.abc import Sequence
 
 from pipette_launch.errors import PipetteError
 from pipette_launch.tools.flags import Subcommand
@@ -12,6 +13,13 @@ from pipette_launch.tools.misspelt import command_parsers
 SHELLS = ("bash", "zsh", "tcsh")
 PATHS = {"FILE", "DIR", "PLAN", "SCRIPT", "WHERE"}
 """Names in help texts of what the shell completes as a path."""
+MENDED = {
+    # In a file that is sourced, shtab's script would complete at once, and fail.
+    "zsh": {"$zsh_eval_context[-1] == eval": "$zsh_eval_context[-1] == (eval|file)"},
+    # shtab offers nothing behind the first flag; a script or a plan may stand there.
+    "tcsh": {"'p/*/()/'": "'p/*/f/'"},
+}
+"""What is changed in the scripts that shtab writes for a shell."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -29,12 +37,25 @@ def run(args: Namespace) -> int:
     from pipette_launch.tools.main import parser
 
     whole = parser()
-    for one in command_parsers(whole).values():
-        for action in one._actions:  # noqa: SLF001 - argparse has no public list of them
-            if action.nargs == REMAINDER or PATHS & set(str(action.metavar).split("|")):
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
-    sys.stdout.write(shtab.complete(whole, args.shell))
+    actions = [action for one in command_parsers(whole).values() for action in one._actions]  # noqa: SLF001
+    for action in actions:
+        if action.nargs == REMAINDER or PATHS & set(str(action.metavar).split("|")):
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    if args.shell == "tcsh":
+        _share_choices(actions)
+    script = shtab.complete(whole, args.shell)
+    for shtabs, ours in MENDED.get(args.shell, {}).items():
+        script = script.replace(shtabs, ours)
+    sys.stdout.write(script)
     return 0
+
+
+def _share_choices(actions: Sequence[Action]) -> None:
+    """Let a flag have the choices that it has under any command: tcsh does not know which command is typed."""
+    flags = [action for action in actions if action.option_strings and action.choices]
+    for flag in flags:
+        same = [one for one in flags if one.option_strings == flag.option_strings]
+        flag.choices = tuple(dict.fromkeys(choice for one in same for choice in one.choices or ()))
 
 
 COMMAND = Subcommand(

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
+import select
 import shutil
+import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +67,69 @@ def test_bash_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
     assert {"a.plan.json"} == completed("pipette report a.", capsys, str(tmp_path))
     assert {"b.cluster.json"} == completed("pipette plan --cluster b", capsys, str(tmp_path))
+
+
+def keyed(argv: list[str], lines: list[str], keys: str, expected: str, folder: Path) -> str:
+    """What a shell on a terminal shows of keys typed behind these lines, until it shows what is expected."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(folder)
+        # tcsh completes only on a terminal of some kind; on none zsh writes no control characters between the letters.
+        os.execvpe(argv[0], argv, {**os.environ, "TERM": "dumb" if argv[0] == "zsh" else "vt100", "LC_ALL": "C"})  # noqa: S606
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+
+    def shown(end: str) -> str:
+        text, deadline_s = "", time.monotonic() + 15
+        while end not in text and select.select([terminal], [], [], max(deadline_s - time.monotonic(), 0))[0]:
+            text += os.read(terminal, 1 << 16).decode(errors="replace")
+        return text
+
+    try:
+        os.write(terminal, "\n".join([*lines, "echo rea''dy", ""]).encode())
+        before = shown("\nready")
+        os.write(terminal, keys.encode())
+        return before + shown(expected)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(terminal)
+
+
+ZSH_COMPLETION = "autoload -Uz compinit && compinit -u -D"
+WAYS = {
+    "zsh-eval": ("zsh -f -i", [ZSH_COMPLETION, 'eval "$(cat ./_pipette)"']),
+    "zsh-source": ("zsh -f -i", [ZSH_COMPLETION, "source ./_pipette"]),
+    "zsh-fpath": ("zsh -f -i", ["fpath=($PWD $fpath)", ZSH_COMPLETION]),
+    "tcsh-source": ("tcsh -f", ["source ./_pipette"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("pipette pla", "pipette plan "),
+        ("pipette doctor --device a", "--device auto "),
+        ("pipette plan --cluster b", "--cluster b.cluster.json "),
+        ("pipette report a.", "report a.plan.json "),
+        ("pipette plan --gpu H100 --nodes 1 tr", "--nodes 1 train.py "),
+    ],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_other_shells_complete(
+    way: str, keys: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluated, sourced or in zsh's folder of functions, in the shell itself, on a terminal."""
+    argv, lines = WAYS[way][0].split(), WAYS[way][1]
+    if shutil.which(argv[0]) is None:
+        pytest.skip(f"{argv[0]} is not installed")
+    for name in ("a.plan.json", "b.cluster.json", "train.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "_pipette").write_text(script(argv[0], capsys))
+
+    shown = keyed(argv, lines, f"{keys}\t", expected, tmp_path)
+
+    assert expected in shown
+    assert "only be called" not in shown
 
 
 def test_without_shtab_one_sentence_says_what_to_install(

@@ -18,7 +18,7 @@ from benchmarks.netlab.system import LabError
 from pipette_launch import megatron
 
 ROUNDS = 2
-ITERATIONS = 4
+ITERATIONS = 14
 BUDGET_S = 25.0
 """For the warm-up of each network's first model; later ones find its links again."""
 QUICK = (("islands", "communication-heavy"),)

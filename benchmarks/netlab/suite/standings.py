@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.netlab.compare import Ended
 from benchmarks.netlab.suite.contenders import OWN, RIVALS
 
-SKIP = 2
+SKIP = 6
 """Iterations at the start of a training that do not count."""
 COLUMNS = (OWN, *RIVALS)
 LEAST_NOISE = 0.02

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.gpt import gpt_job
 from benchmarks.planners.machines import MACHINES, NETWORKS, with_network
+from benchmarks.planners.zoo import MODELS as GPT_MODELS
+from benchmarks.planners.zoo import job_of_shape
 from benchmarks.telling import processor
 from pipette_launch.cost.columns.step_bounds import BoundColumns
 from pipette_launch.cost.compute.imagined_device import imagined
@@ -37,7 +38,7 @@ MACHINE = "A100"
 GLOBAL_BATCH = 64
 SEEDS = (0, 1, 2)
 MODELS: dict[str, tuple[tuple[int, int, int], dict[str, object]]] = {
-    "GPT of 2.7B": ((56, 1920, 24), {}),
+    "GPT of 2.7B": (GPT_MODELS["2.7B"], {}),
     "MoE, 8 experts": ((24, 1024, 16), {"num_experts": 8, "moe_layer_freq": (1,) * 24, "moe_ffn_hidden_size": 4096}),
 }
 """Layers, hidden size, heads; and what is not as in a plain GPT."""
@@ -67,17 +68,7 @@ class Row:
 def job_of(model: str) -> Job:
     """A small job, fp16 with Adam."""
     shape, extra = MODELS[model]
-    machine = MACHINES[MACHINE]
-    job = gpt_job(
-        shape,
-        seq_length=1024,
-        vocab_size=50256,
-        params_dtype="fp16",
-        transformer_impl=machine.transformer_impl,
-        attention_backend=machine.attention_backend,
-        global_batch_size=GLOBAL_BATCH,
-        own=Layout(dp=HOSTS * DEVICES),
-    )
+    job = job_of_shape(shape, MACHINES[MACHINE], HOSTS * DEVICES, global_batch_size=GLOBAL_BATCH)
     return replace(job, model=replace(job.model, **extra))  # type: ignore[arg-type]
 
 

@@ -46,13 +46,18 @@ def plain(job: Job) -> Job:
 
 def job_of(name: str, machine: Machine, world_size: int) -> Job:
     """The job of a model, fp16 with Adam; its own layout is a stand-in until the user's rules have chosen one."""
+    return job_of_shape(MODELS[name], machine, world_size, global_batch_size=GLOBAL_BATCH)
+
+
+def job_of_shape(shape: tuple[int, int, int], machine: Machine, world_size: int, *, global_batch_size: int) -> Job:
+    """The same of a model of so many layers, hidden size and heads, in steps of so many sequences."""
     return gpt_job(
-        MODELS[name],
+        shape,
         seq_length=SEQ_LENGTH,
         vocab_size=VOCABULARY,
         params_dtype="fp16",
         transformer_impl=machine.transformer_impl,
         attention_backend=machine.attention_backend,
-        global_batch_size=GLOBAL_BATCH,
+        global_batch_size=global_batch_size,
         own=Layout(dp=world_size),
     )

@@ -1,7 +1,7 @@
 """The order of a search: price promising layouts, improve the placement of the best, then bound how good the best is.
 
 What the search does next depends on what it found before, never on the clock: the deadline ends it and changes nothing
-else, so more time never gives a slower plan.
+else, so more time never finds a slower step.
 """
 
 from __future__ import annotations

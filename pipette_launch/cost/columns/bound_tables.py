@@ -138,8 +138,6 @@ class Tables:
         slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
         self.fastest, self.slowest = min(slowness), max(slowness)
         self._num_slots, self.devices = measurements.cluster.num_slots, measurements.cluster.devices_per_host
-        self.whole_1X = _parts_SX(job, LayoutColumns.of([Layout()]), 0)
-        """What the whole model is made of, nothing run again."""
         shared_by: tuple[Field, ...] = ("ep", "etp") if compute.knows_shares else ()
         self._cut_by: tuple[Field, ...] = ("sequence_parallel", "ep", "etp") if compute.copies_to_host else shared_by
         """What passes depend on besides their case."""
@@ -284,7 +282,8 @@ class Tables:
         hidden_by = ("tp", "cp", "micro_batch_size", *dict.fromkeys((*self._of_shards, *self._cut_by)))
         cases = columns.groups(*hidden_by)
         hiding_U = _each(columns, cases.first_U, hidden_by, self._hiding, self.compute.hiding)
-        found = np.zeros((len(columns), 3, self.whole_1X.shape[1]))
+        # Of each kind of layer two parts, embedding and head.
+        found = np.zeros((len(columns), 3, 2 * len(self.job.model.possible_kinds) + 2))
         degrees_of = columns.groups("tp", "cp", "sequence_parallel", "ep", "etp", *self._of_shards)
         for rows in split_by_code(degrees_of.group_N):
             shape = columns.layout(int(rows[0]))

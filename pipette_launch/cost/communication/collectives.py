@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,10 +77,14 @@ class Fabric:
         self.domain_slots = min(Rooms.of(cluster).domain_devices)
         """Slots of an NVLink domain, or of a host that is one."""
         self._best_across = best_links([cluster.between_hosts])
-        self.slowness_H = slowness_of_places(cluster.between_hosts)
         self._best_within = best_links(cluster.within_host)
         self._measured = MeasuredGroups(cluster, collectives, self._table)
         self._bound_lines: dict[tuple[Kind, int, int, int], list[tuple[float, float]]] = {}
+
+    @cached_property
+    def slowness_H(self) -> NDArray[np.float64]:
+        """Seconds per byte of the best link of each host."""
+        return slowness_of_places(self.cluster.between_hosts)
 
     def seconds(self, kind: Kind, slots: Sequence[int], size_bytes: float) -> float:
         """Price one group; its ring runs in the order of `slots`."""

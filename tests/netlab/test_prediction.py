@@ -49,7 +49,7 @@ def test_all_that_ran_is_compared() -> None:
 
 
 def test_what_differs_from_training_to_training_is_said() -> None:
-    """The first two steps of a training do not count, nor does a configuration that was trained once."""
+    """The first steps of a training do not count, nor does a configuration that was trained once."""
     twice = {"layout": "dp4", "placement": [0], "predicted_s": 1.0, "measured_s": 1.0}
     twice["step_s"] = [[*[9.0] * SKIP, 1.0, 1.0], [*[9.0] * SKIP, 1.2, 1.2]]
     once = {**twice, "step_s": [[*[9.0] * SKIP, 5.0]]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import TypedDict
 
@@ -15,7 +15,7 @@ from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.results.rate import Rate
 from pipette_launch.facts.schedule_file import ScheduleFile
 from pipette_launch.search.candidates import Candidate, SearchInputs, doublings_apart
-from pipette_launch.search.placement.slots import Placement, host_order
+from pipette_launch.search.placement.slots import Placed, Placement, Slots, host_order
 
 EQUAL = 0.005
 """Steps that differ by less than this part count as equally fast: predictions are off by several times as much."""
@@ -53,11 +53,11 @@ class Chosen:
 def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: float, num_alternatives: int) -> Chosen:
     """Take the fastest candidate that beats the user's own configuration, or the fastest of all if that does not fit.
 
-    It has to save the margin, more than the scatter of the compute times could explain, and if its degrees are others
-    more than such predictions are off against each other. A step that rests on times which were carried over from other
-    shapes counts as longer by their standard error. Among layouts that count as
-    equally fast the simplest wins: the one with the fewest axes, then the nearest to the user's own. With margin 0
-    every gain counts.
+    It has to save the margin, more than the scatter of the compute times and what was carried over from other shapes
+    could explain, and if its degrees are others, more than such predictions are off against each other. A step that
+    rests on times which were carried over counts as longer by their standard error. Among layouts that count as equally
+    fast the simplest wins: the one with the fewest axes, then the nearest to the user's own. So does torchrun's order
+    among placements. With margin 0 every gain counts.
 
     Args:
         inputs: the job and the machines.
@@ -67,6 +67,8 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
 
     """
     own, basis = _own_choice(inputs, candidates)
+    if margin:
+        candidates = [_simply_placed(inputs, one) for one in candidates]
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
     own_runs = own.fits and inputs.own_fault is None and inputs.own_split is None
     judge = _Judge(inputs, own if own_runs else None, basis or own.layout, margin)
@@ -119,6 +121,9 @@ class _Judge:
         self._margin = margin
         self._doubt = Uncertainty(inputs.job, inputs.predictor.compute, inputs.measurements)
         self._parts: dict[int, Mapping[str, float]] = {}
+        self._own_carried_s = 0.0
+        if own and self._doubt.differs:
+            self._own_carried_s = self._doubt.carried_s(own_priced, own.placement, own.breakdown_s)
 
     def is_worth_it(self, one: Candidate) -> bool:
         """Whether it saves enough of the user's own step."""
@@ -132,11 +137,11 @@ class _Judge:
         """Seconds that it must save of the user's own step."""
         if self._own is None or not self._margin:
             return 0.0
-        chance_s = 0.0
+        chance_s = max(self.carried_s(one) - self._own_carried_s, 0.0)
         # The parts of a step cost a whole prediction, so they are computed only where the times are uncertain.
         if not self._doubt.have_same_source(one.layout, self._own_priced):
             own = (self._own_priced, self._own.breakdown_s)
-            chance_s = self._doubt.chance_s((one.layout, self._parts_s(one)), own)
+            chance_s = max(chance_s, self._doubt.chance_s((one.layout, self._parts_s(one)), own))
         part = max(self._margin, self._doubt.shape_error(one.layout, self._own_priced))
         return max(part * self._own.step_time_s, chance_s)
 
@@ -154,6 +159,16 @@ class _Judge:
         if id(one) not in self._parts:
             self._parts[id(one)] = self._inputs.predictor.step_time(one.layout, one.placed.placement).breakdown_s
         return self._parts[id(one)]
+
+
+def _simply_placed(inputs: SearchInputs, one: Candidate) -> Candidate:
+    """Put its ranks in torchrun's order, where that is allowed and counts as equally fast."""
+    order = host_order(inputs.cluster.num_slots)
+    if one.placed.placement == order or one.host_order_s > (1 + EQUAL) * one.placed.cost_s:
+        return one
+    if not Slots.of(inputs.cluster, inputs.blocks(one.layout)).allows(order):
+        return one
+    return replace(one, placed=Placed(placement=order, cost_s=one.host_order_s, is_optimal=False))
 
 
 def num_axes(layout: Layout) -> int:

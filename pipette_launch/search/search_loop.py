@@ -29,7 +29,8 @@ WHILE_PRICING = 1
 AFTER_PRICING = ((MANY_SLOTS, (8, 2, 1)), (1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
 """And on up to so many slots so many in each round after all are priced: on many slots a round takes long."""
 RUNNERS_UP = 3
-"""So many layouts that cannot win are priced as alternatives, and as many that need less memory."""
+"""So many layouts that cannot win are priced as alternatives, as many that need less memory, and as many beside the
+user's own."""
 GAIN = 1e-4
 """A round that saves less than this part of the step counts as one without gain."""
 SHARPENED = 6
@@ -194,12 +195,23 @@ class SearchLoop:
             self._pool[leader.layout] = replace(leader, placed=placed)
 
     def _price_runners_up(self) -> None:
-        """Price some layouts that cannot win, as alternatives: those of the lowest bounds, and some of less memory."""
-        near = sorted(self._beaten.values())[:RUNNERS_UP]
+        """Price some layouts that are not the fastest: of the lowest bounds, of less memory, and beside the user's own.
+
+        They are alternatives; those beside the user's own are taken where the fastest rests on too little measurement.
+        """
+        near = [*sorted(self._beaten.values())[:RUNNERS_UP], *self._beside_own()]
         for one in near:
-            self._beaten.pop(one.layout)
+            self._beaten.pop(one.layout, None)
         most_bytes = LEANER * max(self._leader().peak_bytes)
         self._price([*near, *self._frontier.runners_up(RUNNERS_UP, most_bytes=most_bytes)])
+
+    def _beside_own(self) -> list[Promising]:
+        """Return some that differ from the user's own in one choice and could be faster."""
+        own = self._pool.get(self._inputs.job.own)
+        if own is None:
+            return []
+        near = self._frontier.neighbours(own.layout, below_s=own.host_order_s)
+        return [one for one in near if one.layout not in self._pool][:RUNNERS_UP]
 
     def _prove(self) -> None:
         """Sharpen the bound of the best layout, then the lowest bounds, while that could raise the floor."""

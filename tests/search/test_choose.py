@@ -72,3 +72,36 @@ def test_of_plans_within_their_doubt_the_one_that_was_measured_is_chosen_and_sai
     (said,) = [reason for reason in plan.reasons if "less of its step was measured" in reason]
     assert said.startswith(f"{fastest.layout.words()} is predicted ")
     assert fastest.step_time_s == bold.chosen.step_time_s
+
+
+def test_of_placements_that_count_as_equal_torchruns_order_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a third of a step counts as nothing the same layout stays in torchrun's order; not at margin 0."""
+    pinned = ("tp", "pp", "cp", "micro_batch_size", "use_distributed_optimizer", "overlap_grad_reduce", "recompute")
+    own = Layout(pp=2, dp=2, micro_batch_size=4, use_distributed_optimizer=True)
+    job, measured = tiny_job(4, own=own, pinned=pinned), tiny_measurements(two_racks())
+    fastest = planned(job, measured).chosen
+    monkeypatch.setattr(choose, "EQUAL", 100.0)
+    plan, bold = planned(job, measured), planned(job, measured, margin=0.0)
+
+    assert not fastest.is_host_order
+    assert (plan.own if plan.keeps_own else plan.chosen).is_host_order
+    assert fastest.placement == bold.chosen.placement
+
+
+def test_a_gain_that_what_was_carried_over_could_eat_up_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where carried times may be off by half, a micro-batch that was not measured is not taken; not at margin 0."""
+    pinned = ("tp", "pp", "cp", "vpp", "use_distributed_optimizer", "overlap_grad_reduce", "recompute")
+    job = tiny_job(4, own=Layout(pp=4, micro_batch_size=2), pinned=pinned)
+    measured = tiny_measurements(tiny_cluster(2, 2))
+    own_case = case_of(job.own)
+    carried = replace(
+        measured,
+        compute=tuple(one if one.case == own_case else replace(one, source="modelled") for one in measured.compute),
+    )
+    monkeypatch.setattr(uncertainty, "MODELLED_ERROR", 0.5)
+    monkeypatch.setattr(uncertainty, "ERRORS_APART", 0.0)
+    plan, bold = planned(job, carried), planned(job, carried, margin=0.0)
+
+    assert case_of(bold.chosen.layout) != own_case
+    assert bold.chosen.step_time_s < 0.95 * bold.own.step_time_s
+    assert own_case == case_of((plan.own if plan.keeps_own else plan.chosen).layout)

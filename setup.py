@@ -18,7 +18,7 @@ setup(
             py_limited_api=STABLE,
             optional=True,
         )
-        for name in ("cost.pipeline._longest_path", "search.assignment._swap_rises")
+        for name in ("cost.pipeline._longest_path", "search.assignment._swaps")
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {},
 )

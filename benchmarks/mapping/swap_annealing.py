@@ -87,6 +87,7 @@ def _proposals(
     one_P, any_P = rng.integers(seats, size=(2, size))
     degree_P = prices.degree_Q[one_P]
     flow_P = (rng.random(size) * degree_P).astype(np.int64)
-    wanted_P = near_HK[here.beside_QD[one_P, flow_P], rng.integers(near_HK.shape[1], size=size)]
+    beside_P = here.place_Q[prices.other_QD[one_P, flow_P]]
+    wanted_P = near_HK[beside_P, rng.integers(near_HK.shape[1], size=size)]
     is_informed_P = (degree_P > 0) & (np.arange(size) < INFORMED * size)
     return one_P, np.where(is_informed_P, here.seat_H[wanted_P], any_P)

@@ -194,6 +194,8 @@ class Fabric:
 
     def groups_bound_s(self, kind: Kind, lie: GroupsLie, bytes_TVP: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the bounds of groups of many kinds, by those of the first axis of `bytes_TVP`."""
+        if not (lie.size_T.max() > 1 and bytes_TVP.any()):
+            return np.zeros(bytes_TVP.shape)
         keys = [*zip(lie.size_T.tolist(), lie.fewest_T.tolist(), lie.through_T.tolist(), strict=True)]
         place = {key: index for index, key in enumerate(dict.fromkeys(keys))}
         lines = [self._bound_lines_of(kind, *key) for key in place]
@@ -201,7 +203,7 @@ class Fabric:
         lines_UL2 = np.array([[*one, *([one[-1]] * (most - len(one)))] for one in lines])
         row_T = np.array([place[key] for key in keys])
         found = np.full(bytes_TVP.shape, np.inf)
-        for fixed_U, byte_U in np.moveaxis(lines_UL2, 0, 2):
+        for fixed_U, byte_U in lines_UL2.transpose(1, 2, 0):
             found = np.minimum(found, fixed_U[row_T][:, None, None] + byte_U[row_T][:, None, None] * bytes_TVP)
         return np.where(bytes_TVP > 0, found, 0.0)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -138,18 +139,22 @@ def live_bytes(stages: Stages, chunk_N: Ints, bytes_C: Ints) -> Ints:
     for turn in range(1, int(vpp.max(initial=1))):
         some = np.flatnonzero(vpp > turn)
         equal[some] &= bytes_C[own[some] + turn * pp[some]] == bytes_C[own[some]]
-    for at in np.flatnonzero(~equal).tolist():
-        sizes = bytes_C[own[at] : own[at] + pp[at] * vpp[at] : pp[at]]
-        kept[at] = _uneven(stages, at, tuple(sizes.tolist()))
+    uneven = np.flatnonzero(~equal)
+    if len(uneven):
+        all_bytes, first = bytes_C.tolist(), own[uneven].tolist()
+        shapes = zip(first, pp[uneven].tolist(), vpp[uneven].tolist(), strict=True)
+        sizes = [tuple(all_bytes[at : at + ranks * chunks : ranks]) for at, ranks, chunks in shapes]
+        kept[uneven] = _walked(stages, uneven, sizes)
     return kept
 
 
-def _uneven(stages: Stages, at: int, sizes_V: tuple[int, ...]) -> int:
-    """Walk the schedule of one stage whose chunks keep different amounts."""
-    row = stages.row_S[at]
-    columns = (stages.layouts.pp, stages.layouts.vpp, stages.layouts.microbatch_group_size, stages.microbatches_N)
-    pp, vpp, group_size, microbatches = (int(column[row]) for column in columns)
-    return peak_live_bytes(pp, vpp, group_size, int(stages.stage_S[at]), microbatches, sizes_V)
+def _walked(stages: Stages, some: Ints, sizes: Iterable[tuple[int, ...]]) -> list[int]:
+    """Walk the schedules of some stages, of whose chunks each keeps so much."""
+    layouts, row = stages.layouts, stages.row_S[some]
+    shapes = layouts.pp[row], layouts.vpp[row], layouts.microbatch_group_size[row]
+    columns = (*shapes, stages.stage_S[some], stages.microbatches_N[row])
+    rows = zip(*(column.tolist() for column in columns), sizes, strict=True)
+    return [peak_live_bytes(*figures) for figures in rows]
 
 
 @lru_cache(maxsize=1 << 16)
@@ -212,9 +217,5 @@ def _end_chunk_live(stages: Stages, some: Ints, *, is_last: bool) -> Ints:
     layouts, rows = stages.layouts, stages.row_S[some]
     columns = (layouts.pp[rows], layouts.vpp[rows], layouts.microbatch_group_size[rows], stages.microbatches_N[rows])
     _, first, group = np.unique(codes_of(columns), return_index=True, return_inverse=True)
-    counts = []
-    for at in some[first].tolist():
-        only = [0] * int(layouts.vpp[stages.row_S[at]])
-        only[-1 if is_last else 0] = 1
-        counts.append(_uneven(stages, at, tuple(only)))
-    return np.array(counts, dtype=np.int64)[group.reshape(-1)]
+    sizes = [(*[0] * (chunks - 1), 1) if is_last else (1, *[0] * (chunks - 1)) for chunks in columns[1][first].tolist()]
+    return np.array(_walked(stages, some[first], sizes), dtype=np.int64)[group.reshape(-1)]

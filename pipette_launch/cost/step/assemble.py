@@ -188,10 +188,10 @@ def _finish(work: LayoutWork, prices: Prices, drain_SK: Array, durations_R: Arra
     )
 
 
-def reduced_s(work: LayoutWork, prices: Prices, drain_S: Array, backward_S: Array, rank: int) -> float:
-    """When the gradients of one pipeline rank are reduced; see `_reduced_s_PK`."""
+def reduced_s_P(work: LayoutWork, prices: Prices, drain_S: Array, backward_S: Array) -> Array:
+    """When the gradients of each pipeline rank are reduced; see `_reduced_s_PK`."""
     columns = (seconds.reshape(len(drain_S), -1) for seconds in (prices.reduce_s_S, drain_S, backward_S))
-    return float(_reduced_s_PK(work, *columns)[rank, 0])
+    return _reduced_s_PK(work, *columns)[:, 0]
 
 
 def _reduced_s_PK(work: LayoutWork, reduce_SK: Array, drain_SK: Array, backward_SK: Array) -> Array:
@@ -210,17 +210,15 @@ def _reduced_s_PK(work: LayoutWork, reduce_SK: Array, drain_SK: Array, backward_
             done_PK += reduce_PK
         done_PK += drain_VPK.max(axis=0)
         return done_PK
-    # Where two chunks end together the later one leaves first: turned around, a stable sort keeps it in front.
-    order_VPK = len(drain_VPK) - 1 - np.argsort(drain_VPK[::-1], axis=0, kind="stable")
     buckets_VP1 = np.array(work.traffic.num_buckets).reshape(-1, pp, 1)
     first_ready_VPK = drain_VPK - backward_VPK * (buckets_VP1 - 1) / buckets_VP1
-    last_bucket_VPK = drain_VPK + reduce_VPK / buckets_VP1
-    for chunk_PK in order_VPK:
-        ready_PK, reduce_PK, last_PK = (
-            np.take_along_axis(seconds, chunk_PK[None], axis=0)[0]
-            for seconds in (first_ready_VPK, reduce_VPK, last_bucket_VPK)
-        )
-        done_PK = np.maximum(np.maximum(done_PK, ready_PK) + reduce_PK, last_PK)
+    chunks = [first_ready_VPK, reduce_VPK, drain_VPK + reduce_VPK / buckets_VP1]
+    if len(drain_VPK) > 1:
+        # Where two chunks end together the later one leaves first: turned around, a stable sort keeps it in front.
+        order_VPK = len(drain_VPK) - 1 - np.argsort(drain_VPK[::-1], axis=0, kind="stable")
+        chunks = [np.take_along_axis(seconds_VPK, order_VPK, axis=0) for seconds_VPK in chunks]
+    for first_ready_PK, reduce_PK, last_bucket_PK in zip(*chunks, strict=True):
+        done_PK = np.maximum(np.maximum(done_PK, first_ready_PK) + reduce_PK, last_bucket_PK)
     return done_PK
 
 

@@ -105,14 +105,15 @@ class Flows:
         base_K1 = np.arange(count)[:, None] * self.num_groups
         # `bincount` adds in the order given, whatever K is.
         at_KF = place_KQ[:, self.sender_F] * self.num_seats + place_KQ[:, self.receiver_F]
-        value_KF = self.weight_F * self.seconds_THH.take(self._matrix_F + at_KF)
+        value_KF = self.weight_F * self.seconds_THH.take(self.matrix_F + at_KF)
         sums_KG = np.bincount(
             (base_K1 + self.group_F).ravel(), weights=value_KF.ravel(), minlength=count * self.num_groups
         ).reshape(count, self.num_groups)
         return self.offset_G + sums_KG
 
     @cached_property
-    def _matrix_F(self) -> Ints:
+    def matrix_F(self) -> Ints:
+        """Where the matrix of each flow's type begins in `seconds_THH`, read as one row."""
         return self.type_F * self.num_seats**2
 
     @cached_property

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipette_launch.compiled import compiled
 from pipette_launch.search.assignment.problem import Floats, Flows, Ints
 
-_IN_C = compiled("search.assignment._swap_rises")
+IN_C = compiled("search.assignment._swaps")
 
 STEEPEST = 80.0
 """Largest exponent: far from overflow, and from any chance of being accepted."""
@@ -26,17 +26,13 @@ Entry = TypeVar("Entry", bound=np.generic)
 
 @dataclass(frozen=True, eq=False)
 class Position:
-    """A bijection, its cost, and tables of it for each seat."""
+    """A bijection and its cost."""
 
     place_Q: Ints
     seat_H: Ints
     """The seat on each place."""
     cost_s: float
     group_seconds_G: Floats
-    beside_QD: Ints
-    """Place at the other end of each flow of a seat."""
-    now_QD: NDArray[np.float32]
-    """Seconds that each of them takes."""
 
 
 class SwapPrices:
@@ -57,20 +53,20 @@ class SwapPrices:
         self._group_QD = self._padded(np.tile(flows.group_F, 2), np.zeros_like(own_QD))
         self._is_alone_G = np.bincount(flows.family_G)[flows.family_G] == 1
 
+    @property
+    def tables(self) -> tuple[NDArray[Any], ...]:
+        """What the functions in C take first."""
+        seats = self._seconds, self.other_QD, self._weight_QD, self._matrix_QD, self._group_QD, self.degree_Q
+        return (*seats, self.flows.family_G, self._is_alone_G)
+
     def position(self, place_Q: Ints) -> Position:
-        """Price a bijection and make its tables."""
-        seat_H = np.empty_like(place_Q)
-        seat_H[place_Q] = np.arange(len(place_Q))
-        beside_QD = place_Q[self.other_QD]
-        at_QD = self._matrix_QD + place_Q[:, None] * self.flows.num_seats + beside_QD
+        """Price a bijection."""
         group_seconds_1G = self.flows.group_seconds(place_Q[None, :])
         return Position(
             place_Q=place_Q,
-            seat_H=seat_H,
+            seat_H=np.argsort(place_Q),
             cost_s=float(self.flows.largest(group_seconds_1G)[0]),
             group_seconds_G=group_seconds_1G[0],
-            beside_QD=beside_QD,
-            now_QD=self._weight_QD * self._seconds.take(at_QD),
         )
 
     def shares(self, position: Position, softness_s: float) -> Floats:
@@ -99,30 +95,11 @@ class SwapPrices:
 
         """
         log_share_G = np.log(np.maximum(share_G, 1e-300))
-        if _IN_C is None:
+        if IN_C is None:
             return self._rises_in_numpy(position, one_P, two_P, (share_G, log_share_G), softness_s)
         rise_P = np.empty(len(one_P))
-        _IN_C.rises(
-            self._seconds,
-            self.other_QD,
-            self._weight_QD,
-            self._matrix_QD,
-            self._group_QD,
-            self.degree_Q,
-            position.place_Q,
-            position.beside_QD,
-            position.now_QD,
-            one_P,
-            two_P,
-            share_G,
-            log_share_G,
-            self.flows.family_G,
-            self._is_alone_G,
-            rise_P,
-            softness_s,
-            STEEPEST,
-            LEAST,
-        )
+        of_swaps = one_P, two_P, share_G, log_share_G, rise_P
+        IN_C.rises(*self.tables, position.place_Q, *of_swaps, softness_s, STEEPEST, LEAST)
         return rise_P
 
     def _rises_in_numpy(
@@ -166,9 +143,12 @@ class SwapPrices:
         there_2P, here_2P = position.place_Q[partner_2P], position.place_Q[seat_2P]
         # A flow between the two stays between their places, turned around; both seats list it, so each counts half.
         mutual_2PD = self.other_QD[seat_2P] == partner_2P[:, None]
-        beside_2PD = np.where(mutual_2PD, here_2P[:, None], position.beside_QD[seat_2P])
-        at_2PD = self._matrix_QD[seat_2P] + (there_2P * self.flows.num_seats)[:, None] + beside_2PD
-        terms_2PD = self._weight_QD[seat_2P] * self._seconds.take(at_2PD) - position.now_QD[seat_2P]
+        now_2PD = position.place_Q[self.other_QD[seat_2P]]
+        then_2PD = np.where(mutual_2PD, here_2P[:, None], now_2PD)
+        row_2PD, weight_2PD = self._matrix_QD[seat_2P], self._weight_QD[seat_2P]
+        now_s_2PD = weight_2PD * self._seconds.take(row_2PD + (here_2P * self.flows.num_seats)[:, None] + now_2PD)
+        then_s_2PD = weight_2PD * self._seconds.take(row_2PD + (there_2P * self.flows.num_seats)[:, None] + then_2PD)
+        terms_2PD = then_s_2PD - now_s_2PD
         terms_2PD[mutual_2PD] *= 0.5
         return np.concatenate([terms_2PD[:count], terms_2PD[count:]], axis=1)
 

@@ -108,17 +108,7 @@ def _contiguous(seconds: LayerSeconds, weights: tuple[int, ...]) -> tuple[int, .
     """Cut into runs of layers: the least bound on time, then on weighted layers, for which filling succeeds."""
     layers = len(seconds.layers_s)
     sums_s = (0.0, *accumulate(seconds.layers_s))
-    low_s = (sums_s[-1] + seconds.first_s + seconds.last_s) / len(weights)
-    # Filled up to the mean, or to an end's own time, with one layer more, the runs hold all layers.
-    high_s = max(low_s, seconds.first_s, seconds.last_s) + max(seconds.layers_s) + seconds.first_s + seconds.last_s
-    most = [layers] * len(weights)
-    for _ in range(_HALVINGS):
-        middle_s = (low_s + high_s) / 2
-        if _filled(sums_s, seconds, most, middle_s):
-            high_s = middle_s
-        else:
-            low_s = middle_s
-    limit_s = high_s * (1 + SLACK)
+    limit_s = _least_limit_s(seconds, len(weights)) * (1 + SLACK)
     few, many = 0, max(weights) * layers
     while many - few > 1:
         middle = (few + many) // 2
@@ -127,6 +117,23 @@ def _contiguous(seconds: LayerSeconds, weights: tuple[int, ...]) -> tuple[int, .
         else:
             few = middle
     return _filled(sums_s, seconds, [many // weight for weight in weights], limit_s)
+
+
+@lru_cache(maxsize=1 << 12)
+def _least_limit_s(seconds: LayerSeconds, num_runs: int) -> float:
+    """Seconds of the slowest of so many runs, where that is as quick as can be."""
+    sums_s = (0.0, *accumulate(seconds.layers_s))
+    low_s = (sums_s[-1] + seconds.first_s + seconds.last_s) / num_runs
+    # Filled up to the mean, or to an end's own time, with one layer more, the runs hold all layers.
+    high_s = max(low_s, seconds.first_s, seconds.last_s) + max(seconds.layers_s) + seconds.first_s + seconds.last_s
+    most = [len(seconds.layers_s)] * num_runs
+    for _ in range(_HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        if _filled(sums_s, seconds, most, middle_s):
+            high_s = middle_s
+        else:
+            low_s = middle_s
+    return high_s
 
 
 def _filled(sums_s: Sequence[float], seconds: LayerSeconds, most: Sequence[int], limit_s: float) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipette_launch.cost.communication.steps import Kind
-from pipette_launch.cost.step.assemble import pipelines, reduced_s
+from pipette_launch.cost.step.assemble import pipelines, reduced_s_P
 from pipette_launch.search.assignment.problem import Floats, Ints, ProblemBuilder
 from pipette_launch.search.step_model.host_view import LinksBetweenHosts, View
 from pipette_launch.search.step_model.subgradients import Tangents
@@ -77,7 +77,7 @@ def _rings(view: View, *, gathers: bool) -> Iterator[_Rings]:
 def _priced(view: View, kind: Kind, links: LinksBetweenHosts, size_bytes_CP: Floats) -> _Rings:
     """Price the chunks of each pipeline rank together; ranks of other sizes share a matrix where there are too many."""
     total_P = size_bytes_CP.sum(axis=0)
-    sizes = np.unique(size_bytes_CP, axis=1)
+    sizes = np.array(sorted(set(map(tuple, size_bytes_CP.T.tolist())))).T
     most = MOST_MATRICES if view.num_hosts <= MANY_HOSTS else 2
     by_total = sizes[:, np.argsort(sizes.sum(axis=0), kind="stable")]
     kept = by_total[:, np.unique(np.linspace(0, by_total.shape[1] - 1, most).round().astype(int))]
@@ -102,14 +102,12 @@ def _add_reductions(builder: ProblemBuilder, view: View) -> None:
     without overlap, less where a backward hides the reduction.
     """
     work, prices = view.model.work, view.prices
-    pp = work.layout.pp
     durations_BD, hops_JD = pipelines(work, prices)
     drain_S = work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=1)
     backward_S = durations_BD[len(drain_S) : 2 * len(drain_S)].min(axis=1)
 
     def finish_P(reduce_s_S: Floats) -> Floats:
-        moved = replace(prices, reduce_s_S=reduce_s_S)
-        return np.array([reduced_s(work, moved, drain_S, backward_S, rank) for rank in range(pp)])
+        return reduced_s_P(work, replace(prices, reduce_s_S=reduce_s_S), drain_S, backward_S)
 
     step_s = _STEP * float(prices.reduce_s_S.max()) or 1e-6
     end_P = finish_P(prices.reduce_s_S)

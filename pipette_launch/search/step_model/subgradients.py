@@ -75,8 +75,11 @@ def tangents_of(
     if known is not None:
         duration_BC, hop_JC = np.hstack([duration_BC, known.duration_BK]), np.hstack([hop_JC, known.hop_JK])
         most_B = np.maximum(most_B, known.most_B)
-    _, first = np.unique(np.concatenate([duration_BC, hop_JC]), axis=1, return_index=True)
-    first.sort()
+    # By a dict, as `np.unique` along an axis makes a type with a field for each row, which takes longer than all else.
+    first_of: dict[bytes, int] = {}
+    for index, cut in enumerate(np.concatenate([duration_BC, hop_JC]).T):
+        first_of.setdefault(cut.tobytes(), index)
+    first = np.array(list(first_of.values()))
     said_CN = duration_BC[:, first].T @ durations_BN + hop_JC[:, first].T @ hops_JN
     kept = first[_steepest(said_CN, most)]
     return Tangents(duration_BK=duration_BC[:, kept], hop_JK=hop_JC[:, kept], most_B=most_B)

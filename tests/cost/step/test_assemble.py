@@ -8,7 +8,7 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 
 from pipette_launch.cost.compute.stages import ComputeTable
 from pipette_launch.cost.layers.optimizer import OnceAStep
-from pipette_launch.cost.step.assemble import reduced_s, step_parts, total_s
+from pipette_launch.cost.step.assemble import reduced_s_P, step_parts, total_s
 from pipette_launch.cost.step.work import LayoutWork, Prices
 from pipette_launch.facts import Batch, Layout
 
@@ -121,7 +121,7 @@ def test_buckets_leave_during_the_backward(reduce_s: float, buckets: int, expect
     this = work(Layout(dp=2, overlap_grad_reduce=True))
     this = replace(this, traffic=replace(this.traffic, num_buckets=(buckets,)))
 
-    done_s = reduced_s(this, prices(this, reduce_s_S=np.array([reduce_s])), np.array([10.0]), np.array([4.0]), 0)
+    (done_s,) = reduced_s_P(this, prices(this, reduce_s_S=np.array([reduce_s])), np.array([10.0]), np.array([4.0]))
 
     assert expected == done_s
 
@@ -133,7 +133,7 @@ def test_chunks_leave_when_they_are_done() -> None:
     both = (work(replace(layout, overlap_grad_reduce=True)), work(layout))
 
     done = [
-        reduced_s(this, prices(this, reduce_s_S=np.array([2.0, 0.0, 4.0, 0.0])), drain, backward, 0) for this in both
+        reduced_s_P(this, prices(this, reduce_s_S=np.array([2.0, 0.0, 4.0, 0.0])), drain, backward)[0] for this in both
     ]
 
     assert done == [11.0, 14.0]

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from c_for_tests import in_c
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from search.problems import any_flows, ring_and_path
 from search.toys import after, never
 
+from pipette_launch.search.assignment import descent, swap_deltas
 from pipette_launch.search.assignment.descent import descend
 from pipette_launch.search.assignment.problem import Arrangement, Flows, ProblemBuilder
 
@@ -28,7 +30,14 @@ def rings_and_paths(seats: int, seed: int) -> Flows:
     return builder.flows()
 
 
-def descended(flows: Flows, *, seed: int = 0, is_late: Callable[[], bool] = never, steps: int = 60) -> Arrangement:
+def descended(
+    flows: Flows,
+    *,
+    seed: int = 0,
+    is_late: Callable[[], bool] = never,
+    steps: int = 60,
+    group_H: np.ndarray | None = None,
+) -> Arrangement:
     """From the identity, with every place near to every other."""
     size = flows.num_seats
     near_HK = np.array([[other for other in range(size) if other != place] for place in range(size)])
@@ -39,6 +48,7 @@ def descended(flows: Flows, *, seed: int = 0, is_late: Callable[[], bool] = neve
         steps=steps,
         rng=np.random.default_rng(seed),
         is_late=is_late,
+        group_H=group_H,
     )
 
 
@@ -118,3 +128,22 @@ def test_a_hidden_ring_is_found(seats: int) -> None:
     flows = ring_and_path(seconds_HH)
 
     assert min(descended(flows, seed=seed).cost_s for seed in range(3)) < 0.7 * flows.cost(np.arange(seats))
+
+
+@given(st.integers(0, 10_000), st.integers(2, 30), st.booleans())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_descent_in_c_goes_where_one_in_numpy_goes(
+    monkeypatch: pytest.MonkeyPatch, seed: int, seats: int, halved: bool
+) -> None:
+    """On problems whose swaps all cost differently both find the same bijection, where seats may go anywhere or not."""
+    flows = any_flows(np.random.default_rng(seed), seats)
+    found = []
+    for module in (None, in_c("search.assignment._swaps")):
+        for used_by in (descent, swap_deltas):
+            monkeypatch.setattr(used_by, "IN_C", module)
+        found.append(descended(flows, seed=seed, group_H=np.arange(seats) % 2 if halved else None))
+
+    assert found[0].place_Q.tolist() == found[1].place_Q.tolist()
+    assert found[0].cost_s == found[1].cost_s
+    if halved:
+        assert (found[0].place_Q % 2 == np.arange(seats) % 2).all()

@@ -86,8 +86,8 @@ def test_swaps_cost_in_c_what_they_cost_in_numpy(
     one_P, two_P = rng.integers(seats, size=(2, 20))
     one_P, two_P = one_P[one_P != two_P], two_P[one_P != two_P]
     found = []
-    for module in (None, in_c("search.assignment._swap_rises")):
-        monkeypatch.setattr(swap_deltas, "_IN_C", module)
+    for module in (None, in_c("search.assignment._swaps")):
+        monkeypatch.setattr(swap_deltas, "IN_C", module)
         found.append(rises(prices, here, one_P, two_P, softness_s))
 
     # Far falls are what is left of 1 when nearly all of it is taken away, so only that they are far is known.

@@ -134,7 +134,8 @@ class Frontier:
         while self._next_rough_s < min(below_s, self._ready[0].least_s if self._ready else math.inf):
             if self._is_late():
                 break
-            rows = self._order_N[self._num_opened : self._num_opened + CUTS_AT_ONCE]
+            hopeful = bisect.bisect_left(self._rough, below_s)
+            rows = self._order_N[self._num_opened : min(self._num_opened + CUTS_AT_ONCE, hopeful)]
             self._num_opened += len(rows)
             self._open(rows, below_s)
         taken: list[_Ready] = []

@@ -77,8 +77,9 @@ def contents_of(job: Job, columns: LayoutColumns) -> Content:
             for key, row in zip(keys, cuts.first_U.tolist(), strict=True)
         ]
     )
-    kinds, kind = np.unique(parts_CSX.reshape(-1, parts_CSX.shape[-1]), axis=0, return_inverse=True)
-    return Content(cut_N=cuts.group_N, kind_CVP=kind.reshape(shape), parts_KX=kinds)
+    parts_RX = parts_CSX.reshape(-1, parts_CSX.shape[-1])
+    _, first, kind = np.unique(codes_of([*parts_RX.T]), return_index=True, return_inverse=True)
+    return Content(cut_N=cuts.group_N, kind_CVP=kind.reshape(shape), parts_KX=parts_RX[first])
 
 
 def _parts_SX(job: Job, columns: LayoutColumns, row: int) -> Ints:

@@ -12,6 +12,9 @@
 
 typedef int64_t Int;
 
+/* Of a smaller power of e nothing is left beside 1, the sum of a family's shares; most groups have no more. */
+#define FLATTEST -40.0
+
 /* The arrays handed over, in the order of the arguments: the tables of SwapPrices, then what a call has of its own. */
 enum { SECONDS, OTHER, WEIGHT, MATRIX, GROUP, DEGREE, FAMILY, ALONE, PLACE, TABLES };
 enum { ONE = TABLES, TWO, SHARE, LOG_SHARE, RISE, RISES_COUNT };
@@ -80,7 +83,8 @@ static double soft_rise(const Py_buffer *a, Softness soft, Scratch *s, Int touch
             s->change_N[n] = 0.0;
             s->touched_N[families++] = n;
         }
-        s->change_N[n] += exp(fmin(s->rise_G[g] / soft.softness + s->log_share_G[g], soft.steepest)) - s->share_G[g];
+        const double power = fmin(s->rise_G[g] / soft.softness + s->log_share_G[g], soft.steepest);
+        s->change_N[n] += (power > FLATTEST ? exp(power) : 0.0) - s->share_G[g];
     }
     for (Int i = 0; i < families; i++) {
         const Int n = s->touched_N[i];

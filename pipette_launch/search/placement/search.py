@@ -6,10 +6,11 @@ import math
 import random
 
 from pipette_launch.cost.step.placed import PlacementCost
+from pipette_launch.search.assignment.problem import Ints
 from pipette_launch.search.placement.annealing import annealed
 from pipette_launch.search.placement.blocks import rearranged, shuffled
 from pipette_launch.search.placement.exhaustive import AT_ONCE, exhaustion, num_placements
-from pipette_launch.search.placement.slots import IsLate, Placed, Placement, PlacementProblem, faster
+from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem, faster
 from pipette_launch.search.placement.starts import starts
 
 ROUNDS = 4
@@ -77,16 +78,17 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
     slots = problem.slots
     num_hosts = slots.num_hosts
 
-    def candidates() -> list[Placement]:
+    def candidates() -> Ints:
         return starts(problem.layout, problem.cluster, most=MANY_STARTS, blocks=problem.blocks)
 
     if turn == 0:
-        rest = candidates()[FEW_STARTS:] if num_hosts > MANY_HOSTS else []
-        return faster(best, problem.best_of(rest)) if rest else best
+        rest_KW = candidates()[FEW_STARTS:] if num_hosts > MANY_HOSTS else ()
+        return faster(best, problem.best_of(rest_KW)) if len(rest_KW) else best
     if num_hosts > MANY_HOSTS:
         # A turn does not converge there, so each goes on from the result of the last.
         return best
     if turn % 2 == 0 and num_hosts > 1:
         return problem.best_of([shuffled(best.placement, slots, rng, share=SHUFFLED)])
-    others = candidates()
-    return problem.best_of([others[(turn + 1) // 2 % len(others)]])
+    others_KW = candidates()
+    chosen = (turn + 1) // 2 % len(others_KW)
+    return problem.best_of(others_KW[chosen : chosen + 1])

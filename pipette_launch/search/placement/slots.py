@@ -137,11 +137,12 @@ class PlacementProblem:
         """Judge a placement that was priced."""
         return Placed(placement=placement, cost_s=cost_s, is_optimal=meets(cost_s, self.bound_s))
 
-    def best_of(self, candidates: Sequence[Placement]) -> Placed:
+    def best_of(self, candidates: Sequence[Placement] | Ints) -> Placed:
         """Price some placements together and return the fastest; of equal ones the first."""
-        costs_s = self.objective.costs(np.array(candidates, dtype=np.int64))
+        placement_KW = np.asarray(candidates, dtype=np.int64)
+        costs_s = self.objective.costs(placement_KW)
         least = int(costs_s.argmin())
-        return self.placed(candidates[least], float(costs_s[least]))
+        return self.placed(tuple(placement_KW[least].tolist()), float(costs_s[least]))
 
 
 def host_order(num_slots: int) -> Placement:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,20 +14,37 @@ from pipette_launch.cost.communication.groups import rank_grid
 from pipette_launch.facts import Cluster, Layout
 from pipette_launch.facts.machines.rooms import RankBlock
 from pipette_launch.search.assignment.problem import Ints
-from pipette_launch.search.placement.slots import Placement, Slots
+from pipette_launch.search.placement.slots import Slots
 from pipette_launch.search.placement.tiers import Tiers, tiers_of
 
+_DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp", "use_tp_pp_dp_mapping")
+"""What decides which ranks exchange how often."""
 
-def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlock, ...] = ()) -> list[Placement]:
-    """Give up to `most` different placements, host order first where it is allowed, the likelier ones before others."""
-    slots = Slots.of(cluster, blocks)
-    found = {slots.first(): None}
-    for ranks_HD in _laid_out(layout, slots, tiers_of(cluster.between_hosts)):
+
+def starts(layout: Layout, cluster: Cluster, *, most: int, blocks: tuple[RankBlock, ...] = ()) -> Ints:
+    """Give up to `most` different placements, host order first where it is allowed, the likelier ones before others.
+
+    Returns:
+        The RANK of each slot, a placement in each row; not to be written to.
+
+    """
+    degrees = Layout(**{name: getattr(layout, name) for name in _DEGREES})
+    return _starts(degrees, Slots.of(cluster, blocks), tiers_of(cluster.between_hosts), most)
+
+
+@lru_cache(maxsize=64)
+def _starts(degrees: Layout, slots: Slots, tiers: Tiers, most: int) -> Ints:
+    """Do as `starts` for all layouts of the same degrees: a search prices dozens of each."""
+    first = np.array(slots.first(), dtype=np.int64)
+    found = {first.tobytes(): first}
+    for ranks_HD in _laid_out(degrees, slots, tiers):
         if len(found) == most:
             break
         if slots.allows(ranks_HD):
-            found[tuple(ranks_HD.ravel().tolist())] = None
-    return list(found)
+            found.setdefault(ranks_HD.tobytes(), ranks_HD.ravel())
+    placement_KW = np.stack([*found.values()])
+    placement_KW.setflags(write=False)
+    return placement_KW
 
 
 def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:

@@ -77,8 +77,8 @@ def test_every_start_keeps_blocks(layout: Layout, cluster: Cluster, blocks: tupl
     slots = Slots.of(cluster, blocks)
     found = starts(layout, cluster, most=24, blocks=blocks)
 
-    assert (found[0] == host_order(layout.world_size)) == slots.allows(host_order(layout.world_size))
-    assert len(set(found)) == len(found)
+    assert (tuple(found[0]) == host_order(layout.world_size)) == slots.allows(host_order(layout.world_size))
+    assert len(set(map(tuple, found))) == len(found)
     assert all(slots.allows(one) for one in found)
 
 

@@ -188,6 +188,7 @@ class Tables:
 
     def unit_times(self, columns: LayoutColumns, tp_groups: TpGroups = "anywhere") -> UnitTimes:
         """Look up, or work out, the times of what the layouts' chunks are made of."""
+        columns = _whatever_runs_again(columns)
         computed_by = ("tp", "cp", "micro_batch_size", "recompute", *self._cut_by)
         sent_by = ("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._of_shards)
         kernels, networks = columns.groups(*computed_by), columns.groups(*sent_by)
@@ -261,7 +262,7 @@ class Tables:
         if not has_two_embeddings(model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
         groups = columns.groups("tp")
-        parameters_U = [word_embedding_parameters(model, columns.layout(int(row))) for row in groups.first_U]
+        parameters_U = [word_embedding_parameters(model, tp) for tp in columns.tp[groups.first_U].tolist()]
         size_U = np.array(parameters_U) * gradient_bytes_per_parameter(self.job)
         return self.fabric.bounds_s("all_reduce", 2, size_U)[groups.group_N] * (columns.pp > 1)
 
@@ -308,6 +309,15 @@ class Tables:
                 hop_s = self.fabric.bounds_s("send", 2, hop_bytes(self.job, one) * samples, fewest=fewest)
                 found[rows, 2] = hop_s[:, None]
         return found
+
+
+def _whatever_runs_again(columns: LayoutColumns) -> LayoutColumns:
+    """Merge full recompute of any number of layers: that decides how many layers run again, not how long each takes."""
+    kinds = [replace(one, num_layers=1) if one.granularity == "full" else one for one in columns.recomputes]
+    place = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}
+    return replace(
+        columns, recompute=np.array([place[kind] for kind in kinds])[columns.recompute], recomputes=(*place,)
+    )
 
 
 def _each(

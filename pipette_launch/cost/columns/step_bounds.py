@@ -178,7 +178,7 @@ class _Passes:
         elif tables.slowest > tables.fastest:
             slow = slowest = pipelines(unit, slow=True)
         by_paths, slow_by_paths = fast, slow
-        if meets_receivers(tables.job, columns.layout(0), tables.compute.device_kind):
+        if meets_receivers(tables.job, int(columns.vpp[0]), tables.compute.device_kind):
             by_paths, slow_by_paths = _met(fast), _met(slow)
         return cls(
             group_N=group_N.reshape(-1),

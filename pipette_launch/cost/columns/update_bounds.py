@@ -98,7 +98,7 @@ class UpdatePrices:
             buckets_T=num_buckets((dense_TVP + expert_TVP)[:, 0, 0], groups.dp * groups.cp),
             optimizer_s_TP=optimizer_s_PT.T * tables.fastest,
             embedding_s_T=tables.embedding_s_N(groups),
-            aligns_gathers=aligns_gathers(job, columns.layout(0)),
+            aligns_gathers=aligns_gathers(job, int(columns.vpp[0])),
         )
 
 

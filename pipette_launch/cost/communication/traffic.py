@@ -50,7 +50,7 @@ def hop_bytes(job: Job, layout: Layout) -> int:
     return activations.residual_bytes(job.model, layout)
 
 
-def meets_receivers(job: Job, layout: Layout, device_kind: str) -> bool:
+def meets_receivers(job: Job, vpp: int, device_kind: str) -> bool:
     """Whether a message between stages starts only once its receiver, done with its pass, asks for it.
 
     Megatron asks right before it needs, but for `overlap_p2p_comm`, which holds with virtual stages only and there
@@ -58,11 +58,11 @@ def meets_receivers(job: Job, layout: Layout, device_kind: str) -> bool:
     an activation that had long been sent took all its 13 ms when it was asked for. NCCL has not been measured here; the
     published step times are met better (by 0.1 to 0.7 points) if its messages travel ahead.
     """
-    asks_late = layout.vpp == 1 or not performance_options(job).overlap_p2p_comm
+    asks_late = vpp == 1 or not performance_options(job).overlap_p2p_comm
     return device_kind == "cpu" and asks_late
 
 
-def blocks_at_ends(job: Job, layout: Layout, device_kind: str) -> bool:
+def blocks_at_ends(job: Job, vpp: int, device_kind: str) -> bool:
     """Whether ranks with virtual stages wait for the messages of warm-up and cool-down before their next pass.
 
     Megatron overlaps those of the steady part alone, unless it is asked for more. On 2 x 2 hosts, groups of 4
@@ -71,7 +71,7 @@ def blocks_at_ends(job: Job, layout: Layout, device_kind: str) -> bool:
     """
     overlaps = performance_options(job).overlap_p2p_comm
     asks_early = performance_options(job).overlap_p2p_comm_warmup_flush
-    return device_kind == "cpu" and layout.vpp > 1 and overlaps and not asks_early
+    return device_kind == "cpu" and vpp > 1 and overlaps and not asks_early
 
 
 def loss_report_bytes(device_kind: str) -> int:
@@ -83,12 +83,12 @@ def loss_report_bytes(device_kind: str) -> int:
     return 2 * _FP32_BYTES if device_kind == "cpu" else 0
 
 
-def aligns_gathers(job: Job, layout: Layout) -> bool:
+def aligns_gathers(job: Job, vpp: int) -> bool:
     """Whether overlapped parameter gathers start on all pipeline ranks at once (see `first_gathers`).
 
     Megatron does so with virtual stages, and never without (arguments.py, validate_args).
     """
-    return layout.vpp > 1 and performance_options(job).align_param_gather
+    return vpp > 1 and performance_options(job).align_param_gather
 
 
 def step_traffic(job: Job, layout: Layout) -> StepTraffic:
@@ -115,7 +115,7 @@ def step_traffic(job: Job, layout: Layout) -> StepTraffic:
         ),
         resident_parameters=tuple(int(resident_parameters(job, *rank, layout)) for rank in ranks),
         held_gradients=tuple(int(held_gradients(job, *rank, layout)) for rank in ranks),
-        embedding_bytes=word_embedding_parameters(job.model, layout) * gradient if shared else 0,
+        embedding_bytes=word_embedding_parameters(job.model, layout.tp) * gradient if shared else 0,
     )
 
 

@@ -285,9 +285,9 @@ class ComputeTable:
             # 1 where the warm-up timed no recompute. Where it timed that in other cases alone, they stand for this one:
             # it hardly differs between shapes.
             share *= self._again.get((source, kind), self._usual_again[kind])
-        core_share = attention_core_share(model, kind)
-        if _CORE in part and core_share and "core_attn" in recompute_modules(layout):
-            share += part[_CORE].forward_s / layer.forward_s - core_share
+        if _CORE in part and "core_attn" in recompute_modules(layout):
+            core_share = attention_core_share(model, kind)
+            share += part[_CORE].forward_s / layer.forward_s - core_share if core_share else 0.0
         layer = layer.again(share)
         if not self.copies_to_host or (layout.recompute.granularity == "full" and share):
             return layer

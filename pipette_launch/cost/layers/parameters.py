@@ -74,9 +74,9 @@ def kind_parameters(model: ModelSpec, layout: Layout, kind: LayerKind) -> Parame
     return Parameters(dense=whole.dense - block - norm, expert=whole.expert)
 
 
-def word_embedding_parameters(model: ModelSpec, layout: Layout) -> int:
+def word_embedding_parameters(model: ModelSpec, tp: int) -> int:
     """Rows of the padded vocabulary that one rank holds, times the hidden size."""
-    return model.padded_vocab_size(layout.tp) // layout.tp * model.hidden_size
+    return model.padded_vocab_size(tp) // tp * model.hidden_size
 
 
 def has_two_embeddings(model: ModelSpec) -> bool:
@@ -106,7 +106,7 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
     (megatron-core, setup_embeddings_and_output_layer).
     """
     layers = {kind: kind_parameters(model, layout, kind) for kind in model.possible_kinds}
-    words = word_embedding_parameters(model, layout)
+    words = word_embedding_parameters(model, layout.tp)
     learned = model.position_embedding_type == "learned_absolute"
     embedding = words + (model.max_position_embeddings * model.hidden_size if learned else 0)
     has_own_words = model.untie_embeddings_and_output_weights or layout.pp > 1
@@ -124,13 +124,16 @@ def unit_parameters(model: ModelSpec, layout: Layout) -> UnitParameters:
 def chunk_parameters(model: ModelSpec, layout: Layout) -> tuple[Parameters, ...]:
     """Count every chunk in model order: embeddings on the first, final norm and head on the last."""
     unit = unit_parameters(model, layout)
-    chunks = [
-        Parameters(
+    kinds = [kinds for kinds, _ in chunk_kinds(model, layout)]
+    counted = {each: Counter(each) for each in set(kinds)}
+    of_kinds = {
+        each: Parameters(
             dense=sum(unit.layers[kind].dense * count for kind, count in counts.items()),
             expert=sum(unit.layers[kind].expert * count for kind, count in counts.items()),
         )
-        for counts in (Counter(kinds) for kinds, _ in chunk_kinds(model, layout))
-    ]
+        for each, counts in counted.items()
+    }
+    chunks = [of_kinds[each] for each in kinds]
     chunks[0] += unit.embedding
     chunks[-1] += unit.head
     return tuple(chunks)

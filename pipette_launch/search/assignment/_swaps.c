@@ -34,6 +34,7 @@ typedef struct {
     const double *share_G, *log_share_G;
     double *rise_G, *change_N;
     Int *touched_G, *touched_N;
+    float *now_QD;
     char *is_touched_G, *is_touched_N;
 } Scratch;
 
@@ -52,9 +53,8 @@ static Int add_seat(const Py_buffer *a, Int seat, Int partner, Scratch *s, Int t
     const Int start = seat * depth, stop = start + INTS(a, DEGREE)[seat];
     for (Int i = start; i < stop; i++) {
         const int mutual = other[i] == partner;
-        const Int beside = place[other[i]], g = group[i];
-        const float now = weight[i] * seconds[matrix[i] + here * seats + beside];
-        const float rise = weight[i] * seconds[matrix[i] + there * seats + (mutual ? here : beside)] - now;
+        const Int beside = mutual ? here : place[other[i]], g = group[i];
+        const float rise = weight[i] * seconds[matrix[i] + there * seats + beside] - s->now_QD[i];
         if (!s->is_touched_G[g]) {
             s->is_touched_G[g] = 1;
             s->rise_G[g] = 0.0;
@@ -69,6 +69,7 @@ static double soft_rise(const Py_buffer *a, Softness soft, Scratch *s, Int touch
 {
     const Int *family = INTS(a, FAMILY);
     const char *alone = a[ALONE].buf;
+    const double per_softness = 1.0 / soft.softness;
     double total = 0.0;
     Int families = 0;
     for (Int i = 0; i < touched; i++) {
@@ -83,8 +84,8 @@ static double soft_rise(const Py_buffer *a, Softness soft, Scratch *s, Int touch
             s->change_N[n] = 0.0;
             s->touched_N[families++] = n;
         }
-        const double power = fmin(s->rise_G[g] / soft.softness + s->log_share_G[g], soft.steepest);
-        s->change_N[n] += (power > FLATTEST ? exp(power) : 0.0) - s->share_G[g];
+        const double power = s->rise_G[g] * per_softness + s->log_share_G[g];
+        s->change_N[n] += (power > FLATTEST ? exp(power < soft.steepest ? power : soft.steepest) : 0.0) - s->share_G[g];
     }
     for (Int i = 0; i < families; i++) {
         const Int n = s->touched_N[i];
@@ -100,14 +101,27 @@ static double rise_of(const Py_buffer *a, Int one, Int two, Softness soft, Scrat
     return soft_rise(a, soft, s, add_seat(a, two, one, s, touched));
 }
 
-/* Scratch of so many groups, of which there are no fewer than families; NULL where there is no memory. */
-static char *scratch(Scratch *s, Int groups)
+/* Scratch for all groups, of which there are no fewer than families; NULL where there is no memory. */
+static char *scratch(const Py_buffer *a, Scratch *s)
 {
-    char *room = calloc((size_t)groups, 34);
+    const Int groups = LENGTH(a, FAMILY), flows = LENGTH(a, OTHER);
+    char *room = calloc(1, (size_t)groups * 34 + (size_t)flows * sizeof(float));
     s->rise_G = (double *)room, s->change_N = s->rise_G + groups;
     s->touched_G = (Int *)(s->change_N + groups), s->touched_N = s->touched_G + groups;
-    s->is_touched_G = (char *)(s->touched_N + groups), s->is_touched_N = s->is_touched_G + groups;
+    s->now_QD = (float *)(s->touched_N + groups);
+    s->is_touched_G = (char *)(s->now_QD + flows), s->is_touched_N = s->is_touched_G + groups;
     return room;
+}
+
+/* What each flow of each seat takes now. */
+static void fill_now(const Py_buffer *a, float *now_QD)
+{
+    const float *seconds = a[SECONDS].buf, *weight = a[WEIGHT].buf;
+    const Int *other = INTS(a, OTHER), *matrix = INTS(a, MATRIX), *place = INTS(a, PLACE);
+    const Int seats = LENGTH(a, PLACE), depth = LENGTH(a, OTHER) / seats;
+    for (Int q = 0; q < seats; q++)
+        for (Int i = q * depth; i < q * depth + INTS(a, DEGREE)[q]; i++)
+            now_QD[i] = weight[i] * seconds[matrix[i] + place[q] * seats + place[other[i]]];
 }
 
 static void release(Py_buffer *a, int count)
@@ -125,9 +139,10 @@ static PyObject *rises(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*y*y*y*y*y*y*y*w*ddd", &a[0], &a[1], &a[2], &a[3], &a[4], &a[5], &a[6], &a[7],
                           &a[8], &a[9], &a[10], &a[11], &a[12], &a[13], &soft.softness, &soft.steepest, &soft.least))
         return NULL;
-    char *room = scratch(&s, LENGTH(a, FAMILY));
+    char *room = scratch(a, &s);
     if (room) {
         Py_BEGIN_ALLOW_THREADS
+        fill_now(a, s.now_QD);
         s.share_G = a[SHARE].buf, s.log_share_G = a[LOG_SHARE].buf;
         for (Int p = 0; p < LENGTH(a, ONE); p++)
             ((double *)a[RISE].buf)[p] = rise_of(a, INTS(a, ONE)[p], INTS(a, TWO)[p], soft, &s);
@@ -266,6 +281,7 @@ static Int stepped(const Py_buffer *a, Softness soft, Int num_informed, Int fami
     double *of_N = log_share_G + groups, *level_Q = of_N + 2 * families;
     const Int *domain = INTS(a, DOMAIN), has_domains = LENGTH(a, DOMAIN);
     Int count = 0;
+    fill_now(a, s->now_QD);
     fill_shares(a, soft, share_G, log_share_G, of_N, families);
     s->share_G = share_G, s->log_share_G = log_share_G;
     fill_levels(a, share_G, level_Q, seats);
@@ -301,7 +317,7 @@ static PyObject *step(PyObject *module, PyObject *args)
                           &a[17], &a[18], &a[19], &a[20], &a[21], &a[22], &a[23], &soft.softness, &soft.steepest,
                           &soft.least, &num_informed, &families))
         return NULL;
-    char *of_groups = scratch(&s, LENGTH(a, FAMILY));
+    char *of_groups = scratch(a, &s);
     char *room = malloc((size_t)LENGTH(a, ANY) * sizeof(Swap) +
                         8 * (size_t)(2 * LENGTH(a, FAMILY) + 2 * families + 2 * LENGTH(a, PLACE)));
     const int has_room = of_groups && room;

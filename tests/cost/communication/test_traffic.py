@@ -56,34 +56,32 @@ def test_only_the_first_chunk_is_split_into_buckets() -> None:
 
 def test_gloo_sends_what_is_asked_for() -> None:
     """Without virtual stages, or without overlap; what NCCL does is not known, so its messages travel ahead."""
-    chunks = Layout(pp=2, vpp=2)
     apart = replace(tiny_job(2), performance_flags=("--no-overlap-p2p-communication",))
 
-    assert meets_receivers(tiny_job(2), Layout(pp=2), "cpu")
-    assert not meets_receivers(tiny_job(2), chunks, "cpu")
-    assert meets_receivers(apart, chunks, "cpu")
-    assert not meets_receivers(tiny_job(2), Layout(pp=2), "cuda")
+    assert meets_receivers(tiny_job(2), 1, "cpu")
+    assert not meets_receivers(tiny_job(2), 2, "cpu")
+    assert meets_receivers(apart, 2, "cpu")
+    assert not meets_receivers(tiny_job(2), 1, "cuda")
 
 
 def test_warm_up_and_cool_down_wait_for_their_messages_unless_the_user_asks_early() -> None:
     """With virtual stages over gloo; without any overlap all messages meet their receivers anyway."""
-    chunks = Layout(pp=2, vpp=2)
     early = tiny_job(2, performance_flags=("--overlap-p2p-communication-warmup-flush",))
     apart = tiny_job(2, performance_flags=("--no-overlap-p2p-communication",))
 
-    assert blocks_at_ends(tiny_job(2), chunks, "cpu")
-    assert not blocks_at_ends(tiny_job(2), Layout(pp=2), "cpu")
-    assert not blocks_at_ends(tiny_job(2), chunks, "cuda")
-    assert not blocks_at_ends(early, chunks, "cpu")
-    assert not blocks_at_ends(apart, chunks, "cpu")
+    assert blocks_at_ends(tiny_job(2), 2, "cpu")
+    assert not blocks_at_ends(tiny_job(2), 1, "cpu")
+    assert not blocks_at_ends(tiny_job(2), 2, "cuda")
+    assert not blocks_at_ends(early, 2, "cpu")
+    assert not blocks_at_ends(apart, 2, "cpu")
 
 
 def test_gathers_are_aligned_with_virtual_stages_unless_the_user_says_no() -> None:
     """Megatron's default with them; without them it never aligns."""
     plain, other = tiny_job(), tiny_job(performance_flags=("--no-align-param-gather",))
 
-    assert [True, False] == [aligns_gathers(plain, Layout(pp=2, vpp=vpp)) for vpp in (2, 1)]
-    assert not aligns_gathers(other, Layout(pp=2, vpp=2))
+    assert [True, False] == [aligns_gathers(plain, vpp) for vpp in (2, 1)]
+    assert not aligns_gathers(other, 2)
 
 
 def test_prediction_copies_the_embedding_of_an_untied_head_too() -> None:

@@ -158,7 +158,7 @@ def test_parts_of_fine_grained_models_weigh_what_is_predicted(found: dict[str, A
     weighs = found["fine-grained"]["parameters"][str(tp)]
     model, layout = fine_grained_model(), Layout(tp=tp)
     dense, moe = (layer_parameters(model, layout, moe=each) for each in (False, True))
-    table = word_embedding_parameters(model, layout)
+    table = word_embedding_parameters(model, layout.tp)
 
     assert ["layer", "moe_layer", "embedding", "head", "core_attention", "prediction"] == [*weighs]
     assert dense.count == weighs["layer"]

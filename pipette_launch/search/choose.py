@@ -42,7 +42,7 @@ class Chosen:
     passed_over: Candidate | None = None
     """Another whose step is predicted shorter, by too little or resting on less that was measured; None: no other."""
     passed_over_for_s: float = 0.0
-    """By how much more its step may be off than the chosen one's, since less of it was measured."""
+    """By how much more its step may be off than the chosen one's."""
 
     @property
     def priced_layout(self) -> Layout:
@@ -54,10 +54,10 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
     """Take the fastest candidate that beats the user's own configuration, or the fastest of all if that does not fit.
 
     It has to save the margin, more than the scatter of the compute times and what was carried over from other shapes
-    could explain, and if its degrees are others, more than such predictions are off against each other. A step that
-    rests on times which were carried over counts as longer by their standard error. Among layouts that count as equally
-    fast the simplest wins: the one with the fewest axes, then the nearest to the user's own. So does torchrun's order
-    among placements. With margin 0 every gain counts.
+    could explain, and if its degrees are others, more than such predictions are off against each other. A step of other
+    degrees, or one that rests on times which were carried over, counts as longer by as much. Among layouts that count
+    as equally fast the simplest wins: the one with the fewest axes, then the nearest to the user's own. So does
+    torchrun's order among placements. With margin 0 every gain counts.
 
     Args:
         inputs: the job and the machines.
@@ -67,26 +67,15 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
 
     """
     own, basis = _own_choice(inputs, candidates)
-    if margin:
-        candidates = [_simply_placed(inputs, one) for one in candidates]
     ranking = sorted(candidates, key=lambda one: (one.placed.cost_s, doublings_apart(one.layout, own.layout)))
     own_runs = own.fits and inputs.own_fault is None and inputs.own_split is None
     judge = _Judge(inputs, own if own_runs else None, basis or own.layout, margin)
     before_own = takewhile(lambda one: not (own_runs and _is_own(one, own)), ranking)
-    fastest = next(filter(judge.is_worth_it, before_own), None)
-    winner = fastest
-    if fastest and margin:
-        limit_s = (1 + EQUAL) * judge.careful_s(fastest)
-        near = islice(takewhile(lambda one: one.placed.cost_s <= limit_s, ranking), NEAREST)
-        worthy = [fastest, *(one for one in near if judge.is_worth_it(one) and not _is_own(one, own))]
-        equal_s = (1 + EQUAL) * min(map(judge.careful_s, worthy))
-        equal = [one for one in worthy if judge.careful_s(one) <= equal_s]
-        winner = min(
-            equal, key=lambda one: (num_axes(one.layout), doublings_apart(one.layout, own.layout), one.placed.cost_s)
-        )
-    passed_over = fastest if fastest is not winner else None
+    fastest = next(filter(judge.saves_enough, before_own), None)
+    winner = _simplest(inputs, judge, fastest, ranking, own) if fastest and margin else fastest
+    passed_over = fastest if winner and fastest is not winner else None
     best = winner or ranking[0]
-    rest = [one for one in ranking if one is not winner and not _is_own(one, own)]
+    rest = [one for one in ranking if not (winner and one.layout == winner.layout) and not _is_own(one, own)]
     if own_runs and winner:
         # The user's own configuration is tried last, so a slower alternative is of no use.
         rest = [one for one in rest if one.placed.cost_s < own.step_time_s]
@@ -99,8 +88,40 @@ def choose(inputs: SearchInputs, candidates: Sequence[Candidate], *, margin: flo
         keeps_own=winner is None,
         least_gain_s=judge.least_gain_s(best),
         passed_over=passed_over,
-        passed_over_for_s=judge.carried_s(passed_over) - judge.carried_s(best) if passed_over else 0.0,
+        passed_over_for_s=judge.doubt_s(passed_over) - judge.doubt_s(best) if passed_over else 0.0,
     )
+
+
+def _simplest(
+    inputs: SearchInputs, judge: _Judge, fastest: Candidate, ranking: Sequence[Candidate], own: Choice
+) -> Candidate | None:
+    """Return the simplest of those that count as equally fast, and of its placements torchrun's order.
+
+    None says that what was carried over could eat up every gain.
+
+    Args:
+        inputs: the job and the machines.
+        judge: what a plan must save.
+        fastest: the first that saves enough by its prediction.
+        ranking: all candidates, by step time.
+        own: the user's own configuration.
+
+    """
+    limit_s = (1 + EQUAL) * judge.careful_s(fastest)
+    near = islice(takewhile(lambda one: one.placed.cost_s <= limit_s, ranking), NEAREST)
+    worthy = [one for one in (fastest, *near) if judge.is_worth_it(one) and (one is fastest or not _is_own(one, own))]
+    if not worthy:
+        return None
+    order = host_order(inputs.cluster.num_slots)
+    plain = [one for one in (_in_order(inputs, one, order) for one in worthy) if one and not _is_own(one, own)]
+    equal_s = (1 + EQUAL) * min(map(judge.careful_s, worthy))
+    equal = [one for one in (*worthy, *plain) if judge.careful_s(one) <= equal_s and judge.is_worth_it(one)]
+
+    def complexity(one: Candidate) -> tuple[float, ...]:
+        moved = one.placed.placement != order
+        return num_axes(one.layout), doublings_apart(one.layout, own.layout), moved, one.placed.cost_s
+
+    return min(equal, key=complexity)
 
 
 class _Judge:
@@ -120,34 +141,52 @@ class _Judge:
         self._own_priced = own_priced
         self._margin = margin
         self._doubt = Uncertainty(inputs.job, inputs.predictor.compute, inputs.measurements)
-        self._parts: dict[int, Mapping[str, float]] = {}
+        self._parts: dict[int, tuple[Candidate, Mapping[str, float]]] = {}
+        """With each candidate, so that no other gets its id."""
         self._own_carried_s = 0.0
         if own and self._doubt.differs:
             self._own_carried_s = self._doubt.carried_s(own_priced, own.placement, own.breakdown_s)
 
-    def is_worth_it(self, one: Candidate) -> bool:
-        """Whether it saves enough of the user's own step."""
+    def saves_enough(self, one: Candidate) -> bool:
+        """Whether it saves enough of the user's own step, if all times that it rests on are as good as measured."""
         if self._own is None:
             return True
         # The margin alone rules most out, without a prediction of their parts.
         saved_s = self._own.step_time_s - one.placed.cost_s
-        return saved_s >= self._margin * self._own.step_time_s and saved_s >= self.least_gain_s(one)
+        return saved_s >= self._margin * self._own.step_time_s and saved_s >= self._scattered_s(one)
+
+    def is_worth_it(self, one: Candidate) -> bool:
+        """Whether it saves enough, and more than what was carried over may be off by."""
+        return self.saves_enough(one) and (
+            self._own is None or self._own.step_time_s - one.placed.cost_s >= self.least_gain_s(one)
+        )
 
     def least_gain_s(self, one: Candidate) -> float:
         """Seconds that it must save of the user's own step."""
         if self._own is None or not self._margin:
             return 0.0
-        chance_s = max(self.carried_s(one) - self._own_carried_s, 0.0)
+        return max(self._scattered_s(one), self.carried_s(one) - self._own_carried_s)
+
+    def _scattered_s(self, one: Candidate) -> float:
+        """What it must save whatever was carried over."""
+        if self._own is None or not self._margin:
+            return 0.0
+        chance_s = 0.0
         # The parts of a step cost a whole prediction, so they are computed only where the times are uncertain.
         if not self._doubt.have_same_source(one.layout, self._own_priced):
             own = (self._own_priced, self._own.breakdown_s)
-            chance_s = max(chance_s, self._doubt.chance_s((one.layout, self._parts_s(one)), own))
+            chance_s = self._doubt.chance_s((one.layout, self._parts_s(one)), own)
         part = max(self._margin, self._doubt.shape_error(one.layout, self._own_priced))
         return max(part * self._own.step_time_s, chance_s)
 
     def careful_s(self, one: Candidate) -> float:
-        """Seconds of its step, and by how many more it may take since times of other shapes stand for its own."""
-        return one.placed.cost_s + self.carried_s(one)
+        """Seconds of its step, and by how many more it may take."""
+        return one.placed.cost_s + self.doubt_s(one)
+
+    def doubt_s(self, one: Candidate) -> float:
+        """By how many seconds its step may be longer: its degrees are others, or times of other shapes stand for it."""
+        apart = self._doubt.shape_error(one.layout, self._own_priced) if self._own else 0.0
+        return apart * one.placed.cost_s + self.carried_s(one)
 
     def carried_s(self, one: Candidate) -> float:
         """By how many seconds its step may be off for that reason."""
@@ -157,17 +196,17 @@ class _Judge:
 
     def _parts_s(self, one: Candidate) -> Mapping[str, float]:
         if id(one) not in self._parts:
-            self._parts[id(one)] = self._inputs.predictor.step_time(one.layout, one.placed.placement).breakdown_s
-        return self._parts[id(one)]
+            parts_s = self._inputs.predictor.step_time(one.layout, one.placed.placement).breakdown_s
+            self._parts[id(one)] = one, parts_s
+        return self._parts[id(one)][1]
 
 
-def _simply_placed(inputs: SearchInputs, one: Candidate) -> Candidate:
-    """Put its ranks in torchrun's order, where that is allowed and counts as equally fast."""
-    order = host_order(inputs.cluster.num_slots)
+def _in_order(inputs: SearchInputs, one: Candidate, order: Placement) -> Candidate | None:
+    """Put its ranks in torchrun's order; None where they are, where that is not allowed, or takes clearly longer."""
     if one.placed.placement == order or one.host_order_s > (1 + EQUAL) * one.placed.cost_s:
-        return one
+        return None
     if not Slots.of(inputs.cluster, inputs.blocks(one.layout)).allows(order):
-        return one
+        return None
     return replace(one, placed=Placed(placement=order, cost_s=one.host_order_s, is_optimal=False))
 
 

@@ -132,11 +132,15 @@ def _equal(chosen: Chosen) -> list[str]:
         return []
     gain = 1 - other.placed.cost_s / chosen.choice.step_time_s
     faster = f"{other.layout.words()} is predicted {gain:.2%} faster"
+    if other.layout == chosen.choice.layout:
+        return [
+            f"Placed by the links it is predicted {gain:.2%} faster; that counts as equal, and torchrun's order stays."
+        ]
     if gain <= EQUAL:
         return [f"{faster}; steps within {EQUAL:.1%} count as equal, and the simpler layout wins."]
     off = seconds_text(chosen.passed_over_for_s)
-    why = f"less of its step was measured, so it may be off by {off} more (--pipette-trials would measure both)"
-    return [f"{faster}, but {why}."]
+    why = "its degrees are other than yours, or less of its step was measured"
+    return [f"{faster}, but it may be off by {off} more: {why} (--pipette-trials would measure both)."]
 
 
 def _gain(choice: Choice, own: Choice) -> str:
@@ -173,6 +177,11 @@ def _runner_up(chosen: Chosen) -> list[str]:
         return []
     second = chosen.alternatives[0]
     behind = second.step_time_s / chosen.choice.step_time_s - 1
+    if behind < -_NOTHING:
+        if chosen.passed_over and chosen.passed_over.layout == second.layout:
+            return []
+        within = "which is within what the two predictions may be off (--pipette-trials would measure both)"
+        return [f"The runner-up, {second.layout.words()}, is predicted {-behind:.1%} faster, {within}."]
     if behind < _NOTHING:
         return [f"The runner-up, {second.layout.words()}, is predicted to be as fast."]
     return [f"The runner-up, {second.layout.words()}, takes {seconds_text(second.step_time_s)}, {behind:.1%} more."]

@@ -74,18 +74,23 @@ def test_of_plans_within_their_doubt_the_one_that_was_measured_is_chosen_and_sai
     assert fastest.step_time_s == bold.chosen.step_time_s
 
 
-def test_of_placements_that_count_as_equal_torchruns_order_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a third of a step counts as nothing the same layout stays in torchrun's order; not at margin 0."""
-    pinned = ("tp", "pp", "cp", "micro_batch_size", "use_distributed_optimizer", "overlap_grad_reduce", "recompute")
-    own = Layout(pp=2, dp=2, micro_batch_size=4, use_distributed_optimizer=True)
-    job, measured = tiny_job(4, own=own, pinned=pinned), tiny_measurements(two_racks())
-    fastest = planned(job, measured).chosen
-    monkeypatch.setattr(choose, "EQUAL", 100.0)
-    plan, bold = planned(job, measured), planned(job, measured, margin=0.0)
+def test_of_placements_that_count_as_equal_torchruns_order_is_chosen_and_said() -> None:
+    """Not at margin 0, nor where the plan saves enough of the user's own step only if it is placed by the links."""
+    pinned = ("tp", "pp", "cp", "use_distributed_optimizer", "overlap_grad_reduce", "recompute")
+    own = Layout(pp=2, dp=2, micro_batch_size=2, use_distributed_optimizer=True)
+    job, measured = tiny_job(4, own=own, pinned=pinned), tiny_measurements(two_racks(slow_bytes_per_s=8e8))
+    fastest = planned(job, measured, margin=0.0)
+    plan = planned(job, measured)
+    gains = [1 - one.chosen.step_time_s / one.own.step_time_s for one in (plan, fastest)]
+    strict = planned(job, measured, margin=sum(gains) / 2)
 
-    assert not fastest.is_host_order
-    assert (plan.own if plan.keeps_own else plan.chosen).is_host_order
-    assert fastest.placement == bold.chosen.placement
+    assert gains[0] < gains[1] < gains[0] + choose.EQUAL
+    assert plan.chosen.layout == fastest.chosen.layout != own
+    assert plan.chosen.is_host_order
+    assert not fastest.chosen.is_host_order
+    assert [True] == ["torchrun's order stays" in reason for reason in plan.reasons if "Placed by the links" in reason]
+    assert plan.chosen.layout not in [one.layout for one in plan.alternatives]
+    assert strict.chosen.placement == fastest.chosen.placement
 
 
 def test_a_gain_that_what_was_carried_over_could_eat_up_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

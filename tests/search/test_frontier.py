@@ -69,6 +69,7 @@ def test_all_that_fit_come_once_by_rising_bound(share: float) -> None:
 def test_what_cannot_win_stays_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Below a step time that only some layouts may beat, the other cuts are never opened."""
     monkeypatch.setattr(frontier_module, "CUTS_AT_ONCE", 1)
+    monkeypatch.setattr(frontier_module, "RARELY_RULED_OUT", 0.0)
     frontier, _, _ = opened(tiny_job(4))
     everything, _, _ = opened(tiny_job(4))
     bounds_s = [one.least_s for one in everything.take(MANY)]

@@ -12,9 +12,6 @@
 
 typedef int64_t Int;
 
-/* Of a smaller power of e nothing is left beside 1, the sum of a family's shares; most groups have no more. */
-#define FLATTEST -40.0
-
 /* The arrays handed over, in the order of the arguments: the tables of SwapPrices, then what a call has of its own. */
 enum { SECONDS, OTHER, WEIGHT, MATRIX, GROUP, DEGREE, FAMILY, ALONE, PLACE, TABLES };
 enum { ONE = TABLES, TWO, SHARE, LOG_SHARE, RISE, RISES_COUNT };
@@ -85,7 +82,7 @@ static double soft_rise(const Py_buffer *a, Softness soft, Scratch *s, Int touch
             s->touched_N[families++] = n;
         }
         const double power = s->rise_G[g] * per_softness + s->log_share_G[g];
-        s->change_N[n] += (power > FLATTEST ? exp(power < soft.steepest ? power : soft.steepest) : 0.0) - s->share_G[g];
+        s->change_N[n] += exp(power < soft.steepest ? power : soft.steepest) - s->share_G[g];
     }
     for (Int i = 0; i < families; i++) {
         const Int n = s->touched_N[i];

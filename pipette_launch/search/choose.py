@@ -113,7 +113,8 @@ def _simplest(
     if not worthy:
         return None
     order = host_order(inputs.cluster.num_slots)
-    plain = [one for one in (_in_order(inputs, one, order) for one in worthy) if one and not _is_own(one, own)]
+    in_order = (_in_order(inputs, one, order) for one in worthy)
+    plain = [one for one in in_order if one and not _is_own(one, own)]
     equal_s = (1 + EQUAL) * min(map(judge.careful_s, worthy))
     equal = [one for one in (*worthy, *plain) if judge.careful_s(one) <= equal_s and judge.is_worth_it(one)]
 
@@ -157,9 +158,9 @@ class _Judge:
 
     def is_worth_it(self, one: Candidate) -> bool:
         """Whether it saves enough, and more than what was carried over may be off by."""
-        return self.saves_enough(one) and (
-            self._own is None or self._own.step_time_s - one.placed.cost_s >= self.least_gain_s(one)
-        )
+        if self._own is None:
+            return True
+        return self.saves_enough(one) and self._own.step_time_s - one.placed.cost_s >= self.least_gain_s(one)
 
     def least_gain_s(self, one: Candidate) -> float:
         """Seconds that it must save of the user's own step."""
@@ -189,7 +190,7 @@ class _Judge:
         return apart * one.placed.cost_s + self.carried_s(one)
 
     def carried_s(self, one: Candidate) -> float:
-        """By how many seconds its step may be off for that reason."""
+        """By how many seconds its step may be off because times of other shapes stand for some of its own."""
         if not self._doubt.differs:
             return 0.0
         return self._doubt.carried_s(one.layout, one.placed.placement, self._parts_s(one))

@@ -116,7 +116,8 @@ def test_fewer_hosts_train_where_that_is_quicker() -> None:
         fitted = refit(made, plan.hosts[:left])
         assert fitted is not None
         quickest_s = min(step_s for size, step_s in steps_s.items() if size <= left)
-        assert quickest_s == pytest.approx(fitted.chosen.step_time_s)
+        # Two layouts that differ in the distributed optimizer alone take as long here, but for the last digit.
+        assert quickest_s == pytest.approx(fitted.chosen.step_time_s, rel=1e-12)
 
 
 def test_templates_keep_what_the_checkpoint_keeps() -> None:

@@ -188,7 +188,7 @@ class Tables:
 
     def unit_times(self, columns: LayoutColumns, tp_groups: TpGroups = "anywhere") -> UnitTimes:
         """Look up, or work out, the times of what the layouts' chunks are made of."""
-        columns = _whatever_runs_again(columns)
+        columns = _recomputes_merged(columns)
         computed_by = ("tp", "cp", "micro_batch_size", "recompute", *self._cut_by)
         sent_by = ("tp", "cp", "micro_batch_size", "sequence_parallel", "ep", "etp", *self._of_shards)
         kernels, networks = columns.groups(*computed_by), columns.groups(*sent_by)
@@ -311,7 +311,7 @@ class Tables:
         return found
 
 
-def _whatever_runs_again(columns: LayoutColumns) -> LayoutColumns:
+def _recomputes_merged(columns: LayoutColumns) -> LayoutColumns:
     """Merge full recompute of any number of layers: that decides how many layers run again, not how long each takes."""
     kinds = [replace(one, num_layers=1) if one.granularity == "full" else one for one in columns.recomputes]
     place = {kind: index for index, kind in enumerate(dict.fromkeys(kinds))}

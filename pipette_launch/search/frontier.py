@@ -24,6 +24,7 @@ from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchIn
 from pipette_launch.search.layouts.enumerate import Cuts
 
 BEATEN = "its bound shows that no placement of it can win"
+UNPROMISING = "others of its degrees, with lower bounds, promise longer steps than the best"
 CUTS_AT_ONCE = 1024
 """The variants of so many cuts are listed together, which is cheaper than one by one."""
 DIVED_AT_ONCE = 1024
@@ -77,20 +78,16 @@ class Frontier:
     the layouts that remain.
     """
 
-    def __init__(
-        self, inputs: SearchInputs, cuts: Cuts, bounds: BoundColumns, typical: BoundColumns | None = None
-    ) -> None:
+    def __init__(self, inputs: SearchInputs, cuts: Cuts, bounds: BoundColumns) -> None:
         """Bound all cuts roughly.
 
         Args:
             inputs: what layouts are judged by.
             cuts: the legal ones.
             bounds: lower bounds of the job on this allocation.
-            typical: order of `dive`: bounds as if all links were like those that rings must use; None = `bounds`.
 
         """
         self._inputs = inputs
-        self._typical = typical or bounds
         self._cuts = cuts
         self._bounds = bounds
         self._is_late: Callable[[], bool] = lambda: False
@@ -246,15 +243,15 @@ class Frontier:
     def _that_fit(self, rows: Ints, below_s: float, *, leanest: bool = False) -> list[Layout]:
         """List some of the cuts that fit, the most promising first; those of `leanest` in their leanest state.
 
-        Cuts come many at once, and of these by rising time on typical links as far as that is below a step time.
+        Cuts come many at once, and of these by rising bound as far as that is below a step time.
         """
         found: list[Layout] = []
         for first in range(0, len(rows), DIVED_AT_ONCE):
             columns = self._cuts.columns.take(rows[first : first + DIVED_AT_ONCE])
             columns = self._cuts.tables.leanest(columns) if leanest else columns
-            typical_N = self._typical.of_columns(columns)
-            order = np.argsort(typical_N, kind="stable")
-            some = columns.take(order[typical_N[order] < below_s])
+            least_N = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
+            order = np.argsort(least_N, kind="stable")
+            some = columns.take(order[least_N[order] < below_s])
             found += [some.layout(row) for row in np.flatnonzero(self._fits_N(some)).tolist()] if len(some) else []
             if len(found) > LOOKED_THROUGH:
                 break
@@ -304,9 +301,14 @@ def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:
 def _rough_N(columns: LayoutColumns, bounds: BoundColumns) -> Floats:
     """Bound cuts roughly, with sequence parallelism or without, whichever is faster."""
     size = len(columns)
-    bare = replace(columns, recompute=np.zeros(size, dtype=np.int64), recomputes=(NO_RECOMPUTE,))
-    with_and_without = (replace(bare, sequence_parallel=np.full(size, flag)) for flag in (0, 1))
-    rough_N: Floats = np.fmin(*(bounds.rough_of_columns(each) for each in with_and_without))
+    twice = columns.take(np.tile(np.arange(size), 2))
+    bare = replace(
+        twice,
+        sequence_parallel=np.repeat([0, 1], size),
+        recompute=np.zeros(2 * size, dtype=np.int64),
+        recomputes=(NO_RECOMPUTE,),
+    )
+    rough_N: Floats = np.fmin.reduce(bounds.rough_of_columns(bare).reshape(2, size))
     return rough_N
 
 

@@ -273,7 +273,7 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
         layout=layout, cluster=inputs.cluster, objective=objective, bound_s=0.0, blocks=inputs.blocks(layout)
     )
     known = problem.placed(choice.placement, choice.step_time_s)
-    placed = faster(known, begin(problem, is_late=is_late))
+    placed = faster(known, begin(problem, is_late=is_late)[0])
     if not placed.is_optimal:
         placed = improve(problem, placed, turn=0, rng=rng, is_late=is_late)
     if placed.cost_s >= choice.step_time_s:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from pipette_launch.facts import Layout, files
 from pipette_launch.search.bounds.placement_bound import placement_bound_s
@@ -17,7 +19,7 @@ from pipette_launch.search.choose import LEANER
 from pipette_launch.search.frontier import Frontier, Promising
 from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, exhaustion, num_placements
 from pipette_launch.search.placement.search import begin, improve
-from pipette_launch.search.placement.slots import IsLate, Placement, PlacementProblem, Slots, faster, host_order
+from pipette_launch.search.placement.slots import IsLate, Placement, PlacementProblem, Slots, host_order
 
 FIRST_BATCH = 6
 """Layouts that are priced before the placement of the best is improved; each batch is half as large again."""
@@ -31,8 +33,12 @@ AFTER_PRICING = ((MANY_SLOTS, (8, 2, 1)), (1024, (4, 2, 1)), (math.inf, (2, 1, 1
 RUNNERS_UP = 3
 """So many layouts that cannot win are priced as alternatives, as many that need less memory, and as many beside the
 user's own."""
+IN_VAIN = 0.25
+"""Layouts of equal degrees are priced by rising bound until some in succession promise longer steps than the best: in
+sum longer by this part of it. One that promises 25 % more ends it, or five that promise 5 % more."""
 GAIN = 1e-4
 """A round that saves less than this part of the step counts as one without gain."""
+DEGREES = ("tp", "pp", "cp", "ep", "etp")
 SHARPENED = 6
 """So many candidates whose bound is below the best step time are bounded again by the links that they must use."""
 
@@ -45,6 +51,8 @@ class Searched:
     """The layouts that were priced, in that order; the user's own first, where it fits."""
     num_seen: int
     """Layouts that were priced, or whose bound showed that they cannot win."""
+    num_aside: int
+    """Layouts that were not priced, as others of their degrees promise too little."""
     floor_s: float
     """Seconds: no legal layout that fits is faster in any placement."""
     is_cut_short: bool
@@ -74,6 +82,10 @@ class SearchLoop:
         """Layouts and placements that were the best at some time, and whose neighbours were priced then."""
         self._missed_s = float("inf")
         """Least bound in seconds of the layouts that the deadline left without a price."""
+        self._in_vain: dict[tuple[int, ...], float] = defaultdict(float)
+        """By degrees, the sum of `IN_VAIN`."""
+        self._aside: dict[Layout, Promising] = {}
+        """Layouts that were not priced, as others of their degrees promise too little."""
 
     def run(self) -> Searched:
         """Search to the end or to the deadline."""
@@ -97,10 +109,11 @@ class SearchLoop:
         self._price_runners_up()
         self._prove()
         # The least of all lower bounds: layouts that the bound ruled out lie above the best.
-        floors_s = [one.floor_s for one in self._pool.values()]
+        floors_s = [one.floor_s for one in self._pool.values()] + [one.least_s for one in self._aside.values()]
         return Searched(
             candidates=tuple(self._pool.values()),
             num_seen=len(self._pool) + len(self._beaten),
+            num_aside=len(self._aside),
             floor_s=min(self._best_s(), self._missed_s, self._frontier.least_s, *floors_s),
             is_cut_short=self._is_late(),
         )
@@ -120,12 +133,20 @@ class SearchLoop:
         for one in batch:
             if one.layout in self._pool or one.layout in self._beaten:
                 continue
+            degrees = attrgetter(*DEGREES)(one.layout)
             if self._is_late():
                 self._missed_s = min(self._missed_s, one.least_s)
+            elif self._in_vain[degrees] >= IN_VAIN and math.isfinite(beat_s):
+                self._aside[one.layout] = one
             else:
-                self._keep(price(self._inputs, one, beat_s=beat_s, is_late=self._is_late))
+                found = price(self._inputs, one, beat_s=beat_s, is_late=self._is_late)
+                self._keep(found)
+                if isinstance(found, Candidate):
+                    excess = found.promise_s / beat_s - 1
+                    self._in_vain[degrees] = self._in_vain[degrees] + excess if excess > 0 else 0.0
 
     def _keep(self, found: Candidate | Promising) -> None:
+        self._aside.pop(found.layout, None)
         if isinstance(found, Candidate):
             self._pool[found.layout] = found
         else:
@@ -153,6 +174,7 @@ class SearchLoop:
                     known = self._pool.get(one.layout)
                     self._pool[one.layout] = replace(known, placed=found.placed) if known else found
                     self._beaten.pop(one.layout, None)
+                    self._aside.pop(one.layout, None)
 
     def _place(self, width: int) -> None:
         """Improve the placements of the most promising layouts by one round, then price the neighbours of the best."""
@@ -218,10 +240,19 @@ class SearchLoop:
         if not self._is_late():
             self._sharpened(self._leader())
         for _ in range(SHARPENED):
-            lowest = min(self._pool.values(), key=lambda one: (one.floor_s, one.placed.cost_s))
+            lowest = self._lowest()
             if self._is_late() or lowest.bound_reason or lowest.floor_s >= self._best_s():
                 return
             self._sharpened(lowest)
+
+    def _lowest(self) -> Candidate:
+        """Return the layout with the lowest bound; those that were set aside are priced where theirs are lower."""
+        lowest = min(self._pool.values(), key=lambda one: (one.floor_s, one.placed.cost_s))
+        aside = min(self._aside.values(), default=None)
+        if aside is None or aside.least_s >= lowest.floor_s or self._is_late():
+            return lowest
+        self._keep(price(self._inputs, aside, beat_s=self._best_s(), is_late=self._is_late))
+        return self._lowest()
 
     def _leader(self) -> Candidate:
         return min(self._pool.values(), key=lambda one: one.placed.cost_s)
@@ -256,19 +287,14 @@ def price(
     if bound_s >= beat_s:
         return beaten
     problem = placement_problem(inputs, layout, bound_s)
-    best = problem.best_of([carried]) if carried else None
-    if best and best.cost_s >= beat_s:
-        return beaten
-    in_host_order = problem.best_of([host_order(layout.world_size)])
-    if best is None:
-        best = in_host_order
-        is_allowed = problem.slots.allows(best.placement)
-        if not (is_allowed and best.is_optimal):
-            started = begin(problem, is_late=is_late)
-            best = started if started.is_optimal or not is_allowed else faster(best, started)
-    return Candidate(
-        layout=layout, peak_bytes=one.peak_bytes, bound_s=bound_s, host_order_s=in_host_order.cost_s, placed=best
-    )
+    if carried:
+        best = problem.best_of([carried])
+        if best.cost_s >= beat_s:
+            return beaten
+        host_order_s = problem.best_of([host_order(layout.world_size)]).cost_s
+    else:
+        best, host_order_s = begin(problem, is_late=is_late)
+    return Candidate(layout=layout, peak_bytes=one.peak_bytes, bound_s=bound_s, host_order_s=host_order_s, placed=best)
 
 
 def with_better_placement(

@@ -12,10 +12,9 @@ from pipette_launch.defaults import MARGIN, MEMORY_MARGIN, SEED
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import explanations, no_plan
-from pipette_launch.search.bounds.links import with_ring_links
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choose
-from pipette_launch.search.frontier import BEATEN, Frontier
+from pipette_launch.search.frontier import BEATEN, UNPROMISING, Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 from pipette_launch.search.placement.slots import IsLate
 from pipette_launch.search.schedule_choice import LEANEST, best_scheduled, unsupported
@@ -94,7 +93,8 @@ def solve(
     dropped = Counter(found.dropped) + frontier.dropped
     if not searched.is_cut_short:
         legal = found.num_layouts - (found.own_fault is not None)
-        dropped += Counter({BEATEN: legal - len(searched.candidates) - frontier.dropped.total()})
+        beaten = legal - len(searched.candidates) - searched.num_aside - frontier.dropped.total()
+        dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside})
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
         # As long again as the search: some schedules of long pipelines take ten seconds to make.
@@ -109,8 +109,7 @@ def _frontier(inputs: SearchInputs, found: Cuts, options: SolveOptions, is_late:
     """Bound the cuts; raises PlanError where neither a cut nor the user's own layout can be chosen."""
     job, measurements = inputs.job, inputs.measurements
     bounds = BoundColumns.of(job, measurements, inputs.predictor)
-    typical = bounds.elsewhere(with_ring_links(measurements))
-    frontier = Frontier(inputs, found, bounds, typical)
+    frontier = Frontier(inputs, found, bounds)
     own_dropped = None if found.own_fault else inputs.own_dropped
     if own_dropped:
         frontier.dropped[own_dropped] += 1

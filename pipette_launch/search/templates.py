@@ -318,10 +318,10 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
     problem = placement_problem(inputs, layout, inputs.predictor.bound_s(layout))
     if problem.slots.allows(choice.placement):
         placed = problem.best_of([choice.placement])
-        placed = placed if placed.is_optimal else faster(placed, begin(problem, is_late=is_late))
+        placed = placed if placed.is_optimal else faster(placed, begin(problem, is_late=is_late)[0])
     else:
         # A host that took the place of another lies in another NVLink domain.
-        placed = begin(problem, is_late=is_late)
+        placed, _ = begin(problem, is_late=is_late)
     if not (placed.is_optimal or is_late()):
         placed = improve(problem, placed, turn=0, rng=random.Random(seed), is_late=is_late)
     return choice_of(

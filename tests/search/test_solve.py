@@ -29,6 +29,8 @@ from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.errors import UsageError
 from pipette_launch.facts import Batch, ComputeCase, ComputeTime, Layout, Links, Measurements, Plan, Samples, files
 from pipette_launch.facts.machines.rooms import Rooms
+from pipette_launch.search import search_loop
+from pipette_launch.search.frontier import UNPROMISING
 from pipette_launch.search.layouts.rules import Rules
 from pipette_launch.search.solve import SolveOptions, solve
 
@@ -229,6 +231,24 @@ def test_no_layout_in_any_placement_is_faster_than_the_floor(seed: int) -> None:
     assert 0 < plan.floor_s <= fastest_s * (1 + 1e-12)
     assert fastest_s == pytest.approx(plan.chosen.step_time_s)
     assert plan.gap == plan.chosen.step_time_s / plan.floor_s - 1
+
+
+def test_what_is_set_aside_is_counted_and_no_faster_than_the_floor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once one layout promises too little the others of its degrees get no price, and the floor holds for them too."""
+    rng = np.random.default_rng(0)
+    speeds = tuple(tuple(row) for row in (10 ** rng.uniform(7, 9.5, (8, 8))).tolist())
+    links = Links(latency_s=((1e-5,) * 8,) * 8, bandwidth_bytes_per_s=speeds)
+    job = tiny_job(8, batch=Batch(global_batch_size=64))
+    measurements = tiny_measurements(replace(tiny_cluster(8, 1), between_hosts=links))
+    plans = []
+    for in_vain in (math.inf, 1e-9):
+        monkeypatch.setattr(search_loop, "IN_VAIN", in_vain)
+        plans.append(planned(job, measurements, margin=0.0))
+    whole, plan = plans
+
+    assert UNPROMISING not in whole.dropped
+    assert plan.dropped[UNPROMISING] > 0
+    assert plan.floor_s <= whole.chosen.step_time_s <= plan.chosen.step_time_s * (1 + 1e-12)
 
 
 def looked_at(measurements: Measurements, factors: tuple[float, ...]) -> Measurements:

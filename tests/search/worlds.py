@@ -96,7 +96,7 @@ def planned(job: Job, measurements: Measurements | None = None, **options: objec
 def improvements(problem: PlacementProblem, *, seed: int = 0, is_late: IsLate = never) -> list[Placed]:
     """The best start of a layout's placement, and what each round of `improve` makes of it."""
     rng = random.Random(seed)
-    found = [begin(problem, is_late=is_late)]
+    found = [begin(problem, is_late=is_late)[0]]
     for turn in range(ROUNDS if num_placements(problem.layout, problem.slots) > AT_ONCE else 0):
         if found[-1].is_optimal or is_late():
             break

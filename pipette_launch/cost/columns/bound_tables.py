@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -138,7 +137,8 @@ class Tables:
         self.fabric = fabric
         slowness = [1.0 / speed for speed in measurements.cluster.slot_speed]
         self.fastest, self.slowest = min(slowness), max(slowness)
-        self._num_slots, self.devices = measurements.cluster.num_slots, measurements.cluster.devices_per_host
+        cluster = measurements.cluster
+        self._num_slots, self.devices, self.num_hosts = cluster.num_slots, cluster.devices_per_host, len(cluster.hosts)
         shared_by: tuple[Field, ...] = ("ep", "etp") if compute.knows_shares else ()
         self._cut_by: tuple[Field, ...] = ("sequence_parallel", "ep", "etp") if compute.copies_to_host else shared_by
         """What passes depend on besides their case."""
@@ -146,19 +146,12 @@ class Tables:
         self._can_cut: Memo[bool] = Memo()
         self._passes: Memo[Floats] = Memo()
         self._hiding: Memo[Hiding] = Memo()
-        self.networks: dict[tuple[object, ...], Floats] = {}
+        self._networks: dict[tuple[object, ...], Floats] = {}
         self._parameters: Memo[list[list[float]]] = Memo()
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         self._of_shards: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
         """What exchanges depend on besides where FSDP has some: the replicas, and what recompute hides."""
         self._one_of_each = LayerCounts.one_of_each(job.model)
-
-    def elsewhere(self, fabric: Fabric) -> Tables:
-        """The same job on the same slots with other links; what links do not change is worked out once for both."""
-        other = copy.copy(self)
-        other.fabric = fabric
-        other.networks = {}
-        return other
 
     def can_price_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether compute times are known, and batch, layers and slots divide as the layouts have them."""
@@ -197,11 +190,11 @@ class Tables:
         network_U, kernel_U = np.divmod(codes_U, len(kernels.first_U))
         passes = np.array(_each(columns, kernels.first_U, computed_by, self._passes, self._unit_passes))
         keys = [(tp_groups, *key) for key in columns.values(networks.first_U, *sent_by)]
-        new = [place for place, key in enumerate(keys) if key not in self.networks]
+        new = [place for place, key in enumerate(keys) if key not in self._networks]
         if new:
             found = self._exchange_s_U3X(columns.take(networks.first_U[new]), tp_groups)
-            self.networks.update(zip((keys[place] for place in new), found, strict=True))
-        exchanges = np.array([self.networks[key] for key in keys])
+            self._networks.update(zip((keys[place] for place in new), found, strict=True))
+        exchanges = np.array([self._networks[key] for key in keys])
         return UnitTimes(
             group_N=group_N.reshape(-1),
             passes_U4X=passes[kernel_U],
@@ -238,22 +231,20 @@ class Tables:
         return False
 
     def slow_hosts(self, pp: int) -> list[tuple[int, int]]:
-        """Return (number of stages, host): so many stages have slots on this host or on hosts with slower links.
+        """Return pairs: so many stages have slots on some of so many hosts, those with the slowest links.
 
         However ranks lie, the j - 1 stages that the slowest hosts fill hold no more slots than there are, so the next
-        host's are of another stage. The slowest host is named, and the last that is about as slow.
+        host's are of another stage. The slowest host counts, and the last that is about as slow.
         """
         slowness_H = self.fabric.slowness_H
-        hosts = len(slowness_H)
-        if hosts < 2:
+        if self.num_hosts < 2:
             return []
-        order = np.argsort(-slowness_H, kind="stable")
-        first_P = order[np.arange(pp) * hosts // pp]
-        fastest, slowest = float(slowness_H.min()), float(slowness_H.max())
+        first_P = np.arange(pp) * self.num_hosts // pp
+        slowest, fastest = float(slowness_H[0]), float(slowness_H[-1])
         if slowest <= fastest * UNLIKE:
             return []
         last = int(np.flatnonzero(slowness_H[first_P] >= (fastest + slowest) / 2)[-1])
-        return [(stages + 1, int(first_P[stages])) for stages in sorted({0, last})]
+        return [(stages + 1, int(first_P[stages]) + 1) for stages in sorted({0, last})]
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
         """Sum the gradient of a word embedding that the first and the last stage both hold."""

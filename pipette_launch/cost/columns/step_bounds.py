@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from pipette_launch.cost.columns.bound_tables import Content, Tables, TpGroups, UnitTimes, contents_of, split_by_code
 from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
 from pipette_launch.cost.columns.update_bounds import UpdatePrices
-from pipette_launch.cost.communication.collectives import Fabric
 from pipette_launch.cost.communication.traffic import meets_receivers
 from pipette_launch.cost.step.first_gathers import waits_one_by_one_s
 from pipette_launch.cost.step.predictor import Predictor
@@ -52,10 +51,6 @@ class BoundColumns:
         """Prepare the tables of a job; those of a predictor of the same job are used where one is given."""
         predictor = predictor or Predictor(job, measurements)
         return cls(Tables(job, measurements, predictor.compute, predictor.fabric))
-
-    def elsewhere(self, measurements: Measurements) -> BoundColumns:
-        """Prepare the same job on the same slots with other links."""
-        return BoundColumns(self._tables.elsewhere(Fabric(measurements.cluster, measurements.collectives)))
 
     def seconds_N(self, layouts: Sequence[Layout]) -> Floats:
         """No placement of a layout is faster than this many seconds; nan where it cannot be priced."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.columns.bound_tables import Content, Tables, TpGroups
-from pipette_launch.cost.communication.collectives import ANY_HOST, GroupsLie
+from pipette_launch.cost.communication.collectives import GroupsLie
 from pipette_launch.cost.communication.traffic import aligns_gathers, num_buckets
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
 from pipette_launch.cost.layers.parameters import expert_dp
@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 
 class Through(NamedTuple):
-    """The prices of groups that must use the links of a host where these are slow."""
+    """The prices of groups that have slots on hosts whose links are slow."""
 
     stages: int
     """So many stages have groups that take at least so long."""
@@ -82,8 +82,8 @@ class UpdatePrices:
         apart_T = np.where(tables.fits_hosts(groups), groups.tp, 1) if tp_groups == "inside hosts" else 1
         dense_slots_T = groups.dp * groups.cp * apart_T
         prices = partial(_exchanges, tables, groups, (dense_TVP, expert_TVP), sizes, dense_slots_T)
-        reduce_s, gather_s = prices(ANY_HOST)
-        through = [Through(stages, *prices(host)) for stages, host in tables.slow_hosts(int(columns.pp[0]))]
+        reduce_s, gather_s = prices(tables.num_hosts)
+        through = [Through(stages, *prices(among)) for stages, among in tables.slow_hosts(int(columns.pp[0]))]
         # Ranks first, so that figures of T stand behind.
         dense_PT, expert_PT = dense_TVP.sum(axis=1).T, expert_TVP.sum(axis=1).T
         optimizer_s_PT = tables.once_a_step.seconds(
@@ -108,7 +108,7 @@ def _exchanges(
     counts: tuple[Ints, Ints],
     sizes: tuple[int, int],
     dense_slots_T: Ints,
-    through: int,
+    among: int,
 ) -> tuple[Floats, Floats]:
     """Seconds of reducing gradients and of gathering weights, stage by stage.
 
@@ -118,7 +118,7 @@ def _exchanges(
         counts: dense and expert parameters of each chunk.
         sizes: bytes of a gradient and of a weight.
         dense_slots_T: slots that a dense group needs on its hosts, those beside its members included.
-        through: a host that the groups must use; ANY_HOST = none.
+        among: the groups of each stage have slots on one of so many hosts, those with the slowest links.
 
     """
     reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)
@@ -129,9 +129,9 @@ def _exchanges(
     experts = (expert_dp(groups), expert_dp(groups), in_stages_T)
     for count_TVP, (size_T, slots_T, uses_T) in zip(counts, (dense, experts), strict=True):
         fewest_T = -(-slots_T // tables.devices)
-        through_T = np.where(uses_T & (fewest_T > 1), through, ANY_HOST)
+        among_T = np.where(uses_T & (fewest_T > 1), among, tables.num_hosts)
         sharded, whole = (
-            GroupsLie(size_T=np.where(counts_T, size_T, 1), fewest_T=fewest_T, through_T=through_T)
+            GroupsLie(size_T=np.where(counts_T, size_T, 1), fewest_T=fewest_T, among_T=among_T)
             for counts_T in (is_sharded_T, ~is_sharded_T)
         )
         reduce_s += tables.fabric.groups_bound_s("all_reduce", whole, count_TVP * sizes[0])

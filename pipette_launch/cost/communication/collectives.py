@@ -28,7 +28,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.communication.links import LinkTable, best_links, best_links_of, slowness_of_places
+from pipette_launch.cost.communication.links import Bottlenecks, LinkTable, best_links
 from pipette_launch.cost.communication.scales import MeasuredGroups, Scale
 from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps, ring_shift
 from pipette_launch.facts.machines.cluster import Cluster
@@ -39,7 +39,6 @@ __all__ = ["Fabric", "Kind", "Routes", "chunk_share", "num_steps"]
 
 LINKS_AT_ONCE = 1 << 19
 """An all-to-all is priced in pieces of about so many links, some tens of MB."""
-ANY_HOST = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +59,8 @@ class GroupsLie:
     """Members of each."""
     fewest_T: NDArray[np.int64]
     """Hosts that it lies on, at least."""
-    through_T: NDArray[np.int64]
-    """A host on which it has a slot, beside slots elsewhere; ANY_HOST = no certain one."""
+    among_T: NDArray[np.int64]
+    """It has a slot on one of so many of the hosts, those with the slowest links."""
 
 
 class Fabric:
@@ -79,12 +78,20 @@ class Fabric:
         self._best_across = best_links([cluster.between_hosts])
         self._best_within = best_links(cluster.within_host)
         self._measured = MeasuredGroups(cluster, collectives, self._table)
-        self._bound_lines: dict[tuple[Kind, int, int, int], list[tuple[float, float]]] = {}
+        self._bound_lines: dict[tuple[Kind, int, int, int | None], list[tuple[float, float]]] = {}
+
+    @cached_property
+    def _bottlenecks(self) -> Bottlenecks:
+        return Bottlenecks(self.cluster.between_hosts)
+
+    @cached_property
+    def _slowest_first_H(self) -> NDArray[np.int64]:
+        return np.argsort(-self._bottlenecks.slowness_H(2), kind="stable")
 
     @cached_property
     def slowness_H(self) -> NDArray[np.float64]:
-        """Seconds per byte of the best link of each host."""
-        return slowness_of_places(self.cluster.between_hosts)
+        """Seconds per byte of the best link of each host, the slowest first."""
+        return self._bottlenecks.slowness_H(2)[self._slowest_first_H]
 
     def seconds(self, kind: Kind, slots: Sequence[int], size_bytes: float) -> float:
         """Price one group; its ring runs in the order of `slots`."""
@@ -196,7 +203,7 @@ class Fabric:
         """Return the bounds of groups of many kinds, by those of the first axis of `bytes_TVP`."""
         if not (lie.size_T.max() > 1 and bytes_TVP.any()):
             return np.zeros(bytes_TVP.shape)
-        keys = [*zip(lie.size_T.tolist(), lie.fewest_T.tolist(), lie.through_T.tolist(), strict=True)]
+        keys = [*zip(lie.size_T.tolist(), lie.fewest_T.tolist(), lie.among_T.tolist(), strict=True)]
         place = {key: index for index, key in enumerate(dict.fromkeys(keys))}
         lines = [self._bound_lines_of(kind, *key) for key in place]
         most = max(map(len, lines))
@@ -208,25 +215,30 @@ class Fabric:
         return np.where(bytes_TVP > 0, found, 0.0)
 
     def _bound_lines_of(
-        self, kind: Kind, size: int, fewest: int = 1, through: int = ANY_HOST
+        self, kind: Kind, size: int, fewest: int = 1, among: int | None = None
     ) -> list[tuple[float, float]]:
-        """Return fixed seconds and seconds per byte of some lines, the lowest of which is the bound at every size."""
-        key = kind, size, fewest, through
+        """Return fixed seconds and seconds per byte of some lines, the lowest of which is the bound at every size.
+
+        Without `among` these are of the best link alone: it does not count that a group's slowest link joins its hosts.
+        """
+        key = kind, size, fewest, among
         if key not in self._bound_lines:
-            self._bound_lines[key] = self._new_bound_lines(kind, size, fewest, through)
+            self._bound_lines[key] = self._new_bound_lines(*key)
         return self._bound_lines[key]
 
-    def _new_bound_lines(self, kind: Kind, size: int, fewest: int, through: int) -> list[tuple[float, float]]:
-        steps = num_steps(kind, size)
+    def _new_bound_lines(self, kind: Kind, size: int, fewest: int, among: int | None) -> list[tuple[float, float]]:
+        steps, hosts = num_steps(kind, size), len(self.cluster.hosts)
         if steps == 0:
             return [(0.0, 0.0)]
         scale = self.scale(kind, size)
         fewest = max(fewest, -(-size // self.cluster.devices_per_host))
-        across = slice(max(fewest, 2), min(size, len(self.cluster.hosts)) + 1)
-        if through == ANY_HOST:
+        across = slice(max(fewest, 2), min(size, hosts) + 1)
+        if among is None or fewest < 2:
             ways = [(slice(fewest, 2), self._best_within), (across, self._best_across)]
         else:
-            ways = [(across, best_links_of(self.cluster.between_hosts, through))]
+            # As far as is known it has a slot where these are fastest.
+            slowest = float(self._bottlenecks.slowness_H(fewest)[self._slowest_first_H[:among]].min())
+            ways = [(across, tuple((latency_s, max(byte_s, slowest)) for latency_s, byte_s in self._best_across))]
         pieces = []
         for counts, links in ways:
             for latency_s, byte_s in links:

@@ -70,27 +70,59 @@ def best_links(matrices: Sequence[Links]) -> tuple[tuple[float, float], ...]:
     return _front(latency_s, byte_s)
 
 
-def best_links_of(links: Links, place: int) -> tuple[tuple[float, float], ...]:
-    """The same of the links out of one place, or of those into it if the best of these is slower by the byte.
+def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
+    """Return the links that join all hosts, cheapest first: those of a minimum spanning tree (Prim 1957).
 
-    Whoever passes through the place uses one of either.
+    Hosts that are apart in it without the links above some cost are apart without any link above that cost. A pair of
+    hosts counts by its cheaper way, so what is apart here is apart for every ring.
     """
-    others = np.arange(len(links.latency_s)) != place
-    byte_s = links.seconds_per_byte()
-    out_H, in_H = byte_s[place, others], byte_s[others, place]
-    if out_H.min() >= in_H.min():
-        return _front(links.latency_s[place, others], out_H)
-    return _front(links.latency_s[others, place], in_H)
+    cost: Floats = np.minimum(cost_HH, cost_HH.T)
+    hosts = len(cost)
+    left = np.ones(hosts, dtype=bool)
+    left[0] = False
+    near_H = cost[0].copy()
+    via_H = np.zeros(hosts, dtype=np.int64)
+    near_H[0] = np.inf
+    found = []
+    for _ in range(hosts - 1):
+        host = int(near_H.argmin())
+        found.append((float(near_H[host]), int(via_H[host]), host))
+        left[host] = False
+        near_H[host] = np.inf
+        closer_H = left & (cost[host] < near_H)
+        near_H[closer_H] = cost[host][closer_H]
+        via_H[closer_H] = host
+    return sorted(found)
 
 
-def slowness_of_places(links: Links) -> Floats:
-    """Seconds per byte of the best link out of each place, or into it if that is slower; 0 for one alone."""
-    byte_s = links.seconds_per_byte().copy()
-    if len(byte_s) < 2:
-        return np.zeros(len(byte_s))
-    np.fill_diagonal(byte_s, np.inf)
-    slowness: Floats = np.maximum(byte_s.min(axis=0), byte_s.min(axis=1))
-    return slowness
+class Bottlenecks:
+    """What the slowest link of a group costs at least that has members on several places."""
+
+    def __init__(self, links: Links) -> None:
+        byte_s_HH = np.where(np.eye(len(links.latency_s), dtype=bool), np.inf, links.seconds_per_byte())
+        self._tree = spanning_tree(byte_s_HH)
+        self._leave_H: Floats = np.maximum(byte_s_HH.min(axis=0), byte_s_HH.min(axis=1))
+        self._known: dict[int, Floats] = {}
+
+    def slowness_H(self, fewest: int) -> Floats:
+        """Seconds per byte of the slowest link of a group on each place and on `fewest` in all, of two or more.
+
+        A group leaves each of its places and comes back, and its slowest link joins them all: so each is one of that
+        many places between which there are links no slower.
+        """
+        if fewest not in self._known:
+            joined_H = np.zeros(len(self._leave_H))
+            part_of = [[place] for place in range(len(joined_H))]
+            for byte_s, one, other in self._tree:
+                small, large = sorted((part_of[one], part_of[other]), key=len)
+                for part in (small, large):
+                    if len(part) < fewest <= len(small) + len(large):
+                        joined_H[part] = byte_s
+                large += small
+                for place in small:
+                    part_of[place] = large
+            self._known[fewest] = np.maximum(joined_H, self._leave_H)
+        return self._known[fewest]
 
 
 def _front(latency_s: Floats, byte_s: Floats) -> tuple[tuple[float, float], ...]:

@@ -12,12 +12,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.facts import Links, Measurements
+from pipette_launch.cost.communication.links import spanning_tree
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -46,31 +45,6 @@ def through(cost_HH: Floats, *, visits_once: bool) -> Floats:
     second_in_H = np.partition(cost, 1, axis=0)[1]
     apart_H = np.minimum(np.maximum(second_out_H, in_H), np.maximum(out_H, second_in_H))
     return np.where(cost.argmin(axis=1) == cost.argmin(axis=0), apart_H, best_H)
-
-
-def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
-    """Return the links that join all hosts, cheapest first: those of a minimum spanning tree (Prim 1957).
-
-    Hosts that are apart in it without the links above some cost are apart without any link above that cost. A pair of
-    hosts counts by its cheaper way, so what is apart here is apart for every ring.
-    """
-    cost: Floats = np.minimum(cost_HH, cost_HH.T)
-    hosts = len(cost)
-    left = np.ones(hosts, dtype=bool)
-    left[0] = False
-    near_H = cost[0].copy()
-    via_H = np.zeros(hosts, dtype=np.int64)
-    near_H[0] = np.inf
-    found = []
-    for _ in range(hosts - 1):
-        host = int(near_H.argmin())
-        found.append((float(near_H[host]), int(via_H[host]), host))
-        left[host] = False
-        near_H[host] = np.inf
-        closer_H = left & (cost[host] < near_H)
-        near_H[closer_H] = cost[host][closer_H]
-        via_H[closer_H] = host
-    return sorted(found)
 
 
 def ring_thresholds(cost_HH: Floats, *, units_per_host: int, ring_units: int, through_H: Floats) -> list[float]:
@@ -188,21 +162,3 @@ def _without_own(cost_HH: Floats) -> Floats:
     cost: Floats = cost_HH.copy()
     np.fill_diagonal(cost, np.inf)
     return cost
-
-
-def with_ring_links(measurements: Measurements) -> Measurements:
-    """Give all pairs of hosts the best link of that host whose best is the worst, and the median latency.
-
-    A ring through every host passes each of them by one link in and one out, so no ring is faster than this, and a
-    good one is not much slower. It tells layouts apart where the best link of all would promise too much.
-    """
-    cluster = measurements.cluster
-    size = len(cluster.hosts)
-    if size < 2:
-        return measurements
-    bandwidth_HH = np.where(np.eye(size, dtype=bool), 0.0, cluster.between_hosts.bandwidth_bytes_per_s)
-    latency_HH = np.asarray(cluster.between_hosts.latency_s)
-    slowest = float(np.minimum(bandwidth_HH.max(axis=0), bandwidth_HH.max(axis=1)).min())
-    latency_s = float(np.median(latency_HH[~np.eye(size, dtype=bool)]))
-    links = Links.uniform(size, latency_s=latency_s, bandwidth_bytes_per_s=slowest)
-    return replace(measurements, cluster=replace(cluster, between_hosts=links))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
+
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.search.assignment.problem import Ints
 from pipette_launch.search.placement.annealing import annealed
@@ -19,7 +21,7 @@ MANY_STARTS = 24
 FEW_STARTS = 6
 """Of many hosts, at first; the first round prices the others."""
 MANY_HOSTS = 64
-ANNEALING = ((64, 60, math.inf), (256, 20, 0.01))
+ANNEALING = ((32, 60, math.inf), (256, 20, 0.005))
 """Up to so many slots, single devices change places too, in so many steps of annealing, where a layout's step is not
 longer than the best of all layouts by more than that part.
 
@@ -29,13 +31,24 @@ SHUFFLED = 0.1
 """Share of the hosts that every other round exchanges at random first."""
 
 
-def begin(problem: PlacementProblem, *, is_late: IsLate) -> Placed:
-    """Return the best of a few starts or, for a few slots, of all placements."""
+def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]:
+    """Return the best of a few starts or, for a few slots, of all placements; and the seconds of torchrun's order.
+
+    That order is priced together with the starts, which takes little longer than one of them.
+    """
     most = FEW_STARTS if problem.slots.num_hosts > MANY_HOSTS else MANY_STARTS
-    best = problem.best_of(starts(problem.layout, problem.cluster, most=most, blocks=problem.blocks))
+    order_W = np.arange(problem.slots.num_slots)
+    starts_KW = starts(problem.layout, problem.cluster, most=most, blocks=problem.blocks)
+    others_KW = starts_KW[(starts_KW != order_W).any(axis=1)]
+    priced_KW = np.concatenate([order_W[None], others_KW])
+    costs_s = problem.objective.costs(priced_KW)
+    is_allowed = len(others_KW) < len(starts_KW)
+    first = 0 if is_allowed else 1
+    least = first + int(costs_s[first:].argmin())
+    best = problem.placed(tuple(priced_KW[least].tolist()), float(costs_s[least]))
     if num_placements(problem.layout, problem.slots) <= AT_ONCE and not best.is_optimal:
         *_, best = best, *exhaustion(problem, best, is_late=is_late)
-    return best
+    return best, float(costs_s[0])
 
 
 def improve(

@@ -10,9 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from pipette_launch.cost.communication.links import spanning_tree
 from pipette_launch.facts import Links
 from pipette_launch.search.assignment.problem import Floats, Ints
-from pipette_launch.search.bounds.links import spanning_tree
 
 TYPICAL_MESSAGE_BYTES = 4 << 20
 """The message by which the distance of hosts is measured: it weighs latency against bandwidth."""

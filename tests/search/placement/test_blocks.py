@@ -117,7 +117,7 @@ def test_expert_groups_stay_inside_their_domain() -> None:
     """Two NVLink domains of four hosts, shuffled: each expert group of four hosts lies in one of them."""
     fabric = fat_tree(8, sizes=(4,), bytes_per_s=(1e10, 1e8), noise=0.05, seed=3)
     layout, cluster = Layout(dp=16, ep=8), cluster_with(fabric.links, devices=2)
-    found = begin(problem_of(layout, cluster), is_late=never)
+    found, _ = begin(problem_of(layout, cluster), is_late=never)
     domain_of_rank = {rank: fabric.group_LH[0][slot // 2] for slot, rank in enumerate(found.placement)}
 
     assert all(len({domain_of_rank[rank] for rank in group}) == 1 for group in expert_groups(layout))
@@ -127,7 +127,7 @@ def test_units_that_do_not_fill_a_domain_leave_its_rest_to_others() -> None:
     """Domains of five hosts, groups of two hosts: two in each domain, and one of the hosts that are left."""
     fabric = fat_tree(10, sizes=(5,), bytes_per_s=(1e10, 1e8), noise=0.05, seed=4)
     layout, cluster = Layout(dp=20, ep=4), on_gpus(cluster_with(fabric.links, devices=2))
-    found = begin(problem_of(layout, cluster), is_late=never)
+    found, _ = begin(problem_of(layout, cluster), is_late=never)
     domain_of_rank = {rank: fabric.group_LH[0][slot // 2] for slot, rank in enumerate(found.placement)}
     inside = [len({domain_of_rank[rank] for rank in group}) == 1 for group in expert_groups(layout)]
 

@@ -41,8 +41,8 @@ from pipette_launch.facts.measurements import Measurements
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 T = TypeVar("T")
-TpGroups = Literal["anywhere", "inside hosts", "across hosts"]
-"""Where tensor-parallel groups lie: all of them inside hosts, or some across."""
+GroupsLie = Literal["anywhere", "inside hosts", "tensor across hosts", "experts across hosts"]
+"""Where tensor-parallel groups and those of experts lie: all that can be inside hosts are, or some of a kind are not."""
 UNLIKE = 1.02
 """Hosts whose best links differ by less than this factor count as alike."""
 _PARTS: Memo[Memo[Ints]] = Memo()
@@ -175,11 +175,18 @@ class Tables:
         """Micro-batches of one step."""
         return np.asarray(self.job.batch.global_batch_size // (columns.dp * columns.micro_batch_size))
 
-    def fits_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
+    def tensor_fits_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether all tensor-parallel groups can lie on one host each, and need not."""
-        return np.asarray((columns.tp > 1) & (self.devices % columns.tp == 0) & (self._num_slots > self.devices))
+        return self._fits_hosts(columns.tp)
 
-    def unit_times(self, columns: LayoutColumns, tp_groups: TpGroups = "anywhere") -> UnitTimes:
+    def experts_fit_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
+        """Whether all ranks that share the experts of a layer can lie on one host, and need not."""
+        return self._fits_hosts(columns.ep * columns.etp) & (columns.ep > 1) & experts_in_stages(columns)
+
+    def _fits_hosts(self, ranks: Ints) -> NDArray[np.bool_]:
+        return np.asarray((ranks > 1) & (self.devices % ranks == 0) & (self.num_hosts > 1))
+
+    def unit_times(self, columns: LayoutColumns, groups_lie: GroupsLie = "anywhere") -> UnitTimes:
         """Look up, or work out, the times of what the layouts' chunks are made of."""
         columns = _recomputes_merged(columns)
         computed_by = ("tp", "cp", "micro_batch_size", "recompute", *self._cut_by)
@@ -189,10 +196,10 @@ class Tables:
         codes_U, group_N = np.unique(both_N, return_inverse=True)
         network_U, kernel_U = np.divmod(codes_U, len(kernels.first_U))
         passes = np.array(_each(columns, kernels.first_U, computed_by, self._passes, self._unit_passes))
-        keys = [(tp_groups, *key) for key in columns.values(networks.first_U, *sent_by)]
+        keys = [(groups_lie, *key) for key in columns.values(networks.first_U, *sent_by)]
         new = [place for place, key in enumerate(keys) if key not in self._networks]
         if new:
-            found = self._exchange_s_U3X(columns.take(networks.first_U[new]), tp_groups)
+            found = self._exchange_s_U3X(columns.take(networks.first_U[new]), groups_lie)
             self._networks.update(zip((keys[place] for place in new), found, strict=True))
         exchanges = np.array([self._networks[key] for key in keys])
         return UnitTimes(
@@ -266,7 +273,7 @@ class Tables:
         passes_4X: Floats = np.array(rows).T
         return passes_4X
 
-    def _exchange_s_U3X(self, columns: LayoutColumns, tp_groups: TpGroups) -> Floats:
+    def _exchange_s_U3X(self, columns: LayoutColumns, groups_lie: GroupsLie) -> Floats:
         """Exposed seconds of forward and backward by part over the best links; third, X times, those of a hop.
 
         Sizes grow with the micro-batch and nothing else does, so layouts that differ in it are priced together. Those
@@ -288,7 +295,10 @@ class Tables:
             members = group_sizes(one, instances=shard_copies(self.job))
             for item in self._exchanges[one]:
                 sizes = item.size_bytes * (np.ones_like(samples) if item.is_sharding else samples)
-                fewest = 2 if item.group == "tp" and tp_groups == "across hosts" else 1
+                crosses = item.group == "ep_etp" or (item.group == "ep" and one.etp == 1)
+                if groups_lie != "experts across hosts":
+                    crosses = item.group == "tp" and groups_lie == "tensor across hosts"
+                fewest = 2 if crosses else 1
                 seconds = self.fabric.bounds_s(item.kind, members[item.group], sizes, fewest=fewest)
                 if item.behind:
                     hidden_s = [hiding_U[case].seconds(item.behind) for case in cases.group_N[rows].tolist()]
@@ -296,7 +306,7 @@ class Tables:
                 found[rows, :2] += seconds[:, None, None] * np.array([item.forward, item.backward])
             if self._num_slots > 1:
                 # A group that fills a host leaves no room for another stage.
-                fewest = 2 if one.tp == self.devices > 1 and tp_groups == "inside hosts" else 1
+                fewest = 2 if one.tp == self.devices > 1 and groups_lie == "inside hosts" else 1
                 hop_s = self.fabric.bounds_s("send", 2, hop_bytes(self.job, one) * samples, fewest=fewest)
                 found[rows, 2] = hop_s[:, None]
         return found
@@ -320,6 +330,11 @@ def _each(
         known.get(key, lambda: make(columns.layout(row)))  # noqa: B023 - called at once
         for key, row in zip(keys, rows.tolist(), strict=True)
     ]
+
+
+def experts_in_stages(columns: LayoutColumns) -> NDArray[np.bool_]:
+    """Whether each group that shares experts lies in one stage: in the rank order tp-pp-dp it may not."""
+    return np.asarray((columns.use_tp_pp_dp_mapping == 0) | (columns.ep * columns.etp == columns.tp * columns.cp))
 
 
 def split_by_code(codes_N: Ints) -> list[Ints]:

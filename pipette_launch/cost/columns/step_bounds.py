@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.bound_tables import Content, Tables, TpGroups, UnitTimes, contents_of, split_by_code
+from pipette_launch.cost.columns.bound_tables import Content, GroupsLie, Tables, UnitTimes, contents_of, split_by_code
 from pipette_launch.cost.columns.pipeline_bound import Drains, Pipelines, drains
 from pipette_launch.cost.columns.update_bounds import UpdatePrices
 from pipette_launch.cost.communication.traffic import meets_receivers
@@ -91,29 +91,36 @@ class BoundColumns:
         return self._bounds_N(columns, "anywhere")
 
     def sharpened(self, columns: LayoutColumns) -> Floats:
-        """Return sharper bounds, at twice the cost; 0 where tensor-parallel groups do not tell anything.
+        """Return sharper bounds, at two or three times the cost; 0 where no groups inside layers tell anything.
 
-        Either all of these lie inside hosts, or some rank's do not: the lesser bound of both cases holds.
+        Either all of these lie inside hosts, or some tensor-parallel group does not, or some group of experts: the
+        least bound of all cases holds.
         """
         seconds_N = np.zeros(len(columns))
-        rows = np.flatnonzero(self._tables.fits_hosts(columns))
-        if len(rows):
-            some = columns.take(rows)
-            cases = (self._bounds_N(some, tp_groups) for tp_groups in ("inside hosts", "across hosts"))
-            seconds_N[rows] = np.minimum(*cases)
+        kinds: tuple[tuple[GroupsLie, NDArray[np.bool_]], ...] = (
+            ("tensor across hosts", self._tables.tensor_fits_hosts(columns)),
+            ("experts across hosts", self._tables.experts_fit_hosts(columns)),
+        )
+        inside = np.flatnonzero(kinds[0][1] | kinds[1][1])
+        if len(inside):
+            seconds_N[inside] = self._bounds_N(columns.take(inside), "inside hosts")
+        for groups_lie, fits_N in kinds:
+            rows = np.flatnonzero(fits_N)
+            if len(rows):
+                seconds_N[rows] = np.minimum(seconds_N[rows], self._bounds_N(columns.take(rows), groups_lie))
         return seconds_N
 
-    def _bounds_N(self, columns: LayoutColumns, tp_groups: TpGroups) -> Floats:
+    def _bounds_N(self, columns: LayoutColumns, groups_lie: GroupsLie) -> Floats:
         seconds_N = np.full(len(columns), np.nan)
         overlaps_N2 = np.stack([columns.overlap_grad_reduce, columns.overlap_param_gather], axis=-1) > 0
         known = np.flatnonzero(self._tables.can_price_N(columns))
         if not len(known):
             return seconds_N
         columns, overlaps_N2 = columns.take(known), overlaps_N2[known]
-        crosses = tp_groups == "across hosts"
-        unit = self._tables.unit_times(columns, "anywhere" if crosses else tp_groups)
+        crosses = groups_lie in ("tensor across hosts", "experts across hosts")
+        unit = self._tables.unit_times(columns, "anywhere" if crosses else groups_lie)
         # Of the same groups, as the same fields decide.
-        crossing = self._tables.unit_times(columns, tp_groups) if crosses else None
+        crossing = self._tables.unit_times(columns, groups_lie) if crosses else None
         group_N, unit_parameters_U2X = self._tables.unit_parameters(columns)
         for rows in split_by_code(codes_of([columns.pp, columns.vpp])):
             content = contents_of(self._tables.job, columns.take(rows))
@@ -124,7 +131,7 @@ class BoundColumns:
                 passes = _Passes.of(
                     self._tables, some, unit.take(part), here, crossing.take(part) if crossing else None
                 )
-                update = UpdatePrices.of(self._tables, some, (group_N[part], unit_parameters_U2X), here, tp_groups)
+                update = UpdatePrices.of(self._tables, some, (group_N[part], unit_parameters_U2X), here, groups_lie)
                 seconds_N[known[part]] = _steps(passes, update, overlaps_N2[part])
         return seconds_N * (1 - _ROUNDING)
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.bound_tables import Content, Tables, TpGroups
-from pipette_launch.cost.communication.collectives import GroupsLie
+from pipette_launch.cost.columns.bound_tables import Content, GroupsLie, Tables, experts_in_stages
+from pipette_launch.cost.communication.collectives import GroupsOnHosts
 from pipette_launch.cost.communication.traffic import aligns_gathers, num_buckets
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
 from pipette_launch.cost.layers.parameters import expert_dp
@@ -50,7 +50,7 @@ class UpdatePrices:
 
     @classmethod
     def of(
-        cls, tables: Tables, columns: LayoutColumns, unit: tuple[Ints, Ints], content: Content, tp_groups: TpGroups
+        cls, tables: Tables, columns: LayoutColumns, unit: tuple[Ints, Ints], content: Content, groups_lie: GroupsLie
     ) -> UpdatePrices:
         """Price what layouts of one shape of pipelines exchange and update.
 
@@ -59,7 +59,7 @@ class UpdatePrices:
             columns: the layouts.
             unit: the group of each layout in its parameters, and of each group those of what chunks are made of.
             content: of the chunks.
-            tp_groups: where tensor-parallel groups lie.
+            groups_lie: where the groups inside layers lie.
 
         """
         job, (unit_N, parameters_R2X) = tables.job, unit
@@ -78,10 +78,12 @@ class UpdatePrices:
             0 if sharding and sharding.gradients else gradient,
             0 if sharding and sharding.weights else job.model.dtype_bytes,
         )
-        # Each member of a dense group belongs to another tensor-parallel group: a host that holds whole ones holds few.
-        apart_T = np.where(tables.fits_hosts(groups), groups.tp, 1) if tp_groups == "inside hosts" else 1
-        dense_slots_T = groups.dp * groups.cp * apart_T
-        prices = partial(_exchanges, tables, groups, (dense_TVP, expert_TVP), sizes, dense_slots_T)
+        dense_slots_T, expert_slots_T = groups.dp * groups.cp, expert_dp(groups)
+        if groups_lie == "inside hosts":
+            # Each member belongs to another group inside the layers: a host that holds whole ones holds few members.
+            dense_slots_T = dense_slots_T * np.where(tables.tensor_fits_hosts(groups), groups.tp, 1)
+            expert_slots_T = expert_slots_T * np.where(tables.experts_fit_hosts(groups), groups.ep * groups.etp, 1)
+        prices = partial(_exchanges, tables, groups, (dense_TVP, expert_TVP), sizes, (dense_slots_T, expert_slots_T))
         reduce_s, gather_s = prices(tables.num_hosts)
         through = [Through(stages, *prices(among)) for stages, among in tables.slow_hosts(int(columns.pp[0]))]
         # Ranks first, so that figures of T stand behind.
@@ -107,7 +109,7 @@ def _exchanges(
     groups: LayoutColumns,
     counts: tuple[Ints, Ints],
     sizes: tuple[int, int],
-    dense_slots_T: Ints,
+    slots: tuple[Ints, Ints],
     among: int,
 ) -> tuple[Floats, Floats]:
     """Seconds of reducing gradients and of gathering weights, stage by stage.
@@ -117,21 +119,19 @@ def _exchanges(
         groups: the layouts.
         counts: dense and expert parameters of each chunk.
         sizes: bytes of a gradient and of a weight.
-        dense_slots_T: slots that a dense group needs on its hosts, those beside its members included.
+        slots: what dense and expert groups need on their hosts, slots beside their members included.
         among: the groups of each stage have slots on one of so many hosts, those with the slowest links.
 
     """
     reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)
     is_sharded_T = groups.use_distributed_optimizer > 0
-    # In the rank order tp-pp-dp experts' groups may lie across stages.
-    in_stages_T = (groups.use_tp_pp_dp_mapping == 0) | (groups.ep * groups.etp == groups.tp * groups.cp)
-    dense = (groups.dp * groups.cp, dense_slots_T, np.full(len(groups), True))
-    experts = (expert_dp(groups), expert_dp(groups), in_stages_T)
+    dense = (groups.dp * groups.cp, slots[0], np.full(len(groups), True))
+    experts = (expert_dp(groups), slots[1], experts_in_stages(groups))
     for count_TVP, (size_T, slots_T, uses_T) in zip(counts, (dense, experts), strict=True):
         fewest_T = -(-slots_T // tables.devices)
         among_T = np.where(uses_T & (fewest_T > 1), among, tables.num_hosts)
         sharded, whole = (
-            GroupsLie(size_T=np.where(counts_T, size_T, 1), fewest_T=fewest_T, among_T=among_T)
+            GroupsOnHosts(size_T=np.where(counts_T, size_T, 1), fewest_T=fewest_T, among_T=among_T)
             for counts_T in (is_sharded_T, ~is_sharded_T)
         )
         reduce_s += tables.fabric.groups_bound_s("all_reduce", whole, count_TVP * sizes[0])

@@ -52,7 +52,7 @@ class Routes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupsLie:
+class GroupsOnHosts:
     """What is known of where some groups lie."""
 
     size_T: NDArray[np.int64]
@@ -199,7 +199,7 @@ class Fabric:
             found = np.minimum(found, fixed_s + byte_s * size_bytes)
         return np.where(size_bytes > 0, found, 0.0)
 
-    def groups_bound_s(self, kind: Kind, lie: GroupsLie, bytes_TVP: NDArray[np.int64]) -> NDArray[np.float64]:
+    def groups_bound_s(self, kind: Kind, lie: GroupsOnHosts, bytes_TVP: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the bounds of groups of many kinds, by those of the first axis of `bytes_TVP`."""
         if not (lie.size_T.max() > 1 and bytes_TVP.any()):
             return np.zeros(bytes_TVP.shape)

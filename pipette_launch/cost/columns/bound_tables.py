@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 GroupsLie = Literal["anywhere", "inside hosts", "tensor across hosts", "experts across hosts"]
-"""Where tensor-parallel groups and those of experts lie: all that can be inside hosts are, or some of a kind are not."""
+"""Where tensor-parallel groups and those of experts lie: all that fit inside hosts are, or some of a kind are not."""
 UNLIKE = 1.02
 """Hosts whose best links differ by less than this factor count as alike."""
 _PARTS: Memo[Memo[Ints]] = Memo()

@@ -206,7 +206,10 @@ def test_no_placement_is_below_its_column(
     seconds = np.maximum(seconds, bounds.sharpened(columns))
     for layout, bound_s in zip(rows, seconds.tolist(), strict=True):
         if bound_of(predictor, layout) is not None:
-            placements = [tuple(range(12)), *(tuple(rng.sample(range(12), 12)) for _ in range(20))]
+            placements = [rng.sample(range(12), 12) for _ in range(20)]
+            # Groups of consecutive ranks stay inside hosts.
+            placements += [[2 * host + slot for host in rng.sample(range(6), 6) for slot in (0, 1)] for _ in range(20)]
+            placements.append(list(range(12)))
             costs_s = predictor.placement_cost(layout).costs(np.array(placements))
             assert bound_s <= costs_s.min()
 

@@ -28,7 +28,7 @@ FIRST_BATCH_MANY = 48
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """After each batch the placements of so many layouts are improved."""
-AFTER_PRICING = ((MANY_SLOTS, (8, 2, 1)), (1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
+AFTER_PRICING = ((MANY_SLOTS, (8, 2, 1)), (1024, (6, 2, 1)), (math.inf, (2, 1, 1)))
 """And on up to so many slots so many in each round after all are priced: on many slots a round takes long."""
 RUNNERS_UP = 3
 """So many layouts that cannot win are priced as alternatives, as many that need less memory, and as many beside the

@@ -249,10 +249,11 @@ class Frontier:
         for first in range(0, len(rows), DIVED_AT_ONCE):
             columns = self._cuts.columns.take(rows[first : first + DIVED_AT_ONCE])
             columns = self._cuts.tables.leanest(columns) if leanest else columns
+            # Memory first: where it is short it leaves few, and bounds cost more.
+            columns = columns.take(np.flatnonzero(self._fits_N(columns)))
             least_N = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
             order = np.argsort(least_N, kind="stable")
-            some = columns.take(order[least_N[order] < below_s])
-            found += [some.layout(row) for row in np.flatnonzero(self._fits_N(some)).tolist()] if len(some) else []
+            found += [columns.layout(row) for row in order[least_N[order] < below_s].tolist()]
             if len(found) > LOOKED_THROUGH:
                 break
         return [layout for layout in found if layout != self._inputs.job.own]

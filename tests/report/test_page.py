@@ -249,6 +249,15 @@ def test_what_changes_stands_beside_yours() -> None:
     assert "recompute" not in rows
 
 
+def test_layers_stand_stage_by_stage() -> None:
+    """Of two pipeline ranks with two chunks each, in model order 3, 2, 3 and 0 layers."""
+    found = drawn().plan
+    layout = replace(found.chosen.layout, layers_per_chunk=(3, 2, 3, 0))
+    table = what_changes(replace(found, chosen=replace(found.chosen, layout=layout)))
+
+    assert "3+3 2+0" == {row[0]: row[-1] for row in table.rows}["layers on each stage"]
+
+
 def test_an_outcome_is_written_into_the_page_of_its_plan() -> None:
     """The page is then the one that is made with the outcome; a later outcome takes the place of the first."""
     found = drawn()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipette_launch.facts import Choice, Plan
+from pipette_launch.facts import Choice, Layout, Plan
 from pipette_launch.report.page.memory import limit_in_view
 from pipette_launch.report.page.pieces import Axis, Segment, Table, bar, legend
 from pipette_launch.report.templates import checkpoint_words
@@ -91,10 +91,16 @@ def _configuration(choice: Choice, plan: Plan) -> dict[str, object]:
         "overlapped gradients (overlap)": _yes(layout.overlap_grad_reduce),
         "overlapped parameter gather": _yes(layout.overlap_param_gather),
         "recompute": again,
-        "layers on each stage": " ".join(map(str, layout.layers_per_chunk)),
+        "layers on each stage": _layers_words(layout),
         "step, predicted": seconds_text(choice.step_time_s),
         "fullest device": bytes_text(max(choice.memory_shown.need_bytes)),
     }
+
+
+def _layers_words(layout: Layout) -> str:
+    """Say the layers of each pipeline rank, those of its chunks joined by +; nothing where all chunks are alike."""
+    chunks = layout.layers_per_chunk
+    return " ".join("+".join(map(str, chunks[rank :: layout.pp])) for rank in range(layout.pp)) if chunks else ""
 
 
 def _yes(is_on: bool) -> str:

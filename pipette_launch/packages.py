@@ -22,8 +22,22 @@ def check_installed(*, but: frozenset[str] = frozenset()) -> None:
     """Raise PipetteError that names every missing package and the command for it; those of `but` alone are no error."""
     missing = [package for package, module in MODULES.items() if find_spec(module) is None]
     if set(missing) - but:
-        which = " (which torch: docs/start.md, Install)" if "torch" in missing else ""
-        names = " ".join(missing)
-        raise PipetteError(
-            f"not installed, and pipette-launch needs them: {', '.join(missing)}; pip install {names}{which}"
-        )
+        raise _not_installed(missing)
+
+
+def told(error: ModuleNotFoundError) -> Exception:
+    """Return what to raise for a module that is missing; one that is none of the packages' own stays as it is.
+
+    Torch is named only where it is the one that was asked for, as most commands of `pipette` do without.
+    """
+    asked = [package for package, module in MODULES.items() if module == (error.name or "").partition(".")[0]]
+    missing = [package for package, module in MODULES.items() if package != "torch" and find_spec(module) is None]
+    return _not_installed(list(dict.fromkeys([*asked, *missing]))) if asked else error
+
+
+def _not_installed(missing: list[str]) -> PipetteError:
+    which = " (which torch: docs/start.md, Install)" if "torch" in missing else ""
+    names = " ".join(missing)
+    return PipetteError(
+        f"not installed, and pipette-launch needs them: {', '.join(missing)}; pip install {names}{which}"
+    )

@@ -30,6 +30,29 @@ def test_what_may_be_missing_is_no_error_alone(monkeypatch: pytest.MonkeyPatch) 
         check_installed(but=frozenset({"torch"}))
 
 
+@pytest.mark.parametrize(
+    ("missing", "words", "named"),
+    [
+        ("numpy", ["explain", "gap"], "numpy"),
+        ("numpy,torch", ["explain", "gap"], "numpy"),
+        ("rich,numpy", ["watch", "nowhere"], "numpy rich"),
+    ],
+)
+def test_a_command_says_what_is_missing(missing: str, words: list[str], named: str) -> None:
+    """One sentence; torch is not named where the command does without."""
+    start = "from pipette_launch.tools.main import main; main()"
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing.split(',')})); {start}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+    assert (1, "") == (done.returncode, done.stdout)
+    assert done.stderr == (
+        f"pipette {words[0]}: error: not installed, and pipette-launch needs them: {', '.join(named.split())}; "
+        f"pip install {named}\n"
+    )
+
+
 @pytest.mark.parametrize("words", [["--nproc-per-node", "2", "train.py"], ["--help"]], ids=["job", "help"])
 @pytest.mark.parametrize("missing", ["torch", "torch,psutil"])
 @pytest.mark.parametrize(

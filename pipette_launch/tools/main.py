@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from pipette_launch import __version__
 from pipette_launch.errors import ClusterError, FactError, FileFormatError, MegatronError, PipetteError, UsageError
+from pipette_launch.packages import told
 from pipette_launch.printable import escape_log_lines, printable
 from pipette_launch.tools import compare, completion, doctor, explain, plan, predict, probe, report, watch
 from pipette_launch.tools.flags import EXAMPLE_ARGS, Subcommand
@@ -86,4 +87,7 @@ def _run(words: Sequence[str]) -> int:
     check_command(words, COMMANDS)
     check_flags(whole, words)
     args = whole.parse_args(words)
-    return COMMANDS[args.command].run(args)
+    try:
+        return COMMANDS[args.command].run(args)
+    except ModuleNotFoundError as error:
+        raise told(error) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
@@ -28,8 +28,10 @@ FIRST_BATCH_MANY = 48
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """After each batch the placements of so many layouts are improved."""
-AFTER_PRICING = ((MANY_SLOTS, (8, 2, 1)), (1024, (6, 2, 1)), (math.inf, (2, 1, 1)))
+AFTER_PRICING = ((1024, (8, 2, 1)), (math.inf, (2, 1, 1)))
 """And on up to so many slots so many in each round after all are priced: on many slots a round takes long."""
+ALIKE = 2
+"""Of these at most so many of equal degrees: what one placement saves, those of others of these degrees save too."""
 RUNNERS_UP = 3
 """So many layouts that cannot win are priced as alternatives, as many that need less memory, and as many beside the
 user's own."""
@@ -190,12 +192,15 @@ class SearchLoop:
         """Return the most promising layouts whose sharpened bounds say that they could win by what is worth it."""
         best_s = self._best_s() * (1 - WORTH)
         found: list[Candidate] = []
+        taken: Counter[tuple[int, ...]] = Counter()
         for one in sorted(self._pool.values(), key=lambda one: one.promise_s):
             if len(found) == width or self._is_late():
                 break
-            if one.can_improve and one.bound_s < best_s:
+            degrees = attrgetter(*DEGREES)(one.layout)
+            if one.can_improve and one.bound_s < best_s and taken[degrees] < ALIKE:
                 sharper = self._sharpened(one)
                 if sharper.can_improve and sharper.bound_s < best_s:
+                    taken[degrees] += 1
                     found.append(sharper)
         return found
 

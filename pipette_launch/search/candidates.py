@@ -53,7 +53,7 @@ class Candidate:
 
         The bound alone is too low for layouts that need links which only some hosts have.
         """
-        return (self.placed.cost_s + self.bound_s) / 2
+        return (self.placed.cost_s + self.floor_s) / 2
 
     @property
     def meets_bound(self) -> bool:

@@ -24,7 +24,8 @@ from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchIn
 from pipette_launch.search.layouts.enumerate import Cuts
 
 BEATEN = "its bound shows that no placement of it can win"
-UNPROMISING = "others of its degrees, with lower bounds, promise longer steps than the best"
+UNPROMISING = "layouts of the same degrees with lower bounds look slower than the best"
+OUTDONE = "another that runs less again in the backward fits too, and is no slower"
 CUTS_AT_ONCE = 1024
 """The variants of so many cuts are listed together, which is cheaper than one by one."""
 DIVED_AT_ONCE = 1024
@@ -104,6 +105,8 @@ class Frontier:
         self._ready: list[_Ready] = []
         self._num_ready = 0
         self._fitting: dict[Layout, list[Recompute]] = {}
+        self.outdone: set[Layout] = set()
+        """Those that fit, as does another that differs in recompute alone and runs less again."""
         self._quick: list[Layout] = []
         self._lean: list[Layout] = []
         self._limits: dict[int, int] = {}
@@ -234,6 +237,7 @@ class Frontier:
         """Make a layout ready, unless one that recomputes no more is; the user's own layout is priced anyway."""
         others = self._fitting.setdefault(replace(layout, recompute=NO_RECOMPUTE), [])
         if any(recomputes_no_more(other, layout.recompute) for other in others):
+            self.outdone.add(layout)
             return
         others.append(layout.recompute)
         if layout != self._inputs.job.own:

@@ -36,13 +36,16 @@ RUNNERS_UP = 3
 """So many layouts that cannot win are priced as alternatives, as many that need less memory, and as many beside the
 user's own."""
 IN_VAIN = 0.25
-"""Layouts of equal degrees are priced by rising bound until some in succession promise longer steps than the best: in
-sum longer by this part of it. One that promises 25 % more ends it, or five that promise 5 % more."""
+"""On many slots, where a price takes long, layouts of equal degrees are priced by rising bound until some in succession
+promise longer steps than the best: in sum longer by this part of it, of which one counts a tenth at most. One that
+promises no more begins the sum anew. Those of the user's own degrees are all priced, as they may win where others are
+doubted."""
+MOST_IN_VAIN = 0.1
 GAIN = 1e-4
 """A round that saves less than this part of the step counts as one without gain."""
-DEGREES = ("tp", "pp", "cp", "ep", "etp")
-SHARPENED = 6
-"""So many candidates whose bound is below the best step time are bounded again by the links that they must use."""
+DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
+RAISED = 12
+"""So many of the lowest bounds below the best step time are raised at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,17 +138,21 @@ class SearchLoop:
         for one in batch:
             if one.layout in self._pool or one.layout in self._beaten:
                 continue
-            degrees = attrgetter(*DEGREES)(one.layout)
+            degrees = DEGREES(one.layout)
             if self._is_late():
                 self._missed_s = min(self._missed_s, one.least_s)
-            elif self._in_vain[degrees] >= IN_VAIN and math.isfinite(beat_s):
+            elif self._in_vain[degrees] >= IN_VAIN and beat_s < math.inf:
                 self._aside[one.layout] = one
             else:
                 found = price(self._inputs, one, beat_s=beat_s, is_late=self._is_late)
                 self._keep(found)
-                if isinstance(found, Candidate):
-                    excess = found.promise_s / beat_s - 1
+                if isinstance(found, Candidate) and self._may_be_in_vain(found.layout):
+                    excess = min(found.promise_s / beat_s - 1, MOST_IN_VAIN)
                     self._in_vain[degrees] = self._in_vain[degrees] + excess if excess > 0 else 0.0
+
+    def _may_be_in_vain(self, layout: Layout) -> bool:
+        """Whether other layouts of its degrees may get no price for what this one promises."""
+        return self._inputs.cluster.num_slots > MANY_SLOTS and DEGREES(layout) != DEGREES(self._inputs.job.own)
 
     def _keep(self, found: Candidate | Promising) -> None:
         self._aside.pop(found.layout, None)
@@ -196,7 +203,7 @@ class SearchLoop:
         for one in sorted(self._pool.values(), key=lambda one: one.promise_s):
             if len(found) == width or self._is_late():
                 break
-            degrees = attrgetter(*DEGREES)(one.layout)
+            degrees = DEGREES(one.layout)
             if one.can_improve and one.bound_s < best_s and taken[degrees] < ALIKE:
                 sharper = self._sharpened(one)
                 if sharper.can_improve and sharper.bound_s < best_s:
@@ -241,23 +248,23 @@ class SearchLoop:
         return [one for one in near if one.layout not in self._pool][:RUNNERS_UP]
 
     def _prove(self) -> None:
-        """Sharpen the bound of the best layout, then the lowest bounds, while that could raise the floor."""
+        """Sharpen the bound of the best layout, then raise the lowest bounds, while that could raise the floor.
+
+        Of a layout that was set aside the price raises it, of another the links that it must use.
+        """
         if not self._is_late():
             self._sharpened(self._leader())
-        for _ in range(SHARPENED):
-            lowest = self._lowest()
-            if self._is_late() or lowest.bound_reason or lowest.floor_s >= self._best_s():
+        for _ in range(RAISED):
+            lowest = min(self._pool.values(), key=lambda one: (one.floor_s, one.placed.cost_s))
+            aside = min(self._aside.values(), default=None)
+            if self._is_late():
                 return
-            self._sharpened(lowest)
-
-    def _lowest(self) -> Candidate:
-        """Return the layout with the lowest bound; those that were set aside are priced where theirs are lower."""
-        lowest = min(self._pool.values(), key=lambda one: (one.floor_s, one.placed.cost_s))
-        aside = min(self._aside.values(), default=None)
-        if aside is None or aside.least_s >= lowest.floor_s or self._is_late():
-            return lowest
-        self._keep(price(self._inputs, aside, beat_s=self._best_s(), is_late=self._is_late))
-        return self._lowest()
+            if aside is not None and aside.least_s < lowest.floor_s:
+                self._keep(price(self._inputs, aside, beat_s=self._best_s(), is_late=self._is_late))
+            elif lowest.bound_reason or lowest.floor_s >= self._best_s():
+                return
+            else:
+                self._sharpened(lowest)
 
     def _leader(self) -> Candidate:
         return min(self._pool.values(), key=lambda one: one.placed.cost_s)

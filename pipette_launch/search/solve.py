@@ -14,7 +14,7 @@ from pipette_launch.facts import Job, Measurements, Plan, Provenance
 from pipette_launch.search import explanations, no_plan
 from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choose
-from pipette_launch.search.frontier import BEATEN, UNPROMISING, Frontier
+from pipette_launch.search.frontier import BEATEN, OUTDONE, UNPROMISING, Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 from pipette_launch.search.placement.slots import IsLate
 from pipette_launch.search.schedule_choice import LEANEST, best_scheduled, unsupported
@@ -93,8 +93,9 @@ def solve(
     dropped = Counter(found.dropped) + frontier.dropped
     if not searched.is_cut_short:
         legal = found.num_layouts - (found.own_fault is not None)
-        beaten = legal - len(searched.candidates) - searched.num_aside - frontier.dropped.total()
-        dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside})
+        outdone = len(frontier.outdone.difference(one.layout for one in searched.candidates))
+        beaten = legal - len(searched.candidates) - searched.num_aside - outdone - frontier.dropped.total()
+        dropped += Counter({BEATEN: beaten, UNPROMISING: searched.num_aside, OUTDONE: outdone})
     plan = _plan(inputs, searched, options, corrections.notes, provenance)
     if options.schedules:
         # As long again as the search: some schedules of long pipelines take ten seconds to make.

@@ -42,7 +42,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 GroupsLie = Literal["anywhere", "inside hosts", "tensor across hosts", "experts across hosts"]
-"""Where tensor-parallel groups and those of experts lie: all that fit inside hosts are, or some of a kind are not."""
+"""Where groups inside layers lie. `inside hosts`: all tensor-parallel groups, and all ranks that share experts, if they
+fit. `tensor across hosts`: some tensor-parallel group does not; `experts across hosts`: some that share do not."""
 UNLIKE = 1.02
 """Hosts whose best links differ by less than this factor count as alike."""
 _PARTS: Memo[Memo[Ints]] = Memo()
@@ -243,9 +244,9 @@ class Tables:
         However ranks lie, the j - 1 stages that the slowest hosts fill hold no more slots than there are, so the next
         host's are of another stage. The slowest host counts, and the last that is about as slow.
         """
-        slowness_H = self.fabric.slowness_H
         if self.num_hosts < 2:
             return []
+        slowness_H = self.fabric.slowness_falling_H
         first_P = np.arange(pp) * self.num_hosts // pp
         slowest, fastest = float(slowness_H[0]), float(slowness_H[-1])
         if slowest <= fastest * UNLIKE:
@@ -295,10 +296,7 @@ class Tables:
             members = group_sizes(one, instances=shard_copies(self.job))
             for item in self._exchanges[one]:
                 sizes = item.size_bytes * (np.ones_like(samples) if item.is_sharding else samples)
-                crosses = item.group == "ep_etp" or (item.group == "ep" and one.etp == 1)
-                if groups_lie != "experts across hosts":
-                    crosses = item.group == "tp" and groups_lie == "tensor across hosts"
-                fewest = 2 if crosses else 1
+                fewest = 2 if item.group in _across_hosts(groups_lie, one) else 1
                 seconds = self.fabric.bounds_s(item.kind, members[item.group], sizes, fewest=fewest)
                 if item.behind:
                     hidden_s = [hiding_U[case].seconds(item.behind) for case in cases.group_N[rows].tolist()]
@@ -330,6 +328,14 @@ def _each(
         known.get(key, lambda: make(columns.layout(row)))  # noqa: B023 - called at once
         for key, row in zip(keys, rows.tolist(), strict=True)
     ]
+
+
+def _across_hosts(groups_lie: GroupsLie, layout: Layout) -> tuple[str, ...]:
+    """Name the groups of which one at least lies on several hosts."""
+    if groups_lie == "experts across hosts":
+        # The ranks that share a layer's experts do; with etp above 1 those of one expert may, or those of equal parts.
+        return ("ep_etp", "ep") if layout.etp == 1 else ("ep_etp",)
+    return ("tp",) if groups_lie == "tensor across hosts" else ()
 
 
 def experts_in_stages(columns: LayoutColumns) -> NDArray[np.bool_]:

@@ -91,10 +91,10 @@ class BoundColumns:
         return self._bounds_N(columns, "anywhere")
 
     def sharpened(self, columns: LayoutColumns) -> Floats:
-        """Return sharper bounds, at two or three times the cost; 0 where no groups inside layers tell anything.
+        """Return sharper bounds, at two or three times the cost; 0 where no groups inside layers fit on one host.
 
-        Either all of these lie inside hosts, or some tensor-parallel group does not, or some group of experts: the
-        least bound of all cases holds.
+        Either all that fit lie inside hosts, or some tensor-parallel group does not, or some group of experts: the
+        least bound of these cases holds.
         """
         seconds_N = np.zeros(len(columns))
         kinds: tuple[tuple[GroupsLie, NDArray[np.bool_]], ...] = (

@@ -120,7 +120,7 @@ def _exchanges(
         counts: dense and expert parameters of each chunk.
         sizes: bytes of a gradient and of a weight.
         slots: what dense and expert groups need on their hosts, slots beside their members included.
-        among: the groups of each stage have slots on one of so many hosts, those with the slowest links.
+        among: each group is priced as one with a slot on some of so many hosts, those with the slowest links.
 
     """
     reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)

@@ -89,8 +89,8 @@ class Fabric:
         return np.argsort(-self._bottlenecks.slowness_H(2), kind="stable")
 
     @cached_property
-    def slowness_H(self) -> NDArray[np.float64]:
-        """Seconds per byte of the best link of each host, the slowest first."""
+    def slowness_falling_H(self) -> NDArray[np.float64]:
+        """Seconds per byte of each host's best link out or in, whichever is slower; the slowest host first."""
         return self._bottlenecks.slowness_H(2)[self._slowest_first_H]
 
     def seconds(self, kind: Kind, slots: Sequence[int], size_bytes: float) -> float:
@@ -236,7 +236,7 @@ class Fabric:
         if among is None or fewest < 2:
             ways = [(slice(fewest, 2), self._best_within), (across, self._best_across)]
         else:
-            # As far as is known it has a slot where these are fastest.
+            # Which of these hosts it lies on is not known: the fastest counts.
             slowest = float(self._bottlenecks.slowness_H(fewest)[self._slowest_first_H[:among]].min())
             ways = [(across, tuple((latency_s, max(byte_s, slowest)) for latency_s, byte_s in self._best_across))]
         pieces = []

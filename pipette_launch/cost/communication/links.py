@@ -96,7 +96,7 @@ def spanning_tree(cost_HH: Floats) -> list[tuple[float, int, int]]:
 
 
 class Bottlenecks:
-    """What the slowest link of a group costs at least that has members on several places."""
+    """How slow the slowest link is, at least, of a group that has members on several places."""
 
     def __init__(self, links: Links) -> None:
         byte_s_HH = np.where(np.eye(len(links.latency_s), dtype=bool), np.inf, links.seconds_per_byte())
@@ -105,10 +105,14 @@ class Bottlenecks:
         self._known: dict[int, Floats] = {}
 
     def slowness_H(self, fewest: int) -> Floats:
-        """Seconds per byte of the slowest link of a group on each place and on `fewest` in all, of two or more.
+        """Seconds per byte of the slowest link, at least, of a group that lies on each place, and on `fewest` or more.
 
-        A group leaves each of its places and comes back, and its slowest link joins them all: so each is one of that
-        many places between which there are links no slower.
+        A group leaves each of its places and comes back, and links no slower than its slowest one connect them all. So
+        each of its places lies in a connected part of so many places at least.
+
+        Args:
+            fewest: places, two or more.
+
         """
         if fewest not in self._known:
             joined_H = np.zeros(len(self._leave_H))

@@ -39,10 +39,9 @@ def begin(problem: PlacementProblem, *, is_late: IsLate) -> tuple[Placed, float]
     most = FEW_STARTS if problem.slots.num_hosts > MANY_HOSTS else MANY_STARTS
     order_W = np.arange(problem.slots.num_slots)
     starts_KW = starts(problem.layout, problem.cluster, most=most, blocks=problem.blocks)
-    others_KW = starts_KW[(starts_KW != order_W).any(axis=1)]
-    priced_KW = np.concatenate([order_W[None], others_KW])
+    is_allowed = bool((starts_KW[0] == order_W).all())
+    priced_KW = starts_KW if is_allowed else np.concatenate([order_W[None], starts_KW])
     costs_s = problem.objective.costs(priced_KW)
-    is_allowed = len(others_KW) < len(starts_KW)
     first = 0 if is_allowed else 1
     least = first + int(costs_s[first:].argmin())
     best = problem.placed(tuple(priced_KW[least].tolist()), float(costs_s[least]))

@@ -20,19 +20,23 @@ MODULES = {
 
 def check_installed(*, but: frozenset[str] = frozenset()) -> None:
     """Raise PipetteError that names every missing package and the command for it; those of `but` alone are no error."""
-    missing = [package for package, module in MODULES.items() if find_spec(module) is None]
+    missing = _missing()
     if set(missing) - but:
         raise _not_installed(missing)
 
 
 def told(error: ModuleNotFoundError) -> Exception:
-    """Return what to raise for a module that is missing; one that is none of the packages' own stays as it is.
+    """Return what to raise for a module that is missing; one of no missing package stays as it is.
 
     Torch is named only where it is the one that was asked for, as most commands of `pipette` do without.
     """
-    asked = [package for package, module in MODULES.items() if module == (error.name or "").partition(".")[0]]
-    missing = [package for package, module in MODULES.items() if package != "torch" and find_spec(module) is None]
-    return _not_installed(list(dict.fromkeys([*asked, *missing]))) if asked else error
+    asked = (error.name or "").partition(".")[0]
+    missing = [package for package in _missing() if package != "torch" or asked == "torch"]
+    return _not_installed(missing) if asked in [MODULES[package] for package in missing] else error
+
+
+def _missing() -> list[str]:
+    return [package for package, module in MODULES.items() if find_spec(module) is None]
 
 
 def _not_installed(missing: list[str]) -> PipetteError:

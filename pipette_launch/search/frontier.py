@@ -306,14 +306,9 @@ def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:
 def _rough_N(columns: LayoutColumns, bounds: BoundColumns) -> Floats:
     """Bound cuts roughly, with sequence parallelism or without, whichever is faster."""
     size = len(columns)
-    twice = columns.take(np.tile(np.arange(size), 2))
-    bare = replace(
-        twice,
-        sequence_parallel=np.repeat([0, 1], size),
-        recompute=np.zeros(2 * size, dtype=np.int64),
-        recomputes=(NO_RECOMPUTE,),
-    )
-    rough_N: Floats = np.fmin.reduce(bounds.rough_of_columns(bare).reshape(2, size))
+    bare = replace(columns, recompute=np.zeros(size, dtype=np.int64), recomputes=(NO_RECOMPUTE,))
+    with_and_without = (replace(bare, sequence_parallel=np.full(size, flag)) for flag in (0, 1))
+    rough_N: Floats = np.fmin(*(bounds.rough_of_columns(each) for each in with_and_without))
     return rough_N
 
 

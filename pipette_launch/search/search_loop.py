@@ -134,7 +134,7 @@ class SearchLoop:
             self._keep(price(inputs, one, is_late=self._is_late))
 
     def _price(self, batch: list[Promising], *, beat_s: float = float("inf")) -> None:
-        """Price those of a batch that were not priced before."""
+        """Price those of a batch that were not priced before; none is set aside where there is nothing to beat."""
         for one in batch:
             if one.layout in self._pool or one.layout in self._beaten:
                 continue
@@ -157,6 +157,7 @@ class SearchLoop:
     def _keep(self, found: Candidate | Promising) -> None:
         self._aside.pop(found.layout, None)
         if isinstance(found, Candidate):
+            self._beaten.pop(found.layout, None)
             self._pool[found.layout] = found
         else:
             self._beaten[found.layout] = found
@@ -181,9 +182,7 @@ class SearchLoop:
                 found = price(self._inputs, one, beat_s=best_s, is_late=self._is_late, carried=placement)
                 if isinstance(found, Candidate):
                     known = self._pool.get(one.layout)
-                    self._pool[one.layout] = replace(known, placed=found.placed) if known else found
-                    self._beaten.pop(one.layout, None)
-                    self._aside.pop(one.layout, None)
+                    self._keep(replace(known, placed=found.placed) if known else found)
 
     def _place(self, width: int) -> None:
         """Improve the placements of the most promising layouts by one round, then price the neighbours of the best."""

@@ -26,6 +26,7 @@ from pipette_launch.cost.compute.stages import ComputeTable, case_of
 from pipette_launch.cost.layers.optimizer import OnceAStep, gradient_bytes_per_parameter
 from pipette_launch.cost.layers.parameters import (
     chunk_kinds,
+    experts_lie_in_stages,
     has_two_embeddings,
     unit_parameters,
     word_embedding_parameters,
@@ -182,7 +183,7 @@ class Tables:
 
     def experts_fit_hosts(self, columns: LayoutColumns) -> NDArray[np.bool_]:
         """Whether all ranks that share the experts of a layer can lie on one host, and need not."""
-        return self._fits_hosts(columns.ep * columns.etp) & (columns.ep > 1) & experts_in_stages(columns)
+        return self._fits_hosts(columns.ep * columns.etp) & (columns.ep > 1) & experts_lie_in_stages(columns)
 
     def _fits_hosts(self, ranks: Ints) -> NDArray[np.bool_]:
         return np.asarray((ranks > 1) & (self.devices % ranks == 0) & (self.num_hosts > 1))
@@ -336,11 +337,6 @@ def _across_hosts(groups_lie: GroupsLie, layout: Layout) -> tuple[str, ...]:
         # The ranks that share a layer's experts do; with etp above 1 those of one expert may, or those of equal parts.
         return ("ep_etp", "ep") if layout.etp == 1 else ("ep_etp",)
     return ("tp",) if groups_lie == "tensor across hosts" else ()
-
-
-def experts_in_stages(columns: LayoutColumns) -> NDArray[np.bool_]:
-    """Whether each group that shares experts lies in one stage: in the rank order tp-pp-dp it may not."""
-    return np.asarray((columns.use_tp_pp_dp_mapping == 0) | (columns.ep * columns.etp == columns.tp * columns.cp))
 
 
 def split_by_code(codes_N: Ints) -> list[Ints]:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipette_launch.cost.columns.bound_tables import Content, GroupsLie, Tables, experts_in_stages
+from pipette_launch.cost.columns.bound_tables import Content, GroupsLie, Tables
 from pipette_launch.cost.communication.collectives import GroupsOnHosts
 from pipette_launch.cost.communication.traffic import aligns_gathers, num_buckets
 from pipette_launch.cost.layers.optimizer import gradient_bytes_per_parameter, held_gradients, resident_parameters
-from pipette_launch.cost.layers.parameters import expert_dp
+from pipette_launch.cost.layers.parameters import expert_dp, experts_lie_in_stages
 from pipette_launch.cost.layers.sharding import sharding_of
 from pipette_launch.facts.layout_columns import LayoutColumns, codes_of
 
@@ -126,10 +126,10 @@ def _exchanges(
     reduce_s, gather_s = np.zeros(counts[0].shape), np.zeros(counts[0].shape)
     is_sharded_T = groups.use_distributed_optimizer > 0
     dense = (groups.dp * groups.cp, slots[0], np.full(len(groups), True))
-    experts = (expert_dp(groups), slots[1], experts_in_stages(groups))
+    experts = (expert_dp(groups), slots[1], experts_lie_in_stages(groups))
     for count_TVP, (size_T, slots_T, uses_T) in zip(counts, (dense, experts), strict=True):
         fewest_T = -(-slots_T // tables.devices)
-        among_T = np.where(uses_T & (fewest_T > 1), among, tables.num_hosts)
+        among_T = np.where(uses_T, among, tables.num_hosts)
         sharded, whole = (
             GroupsOnHosts(size_T=np.where(counts_T, size_T, 1), fewest_T=fewest_T, among_T=among_T)
             for counts_T in (is_sharded_T, ~is_sharded_T)

@@ -60,7 +60,7 @@ class GroupsOnHosts:
     fewest_T: NDArray[np.int64]
     """Hosts that it lies on, at least."""
     among_T: NDArray[np.int64]
-    """It has a slot on one of so many of the hosts, those with the slowest links."""
+    """It has a slot on one of so many of the hosts, those with the slowest links; of no matter if one host may do."""
 
 
 class Fabric:

@@ -6,6 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipette_launch.cost.layers import experts, latent_attention
 from pipette_launch.cost.layers.mamba import mamba_parameters
 from pipette_launch.facts.layout import Layout
@@ -39,6 +42,15 @@ def expert_dp(layout: LayoutColumns) -> Ints: ...
 def expert_dp(layout: Layout | LayoutColumns) -> int | Ints:
     """Ranks that hold the same experts: world / (etp * ep * pp)."""
     return layout.tp * layout.cp * layout.dp * layout.pp // (layout.etp * layout.ep * layout.pp)
+
+
+@overload
+def experts_lie_in_stages(layout: Layout) -> bool: ...
+@overload
+def experts_lie_in_stages(layout: LayoutColumns) -> NDArray[np.bool_]: ...
+def experts_lie_in_stages(layout: Layout | LayoutColumns) -> bool | NDArray[np.bool_]:
+    """Whether each expert group lies in one pipeline stage; in the rank order tp-pp-dp it may not."""
+    return (layout.use_tp_pp_dp_mapping == 0) | (layout.ep * layout.etp == layout.tp * layout.cp)
 
 
 def layer_parameters(model: ModelSpec, layout: Layout, *, moe: bool) -> Parameters:

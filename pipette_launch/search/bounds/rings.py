@@ -12,9 +12,9 @@ import numpy as np
 from pipette_launch.cost.communication.groups import group_sizes
 from pipette_launch.cost.communication.scales import Scale
 from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps
+from pipette_launch.cost.layers.parameters import experts_lie_in_stages
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.work import LayoutWork
-from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.machines.cluster import Links
 from pipette_launch.search.bounds.links import Floats, ring_thresholds, through
 
@@ -178,11 +178,6 @@ class Ring:
             if size
         }
         return np.array([more.get(size, 0.0) for size in bytes_S.tolist()])
-
-
-def experts_lie_in_stages(layout: Layout) -> bool:
-    """Whether each expert group lies in one pipeline stage; in the rank order tp-pp-dp it may not."""
-    return not layout.use_tp_pp_dp_mapping or layout.ep * layout.etp == layout.tp * layout.cp
 
 
 def rings_of(places: Places, unit: int) -> list[Ring]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipette_launch.cost.communication.links import spanning_tree
 from pipette_launch.search.bounds.links import (
     best_ways,
     cheapest_between,
@@ -15,7 +16,6 @@ from pipette_launch.search.bounds.links import (
     partitions,
     returning_cuts,
     ring_thresholds,
-    spanning_tree,
     through,
 )
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed
 import torch.utils.data
 
+from pipette_patches.cpu.collectives import COLLECTIVES
 from pipette_patches.replacements import Replacement, in_module, instead
 from pipette_patches.without_cuda import torch_without_cuda
 
@@ -56,24 +57,6 @@ def _gloo(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(**given)
 
     return make
-
-
-def _alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Do nothing where one rank all-reduces or broadcasts.
-
-    Without TP Megatron's loss all-reduces three times, and its trainer broadcasts up to seven tensors of each batch.
-    gloo would hand each to another thread and wait for that: up to 3 ms where a process has 0.4 of a core.
-    """
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        if not given.get("async_op") and torch.distributed.get_world_size(given.get("group")) == 1:
-            return None
-        return original(*args, **kwargs)
-
-    return collective
 
 
 def _mesh_of_cpus(original: Callable[..., Any]) -> Any:
@@ -116,8 +99,9 @@ TORCH = (
     ),
     *in_module(
         "torch.distributed",
-        {"all_reduce": _alone, "broadcast": _alone, "init_process_group": _gloo, "new_group": _gloo},
+        {"init_process_group": _gloo, "new_group": _gloo},
     ),
+    *COLLECTIVES,
     *in_module("torch.distributed.device_mesh", {"DeviceMesh.from_group": _mesh_of_cpus}),
 )
 """Replacements in torch."""

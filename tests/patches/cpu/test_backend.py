@@ -1,6 +1,5 @@
 """Stock megatron-core trains on CPUs over gloo, and torch is itself again afterwards."""
 
-import inspect
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from pipette_patches import registry
-from pipette_patches.cpu.cpu_replacements import TORCH, _alone
+from pipette_patches.cpu.cpu_replacements import TORCH
 from pipette_patches.replacements import owner_of
 
 ROOT = Path(__file__).parents[3]
@@ -41,34 +40,6 @@ def test_undo_apply_apply_undo_undo_gives_torch_back() -> None:
 
     assert all(now is then for now, then in zip(after, before, strict=True))
     assert all(now is not then for now, then in zip(during, before, strict=True))
-
-
-def test_nobody_waits_for_a_collective_of_one() -> None:
-    """What one rank would sum or send stays as it is, and the backend is not asked; it alone gives handles."""
-    asked: list[tuple[object, bool]] = []
-
-    def original(_tensor: object, _op: object = "sum", group: object = None, async_op: bool = False) -> str:
-        asked.append((group, async_op))
-        return "work"
-
-    group = object()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.distributed, "get_world_size", lambda one: 1 if one is group else 2)
-        all_reduce = _alone(original)
-        values = torch.ones(2)
-
-        assert all_reduce(values, group=group) is None
-        assert "work" == all_reduce(values, group=group, async_op=True)
-        assert "work" == all_reduce(values)
-
-    assert [(group, True), (None, False)] == asked
-    assert [1.0, 1.0] == values.tolist()
-
-
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
-def test_collectives_name_their_group_and_handle_as_expected(name: str) -> None:
-    """The patch reads `group` and `async_op` by name, wherever they stand."""
-    assert {"group", "async_op"} <= set(inspect.signature(getattr(torch.distributed, name)).parameters)
 
 
 def test_cuda_means_cpu() -> None:

@@ -45,7 +45,7 @@ class Candidate:
     rounds: int = 0
     """How often its placement was improved."""
     is_stalled: bool = False
-    """The last round found nothing better."""
+    """The last round, not the first, found nothing better."""
 
     @property
     def promise_s(self) -> float:

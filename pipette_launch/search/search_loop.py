@@ -28,19 +28,17 @@ FIRST_BATCH_MANY = 48
 MOST_AT_ONCE = 64
 WHILE_PRICING = 1
 """After each batch the placements of so many layouts are improved."""
-AFTER_PRICING = ((1024, (8, 2, 1)), (math.inf, (2, 1, 1)))
+AFTER_PRICING = ((1024, (4, 2, 1)), (math.inf, (2, 1, 1)))
 """And on up to so many slots so many in each round after all are priced: on many slots a round takes long."""
 ALIKE = 2
 """Of these at most so many of equal degrees: what one placement saves, those of others of these degrees save too."""
 RUNNERS_UP = 3
 """So many layouts that cannot win are priced as alternatives, as many that need less memory, and as many beside the
 user's own."""
-IN_VAIN = 0.25
+IN_VAIN = 0.15
 """On many slots, where a price takes long, layouts of equal degrees are priced by rising bound until some in succession
-promise longer steps than the best: in sum longer by this part of it, of which one counts a tenth at most. One that
-promises no more begins the sum anew. Those of the user's own degrees are all priced, as they may win where others are
-doubted."""
-MOST_IN_VAIN = 0.1
+promise longer steps than the best: in sum longer by this part of it. One that promises no more begins the sum anew.
+Those of the user's own degrees are all priced, as they may win where others are doubted."""
 GAIN = 1e-4
 """A round that saves less than this part of the step counts as one without gain."""
 DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
@@ -147,7 +145,7 @@ class SearchLoop:
                 found = price(self._inputs, one, beat_s=beat_s, is_late=self._is_late)
                 self._keep(found)
                 if isinstance(found, Candidate) and self._may_be_in_vain(found.layout):
-                    excess = min(found.promise_s / beat_s - 1, MOST_IN_VAIN)
+                    excess = found.promise_s / beat_s - 1
                     self._in_vain[degrees] = self._in_vain[degrees] + excess if excess > 0 else 0.0
 
     def _may_be_in_vain(self, layout: Layout) -> bool:
@@ -324,7 +322,8 @@ def with_better_placement(
     problem = placement_problem(inputs, one.layout, one.bound_s)
     rng = random.Random(files.digest(seed, one.layout, one.rounds))
     placed = improve(problem, one.placed, rival_s=rival_s, turn=one.rounds, rng=rng, is_late=is_late)
-    is_stalled = placed.cost_s >= one.placed.cost_s * (1 - GAIN)
+    # The first round goes on from the best start, which may be a minimum; the next begins elsewhere.
+    is_stalled = one.rounds > 0 and placed.cost_s >= one.placed.cost_s * (1 - GAIN)
     return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
 
 

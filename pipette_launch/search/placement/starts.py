@@ -54,6 +54,11 @@ def _laid_out(layout: Layout, slots: Slots, tiers: Tiers) -> Iterator[Ints]:
     packed = _packed(tiers, unit)
     if unit > 1 and packed.tolist() != tiers.order_H.tolist():
         orders.insert(0, packed)
+    if tiers.by_speed:
+        # The first and the last stage often wait longest for their links, so fast hosts hold one or both.
+        fast, slow = tiers.by_speed
+        half = -(-len(fast) // 2)
+        orders += [np.concatenate([fast, slow]), np.concatenate([fast[:half], slow, fast[half:]])]
     for block_HD in tilings(layout, slots):
         for sequence in _sequences(layout, block_HD, tiers, unit):
             for order_H in orders:

@@ -19,6 +19,14 @@ TYPICAL_MESSAGE_BYTES = 4 << 20
 LEAST_RATIO = 1.12
 """A tier ends where the next joint is longer by this factor: noise of 8 % leaves no such gap among full racks."""
 MOST_TIERS = 4
+REACH = 0.25
+"""Quantile of the distances from a host to all that tells how far it is from others as a rule."""
+FASTEST, SLOW = 0.1, 1.3
+"""Hosts whose reach is longer by this factor than that of the fastest tenth are slow."""
+MANY_SLOW = 0.125
+"""From this share of the hosts on, slow ones are told apart. Fewer do least harm among their near ones."""
+POWER = 4
+"""Rings and pipelines wait for their slowest link: chains are joined where the sum of so high powers is least."""
 _MOST_GAPS = 12
 _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9)
 
@@ -29,6 +37,8 @@ class Tiers:
 
     order_H: Ints
     """Hosts in an order in which near ones stand side by side: every group of every tier is a run of it."""
+    by_speed: tuple[Ints, ...]
+    """Fast hosts, then slow ones, both in an order in which near ones stand side by side; empty with few slow hosts."""
     group_LH: Ints
     """The group of each host in each tier, finest tier first, numbered from 0 along the order; no row = all alike."""
 
@@ -53,12 +63,12 @@ def tiers_of(links: Links) -> Tiers:
     distance_HH = distances_s(links)
     joints = spanning_tree(_without_bad_hosts(distance_HH))
     lengths = np.array([seconds for seconds, _, _ in joints])
-    chain, snapshots = _join(joints, distance_HH, _gaps(lengths))
-    order_H = np.array(chain, dtype=np.int64)
+    order_H, snapshots = _join(joints, distance_HH, _gaps(lengths))
     cuts = sorted(_told_apart(snapshots, lengths))
     rows = [_numbered(snapshots[cut], order_H) for cut in cuts]
     return Tiers(
         order_H=order_H,
+        by_speed=_by_speed(distance_HH),
         group_LH=np.array(rows, dtype=np.int64).reshape(len(rows), links.size),
     )
 
@@ -96,6 +106,19 @@ def _without_bad_hosts(distance_HH: Floats) -> Floats:
     return corrected
 
 
+def _by_speed(distance_HH: Floats) -> tuple[Ints, ...]:
+    """Tell fast and slow hosts apart and bring each into an order; nothing where few are slow."""
+    reach_H = np.quantile(distance_HH, REACH, axis=1)
+    is_slow_H = reach_H > SLOW * np.quantile(reach_H, FASTEST)
+    if is_slow_H.mean() < MANY_SLOW:
+        return ()
+    orders = []
+    for hosts in (np.flatnonzero(~is_slow_H), np.flatnonzero(is_slow_H)):
+        among_HH = distance_HH[np.ix_(hosts, hosts)]
+        orders.append(hosts[_join(spanning_tree(_without_bad_hosts(among_HH)), among_HH, [])[0]])
+    return tuple(orders)
+
+
 def _gaps(lengths: Floats) -> list[int]:
     """How many of the sorted joints lie before each of the widest gaps."""
     if len(lengths) < 2:
@@ -107,24 +130,41 @@ def _gaps(lengths: Floats) -> list[int]:
 
 def _join(
     joints: Sequence[tuple[float, int, int]], distance_HH: Floats, gaps: Sequence[int]
-) -> tuple[list[int], dict[int, Ints]]:
-    """Join chains of hosts, best ends together, joint by joint; and the group of each host after so many joints."""
+) -> tuple[Ints, dict[int, Ints]]:
+    """Join chains of hosts, joint by joint, to one; and name the group of each host after so many joints."""
     size = len(distance_HH)
-    chains = {host: [host] for host in range(size)}
+    lengths_HH = (distance_HH / max(distance_HH.max(), np.finfo(float).tiny)) ** POWER
+    reach_H = np.quantile(lengths_HH, REACH, axis=1)
+    chains = {host: np.array([host]) for host in range(size)}
     name_H = np.arange(size)
     snapshots = {}
     for done, (_, one, other) in enumerate(joints, start=1):
         left, right = sorted((int(name_H[one]), int(name_H[other])))
-        # Both chains are turned so that their nearest ends meet.
-        near, far = chains[left], chains.pop(right)
-        turned = [(first, second) for first in (near, near[::-1]) for second in (far, far[::-1])]
-        first, second = min(turned, key=lambda pair: distance_HH[pair[0][-1], pair[1][0]])
-        chain = first + second
+        chain = _joined(chains[left], chains.pop(right), lengths_HH, reach_H)
         name_H[chain] = left
         chains[left] = chain
         if done in gaps:
             snapshots[done] = name_H.copy()
     return chains[0], snapshots
+
+
+def _joined(near: Ints, far: Ints, lengths_HH: Floats, reach_H: Floats) -> Ints:
+    """Join two chains where that costs least: end to end, or a single host inside the other chain.
+
+    A chain costs the lengths along it, and of each end what is to be expected of the link that joins it to another
+    chain. So a host that is far from all others comes to stand inside, and good hosts link groups to each other.
+    """
+    if len(near) == 1:
+        near, far = far, near
+    turned = [(first, second) for first in (near, near[::-1]) for second in (far, far[::-1])]
+    costs = [lengths_HH[first[-1], second[0]] - reach_H[first[-1]] - reach_H[second[0]] for first, second in turned]
+    best = int(np.argmin(costs))
+    if len(far) == 1:
+        before, after, host = near[:-1], near[1:], far[0]
+        inside = lengths_HH[before, host] + lengths_HH[host, after] - lengths_HH[before, after] - 2 * reach_H[host]
+        if len(inside) and inside.min() < costs[best]:
+            return np.insert(near, int(inside.argmin()) + 1, host)
+    return np.concatenate(turned[best])
 
 
 def _told_apart(snapshots: dict[int, Ints], lengths: Floats) -> list[int]:

@@ -15,6 +15,7 @@ from search.worlds import improvements, on_gpus
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Cluster, Layout, Links
+from pipette_launch.search.placement import search
 from pipette_launch.search.placement.annealing import neighbour
 from pipette_launch.search.placement.exhaustive import exhaustion, num_placements, placements
 from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem, Slots, host_order
@@ -190,6 +191,50 @@ def test_starts_are_legal_and_begin_with_host_order(kind: str) -> None:
 
     assert list(range(8)) == found[0].tolist()
     assert all(slots.allows(placement) and sorted(placement) == list(range(8)) for placement in found)
+
+
+def test_fast_hosts_may_hold_the_first_stage_or_both_ends() -> None:
+    """Of eight hosts four are slow: one start gives the others the first two stages, one the first and the last."""
+    slow = {0, 2, 5, 6}
+    bandwidth = tuple(tuple(0.0 if i == j else (1e9 if {i, j} & slow else 3e9) for j in range(8)) for i in range(8))
+    links = Links(latency_s=((0.0,) * 8,) * 8, bandwidth_bytes_per_s=bandwidth)
+    cluster = replace(tiny_cluster(8, 1), between_hosts=links)
+    fast_stages = {
+        frozenset(rank // 2 for slot, rank in enumerate(placement.tolist()) if slot not in slow)
+        for placement in starts(Layout(pp=4, dp=2), cluster, most=20)
+    }
+
+    assert {frozenset({0, 1}), frozenset({0, 3})} <= fast_stages
+
+
+@pytest.mark.parametrize(("hosts", "uneven", "anneals"), [(4, False, True), (5, False, False), (5, True, True)])
+def test_many_single_devices_are_annealed_where_their_links_differ(
+    hosts: int, uneven: bool, anneals: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On more than 32 slots a host with a slow pair of devices is needed."""
+    asked: list[int] = []
+
+    def annealed(_problem: PlacementProblem, start: Placed, *, steps: int, **_options: object) -> Placed:
+        asked.append(steps)
+        return start
+
+    monkeypatch.setattr(search, "annealed", annealed)
+    cluster = tiny_cluster(hosts, 8)
+    if uneven:
+        inside = cluster.within_host[0]
+        slower = tuple(
+            tuple(each / (2 if {i, j} == {0, 1} else 1) for j, each in enumerate(row))
+            for i, row in enumerate(inside.bandwidth_bytes_per_s)
+        )
+        cluster = replace(
+            cluster, within_host=(replace(inside, bandwidth_bytes_per_s=slower), *cluster.within_host[1:])
+        )
+    problem = PlacementProblem(
+        layout=Layout(dp=8 * hosts), cluster=cluster, objective=OneByOne(lambda _placement: 1.0), bound_s=0.0
+    )
+    improvements(problem)
+
+    assert anneals == bool(asked)
 
 
 def test_one_slot_has_one_placement() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -123,3 +124,37 @@ def test_a_slow_link_is_kept_out_of_the_chain() -> None:
     chain = tiers_of(links).order_H.tolist()
 
     assert slow & set(pairwise(chain)) == set()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_good_hosts_link_racks(seed: int) -> None:
+    """The only slow host of a rack of four never stands beside another rack's host."""
+    fabric = fat_tree(64, sizes=(4,), bytes_per_s=(5e10, 3e10), noise=0.08, bad=0.1, seed=seed)
+    median_H = np.median(np.asarray(fabric.links.bandwidth_bytes_per_s), axis=1)
+    slow = np.flatnonzero(median_H < 0.8 * np.median(median_H))
+    rack_H = fabric.group_LH[0]
+    alone = {host for host in slow.tolist() if (rack_H[slow] == rack_H[host]).sum() == 1}
+    order = tiers_of(fabric.links).order_H.tolist()
+    crossing = {host for pair in pairwise(order) for host in pair if len(set(rack_H[[*pair]].tolist())) == 2}
+
+    assert len(alone) >= 2
+    assert not crossing & alone
+
+
+def test_many_slow_hosts_are_told_apart() -> None:
+    """Half of the hosts have half of the bandwidth: both halves stand by racks. Three of 32 are not told apart."""
+    fabric = fat_tree(32, sizes=(8,), bytes_per_s=(5e10, 3e10), noise=0.05, seed=4)
+    rack_H = fabric.group_LH[0]
+
+    def with_slow(slow: set[int]) -> Tiers:
+        share_H = np.array([0.5 if host in slow else 1.0 for host in range(32)])
+        bandwidth_HH = np.asarray(fabric.links.bandwidth_bytes_per_s) * np.minimum(share_H[:, None], share_H[None, :])
+        return tiers_of(replace(fabric.links, bandwidth_bytes_per_s=tuple(map(tuple, bandwidth_HH.tolist()))))
+
+    fast, slow = with_slow(set(range(16))).by_speed
+
+    assert [set(range(16, 32)), set(range(16))] == [set(fast.tolist()), set(slow.tolist())]
+    for order in (fast, slow):
+        racks = rack_H[order]
+        assert len(set(racks.tolist())) == 1 + (np.diff(racks) != 0).sum()
+    assert with_slow({3, 4, 5}).by_speed == ()

@@ -245,9 +245,9 @@ class Frontier:
             heapq.heappush(self._ready, _Ready(least_s, self._num_ready, layout))
 
     def _that_fit(self, rows: Ints, below_s: float, *, leanest: bool = False) -> list[Layout]:
-        """List some of the cuts that fit, the most promising first; those of `leanest` in their leanest state.
+        """List some of the cuts that fit: in their quickest state by rising bound, as far as that is below a step time.
 
-        Cuts come many at once, and of these by rising bound as far as that is below a step time.
+        Or in their leanest state, as they come, which is by rising rough bound.
         """
         found: list[Layout] = []
         for first in range(0, len(rows), DIVED_AT_ONCE):
@@ -255,9 +255,12 @@ class Frontier:
             columns = self._cuts.tables.leanest(columns) if leanest else columns
             # Memory first: where it is short it leaves few, and bounds cost more.
             columns = columns.take(np.flatnonzero(self._fits_N(columns)))
-            least_N = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
-            order = np.argsort(least_N, kind="stable")
-            found += [columns.layout(row) for row in order[least_N[order] < below_s].tolist()]
+            order = np.arange(len(columns))
+            if not leanest:
+                least_N = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
+                order = np.argsort(least_N, kind="stable")
+                order = order[least_N[order] < below_s]
+            found += [columns.layout(row) for row in order.tolist()]
             if len(found) > LOOKED_THROUGH:
                 break
         return [layout for layout in found if layout != self._inputs.job.own]

@@ -150,6 +150,7 @@ class Tables:
         self._hiding: Memo[Hiding] = Memo()
         self._networks: dict[tuple[object, ...], Floats] = {}
         self._parameters: Memo[list[list[float]]] = Memo()
+        self._embedding_s: Memo[float] = Memo()
         self._exchanges: dict[Layout, tuple[Exchange, ...]] = {}
         self._of_shards: tuple[Field, ...] = ("dp", "recompute") if sharding_of(job) else ()
         """What exchanges depend on besides where FSDP has some: the replicas, and what recompute hides."""
@@ -257,14 +258,15 @@ class Tables:
 
     def embedding_s_N(self, columns: LayoutColumns) -> Floats:
         """Sum the gradient of a word embedding that the first and the last stage both hold."""
-        model = self.job.model
         # One slot alone has no links that the bound could be taken from.
-        if not has_two_embeddings(model) or not (columns.pp > 1).any():
+        if not has_two_embeddings(self.job.model) or not (columns.pp > 1).any():
             return np.zeros(len(columns))
-        groups = columns.groups("tp")
-        parameters_U = [word_embedding_parameters(model, tp) for tp in columns.tp[groups.first_U].tolist()]
-        size_U = np.array(parameters_U) * gradient_bytes_per_parameter(self.job)
-        return self.fabric.bounds_s("all_reduce", 2, size_U)[groups.group_N] * (columns.pp > 1)
+        seconds = [self._embedding_s.get(tp, partial(self._embedding_s_of, tp)) for tp in columns.tp.tolist()]
+        return np.array(seconds) * (columns.pp > 1)
+
+    def _embedding_s_of(self, tp: int) -> float:
+        size_bytes = word_embedding_parameters(self.job.model, tp) * gradient_bytes_per_parameter(self.job)
+        return float(self.fabric.bounds_s("all_reduce", 2, np.array([float(size_bytes)]))[0])
 
     def _unit_passes(self, layout: Layout) -> Floats:
         """Rows of X: forward, backward with recompute, and what of each the device waits."""

@@ -128,6 +128,8 @@ def _exchanges(
     dense = (groups.dp * groups.cp, slots[0], np.full(len(groups), True))
     experts = (expert_dp(groups), slots[1], experts_lie_in_stages(groups))
     for count_TVP, (size_T, slots_T, uses_T) in zip(counts, (dense, experts), strict=True):
+        if not count_TVP.any():
+            continue
         fewest_T = -(-slots_T // tables.devices)
         among_T = np.where(uses_T, among, tables.num_hosts)
         sharded, whole = (

@@ -93,15 +93,18 @@ class BoundColumns:
     def sharpened(self, columns: LayoutColumns) -> Floats:
         """Return sharper bounds, at two or three times the cost; 0 where no groups inside layers fit on one host.
 
-        Either all that fit lie inside hosts, or some tensor-parallel group does not, or some group of experts: the
-        least bound of these cases holds.
+        Either all that fit lie inside hosts, or some tensor-parallel group does not, or some ranks that share experts:
+        the least bound of these cases holds. Where those that share experts are whole tensor-parallel groups, the
+        second case is part of the third.
         """
         seconds_N = np.zeros(len(columns))
+        tensor_N, experts_N = self._tables.tensor_fits_hosts(columns), self._tables.experts_fit_hosts(columns)
+        whole_N = ((columns.ep * columns.etp) % columns.tp == 0) & (columns.use_tp_pp_dp_mapping == 0)
         kinds: tuple[tuple[GroupsLie, NDArray[np.bool_]], ...] = (
-            ("tensor across hosts", self._tables.tensor_fits_hosts(columns)),
-            ("experts across hosts", self._tables.experts_fit_hosts(columns)),
+            ("tensor across hosts", tensor_N & ~(experts_N & whole_N)),
+            ("experts across hosts", experts_N),
         )
-        inside = np.flatnonzero(kinds[0][1] | kinds[1][1])
+        inside = np.flatnonzero(tensor_N | experts_N)
         if len(inside):
             seconds_N[inside] = self._bounds_N(columns.take(inside), "inside hosts")
         for groups_lie, fits_N in kinds:

@@ -79,7 +79,12 @@ class UpdatePrices:
             0 if sharding and sharding.weights else job.model.dtype_bytes,
         )
         dense_slots_T, expert_slots_T = groups.dp * groups.cp, expert_dp(groups)
-        if groups_lie == "inside hosts":
+        if tables.compute.device_kind == "cuda":
+            # Ranks of a host differ modulo its slots (`search.placement.slots.Slots`), so it holds few members.
+            dense_slots_T = dense_slots_T * np.gcd(groups.tp, tables.devices)
+            apart_T = np.gcd(groups.ep * groups.etp, tables.devices)
+            expert_slots_T = expert_slots_T * np.where(experts_lie_in_stages(groups), apart_T, 1)
+        elif groups_lie == "inside hosts":
             # Each member belongs to another group inside the layers: a host that holds whole ones holds few members.
             dense_slots_T = dense_slots_T * np.where(tables.tensor_fits_hosts(groups), groups.tp, 1)
             expert_slots_T = expert_slots_T * np.where(tables.experts_fit_hosts(groups), groups.ep * groups.etp, 1)

@@ -47,24 +47,31 @@ def through(cost_HH: Floats, *, visits_once: bool) -> Floats:
     return np.where(cost.argmin(axis=1) == cost.argmin(axis=0), apart_H, best_H)
 
 
-def ring_thresholds(cost_HH: Floats, *, units_per_host: int, ring_units: int, through_H: Floats) -> list[float]:
+def ring_thresholds(
+    cost_HH: Floats, *, units_per_host: int, ring_units: int, fewest: int, through_H: Floats
+) -> list[float]:
     """Return, for each ring in turn, what its slowest link costs at least: J entries, cheapest ring first.
 
     Rings that use only links up to some cost lie inside the parts that these links join, on hosts that such a ring can
-    pass through: a part of m such hosts holds no more than floor(m * units_per_host / ring_units) rings. Rings that fit
-    on one host cost 0.
+    pass through: a part of m such hosts holds no more than floor(m * units_per_host / ring_units) rings, and none if m
+    is below `fewest`. Rings that fit on one host cost 0.
 
     Args:
         cost_HH: seconds of a ring whose slowest link is the one from host to host; rows send.
         units_per_host: units on each host.
         ring_units: units of a ring.
+        fewest: hosts that a ring lies on at least.
         through_H: least seconds of a ring that passes through each host.
 
     """
     hosts = len(cost_HH)
     rings = hosts * units_per_host // ring_units
-    if ring_units <= units_per_host or hosts < 2:
+    if fewest < 2 or hosts < 2:
         return [0.0] * rings
+
+    def num_held(hosts: int) -> int:
+        return hosts * units_per_host // ring_units if hosts >= fewest else 0
+
     part_of = list(range(hosts))
     members = [[host] for host in range(hosts)]
     usable = [0] * hosts
@@ -76,16 +83,16 @@ def ring_thresholds(cost_HH: Floats, *, units_per_host: int, ring_units: int, th
         keep, drop = part_of[one], part_of[other]
         if is_join and len(members[keep]) < len(members[drop]):
             keep, drop = drop, keep
-        held -= usable[keep] * units_per_host // ring_units
+        held -= num_held(usable[keep])
         if is_join:
-            held -= usable[drop] * units_per_host // ring_units
+            held -= num_held(usable[drop])
             usable[keep] += usable[drop]
             for host in members[drop]:
                 part_of[host] = keep
             members[keep] += members[drop]
         else:
             usable[keep] += 1
-        held += usable[keep] * units_per_host // ring_units
+        held += num_held(usable[keep])
         found += [cost] * (held - len(found))
     return found[:rings]
 

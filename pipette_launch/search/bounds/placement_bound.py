@@ -46,8 +46,8 @@ def placement_bound_s(model: PlacementCost) -> Bound:
     for block in blocks(model.work.layout, places.devices):
         arguments = BoundArguments(places=places, best=best, unit=block.unit)
         cases.append(list(arguments.all()))
-        if block.breaks and len(places) > 1:
-            cases[-1].append(arguments.crossing(block.breaks))
+        if len(places) > 1:
+            cases[-1] += [arguments.crossing(names) for names in block.breaks]
     every = [argument for case in cases for argument in case]
     seconds_K = side_by_side([argument.trials for argument in every]).steps_s_K(model.work)
     ends = np.cumsum([len(argument.trials.embedding_s_K) for argument in every])
@@ -66,11 +66,11 @@ def _largest(bounds: list[tuple[float, str]]) -> tuple[float, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A case: each block of so many ranks lies on one place, and some group of the named kinds does not."""
+    """A case: each block of so many ranks lies on one place, and some groups do not."""
 
     unit: int
-    breaks: tuple[str, ...]
-    """Names of the kinds; empty where each group of every kind lies on one place."""
+    breaks: tuple[tuple[str, ...], ...]
+    """Names of kinds of groups; of each tuple some group of one of these kinds. Empty = no group lies on several."""
 
 
 def blocks(layout: Layout, devices: int) -> list[Block]:
@@ -85,14 +85,16 @@ def blocks(layout: Layout, devices: int) -> list[Block]:
         kinds.append((layout.tp, ("tp",)))
     if layout.cp > 1:
         kinds.append((cell, ("cp",)))
-    experts = layout.ep * layout.etp
+    experts, shared = layout.ep * layout.etp, ("ep", "etp", "ep_etp")
     nested = not layout.use_tp_pp_dp_mapping and (experts % cell == 0 or cell % experts == 0)
     if experts > 1 and nested and layout.ep > 1:
-        kinds.append((max(experts, cell), ("ep", "etp", "ep_etp")))
+        kinds.append((max(experts, cell), shared))
     found = []
     unit = 1
     for size, names in kinds:
-        found.append(Block(unit=unit, breaks=names))
+        # Ranks that share experts are whole groups of the others, so where one of these breaks they break too.
+        breaks = (names, shared) if names != shared and kinds[-1][1] == shared and experts % size == 0 else (names,)
+        found.append(Block(unit=unit, breaks=breaks))
         if devices % math.lcm(unit, size):
             return found
         unit = math.lcm(unit, size)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,23 +93,25 @@ class Tour:
     """Blocks of a group."""
     per_place: int
     """Blocks of a place."""
+    together: int
+    """Blocks of a group that a place holds at most."""
 
     @property
     def leaves_places(self) -> bool:
         """Whether no place holds a whole group."""
-        return self.units > self.per_place
+        return self.units > self.together
 
     @property
     def fewest(self) -> int:
         """The least number of places that it lies on."""
-        return -(-self.units // self.per_place)
+        return -(-self.units // self.together)
 
     @cached_property
     def cost_s_HH(self) -> Floats:
         """Seconds of the collective if a link is its slowest."""
         cost_HH = self.places.link_s_HH(self.kind, self.members, self.size_bytes, fewest=self.fewest)
         # A ring over two goes back where it came from.
-        return np.maximum(cost_HH, cost_HH.T) if self.units == 2 and self.per_place == 1 else cost_HH
+        return np.maximum(cost_HH, cost_HH.T) if self.units == 2 and self.together == 1 else cost_HH
 
     @cached_property
     def through_s_H(self) -> Floats:
@@ -119,13 +122,17 @@ class Tour:
             out_H = np.partition(self.cost_s_HH, others - 1, axis=1)[:, others - 1]
             in_H = np.partition(self.cost_s_HH, others - 1, axis=0)[others - 1]
             return np.asarray(np.maximum(out_H, in_H))
-        return through(self.cost_s_HH, visits_once=self.per_place == 1 and self.units > 2)
+        return through(self.cost_s_HH, visits_once=self.together == 1 and self.units > 2)
 
     @cached_property
     def thresholds_s(self) -> list[float]:
         """Least seconds of the collective for each group, the fastest group first."""
         return ring_thresholds(
-            self.cost_s_HH, units_per_host=self.per_place, ring_units=self.units, through_H=self.through_s_H
+            self.cost_s_HH,
+            units_per_host=self.per_place,
+            ring_units=self.units,
+            fewest=self.fewest,
+            through_H=self.through_s_H,
         )
 
     def seconds(self, kind: Kind, size_bytes: float, slowest_s: float) -> float:
@@ -200,6 +207,7 @@ def rings_of(places: Places, unit: int) -> list[Ring]:
                 size_bytes=float(bytes_S[bytes_S > 0].min()),
                 units=units,
                 per_place=places.devices // unit,
+                together=num_together(places, strides[column], unit),
             )
             found.append(Ring(tour=tour, column=column))
     return found
@@ -230,7 +238,8 @@ def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
         members, stride = shapes[item.group]
         units = num_units(members, stride, unit)
         is_larger = item.group not in found or item.size_bytes > found[item.group].size_bytes
-        if units > places.devices // unit and len(places) > 1 and is_larger:
+        together = num_together(places, stride, unit)
+        if units > together and len(places) > 1 and is_larger:
             found[item.group] = Tour(
                 places=places,
                 kind=item.kind,
@@ -238,6 +247,7 @@ def exchange_tours(places: Places, unit: int) -> dict[str, Tour]:
                 size_bytes=item.size_bytes,
                 units=units,
                 per_place=places.devices // unit,
+                together=together,
             )
     return found
 
@@ -248,3 +258,16 @@ def num_units(members: int, stride: int, unit: int) -> int:
         return 0
     each = max(1, unit // stride)
     return members // each if members % each == 0 else int(members > each)
+
+
+def num_together(places: Places, stride: int, unit: int) -> int:
+    """Count the blocks of one group that a place holds at most, whose members are so many ranks apart.
+
+    On CUDA the ranks of a host differ modulo the number of its slots (`search.placement.slots.Slots`).
+    """
+    most = places.devices // unit
+    cluster = places.model.fabric.cluster
+    if cluster.device_kind != "cuda" or len(cluster.hosts) == 1:
+        return most
+    remainders = places.devices // math.gcd(stride, places.devices)
+    return min(most, max(remainders // max(unit // stride, 1), 1))

@@ -8,6 +8,7 @@ import pytest
 from facts_for_tests import drawn_cluster, drawn_fits, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from search.worlds import on_gpus
 
 from pipette_launch.cost import Predictor
 from pipette_launch.cost.columns.step_bounds import BoundColumns
@@ -139,6 +140,12 @@ def layouts(draw: st.DrawFn, *, slots: int) -> Layout:
     )
 
 
+def allowed(hosts: int, devices: int, rng: random.Random) -> list[int]:
+    """A placement on GPUs: the ranks of each host differ modulo its slots."""
+    rows = [rng.sample([devices * host + slot for host in range(hosts)], hosts) for slot in range(devices)]
+    return [rank for held in zip(*rows, strict=True) for rank in rng.sample(held, devices)]
+
+
 def bound_of(predictor: Predictor, layout: Layout) -> float | None:
     """The bound of one layout; None where its batch or its groups do not divide."""
     try:
@@ -182,6 +189,7 @@ def test_no_column_is_above_the_bound_of_its_layout(
     st.lists(layouts(slots=12), min_size=1, max_size=8),
     st.sampled_from([(6, 2), (3, 4)]),
     st.booleans(),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_no_placement_is_below_its_column(
@@ -190,11 +198,13 @@ def test_no_placement_is_below_its_column(
     rows: list[Layout],
     size: tuple[int, int],
     fits: bool,
+    gpus: bool,
     rng: random.Random,
 ) -> None:
     """Not on hosts of which some have slow links, nor when bounded again; and a rough bound is not above it."""
     this, (hosts, devices) = job_of(model, flags), size
     cluster = drawn_cluster(rng, hosts=hosts, devices=devices)
+    cluster = on_gpus(cluster) if gpus else cluster
     share_H = np.where(np.arange(hosts) < rng.randrange(1, hosts), 0.1, 1.0)
     links = cluster.between_hosts
     slower = np.asarray(links.bandwidth_bytes_per_s) * np.minimum(share_H[:, None], share_H[None, :])
@@ -211,7 +221,7 @@ def test_no_placement_is_below_its_column(
     seconds = np.maximum(seconds, bounds.sharpened(columns))
     for layout, bound_s in zip(rows, seconds.tolist(), strict=True):
         if bound_of(predictor, layout) is not None:
-            placements = [rng.sample(range(12), 12) for _ in range(20)]
+            placements = [allowed(hosts, devices, rng) if gpus else rng.sample(range(12), 12) for _ in range(20)]
             # Groups of consecutive ranks stay inside hosts.
             orders = [list(range(hosts)), *(rng.sample(range(hosts), hosts) for _ in range(20))]
             placements += [[devices * host + slot for host in order for slot in range(devices)] for order in orders]

@@ -34,18 +34,23 @@ def slowest(ring: tuple[int, ...], cost: np.ndarray) -> float:
 @settings(max_examples=15)
 @given(
     st.randoms(use_true_random=False),
-    st.sampled_from([(4, 1, 2), (4, 1, 4), (6, 1, 3), (6, 1, 2), (3, 2, 3), (2, 3, 6)]),
+    st.sampled_from(
+        [(4, 1, 2, 1), (4, 1, 4, 1), (6, 1, 3, 1), (6, 1, 2, 1), (3, 2, 3, 2), (2, 3, 6, 3), (3, 2, 3, 1), (4, 2, 2, 1)]
+    ),
 )
-def test_no_rings_are_better_than_the_thresholds(rng: random.Random, shape: tuple[int, int, int]) -> None:
-    """All ways to lay rings over all units of all hosts: the sorted costs of the rings, one by one."""
-    hosts, per_host, units = shape
+def test_no_rings_are_better_than_the_thresholds(rng: random.Random, shape: tuple[int, int, int, int]) -> None:
+    """All ways to lay rings over all units of all hosts, where a host may hold so many of one: their costs, sorted."""
+    hosts, per_host, units, together = shape
     cost = drawn(hosts, rng)
     seats = [host for host in range(hosts) for _ in range(per_host)]
-    through_h = through(cost, visits_once=per_host == 1 and units > 2)
-    found = ring_thresholds(cost, units_per_host=per_host, ring_units=units, through_H=through_h)
+    through_h = through(cost, visits_once=together == 1 and units > 2)
+    fewest = -(-units // together)
+    found = ring_thresholds(cost, units_per_host=per_host, ring_units=units, fewest=fewest, through_H=through_h)
 
     for order in set(itertools.permutations(seats)):
         rings = [order[first : first + units] for first in range(0, len(order), units)]
+        if any(ring.count(host) > together for ring in rings for host in ring):
+            continue
         costs = sorted(slowest(ring, cost) for ring in rings)
         assert all(bound <= real for bound, real in zip(found, costs, strict=True))
 
@@ -56,10 +61,17 @@ def test_islands_hold_whole_rings_only() -> None:
     cost = np.where(island[:, None] == island[None, :], 1.0, 9.0)
     through_h = through(cost, visits_once=True)
 
-    assert ring_thresholds(cost, units_per_host=1, ring_units=3, through_H=through_h) == [1.0, 1.0]
-    assert ring_thresholds(cost, units_per_host=1, ring_units=2, through_H=through_h) == [1.0, 1.0, 9.0]
-    assert ring_thresholds(cost, units_per_host=1, ring_units=6, through_H=through_h) == [9.0]
-    assert ring_thresholds(cost, units_per_host=3, ring_units=3, through_H=through_h) == [0.0] * 6
+    def thresholds(units_per_host: int, ring_units: int, fewest: int) -> list[float]:
+        return ring_thresholds(
+            cost, units_per_host=units_per_host, ring_units=ring_units, fewest=fewest, through_H=through_h
+        )
+
+    assert thresholds(1, 3, 3) == [1.0, 1.0]
+    assert thresholds(1, 2, 2) == [1.0, 1.0, 9.0]
+    assert thresholds(1, 6, 6) == [9.0]
+    assert thresholds(3, 3, 1) == [0.0] * 6
+    # Four hosts of a ring are not all of one island.
+    assert thresholds(2, 4, 4) == [9.0] * 3
 
 
 def test_a_ring_does_not_come_back_from_where_it_went() -> None:

@@ -10,6 +10,7 @@ import pytest
 from facts_for_tests import drawn_cluster, drawn_fits, tiny_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from search.worlds import on_gpus
 
 from pipette_launch.cost import Predictor
 from pipette_launch.facts import (
@@ -23,8 +24,10 @@ from pipette_launch.facts import (
     Samples,
 )
 from pipette_launch.search.bounds.placement_bound import Block, blocks, placement_bound_s
+from pipette_launch.search.placement.slots import Slots
 
 SHAPES = [(2, 1), (4, 1), (5, 1), (6, 1), (2, 2), (3, 2), (2, 3), (1, 4), (1, 6)]
+SHARED = ("ep", "etp", "ep_etp")
 STYLES = ["drawn", "islands", "slow host", "noisy"]
 PERMUTATIONS = {slots: np.array(list(itertools.permutations(range(slots)))) for slots in (2, 4, 5, 6)}
 """Of six slots the tests with drawn machines take every seventh."""
@@ -103,10 +106,15 @@ def model_of(experts: bool) -> dict[str, object]:
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(SHAPES), st.sampled_from(STYLES), st.booleans(), st.randoms(use_true_random=False))
-def test_no_placement_beats_the_bound(shape: tuple[int, int], style: str, experts: bool, rng: random.Random) -> None:
-    """All placements of up to five slots, some of six; and no bound is below that of the best links everywhere."""
+@given(
+    st.sampled_from(SHAPES), st.sampled_from(STYLES), st.booleans(), st.booleans(), st.randoms(use_true_random=False)
+)
+def test_no_placement_beats_the_bound(
+    shape: tuple[int, int], style: str, experts: bool, gpus: bool, rng: random.Random
+) -> None:
+    """All placements of up to five slots, some of six, on GPUs those allowed; none is below that of the best links."""
     cluster = cluster_of(*shape, style, rng)
+    cluster = on_gpus(cluster) if gpus else cluster
     flags = tuple(
         flag for flag in ("--moe-token-dispatcher-type alltoall", "--no-align-param-gather") if rng.random() < 0.5
     )
@@ -119,6 +127,7 @@ def test_no_placement_beats_the_bound(shape: tuple[int, int], style: str, expert
     bound = placement_bound_s(model)
 
     every = PERMUTATIONS[cluster.num_slots]
+    every = every[[Slots.of(cluster).allows(placement) for placement in every]]
     assert bound.seconds <= model.costs(every if len(every) <= 120 else every[::7]).min() * (1 + 1e-12)
     assert bound.seconds >= predictor.bound_s(layout) * (1 - 1e-9)
 
@@ -177,15 +186,15 @@ def test_tensor_groups_within_hosts_are_a_case() -> None:
     ("layout", "devices", "expected"),
     [
         (Layout(dp=8), 8, [Block(unit=1, breaks=())]),
-        (Layout(tp=4, dp=2), 8, [Block(unit=1, breaks=("tp",)), Block(unit=4, breaks=())]),
-        (Layout(tp=16), 8, [Block(unit=1, breaks=("tp",))]),
+        (Layout(tp=4, dp=2), 8, [Block(unit=1, breaks=(("tp",),)), Block(unit=4, breaks=())]),
+        (Layout(tp=16), 8, [Block(unit=1, breaks=(("tp",),))]),
         (
             Layout(tp=2, cp=2, dp=4, ep=8),
             8,
             [
-                Block(unit=1, breaks=("tp",)),
-                Block(unit=2, breaks=("cp",)),
-                Block(unit=4, breaks=("ep", "etp", "ep_etp")),
+                Block(unit=1, breaks=(("tp",), SHARED)),
+                Block(unit=2, breaks=(("cp",), SHARED)),
+                Block(unit=4, breaks=(SHARED,)),
                 Block(unit=8, breaks=()),
             ],
         ),

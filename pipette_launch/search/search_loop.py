@@ -42,7 +42,7 @@ Those of the user's own degrees are all priced, as they may win where others are
 GAIN = 1e-4
 """A round that saves less than this part of the step counts as one without gain."""
 DEGREES = attrgetter("tp", "pp", "cp", "ep", "etp")
-RAISED = 12
+RAISED = 40
 """So many of the lowest bounds below the best step time are raised at most."""
 
 

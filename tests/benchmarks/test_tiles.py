@@ -28,7 +28,7 @@ def test_near_places_get_a_tile() -> None:
     """A ring of eight along four racks of two: each rack holds two neighbours, so half of the links are short."""
     rack_H = np.array([0, 1, 2, 3, 0, 1, 2, 3])
     flows = ring_and_path(np.where(rack_H[:, None] == rack_H, 1.0, 2.0), path_weight=0.0)
-    tiers = Tiers(order_H=np.argsort(rack_H, kind="stable"), group_LH=rack_H[None])
+    tiers = Tiers(order_H=np.argsort(rack_H, kind="stable"), by_speed=(), group_LH=rack_H[None])
 
     assert 4 * 1.0 + 4 * 2.0 == flows.cost(best_tiled(flows, tiers, rows=1, columns=8))
 
@@ -43,6 +43,6 @@ def test_links_are_smoothed_by_groups() -> None:
 def test_without_tiers_the_order_is_kept() -> None:
     """Where all places are alike, neighbours in the order of places get neighbours of the grid."""
     order_H = np.array([2, 0, 1, 3])
-    tiers = Tiers(order_H=order_H, group_LH=np.zeros((0, 4), dtype=np.int64))
+    tiers = Tiers(order_H=order_H, by_speed=(), group_LH=np.zeros((0, 4), dtype=np.int64))
 
     assert order_H.tolist() == best_tiled(ring_and_path(np.ones((4, 4))), tiers, rows=1, columns=4).tolist()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-from functools import lru_cache
 
 import numpy as np
 
 from pipette_launch.cost.step.placed import PlacementCost
-from pipette_launch.facts import Links
 from pipette_launch.search.assignment.problem import Ints
 from pipette_launch.search.placement.annealing import annealed
 from pipette_launch.search.placement.blocks import rearranged, shuffled
 from pipette_launch.search.placement.exhaustive import AT_ONCE, exhaustion, num_placements
 from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem, faster
 from pipette_launch.search.placement.starts import starts
-from pipette_launch.search.placement.tiers import distances_s
 
 ROUNDS = 4
 """How often the placement of one layout is improved at most."""
@@ -25,16 +22,13 @@ FEW_STARTS = 6
 MANY_STARTS = 24
 """The first round prices the others."""
 MANY_HOSTS = 64
-FEW_SLOTS = 32
-ANNEALING = ((FEW_SLOTS, 60, math.inf), (256, 20, 0.005))
+ANNEALING = ((32, 60, math.inf), (256, 20, 0.005))
 """Up to so many slots, single devices change places too, in so many steps of annealing, where a layout's step is not
 longer than the best of all layouts by more than that part.
 
-On four hosts of two devices it saved up to 11 % of a step, where rings had to pass one host twice.
+On four hosts of two devices it saved up to 11 % of a step, where rings had to pass one host twice; on 64 slots up to
+5 % where links inside hosts differ, and up to 3.7 % where only those between hosts do.
 """
-UNEVEN = 1.2
-"""On more than `FEW_SLOTS` only if links inside a host differ by more than this factor: on 64 and 128 slots it saved up
-to 5 % where they did, else 0.2 % at most for a tenth of the search's time."""
 SHUFFLED = 0.1
 """Share of the hosts that every other round exchanges at random first."""
 
@@ -87,8 +81,7 @@ def improve(
         start = rearranged(problem, start, model=problem.objective, rng=rng, is_late=is_late)
     found = faster(best, start)
     steps, near = next(((steps, near) for most, steps, near in ANNEALING if slots.num_slots <= most), (0, 0.0))
-    pays = slots.num_slots <= FEW_SLOTS or (bool(steps) and _is_uneven(problem.cluster.within_host))
-    if pays and not found.is_optimal and found.cost_s < rival_s * (1 + near):
+    if steps and not found.is_optimal and found.cost_s < rival_s * (1 + near):
         found = annealed(problem, start, steps=steps, rng=rng, is_late=is_late)
     return faster(best, found)
 
@@ -112,13 +105,3 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
     others_KW = candidates()
     chosen = turn // 2 % len(others_KW)
     return problem.best_of(others_KW[chosen : chosen + 1])
-
-
-@lru_cache(maxsize=4)
-def _is_uneven(within_host: tuple[Links, ...]) -> bool:
-    """Whether links inside some host differ."""
-    for links in set(within_host):
-        between_s = distances_s(links)[~np.eye(links.size, dtype=bool)]
-        if len(between_s) and between_s.max() > UNEVEN * between_s.min():
-            return True
-    return False

@@ -188,6 +188,12 @@ def test_tensor_groups_within_hosts_are_a_case() -> None:
         (Layout(dp=8), 8, [Block(unit=1, breaks=())]),
         (Layout(tp=4, dp=2), 8, [Block(unit=1, breaks=(("tp",),)), Block(unit=4, breaks=())]),
         (Layout(tp=16), 8, [Block(unit=1, breaks=(("tp",),))]),
+        # A group of tensor parallelism that breaks is wider than those of experts, which may stay whole.
+        (
+            Layout(tp=4, dp=2, ep=2),
+            8,
+            [Block(unit=1, breaks=(("tp",),)), Block(unit=4, breaks=(SHARED,)), Block(unit=4, breaks=())],
+        ),
         (
             Layout(tp=2, cp=2, dp=4, ep=8),
             8,

@@ -15,7 +15,6 @@ from search.worlds import improvements, on_gpus
 
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Cluster, Layout, Links
-from pipette_launch.search.placement import search
 from pipette_launch.search.placement.annealing import neighbour
 from pipette_launch.search.placement.exhaustive import exhaustion, num_placements, placements
 from pipette_launch.search.placement.slots import IsLate, Placed, PlacementProblem, Slots, host_order
@@ -205,36 +204,6 @@ def test_fast_hosts_may_hold_the_first_stage_or_both_ends() -> None:
     }
 
     assert {frozenset({0, 1}), frozenset({0, 3})} <= fast_stages
-
-
-@pytest.mark.parametrize(("hosts", "uneven", "anneals"), [(4, False, True), (5, False, False), (5, True, True)])
-def test_many_single_devices_are_annealed_where_their_links_differ(
-    hosts: int, uneven: bool, anneals: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On more than 32 slots a host with a slow pair of devices is needed."""
-    asked: list[int] = []
-
-    def annealed(_problem: PlacementProblem, start: Placed, *, steps: int, **_options: object) -> Placed:
-        asked.append(steps)
-        return start
-
-    monkeypatch.setattr(search, "annealed", annealed)
-    cluster = tiny_cluster(hosts, 8)
-    if uneven:
-        inside = cluster.within_host[0]
-        slower = tuple(
-            tuple(each / (2 if {i, j} == {0, 1} else 1) for j, each in enumerate(row))
-            for i, row in enumerate(inside.bandwidth_bytes_per_s)
-        )
-        cluster = replace(
-            cluster, within_host=(replace(inside, bandwidth_bytes_per_s=slower), *cluster.within_host[1:])
-        )
-    problem = PlacementProblem(
-        layout=Layout(dp=8 * hosts), cluster=cluster, objective=OneByOne(lambda _placement: 1.0), bound_s=0.0
-    )
-    improvements(problem)
-
-    assert anneals == bool(asked)
 
 
 def test_one_slot_has_one_placement() -> None:

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 SEEN = Path(__file__).parent / "seen.py"
 LAUNCHERS = ("torch.distributed.run", "pipette_launch")
 PATIENCE_S = 50.0
-INTERVAL_S = 5.0
+INTERVAL_S = 10.0
 USUAL_SHUTDOWN_S = 30.0
 RANDOM = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}|(?<=_)[a-z0-9_]{8}(?=/|$)")
 """Run ids that torchrun makes up, and the ends of its log folders' names."""

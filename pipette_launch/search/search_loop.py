@@ -322,7 +322,7 @@ def with_better_placement(
     problem = placement_problem(inputs, one.layout, one.bound_s)
     rng = random.Random(files.digest(seed, one.layout, one.rounds))
     placed = improve(problem, one.placed, rival_s=rival_s, turn=one.rounds, rng=rng, is_late=is_late)
-    # The first round goes on from the best start, which may be a minimum; the next begins elsewhere.
+    # The first round goes on from the best start, which may be a minimum; up to 64 hosts the next begins elsewhere.
     is_stalled = one.rounds > 0 and placed.cost_s >= one.placed.cost_s * (1 - GAIN)
     return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
 

@@ -97,10 +97,7 @@ TORCH = (
             "set_rng_state": set_rng_state,
         },
     ),
-    *in_module(
-        "torch.distributed",
-        {"init_process_group": _gloo, "new_group": _gloo},
-    ),
+    *in_module("torch.distributed", {"init_process_group": _gloo, "new_group": _gloo}),
     *COLLECTIVES,
     *in_module("torch.distributed.device_mesh", {"DeviceMesh.from_group": _mesh_of_cpus}),
 )

@@ -79,8 +79,8 @@ class UpdatePrices:
             0 if sharding and sharding.weights else job.model.dtype_bytes,
         )
         dense_slots_T, expert_slots_T = groups.dp * groups.cp, expert_dp(groups)
-        if tables.compute.device_kind == "cuda":
-            # Ranks of a host differ modulo its slots (`search.placement.slots.Slots`), so it holds few members.
+        if tables.fabric.cluster.keeps_residues:
+            # Members whose ranks are alike modulo the slots of a host lie on different hosts.
             dense_slots_T = dense_slots_T * np.gcd(groups.tp, tables.devices)
             apart_T = np.gcd(groups.ep * groups.etp, tables.devices)
             expert_slots_T = expert_slots_T * np.where(experts_lie_in_stages(groups), apart_T, 1)

@@ -204,6 +204,11 @@ class Cluster(HostsOfJob):
         """The memory that every slot has at least, less what other processes hold."""
         return min(device.memory_free_bytes for host in self.hosts for device in host.devices)
 
+    @property
+    def keeps_residues(self) -> bool:
+        """Whether the RANKs of a host must differ modulo its slots: on CUDA (`search.placement.slots.Slots`)."""
+        return self.device_kind == "cuda"
+
     def host_of(self, slot: int) -> int:
         """Index of the host of a slot."""
         return slot // self.devices_per_host

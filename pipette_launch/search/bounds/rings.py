@@ -263,11 +263,11 @@ def num_units(members: int, stride: int, unit: int) -> int:
 def num_together(places: Places, stride: int, unit: int) -> int:
     """Count the blocks of one group that a place holds at most, whose members are so many ranks apart.
 
-    On CUDA the ranks of a host differ modulo the number of its slots (`search.placement.slots.Slots`).
+    Where the ranks of a host differ modulo its slots, those of one group that are alike lie on different hosts.
     """
     most = places.devices // unit
     cluster = places.model.fabric.cluster
-    if cluster.device_kind != "cuda" or len(cluster.hosts) == 1:
+    if not cluster.keeps_residues or len(cluster.hosts) == 1:
         return most
     remainders = places.devices // math.gcd(stride, places.devices)
     return min(most, max(remainders // max(unit // stride, 1), 1))

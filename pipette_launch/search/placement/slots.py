@@ -51,7 +51,7 @@ class Slots:
         return cls(
             num_hosts=len(cluster.hosts),
             devices_per_host=cluster.devices_per_host,
-            keeps_residues=cluster.device_kind == "cuda",
+            keeps_residues=cluster.keeps_residues,
             blocks=blocks,
             domain_H=Rooms.of(cluster).domain_H if in_domains else (),
         )

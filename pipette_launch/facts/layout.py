@@ -34,6 +34,14 @@ class Recompute:
                 f"num_layers={self.num_layers}: full needs a method and a layer count, the others have neither"
             )
 
+    def runs_no_more_than(self, other: Recompute) -> bool:
+        """Whether whatever this runs again, the other runs again too: it is no slower in any placement."""
+        if self.granularity == "none" or (other.granularity == "full" and other.method == "uniform"):
+            return True
+        if self.granularity == other.granularity == "full":
+            return self.method == other.method == "block" and self.num_layers <= other.num_layers
+        return self.granularity == other.granularity == "selective" and set(self.modules) <= set(other.modules)
+
 
 NO_RECOMPUTE = Recompute(granularity="none")
 

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ RARELY_RULED_OUT = 0.97
 higher by more, and ruled out 1 % of them."""
 LOOKED_THROUGH = 64
 """Layouts among which those that need less memory are looked for."""
+_KIND = ("tp", "pp", "cp", "ep")
 _STATE_FIELDS = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 
 Ints = NDArray[np.int64]
@@ -50,17 +52,6 @@ class Promising:
     """The order in which layouts were met: it settles ties."""
     layout: Layout
     peak_bytes: tuple[int, ...]
-
-
-def recomputes_no_more(one: Recompute, other: Recompute) -> bool:
-    """Whether whatever one kind of recompute runs again, the other runs again too: it is no slower in any placement."""
-    if one == NO_RECOMPUTE:
-        return True
-    if other.granularity == "full" and other.method == "uniform":
-        return True
-    if one.granularity == other.granularity == "full":
-        return one.method == other.method == "block" and one.num_layers <= other.num_layers
-    return one.granularity == other.granularity == "selective" and set(one.modules) <= set(other.modules)
 
 
 class _Ready(NamedTuple):
@@ -140,7 +131,10 @@ class Frontier:
             hopeful = bisect.bisect_left(self._rough, below_s)
             stop = min(self._num_opened + CUTS_AT_ONCE, hopeful)
             first_unsure = bisect.bisect_left(self._rough, RARELY_RULED_OUT * below_s, self._num_opened, stop)
-            surely, perhaps = self._order_N[self._num_opened : first_unsure], self._order_N[first_unsure:stop]
+            surely, perhaps = (
+                self._that_could_fit(self._order_N[first:last])
+                for first, last in ((self._num_opened, first_unsure), (first_unsure, stop))
+            )
             self._num_opened = stop
             self._open(np.concatenate([surely, self._could_win(perhaps, below_s)]), below_s)
         taken: list[_Ready] = []
@@ -205,6 +199,23 @@ class Frontier:
     def _next_rough_s(self) -> float:
         return self._rough[self._num_opened] if self._num_opened < len(self._rough) else math.inf
 
+    def _that_could_fit(self, rows: Ints) -> Ints:
+        """Return those cuts that would fit without activations; the variants of the others count as over the limit.
+
+        No variant needs less than the leanest state of its cut without activations. Where memory is short most cuts
+        need more than the limit even so, and to list and bound their variants would cost more than this.
+        """
+        if not len(rows) or self._inputs.predictor.corrects_memory:
+            return rows
+        lean = self._cuts.tables.leanest(self._cuts.columns.take(rows))
+        bare = replace(lean, recompute=np.zeros(len(rows), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
+        fits_N = self._inputs.predictor.fullest_N(bare, live=0.0) <= limits_N(bare, self._limit)
+        if not fits_N.all():
+            num_over = len(self._cuts.spread(rows[~fits_N])[0])
+            self.num_met += num_over
+            self.dropped[OVER_MEMORY] += num_over
+        return rows[fits_N]
+
     def _could_win(self, rows: Ints, below_s: float) -> Ints:
         """Return those cuts of which some variant could beat a step time."""
         if not len(rows):
@@ -236,7 +247,7 @@ class Frontier:
     def _admit(self, layout: Layout, least_s: float) -> None:
         """Make a layout ready, unless one that recomputes no more is; the user's own layout is priced anyway."""
         others = self._fitting.setdefault(replace(layout, recompute=NO_RECOMPUTE), [])
-        if any(recomputes_no_more(other, layout.recompute) for other in others):
+        if any(other.runs_no_more_than(layout.recompute) for other in others):
             self.outdone.add(layout)
             return
         others.append(layout.recompute)
@@ -247,21 +258,25 @@ class Frontier:
     def _that_fit(self, rows: Ints, below_s: float, *, leanest: bool = False) -> list[Layout]:
         """List some of the cuts that fit: in their quickest state by rising bound, as far as that is below a step time.
 
-        Or in their leanest state, as they come, which is by rising rough bound.
+        Or in their leanest state, as they come, which is by rising rough bound. The first of each kind of degrees is
+        among them.
         """
         found: list[Layout] = []
+        num_found = 0
         for first in range(0, len(rows), DIVED_AT_ONCE):
             columns = self._cuts.columns.take(rows[first : first + DIVED_AT_ONCE])
             columns = self._cuts.tables.leanest(columns) if leanest else columns
             # Memory first: where it is short it leaves few, and bounds cost more.
             columns = columns.take(np.flatnonzero(self._fits_N(columns)))
-            order = np.arange(len(columns))
             if not leanest:
                 least_N = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
                 order = np.argsort(least_N, kind="stable")
-                order = order[least_N[order] < below_s]
-            found += [columns.layout(row) for row in order.tolist()]
-            if len(found) > LOOKED_THROUGH:
+                columns = columns.take(order[least_N[order] < below_s])
+            first_of_kind = columns.groups(*_KIND).first_U.tolist() if len(columns) else ()
+            some = sorted({*first_of_kind, *range(min(LOOKED_THROUGH, len(columns)))})
+            found += [columns.layout(row) for row in some]
+            num_found += len(columns)
+            if num_found > LOOKED_THROUGH:
                 break
         return [layout for layout in found if layout != self._inputs.job.own]
 
@@ -302,7 +317,7 @@ def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:
     """Return the first layout of each kind of degrees, then the others: layouts of equal degrees often fail alike."""
     first: dict[tuple[int, ...], Layout] = {}
     for layout in layouts:
-        first.setdefault((layout.tp, layout.pp, layout.cp, layout.ep), layout)
+        first.setdefault(attrgetter(*_KIND)(layout), layout)
     return list(dict.fromkeys([*first.values(), *layouts]))[:count]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipette_launch.errors import LayoutError
 from pipette_launch.facts import Cell, Layout, Recompute
+from pipette_launch.facts.layout import NO_RECOMPUTE
 
 SIZES = st.integers(1, 3)
 
@@ -72,3 +73,27 @@ def test_words_are_what_people_say() -> None:
     layout = Layout(tp=2, pp=4, vpp=2, micro_batch_size=2, use_distributed_optimizer=True)
 
     assert "tp2 pp4 dp1 vpp2 mbs2 dist-opt" == layout.words()
+
+
+SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
+MORE = Recompute(granularity="selective", modules=("core_attn", "layernorm"))
+BLOCKS = [Recompute(granularity="full", method="block", num_layers=layers) for layers in (1, 2)]
+WHOLE = Recompute(granularity="full", method="uniform", num_layers=1)
+
+
+@pytest.mark.parametrize(
+    ("one", "others"),
+    [
+        (NO_RECOMPUTE, [NO_RECOMPUTE, SELECTIVE, MORE, *BLOCKS, WHOLE]),
+        (SELECTIVE, [SELECTIVE, MORE, WHOLE]),
+        (MORE, [MORE, WHOLE]),
+        (BLOCKS[0], [*BLOCKS, WHOLE]),
+        (BLOCKS[1], [BLOCKS[1], WHOLE]),
+        (WHOLE, [WHOLE]),
+    ],
+)
+def test_which_recompute_runs_no_more_again(one: Recompute, others: list[Recompute]) -> None:
+    """Nothing within everything, fewer modules within more, fewer layers within more, and all within the whole."""
+    every = [NO_RECOMPUTE, SELECTIVE, MORE, *BLOCKS, WHOLE]
+
+    assert others == [other for other in every if one.runs_no_more_than(other)]

@@ -13,11 +13,11 @@ from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.legal import legal_layouts
 
 from pipette_launch.cost.columns.step_bounds import BoundColumns
-from pipette_launch.facts import ComputeCase, Job, Layout, Measurements, Recompute
+from pipette_launch.facts import ComputeCase, Job, Layout, Measurements
 from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.search import frontier as frontier_module
 from pipette_launch.search.candidates import NOT_MEASURED, OVER_MEMORY, SearchInputs
-from pipette_launch.search.frontier import Frontier, recomputes_no_more
+from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layouts.enumerate import Cuts, cuts
 from pipette_launch.search.placement.slots import host_order
 
@@ -115,30 +115,6 @@ def test_a_dive_finds_what_is_quick_and_what_is_lean() -> None:
     assert any(one.layout not in known for one in more)
     steps_s = [inputs.predictor.step_time(one.layout, host_order(4)).total_s for one in dived]
     assert frontier.take(1)[0].least_s <= min(steps_s)
-
-
-SELECTIVE = Recompute(granularity="selective", modules=("core_attn",))
-MORE = Recompute(granularity="selective", modules=("core_attn", "layernorm"))
-BLOCKS = [Recompute(granularity="full", method="block", num_layers=layers) for layers in (1, 2)]
-WHOLE = Recompute(granularity="full", method="uniform", num_layers=1)
-
-
-@pytest.mark.parametrize(
-    ("one", "others"),
-    [
-        (NO_RECOMPUTE, [NO_RECOMPUTE, SELECTIVE, MORE, *BLOCKS, WHOLE]),
-        (SELECTIVE, [SELECTIVE, MORE, WHOLE]),
-        (MORE, [MORE, WHOLE]),
-        (BLOCKS[0], [*BLOCKS, WHOLE]),
-        (BLOCKS[1], [BLOCKS[1], WHOLE]),
-        (WHOLE, [WHOLE]),
-    ],
-)
-def test_which_recompute_runs_no_more_again(one: Recompute, others: list[Recompute]) -> None:
-    """Nothing within everything, fewer modules within more, fewer layers within more, and all within the whole."""
-    every = [NO_RECOMPUTE, SELECTIVE, MORE, *BLOCKS, WHOLE]
-
-    assert others == [other for other in every if recomputes_no_more(one, other)]
 
 
 def test_the_leanest_variant_has_the_leanest_state() -> None:

@@ -75,6 +75,11 @@ class CorrectedPredictor(Predictor):
         """No layout's step is multiplied with less; 0 where something was learned: nothing bounds that from below."""
         return 1.0 if self._corrections.step is None else 0.0
 
+    @property
+    def corrects_memory(self) -> bool:
+        """Whether earlier outcomes change predicted peaks, of one layout more than of another."""
+        return self._corrections.memory is not None
+
     def factor(self, layout: Layout) -> float:
         """What a layout's step is multiplied with."""
         if layout not in self._factors:
@@ -145,7 +150,7 @@ class CorrectedPredictor(Predictor):
         found = peak_memory_columns(self._job, columns)
         total_S = replace(found.parts_S, activations=np.ceil(live * found.parts_S.activations).astype(np.int64)).total
         fullest_N = np.maximum.reduceat(total_S, found.starts_N).astype(np.float64)
-        if self._corrections.memory is not None:
+        if self.corrects_memory:
             fullest_N *= np.array([self.memory_factor(columns.layout(row)) for row in range(len(columns))])
         if live < 1:
             return fullest_N

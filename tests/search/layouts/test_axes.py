@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from facts_for_tests import drawn_cluster, tiny_job, tiny_measurements, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from search import naive
 from search.legal import variants
 
-from pipette_launch.cost.memory.peak import peak_memory_bytes
+from pipette_launch.cost.memory.peak import MemoryColumns, peak_memory_bytes, peak_memory_columns
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Job, Layout
+from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.model import LatentAttention
 from pipette_launch.search.layouts import enumerate as enumeration
 from pipette_launch.search.layouts.axes import group_sizes, module_sets, virtual_stages
@@ -81,6 +84,28 @@ def test_the_leanest_saver_needs_the_least_memory(case: naive.Case) -> None:
 
         assert lean in variants(found, row)
         assert peak(job, lean) <= 1.1 * min(needs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(naive.cases())
+def test_no_variant_needs_less_than_the_leanest_state_without_activations(case: naive.Case) -> None:
+    """The search drops whole cuts by this, before it lists their variants."""
+    job, world_size, kind = case
+    found = cuts(job, world_size=world_size, devices_per_host=2, device_kind=kind)
+    cut_M, every = found.spread(np.arange(len(found.columns)))
+    least_N = np.full(len(found.columns), np.iinfo(np.int64).max)
+    np.minimum.at(least_N, cut_M, fullest_N(peak_memory_columns(job, every)))
+    lean = found.tables.leanest(found.columns)
+    bare = replace(lean, recompute=np.zeros(len(lean), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
+    empty = peak_memory_columns(job, bare)
+    empty = replace(empty, parts_S=replace(empty.parts_S, activations=np.zeros_like(empty.parts_S.activations)))
+
+    assert (fullest_N(empty) <= least_N).all()
+
+
+def fullest_N(columns: MemoryColumns) -> NDArray[np.int64]:
+    """Bytes on the stage of each layout that needs most."""
+    return np.maximum.reduceat(columns.total_S, columns.starts_N)
 
 
 def peak(job: Job, layout: Layout) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 from pipette_launch.cost.layers.activations import recompute_modules
 from pipette_launch.facts.layout import Layout
 from pipette_launch.facts.model import KINDS_WITH_ATTENTION, KINDS_WITH_EXPERTS, LayerKind, ModelSpec
@@ -44,7 +42,7 @@ def column_share(model: ModelSpec, kind: LayerKind) -> float:
         columns.append(2.0 * model.hidden_size * heads * model.kv_channels)
     if kind in ("layer", "mlp_layer"):
         columns.append(2.0 * model.hidden_size * model.ffn_hidden_size * (2 if model.gated_linear_unit else 1))
-    return statistics.mean(columns or [0.0]) / model.kind_flops_per_token(kind)
+    return sum(columns) / max(len(columns), 1) / model.kind_flops_per_token(kind)
 
 
 def attention_core_share(model: ModelSpec, kind: LayerKind = "layer") -> float:

@@ -47,8 +47,8 @@ _SHARDS: tuple[Field, ...] = ("dp", "cp", "use_distributed_optimizer")
 """What their optimizer states depend on besides."""
 
 # A search predicts many batches of layouts, and most batches share these figures.
-_LAYERS: Memo[dict[str, int]] = Memo()
-_COUNTS: Memo[Ints] = Memo()
+_LAYERS: Memo[Memo[dict[str, int]]] = Memo()
+_COUNTS: Memo[Memo[Ints]] = Memo()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,8 +237,9 @@ def shared_buffer_bytes(job: Job, layout: Layout, *, has_head: bool) -> int:
 def _by_layer(job: Job, layouts: LayoutColumns) -> dict[str, Ints]:
     """Columns of N for the figures that depend on the fields `LAYER` alone."""
     groups = layouts.groups(*LAYER)
+    known = _LAYERS.get(job, Memo)
     figures = [
-        _LAYERS.get((job, *attrgetter(*LAYER)(layout)), partial(_layer_figures, job, layout))
+        known.get(attrgetter(*LAYER)(layout), partial(_layer_figures, job, layout))
         for layout in map(layouts.layout, groups.first_U.tolist())
     ]
     table = np.array([list(each.values()) for each in figures], dtype=np.int64)
@@ -297,8 +298,9 @@ def _states(job: Job, layouts: LayoutColumns, stages: Stages) -> tuple[Ints, ...
     groups = layouts.groups(*_PARAMETERS, *_SHARDS)
     chosen = layouts.take(groups.first_U)
     cut = chosen.groups(*_PARAMETERS)
+    known = _COUNTS.get(job, Memo)
     counts = [
-        _COUNTS.get((job, *attrgetter(*_PARAMETERS)(layout)), partial(_stage_counts, job, layout))
+        known.get(attrgetter(*_PARAMETERS)(layout), partial(_stage_counts, job, layout))
         for layout in map(chosen.layout, cut.first_U.tolist())
     ]
     starts = np.cumsum([0, *map(len, counts)])[cut.group_N]

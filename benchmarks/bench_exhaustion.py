@@ -30,7 +30,7 @@ from pipette_launch.search.frontier import Frontier
 from pipette_launch.search.layouts.enumerate import cuts
 from pipette_launch.search.placement.exhaustive import exhaustion
 from pipette_launch.search.placement.slots import host_order
-from pipette_launch.search.search_loop import placement_problem
+from pipette_launch.search.pricing import placement_problem
 from pipette_launch.search.solve import SolveOptions, solve
 
 HOSTS, DEVICES = 4, 2

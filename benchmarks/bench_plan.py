@@ -48,7 +48,11 @@ PARTS = {
         "search.solve:BoundColumns.rough_of_columns",
         "cost.learned.corrected:CorrectedPredictor.bound_s",
     ),
-    "placing": ("search.search_loop:price", "search.search_loop:with_better_placement"),
+    "placing": (
+        "search.search_loop:price",
+        "search.search_loop:with_better_placement",
+        "search.search_loop:with_devices_moved",
+    ),
     "certificate": ("search.search_loop:SearchLoop._sharpened",),
 }
 """What belongs to which part, by where it is called from; a call inside another counts for its own part only."""

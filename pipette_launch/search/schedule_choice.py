@@ -32,7 +32,7 @@ from pipette_launch.search.choose import choice_of
 from pipette_launch.search.frontier import Promising
 from pipette_launch.search.placement.search import begin, improve
 from pipette_launch.search.placement.slots import IsLate, PlacementProblem, faster
-from pipette_launch.search.search_loop import price
+from pipette_launch.search.pricing import price
 
 LEANEST = 2 / 9
 """No schedule keeps a smaller part of the activations that a layout of several chunks keeps under Megatron's own: V-Min

@@ -20,7 +20,7 @@ from pipette_launch.search.fewer_hosts import keeping, rough_step
 from pipette_launch.search.layouts.enumerate import compute_cases, cuts
 from pipette_launch.search.placement.search import begin, improve
 from pipette_launch.search.placement.slots import IsLate, faster
-from pipette_launch.search.search_loop import placement_problem
+from pipette_launch.search.pricing import placement_problem
 from pipette_launch.search.solve import SolveOptions, solve
 from pipette_launch.units import plural
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import numpy as np
@@ -20,15 +19,12 @@ ROUNDS = 4
 FEW_STARTS = 6
 """Priced at first: on 512 GPUs the best of so many was 0.1 % worse than the best of all in the mean."""
 MANY_STARTS = 24
-"""The first round prices the others."""
+"""The first round prices so many."""
 MANY_HOSTS = 64
-ANNEALING = ((32, 60, math.inf), (256, 20, 0.005))
-"""Up to so many slots, single devices change places too, in so many steps of annealing, where a layout's step is not
-longer than the best of all layouts by more than that part.
-
-On four hosts of two devices it saved up to 11 % of a step, where rings had to pass one host twice; on 64 slots up to
-5 % where links inside hosts differ, and up to 3.7 % where only those between hosts do.
-"""
+FEW_SLOTS = 32
+"""Up to so many, single devices change places in each round too: on four hosts of two devices that saved up to 11 % of
+a step, where rings had to pass one host twice."""
+ANNEALING_STEPS = 60
 SHUFFLED = 0.1
 """Share of the hosts that every other round exchanges at random first."""
 
@@ -58,13 +54,11 @@ def improve(
     turn: int,
     rng: random.Random,
     is_late: IsLate,
-    rival_s: float = math.inf,
 ) -> Placed:
     """Search for a better placement by one bounded piece of work; never worse than the best so far.
 
-    Whole hosts change places first, then single devices by annealing, where that could still beat the rival. The first
-    turn goes on from the best, later ones in turn from the best with some hosts exchanged and from other starts, to
-    find other minima.
+    Whole hosts change places first, then on few slots single devices, by annealing. The first turn goes on from the
+    best, later ones in turn from the best with some hosts exchanged and from other starts, to find other minima.
 
     Args:
         problem: what is placed where.
@@ -72,7 +66,6 @@ def improve(
         turn: how often this was done before.
         rng: the only source of chance.
         is_late: whether to stop.
-        rival_s: seconds of the best step of all layouts so far; infinite = there is none.
 
     """
     slots = problem.slots
@@ -80,9 +73,8 @@ def improve(
     if isinstance(problem.objective, PlacementCost) and slots.num_hosts > 1:
         start = rearranged(problem, start, model=problem.objective, rng=rng, is_late=is_late)
     found = faster(best, start)
-    steps, near = next(((steps, near) for most, steps, near in ANNEALING if slots.num_slots <= most), (0, 0.0))
-    if steps and not found.is_optimal and found.cost_s < rival_s * (1 + near):
-        found = annealed(problem, start, steps=steps, rng=rng, is_late=is_late)
+    if slots.num_slots <= FEW_SLOTS and not found.is_optimal:
+        found = annealed(problem, start, steps=ANNEALING_STEPS, rng=rng, is_late=is_late)
     return faster(best, found)
 
 
@@ -95,8 +87,8 @@ def _start(problem: PlacementProblem, best: Placed, turn: int, rng: random.Rando
         return starts(problem.layout, problem.cluster, most=MANY_STARTS, blocks=problem.blocks)
 
     if turn == 0:
-        rest_KW = candidates()[FEW_STARTS:]
-        return faster(best, problem.best_of(rest_KW)) if len(rest_KW) else best
+        # The first few too: a layout may have come with the placement of another.
+        return faster(best, problem.best_of(candidates()))
     if num_hosts > MANY_HOSTS:
         # A turn does not converge there, so each goes on from the result of the last.
         return best

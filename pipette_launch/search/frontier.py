@@ -157,7 +157,7 @@ class Frontier:
         return self._with_peaks([columns.layout(row) for row in order.tolist()])
 
     def runners_up(self, count: int, *, most_bytes: float) -> list[Promising]:
-        """Return some layouts that `dive` found and did not return: the quickest, and the quickest of the leanest."""
+        """Return some that `dive` found and did not return: the quickest, and lean ones by rising rough bound."""
         quick = self._with_peaks(self._quick[:count])
         lean = self._with_peaks(self._lean[:LOOKED_THROUGH])
         return quick + [one for one in lean if max(one.peak_bytes) <= most_bytes][:count]

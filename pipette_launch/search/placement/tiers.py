@@ -38,7 +38,10 @@ class Tiers:
     order_H: Ints
     """Hosts in an order in which near ones stand side by side: every group of every tier is a run of it."""
     by_speed: tuple[Ints, ...]
-    """Fast hosts, then slow ones, both in an order in which near ones stand side by side; empty with few slow hosts."""
+    """Fast hosts, then slow ones, both in an order in which near ones stand side by side; empty with few slow hosts.
+
+    A host is slow if the nearest quarter of all hosts is far from it; so the hosts of a small rack beside a large one
+    count as slow too."""
     group_LH: Ints
     """The group of each host in each tier, finest tier first, numbered from 0 along the order; no row = all alike."""
 

@@ -51,7 +51,7 @@ PARTS = {
     "placing": (
         "search.search_loop:price",
         "search.search_loop:with_better_placement",
-        "search.search_loop:with_devices_moved",
+        "search.search_loop:with_devices_exchanged",
     ),
     "certificate": ("search.search_loop:SearchLoop._sharpened",),
 }

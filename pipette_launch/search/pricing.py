@@ -9,14 +9,11 @@ from dataclasses import replace
 from pipette_launch.facts import Layout, files
 from pipette_launch.search.candidates import Candidate, SearchInputs
 from pipette_launch.search.frontier import Promising
-from pipette_launch.search.placement.annealing import annealed
-from pipette_launch.search.placement.search import begin, improve
+from pipette_launch.search.placement.search import begin, exchange_devices, improve
 from pipette_launch.search.placement.slots import IsLate, Placement, PlacementProblem, host_order
 
 GAIN = 1e-4
 """A round that saves less than this part of the step counts as one without gain."""
-STEPS_AT_LAST = 20
-"""Of annealing, once the rounds of all layouts are done."""
 
 
 def price(
@@ -72,10 +69,10 @@ def with_better_placement(inputs: SearchInputs, one: Candidate, *, seed: int, is
     return replace(one, placed=placed, rounds=one.rounds + 1, is_stalled=is_stalled)
 
 
-def with_devices_moved(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
+def with_devices_exchanged(inputs: SearchInputs, one: Candidate, *, seed: int, is_late: IsLate) -> Candidate:
     """Let single devices change places from the best placement on; the arguments are those of a round."""
     problem, rng = placement_problem(inputs, one.layout, one.bound_s), _chance(one, seed)
-    return replace(one, placed=annealed(problem, one.placed, steps=STEPS_AT_LAST, rng=rng, is_late=is_late))
+    return replace(one, placed=exchange_devices(problem, one.placed, rng=rng, is_late=is_late))
 
 
 def placement_problem(inputs: SearchInputs, layout: Layout, bound_s: float) -> PlacementProblem:

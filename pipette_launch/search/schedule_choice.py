@@ -30,7 +30,7 @@ from pipette_launch.megatron.performance import performance_options
 from pipette_launch.search.candidates import Candidate, SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.frontier import Promising
-from pipette_launch.search.placement.search import begin, improve
+from pipette_launch.search.placement.search import begin, exchange_devices, improve
 from pipette_launch.search.placement.slots import IsLate, PlacementProblem, faster
 from pipette_launch.search.pricing import price
 
@@ -276,6 +276,7 @@ def _better_placed(inputs: SearchInputs, choice: Choice, rng: random.Random, is_
     placed = faster(known, begin(problem, is_late=is_late)[0])
     if not placed.is_optimal:
         placed = improve(problem, placed, turn=0, rng=rng, is_late=is_late)
+        placed = exchange_devices(problem, placed, rng=rng, is_late=is_late)
     if placed.cost_s >= choice.step_time_s:
         return choice
     return choice_of(

@@ -17,9 +17,9 @@ from pipette_launch.search.candidates import MANY_SLOTS, WORTH, Candidate, Searc
 from pipette_launch.search.choose import LEANER
 from pipette_launch.search.frontier import Frontier, Promising
 from pipette_launch.search.placement.exhaustive import AT_ONCE, EXACT, exhaustion, num_placements
-from pipette_launch.search.placement.search import FEW_SLOTS
+from pipette_launch.search.placement.search import ANNEALED_SLOTS
 from pipette_launch.search.placement.slots import IsLate, Placement, Slots
-from pipette_launch.search.pricing import placement_problem, price, with_better_placement, with_devices_moved
+from pipette_launch.search.pricing import placement_problem, price, with_better_placement, with_devices_exchanged
 
 FIRST_BATCH = 6
 """Layouts that are priced before the placement of the best is improved; each batch is half as large again."""
@@ -34,9 +34,7 @@ ALIKE = 2
 """Of these at most so many of equal degrees: what one placement saves, those of others of these degrees save too."""
 ANNEALED, ANNEALED_NEAR, ANNEALED_FOR = 3, 0.05, 0.01
 """On `ANNEALED_SLOTS` single devices change places once all rounds are done, for so many of the fastest layouts, whose
-steps are longer than the best by that part at most and whose bounds are lower by that part at least. On 64 slots it
-saved up to 5 % of a step."""
-ANNEALED_SLOTS = range(FEW_SLOTS + 1, 257)
+steps are longer than the best by that part at most and whose bounds are lower by that part at least."""
 RUNNERS_UP = 3
 """So many layouts that cannot win are priced as alternatives, as many that need less memory, and as many beside the
 user's own."""
@@ -229,7 +227,7 @@ class SearchLoop:
                 break
             one = self._sharpened(fast)
             if one.bound_s < best_s * (1 - ANNEALED_FOR):
-                self._pool[one.layout] = with_devices_moved(inputs, one, seed=self._seed, is_late=is_late)
+                self._pool[one.layout] = with_devices_exchanged(inputs, one, seed=self._seed, is_late=is_late)
         self._surround()
 
     def _exhaust(self) -> None:

@@ -18,7 +18,7 @@ from pipette_launch.search.candidates import SearchInputs
 from pipette_launch.search.choose import choice_of
 from pipette_launch.search.fewer_hosts import keeping, rough_step
 from pipette_launch.search.layouts.enumerate import compute_cases, cuts
-from pipette_launch.search.placement.search import begin, improve
+from pipette_launch.search.placement.search import begin, exchange_devices, improve
 from pipette_launch.search.placement.slots import IsLate, faster
 from pipette_launch.search.pricing import placement_problem
 from pipette_launch.search.solve import SolveOptions, solve
@@ -323,7 +323,9 @@ def placed_anew(inputs: SearchInputs, choice: Choice, *, seed: int, is_late: IsL
         # A host that took the place of another lies in another NVLink domain.
         placed, _ = begin(problem, is_late=is_late)
     if not (placed.is_optimal or is_late()):
-        placed = improve(problem, placed, turn=0, rng=random.Random(seed), is_late=is_late)
+        rng = random.Random(seed)
+        placed = improve(problem, placed, turn=0, rng=rng, is_late=is_late)
+        placed = exchange_devices(problem, placed, rng=rng, is_late=is_late)
     return choice_of(
         inputs,
         layout,

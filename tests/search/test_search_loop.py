@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
-from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
-from search.worlds import ALL_FIELDS, planned
+from facts_for_tests import tiny_job
+from search.worlds import ALL_FIELDS, planned, slow_neighbours
 
 from pipette_launch.facts import Batch, Layout
 from pipette_launch.search import search_loop
@@ -15,12 +12,7 @@ from pipette_launch.search import search_loop
 
 def test_single_devices_change_places_at_last_on_more_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 36 slots two neighbours have slow links, which only an exchange of single devices keeps out of a TP group."""
-    cluster = tiny_cluster(9, 4)
-    links = cluster.within_host[0]
-    speeds = np.array(links.bandwidth_bytes_per_s)
-    speeds[[0, 1, 2, 3], [1, 0, 3, 2]] /= 20
-    slow = replace(links, bandwidth_bytes_per_s=speeds)
-    measurements = tiny_measurements(replace(cluster, within_host=(slow, *cluster.within_host[1:])))
+    measurements = slow_neighbours()
     own = Layout(tp=2, dp=18)
     job = tiny_job(36, own=own, batch=Batch(global_batch_size=36), pinned=frozenset(ALL_FIELDS))
     plan = planned(job, measurements, margin=0.0)

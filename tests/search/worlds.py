@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 from facts_for_tests import tiny_cluster, tiny_job, tiny_measurements
 from search.fabrics import cluster_with, fat_tree
 from search.toys import never
@@ -47,6 +48,16 @@ def nvlink_racks(hosts: int, rack: int, devices: int, *, seed: int = 0) -> Clust
     """Hosts of GB200 in NVLink domains of so many hosts, in a shuffled order."""
     fabric = fat_tree(hosts, sizes=(rack,), bytes_per_s=(7e11, 5e10), noise=0.05, seed=seed)
     return named(on_gpus(cluster_with(fabric.links, devices=devices)), "GB200-NVL72")
+
+
+def slow_neighbours() -> Measurements:
+    """Nine hosts of four devices; on the first host links are slow from slot 0 to 1 and from 2 to 3."""
+    cluster = tiny_cluster(9, 4)
+    links = cluster.within_host[0]
+    speeds = np.array(links.bandwidth_bytes_per_s)
+    speeds[[0, 1, 2, 3], [1, 0, 3, 2]] /= 20
+    slow = replace(links, bandwidth_bytes_per_s=speeds)
+    return tiny_measurements(replace(cluster, within_host=(slow, *cluster.within_host[1:])))
 
 
 def with_experts(measured: Measurements) -> Measurements:

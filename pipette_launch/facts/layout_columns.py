@@ -126,6 +126,10 @@ class LayoutColumns:
             return self
         return replace(self, **{name: getattr(self, name)[rows] for name in _FIELDS})
 
+    def without_recompute(self) -> LayoutColumns:
+        """The same layouts, which run nothing again."""
+        return replace(self, recompute=np.zeros(len(self), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
+
     def groups(self, *fields: Field) -> LayoutGroups:
         """Group rows that agree in these fields."""
         if len(self) == 1:

@@ -131,12 +131,12 @@ class Frontier:
             hopeful = bisect.bisect_left(self._rough, below_s)
             stop = min(self._num_opened + CUTS_AT_ONCE, hopeful)
             first_unsure = bisect.bisect_left(self._rough, RARELY_RULED_OUT * below_s, self._num_opened, stop)
-            surely, perhaps = (
-                self._that_could_fit(self._order_N[first:last])
-                for first, last in ((self._num_opened, first_unsure), (first_unsure, stop))
-            )
+            rows = self._order_N[self._num_opened : stop]
+            could_fit_N = self._could_fit_N(rows)
+            is_sure_N = np.arange(self._num_opened, stop) < first_unsure
             self._num_opened = stop
-            self._open(np.concatenate([surely, self._could_win(perhaps, below_s)]), below_s)
+            perhaps = self._could_win(rows[could_fit_N & ~is_sure_N], below_s)
+            self._open(np.concatenate([rows[could_fit_N & is_sure_N], perhaps]), below_s)
         taken: list[_Ready] = []
         while len(taken) < count and self._ready and self._ready[0].least_s < below_s:
             taken.append(heapq.heappop(self._ready))
@@ -169,8 +169,7 @@ class Frontier:
         """
         order_N = self._order_N[self._cuts.columns.vpp[self._order_N] > 1]
         _, columns = self._cuts.spread(order_N[:CUTS_AT_ONCE])
-        lean_N = self._inputs.predictor.fullest_N(columns, live=live)
-        columns = columns.take(np.flatnonzero(~self._fits_N(columns) & (lean_N <= limits_N(columns, self._limit))))
+        columns = columns.take(np.flatnonzero(~self._fits_N(columns) & self._fits_N(columns, live=live)))
         least_N = self._bounds.of_columns(columns) * self._inputs.predictor.least_factor
         order = np.argsort(least_N, kind="stable")[:LOOKED_THROUGH].tolist()
         layouts = [columns.layout(row) for row in order]
@@ -199,22 +198,21 @@ class Frontier:
     def _next_rough_s(self) -> float:
         return self._rough[self._num_opened] if self._num_opened < len(self._rough) else math.inf
 
-    def _that_could_fit(self, rows: Ints) -> Ints:
-        """Return those cuts that would fit without activations; the variants of the others count as over the limit.
+    def _could_fit_N(self, rows: Ints) -> NDArray[np.bool_]:
+        """Whether each of some cuts would fit without activations; the variants of others count as over the limit.
 
         No variant needs less than the leanest state of its cut without activations. Where memory is short most cuts
         need more than the limit even so, and to list and bound their variants would cost more than this.
         """
-        if not len(rows) or self._inputs.predictor.corrects_memory:
-            return rows
+        if self._inputs.predictor.corrects_memory:
+            return np.ones(len(rows), dtype=bool)
         lean = self._cuts.tables.leanest(self._cuts.columns.take(rows))
-        bare = replace(lean, recompute=np.zeros(len(rows), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
-        fits_N = self._inputs.predictor.fullest_N(bare, live=0.0) <= limits_N(bare, self._limit)
+        fits_N = self._fits_N(lean.without_recompute(), live=0.0)
         if not fits_N.all():
             num_over = len(self._cuts.spread(rows[~fits_N])[0])
             self.num_met += num_over
             self.dropped[OVER_MEMORY] += num_over
-        return rows[fits_N]
+        return fits_N
 
     def _could_win(self, rows: Ints, below_s: float) -> Ints:
         """Return those cuts of which some variant could beat a step time."""
@@ -300,9 +298,10 @@ class Frontier:
             if max(peak_bytes) <= self._limit(layout)
         ]
 
-    def _fits_N(self, columns: LayoutColumns) -> NDArray[np.bool_]:
-        """Whether each of many layouts fits into its memory limit."""
-        fits_N: NDArray[np.bool_] = self._inputs.predictor.fullest_N(columns) <= limits_N(columns, self._limit)
+    def _fits_N(self, columns: LayoutColumns, *, live: float = 1.0) -> NDArray[np.bool_]:
+        """Whether each of many layouts fits into its memory limit, with this part of its activations."""
+        fullest_N = self._inputs.predictor.fullest_N(columns, live=live)
+        fits_N: NDArray[np.bool_] = fullest_N <= limits_N(columns, self._limit)
         return fits_N
 
     def _limit(self, layout: Layout) -> int:
@@ -323,9 +322,8 @@ def _unlike(layouts: Sequence[Layout], count: int) -> list[Layout]:
 
 def _rough_N(columns: LayoutColumns, bounds: BoundColumns) -> Floats:
     """Bound cuts roughly, with sequence parallelism or without, whichever is faster."""
-    size = len(columns)
-    bare = replace(columns, recompute=np.zeros(size, dtype=np.int64), recomputes=(NO_RECOMPUTE,))
-    with_and_without = (replace(bare, sequence_parallel=np.full(size, flag)) for flag in (0, 1))
+    bare = columns.without_recompute()
+    with_and_without = (replace(bare, sequence_parallel=np.full(len(bare), flag)) for flag in (0, 1))
     rough_N: Floats = np.fmin(*(bounds.rough_of_columns(each) for each in with_and_without))
     return rough_N
 
@@ -339,7 +337,5 @@ def _least_N(cuts: Cuts, rows: Ints, bounds: BoundColumns) -> Floats:
     others = [getattr(columns, name) for name in _STATE_FIELDS if name != "overlap_grad_reduce"]
     codes_M = codes_of([place_M, *others])
     first = order[np.unique(codes_M[order], return_index=True)[1]]
-    some = columns.take(first)
-    bare = replace(some, recompute=np.zeros(len(some), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
-    np.fmin.at(least_N, place_M[first], bounds.of_columns(bare))
+    np.fmin.at(least_N, place_M[first], bounds.of_columns(columns.take(first).without_recompute()))
     return least_N

@@ -17,7 +17,6 @@ from search.legal import variants
 from pipette_launch.cost.memory.peak import MemoryColumns, peak_memory_bytes, peak_memory_columns
 from pipette_launch.cost.step.predictor import Predictor
 from pipette_launch.facts import Batch, Job, Layout
-from pipette_launch.facts.layout import NO_RECOMPUTE
 from pipette_launch.facts.model import LatentAttention
 from pipette_launch.search.layouts import enumerate as enumeration
 from pipette_launch.search.layouts.axes import group_sizes, module_sets, virtual_stages
@@ -95,9 +94,7 @@ def test_no_variant_needs_less_than_the_leanest_state_without_activations(case: 
     cut_M, every = found.spread(np.arange(len(found.columns)))
     least_N = np.full(len(found.columns), np.iinfo(np.int64).max)
     np.minimum.at(least_N, cut_M, fullest_N(peak_memory_columns(job, every)))
-    lean = found.tables.leanest(found.columns)
-    bare = replace(lean, recompute=np.zeros(len(lean), dtype=np.int64), recomputes=(NO_RECOMPUTE,))
-    empty = peak_memory_columns(job, bare)
+    empty = peak_memory_columns(job, found.tables.leanest(found.columns).without_recompute())
     empty = replace(empty, parts_S=replace(empty.parts_S, activations=np.zeros_like(empty.parts_S.activations)))
 
     assert (fullest_N(empty) <= least_N).all()

@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +25,21 @@ from pipette_patches.without_cuda import torch_without_cuda
 
 logger = logging.getLogger(__name__)
 
+EMULATED_BF16 = "this CPU has no bf16 instructions and emulates them: without --bf16 a step is several times faster"
+"""Warning for a bf16 job."""
+
 
 @functools.cache
 def say_once(sentence: str) -> None:
     """Warn once for the whole job: only rank 0 warns, and only the first time."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning("cpu_backend: %s", sentence)
+
+
+@functools.cache
+def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the CPU multiplies bf16 numbers itself (x86: AVX512-BF16 or AMX; Arm: bf16)."""
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpuinfo.read_text(encoding="utf-8").split())
 
 
 def rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
@@ -131,6 +141,8 @@ def _without_kernels(original: Callable[..., None]) -> Callable[..., None]:
             setattr(config, name, value)
         if off:
             say_once(f"switched off, as they need CUDA kernels: {', '.join(off)}")
+        if config.params_dtype == torch.bfloat16 and not has_bf16_instructions():
+            say_once(EMULATED_BF16)
         # gloo still reads a sent tensor when interleaved stages free it: the receiver would get garbage.
         config.deallocate_pipeline_outputs = False
         original(config)

@@ -3,12 +3,15 @@
 import argparse
 import logging
 import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pipette_patches.cpu.backend import _allow_no_cuda, _compile_for_this_python, _for_cpu
-from pipette_patches.cpu.cpu_replacements import say_once
+from pipette_patches.cpu.cpu_replacements import EMULATED_BF16, _without_kernels, has_bf16_instructions, say_once
 
 
 def test_a_gpu_machines_flags_become_a_cpus_before_megatron_checks_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,6 +40,48 @@ def test_a_warning_is_said_once_and_by_rank_0_only(
         say_once("two")
 
     assert caplog.messages == ["cpu_backend: one"]
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile", True),
+        ("flags\t\t: fpu avx2 avx512f amx_bf16 amx_tile", True),
+        ("Features\t: fp asimd bf16 i8mm", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni", False),
+        ("flags\t\t: fpu avx2 fma", False),
+    ],
+)
+def test_bf16_instructions_are_read_from_the_kernel(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
+    """The kernel lists the instructions of x86 and Arm CPUs under different names."""
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\n{cpuinfo}\n")
+
+    assert expected is has_bf16_instructions(file)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_instructions", "expected"),
+    [
+        (torch.bfloat16, False, [f"cpu_backend: {EMULATED_BF16}"]),
+        (torch.bfloat16, True, []),
+        (torch.float32, False, []),
+    ],
+)
+def test_a_bf16_job_on_a_cpu_that_emulates_bf16_is_warned(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    has_instructions: bool,
+    expected: list[str],
+) -> None:
+    """The warning names the flag that makes such a job slow."""
+    say_once.cache_clear()
+    monkeypatch.setattr("pipette_patches.cpu.cpu_replacements.has_bf16_instructions", lambda: has_instructions)
+    with caplog.at_level(logging.WARNING):
+        _without_kernels(lambda _config: None)(SimpleNamespace(params_dtype=dtype))
+
+    assert expected == caplog.messages
 
 
 def test_megatrons_own_switch_lets_it_start_without_cuda() -> None:

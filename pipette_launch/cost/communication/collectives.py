@@ -24,13 +24,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipette_launch.cost.communication.links import Bottlenecks, LinkTable, best_links
 from pipette_launch.cost.communication.scales import MeasuredGroups, Scale
-from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps, ring_shift
+from pipette_launch.cost.communication.steps import (
+    Kind,
+    chunk_share,
+    links_together,
+    num_steps,
+    ring_shift,
+    spread_over_hosts,
+)
 from pipette_launch.facts.machines.cluster import Cluster
 from pipette_launch.facts.machines.rooms import Rooms
 from pipette_launch.facts.measurements import CollectiveTime
@@ -41,12 +49,18 @@ LINKS_AT_ONCE = 1 << 19
 """An all-to-all is priced in pieces of about so many links, some tens of MB."""
 
 
+_Spread: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Of each group: the hosts that it lies on, and its members on the host with the fewest."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Routes:
     """The links of rings or sends, looked up once and priced for any number of sizes."""
 
     hosts_G: NDArray[np.int64]
     """Hosts that each group lies on; 0 where no measurement asks for it."""
+    fewest_G: NDArray[np.int64]
+    """Members on the host that has the fewest; 1 on a single host, and where no measurement asks for it."""
     latency_s_GL: NDArray[np.float64]
     seconds_per_byte_GL: NDArray[np.float64]
 
@@ -106,16 +120,16 @@ class Fabric:
             return np.zeros(slots_GK.shape[0])
         if kind != "all_to_all":
             return self.routed_s_G(kind, size, self.routes(kind, slots_GK), size_bytes)
-        hosts_G = self._num_hosts(slots_GK)
+        spread = self._spread(slots_GK)
         step_s_G = np.zeros(len(slots_GK))
         at_once = max(1, LINKS_AT_ONCE // max(slots_GK.size, 1))
         for first in range(1, size, at_once):
             # To the receivers of each member, shift by shift.
             shifts = range(first, min(first + at_once, size))
             receiver_GL = np.concatenate([np.roll(slots_GK, -shift, axis=1) for shift in shifts], axis=1)
-            routes = self._routes(hosts_G, np.tile(slots_GK, (1, len(shifts))), receiver_GL)
+            routes = self._routes(spread, np.tile(slots_GK, (1, len(shifts))), receiver_GL)
             step_s_G = np.maximum(step_s_G, self._step_s_G(kind, size, routes, size_bytes))
-        return self._steps_s(kind, size, hosts_G, step_s_G)
+        return self._steps_s(kind, size, spread[0], step_s_G)
 
     def send_s(self, sender: NDArray[np.int64], receiver: NDArray[np.int64], size_bytes: float) -> NDArray[np.float64]:
         """Price sends from slots to slots of equal shape."""
@@ -132,8 +146,8 @@ class Fabric:
         for this; `seconds_G` prices it piece by piece.
         """
         if kind == "send":
-            return self._routes(np.zeros(len(slots_GK), dtype=np.int64), slots_GK[:, :1], slots_GK[:, 1:2])
-        return self._routes(self._num_hosts(slots_GK), slots_GK, np.roll(slots_GK, -self.ring_shift(kind), axis=1))
+            return self._routes(_not_asked(len(slots_GK)), slots_GK[:, :1], slots_GK[:, 1:2])
+        return self._routes(self._spread(slots_GK), slots_GK, np.roll(slots_GK, -self.ring_shift(kind), axis=1))
 
     def ring_shift(self, kind: Kind) -> int:
         """To which member of a ring each sends: 1 = the next, -1 = the one before."""
@@ -145,10 +159,11 @@ class Fabric:
         """Price groups of `size` slots whose links were looked up by `routes`."""
         return self._steps_s(kind, size, routes.hosts_G, self._step_s_G(kind, size, routes, size_bytes))
 
-    def _routes(self, hosts_G: NDArray[np.int64], sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> Routes:
+    def _routes(self, spread: _Spread, sender: NDArray[np.int64], receiver: NDArray[np.int64]) -> Routes:
         links = self._table.links(sender, receiver)
         return Routes(
-            hosts_G=hosts_G,
+            hosts_G=spread[0],
+            fewest_G=spread[1],
             latency_s_GL=self._table.latency_s_L.take(links),
             seconds_per_byte_GL=self._table.seconds_per_byte_L.take(links),
         )
@@ -161,7 +176,8 @@ class Fabric:
         latency_s, per_byte_s = routes.latency_s_GL, routes.seconds_per_byte_GL
         if scale.is_measured:
             latency_s = latency_s * scale.latency_factor[routes.hosts_G][:, None]
-            per_byte_s = per_byte_s * scale.bytes_factor[routes.hosts_G][:, None]
+            factor_G = scale.bytes_factor[routes.hosts_G] / links_together(kind, routes.fewest_G)
+            per_byte_s = per_byte_s * factor_G[:, None]
         chunk = np.asarray(size_bytes, dtype=np.float64) * chunk_share(kind, size)
         step_s_GL = per_byte_s * (chunk[:, None] if chunk.ndim else chunk)
         step_s_GL += latency_s
@@ -243,7 +259,7 @@ class Fabric:
         for counts, links in ways:
             for latency_s, byte_s in links:
                 fixed_s = latency_s * scale.latency_factor[counts] + scale.extra_latency_s[counts]
-                per_byte_s = byte_s * scale.bytes_factor[counts] * chunk_share(kind, size)
+                per_byte_s = byte_s * scale.least_bytes_factor[counts] * chunk_share(kind, size)
                 pieces.append(np.stack([fixed_s, per_byte_s]))
         lines_2L = steps * np.unique(np.concatenate(pieces, axis=1), axis=1)
         # Sorted by the fixed part: a line counts where it is cheaper by the byte than all before it.
@@ -254,11 +270,10 @@ class Fabric:
         """Return what the nearest measured group says about groups of this kind and size, for each number of hosts."""
         return self._measured.scale(kind, size)
 
-    def _num_hosts(self, slots_GK: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the hosts of each group; zeros where nothing was measured, as then nobody asks."""
-        if not self._measured.any:
-            return np.zeros(len(slots_GK), dtype=np.int64)
-        hosts_GK = self.host_S[slots_GK]
-        if (hosts_GK[:, 1:] < hosts_GK[:, :-1]).any():
-            hosts_GK.sort(axis=1)
-        return np.asarray(1 + (hosts_GK[:, 1:] != hosts_GK[:, :-1]).sum(axis=1))
+    def _spread(self, slots_GK: NDArray[np.int64]) -> _Spread:
+        """Count each group's hosts, and its members on the host with the fewest, where a measurement asks for them."""
+        return spread_over_hosts(self.host_S[slots_GK]) if self._measured.any else _not_asked(len(slots_GK))
+
+
+def _not_asked(num_groups: int) -> _Spread:
+    return np.zeros(num_groups, dtype=np.int64), np.ones(num_groups, dtype=np.int64)

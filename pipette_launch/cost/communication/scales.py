@@ -18,8 +18,10 @@ from pipette_launch.cost.communication.steps import (
     chunk_share,
     library_share,
     links_together,
+    most_links_together,
     num_steps,
     ring_shift,
+    spread_over_hosts,
 )
 from pipette_launch.errors import FactError
 from pipette_launch.facts.machines.cluster import Cluster
@@ -57,7 +59,9 @@ class Scale:
     extra_latency_s: NDArray[np.float64]
     """Of each step, on top of its link's."""
     bytes_factor: NDArray[np.float64]
-    """On each link's time per byte."""
+    """On each link's time per byte, which a group's `links_together` divide."""
+    least_bytes_factor: NDArray[np.float64]
+    """The same, divided by the most links that a group can use together: a lower bound for any group."""
     is_measured: bool
 
 
@@ -72,7 +76,7 @@ class MeasuredGroups:
         self._collectives = tuple(collectives)
         self._scales: dict[tuple[Kind, int], Scale] = {}
         self._corrections: dict[int, tuple[float, float, float]] = {}
-        self._spans: dict[int, int] = {}
+        self._spreads: dict[int, tuple[int, int]] = {}
         for measured in self._collectives:
             slots = measured.slots
             if len(slots) < 2 or min(slots) < 0 or max(slots) >= cluster.num_slots:
@@ -102,11 +106,12 @@ class MeasuredGroups:
                 rows[counts] = corrections[np.abs(np.log(spans / counts[:, None])).argmin(axis=1)]
                 if across and spans.max() == 1:
                     rows[counts, 2] = np.minimum(rows[counts, 2], most_from_within(kind, self._device_kind))
-                rows[counts, 2] /= links_together(kind, size, counts)
+        together = most_links_together(kind, size, np.arange(self._hosts + 1)) if candidates else 1
         self._scales[kind, size] = Scale(
             latency_factor=rows[:, 0],
             extra_latency_s=rows[:, 1],
             bytes_factor=rows[:, 2],
+            least_bytes_factor=rows[:, 2] / together,
             is_measured=bool(candidates),
         )
         return self._scales[kind, size]
@@ -122,11 +127,16 @@ class MeasuredGroups:
         return sorted(near, key=lambda measured: measured.slots)
 
     def _num_hosts(self, measured: CollectiveTime) -> int:
+        return self._spread(measured)[0]
+
+    def _spread(self, measured: CollectiveTime) -> tuple[int, int]:
+        """Return the hosts of a measured group, and its members on the host with the fewest."""
         # Groups of several kinds share one tuple of slots.
         key = id(measured.slots)
-        if key not in self._spans:
-            self._spans[key] = len({slot // self._devices for slot in measured.slots})
-        return self._spans[key]
+        if key not in self._spreads:
+            hosts, fewest = spread_over_hosts(self._table.host_S[np.array([measured.slots])])
+            self._spreads[key] = int(hosts[0]), int(fewest[0])
+        return self._spreads[key]
 
     def _carried(self, measured: CollectiveTime, kind: Kind, size: int) -> tuple[float, float, float]:
         """What a measured group says of each step of another operation."""
@@ -153,7 +163,7 @@ class MeasuredGroups:
         per_byte_s = float(self._table.seconds_per_byte_L[used].max(initial=0.0))
         steps = num_steps(measured.kind, size)
         step_s = measured.latency_s / steps
-        together = float(links_together(measured.kind, size, np.array(self._num_hosts(measured))))
+        together = float(links_together(measured.kind, np.array(self._spread(measured)[1])))
         byte_s = steps * chunk_share(measured.kind, size) * per_byte_s / together
         factor = step_s / link_s if step_s < link_s else 1.0
         return factor, max(step_s - link_s, 0.0), measured.seconds_per_byte / byte_s

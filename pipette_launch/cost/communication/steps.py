@@ -39,13 +39,47 @@ def chunk_share(kind: Kind, size: int) -> float:
     return 1.0 if kind == "send" else 1.0 / size
 
 
-def links_together(kind: Kind, size: int, num_hosts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """How many slots' links between two hosts a group has for itself where it lies on so many hosts.
+def spread_over_hosts(host_GK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Count the hosts of each group, and its members on the host with the fewest of them; 1 on a single host.
 
-    Links are measured while all slots of two hosts send, so each slot's is its part. A ring crosses each pair of hosts
-    once, and the links of all its members on a host carry that: one wire that they share, or their own network cards.
-    In an all-to-all all members send at once.
+    Args:
+        host_GK: the host of every member of every group.
+
     """
-    if kind == "all_to_all":
-        return np.ones(num_hosts.shape)
-    return np.where(num_hosts > 1, np.maximum(size / num_hosts, 1.0), 1.0)
+    if (host_GK[:, 1:] < host_GK[:, :-1]).any():
+        host_GK = np.sort(host_GK, axis=1)
+    begins_GK = np.ones(host_GK.shape, dtype=bool)
+    np.not_equal(host_GK[:, 1:], host_GK[:, :-1], out=begins_GK[:, 1:])
+    hosts_G = begins_GK.sum(axis=1)
+    if hosts_G.max(initial=1) == 1 or host_GK.shape[1] == 2:
+        return hosts_G, np.ones_like(hosts_G)
+    first = np.flatnonzero(begins_GK)
+    # In place: placements are priced by the million.
+    members = np.empty_like(first)
+    members[:-1] = first[1:]
+    members[-1] = host_GK.size
+    members -= first
+    fewest_G = np.minimum.reduceat(members, hosts_G.cumsum() - hosts_G)
+    fewest_G[hosts_G == 1] = 1
+    return hosts_G, fewest_G
+
+
+def links_together(kind: Kind, fewest: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many links between two hosts carry a group's traffic at the same time.
+
+    Links are measured while all slots of two hosts send, so the rate of a link is one slot's share. A ring crosses each
+    pair of hosts over the links of all members on a host: one wire that they share, or their own network cards. Each
+    byte passes every host, so the host with the fewest members limits the ring: NCCL gives a host with one member one
+    network card. Unequal shares of one wire are therefore priced too high. In an all-to-all all members send at once.
+
+    Args:
+        kind: of the collective.
+        fewest: members on the host that has the fewest, from `spread_over_hosts`.
+
+    """
+    return np.ones_like(fewest) if kind == "all_to_all" else fewest
+
+
+def most_links_together(kind: Kind, size: int, num_hosts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the largest `links_together` of any group of this size, by hosts: that of equal shares."""
+    return links_together(kind, np.where(num_hosts > 1, np.maximum(size // np.maximum(num_hosts, 1), 1), 1))

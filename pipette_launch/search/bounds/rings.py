@@ -58,7 +58,7 @@ class Places:
         return (
             float(scale.latency_factor[counts].min()),
             float(scale.extra_latency_s[counts].min()),
-            float(scale.bytes_factor[counts].min()),
+            float(scale.least_bytes_factor[counts].min()),
         )
 
     def link_s_HH(self, kind: Kind, size: int, size_bytes: float, *, fewest: int = 2) -> Floats:

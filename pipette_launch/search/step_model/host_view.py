@@ -5,23 +5,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from pipette_launch.cost.communication.steps import Kind, chunk_share, num_steps
+from pipette_launch.cost.communication.steps import Kind, chunk_share, links_together, num_steps, spread_over_hosts
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.cost.step.work import Prices
 from pipette_launch.search.assignment.problem import Floats, Ints
+
+
+class OnHosts(NamedTuple):
+    """Size of the groups of a kind, and how they lie on hosts."""
+
+    size: int
+    """Members of a group."""
+    spans: int
+    """Most hosts that one of the groups lies on."""
+    fewest: int = 1
+    """Fewest members that one of the groups has on one of its hosts; 1 if no group lies on several hosts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinksBetweenHosts:
     """Directed links between hosts, each once for each pipeline rank whose groups use it."""
 
-    size: int
-    """Members of a group."""
-    spans: int
-    """On how many hosts a group lies, at most."""
+    spread: OnHosts
     stage_L: Ints
     sender_L: Ints
     receiver_L: Ints
@@ -101,18 +110,20 @@ class View:
             return 0.0
         return self.model.fabric.seconds("send", (0, 1), size_bytes)
 
-    def seconds_HH(self, kind: Kind, size: int, spans: int, size_bytes: float) -> Floats:
+    def seconds_HH(self, kind: Kind, spread: OnHosts, size_bytes: float) -> Floats:
         """Seconds of a collective if a link between two hosts is its slowest (as in `Fabric.seconds_G`): shape (H, H).
 
         Args:
             kind: of the collective.
-            size: members of its group.
-            spans: hosts that the group lies on.
+            spread: of its group.
             size_bytes: of the message.
 
         """
+        size, spans, fewest = spread
         scale = self.model.fabric.scale(kind, size)
         per_byte = float(scale.bytes_factor[spans]) * size_bytes * chunk_share(kind, size)
+        if scale.is_measured:
+            per_byte /= float(links_together(kind, np.array(fewest)))
         # In place: on many hosts each copy of the matrix takes longer than the arithmetic.
         seconds: Floats = self.per_byte_s_HH * (num_steps(kind, size) * per_byte)
         seconds += self.latency_s_HH * (num_steps(kind, size) * float(scale.latency_factor[spans]))
@@ -123,7 +134,9 @@ class View:
         """Links between hosts that groups of ranks use."""
         host_GK = self.host_W[ranks_GK]
         size = host_GK.shape[1]
-        spans = 1 + int((np.diff(np.sort(host_GK, axis=1), axis=1) > 0).sum(axis=1).max(initial=0))
+        hosts_G, fewest_G = spread_over_hosts(host_GK)
+        across_G = hosts_G > 1
+        spread = OnHosts(size, int(hosts_G.max(initial=1)), int(fewest_G[across_G].min()) if across_G.any() else 1)
         stage_G1 = self.stage_W[ranks_GK[:, :1]]
         codes = []
         for shift in range(1, size) if kind == "all_to_all" else (self.model.fabric.ring_shift(kind),):
@@ -133,4 +146,4 @@ class View:
         code_L = np.unique(np.concatenate(codes)) if codes else np.zeros(0, dtype=np.int64)
         rest_L, receiver_L = np.divmod(code_L, self.num_hosts)
         stage_L, sender_L = np.divmod(rest_L, self.num_hosts)
-        return LinksBetweenHosts(size=size, spans=spans, stage_L=stage_L, sender_L=sender_L, receiver_L=receiver_L)
+        return LinksBetweenHosts(spread=spread, stage_L=stage_L, sender_L=sender_L, receiver_L=receiver_L)

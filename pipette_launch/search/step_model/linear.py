@@ -19,7 +19,7 @@ import numpy as np
 from pipette_launch.cost.step.assemble import pipelines, total_s
 from pipette_launch.cost.step.placed import PlacementCost
 from pipette_launch.search.assignment.problem import Floats, Flows, Ints, ProblemBuilder
-from pipette_launch.search.step_model.host_view import View
+from pipette_launch.search.step_model.host_view import OnHosts, View
 from pipette_launch.search.step_model.per_pass_traffic import Crossing, crossings_of
 from pipette_launch.search.step_model.per_step_traffic import add_once_a_step
 from pipette_launch.search.step_model.subgradients import Spread, Tangents, tangents_of
@@ -71,7 +71,7 @@ def _add_pipelines(
     work, grid_PDCT = view.model.work, view.model.groups.grid_PDCT
     path_PR = np.unique(view.host_W[grid_PDCT].reshape(len(grid_PDCT), -1), axis=1)
     next_PR = np.roll(path_PR, -1, axis=0)
-    hop_HH = view.seconds_HH("send", 2, 1, work.hop_bytes)
+    hop_HH = view.seconds_HH("send", OnHosts(2, 1), work.hop_bytes)
     durations_BD, hops_JD = pipelines(work, view.bare)
     worst = int(work.engine.drain_s_SR(durations_BD, hops_JD).max(axis=0).argmax())
     most = int(np.clip(MOST_FLOWS // (3 * path_PR.size), 1, MOST_CUTS))

@@ -63,9 +63,7 @@ def crossings_of(view: View) -> list[Crossing]:
         kinds = [item.kind for item in items]
         widest = "all_to_all" if "all_to_all" in kinds else kinds[0]
         links = view.links(widest, getattr(view.model.groups, name))
-        exposed = [
-            view.seconds_HH(item.kind, links.size, links.spans, item.size_bytes) - item.hidden_s for item in items
-        ]
+        exposed = [view.seconds_HH(item.kind, links.spread, item.size_bytes) - item.hidden_s for item in items]
         exposed_s_IHH = np.maximum(np.stack(exposed), 0.0)
         exposed_s_IHH[:, np.arange(view.num_hosts), np.arange(view.num_hosts)] = 0.0
         found.append(

@@ -12,7 +12,7 @@ import numpy as np
 from pipette_launch.cost.communication.steps import Kind
 from pipette_launch.cost.step.assemble import pipelines, reduced_s_P
 from pipette_launch.search.assignment.problem import Floats, Ints, ProblemBuilder
-from pipette_launch.search.step_model.host_view import LinksBetweenHosts, View
+from pipette_launch.search.step_model.host_view import LinksBetweenHosts, OnHosts, View
 from pipette_launch.search.step_model.subgradients import Tangents
 
 MOST_MATRICES = 8
@@ -83,7 +83,7 @@ def _priced(view: View, kind: Kind, links: LinksBetweenHosts, size_bytes_CP: Flo
     kept = by_total[:, np.unique(np.linspace(0, by_total.shape[1] - 1, most).round().astype(int))]
     matrices = [
         sum(
-            (view.seconds_HH(kind, links.size, links.spans, size) for size in column if size),
+            (view.seconds_HH(kind, links.spread, size) for size in column if size),
             np.zeros((view.num_hosts, view.num_hosts)),
         )
         for column in kept.T
@@ -124,7 +124,7 @@ def _add_embedding(builder: ProblemBuilder, view: View) -> None:
     pairs = view.links("send", view.model.groups.embedding)
     if not len(pairs):
         return
-    kind = builder.add_type(view.seconds_HH("all_reduce", 2, 2, view.model.work.traffic.embedding_bytes))
+    kind = builder.add_type(view.seconds_HH("all_reduce", OnHosts(2, 2), view.model.work.traffic.embedding_bytes))
     group = builder.add_family(np.full(2 * len(pairs), -view.prices.embedding_s))
     sender, receiver = (
         np.concatenate([pairs.sender_L, pairs.receiver_L]),

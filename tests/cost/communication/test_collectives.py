@@ -1,6 +1,7 @@
 """Collectives by hand, over measured fits, and the bound over all groups."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipette_launch.cost.communication.collectives import Fabric
-from pipette_launch.cost.communication.steps import Kind, num_steps, ring_shift
+from pipette_launch.cost.communication.steps import Kind, num_steps, ring_shift, spread_over_hosts
 from pipette_launch.errors import FactError
 from pipette_launch.facts import Cluster, CollectiveTime, Links
 
@@ -174,6 +175,43 @@ def test_a_ring_has_the_links_of_all_its_members_on_a_host(kind: Kind) -> None:
 
     assert fabric.seconds(kind, (0, 2), 2e6) == pytest.approx(num_steps(kind, 2) * chunk_s, rel=1e-2)
     assert fabric.seconds(kind, (0, 1, 2, 3), 4e6) == pytest.approx(num_steps(kind, 4) * chunk_s / 2, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected_s"),
+    [
+        # Seven steps of 8 MiB over links of 1e8 bytes/s.
+        ((0, 1, 2, 3, 4, 5, 6, 8), 7 * (8 << 20) / 1e8),
+        ((0, 1, 2, 3, 4, 5, 8, 9), 7 * (8 << 20) / 1e8 / 2),
+        ((0, 1, 2, 3, 8, 9, 10, 11), 7 * (8 << 20) / 1e8 / 4),
+    ],
+)
+def test_the_host_with_the_fewest_members_limits_a_ring(slots: tuple[int, ...], expected_s: float) -> None:
+    """Groups of 7 + 1, 6 + 2 and 4 + 4 members use 1, 2 and 4 network cards of their smaller host."""
+    alone = measured("all_gather", (0, 8), latency_s=0.0, seconds_per_byte=0.5 / 1e8)
+    fabric = Fabric(tiny_cluster(2, 8), [alone])
+
+    assert expected_s == pytest.approx(fabric.seconds("all_gather", slots, 64 << 20), rel=1e-2)
+
+
+def test_an_uneven_group_that_was_measured_prices_even_ones() -> None:
+    """Its own fewest members are in its correction: 7 + 1 members at the rate of one link leave 4 + 4 four links."""
+    uneven, even = (0, 1, 2, 3, 4, 5, 6, 8), (0, 1, 2, 3, 8, 9, 10, 11)
+    fabric = Fabric(tiny_cluster(2, 8), [measured("all_gather", uneven, latency_s=0.0, seconds_per_byte=7 / 8 / 1e8)])
+
+    assert 7 / 8 == pytest.approx(fabric.seconds("all_gather", uneven, 1e8), rel=1e-2)
+    assert 7 / 8 / 4 == pytest.approx(fabric.seconds("all_gather", even, 1e8), rel=1e-2)
+
+
+@given(st.integers(1, 6).flatmap(lambda size: st.lists(st.lists(st.integers(0, 3), min_size=size, max_size=size))))
+def test_members_are_counted_by_host(groups: list[list[int]]) -> None:
+    """Hosts of each group and its fewest members on one of them, as counted one by one; 1 on a single host."""
+    counts = [Counter(group) for group in groups]
+    host_GK = np.array(groups, dtype=np.int64).reshape(len(groups), -1 if groups else 1)
+    hosts_G, fewest_G = spread_over_hosts(host_GK)
+
+    assert [len(count) for count in counts] == hosts_G.tolist()
+    assert [min(count.values()) if len(count) > 1 else 1 for count in counts] == fewest_G.tolist()
 
 
 def test_an_all_to_all_has_a_part_of_the_wire_for_each_member() -> None:

@@ -1,0 +1,1 @@
+"""Stand-ins that follow the documented rules of CUDA, NCCL and NVML, each rule with its source."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_rules.pickled_tensors import on_gpu
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -155,7 +156,7 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     os.environ["PIPETTE_SCHEDULE"] = str(path)
     counted = Counted()
     broken = lost_products() if options.get("is_broken") else contextlib.nullcontext()
-    with registry.use("schedules"), counted, broken:
+    with registry.use("schedules"), counted, broken, on_gpu(dist.get_rank()) as restored:
         ours, gradients, held_bytes = train(options)
     furthest = max(
         (one[name] - other[name]).abs().max().item()
@@ -168,6 +169,7 @@ def compare(path: Path, options: dict[str, Any]) -> dict[str, Any]:
         "follows": patch._follows.get(str(path), True),
         "live": counted.peak,
         "sent": counted.sent,
+        "foreign": sum(gpu != dist.get_rank() for gpu in restored),
         "bytes": held_bytes,
         "stock_bytes": stock_bytes,
         "largest": max(each.abs().max().item() for step in gradients for each in step.values()),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def answers(worker: str, *words: str | Path, size: int, timeout_s: float, num_lines: int) -> list[dict[str, Any]]:
     """Run `worker` under torchrun with `size` ranks; returns the JSON objects that it prints, a line each."""
-    paths = (ROOT, ROOT / "patches", ROOT / "tests" / "patches")
+    paths = (ROOT, ROOT / "patches", ROOT / "tests" / "patches", ROOT / "tests")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipette_launch.facts.schedule import Action
 from pipette_patches.schedules.lowering import Message, Program, message_of
 from pipette_patches.schedules.messages import PendingMessages
+from pipette_patches.schedules.results import carry
 from pipette_patches.schedules.weight_gradients import Deferred, deferred
 
 
@@ -72,8 +72,9 @@ def run(
     with _no_sync(config):
         passes.run()
     if rank_S[-1] != groups.pp.size() - 1:
-        # Megatron looks for them on the last rank.
-        passes.results = _from_last_stage(passes.results, passes.num_tokens, groups.pp, rank_S[-1])
+        # Megatron reads losses on the last rank, and broadcasts the number of tokens from there.
+        carried = carry((passes.results, passes.num_tokens), groups.pp, rank_S[-1])
+        passes.results, passes.num_tokens = carried or ([], passes.num_tokens)
     if finalizes:
         schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
         config.finalize_model_grads_func(
@@ -86,13 +87,13 @@ def run(
     return passes.results
 
 
-def _from_last_stage(results: list[Any], num_tokens: torch.Tensor, group: Any, rank: int) -> list[Any]:
-    """Give every rank the number of tokens that the rank of the last stage has, and the last rank its results."""
-    source = dist.get_process_group_ranks(group)[rank]
-    dist.broadcast(num_tokens, src=source, group=group)
-    carried = [results]
-    dist.broadcast_object_list(carried, src=source, group=group)
-    return carried[0] if group.rank() == group.size() - 1 else []
+def _add_up(tied_weights: tuple[Any, ...]) -> None:
+    """Give the sum of their gradients to all weights that are tied, without a table beside theirs."""
+    total, *others = (weight.main_grad for weight in tied_weights)
+    for other in others:
+        total.add_(other)
+    for other in others:
+        other.copy_(total)
 
 
 @contextlib.contextmanager
@@ -253,9 +254,7 @@ class PipelineStep:
             # Both ends of the model have a part of their common gradient.
             return
         if tied:
-            total = sum(weight.main_grad for weight in tied)
-            for weight in tied:
-                weight.main_grad.copy_(total)
+            _add_up(tied)
         for one in self._made if tied else [chunk]:
             if getattr(getattr(model[one], "ddp_config", None), "overlap_grad_reduce", False):
                 model[one].start_grad_sync()

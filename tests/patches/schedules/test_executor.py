@@ -91,6 +91,12 @@ def test_tensors_take_no_more_than_live_chunks_say(found: Found, name: str, most
     assert 0.3 * stock < ours <= most * stock
 
 
+@pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.get("named_weights")])
+def test_losses_of_a_folded_pipeline_do_not_lie_on_the_senders_gpu(found: Found, name: str) -> None:
+    """No rank unpickles a tensor of another rank's GPU, as Megatron adds losses on its own."""
+    assert {0} == {rank["foreign"] for rank in found[name]}
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.get("checks_first_step")])
 def test_a_first_step_that_differs_gives_way_to_megatrons_own(found: Found, name: str) -> None:
     """An executor that loses a product is found out on every rank, and one that does not is followed."""

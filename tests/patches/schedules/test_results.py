@@ -1,0 +1,114 @@
+"""Results of a step travel from the rank of the last stage to the last rank without a pickled tensor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpu_rules.pickled_tensors import on_gpu
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipette_patches.schedules import results
+
+CPU = torch.device("cpu")
+TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.bool, torch.complex128)
+tensors = st.builds(
+    lambda shape, dtype, seed: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
+    st.sampled_from([(), (0,), (1,), (2,), (3, 5)]),
+    st.sampled_from(TYPES),
+    st.integers(0, 9),
+)
+leaves = tensors | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3) | st.none() | st.booleans()
+stores = st.lists(
+    st.recursive(
+        leaves,
+        lambda inner: (
+            st.dictionaries(st.text(max_size=3), inner, max_size=3)
+            | st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+        ),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two results are of the same types and values, down to the last bit of their tensors."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(each, other[key]) for key, each in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@given(stores)
+def test_results_of_any_kind_arrive_unchanged(store: list[Any]) -> None:
+    """Losses in dicts, tuples of tensors, Python's numbers, other data, nothing at all."""
+    assert same(store, results.unpack(*results.pack(store, CPU)))
+
+
+def test_tensors_lie_on_the_receivers_device() -> None:
+    """They are views of the bytes that were received there, and no storage is in the pickle."""
+    store = [{"lm loss": torch.ones(2)}, (torch.zeros(3), 1)]
+    with on_gpu(3) as restored:
+        content, num_pickled = results.pack(store, CPU)
+        arrived = results.unpack(content, num_pickled)
+
+    assert [] == restored
+    assert same(store, arrived)
+    found = arrived[0]["lm loss"], arrived[1][0]
+    assert all(each.untyped_storage().data_ptr() == content.untyped_storage().data_ptr() for each in found)
+
+
+def test_the_source_does_not_wait_for_its_device() -> None:
+    """Packing works on tensors without values: to read a value of a GPU is what waits for it."""
+    store = [{"lm loss": torch.ones(2, device="meta")} for _ in range(3)]
+    content, num_pickled = results.pack(store, "meta")
+
+    assert (3 * results.ALIGNMENT + num_pickled, "meta") == (content.numel(), content.device.type)
+
+
+class Post:
+    """Messages between the ranks of one process: sent ones are kept until they are received."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kept: dict[int, list[torch.Tensor]] = {}
+        self.rank = 0
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [10, 11, 12, 13])
+        monkeypatch.setattr(dist, "P2POp", lambda work, tensor, peer, _group: (work, tensor, peer))
+        monkeypatch.setattr(dist, "batch_isend_irecv", self.batch)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU)
+
+    def batch(self, operations: list[tuple[Any, torch.Tensor, int]]) -> list[Any]:
+        """Run sends and receives."""
+        for work, tensor, peer in operations:
+            if work is dist.isend:
+                self.kept.setdefault(peer, []).append(tensor.clone())
+            else:
+                tensor.copy_(self.kept[10 + self.rank].pop(0))
+        return []
+
+    def carry(self, rank: int, store: Any) -> Any:
+        """What a rank gets."""
+        self.rank = rank
+        return results.carry(store, SimpleNamespace(rank=lambda: rank, size=lambda: 4), 0)
+
+
+def test_only_the_last_rank_receives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two messages go to it; ranks between it and the source take no part."""
+    post, store = Post(monkeypatch), [{"lm loss": torch.ones(2)}, 5]
+
+    assert post.carry(0, store) is None
+    assert {13: 2} == {peer: len(kept) for peer, kept in post.kept.items()}
+    assert (None, None) == (post.carry(1, []), post.carry(2, []))
+    assert same(store, post.carry(3, []))
+    assert {13: []} == post.kept

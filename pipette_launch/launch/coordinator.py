@@ -15,7 +15,7 @@ from pipette_launch.facts.some_hosts import without_hosts
 from pipette_launch.launch.cache.plans import CLUSTER
 from pipette_launch.launch.decisions import DecisionWriter
 from pipette_launch.launch.health_policy import Ruling, apart, measured, rule, small_holders, with_spares
-from pipette_launch.launch.nodes import hosts_of, in_order, joined, unique_names
+from pipette_launch.launch.nodes import hosts_of, in_order, joined, notes_of, unique_names
 from pipette_launch.launch.plans.planner import Planner
 from pipette_launch.launch.trials.run import TrialCoordinator
 from pipette_launch.launch.user_script import Script
@@ -184,7 +184,8 @@ class Coordinator:
         self._told_by_drivers = verdicts = tuple(self._judge(hosts, [*self._conditions.values()]))
         ruling = self._rule(verdicts, hosts)
         self._told_before_warmup = ruling.reasons
-        bare = replace(bare, reason=joined(reason, *small_holders(verdicts), *ruling.reasons))
+        notes = notes_of(records, bare.hosts)
+        bare = replace(bare, reason=joined(reason, *notes, *small_holders(verdicts), *ruling.reasons))
         if ruling.stops:
             return replace(bare, phase="stop", failed=True)
         smaller, rest = apart(bare, hosts, ruling)

@@ -123,6 +123,7 @@ class NodeController:
             trouble=self._machine.trouble,
             is_misuse=self._machine.is_misuse,
             conditions=self._machine.conditions,
+            notes=self._machine.notes,
             num_slots=self._node.num_slots,
             node_rank=self._rendezvous_settings.node_rank,
             script_digest=files.digest(self._options.script, self._options.script_arguments),

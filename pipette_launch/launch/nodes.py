@@ -32,6 +32,8 @@ class Machine:
     host: Host | None = None
     """None where it could not be described; `trouble` then says why."""
     conditions: tuple[DeviceCondition, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Troubles that stop no plan, such as GPUs that are lost."""
     trouble: str = ""
     is_misuse: bool = False
     """Whether the trouble is that a flag asks for what this machine does not have."""
@@ -54,7 +56,8 @@ def described(node: Node, device: Literal["auto", "cuda", "cpu"]) -> Machine:
             num_devices=node.num_slots,
             device=device,
         )
-        return replace(machine, host=host, conditions=condition.conditions(host))
+        notes = inventory.lost_gpus() if host.devices[0].kind == "cuda" else ()
+        return replace(machine, host=host, conditions=condition.conditions(host), notes=notes)
     except PipetteError as error:
         return replace(machine, trouble=str(error), is_misuse=isinstance(error, UsageError))
     except Exception as error:
@@ -137,6 +140,11 @@ def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host,
     agents = Counter((host.name, host.address) for host in hosts)
     parts = [_part(host, agents[host.name, host.address]) for host in hosts]
     return tuple(replace(part, name=name) for part, name in zip(parts, names, strict=True))
+
+
+def notes_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[str, ...]:
+    """Return notes about the nodes that stop no plan."""
+    return tuple(f"{name}: {note}" for record, name in zip(records, names, strict=True) for note in record.notes)
 
 
 def _part(host: Host, num_agents: int) -> Host:

@@ -20,6 +20,7 @@ from pipette_launch.errors import ProbeError
 from pipette_launch.facts import files
 from pipette_launch.printable import printable
 from pipette_launch.probe.harness import Budget, Lockstep, WorkerPlace, end_with_parent, worker_place
+from pipette_launch.probe.health.nvml import is_same_device
 from pipette_launch.probe.options import ProbeOptions
 from pipette_launch.probe.progress import START, Progress
 
@@ -62,7 +63,6 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
         )
     sys.path[:0] = options.python_path
     # torch is imported only now, so that a bad order is answered at once.
-    import torch
     import torch.distributed as dist
 
     from pipette_launch.probe.compute.peak_memory import meter as meter_of
@@ -72,7 +72,7 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     # Before anything touches the device: the meter subtracts what other processes hold there.
     meter = meter_of(options.device_kind, options.device(place.rank).uuid)
     if options.device_kind == "cuda":
-        torch.cuda.set_device(progress.local_rank if torch.cuda.device_count() > 1 else 0)
+        use_device(progress.local_rank, options.device(place.rank).uuid)
     # The most expensive import of a warm-up on CPU: it is the same whatever is measured.
     layers.load(options.device_kind)
     timeout = timedelta(seconds=options.timeout_s)
@@ -112,6 +112,20 @@ def _work(options: ProbeOptions, place: WorkerPlace, progress: Progress, started
     if found is not None:
         files.write(Path(options.output), found)
     progress.announce("done")
+
+
+def use_device(local_rank: int, uuid: str) -> None:
+    """Take the device that the training's worker will take; NVML must have described the same one."""
+    import torch
+
+    torch.cuda.set_device(local_rank if torch.cuda.device_count() > 1 else 0)
+    ordinal = torch.cuda.current_device()
+    found = getattr(torch.cuda.get_device_properties(ordinal), "uuid", None)
+    if not is_same_device(uuid, found):
+        raise ProbeError(
+            f"CUDA's device {ordinal} is GPU-{found}, and NVML's is {uuid}: they count in different orders; set "
+            f"CUDA_DEVICE_ORDER=PCI_BUS_ID, or name the devices by UUID in CUDA_VISIBLE_DEVICES"
+        )
 
 
 def _store(place: WorkerPlace, timeout: timedelta) -> Any:

@@ -104,6 +104,8 @@ def _devices(args: Namespace) -> tuple[Host | None, list[Finding]]:
     if host.devices[0].kind == "cpu" and args.device == "auto":
         advice = "if there are GPUs, look at the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
         found.append(Finding(severity="slows", what="GPUs", value="NVML shows none, jobs run on CPU", advice=advice))
+    lost = () if host.devices[0].kind == "cpu" else inventory.lost_gpus()
+    found += [Finding(severity="slows", what="GPUs", value=sentence) for sentence in lost]
     return host, [*found, *_conditions(host, told)]
 
 

@@ -23,7 +23,14 @@ NAMED = set(re.findall(r"\bnvml[A-Z]\w+(?=[(\"])", SOURCES))
 @pytest.mark.parametrize("name", sorted(ASKED | NAMED))
 def test_every_question_is_known_to_the_binding(name: str) -> None:
     """A name that no binding has would be answered by None for ever, in silence."""
-    assert callable(getattr(pynvml, name))
+    assert hasattr(pynvml, name)
+
+
+def test_memory_is_asked_with_a_version() -> None:
+    """Version 2 tells what the driver reserves; the errors that hide a device have these names."""
+    assert ["handle", "version"] == [*inspect.signature(pynvml.nvmlDeviceGetMemoryInfo).parameters]
+    assert ["version", "total", "reserved", "free", "used"] == [name for name, _ in pynvml.c_nvmlMemory_v2_t._fields_]
+    assert {pynvml.NVMLError} == {getattr(pynvml, name).__base__ for name in driver.HIDDEN}
 
 
 def test_the_search_for_names_finds_them() -> None:

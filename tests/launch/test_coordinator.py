@@ -221,6 +221,16 @@ def test_nodes_that_no_plan_can_use_are_named(tmp_path: Path, changes: list[dict
     assert "train" == decision.phase
 
 
+def test_lost_gpus_are_a_note(tmp_path: Path) -> None:
+    """They stop no plan, and are named with their node."""
+    nodes = records()
+    nodes[1] = replace(nodes[1], notes=("GPU 7 of 8 cannot be used",))
+
+    decision = coordinator(tmp_path, options()).decide(nodes, None)
+
+    assert ("warmup", "node1: GPU 7 of 8 cannot be used") == (decision.phase, decision.reason)
+
+
 def test_static_nodes_keep_their_order(tmp_path: Path) -> None:
     """`--node-rank` orders them, not their addresses."""
     nodes = [replace(node, node_rank=rank) for node, rank in zip(records(), (1, 0), strict=True)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_rules.nvml import FakeNvml, install
 from launch.worlds import options, plan, records
 
 from pipette_launch import report
@@ -19,6 +20,7 @@ from pipette_launch.launch import node_controller as module
 from pipette_launch.launch.display.metrics import MetricsFile
 from pipette_launch.launch.display.spans import Spans
 from pipette_launch.launch.node_controller import NodeController
+from pipette_launch.launch.nodes import described
 from pipette_launch.probe.health import inventory
 from pipette_launch.report.page import plan_page
 
@@ -204,6 +206,17 @@ def test_a_driver_in_disorder_is_told_to_the_others(tmp_path: Path, monkeypatch:
 
     assert record.host is None
     assert "OSError: driver/library version mismatch" in record.trouble
+
+
+def test_lost_gpus_are_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node is described by the GPUs that are left, and a note names those that are not."""
+    install(monkeypatch, FakeNvml(3)).lost = {0}
+
+    machine = described(NODE, "cuda")
+
+    assert machine.host is not None
+    assert ["GPU-bbbb-1", "GPU-aaaa-2"] == [device.uuid for device in machine.host.devices]
+    assert ("GPU 0 of 3 cannot be used (NVML: GPU is lost); reset it or reboot the node",) == machine.notes
 
 
 def test_its_folder_is_made_when_it_is_needed(tmp_path: Path) -> None:

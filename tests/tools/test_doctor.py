@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from nvml_for_tests import GIB, FakeNvml, install
+from gpu_rules.nvml import GIB, FakeNvml, install
 
 from pipette_launch.facts import files
 from pipette_launch.facts.health.checkup import Checkup, Finding
@@ -102,6 +102,18 @@ def test_gpus_are_judged_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> N
         found[what].severity for what in ("device GPU-aaaa-0", "device GPU-bbbb-1", "persistence mode")
     }
     assert "/dev/shm" in found
+
+
+def test_a_lost_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are examined, and count as the devices of this machine."""
+    install(monkeypatch, FakeNvml(3)).lost = {1}
+    found = examined(device="cuda")
+
+    assert "2 x Test GPU" == found["devices"].value
+    assert ("slows", "GPU 1 of 3 cannot be used (NVML: GPU is lost); reset it or reboot the node") == (
+        found["GPUs"].severity,
+        found["GPUs"].value,
+    )
 
 
 def test_too_many_workers_stop(monkeypatch: pytest.MonkeyPatch) -> None:

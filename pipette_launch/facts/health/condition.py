@@ -30,7 +30,7 @@ class DeviceCondition:
     holders: tuple[Holder, ...] = ()
     """Processes other than our own, however little memory they hold."""
     used_bytes: int | None = None
-    """Memory in use by anyone before the job's workers exist."""
+    """Memory held by processes before the job's workers exist, without the driver's own reserve."""
     utilisation: float | None = None
     """Share of the driver's last sample period in which some kernel ran, 0 to 1."""
     sm_clock_hz: int | None = None

@@ -48,6 +48,8 @@ class NodeRecord:
     """Whether the trouble is that a flag asks for what this machine does not have."""
     conditions: tuple[DeviceCondition, ...] = ()
     """What the driver reports of this node's devices, in the order of the local ranks."""
+    notes: tuple[str, ...] = ()
+    """Troubles of this node that stop no plan, such as GPUs that are lost."""
     max_restarts: int = 0
     """--max-restarts."""
     iteration: int = 0

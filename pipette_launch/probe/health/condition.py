@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,17 @@ from pipette_launch.facts.health.condition import NEARNESS, DeviceCondition, Hol
 from pipette_launch.probe.health import nvml as driver
 
 SYSFS = Path("/sys")
+SECOND_LOOK_S = 1.0
+"""Longest sample period of a device's utilisation (manual of nvidia-smi)."""
 
 
-def conditions(host: Host, *, sysfs: Path = SYSFS) -> tuple[DeviceCondition, ...]:
+def conditions(
+    host: Host, *, sysfs: Path = SYSFS, sleep: Callable[[float], object] = time.sleep
+) -> tuple[DeviceCondition, ...]:
     """Return the condition of every device of this machine, in the order of the local ranks.
+
+    If a device looks busy, the utilisation of all is read again after a second. Without persistence mode the first
+    question starts the driver, which scrubs the memory and reports high utilisation (nvmlDeviceGetUtilizationRates).
 
     Raises:
         ClusterError: the host has GPUs, and NVML no longer answers.
@@ -30,7 +39,16 @@ def conditions(host: Host, *, sysfs: Path = SYSFS) -> tuple[DeviceCondition, ...
     with driver.session() as nvml:
         if nvml is None:
             raise ClusterError(f"{host.name}: NVML no longer answers; check the driver with nvidia-smi")
-        return tuple(_condition(nvml, device.uuid, sysfs) for device in host.devices)
+        found = tuple(_condition(nvml, device.uuid, sysfs) for device in host.devices)
+        if any(one.utilisation for one in found):
+            sleep(SECOND_LOOK_S)
+            found = tuple(replace(one, utilisation=_utilisation(nvml, one.uuid)) for one in found)
+        return found
+
+
+def _utilisation(nvml: Any, uuid: str) -> float | None:
+    rates = driver.query(nvml, "nvmlDeviceGetUtilizationRates", nvml.nvmlDeviceGetHandleByUUID(uuid))
+    return None if rates is None else rates.gpu / 100
 
 
 def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
@@ -39,7 +57,6 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
     def ask(question: str, *arguments: Any) -> Any | None:
         return driver.query(nvml, f"nvmlDeviceGet{question}", handle, *arguments)
 
-    memory, rates = ask("MemoryInfo"), ask("UtilizationRates")
     rows = ask("RemappedRows") or (None,) * 4
     reasons = ask("CurrentClocksEventReasons")
     if reasons is None:
@@ -57,8 +74,8 @@ def _condition(nvml: Any, uuid: str, sysfs: Path) -> DeviceCondition:
             for process in ask("ComputeRunningProcesses") or ()
             if process.pid != os.getpid()
         ),
-        used_bytes=None if memory is None else int(memory.used),
-        utilisation=None if rates is None else rates.gpu / 100,
+        used_bytes=_held_bytes(nvml, handle),
+        utilisation=_utilisation(nvml, uuid),
         sm_clock_hz=_hertz(ask("ClockInfo", driver.CLOCK_SM)),
         sm_clock_max_hz=_hertz(ask("MaxClockInfo", driver.CLOCK_SM)),
         clock_reasons=None
@@ -155,6 +172,13 @@ def _holder(pid: int, used_bytes: int | None) -> Holder:
     except psutil.Error:
         name = "name unknown"
     return Holder(pid=pid, name=name, used_bytes=used_bytes)
+
+
+def _held_bytes(nvml: Any, handle: Any) -> int | None:
+    try:
+        return driver.memory(nvml, handle).held_bytes
+    except nvml.NVMLError:
+        return None
 
 
 def _hertz(megahertz: int | None) -> int | None:

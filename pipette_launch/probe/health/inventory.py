@@ -2,7 +2,7 @@
 
 NVML sees every GPU of the machine, CUDA only those in CUDA_VISIBLE_DEVICES, so this file applies the variable itself.
 NVML counts in PCI bus order; CUDA does so only with CUDA_DEVICE_ORDER=PCI_BUS_ID, which matters where a host has
-unlike GPUs. Devices are therefore named by UUID everywhere else.
+unlike GPUs. Devices are therefore named by UUID everywhere else, and each warm-up worker compares the UUIDs of both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil
 import pipette_launch
 from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.facts import Device, Host
-from pipette_launch.probe.health.nvml import session, text
+from pipette_launch.probe.health import nvml as driver
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -38,11 +38,14 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
         device: `auto` is `cuda` where NVML shows a GPU to this process, else `cpu`.
 
     Raises:
-        ClusterError: there are fewer GPUs than workers.
+        ClusterError: there are fewer GPUs than workers, or every GPU is broken.
         UsageError: there are none although `cuda` was asked for.
 
     """
-    gpus = [] if device == "cpu" else _gpus()
+    gpus, lost = ([], ()) if device == "cpu" else _gpus()
+    broken = "".join(f"; {sentence}" for sentence in lost)
+    if lost and not gpus:
+        raise ClusterError(f"{name}: no GPU can be used{broken}")
     if device == "cuda" and not gpus:
         wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
         said = "is not set" if wanted is None else f"is {wanted!r}"
@@ -53,7 +56,7 @@ def host(*, name: str, address: str, num_devices: int, device: Literal["auto", "
     if gpus and len(gpus) < num_devices:
         raise ClusterError(
             f"{name}: {num_devices} workers for {len(gpus)} visible GPUs; lower --nproc-per-node, widen "
-            f"CUDA_VISIBLE_DEVICES, or use --pipette-device=cpu"
+            f"CUDA_VISIBLE_DEVICES, or use --pipette-device=cpu{broken}"
         )
     devices = tuple(gpus[:num_devices]) if gpus else _cpu_shares(num_devices)
     return Host(
@@ -79,7 +82,12 @@ def switches(environ: Mapping[str, str], hostname: str) -> tuple[str, ...]:
 
 def num_gpus() -> int:
     """Number of GPUs that this process may use."""
-    return len(_gpus())
+    return len(_gpus()[0])
+
+
+def lost_gpus() -> tuple[str, ...]:
+    """Return one sentence for each GPU of this machine that is there but cannot be used."""
+    return _gpus()[1]
 
 
 def versions() -> dict[str, str]:
@@ -88,31 +96,32 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    with session() as nvml:
+    with driver.session() as nvml:
         if nvml is not None:
             found["driver"] = nvml.nvmlSystemGetDriverVersion()
     return found
 
 
 def device_used_bytes(uuid: str) -> int:
-    """Memory of all processes on a GPU by NVML, in bytes: contexts, communicators and allocators together."""
-    with session() as nvml:
+    """Memory of a GPU that is not free, in bytes: all processes and the driver's reserve. Compare only differences."""
+    with driver.session() as nvml:
         if nvml is None:
             raise ClusterError(f"NVML no longer answers for {uuid}; check the driver with nvidia-smi")
-        return int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).used)
+        memory = driver.memory(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+        return memory.total_bytes - memory.free_bytes
 
 
-def _gpus() -> list[Device]:
+def _gpus() -> tuple[list[Device], tuple[str, ...]]:
     """Apply CUDA_VISIBLE_DEVICES as CUDA does: in its order, by index or UUID prefix, up to the first bad entry."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    with session() as nvml:
+    with driver.session() as nvml:
         if nvml is None:
-            return []
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            return [], ()
+        handles, lost = driver.gpus(nvml)
         if wanted is not None:
             chosen = (_handle(nvml, handles, entry.strip()) for entry in wanted.split(","))
             handles = list(takewhile(lambda handle: handle is not None, chosen))
-        return [_device(nvml, handle) for handle in handles]
+        return [_device(nvml, handle) for handle in handles], lost
 
 
 def _handle(nvml: Any, every: list[Any], entry: str) -> Any | None:
@@ -123,18 +132,18 @@ def _handle(nvml: Any, every: list[Any], entry: str) -> Any | None:
             return nvml.nvmlDeviceGetHandleByUUID(entry)
         except nvml.NVMLError:
             return None
-    matches = [handle for handle in every if entry and text(nvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
+    matches = [handle for handle in every if entry and driver.text(nvml.nvmlDeviceGetUUID(handle)).startswith(entry)]
     return matches[0] if len(matches) == 1 else None
 
 
 def _device(nvml: Any, handle: Any) -> Device:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    memory = driver.memory(nvml, handle)
     return Device(
         kind="cuda",
-        uuid=text(nvml.nvmlDeviceGetUUID(handle)),
-        name=text(nvml.nvmlDeviceGetName(handle)),
-        memory_total_bytes=int(memory.total),
-        memory_free_bytes=int(memory.free),
+        uuid=driver.text(nvml.nvmlDeviceGetUUID(handle)),
+        name=driver.text(nvml.nvmlDeviceGetName(handle)),
+        memory_total_bytes=memory.total_bytes,
+        memory_free_bytes=memory.free_bytes,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 CLOCK_SM = 1
 TEMPERATURE_GPU = 0
@@ -25,6 +25,28 @@ CLOCK_REASONS = (
     "DisplayClockSetting",
 )
 """Why a clock has its frequency, bit 0 first: `nvmlClocksEventReason...`, before 2023 `nvmlClocksThrottleReason...`."""
+UNKNOWN_RESERVE_BYTES = 1 << 30
+"""Largest reserve of a driver: 0.3 to 0.8 GiB on idle A100, H100 and H200, up to 1 GiB on B200 and B300."""
+HIDDEN = ("NVMLError_NoPermission", "NVMLError_OperatingSystem")
+"""Errors for the handle of a device that a control group hides (nvml.h, nvmlReturn_t 4 and 17)."""
+
+
+class Memory(NamedTuple):
+    """Memory of one device, in bytes."""
+
+    total_bytes: int
+    free_bytes: int
+    held_bytes: int
+    """Allocated by processes, without the driver's own reserve."""
+
+
+class Gpus(NamedTuple):
+    """The GPUs of this machine as one process sees them."""
+
+    handles: list[Any]
+    """Handles of the usable GPUs in PCI bus order; CUDA_VISIBLE_DEVICES is not applied."""
+    lost: tuple[str, ...]
+    """One sentence for each GPU that is there but cannot be used."""
 
 
 @contextmanager
@@ -52,6 +74,70 @@ def query(nvml: Any, function_name: str, *arguments: Any) -> Any | None:
         return function(*arguments)
     except nvml.NVMLError:
         return None
+
+
+def memory(nvml: Any, handle: Any) -> Memory:
+    """Read the memory of a device; every reader of device memory calls this function.
+
+    Version 1 counts the driver's reserve as used (nvml.h, nvmlMemory_t). Version 2 reports the reserve. The manual of
+    driver 525 includes the reserve in `used` of version 2, later ones do not: total - free - reserved fits both.
+    Drivers before 510 and bindings before 11.510 lack version 2. There the largest known reserve is subtracted.
+    """
+    all_used = nvml.nvmlDeviceGetMemoryInfo(handle)
+    version = getattr(nvml, "nvmlMemory_v2", None)
+    split = query(nvml, "nvmlDeviceGetMemoryInfo", handle, version) if version else None
+    held = all_used.used - UNKNOWN_RESERVE_BYTES if split is None else split.total - split.free - split.reserved
+    return Memory(int(all_used.total), int(all_used.free), max(int(held), 0))
+
+
+def gpus(nvml: Any) -> Gpus:
+    """Return the GPUs that this process may use, and those that are broken.
+
+    NVML counts GPUs that a control group hides, and refuses their handles (nvml.h, nvmlDeviceGetHandleByIndex_v2).
+    CUDA does not count them.
+    """
+    count = nvml.nvmlDeviceGetCount()
+    handles, lost = [], []
+    for index in range(count):
+        try:
+            handle = _gpu(nvml, index)
+        except nvml.NVMLError as error:
+            lost.append(f"GPU {index} of {count} cannot be used (NVML: {error}); reset it or reboot the node")
+            continue
+        if handle is not None:
+            handles.append(handle)
+    return Gpus(handles, tuple(lost))
+
+
+def _gpu(nvml: Any, index: int) -> Any | None:
+    """Return the handle of a GPU whose memory can be read; None if a control group hides it."""
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    except tuple(getattr(nvml, name) for name in HIDDEN):
+        return None
+    mode = query(nvml, "nvmlDeviceGetMigMode", handle)
+    if mode and mode[0]:
+        # CUDA enumerates a single MIG device (MIG User Guide, CUDA Device Enumeration), and the memory of the whole
+        # GPU needs privileges (nvml.h, nvmlDeviceGetMemoryInfo).
+        handle = _first_mig_device(nvml, handle) or handle
+    memory(nvml, handle)
+    return handle
+
+
+def _first_mig_device(nvml: Any, gpu: Any) -> Any | None:
+    for index in range(query(nvml, "nvmlDeviceGetMaxMigDeviceCount", gpu) or 0):
+        device = query(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", gpu, index)
+        if device is not None:
+            return device
+    return None
+
+
+def is_same_device(nvml_uuid: str, cuda_uuid: object) -> bool:
+    """Compare `GPU-5a3b...` of NVML with `5a3b...` of torch; true if they cannot be compared.
+
+    CUDA may report the UUID of the whole GPU for a MIG device, and an old torch reports no UUID.
+    """
+    return cuda_uuid is None or nvml_uuid.startswith("MIG-") or nvml_uuid == f"GPU-{cuda_uuid}"
 
 
 def text(value: str | bytes) -> str:

@@ -21,6 +21,8 @@ from pipette_launch.units import bytes_text, hertz_text, rate_text, seconds_text
 
 BUSY_TOLERANCE_BYTES = 512 << 20
 """Less memory than this is held by a display server or a monitoring agent, and is ignored."""
+IDLE_BYTES = 64 << 20
+"""An idle device holds less, at most 8 MiB on A100 (rust-nvml/nvml-wrapper#57). A CUDA context needs more."""
 BUSY_SHARE = 0.05
 """Other processes that use more than this part of the memory, or of the time, are a fault; less is a note."""
 HELD_DOWN = {
@@ -163,7 +165,9 @@ def _busy(device: _PlacedDevice) -> Iterator[Verdict]:
     if not condition.holders and used > BUSY_TOLERANCE_BYTES:
         figure = f"{bytes_text(used)} are held by a process that NVML does not name (another container?)"
         yield device.verdict("busy", figure, advice=advice, is_sick=used > share_bytes)
-    if not named and (condition.utilisation or 0) > BUSY_SHARE:
+    # A busy device that nobody holds is one whose memory the driver still scrubs.
+    is_held = bool(condition.holders) or used > IDLE_BYTES
+    if not named and is_held and (condition.utilisation or 0) > BUSY_SHARE:
         yield device.verdict("busy", f"others keep it busy {condition.utilisation:.0%} of the time", advice=advice)
 
 

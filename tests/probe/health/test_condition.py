@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from nvml_for_tests import GIB, HEALTHY, FakeNvml, install
+from gpu_rules.nvml import GIB, HEALTHY, FakeNvml, install
 
 from pipette_launch.errors import ClusterError
 from pipette_launch.facts import files

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from nvml_for_tests import GIB, FakeNvml, install
+from gpu_rules.nvml import GIB, FakeNvml, install
 
 from pipette_launch.errors import ClusterError, UsageError
 from pipette_launch.probe.health import inventory

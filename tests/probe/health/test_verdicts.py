@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from nvml_for_tests import GIB, HEALTHY
+from gpu_rules.nvml import GIB, HEALTHY
 
 from pipette_launch.facts import Device, Host
 from pipette_launch.facts.health.condition import DeviceCondition, Holder

@@ -1,4 +1,7 @@
-"""A stand-in for NVIDIA's management library: a machine with GPUs where there is none."""
+"""A stand-in for NVIDIA's management library: a machine with GPUs where there is none.
+
+Rules are those of nvml.h and of the NVML API Reference Guide; the function that a rule is about is named beside it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ HEALTHY = DeviceCondition(
 
 
 class FakeNvml(types.ModuleType):
-    """NVML of a machine with so many GPUs, whose memory is partly in use."""
+    """NVML of a machine with GPUs whose memory is partly in use. A handle is the index, or the UUID of a MIG device."""
 
     class NVMLError(Exception):
         """Anything that NVML refuses."""
@@ -52,11 +55,40 @@ class FakeNvml(types.ModuleType):
     class NVMLError_DriverNotLoaded(NVMLError):  # noqa: N801, N818 - NVML's own name
         """No driver either."""
 
+    class NVMLError_NoPermission(NVMLError):  # noqa: N801, N818 - NVML's own name
+        """A control group hides the device, or only an administrator may ask."""
+
+    class NVMLError_OperatingSystem(NVMLError):  # noqa: N801, N818 - NVML's own name
+        """The operating system or a control group blocks the device (nvmlReturn_t, 17)."""
+
+    class NVMLError_GpuIsLost(NVMLError):  # noqa: N801, N818 - NVML's own name
+        """The device has fallen off the bus (nvmlReturn_t, 15)."""
+
+    class NVMLError_FunctionNotFound(NVMLError):  # noqa: N801, N818 - NVML's own name
+        """The driver is older than the binding."""
+
+    class NVMLError_NotFound(NVMLError):  # noqa: N801, N818 - NVML's own name
+        """There is no MIG device at this index."""
+
+    # The version of a structure is its size and number (nvml.h, NVML_STRUCT_VERSION).
+    nvmlMemory_v2: int | None = 0x02000028
+
     def __init__(self, num_gpus: int, processes: dict[int, list[SimpleNamespace]] | None = None) -> None:
         super().__init__("pynvml")
         self.num_gpus = num_gpus
         self.processes = processes or {}
         self.used = 2 * GIB
+        """Memory that processes hold on each device."""
+        self.reserved = 700 << 20
+        """Memory that the driver reserves on each device: the figure of an idle H200."""
+        self.has_memory_v2 = True
+        self.hidden: set[int] = set()
+        """GPUs that a control group hides."""
+        self.lost: set[int] = set()
+        self.mig: dict[int, list[str]] = {}
+        """UUIDs of the MIG devices that this process may use, by the GPU that is in MIG mode."""
+        self.is_asleep = False
+        """Whether the driver starts the devices with the first question, as without persistence mode."""
         self.open = 0
         self.answers: dict[tuple[str, int], object] = {}
         """What one GPU answers to one question otherwise; an NVMLError is raised."""
@@ -76,36 +108,65 @@ class FakeNvml(types.ModuleType):
         return "580.1"
 
     def nvmlDeviceGetCount(self) -> int:
-        """All of them, whatever CUDA_VISIBLE_DEVICES says."""
+        """All of them, whatever CUDA_VISIBLE_DEVICES says, and those without permission too (nvmlDeviceGetCount_v2)."""
         return self.num_gpus
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        """An index is as good a handle as any."""
+        """An index is as good a handle as any; hidden and lost devices have none (nvmlDeviceGetHandleByIndex_v2)."""
+        if index in self.hidden:
+            raise self.NVMLError_NoPermission("Insufficient Permissions")
+        if index in self.lost:
+            raise self.NVMLError_GpuIsLost("GPU is lost")
         return index
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
-        """The other way round."""
-        return int(uuid.rpartition("-")[2])
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int | str:
+        """The other way round; the UUID of a MIG device begins with MIG (nvmlDeviceGetHandleByUUID)."""
+        return uuid if uuid.startswith("MIG-") else int(uuid.rpartition("-")[2])
 
-    def nvmlDeviceGetUUID(self, handle: int) -> str:
+    def nvmlDeviceGetUUID(self, handle: int | str) -> str:
         """The same letter twice, then the index."""
-        return f"GPU-{'ab'[handle % 2] * 4}-{handle}"
+        return handle if isinstance(handle, str) else f"GPU-{'ab'[handle % 2] * 4}-{handle}"
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        """Now and after the next reset (nvmlDeviceGetMigMode)."""
+        return [int(handle in self.mig)] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        """Seven, whether they exist or not (nvmlDeviceGetMaxMigDeviceCount)."""
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, index: int) -> str:
+        """Indices may have gaps: the first is unused here (nvmlDeviceGetMigDeviceHandleByIndex)."""
+        if not 0 < index <= len(self.mig[handle]):
+            raise self.NVMLError_NotFound("Not Found")
+        return self.mig[handle][index - 1]
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
         """Bytes, as old bindings answer."""
         return b"Test GPU"
 
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        """80 GiB."""
-        return SimpleNamespace(total=80 * GIB, free=80 * GIB - self.used, used=self.used)
+    def nvmlDeviceGetMemoryInfo(self, handle: int | str, version: int | None = None) -> SimpleNamespace:
+        """80 GiB. `used` of version 1 has the driver's reserve in it (nvmlMemory_t, nvmlMemory_v2_t).
+
+        In MIG mode the memory of the whole GPU needs privileges (nvmlDeviceGetMemoryInfo).
+        """
+        if handle in self.mig:
+            raise self.NVMLError_NoPermission("Insufficient Permissions")
+        if version and not self.has_memory_v2:
+            raise self.NVMLError_FunctionNotFound("Function Not Found")
+        total, free = 80 * GIB, 80 * GIB - self.used - self.reserved
+        if version:
+            return SimpleNamespace(version=version, total=total, free=free, used=self.used, reserved=self.reserved)
+        return SimpleNamespace(total=total, free=free, used=total - free)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
         """Who computes there."""
         return self.processes.get(handle, [])
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
-        """Nobody computes."""
-        return SimpleNamespace(gpu=self._answer("UtilizationRates", handle, 0), memory=0)
+        """Nobody computes; while the driver starts, it scrubs ECC memory (nvmlDeviceGetUtilizationRates, its note)."""
+        usual, self.is_asleep = 100 if self.is_asleep else 0, False
+        return SimpleNamespace(gpu=self._answer("UtilizationRates", handle, usual), memory=0)
 
     def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
         """An idle clock, in MHz."""

@@ -126,7 +126,7 @@ def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host,
         )
     for what, values in (
         ("script and arguments", [record.script_digest for record in records]),
-        ("versions", [str(sorted(record.versions.items())) for record in records]),
+        ("versions", [str(sorted((record.versions | {"driver": ""}).items())) for record in records]),
     ):
         others = [name for name, value in zip(names, values, strict=True) if value != values[0]]
         if others:
@@ -143,8 +143,19 @@ def hosts_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[Host,
 
 
 def notes_of(records: Sequence[NodeRecord], names: Sequence[str]) -> tuple[str, ...]:
-    """Return notes about the nodes that stop no plan."""
-    return tuple(f"{name}: {note}" for record, name in zip(records, names, strict=True) for note in record.notes)
+    """Return notes about the nodes that stop no plan.
+
+    Drivers may differ: an upgrade rolls through a cluster for days, and the training runs on both.
+    """
+    drivers: dict[str, list[str]] = {}
+    for record, name in zip(records, names, strict=True):
+        drivers.setdefault(record.versions.get("driver", "none"), []).append(name)
+    listed = ", ".join(
+        f"{version} on {on[0] if len(on) == 1 else f'{len(on)} nodes'}" for version, on in sorted(drivers.items())
+    )
+    differ = (f"the NVIDIA drivers differ ({listed})",) if len(drivers) > 1 else ()
+    own = (f"{name}: {note}" for record, name in zip(records, names, strict=True) for note in record.notes)
+    return (*differ, *own)
 
 
 def _part(host: Host, num_agents: int) -> Host:

@@ -221,14 +221,19 @@ def test_nodes_that_no_plan_can_use_are_named(tmp_path: Path, changes: list[dict
     assert "train" == decision.phase
 
 
-def test_lost_gpus_are_a_note(tmp_path: Path) -> None:
-    """They stop no plan, and are named with their node."""
-    nodes = records()
-    nodes[1] = replace(nodes[1], notes=("GPU 7 of 8 cannot be used",))
+def test_another_driver_is_a_note(tmp_path: Path) -> None:
+    """An upgrade that rolls through a cluster stops no plan; drivers and lost GPUs are named."""
+    old, new = ({"torch": "2.13.0", "driver": version} for version in ("580.1", "590.2"))
+    nodes = [replace(node, versions=new if index == 1 else old) for index, node in enumerate(records(4))]
+    nodes[2] = replace(nodes[2], notes=("GPU 7 of 8 cannot be used",))
 
     decision = coordinator(tmp_path, options()).decide(nodes, None)
 
-    assert ("warmup", "node1: GPU 7 of 8 cannot be used") == (decision.phase, decision.reason)
+    assert "warmup" == decision.phase
+    assert (
+        "the NVIDIA drivers differ (580.1 on 3 nodes, 590.2 on node1); node2: GPU 7 of 8 cannot be used"
+        == decision.reason
+    )
 
 
 def test_static_nodes_keep_their_order(tmp_path: Path) -> None:

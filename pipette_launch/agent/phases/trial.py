@@ -7,11 +7,14 @@ comes next. A trial that fails costs no restart.
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
 import shutil
 import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest, LogsSpecs
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 REPORT_S = 75.0
 """How long an agent may take to end its workers and to see its devices free again."""
 NEXT_S = REPORT_S + 45.0
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class QuietLogs(DefaultLogsSpecs):
@@ -82,8 +86,11 @@ class TrialRun:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Variables of the workers: killed ones leave temporary files, multiprocessing alone a folder for each."""
-        return {"TMPDIR": self._logs}
+        """Variables of the workers: killed ones leave temporary files, multiprocessing alone a folder for each.
+
+        Compiled kernels stay where a training finds them: inductor keeps them below TMPDIR otherwise, Triton's too.
+        """
+        return {"TMPDIR": self._logs, COMPILED: os.environ.get(COMPILED, _compiled())}
 
     def drop_logs(self) -> None:
         """Leave nothing on disk."""
@@ -219,6 +226,15 @@ class TrialRun:
             )
             following = files.dumps(self._policy.after_trial(decision, whole))
         round_store.put(f"{decision.key}/next", following)
+
+
+def _compiled() -> str:
+    """Where inductor keeps what it compiled (`torch._inductor.runtime.cache_dir_utils`, whose import takes seconds)."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    return str(Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)))
 
 
 def _publish_end(round_store: RoundStore, decision: Decision, failure: Failure | None) -> None:

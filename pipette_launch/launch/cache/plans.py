@@ -30,10 +30,23 @@ MOST_OUTCOMES = 200
 """So many of the newest are read."""
 
 
-STEERING = ("CUDA_DEVICE_ORDER", "GLOO_", "MKL_NUM_THREADS", "NCCL_", "NVTE_", "OMP_NUM_THREADS", "TORCH_NCCL_", "UCX_")
-"""How the variables begin that change how fast something is."""
-TELLING = ("DEBUG", "FILE", "LOG", "DUMP", "TRACE")
-"""And what in their names means that they only change what is written down, often anew for each job."""
+STEERING = (
+    # torch and its compiler; the allocator decides how much memory is lost to fragments.
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING"),
+    *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32_", "TORCH_BLAS_PREFER_", "TORCH_COMPILE_", "TORCH_NCCL_"),
+    # CUDA and its libraries.
+    *("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER"),
+    *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "CUDA_MPS_", "NVIDIA_TF32_OVERRIDE", "NVTE_"),
+    # Networks: libfabric and its plugin for NCCL (EFA), SHARP, UCX, NVSHMEM (DeepEP).
+    *("FI_", "GLOO_", "NCCL_", "NVSHMEM_", "OFI_NCCL_", "SHARP_", "UCX_"),
+    # CPUs.
+    *("ATEN_CPU_CAPABILITY", "KMP_", "MKL_", "OMP_", "ONEDNN_"),
+)
+"""Beginnings of the variables that change speed or memory. CUDA_VISIBLE_DEVICES is not among them: UUIDs are."""
+TELLING = ("DEBUG", "FILE", "LOG", "DUMP", "TRACE", "VERBOSE")
+"""Words in the names of variables that only change what is written down, often anew for each job."""
+FOLDERS = ("_DIR", "_DIRECTORY", "_PATH")
+"""Ends of the names of variables that say where, often in a folder of the job. `_DIRECT_` is not one."""
 
 
 def key_of(
@@ -70,7 +83,7 @@ def steering(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(STEERING) and not any(word in name for word in TELLING)
+        if name.startswith(STEERING) and not name.endswith(FOLDERS) and not any(word in name for word in TELLING)
     }
 
 

@@ -75,6 +75,43 @@ def test_what_changes_from_job_to_job_is_not(changes: dict[str, Any]) -> None:
     assert key_of(**GIVEN) == key_of(**{**GIVEN, **changes})
 
 
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", True),
+        ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", True),
+        ("CUBLAS_WORKSPACE_CONFIG", True),
+        ("NCCL_P2P_DIRECT_DISABLE", True),
+        ("FI_EFA_USE_DEVICE_RDMA", True),
+        ("FI_PROVIDER", True),
+        ("OFI_NCCL_PROTOCOL", True),
+        ("PYTORCH_ALLOC_CONF", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", True),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", True),
+        ("SHARP_COLL_ENABLE_SAT", True),
+        ("TORCHINDUCTOR_MAX_AUTOTUNE", True),
+        ("TORCHDYNAMO_DISABLE", True),
+        ("TORCH_COMPILE_DISABLE", True),
+        ("NVTE_FUSED_ATTN", True),
+        ("NVSHMEM_IB_ENABLE_IBGDA", True),
+        ("OMP_PROC_BIND", True),
+        ("ONEDNN_MAX_CPU_ISA", True),
+        ("FI_LOG_LEVEL", False),
+        ("ONEDNN_VERBOSE", False),
+        ("TORCHINDUCTOR_CACHE_DIR", False),
+        ("CUDA_MPS_PIPE_DIRECTORY", False),
+        ("CUDA_MPS_LOG_DIRECTORY", False),
+        ("CUDA_VISIBLE_DEVICES", False),
+        ("CUDA_CACHE_PATH", False),
+    ],
+)
+def test_variables_that_change_speed_or_memory_are_in_the_key(name: str, counts: bool) -> None:
+    """Libraries' settings count; folders and logs, which batch systems name after the job, do not."""
+    changed = {**GIVEN, "environ": {**GIVEN["environ"], name: "1"}}
+
+    assert counts == (key_of(**GIVEN) != key_of(**changed))
+
+
 def test_keeps_a_plan(tmp_path: Path) -> None:
     """What was saved comes back, marked as cached, with what it rests on."""
     cache, measured = Cache(tmp_path, "k"), tiny_measurements(tiny_cluster())

@@ -16,8 +16,9 @@ from unittest import mock
 import numpy as np
 import torch
 
+from benchmarks.gpu.jobs import DeviceKind
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
-from benchmarks.gpu.shapes import DeviceKind, Shape, job_of, layer_of
+from benchmarks.gpu.shapes import Shape, job_of, layer_of
 from pipette_launch.cost.compute.device_work import layer_loads
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import ComputeCase, Layout

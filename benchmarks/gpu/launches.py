@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from pipette_launch import megatron
 from pipette_launch.errors import PipetteError
 from pipette_launch.facts import Device, files
 from pipette_launch.megatron import Iteration
-from pipette_launch.probe.health import inventory
+from pipette_launch.probe.health import nvml
 
 ROOT = Path(__file__).parent.parent.parent
 TRAINER = ROOT / "examples" / "pretrain_gpt.py"
 TORCHRUN = "torch.distributed.run"
 OURS = "pipette_launch"
-LOOK_S = 0.05
+LOOK_S = 1.0
+"""Seconds between two queries of the driver: each takes a lock of the driver, which may hold up a short step."""
 GRACE_S = 5.0
 """Between asking a launcher that took too long to end and killing it."""
 
@@ -98,12 +101,8 @@ class Launch:
 
     def finish(self, limit_s: float) -> Run:
         """Wait until it ends; one that takes longer is ended, and its workers with it."""
-        before_bytes = self._used_bytes()
-        most_bytes, ends_s = 0, time.perf_counter() + limit_s
-        while self._process.poll() is None and time.perf_counter() < ends_s:
-            most_bytes = max(most_bytes, self._used_bytes() - before_bytes)
-            time.sleep(LOOK_S)
-        code = self._process.poll()
+        with nvml.session() if self.device.kind == "cuda" else nullcontext() as driver:
+            code, most_bytes = self._watch(driver, time.perf_counter() + limit_s)
         if code is None:
             self._process.terminate()
             try:
@@ -127,8 +126,31 @@ class Launch:
         if self._first_s is None and megatron.parse_iteration(line):
             self._first_s = time.perf_counter() - self._began_s
 
-    def _used_bytes(self) -> int:
-        return inventory.device_used_bytes(self.device.uuid) if self.device.kind == "cuda" else 0
+    def _watch(self, driver: Any, ends_s: float) -> tuple[int | None, int]:
+        """Wait for the launcher in one session of NVML, if there is one; returns its exit code and the most bytes."""
+        handle = driver.nvmlDeviceGetHandleByUUID(self.device.uuid) if driver else None
+
+        def used_bytes() -> int:
+            if driver is None:
+                return 0
+            memory = nvml.memory(driver, handle)
+            return memory.total_bytes - memory.free_bytes
+
+        before_bytes = most_bytes = used_bytes()
+        while (left_s := ends_s - time.perf_counter()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(min(left_s, LOOK_S)), most_bytes - before_bytes
+            most_bytes = max(most_bytes, used_bytes())
+        return self._process.poll(), most_bytes - before_bytes
+
+
+def losses_apart(some: Sequence[str], others: Sequence[str]) -> float:
+    """Largest relative difference between two runs' losses as printed; infinite if one has fewer, or no number."""
+    if len(some) != len(others) or not all((*some, *others)):
+        return math.inf
+    pairs = [(float(one), float(other)) for one, other in zip(some, others, strict=True)]
+    found = [abs(one / other - 1) for one, other in pairs if one != other]
+    return math.inf if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
 def newest_cached(folder: Path, kind: type[Fact], name: str) -> Fact:
@@ -154,7 +176,8 @@ def environment(folder: Path, device_kind: str) -> dict[str, str]:
 
 def _read(pipe: IO[str], keep: Callable[[str], None], show: IO[str]) -> None:
     """Keep a stream line by line, and pass it on to the log."""
-    for line in pipe:
-        keep(line)
-        show.write(line)
-        show.flush()
+    with pipe:
+        for line in pipe:
+            keep(line)
+            show.write(line)
+            show.flush()

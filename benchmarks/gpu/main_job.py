@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.launches import GRACE_S, OURS, TORCHRUN, TRAINER, Launch, Run, newest_cached
-from benchmarks.gpu.memory import FULL
+from benchmarks.gpu.jobs import COMMON_WORDS, FULL, LOCAL_WORDS, DeviceKind
+from benchmarks.gpu.launches import GRACE_S, OURS, TORCHRUN, TRAINER, Launch, Run, losses_apart, newest_cached
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
-from benchmarks.gpu.shapes import DeviceKind
 from pipette_launch import megatron
 from pipette_launch.cost.memory.peak import peak_memory_bytes
 from pipette_launch.errors import PipetteError
@@ -21,25 +20,25 @@ from pipette_launch.units import MIB, seconds_text
 
 ITERATIONS = 24
 """A few more than an outcome rests on."""
+PLANNED, OWN = "torchrun, the plan's flags", "torchrun, own flags"
+"""Names of runs."""
 TIGHT = Path(__file__).with_name("tight.py")
-COMMON = (
-    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
-    "--bf16 --lr 3e-4 --log-interval 1 --eval-iters 0 --micro-batch-size 1 "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion"
-)
 MODELS: dict[DeviceKind, str] = {
     # 1.0 billion parameters: 18 GB of weights, gradients and optimizer on one device.
     "cuda": "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 5504 --num-attention-heads 16 --seq-length 2048 "
     "--max-position-embeddings 2048 --vocab-size 32000 --global-batch-size 8",
-    "cpu": "--num-layers 4 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 4 --seq-length 256 "
+    "cpu": "--num-layers 2 --hidden-size 64 --ffn-hidden-size 176 --num-attention-heads 4 --seq-length 256 "
     "--max-position-embeddings 256 --vocab-size 256 --global-batch-size 8",
 }
-BUDGET_S = {"cuda": 40, "cpu": 8}
-NEEDED_S = {"cuda": 20.0, "cpu": 8.0}
-"""Less time is not enough for one more run."""
-MOST_S = {"cuda": 150.0, "cpu": 90.0}
+BUDGET_S = {"cuda": 40, "cpu": 60}
+NEEDED_S = 20.0
+"""Less time is not enough for one more run on a GPU."""
+MOST_S = {"cuda": 150.0, "cpu": 400.0}
 """A run that takes longer hangs; the others may not."""
+TRIALS = {"cuda": 2, "cpu": 1}
+"""Plans that are tried besides the user's own."""
+LEAST_SHARE = 0.5
+"""Share of the wanted compute cases that a warm-up has to time: a plan over fewer rests on the device model."""
 MARGIN_BYTES = {"cuda": 512 * MIB, "cpu": 40 * MIB}
 """What libraries and threads take beside what was foretold, when memory is tight."""
 
@@ -50,10 +49,19 @@ class Job:
 
     book: Notebook
     folder: Path
-    words: list[str] = field(default_factory=list)
+    implementation: tuple[str, ...] = LOCAL_WORDS
+    """Flags that choose who makes the layers."""
 
-    def __post_init__(self) -> None:
-        self.words = [*MODELS[self.book.kind].split(), *COMMON.split(), "--train-iters", str(ITERATIONS)]
+    @property
+    def words(self) -> list[str]:
+        """Words of the trainer."""
+        kind = self.book.kind
+        common = (*COMMON_WORDS[kind], *self.implementation, "--train-iters", str(ITERATIONS))
+        return [*MODELS[kind].split(), *common]
+
+    def plan(self) -> Plan:
+        """The plan of the last launch that made one."""
+        return newest_cached(self.folder, Plan, "plan.json")
 
     def run(
         self,
@@ -83,33 +91,35 @@ def measure(book: Notebook) -> None:
     """Run the job in every way, the most telling first."""
     with tempfile.TemporaryDirectory() as name:
         job = Job(book=book, folder=Path(name))
-        if not book.attempt("pipette-launch from nothing", partial(_cold, job)):
-            book.attempt("torchrun with the user's own flags", partial(_torchrun, job, None))
+        if not book.attempt("pipette-launch from nothing", partial(run_cold, job)):
+            book.attempt("torchrun with the user's own flags", partial(run_torchrun, job, None))
             return
-        plan = newest_cached(job.folder, Plan, "plan.json")
-        needed_s = NEEDED_S[book.kind]
-        book.attempt("torchrun with the plan's flags", partial(_torchrun, job, plan), needs_s=needed_s)
-        book.attempt("pipette-launch from the cache", partial(_from_cache, job), needs_s=needed_s)
-        book.attempt("a plan that runs out of memory", partial(_out_of_memory, job, plan), needs_s=2 * needed_s)
-        book.attempt("torchrun with the user's own flags", partial(_torchrun, job, None), needs_s=needed_s)
-        book.attempt("trials", partial(_trials, job), needs_s=3 * needed_s)
+        plan = job.plan()
+        book.attempt("torchrun with the plan's flags", partial(run_torchrun, job, plan), needs_s=NEEDED_S)
+        book.attempt("pipette-launch from the cache", partial(_from_cache, job), needs_s=NEEDED_S)
+        book.attempt("a plan that runs out of memory", partial(_out_of_memory, job, plan), needs_s=2 * NEEDED_S)
+        if plan.chosen.layout != plan.own.layout:
+            book.attempt("torchrun with the user's own flags", partial(run_torchrun, job, None), needs_s=NEEDED_S)
+        book.attempt("trials", partial(_trials, job), needs_s=3 * NEEDED_S)
 
 
-def _cold(job: Job) -> None:
+def run_cold(job: Job) -> None:
     """Measure, plan and train; keep what was foretold and what came."""
     done = job.run(["--pipette-budget", BUDGET_S[job.book.kind]])
     _keep(job, "cold", done)
     cluster = newest_cached(job.folder, Measurements, "cluster.json")
-    plan = newest_cached(job.folder, Plan, "plan.json")
+    plan = job.plan()
     outcome = newest_cached(job.folder, Outcome, "outcome.json")
     job.book.add(
         "warm-up",
         phase_s=cluster.phase_s,
         cases=len(cluster.compute_cases()),
+        wanted=len(cluster.compute_cases()) + len(cluster.unmeasured),
         stages=len(cluster.stages),
         overhead_bytes=cluster.overhead_bytes,
         notes=list(cluster.notes),
     )
+    check_cases(job.book)
     job.book.add(
         "plan",
         chosen=plan.chosen.layout.words(),
@@ -133,14 +143,22 @@ def _cold(job: Job) -> None:
     )
 
 
-def _torchrun(job: Job, plan: Plan | None) -> None:
+def check_cases(book: Notebook) -> None:
+    """Let the part fail if the warm-up timed less than half of the compute cases that it wanted."""
+    (one,) = of_kind(book.records, "warm-up")
+    if one["cases"] < LEAST_SHARE * one["wanted"]:
+        why = f"{one['cases']} of {one['wanted']} cases timed: the plan rests on the device model, not on measurements"
+        book.fail("compute cases of the warm-up", why)
+
+
+def run_torchrun(job: Job, plan: Plan | None) -> None:
     """The same under torchrun: by the flags that the plan writes, or by the user's own."""
     words = job.words
     if plan is not None:
         read = megatron.read_job(words, world_size=1, megatron_version="0.16.1", device_kind=job.book.kind)
         words = list(megatron.write_arguments(words, job=read, layout=plan.chosen.layout))
     done = job.run([], words=words, launcher=TORCHRUN)
-    _keep(job, "torchrun, the plan's flags" if plan else "torchrun, own flags", done)
+    _keep(job, PLANNED if plan else OWN, done)
 
 
 def _from_cache(job: Job) -> None:
@@ -151,7 +169,7 @@ def _from_cache(job: Job) -> None:
 
 
 def _trials(job: Job) -> None:
-    done = job.run(["--pipette-trials", 2, "--pipette-budget", BUDGET_S[job.book.kind]])
+    done = job.run(["--pipette-trials", TRIALS[job.book.kind], "--pipette-budget", BUDGET_S[job.book.kind]])
     said = [line for line in done.err.splitlines() if "trial" in line.lower()]
     _keep(job, "trials", done, said=said[:12])
 
@@ -200,6 +218,9 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
         yield "| run | seconds | to the first iteration | step, median | losses as torchrun's | device held at most |"
         yield "|---|--:|--:|--:|---|--:|"
     by_name = {run["name"]: run for run in runs}
+    # A plan of the user's own layout writes the user's own flags, so one run shows both.
+    if (plans := of_kind(records, "plan")) and plans[0]["chosen"] == plans[0]["own"] and PLANNED in by_name:
+        by_name.setdefault(OWN, by_name[PLANNED])
     for run in runs:
         first = run["first_iteration_s"]
         held = f"{run['most_bytes'] / MIB:,.0f} MiB" if run["most_bytes"] else "-"
@@ -207,7 +228,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
             f"| {run['name']} | {run['seconds']:.1f} | {f'{first:.1f}' if first else '-'} "
             f"| {seconds_text(step_s(run))} | {_same_losses(run, by_name)} | {held} |"
         )
-    own, best = by_name.get("torchrun, own flags"), by_name.get("cold")
+    own, best = by_name.get(OWN), by_name.get("cold")
     if own and best:
         yield ""
         gain = step_s(own) / step_s(best)
@@ -236,7 +257,10 @@ def _foretold(records: Sequence[Record]) -> Iterator[str]:
             )
     for one in of_kind(records, "warm-up"):
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in one["phase_s"].items())
-        yield f"Warm-up: {one['cases']} compute cases and {one['stages']} stages; seconds by phase: {phases}."
+        yield (
+            f"Warm-up: {one['cases']} of {one['wanted']} compute cases timed, {one['stages']} stages run; seconds by "
+            f"phase: {phases}."
+        )
         yield from (f"It noted: {note}" for note in one["notes"])
 
 
@@ -248,10 +272,10 @@ def step_s(run: Record) -> float:
 
 def _same_losses(run: Record, by_name: dict[str, Record]) -> str:
     """Compare the losses with torchrun's under the same flags, digit by digit."""
-    other = by_name.get("torchrun, the plan's flags" if run["name"] in ("cold", "cached") else "torchrun, own flags")
+    other = by_name.get(PLANNED if run["name"] in ("cold", "cached") else OWN)
     if other is None or other is run:
         return "-"
     pairs = list(zip(run["losses"], other["losses"], strict=False))
     same = sum(one == two for one, two in pairs)
-    off = max((abs(float(one) / float(two) - 1) for one, two in pairs if one and two), default=0.0)
-    return f"{same} of {len(pairs)} to the digit" + (f", at most {off:.1e} apart" if same < len(pairs) else "")
+    off = losses_apart(run["losses"], other["losses"])
+    return f"{same} of {len(pairs)} to the digit" + (f", at most {off:.1e} apart" if off else "")

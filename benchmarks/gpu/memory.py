@@ -18,6 +18,7 @@ from tempfile import gettempdir
 
 from torch.distributed import HashStore
 
+from benchmarks.gpu.jobs import FULL
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import SHAPES, has_transformer_engine, job_of, without_engine
 from pipette_launch.cost.memory.abstract_execution import Executor
@@ -34,7 +35,6 @@ from pipette_launch.units import MIB
 from pipette_patches import whole_stage
 from pipette_patches.workload import layers
 
-FULL = Recompute(granularity="full", method="uniform", num_layers=1)
 HALF = Recompute(granularity="full", method="block", num_layers=2)
 CORE = Recompute(granularity="selective", modules=("core_attn",))
 SHARDED = Layout(use_distributed_optimizer=True)

@@ -37,8 +37,10 @@ class Notebook:
     """On the clock of `time.time`: when the part has to be over."""
     records: list[Record] = field(default_factory=list)
     missing: list[dict[str, str]] = field(default_factory=list)
+    failed: list[dict[str, str]] = field(default_factory=list)
+    """Results that are wrong: with one of them the part fails."""
     ended: str = RUNNING
-    """`whole`, `still running`, or why the part ended early."""
+    """`whole`, `still running`, `failed: ...`, or why the part ended early."""
 
     def __post_init__(self) -> None:
         self._began_s = time.time()
@@ -70,14 +72,25 @@ class Notebook:
         sys.stderr.write(f"{self.part}: not done: {what}: {why}\n")
         self.save()
 
+    def fail(self, what: str, why: str) -> None:
+        """Keep a result that is wrong; the part goes on, and fails at its end."""
+        self.failed.append({"what": what, "why": why})
+        sys.stderr.write(f"{self.part}: FAILED: {what}: {why}\n")
+        self.save()
+
     def attempt(self, what: str, work: Callable[[], object], *, needs_s: float = 0.0) -> bool:
         """Do some work; where it fails, or too little time is left for it, keep the reason and go on.
+
+        Args:
+            what: a name for it.
+            work: the work.
+            needs_s: with less time left on a GPU it is not begun. On a CPU a time limit only ends what hangs.
 
         Returns:
             Whether it was done.
 
         """
-        if self.left_s() < needs_s:
+        if self.kind == "cuda" and self.left_s() < needs_s:
             self.miss(what, f"it needs {needs_s:.0f} s and {max(self.left_s(), 0):.0f} s were left")
             return False
         sys.stderr.write(f"{self.part}: {what}\n")
@@ -94,12 +107,13 @@ class Notebook:
         """Write everything, atomically."""
         seconds = round(time.time() - self._began_s, 1)
         found = {**self._head, "ended": self.ended, "seconds": seconds}
-        text = json.dumps({**found, "records": self.records, "missing": self.missing}, indent=1)
+        results = {"records": self.records, "missing": self.missing, "failed": self.failed}
+        text = json.dumps({**found, **results}, indent=1)
         write_text(self.path, text + "\n")
 
     def close(self) -> None:
-        """Say that the part did all that it had to do."""
-        self.ended = WHOLE
+        """Say that the part did all that it had to do, or which of its results were wrong."""
+        self.ended = f"failed: {'; '.join(one['what'] for one in self.failed)}" if self.failed else WHOLE
         self.save()
 
 

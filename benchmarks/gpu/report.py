@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.notebook import SCHEMA_VERSION, WHOLE, first_line
+from benchmarks.gpu.notebook import RUNNING, SCHEMA_VERSION, WHOLE, first_line
 from benchmarks.gpu.supervise import PARTS
 from pipette_launch.errors import FileFormatError
 from pipette_launch.facts.files import write_text
@@ -36,10 +36,12 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def note_end(path: Path, trouble: str) -> None:
-    """Write down that a part did not end by itself; one that left no file at all is left out."""
+    """Write down that a part did not end by itself, unless the part did so or left no file at all."""
     try:
         found = load(path)
     except FileFormatError:
+        return
+    if found["ended"] != RUNNING:
         return
     write_text(path, json.dumps({**found, "ended": trouble}, indent=1) + "\n")
 
@@ -118,11 +120,12 @@ def _part_lines(part: dict[str, Any]) -> Iterator[str]:
     except Exception as error:  # noqa: BLE001 - a device that nobody knew may give what nobody thought of
         told = [f"These records cannot be shown ({first_line(error)}); the JSON has them."]
     yield from map(_as_item, told)
-    if part["missing"]:
-        yield ""
-        yield "Not done:"
-        yield ""
-        yield from (f"- {one['what']}: {one['why']}" for one in part["missing"])
+    for head, name in (("Failed:", "failed"), ("Not done:", "missing")):
+        if part.get(name):
+            yield ""
+            yield head
+            yield ""
+            yield from (f"- {one['what']}: {one['why']}" for one in part[name])
 
 
 def _as_item(line: str) -> str:

@@ -1,21 +1,32 @@
-"""A few messages of each kind among all ranks: whether a backend works here at all."""
+"""Messages and collectives among all ranks: whether a backend works on this device, and in which order it answers."""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.jobs import BACKENDS
+from pipette_launch.probe.links.rank_codes import check_order
+
 SIZE = 1 << 18
 
 
-def main(device_kind: str) -> None:
-    """Open the world's communicator, send around the ring, reduce and gather; raises where a value is wrong."""
+def main(device_kind: str, sizes_bytes: Sequence[int]) -> None:
+    """Open the world's communicator, send around the ring, reduce, and check the order of gathered and scattered parts.
+
+    Each rank prints one line of JSON. Raises ValueError if a message or a sum is wrong.
+    """
     began_s = time.perf_counter()
-    dist.init_process_group("nccl" if device_kind == "cuda" else "gloo", timeout=timedelta(seconds=30))
+    if device_kind == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(BACKENDS[device_kind], timeout=timedelta(minutes=1))  # type: ignore[index]
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = torch.full((SIZE,), float(rank), device=device_kind)
     got = torch.empty_like(mine)
@@ -24,15 +35,17 @@ def main(device_kind: str) -> None:
         work.wait()
     total = mine.clone()
     dist.all_reduce(total)
-    every = torch.empty(size * SIZE, device=device_kind)
-    dist.all_gather_into_tensor(every, mine)
-    found = (got[0].item(), total[-1].item(), every[-1].item())
-    expected = (float((rank - 1) % size), size * (size - 1) / 2, size - 1.0)
+    found = (got[0].item(), total[-1].item())
+    expected = (float((rank - 1) % size), size * (size - 1) / 2)
     if found != expected:
         raise ValueError(f"rank {rank} got {found} in place of {expected}")
-    print(f"ring of {size}: rank {rank} is done after {time.perf_counter() - began_s:.2f} s", flush=True)
+    met_s = time.perf_counter() - began_s
+    mismatch = check_order(device_kind, sizes_bytes=sizes_bytes)
+    seconds = time.perf_counter() - began_s - met_s
+    wrong = mismatch.words() if mismatch else ""
+    print(json.dumps({"rank": rank, "met_s": met_s, "codes_s": seconds, "wrong": wrong}), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], list(map(int, sys.argv[2:])))

@@ -5,23 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from benchmarks.gpt import gpt_job
+from benchmarks.gpu.jobs import WITHOUT_KERNELS, DeviceKind
 from pipette_launch.facts import Job, Layout
 from pipette_patches.cpu.cpu_replacements import WITHOUT_ENGINE
 from pipette_patches.registry import megatron_core_version
 from pipette_patches.replacements import Replacements
 from pipette_patches.workload.layers import Part, Workload
-
-DeviceKind = Literal["cpu", "cuda"]
-WITHOUT_KERNELS = (
-    "--no-gradient-accumulation-fusion",
-    "--no-masked-softmax-fusion",
-    "--no-persist-layer-norm",
-    "--no-rope-fusion",
-)
-"""What needs Transformer Engine or Apex."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

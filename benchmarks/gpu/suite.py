@@ -24,7 +24,7 @@ def _run(book: Notebook) -> None:
         report = Path(folder) / "junit.xml"
         words = ["-q", "-m", "gpu", "--junit-xml", report, "--durations=5", *(["--run-gpu"] * (book.kind == "cuda"))]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", *map(str, words), str(ROOT / "tests")], cwd=ROOT, check=False
+            [sys.executable, "-m", "pytest", *map(str, words), str(ROOT / "tests" / "gpu")], cwd=ROOT, check=False
         )
         if not report.exists():
             raise PipetteError(f"pytest ended with {done.returncode} and left no report")

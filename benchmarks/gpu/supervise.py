@@ -34,15 +34,21 @@ class Part:
 
 PARTS = (
     Part(
-        name="main", module="main_job", share=0.44, says="the main job: measure, plan, launch, train, run out of memory"
+        name="main", module="main_job", share=0.36, says="the main job: measure, plan, launch, train, run out of memory"
     ),
-    Part(name="memory", module="memory", share=0.18, says="peaks of single ranks of jobs of 8 to 1,024"),
+    Part(name="engine", module="engine", share=0.14, says="the main job with layers of Transformer Engine"),
     Part(
-        name="time", module="times", share=0.12, says="layers over a grid of shapes, and the device model beside them"
+        name="ranks",
+        module="ranks",
+        share=0.20,
+        says="several ranks on one device: order of collectives, plans, placements, zero-bubble schedules",
     ),
-    Part(name="probes", module="probes", share=0.05, says="the driver, clocks, events, copies, one rank of NCCL"),
-    Part(name="ranks", module="ranks", share=0.14, says="several ranks on one device"),
-    Part(name="tests", module="suite", share=0.07, says="tests marked `gpu`"),
+    Part(name="memory", module="memory", share=0.12, says="peaks of single ranks of jobs of 8 to 1,024"),
+    Part(
+        name="time", module="times", share=0.09, says="layers over a grid of shapes, and the device model beside them"
+    ),
+    Part(name="probes", module="probes", share=0.04, says="the driver, clocks, events, copies, one rank of NCCL"),
+    Part(name="tests", module="suite", share=0.05, says="tests marked `gpu`"),
 )
 """The most valuable first."""
 

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.gpu import figures
+from benchmarks.gpu.jobs import DeviceKind
 from benchmarks.gpu.memory import spread
 from benchmarks.gpu.notebook import Notebook, Record, of_kind
 from benchmarks.gpu.shapes import (
-    DeviceKind,
     Shape,
     has_transformer_engine,
     job_of,

@@ -7,17 +7,37 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gpu_rules.nvml import FakeNvml, install
 
-from benchmarks.gpu import figures, main_job, memory, report, shapes, supervise, tight, times
+from benchmarks.gpu import engine, figures, launches, main_job, memory, ranks, report, shapes, supervise, tight, times
+from benchmarks.gpu.jobs import COMMON_WORDS, ENGINE_WORDS
+from benchmarks.gpu.launches import Launch, losses_apart
+from benchmarks.gpu.nodes import ByHand
 from benchmarks.gpu.notebook import RUNNING, WHOLE, Notebook, device_here
 from benchmarks.gpu.supervise import PARTS
+from pipette_launch import megatron
 from pipette_launch.errors import FileFormatError, PipetteError
-from pipette_launch.units import MIB
+from pipette_launch.facts import Device, Layout
+from pipette_launch.probe.health import nvml
+from pipette_launch.units import GIB, MIB
+
+GPU = Device(
+    kind="cuda", uuid="GPU-aaaa-0", name="NVIDIA H100", memory_total_bytes=80 * GIB, memory_free_bytes=79 * GIB
+)
+BESIDE = {
+    "losses": ["2.000", "1.000"],
+    "torchrun_losses": ["2.000", "1.000"],
+    "steps_s": [0.2, 0.2],
+    "torchrun_steps_s": [0.3, 0.3],
+    "seconds": 9.0,
+}
+"""Losses and steps of a plan by hand beside torchrun's."""
 
 
-def notebook(folder: Path, part: str = "memory", left_s: float = 60.0) -> Notebook:
-    """A part's, on a CPU."""
-    return Notebook(path=folder / f"{part}.json", part=part, device=device_here("cpu"), ends_at_s=time.time() + left_s)
+def notebook(folder: Path, part: str = "memory", left_s: float = 60.0, device: Device | None = None) -> Notebook:
+    """A part's, on a CPU unless told otherwise."""
+    ends_at_s = time.time() + left_s
+    return Notebook(path=folder / f"{part}.json", part=part, device=device or device_here("cpu"), ends_at_s=ends_at_s)
 
 
 def test_every_record_is_on_disk_at_once(tmp_path: Path) -> None:
@@ -37,13 +57,36 @@ def test_what_fails_and_what_has_no_time_is_said_and_the_rest_goes_on(tmp_path: 
     def fail() -> None:
         raise PipetteError("no such luck\nat all")
 
-    book = notebook(tmp_path)
+    book = notebook(tmp_path, device=GPU)
     done = [book.attempt("a", fail), book.attempt("b", lambda: None, needs_s=1e6), book.attempt("c", lambda: None)]
 
     assert [False, False, True] == done
     assert {"what": "a", "why": "PipetteError: no such luck"} == book.missing[0]
     assert "b" == book.missing[1]["what"]
     assert book.missing[1]["why"].startswith("it needs 1000000 s and ")
+
+
+def test_a_short_time_leaves_nothing_out_on_a_cpu(tmp_path: Path) -> None:
+    """On a machine slower than any that we know, every piece still runs; only a part that hangs is ended."""
+    book = notebook(tmp_path, left_s=-1.0)
+
+    assert book.attempt("slow", lambda: None, needs_s=1e6)
+    assert [] == book.missing
+
+
+def test_a_wrong_result_fails_the_part(tmp_path: Path) -> None:
+    """The part goes on and ends with the name of the wrong result, which the report lists."""
+    book = notebook(tmp_path, "ranks")
+    book.fail("losses", "they are 1.0e-02 apart")
+    assert book.attempt("next", lambda: None)
+    book.close()
+    report.note_end(book.path, "it ended with exit code 1")
+
+    text = report.whole_text(tmp_path)
+
+    assert "failed: losses" == json.loads(book.path.read_text())["ended"]
+    assert "This part is not whole: failed: losses.\n" in text
+    assert "Failed:\n\n- losses: they are 1.0e-02 apart\n" in text
 
 
 def test_parts_share_the_time_that_is_left() -> None:
@@ -199,6 +242,166 @@ def test_losses_are_compared_digit_by_digit() -> None:
     assert "| cold | 9.0 | 3.0 | 200 ms | 2 of 3 to the digit, at most 1.0e-03 apart | - |" in said
     assert "| torchrun, the plan's flags | 9.0 | 3.0 | 200 ms | 3 of 3 to the digit | - |" in said
     assert "The plan's step is 1.00 times as fast" in said
+
+
+@pytest.mark.parametrize(("cases", "fails"), [(1, True), (2, False), (4, False)])
+def test_a_warm_up_that_times_less_than_half_fails_the_part(tmp_path: Path, cases: int, fails: bool) -> None:
+    """One of four wanted cases is too few, and two are enough; the report shows both numbers."""
+    book = notebook(tmp_path, "main", device=GPU)
+    book.add("warm-up", cases=cases, wanted=4, stages=3, phase_s={"compute": 18.0}, notes=[])
+
+    main_job.check_cases(book)
+
+    assert fails == bool(book.failed)
+    said = f"Warm-up: {cases} of 4 compute cases timed, 3 stages run; seconds by phase: compute 18.0."
+    assert said in list(main_job.lines(book.records))
+
+
+def test_one_run_under_torchrun_shows_a_plan_of_the_users_own_layout() -> None:
+    """It stands for a run with the user's own flags, which are the same."""
+    run = {"kind": "run", "seconds": 9.0, "first_iteration_s": 3.0, "most_bytes": 0, "losses": ["1.0"]}
+    plan = {"kind": "plan", "chosen": "tp1", "own": "tp1", "candidates": []}
+    runs = [{**run, "name": name, "steps_s": [0.1]} for name in ("cold", main_job.PLANNED, "trials")]
+
+    said = "\n".join(main_job.lines([plan, *runs]))
+
+    assert "| trials | 9.0 | 3.0 | 100 ms | 1 of 1 to the digit | - |" in said
+    assert "The plan's step is 1.00 times as fast" in said
+
+
+def test_without_transformer_engine_its_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launch is tried, and the report lists the job as not done."""
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda _: None)
+    book = notebook(tmp_path, "engine", device=GPU)
+
+    engine.measure(book)
+
+    assert [{"kind": "engine", "is_installed": False}] == book.records
+    assert [{"what": "the main job with Transformer Engine", "why": "it is not installed"}] == book.missing
+
+
+def test_jobs_of_the_engine_are_read_as_such() -> None:
+    """On a GPU the words choose Transformer Engine and bf16; on a CPU all jobs are in fp32."""
+    words = [*main_job.MODELS["cuda"].split(), *COMMON_WORDS["cuda"], *ENGINE_WORDS, "--train-iters", "24"]
+    job = megatron.read_job(words, world_size=1, megatron_version="0.16.1", device_kind="cuda")
+
+    assert ("transformer_engine", "bf16") == (job.model.transformer_impl, job.model.params_dtype)
+    assert "--bf16" not in COMMON_WORDS["cpu"]
+
+
+def test_losses_are_apart_by_their_largest_relative_difference() -> None:
+    """Lists of other lengths, missing losses and losses that are no numbers are infinitely far apart."""
+    assert 0.0 == losses_apart(["2.0", "1.0"], ["2.0", "1.00"])
+    assert pytest.approx(0.25) == losses_apart(["2.0", "1.25"], ["2.0", "1.0"])
+    assert [float("inf")] * 3 == [
+        losses_apart(["1.0"], []),
+        losses_apart([""], ["1.0"]),
+        losses_apart(["nan"], ["1.0"]),
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["", "all_gather of 8 MiB returned 7 instead of 3 at element 3"])
+def test_collectives_in_the_wrong_order_fail_the_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """One rank that received a wrong value is enough; the report says which."""
+    out = [json.dumps({"rank": rank, "met_s": 1.0, "codes_s": 0.5, "wrong": wrong * rank}) for rank in range(2)]
+    done = [launches.Run(code=0, out=line, err="", seconds=9.0, first_iteration_s=None, most_bytes=0) for line in out]
+    monkeypatch.setattr(ranks.Nodes, "run", lambda *_, **__: done)
+    book = notebook(tmp_path, "ranks", device=GPU)
+
+    ranks.meets(ranks.Nodes(book=book, folder=tmp_path), 2)
+
+    assert ([wrong] if wrong else []) == [one["why"] for one in book.failed]
+    said = f"WRONG: {wrong}" if wrong else "every part came from the right rank"
+    assert f"- Rank-coded all-gather and reduce-scatter of 2 ranks by nccl, 1 MiB to 64 MiB, 500 ms: {said}." in (
+        report.part_text(book.path)
+    )
+
+
+def test_a_rank_that_does_not_answer_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ring is not done, and its collectives are not taken for right."""
+    done = launches.Run(code=0, out="", err="gone", seconds=9.0, first_iteration_s=None, most_bytes=0)
+    monkeypatch.setattr(ranks.Nodes, "run", lambda *_, **__: [done])
+    book = notebook(tmp_path, "ranks", device=GPU)
+
+    assert not ranks.meets(ranks.Nodes(book=book, folder=tmp_path), 2)
+    assert "PipetteError: 0 of 2 ranks answered: gone" == book.missing[0]["why"]
+    assert [] == book.records
+
+
+def test_zero_bubble_schedules_run_by_hand_on_two_and_four_ranks() -> None:
+    """Plans hold the order of each pipeline rank, for eight micro-batches; the toy size has both schedules too."""
+    on_gpu = {(one.schedule, one.layout.world_size) for one in ranks.BY_HAND["cuda"]}
+    made = [one.plan("cuda", 8).chosen.order for one in ranks.BY_HAND["cuda"]]
+
+    assert {("zb-1p", 2), ("interleaved-zb", 2), ("zb-1p", 4), ("interleaved-zb", 4)} < on_gpu
+    assert {"zb-1p", "interleaved-zb"} == {one.schedule for one in ranks.BY_HAND["cpu"]}
+    assert [None, "zb-1p", "interleaved-zb", "zb-1p", "interleaved-zb"] == [one and one.name for one in made]
+    assert {8} == {one.num_microbatches for one in made if one}
+
+
+@pytest.mark.parametrize(("loss", "fails"), [("1.000", False), ("1.0009", False), ("1.002", True)])
+def test_losses_under_a_schedule_are_those_of_megatrons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, fails: bool
+) -> None:
+    """Within a thousandth; beyond that the part fails."""
+    monkeypatch.setattr(ranks.Nodes, "run_by_hand", lambda *_: [])
+    monkeypatch.setattr(ranks.Nodes, "beside_torchrun", lambda *_: {**BESIDE, "torchrun_losses": ["2.000", loss]})
+    book = notebook(tmp_path, "ranks", device=GPU)
+    what = ByHand(layout=Layout(pp=2), placement=(0, 1), schedule="zb-1p")
+
+    ranks.by_hand(ranks.Nodes(book=book, folder=tmp_path), what)
+
+    assert ([what.words] if fails else []) == [one["what"] for one in book.failed]
+
+
+def test_a_schedule_by_hand_is_one_sentence() -> None:
+    """It names ranks, layout, schedule, placement, equal losses, seconds and both steps."""
+    record = {"kind": "by hand", "ranks": 2, "backend": "nccl", "chosen": "tp1 pp2 dp1 mbs1", "schedule": "zb-1p"}
+    record |= {"placement": [0, 1], **BESIDE}
+
+    assert (
+        "2 ranks by nccl, tp1 pp2 dp1 mbs1, schedule zb-1p, placement [0, 1]: 2 of 2 losses are torchrun's to the "
+        "digit; 9.0 s in all, a step 200 ms, under torchrun 300 ms."
+    ) in list(ranks.lines([record]))
+
+
+def test_a_watched_launch_asks_the_driver_once_a_second_in_one_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of its bytes are kept; three looks at a launcher of 2.5 s are all, and the session is closed."""
+    fake = install(monkeypatch, FakeNvml(1))
+    told = iter([2 * GIB, 3 * GIB, 5 * GIB, 4 * GIB])
+    asked: list[int] = []
+
+    def memory(_library: object, _handle: int) -> nvml.Memory:
+        asked.append(fake.open)
+        return nvml.Memory(total_bytes=80 * GIB, free_bytes=80 * GIB - next(told), held_bytes=0)
+
+    monkeypatch.setattr(nvml, "memory", memory)
+    started = launches.subprocess.Popen
+    monkeypatch.setattr(
+        launches.subprocess,
+        "Popen",
+        lambda _, **kw: started([sys.executable, "-c", "import time; time.sleep(2.5)"], **kw),
+    )
+
+    done = Launch(words=[], folder=tmp_path, device=GPU).finish(30.0)
+
+    assert (0, 3 * GIB) == (done.code, done.most_bytes)
+    assert 3 <= len(asked) <= 4
+    assert {1} == set(asked)
+    assert 0 == fake.open
+
+
+def test_tests_marked_gpu_all_lie_in_one_folder() -> None:
+    """The part `tests` collects that folder alone: to collect all tests takes ten seconds of processor time."""
+    root = Path(__file__).parents[1]
+    marked = {path for path in root.rglob("test_*.py") if "pytest.mark" + ".gpu" in path.read_text(encoding="utf-8")}
+
+    assert marked
+    assert {root / "gpu"} == {path.parent for path in marked}
 
 
 def test_tight_memory_is_real(tmp_path: Path) -> None:

@@ -14,19 +14,17 @@ from benchmarks.gpu.supervise import PARTS
 pytestmark = [pytest.mark.timeout(600), pytest.mark.processes]
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
+    "engine": {"the main job with Transformer Engine"},
     "memory": {"1B, tp1 pp1 dp8 cp2 mbs1 dist-opt, stage 0"},
     "time": {"the data sheet's figures", "a CUDA graph of that layer"},
 }
-"""What a CPU cannot do: context parallelism, a data sheet, CUDA graphs."""
+"""Not possible on a CPU: Transformer Engine, context parallelism, a data sheet, CUDA graphs."""
 
 
 def test_every_part_runs_whole(tmp_path: Path) -> None:
-    """Each leaves its records and a report; nothing is missing that a CPU can do, and training is torchrun's.
-
-    Three minutes are enough on two cores with nothing else to do; CI runs other tests beside it.
-    """
+    """Each part leaves its records and a report; nothing is missing that a CPU can do, and losses are torchrun's."""
     done = subprocess.run(
-        [ROOT / "scripts" / "gpu-check", "--device", "cpu", "--minutes", "9", "--out", tmp_path / "out"],
+        [ROOT / "scripts" / "gpu-check", "--device", "cpu", "--minutes", "9.5", "--out", tmp_path / "out"],
         env={**os.environ, "PYTHON": sys.executable},
         check=False,
         stdout=subprocess.PIPE,
@@ -41,7 +39,10 @@ def test_every_part_runs_whole(tmp_path: Path) -> None:
     text = (tmp_path / "out" / "gpu-check.md").read_text()
     assert "| cold |" in text
     assert text.count("24 of 24 to the digit") >= 2
-    assert 2 == text.count("6 of 6 losses are torchrun's to the digit")
+    assert 3 == text.count("6 of 6 losses are torchrun's to the digit")
+    assert "schedule zb-1p, placement [1, 0]: 6 of 6" in text
+    assert "schedule interleaved-zb, placement [1, 0]: 6 of 6" in text
     assert "out of memory: the host's memory is exhausted" in text
-    assert "2 ranks met, sent around the ring, reduced and gathered by gloo in the place of gloo, staged" in text
+    assert "2 ranks met, sent messages around the ring and reduced by gloo in the place of gloo, staged" in text
+    assert "every part came from the right rank" in text
     assert {"skipped"} == {record["outcome"] for record in found["tests"]["records"]}

@@ -158,6 +158,7 @@ class PipetteAgent(LocalElasticAgent):
         worker_group.group_world_size = len(decision.tokens)
         key, self._store_of_phase = f"store/{decision.key}", None
         if 0 in ranks:
+            # An ephemeral port, as under torch's c10d rendezvous: RANK 0 may be far from the host of the rendezvous.
             self._store_of_phase = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             round_store.put(key, f"{self._address} {self._store_of_phase.port}")
         place = round_store.take(key, what="the store of RANK 0", deadline_s=PEER_WAIT_S)

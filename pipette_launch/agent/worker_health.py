@@ -130,9 +130,12 @@ def end(
 ) -> tuple[int, ...]:
     """End warm-up workers and all that they have started.
 
-    By SIGKILL: a stopped process takes no other signal, and a warm-up has nothing to save. Each worker leads a session
-    of its own, so what it has started is found even after it has died; whoever has left the session still has the
-    environment, which names the folder of the output.
+    By SIGKILL: a stopped process takes no other signal, and a warm-up has nothing to save. SIGTERM would not spare
+    other clients of CUDA's MPS: NVIDIA's manual wants the GPU's work synchronised before any signal, and after a
+    failure that work may never end.
+
+    Each worker leads a session of its own, so its children are found even after its death. A child that has left the
+    session still has the environment, which names the folder of the output.
 
     Args:
         processes: the workers.

@@ -44,9 +44,9 @@ STEERING = (
 )
 """Beginnings of the variables that change speed or memory. CUDA_VISIBLE_DEVICES is not among them: UUIDs are."""
 TELLING = ("DEBUG", "FILE", "LOG", "DUMP", "TRACE", "VERBOSE")
-"""Words in the names of variables that only change what is written down, often anew for each job."""
+"""Words in the names of variables of logs, whose values may differ from job to job."""
 FOLDERS = ("_DIR", "_DIRECTORY", "_PATH")
-"""Ends of the names of variables that say where, often in a folder of the job. `_DIRECT_` is not one."""
+"""Ends of the names of variables of folders, whose values may differ from job to job. `_DIRECT_` is no such end."""
 
 
 def key_of(
